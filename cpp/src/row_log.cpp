@@ -397,51 +397,80 @@ void RowLog::load_last_block() {
 
 // --- Reading ----------------------------------------------------------------------------------------------------
 
-void RowLog::read(std::span<const std::uint32_t> records, std::byte* out) const {
-  std::vector<std::uint32_t> order(records.size());
-  std::iota(order.begin(), order.end(), 0u);
-  std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) { return records[a] < records[b]; });
-  std::vector<DiskReader::Read> reads;
-  std::vector<std::pair<std::uint32_t, std::size_t>> places;  // position in `records`, and where the record lies
-  Bytes pages;
-  std::size_t room = 0;
-  for (std::size_t i = 0; i < order.size();) {
-    // A window of records, whose pages are in memory at a time.
-    reads.clear();
-    places.clear();
-    std::size_t used = 0;
-    for (; i < order.size(); ++i) {
-      const std::uint64_t offset = offset_of(records[order[i]]);
-      const std::uint64_t begin = page_begin(offset), end = page_end(offset + record_bytes_);
-      DiskReader::Read* last = reads.empty() ? nullptr : &reads.back();
-      const std::uint64_t covered = last == nullptr ? 0 : last->offset + last->bytes;
-      if (last == nullptr || begin > covered || (end > covered && end - last->offset > kLongestRead)) {
-        if (used > 0 && used + (end - begin) > kWindow) break;
-        reads.push_back({file_.get(), begin, static_cast<std::size_t>(end - begin), nullptr});
-        used += end - begin;
-      } else if (end > covered) {
-        if (used + (end - covered) > kWindow) break;
-        last->bytes += end - covered;
-        used += end - covered;
-      }
-      const std::uint64_t in_read = offset - reads.back().offset;
-      places.emplace_back(order[i], used - reads.back().bytes + in_read);
+// Pages that are read together, and the records in them.
+class RowLog::Window {
+ public:
+  // Adds the pages of a record, which follows those of its file that were added before. Returns false if there is no
+  // room for them beside others.
+  bool add(int fd, std::uint64_t offset, std::size_t bytes, std::byte* to) {
+    const std::uint64_t begin = page_begin(offset), end = page_end(offset + bytes);
+    DiskReader::Read* const last = reads_.empty() || reads_.back().fd != fd ? nullptr : &reads_.back();
+    const std::uint64_t covered = last == nullptr ? 0 : last->offset + last->bytes;
+    const bool apart = last == nullptr || begin > covered || (end > covered && end - last->offset > kLongestRead);
+    const std::size_t more = apart ? end - begin : end > covered ? end - covered : 0;
+    if (used_ > 0 && used_ + more > kWindow) return false;
+    if (apart) {
+      reads_.push_back({fd, begin, more, nullptr});
+    } else {
+      last->bytes += more;
     }
-    if (used > room) pages = page_aligned(room = used);
-    std::byte* to = pages.get();
-    for (DiskReader::Read& read : reads) {
+    used_ += more;
+    places_.push_back({used_ - reads_.back().bytes + (offset - reads_.back().offset), bytes, to});
+    return true;
+  }
+
+  // Reads the pages, copies the records, and forgets both.
+  void read(DiskReader& reader) {
+    if (used_ > room_) pages_ = page_aligned(room_ = used_);
+    std::byte* to = pages_.get();
+    for (DiskReader::Read& read : reads_) {
       read.to = to;
       to += read.bytes;
     }
-    try {
-      reader_->read(reads);
-    } catch (const std::runtime_error& error) {
-      fail(error.what(), 0);
-    }
-    for (const auto& [position, place] : places) {
-      std::memcpy(out + position * record_bytes_, pages.get() + place, record_bytes_);
+    reader.read(reads_);
+    for (const Place& place : places_) std::memcpy(place.to, pages_.get() + place.at, place.bytes);
+    reads_.clear();
+    places_.clear();
+    used_ = 0;
+  }
+
+ private:
+  struct Place {
+    std::size_t at, bytes;
+    std::byte* to;
+  };
+
+  std::vector<DiskReader::Read> reads_;
+  std::vector<Place> places_;
+  Bytes pages_;
+  std::size_t used_ = 0, room_ = 0;
+};
+
+void RowLog::read(std::span<const std::uint32_t> records, std::byte* out) const {
+  const Wanted wanted{this, records, out};
+  try {
+    read({&wanted, 1});
+  } catch (const std::runtime_error& error) {
+    fail(error.what(), 0);
+  }
+}
+
+void RowLog::read(std::span<const Wanted> wanted) {
+  Window window;
+  std::vector<std::uint32_t> order;
+  for (const auto& [log, records, out] : wanted) {
+    order.resize(records.size());
+    std::iota(order.begin(), order.end(), 0u);
+    std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) { return records[a] < records[b]; });
+    for (const std::uint32_t i : order) {
+      const std::size_t bytes = log->record_bytes_;
+      const std::uint64_t offset = log->offset_of(records[i]);
+      if (window.add(log->file_.get(), offset, bytes, out + i * bytes)) continue;
+      window.read(*log->reader_);
+      window.add(log->file_.get(), offset, bytes, out + i * bytes);
     }
   }
+  if (!wanted.empty()) window.read(*wanted.back().log->reader_);
 }
 
 const std::byte* RowLog::row_in(std::uint32_t record, const std::byte* bytes) const {

@@ -23,12 +23,6 @@ struct Shard::Group {
   std::uint32_t row[kGroup];
 };
 
-// The ids of a lookup whose rows are on disk, or may be.
-struct Shard::Deferred {
-  std::vector<std::uint32_t> positions;
-  std::vector<FetchedRecords> fetched;  // by shard of the request
-};
-
 // What a request reads or writes of a row.
 struct Shard::Fetch {
   std::size_t bytes;        // from the row's first on
@@ -95,31 +89,35 @@ std::uint32_t Shard::resolve(const Group& group, std::size_t lane) const {
   return find(group.id[lane]);
 }
 
-// Rows on disk come last. They are read without the locks, which others need meanwhile.
-void Shard::lookup(Shards shards, const Slice& slice, float* out, bool train) {
-  if (slice.count == 0) return;
-  const auto pass = [&](const Slice& ids, Deferred* deferred) {
-    if (train) {
-      lookup_train(shards, ids, out, deferred);
-    } else {
-      lookup_only(shards, ids, out, deferred);
+Shard::Deferred Shard::lookup(Shards shards, const Slice& slice, float* out, bool train) {
+  Deferred deferred{shards, slice.ids, out, {}, {}};
+  if (slice.count == 0) return deferred;
+  const Turn turn(shards);
+  const bool tiered = shards[0]->tier_ != nullptr;
+  if (tiered) deferred.fetched.resize(shards.size());
+  (train ? lookup_train : lookup_only)(shards, slice, out, tiered ? &deferred : nullptr);
+  return deferred;
+}
+
+void Shard::fetch(std::span<Deferred> deferred) {
+  std::vector<FetchedRecords::Pending> pending;
+  for (Deferred& each : deferred) {
+    for (std::size_t s = 0; s < each.shards.size(); ++s) {
+      if (!each.fetched[s].empty()) pending.push_back({&each.fetched[s], &each.shards[s]->tier_->log});
     }
-  };
-  Deferred deferred;
-  {
-    const Turn turn(shards);
-    if (!shards[0]->tier_) return pass(slice, nullptr);
-    deferred.fetched.resize(shards.size());
-    pass(slice, &deferred);
   }
-  if (deferred.positions.empty()) return;
-  for (std::size_t s = 0; s < shards.size(); ++s) deferred.fetched[s].read(shards[s]->tier_->log);
+  FetchedRecords::read(pending);
+}
+
+void Shard::lookup_deferred(const Deferred& deferred, bool train) {
+  const Shards shards = deferred.shards;
   const Turn turn(shards);
   for (std::size_t s = 0; s < shards.size(); ++s) {
     shards[s]->tier_->fetched = &deferred.fetched[s];
     shards[s]->header_->cold.read += deferred.fetched[s].size();
   }
-  pass({slice.ids, deferred.positions.data(), deferred.positions.size()}, nullptr);
+  const Slice slice{deferred.ids, deferred.positions.data(), deferred.positions.size()};
+  (train ? lookup_train : lookup_only)(shards, slice, deferred.out, nullptr);
 }
 
 // Whether the row of an id, which is not in memory, may be on disk; then it is looked up in another pass.

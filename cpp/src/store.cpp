@@ -207,9 +207,17 @@ void Store::for_each_part(std::span<const Request> requests, Parts parts, Body&&
 
 void Store::lookup(std::span<const LookupRequest> requests, bool train) {
   check_process();
+  std::mutex mutex;
+  std::vector<Shard::Deferred> deferred;
   for_each_part(requests, Parts::kAny, [&](std::size_t r, const Slice& slice, Shard::Shards shards) {
-    Shard::lookup(shards, slice, requests[r].out, train);
+    Shard::Deferred left = Shard::lookup(shards, slice, requests[r].out, train);
+    if (left.positions.empty()) return;
+    const std::lock_guard lock(mutex);
+    deferred.push_back(std::move(left));
   });
+  if (deferred.empty()) return;
+  Shard::fetch(deferred);
+  pool_->parallel_for(deferred.size(), [&](std::size_t i) { Shard::lookup_deferred(deferred[i], train); });
 }
 
 std::vector<PushCounts> Store::update(std::span<const UpdateRequest> requests, std::uint32_t step, std::uint64_t client,

@@ -34,16 +34,31 @@ TierCounts& TierCounts::operator+=(const TierCounts& other) {
   return *this;
 }
 
-void FetchedRecords::read(const RowLog& log) {
+RowLog::Wanted FetchedRecords::prepare(const RowLog& log) {
   std::sort(wanted_.begin(), wanted_.end());
   wanted_.erase(std::unique(wanted_.begin(), wanted_.end()), wanted_.end());
   records_.resize(wanted_.size());
   std::transform(wanted_.begin(), wanted_.end(), records_.begin(), [](const auto& wanted) { return wanted.first; });
   bytes_.resize(records_.size() * log.record_bytes());
+  return {&log, records_, bytes_.data()};
+}
+
+void FetchedRecords::read(std::span<const Pending> pending) {
+  std::vector<RowLog::Wanted> wanted;
+  for (const auto& [records, log] : pending) {
+    if (!records->empty()) wanted.push_back(records->prepare(*log));
+  }
   try {
-    log.read(records_, bytes_.data());
+    return RowLog::read(wanted);
   } catch (const std::runtime_error&) {
-    records_.clear();  // The file may have been cleared meanwhile; else whoever needs a record reads it, and reports.
+    // A file may have been cleared meanwhile: that is no reason to lose what the others have.
+  }
+  for (const auto& [records, log] : pending) {
+    try {
+      log->read(records->records_, records->bytes_.data());
+    } catch (const std::runtime_error&) {
+      records->records_.clear();  // Whoever needs one of them reads it, and reports.
+    }
   }
 }
 
@@ -121,7 +136,8 @@ void Shard::fetch_cold(const Slice& slice, std::size_t from, std::size_t shards)
     if (shards > 1 && shard_of_hash(hash_id(id), shards) != number_) continue;
     if (find(id) == Index::kNone) want_cold(id, tier_->ahead);
   }
-  tier_->ahead.read(tier_->log);
+  const FetchedRecords::Pending all{&tier_->ahead, &tier_->log};
+  FetchedRecords::read({&all, 1});
   header_->cold.read += tier_->ahead.size();
   tier_->fetched = &tier_->ahead;
 }

@@ -520,6 +520,36 @@ TEST(a_batch_larger_than_the_window_is_read) {
   }
 }
 
+TEST(several_logs_are_read_together) {
+  DiskReader reader;
+  const Directory directory;
+  constexpr std::size_t kRowBytes[] = {1536, 40, 300};
+  constexpr std::size_t kCount[] = {200 * 42, 1000, 0};  // 12.5 MiB, more than the window; and none at all
+  std::vector<RowLog> logs;
+  std::vector<Numbers> records;
+  std::vector<Bytes> bytes;
+  std::vector<RowLog::Wanted> wanted;
+  for (std::size_t i = 0; i < 3; ++i) {
+    auto options = options_in(directory, kRowBytes[i]);
+    options.path += std::to_string(i);
+    options.segment_blocks = 200;
+    options.max_records = 200 * RowLog::block_records(kRowBytes[i]);
+    logs.push_back(RowLog::create(options, reader));
+    records.push_back(fill(logs[i], kCount[i], kRowBytes[i], 7 * i));
+    std::shuffle(records[i].begin(), records[i].end(), std::mt19937(1));
+    bytes.emplace_back(records[i].size() * logs[i].record_bytes());
+  }
+  for (std::size_t i = 0; i < 3; ++i) wanted.push_back({&logs[i], records[i], bytes[i].data()});
+  RowLog::read(wanted);
+  for (std::size_t i = 0; i < 3; ++i) {
+    for (std::size_t n = 0; n < records[i].size(); ++n) {
+      const std::byte* const found = bytes[i].data() + n * logs[i].record_bytes();
+      CHECK(holds(logs[i], records[i][n], found, records[i][n] + 7 * i, kRowBytes[i]));
+    }
+  }
+  RowLog::read({});
+}
+
 TEST(what_is_not_flushed_is_not_there) {
   DiskReader reader;
   const Directory directory;

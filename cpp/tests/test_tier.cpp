@@ -1,5 +1,7 @@
 // Rows on disk: a table with little memory is compared with one that has all of its rows there.
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <map>
 #include <random>
 #include <string>
@@ -10,6 +12,7 @@
 #include "check.hpp"
 #include "directory.hpp"
 #include "one_table.hpp"
+#include "persia/disk_faults.hpp"
 
 using namespace persia;
 
@@ -424,6 +427,53 @@ TEST(the_last_clock_is_no_mark_of_vacant_rows) {
     tested.store.import_rows(0, 1, {one.data(), values.data(), values.data(), late.data(), late.data(), late.data()});
     look(tested.store, {78});
     CHECK(tested.rows().size() == 12);
+  }
+}
+
+// Reads of the disk, each of many records; the first `failing` of them fail.
+std::atomic<int> disk_reads, failing;
+
+int count_reads(DiskAccess access) {
+  if (access != DiskAccess::kRead) return 0;
+  ++disk_reads;
+  return failing-- > 0 ? EIO : 0;
+}
+
+TEST(a_lookup_reads_the_rows_of_all_tables_and_shards_at_once) {
+  for (const std::size_t threads : {1u, 2u}) {
+    const Directory directory{temporary()};
+    ThreadPool pool(threads);
+    Store store(pool), twin(pool);
+    for (const char* name : {"a", "b", "c"}) {
+      TableConfig c = config_of(100'000, 8);
+      c.name = name;
+      twin.create_table(c);
+      c.spill = {directory.path + "/" + name, 80};
+      store.create_table(c);
+    }
+    const auto look_up = [](Store& from, std::uint64_t first, std::uint64_t end, bool train) {
+      const Keys keys = range(first, end);
+      std::vector<float> out(3 * keys.size() * row_shape.dim);
+      std::vector<LookupRequest> requests;
+      for (std::size_t t = 0; t < 3; ++t) {
+        requests.push_back({t, keys.data(), keys.size(), out.data() + t * keys.size() * row_shape.dim});
+      }
+      from.lookup(requests, train);
+      return out;
+    };
+    for (const bool train : {true, false}) {
+      for (const int errors : {0, 1}) {
+        CHECK(look_up(store, 0, 2000, true) == look_up(twin, 0, 2000, true));
+        disk_hook = count_reads;
+        disk_reads = 0;
+        failing = errors;
+        const auto found = look_up(store, 100, 500, train);
+        disk_hook = nullptr;
+        CHECK(found == look_up(twin, 100, 500, train));
+        // If one file cannot be read, each is tried by itself.
+        CHECK(disk_reads == (errors == 0 ? 1 : 1 + 3 * 8));
+      }
+    }
   }
 }
 

@@ -44,6 +44,13 @@ class RowLog {
     double lock_seconds = 5.0;         // maximum wait for a process that still holds the file
   };
 
+  // Records of a log, and the place for their bytes.
+  struct Wanted {
+    const RowLog* log;
+    std::span<const std::uint32_t> records;
+    std::byte* out;
+  };
+
   // Creates the file and locks it (flock). With `keep` it replaces an existing one, else it only needs the directory.
   // Throws std::runtime_error if it cannot be created or is in use, RegionFull if the disk is full.
   static RowLog create(const Options& options, DiskReader& reader);
@@ -88,6 +95,8 @@ class RowLog {
   // or neighbour each other are read at once. Does not verify them. Throws std::runtime_error if the disk fails or the
   // file is too short. Free.
   void read(std::span<const std::uint32_t> records, std::byte* out) const;
+  // The same for several logs: a disk is fast only with many reads in flight. An error does not name the file. Free.
+  static void read(std::span<const Wanted> wanted);
   // Returns the row in the bytes of a record, which is aligned as they are, to 4 bytes at most. Throws
   // std::runtime_error if its checksum does not match. Free.
   const std::byte* row_in(std::uint32_t record, const std::byte* bytes) const;
@@ -176,6 +185,8 @@ class RowLog {
   };
 
   RowLog(const Options& options, DiskReader& reader);
+  class Window;
+
   static Bytes page_aligned(std::size_t bytes);
   void open_named(int flags);
   void open_unnamed();

@@ -165,9 +165,23 @@ class Shard {
   // `reader` reads the rows on disk of a table that has some; it must outlive the shard.
   Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard, DiskReader* reader = nullptr);
 
+  // What `lookup` has not written: ids whose rows are on disk, or may be.
+  struct Deferred {
+    Shards shards;
+    const std::uint64_t* ids;
+    float* out;
+    std::vector<std::uint32_t> positions;
+    std::vector<FetchedRecords> fetched;  // by shard
+  };
+
   // Writes one embedding per position, as stored: the words of its dtype (half.hpp). Training admits missing ids and
-  // touches rows; otherwise nothing changes.
-  static void lookup(Shards shards, const Slice& slice, float* out, bool train);
+  // touches rows; otherwise nothing changes. What is deferred goes to `fetch`, with that of other tables, since a disk
+  // is fast only with many reads in flight, and then to `lookup_deferred`; `slice.ids` must stay until then.
+  static Deferred lookup(Shards shards, const Slice& slice, float* out, bool train);
+  // Reads the rows from disk, without locks, which others need meanwhile.
+  static void fetch(std::span<Deferred> deferred);
+  // Writes what was deferred.
+  static void lookup_deferred(const Deferred& deferred, bool train);
   // Applies a push, in the order of the slice. A tracked push is applied exactly once.
   static PushCounts update(Shards shards, const Slice& slice, const Push& push);
 
@@ -240,7 +254,6 @@ class Shard {
  private:
   struct Group;
   struct Fetch;
-  struct Deferred;
   class Turn;
   enum class PushState { kNone, kOpen, kDuplicate };
 
@@ -293,7 +306,6 @@ class Shard {
   void prefetch_output(const Slice& slice, std::size_t i, const float* out) const;
   std::uint32_t resolve(const Group& group, std::size_t lane) const;
   std::uint32_t find(std::uint64_t id) const;
-  static void lookup_once(Shards shards, const Slice& slice, float* out, bool train, Deferred* deferred);
   static void lookup_train(Shards shards, const Slice& slice, float* out, Deferred* deferred);
   static void lookup_only(Shards shards, const Slice& slice, float* out, Deferred* deferred);
   std::uint32_t admit(std::uint64_t id, std::uint32_t left);

@@ -12,8 +12,8 @@ namespace persia {
 // Rows that leave memory together, or the disk: those of a block, but only so many of a small table.
 inline constexpr std::uint64_t kShareThatLeaves = 8;
 
-// Records of one shard, read in one batch, mostly without its lock. A record is what it was as long as the segment has
-// not been used again.
+// Records of one shard that a request wants, read mostly without its lock. A record is what it was as long as the
+// segment has not been used again.
 class FetchedRecords {
  public:
   // Notes a record to read; under the shard's lock.
@@ -22,8 +22,12 @@ class FetchedRecords {
   }
   // Returns whether no record is wanted.
   bool empty() const { return wanted_.empty(); }
-  // Reads them. Blocks. Needs no lock.
-  void read(const RowLog& log);
+  // Reads those of several shards at once. Blocks. Needs no lock.
+  struct Pending {
+    FetchedRecords* records;
+    const RowLog* log;
+  };
+  static void read(std::span<const Pending> pending);
   // Returns the bytes of a record; nullptr if it has not been read, or may have become another one since. Under the
   // shard's lock.
   const std::byte* find(const RowLog& log, std::uint32_t record) const;
@@ -31,6 +35,8 @@ class FetchedRecords {
   std::size_t size() const { return records_.size(); }
 
  private:
+  RowLog::Wanted prepare(const RowLog& log);
+
   std::vector<std::pair<std::uint32_t, std::uint32_t>> wanted_;  // and generation of its segment
   std::vector<std::uint32_t> records_;                           // sorted
   std::vector<std::byte> bytes_;
