@@ -10,7 +10,7 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-__all__ = ["POLICIES", "clock", "lru", "optimum", "s3_fifo", "sieve", "tiny_lfu"]
+__all__ = ["POLICIES", "clock", "lru", "midpoint", "optimum", "s3_fifo", "sieve", "tiny_lfu"]
 
 
 def lru(ids: Sequence[int], capacity: int) -> int:
@@ -25,6 +25,29 @@ def lru(ids: Sequence[int], capacity: int) -> int:
             if len(cache) == capacity:
                 cache.popitem(last=False)
             cache[each] = None
+    return hits
+
+
+def midpoint(ids: Sequence[int], capacity: int) -> int:
+    """LRU in which a new id enters at three eighths of the list, as a page in InnoDB's buffer pool."""
+    old_capacity = max(1, capacity * 3 // 8)
+    old: OrderedDict[int, None] = OrderedDict()
+    young: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for each in ids:
+        if each in young:
+            young.move_to_end(each)
+            hits += 1
+        elif each in old:
+            del old[each]
+            young[each] = None
+            hits += 1
+            if len(young) > capacity - old_capacity:
+                old[young.popitem(last=False)[0]] = None
+        else:
+            if len(old) + len(young) == capacity:
+                (old or young).popitem(last=False)
+            old[each] = None
     return hits
 
 
@@ -206,6 +229,7 @@ def optimum(ids: Sequence[int], capacity: int) -> int:
 
 POLICIES: dict[str, Callable[[Sequence[int], int], int]] = {
     "lru": lru,
+    "midpoint": midpoint,
     "clock": clock,
     "sieve": sieve,
     "s3_fifo": s3_fifo,

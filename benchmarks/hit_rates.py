@@ -3,9 +3,9 @@
     python -m benchmarks 'store.hit_rates.*' [--preset smoke|laptop|full] [--json FILE]
 
 A name ends in the stream and the capacity, in percent of the distinct ids of the stream. The value is the hit rate of
-exact LRU; the details have those of the policies of `eviction.py`, of the store itself, and of the store if it gives
-a row to an id from its second appearance on only. Repetitions within a batch do not count, as a worker removes them;
-first appearances do, so the hit rate of the optimum is below 1 at any capacity.
+exact LRU; the details have those of the policies of `eviction.py`, of the store itself with each of its policies, and
+of the store if it gives a row to an id from its second appearance on only. Repetitions within a batch do not count, as
+a worker removes them; first appearances do, so the hit rate of the optimum is below 1 at any capacity.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def hit_rates(name: str, preset: str) -> Iterator[runner.Measure]:
         capacity = max(1, distinct * percent // 100)
         rates = {policy: hits(ids, capacity) / len(ids) for policy, hits in POLICIES.items()}
         rates["store"] = hits_of_the_store(batches, capacity) / len(ids)
+        rates["store_midpoint"] = hits_of_the_store(batches, capacity, eviction="midpoint") / len(ids)
         second = hits_of_the_store(batches, capacity, admission="min_frequency", admission_value=2)
         rates["store_min_frequency_2"] = second / len(ids)
         details = {**rates, "ids": len(ids), "distinct": distinct, "capacity": capacity}

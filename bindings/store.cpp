@@ -385,6 +385,9 @@ void register_config(nb::module_& m) {
       .value("all", persia::Admission::kAll)
       .value("probability", persia::Admission::kProbability)
       .value("min_frequency", persia::Admission::kMinFrequency);
+  nb::enum_<persia::Eviction>(m, "Eviction")
+      .value("lru", persia::Eviction::kLru)
+      .value("midpoint", persia::Eviction::kMidpoint);
   nb::class_<OptimizerConfig>(m, "OptimizerConfig")
       .def(nb::init<>())
       .def_prop_rw(
@@ -430,6 +433,7 @@ void register_config(nb::module_& m) {
       .def_rw("admission_value", &TableConfig::admission_value)
       .def_rw("ttl", &TableConfig::ttl)
       .def_rw("ttl_unit", &TableConfig::ttl_unit)
+      .def_rw("eviction", &TableConfig::eviction)
       .def_rw("files", &TableConfig::files)
       .def_rw("spill", &TableConfig::spill);
 }

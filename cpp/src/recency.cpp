@@ -18,6 +18,7 @@ constexpr std::uint64_t kSample = 512;
 constexpr std::uint64_t kShare = 8;     // a queue has an eighth of the rows ...
 constexpr std::uint64_t kReserve = 16;  // ... and the scan for the next one begins when a sixteenth is left
 constexpr std::uint64_t kPart = 4;      // of which the scan leaves one in so many
+constexpr std::uint64_t kMidpoint = 3;  // in shares
 constexpr std::uint64_t kAhead = 32;
 constexpr std::size_t kAheadInRun = 2;
 constexpr std::size_t kSkipped = 4;  // rows that have been touched, for each one that is
@@ -80,7 +81,7 @@ void VictimQueue::clear() {
   cursor_ = rows_ = 0;
   used_ = false;
   unsorted_.clear();
-  exhausted_ = 0;
+  exhausted_ = midpoint_ = 0;
 }
 
 void VictimQueue::leave(const Stamps& stamps, std::uint32_t clock, std::uint32_t row, std::uint32_t before) noexcept {
@@ -159,6 +160,14 @@ void VictimQueue::begin(const Stamps& stamps, std::uint32_t clock) {
   if (rank < found) {
     std::nth_element(sample.begin(), sample.begin() + rank, sample.begin() + found);
     next_.end = std::min(sample[rank], clock - 1) + 1;
+  }
+  // Rows of the queue, which are not in the sample, are older.
+  const std::size_t middle = std::min<std::size_t>(total * kMidpoint / kShare, total - 1);
+  midpoint_ = next_.end;
+  if (middle >= total - found) {
+    const auto at = sample.begin() + (middle - (total - found));
+    std::nth_element(sample.begin(), at, sample.begin() + found);
+    midpoint_ = std::max(midpoint_, std::min(*at, clock));
   }
   cursor_ = 0;
   rows_ = stamps.count;  // Rows added later are too recent.

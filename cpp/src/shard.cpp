@@ -50,10 +50,11 @@ std::uint32_t Shard::admit(std::uint64_t id, std::uint32_t left) {
 
 std::uint32_t Shard::insert(std::uint64_t id, std::uint32_t left) {
   const std::uint32_t number = left == Index::kNone ? acquire(id) : renewed(left);
+  const std::uint32_t stamp = first_stamp();
   RowHeader& r = *row(number);
   r.set_key(id);
   r.update_count = 0;
-  if (!taken_vacant(number)) r.stamp = header_->clock;
+  if (!taken_vacant(number)) r.stamp = stamp;
   set_last_step(number, 0);
   crash_point();
   const std::uint64_t random = row_key(header_->seed, header_->name_hash, id);
@@ -65,7 +66,7 @@ std::uint32_t Shard::insert(std::uint64_t id, std::uint32_t left) {
   }
   // Moments begin with zeros, which are zeros in each dtype.
   optimizer_->initialize_state(state(number), states_.words(header_->state_width));
-  publish(id, number, header_->clock);
+  publish(id, number, stamp);
   changefeed_.mark(number);
   return number;
 }

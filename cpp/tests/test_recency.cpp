@@ -48,21 +48,29 @@ struct Rows {
     return found;
   }
 
+  // The share of rows that are older than a new one.
+  double older() {
+    const std::uint32_t stamp = queue.midpoint(clock);
+    const auto is_older = [&](const RowHeader& header) { return header.stamp < stamp; };
+    return static_cast<double>(std::count_if(headers.begin(), headers.end(), is_older)) / static_cast<double>(capacity);
+  }
+
   // Gives a row to a new id, and returns the number of rows that were read for it.
   std::uint64_t insert(bool check = true) {
     const std::uint64_t before = queue.read();
     if (used < capacity) {
       queue.prepare(stamps(), clock, capacity - used);
-      headers[used++].stamp = clock;
+      headers[used++].stamp = midpoint ? queue.midpoint(clock) : clock;
     } else {
       const std::uint32_t row = queue.front(stamps(), clock);
       if (check) CHECK(row == oldest());
       queue.pop(stamps(), clock);
-      headers[row].stamp = clock;
+      headers[row].stamp = midpoint ? queue.midpoint(clock) : clock;
     }
     return queue.read() - before;
   }
 
+  bool midpoint = false;
   std::uint64_t capacity;
   std::vector<RowHeader> headers;
   VictimQueue queue;
@@ -90,7 +98,7 @@ std::uint32_t draw(Rows& rows, Pattern pattern, std::mt19937& random, std::uint3
 
 }  // namespace
 
-TEST(evicts_in_the_order_of_a_search) {
+void compare_with_a_search(bool midpoint) {
   std::mt19937 random(1);
   for (const std::size_t run : {std::size_t{1}, std::size_t{3}, std::size_t{16}, VictimQueue::kRun}) {
     for (const std::uint64_t capacity : {1u, 2u, 7u, 20u, 100u, 600u, 1500u}) {
@@ -99,6 +107,7 @@ TEST(evicts_in_the_order_of_a_search) {
       for (const Pattern pattern : {Pattern::kAny, Pattern::kFew, Pattern::kInTurn, Pattern::kOldest}) {
         for (const std::uint32_t new_in : {1u, 2u, 10u, 50u}) {  // one of so many ids is new
           Rows rows(capacity, run);
+          rows.midpoint = midpoint;
           std::uint32_t turn = 0;
           const std::uint32_t most = random() % 3 == 0 ? 1 : 40;
           for (std::uint64_t done = 0; done < 4 * capacity + 200;) {
@@ -113,6 +122,31 @@ TEST(evicts_in_the_order_of_a_search) {
           }
         }
       }
+    }
+  }
+}
+
+TEST(evicts_in_the_order_of_a_search) { compare_with_a_search(false); }
+
+TEST(evicts_in_that_order_if_new_rows_are_as_old_as_others) { compare_with_a_search(true); }
+
+TEST(a_new_row_is_older_than_most_others) {
+  constexpr std::uint64_t kRows = 20000;
+  for (const std::uint32_t new_in : {2u, 10u}) {
+    std::mt19937 random(3);
+    Rows rows(kRows, VictimQueue::kRun);
+    rows.midpoint = true;
+    for (std::uint64_t evicted = 0; evicted < 4 * kRows;) {
+      ++rows.clock;
+      for (int i = 0; i < 100; ++i) {
+        if (rows.used > 0 && random() % new_in != 0) {
+          rows.touch(static_cast<std::uint32_t>(random() % rows.used));
+        } else {
+          evicted += rows.used == kRows;
+          rows.insert(false);
+        }
+      }
+      if (evicted > kRows) CHECK(rows.older() > 0.1 && rows.older() < 0.45);
     }
   }
 }

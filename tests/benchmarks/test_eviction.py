@@ -19,6 +19,25 @@ def lru(ids, capacity):
     return hits
 
 
+def midpoint(ids, capacity):
+    old = max(1, capacity * 3 // 8)
+    order, place, hits = [], 0, 0  # oldest first; new ids enter at the place
+    for each in ids:
+        if each in order:
+            place -= order.index(each) < place
+            order.remove(each)
+            order.append(each)
+            place += len(order) - place > capacity - old
+            hits += 1
+            continue
+        if len(order) == capacity:
+            order.pop(0)
+            place -= place > 0
+        order.insert(place, each)
+        place += 1
+    return hits
+
+
 def clock(ids, capacity):
     """The hand stays, the ring turns: a queue whose first entry gets a second chance at its end."""
     queue, hits = [], 0
@@ -129,7 +148,15 @@ def optimum(ids, capacity):
     return hits
 
 
-BRUTE = {"lru": lru, "clock": clock, "sieve": sieve, "s3_fifo": s3_fifo, "tiny_lfu": tiny_lfu, "optimum": optimum}
+BRUTE = {
+    "lru": lru,
+    "midpoint": midpoint,
+    "clock": clock,
+    "sieve": sieve,
+    "s3_fifo": s3_fifo,
+    "tiny_lfu": tiny_lfu,
+    "optimum": optimum,
+}
 
 
 @pytest.mark.parametrize("name", eviction.POLICIES)
@@ -154,7 +181,7 @@ def test_no_policy_is_better_than_the_optimum(name, ids, capacity):
     assert eviction.POLICIES[name](ids, capacity) <= eviction.optimum(ids, capacity) <= len(ids) - len(set(ids))
 
 
-@pytest.mark.parametrize("name", ["lru", "clock", "sieve", "s3_fifo", "optimum"])
+@pytest.mark.parametrize("name", ["lru", "midpoint", "clock", "sieve", "s3_fifo", "optimum"])
 @given(ids=STREAMS)
 def test_with_room_for_all_ids_each_misses_once(name, ids):
     assert eviction.POLICIES[name](ids, 13) == len(ids) - len(set(ids))
@@ -172,6 +199,8 @@ def test_with_room_for_all_ids_each_misses_once(name, ids):
         # 3, 4 and 5 were met once, 2 as well, so TinyLFU does not evict 2 for them.
         ([1, 2, 3, 1, 4, 5, 6, 2, 1], 3, {"lru": 1, "tiny_lfu": 3}),
         ([1, 2, 3, 1, 2, 3, 1, 2, 3], 2, {"lru": 0, "optimum": 3}),
+        # 1 and 2 came twice, so 3 to 6 only take the place of one another.
+        ([1, 2, 1, 2, 3, 4, 5, 6, 1, 2], 3, {"lru": 2, "midpoint": 4}),
     ],
 )
 def test_examples_by_hand(ids, capacity, hits):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from benchmarks.eviction import lru
+from benchmarks.eviction import lru, midpoint
 
 from benchmarks import hit_rates, store_pauses
 
@@ -43,3 +43,12 @@ def test_the_store_evicts_nearly_as_exact_lru():
     batches = hit_rates.distinct_by_batch(hit_rates.zipf(1.2, 100), 20_000)
     ids = np.concatenate(batches).tolist()
     assert hit_rates.hits_of_the_store(batches, 2000) == pytest.approx(lru(ids, 2000), rel=0.01)
+
+
+@pytest.mark.parametrize("capacity", [1000, 4000])
+def test_the_store_evicts_nearly_as_by_midpoint_insertion(capacity):
+    batches = hit_rates.distinct_by_batch(hit_rates.zipf(1.05, 100), 40_000)
+    ids = np.concatenate(batches).tolist()
+    hits = hit_rates.hits_of_the_store(batches, capacity, eviction="midpoint")
+    assert hits == pytest.approx(midpoint(ids, capacity), rel=0.04)
+    assert hits > 1.05 * lru(ids, capacity)

@@ -24,6 +24,9 @@
 
 namespace persia {
 
+// Which rows leave a full table. kMidpoint: new rows begin as if they had not been touched for a while.
+enum class Eviction : std::uint32_t { kLru = 0, kMidpoint = 1 };
+
 enum class Admission : std::uint32_t { kAll = 0, kProbability = 1, kMinFrequency = 2 };
 
 // Files of a table's regions, which outlive the process: `path`.0 and so on, one per shard.
@@ -52,7 +55,8 @@ struct TableConfig {
   double admission_value = 0.0;  // the probability, or the number of occurrences
   std::uint64_t ttl = 0;         // rows leave that were not touched for so long, in the unit of `Shard::age`; 0: never
   std::uint32_t ttl_unit = 1;    // 1: steps, 2: seconds. In regions and checkpoints: never reuse a number
-  bool durable = false;          // keep undo slot and push progress; always done in files, and with rows on disk
+  Eviction eviction = Eviction::kLru;
+  bool durable = false;  // keep undo slot and push progress; always done in files, and with rows on disk
   RegionFiles files;
   SpillFiles spill;
 };
@@ -310,6 +314,10 @@ class Shard {
   static void lookup_only(Shards shards, const Slice& slice, float* out, Deferred* deferred);
   std::uint32_t admit(std::uint64_t id, std::uint32_t left);
   std::uint32_t insert(std::uint64_t id, std::uint32_t left);
+  // Returns the stamp that a new row begins with.
+  std::uint32_t first_stamp() const {
+    return config_->eviction == Eviction::kMidpoint ? victims_.midpoint(header_->clock) : header_->clock;
+  }
   std::uint32_t acquire(std::uint64_t id);
   std::uint32_t renewed(std::uint32_t number);
   std::uint32_t reusable();

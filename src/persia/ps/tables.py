@@ -68,6 +68,7 @@ def table_config(table: Table, seed: int, capacity: int | None, memory_rows: int
         ttl_unit=unit,
         dtype=table.dtype,
         memory_rows=memory_rows,
+        eviction=table.eviction,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"]
 InitializerKind = Literal["uniform", "normal", "zeros", "rsqrt_dim"]
 AdmissionKind = Literal["all", "probability", "min_frequency"]
 TtlUnit = Literal["steps", "seconds"]
+EvictionKind = Literal["lru", "midpoint"]
 
 OPTIMIZER_PARAMS: dict[str, dict[str, float]] = {
     "sgd": {"momentum": 0.0, "weight_decay": 0.0},
@@ -34,6 +35,7 @@ TTL_UNITS: dict[TtlUnit, int] = {"steps": 1, "seconds": 2}
 
 _INITIALIZERS = ("uniform", "normal", "zeros", "rsqrt_dim")
 _ADMISSIONS = ("all", "probability", "min_frequency")
+_EVICTIONS = get_args(EvictionKind)
 _ROWS_PER_SHARD = 4096
 _DEFAULT_SHARDS = 8
 _MAX_SHARDS = 1024
@@ -80,6 +82,9 @@ class TableConfig:
             16 bits at random (stochastic rounding), initial and imported values to the nearest, within `value_bound`.
         memory_rows: rows kept in memory; the least recently used beyond them are on disk, see `spill` of
             `EmbeddingStore.create_table`. 0: the table has no rows on disk.
+        eviction: which row leaves a full table: the least recently used one, exactly ("lru"); or "midpoint", in which a
+            new row counts as less recent than about five eighths of the rows until it is met again. Not with `ttl` or
+            `memory_rows`.
     """
 
     name: str
@@ -99,6 +104,7 @@ class TableConfig:
     ttl_unit: TtlUnit = "steps"
     dtype: Dtype = "float32"
     memory_rows: int = 0
+    eviction: EvictionKind = "lru"
 
     def __post_init__(self) -> None:
         self._check_shape()
@@ -157,6 +163,9 @@ class TableConfig:
         )
         self._require("ttl_unit", self.ttl_unit in TTL_UNITS, f"must be one of {list(TTL_UNITS)}")
         self._require("ttl", 0 <= self.ttl < 2**63, "must be within 0 ... 2^63 - 1")
+        self._require("eviction", self.eviction in _EVICTIONS, f"must be one of {list(_EVICTIONS)}")
+        exact = not self.ttl and not self.memory_rows  # Both go by the time of the last use.
+        self._require("eviction", self.eviction == "lru" or exact, 'must be "lru" with ttl or memory_rows')
         bound = self.value_bound
         self._require("value_bound", math.isfinite(bound) and bound >= 0, "must be finite and not negative")
         self._require("value_bound", not bound or self.stored_bound > 0, f"is less than any number of {self.dtype}")

@@ -40,6 +40,7 @@ def _native_config(config: TableConfig) -> Any:
     native.shards = config.resolved_shards
     native.ttl_unit = TTL_UNITS[config.ttl_unit]
     native.admission = getattr(_core.Admission, config.admission)
+    native.eviction = getattr(_core.Eviction, config.eviction)
     optimizer = _core.OptimizerConfig()
     optimizer.kind = config.optimizer
     for name, value in config.with_defaults().items():

@@ -237,8 +237,8 @@ class EmbeddingStore(Protocol):
         A table of 16-bit values rounds what it does not have exactly to the nearest, within its `value_bound`.
 
         Imported into an empty table of the same shards, in the order of export and followed by `import_state`, a table
-        continues bit for bit, later evictions included. In a full shard the less recent of the incoming and the oldest
-        row is evicted. Afterwards `changes_since` is 0.
+        continues bit for bit, later evictions included (but for those by midpoint). In a full shard the less recent of
+        the incoming and the oldest row is evicted. Afterwards `changes_since` is 0.
         """
 
     def export_state(self, table: int, shard: int) -> ShardState:

@@ -62,6 +62,12 @@ class ReferenceStore(EmbeddingStore):
                 f"table {config.name!r}: the reference store keeps rows in memory only; use no `regions`",
                 table=config.name,
             )
+        if config.eviction != "lru":
+            raise StoreError(
+                f"table {config.name!r}: the reference store evicts the least recently used row only; use NativeStore "
+                f"for eviction = {config.eviction!r}",
+                table=config.name,
+            )
         if any(config.name == other.name for other, _ in self._tables):
             raise ConfigError(f"table {config.name!r} exists already: give each table its own name", table=config.name)
         check_spill(config, spill)
