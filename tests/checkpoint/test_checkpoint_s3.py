@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import urllib.request
-from collections.abc import Iterator
 from uuid import uuid4
 
 import numpy as np
@@ -14,42 +11,11 @@ import persia
 from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, compact, list_checkpoints, reshard
 from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError
+from support import s3
 from support.checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 
-pytest.importorskip("s3fs")
-server = pytest.importorskip("moto.server")
-
+bucket, endpoint = s3.bucket, s3.endpoint  # fixtures
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    running = server.ThreadedMotoServer("127.0.0.1", port, verbose=False)
-    running.start()
-    yield f"http://127.0.0.1:{port}"
-    running.stop()
-
-
-@pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    import s3fs
-
-    for name, value in (
-        ("AWS_ENDPOINT_URL", endpoint),
-        ("AWS_ACCESS_KEY_ID", "test"),
-        ("AWS_SECRET_ACCESS_KEY", "test"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    name = f"bucket-{uuid4().hex[:12]}"
-    request = urllib.request.Request(f"{endpoint}/{name}", method="PUT")
-    urllib.request.urlopen(request).close()
-    yield f"s3://{name}/run"
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_round_trip_and_retention(bucket: str) -> None:

@@ -20,7 +20,8 @@ import numpy as np
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from persia.errors import CheckpointError, MissingExtraError
+from persia.errors import CheckpointError
+from persia.file_systems import missing_package
 
 __all__ = ["Storage", "ahead", "crc32"]
 
@@ -63,10 +64,7 @@ class Storage:
         try:
             fs, root = url_to_fs(self.url)
         except ImportError as error:
-            extra = "persia[s3]" if self.url.startswith("s3") else "the package that it names"
-            raise MissingExtraError(
-                f"{self.url} needs a package: {error}. pip install {extra}", path=self.url
-            ) from None
+            raise missing_package(self.url, error) from None
         except Exception as error:
             raise CheckpointError(
                 f"{self.url!r} is not a path or URL of a file system: {error}.", path=self.url

@@ -11,6 +11,7 @@ from persia.data.from_arrow import arrow
 from persia.data.from_avazu import avazu
 from persia.data.from_criteo import criteo
 from persia.data.from_csv import csv
+from persia.data.from_directory import growing
 from persia.data.from_globo import globo
 from persia.data.from_kafka import kafka
 from persia.data.from_kuairand import kuairand
@@ -45,6 +46,7 @@ __all__ = [
     "expand",
     "find",
     "globo",
+    "growing",
     "item_catalog",
     "kafka",
     "kuairand",

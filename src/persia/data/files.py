@@ -11,14 +11,17 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeAlias
 from urllib.parse import unquote
 
-from persia.errors import DataError, MissingExtraError, PersiaError
+from persia.errors import DataError, PersiaError
+from persia.file_systems import missing_package
 
-__all__ = ["File", "Paths", "expand", "find", "found"]
+__all__ = ["File", "Paths", "expand", "find", "found", "listed"]
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A file, a directory, a glob or a URL of one, or a list of these."""
 
-_EXTRAS = {"s3": "s3", "s3a": "s3"}
+_WITH_HOST = ("hdfs", "webhdfs")
+"""Protocols whose URLs name a host, of which the file system is made."""
+
 _COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
 
@@ -82,9 +85,40 @@ def expand(paths: Paths, suffixes: tuple[str, ...]) -> list[File]:
     return files
 
 
+def listed(directory: str, suffixes: tuple[str, ...], marker: str | None = None) -> dict[str, File]:
+    """Lists a directory as it is now, with its subdirectories; empty if there is none.
+
+    Args:
+        directory: a path or URL.
+        suffixes: of files that count, unless a name below the directory begins with `.` or `_`.
+        marker: name of further files that count.
+
+    Returns:
+        Files by path below the directory, in its order.
+
+    Raises:
+        DataError: the directory cannot be listed.
+        MissingExtraError: the protocol needs a package that is not installed.
+    """
+    system, local = _file_system(directory)
+    prefix = local.rstrip("/") + "/"
+    try:
+        system.invalidate_cache()
+        names = system.find(local) if system.isdir(local) else []
+    except FileNotFoundError:
+        names = []  # Removed in between.
+    except OSError as error:
+        raise DataError(f"{directory} cannot be listed ({error}); check path and access.", path=directory) from error
+    below = {str(name).removeprefix(prefix): str(name) for name in names}
+    return {
+        path: File(_full(directory, system, name), _hive_keys(path))
+        for path, name in sorted(below.items())
+        if (path.endswith(suffixes) and not _hidden(path)) or path.rpartition("/")[2] == marker
+    }
+
+
 def _expand_one(path: str, suffixes: tuple[str, ...]) -> list[File]:
     system, local = _file_system(path)
-    remote = "://" in path
     try:
         if any(c in local for c in "*?["):
             names = system.glob(local)
@@ -100,7 +134,17 @@ def _expand_one(path: str, suffixes: tuple[str, ...]) -> list[File]:
             f"(in a directory, {' and '.join(suffixes)} files count).",
             path=path,
         )
-    return [File(system.unstrip_protocol(n) if remote else n, _hive_keys(n)) for n in sorted(map(str, names))]
+    return [File(_full(path, system, n), _hive_keys(n)) for n in sorted(map(str, names))]
+
+
+def _full(path: str, system: Any, name: str) -> str:
+    """Returns a name in a file system as `File.path`, where `path` is a path or URL of the same file system."""
+    protocol, found, rest = path.partition("://")
+    if not found:
+        return name
+    if protocol in _WITH_HOST:  # Their names lack it.
+        return f"{protocol}://{rest.partition('/')[0]}/{name.lstrip('/')}"
+    return str(system.unstrip_protocol(name))
 
 
 def _file_system(path: str) -> tuple[Any, str]:
@@ -109,10 +153,7 @@ def _file_system(path: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(path)  # type: ignore[no-any-return]
     except ImportError as error:
-        protocol = path.split("://")[0]
-        extra = _EXTRAS.get(protocol)
-        remedy = f'pip install "persia[{extra}]"' if extra else f"the package that fsspec asks for ({error})"
-        raise MissingExtraError(f"{path}: reading {protocol}:// needs {remedy}.", path=path) from error
+        raise missing_package(path, error) from error
     except ValueError as error:
         raise DataError(f"{path}: {error}; correct the protocol.", path=path) from error
 

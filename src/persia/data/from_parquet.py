@@ -96,6 +96,16 @@ class ParquetSource:
             batches = (b for p, left in self._pieces(skip) for b in self.conversion.batches(iter([p]), left))
         return require_rows(batches, self.files, skip, selection)
 
+    def count(self) -> int:
+        """Returns the number of rows, by the metadata of the files."""
+        import pyarrow.parquet as pq
+
+        rows = 0
+        for file in self.files:
+            with file.open() as stream:
+                rows += pq.ParquetFile(stream, pre_buffer=False).metadata.num_rows
+        return rows
+
     def _pieces(self, skip: int) -> Iterator[tuple[Piece, int]]:
         """Yields pieces from the row group of row `skip` on, each with the number of its rows to skip."""
         for file in self.files:

@@ -14,7 +14,7 @@ from persia.errors import ConfigError
 from persia.schema import Schema
 from persia.types import Int64Array
 
-__all__ = ["Order", "Reader", "RowSource", "StreamReader", "share_of"]
+__all__ = ["Order", "Reader", "RowSource", "StreamReader", "canonical", "cut", "share_of"]
 
 
 @runtime_checkable
@@ -134,7 +134,7 @@ class StreamReader:
         size = self.order.batch_size
         for batch in cut(chunks, size, first=first, every=count, offset=index):
             if len(batch) == size or not self.order.drop_last:
-                yield _canonical(batch)
+                yield canonical(batch)
 
 
 class _Permuted:
@@ -186,7 +186,7 @@ def cut(
         yield Batch.concat(parts)
 
 
-def _canonical(batch: Batch) -> Batch:
+def canonical(batch: Batch) -> Batch:
     """Removes offsets if each sample has exactly one id, so that the form of a batch does not depend on its chunk."""
     features = {
         name: IdColumn(column.values) if _single(column, len(batch)) else column

@@ -98,6 +98,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "stream_rows": MetricKind("counter", "samples read"),
     "stream_batches": MetricKind("counter", "batches read"),
     "stream_poison": MetricKind("counter", "messages skipped as they could not be converted"),
+    "stream_late_files": MetricKind("counter", "files left out as they came in an earlier place than one being read"),
     "stream_lag": MetricKind("gauge", "messages of a partition that are not read yet"),
     "stream_delay_seconds": MetricKind("gauge", "age of the last message that was read"),
     # Compressing optimizer.

@@ -1,0 +1,335 @@
+"""Reads the Parquet files of a directory that grows."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any, Literal, NamedTuple
+
+from persia.batching.batch import Batch
+from persia.checks import check_choice, check_integer, check_seconds, plain
+from persia.data.expressions import Rule
+from persia.data.files import File, listed
+from persia.data.from_parquet import ParquetSource
+from persia.data.reader import canonical, cut
+from persia.data.rows import Conversion, DayUnit
+from persia.errors import DataError
+from persia.schema import Schema
+from persia.telemetry.metrics import Metric
+from persia.types import Offsets
+
+__all__ = ["DirectoryReader", "growing"]
+
+LOG = logging.getLogger("persia.data")
+
+SUFFIXES = (".parquet", ".pq")
+STOP_SECONDS = 0.1
+"""Interval of asking whether to stop, while no file comes."""
+
+
+def growing(
+    directory: str | PathLike[str],
+    schema: Schema,
+    batch_size: int = 1024,
+    *,
+    success: str | None = None,
+    poll_seconds: float = 10.0,
+    until: Literal["now"] | None = None,
+    late: Literal["error", "skip"] = "error",
+    rename: Mapping[str, str] | None = None,
+    labels: Mapping[str, Rule] | None = None,
+    fill: Mapping[str, float] | None = None,
+    day: str | None = None,
+    day_unit: DayUnit = "day",
+) -> DirectoryReader:
+    """Reads the Parquet files of a directory in the order of their paths, and goes on with those that come later.
+
+    A batch is a range of rows of one file. It is recorded before it is handed out, so it can be read again exactly.
+    The file and the row are part of the trainer's checkpoints: a resumed run, and the next call of `fit`, go on there,
+    also where older files have been removed.
+
+    New files must come later in the order, as hourly partitions `day=2024-05-01/hour=07/...` do. A file counts when it
+    is there under a name that does not begin with `.` or `_`, so write it elsewhere and rename it, as Spark does; or
+    wait for a marker with `success`. Object stores show whole files only.
+
+    While nothing comes, reading waits; `Trainer.stop` and signals end that.
+
+    Args:
+        directory: a path, or any URL that fsspec supports: `s3://`, `gs://`, `az://`, `hdfs://`, `webhdfs://`.
+        schema: columns to read. A column may also be a hive key, a part `key=value` of the path.
+        batch_size: samples per batch at most. The last batch of a file may have fewer.
+        success: name of a file that marks the directory of a partition as complete, such as "_SUCCESS"; files of other
+            directories do not count yet, and neither does what comes after them in the order.
+        poll_seconds: interval of listing the directory.
+        until: None for a stream without an end; "now" for what is there when reading begins.
+        late: for a file that has come in an earlier place than one that has begun to be read, "error" raises, and
+            "skip" leaves it out, and counts it.
+        rename: column of the file by name in the schema, where they differ.
+        labels: rule by label, for labels that are not a column; see `parquet`.
+        fill: replacement of missing values, by dense feature or label; without it, a missing value is an error.
+        day: column or hive key that gives `Batch.day`; see `parquet`.
+        day_unit: unit of whole numbers in `day`.
+
+    Raises:
+        MissingExtraError: the protocol of the URL needs a package that is not installed.
+        ConfigError: an argument is invalid.
+        DataError: while iterating: the directory cannot be listed; a file is missing, corrupt, late, or has invalid
+            values. The message names the file.
+    """
+    batch_size = plain(batch_size)
+    check_integer("batch_size", batch_size, 1)
+    check_seconds("poll_seconds", poll_seconds)
+    if until is not None:
+        check_choice("until", until, ("now",))
+    check_choice("late", late, ("error", "skip"))
+    conversion = Conversion(schema, dict(rename or {}), day, day_unit, labels=dict(labels or {}), fill=dict(fill or {}))
+    path = fspath(directory).rstrip("/")
+    return DirectoryReader(conversion, batch_size, DirectoryOptions(path, success, poll_seconds, until, late))
+
+
+@dataclass(frozen=True)
+class DirectoryOptions:
+    """Arguments of `growing`."""
+
+    path: str
+    success: str | None
+    poll_seconds: float
+    until: Literal["now"] | None
+    late: Literal["error", "skip"]
+
+
+class RowRange(NamedTuple):
+    """Rows of a file, named by its path below the directory, from `begin` to before `end`."""
+
+    path: str
+    begin: int
+    end: int
+
+
+class _Record:
+    """The ranges of batches `first`, `first` + 1, ..., and where the stream is behind them.
+
+    Args:
+        first: number of the first batch.
+        path: file in which it begins; empty before the first file.
+        row: its row there.
+    """
+
+    def __init__(self, first: int, path: str, row: int) -> None:
+        self.first = first
+        self.origin = path
+        """Files up to here may have been read before this record."""
+        self.begin = (path, row)
+        self.ranges: deque[RowRange] = deque()
+        self.met: set[str] = set()
+        """Files that have been opened or left out here."""
+        self.newest = path
+
+    @property
+    def end(self) -> tuple[str, int]:
+        """File and row behind the last range."""
+        return (self.ranges[-1].path, self.ranges[-1].end) if self.ranges else self.begin
+
+    def find(self, number: int) -> int:
+        """Returns the place of a batch in `ranges`.
+
+        Raises:
+            DataError: it was forgotten, or batches before it are not recorded.
+        """
+        place = number - self.first
+        if not 0 <= place <= len(self.ranges):
+            raise DataError(
+                f"Batch {number} of the directory is not recorded; batches {self.first} to "
+                f"{self.first + len(self.ranges)} are. Continue from a checkpoint, which has the file and the row.",
+                number=number,
+            )
+        return place
+
+
+class DirectoryReader:
+    """A `Reader` of a directory that grows, and a `persia.services.Stream`. Picklable; its record is not pickled.
+
+    Args:
+        conversion: makes batches of rows.
+        batch_size: samples per batch at most.
+        options: arguments of `growing`.
+    """
+
+    def __init__(self, conversion: Conversion, batch_size: int, options: DirectoryOptions) -> None:
+        self.batch_size = batch_size
+        self.interrupted = False
+        self._conversion = conversion
+        self._options = options
+        self._record = _Record(0, "", 0)
+        self._lock = threading.Lock()  # Of the record.
+        self._stopping: Callable[[], bool] = _never
+        self._rows = self._batch_count = self._late = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without the record."""
+        return DirectoryReader, (self._conversion, self.batch_size, self._options)
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the batches."""
+        return self._conversion.schema
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterates from the first file on, with a record of its own."""
+        return self._batches(_Record(0, "", 0), 0, _never)
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """Iterates from batch `start` of the record on: over recorded batches, then over new ones.
+
+        The epoch is ignored: a stream has one pass. Blocks while nothing comes.
+
+        Raises:
+            DataError: the batch was forgotten, or is not recorded; also see `growing`.
+        """
+        self.interrupted = False
+        return self._batches(self._record, start, self._stopping)
+
+    # --- Stream -------------------------------------------------------------------------------------------------
+
+    def begin(self, number: int, offsets: Offsets, stopping: Callable[[], bool]) -> None:
+        """Starts a new record; see `persia.services.Stream`. Offsets are rows, by file."""
+        prefix = f"{self._options.path}/"
+        path = max((name.removeprefix(prefix) for name in offsets if name.startswith(prefix)), default="")
+        self._record, self._stopping = _Record(number, path, offsets.get(prefix + path, {}).get(0, 0)), stopping
+
+    def offsets(self, number: int) -> Offsets:
+        """Returns where a batch begins: a row of a file. All files before it have been read."""
+        with self._lock:
+            record = self._record
+            place = record.find(number)
+            path, row = record.begin
+            if place:
+                path, _, row = record.ranges[place - 1]
+        return {f"{self._options.path}/{path}": {0: row}} if path else {}
+
+    def forget(self, below: int) -> None:
+        """Forgets batches of lower numbers."""
+        with self._lock:
+            record = self._record
+            while record.first < below and record.ranges:
+                path, _, row = record.ranges.popleft()
+                record.begin = (path, row)
+                record.first += 1
+
+    def commit(self, offsets: Offsets) -> None:
+        """No-op: nobody else knows how far a directory has been read."""
+
+    def observe(self) -> list[Metric]:
+        """Returns rows and batches read, and late files. Thread-safe."""
+        counts = {"rows": self._rows, "batches": self._batch_count, "late_files": self._late}
+        return [Metric(f"stream_{name}", count, {}) for name, count in counts.items()]
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def _batches(self, record: _Record, start: int, stopping: Callable[[], bool]) -> Iterator[Batch]:
+        with self._lock:
+            again = list(record.ranges)[record.find(start) :]
+        if again:
+            files = self._listed()
+            for found in again:
+                yield self._counted(self._read_again(files, found))
+        bounds = self._complete() if self._options.until is not None else None
+        for path, file in self._files(record, bounds, stopping):
+            at, row = record.end
+            begin = row if at == path else 0
+            for batch in self._rows_of(file, begin):
+                with self._lock:
+                    record.ranges.append(RowRange(path, begin, begin + len(batch)))
+                begin += len(batch)
+                yield self._counted(batch)
+
+    def _files(
+        self, record: _Record, bounds: dict[str, File] | None, stopping: Callable[[], bool]
+    ) -> Iterator[tuple[str, File]]:
+        """Yields the files in order, from that of the record on; waits for more unless there are bounds."""
+        while not stopping():
+            files = self._complete() if bounds is None else bounds
+            path = self._next(record, files)
+            if path is not None:
+                record.met.add(path)
+                record.newest = path
+                yield path, files[path]
+            elif bounds is not None:
+                return
+            else:
+                deadline = time.monotonic() + self._options.poll_seconds
+                while time.monotonic() < deadline and not stopping():
+                    time.sleep(min(STOP_SECONDS, self._options.poll_seconds))
+        self.interrupted = True
+
+    def _next(self, record: _Record, files: Iterable[str]) -> str | None:
+        """Returns the first file that has not been read; checks that none has come in an earlier place."""
+        for path in files:
+            if path in record.met or path < record.origin:
+                continue
+            if path >= record.newest:
+                return path
+            self._refuse(record, path)
+        return None
+
+    def _refuse(self, record: _Record, path: str) -> None:
+        place = f"{self._options.path}/{path}"
+        if self._options.late == "error":
+            raise DataError(
+                f"{place} has come after {record.newest}, which is behind it in the order of paths and has begun to be "
+                'read. Write new files behind all others; late="skip" leaves such files out.',
+                path=place,
+            )
+        LOG.warning("%s is left out: %s, which is behind it in the order of paths, came first.", place, record.newest)
+        self._late += 1
+        record.met.add(path)
+
+    def _listed(self) -> dict[str, File]:
+        return listed(self._options.path, SUFFIXES, self._options.success)
+
+    def _complete(self) -> dict[str, File]:
+        """Lists the files that count, in order."""
+        files, success = self._listed(), self._options.success
+        if success is None:
+            return files
+        complete = {path.rpartition("/")[0] for path in files if path.rpartition("/")[2] == success}
+        found: dict[str, File] = {}
+        for path, file in files.items():
+            folder, _, name = path.rpartition("/")
+            if folder not in complete:
+                break  # What follows would be read before what is still to come here.
+            if name != success:
+                found[path] = file
+        return found
+
+    def _rows_of(self, file: File, begin: int) -> Iterator[Batch]:
+        """Yields the rows of a file from row `begin` on as batches."""
+        source = ParquetSource((file,), self._conversion)
+        if source.count() > begin:
+            yield from map(canonical, cut(source.chunks(begin), self.batch_size))
+
+    def _read_again(self, files: Mapping[str, File], found: RowRange) -> Batch:
+        """Reads a recorded batch."""
+        path, begin, end = found
+        source = ParquetSource((files[path],), self._conversion) if path in files else None
+        if source is None or source.count() < end:
+            raise DataError(
+                f"{self._options.path}/{path} does not have rows {begin} to {end} any more, which have been read from "
+                "it and are needed again. Keep files until a checkpoint has them, and do not change them.",
+                path=f"{self._options.path}/{path}",
+            )
+        return canonical(next(cut(source.chunks(begin), end - begin)))
+
+    def _counted(self, batch: Batch) -> Batch:
+        self._rows += len(batch)
+        self._batch_count += 1
+        return batch
+
+
+def _never() -> bool:
+    return False
