@@ -21,7 +21,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from persia.errors import CheckpointError
-from persia.file_systems import missing_package
+from persia.filesystems import missing_package
 
 __all__ = ["Storage", "ahead", "crc32"]
 

@@ -12,7 +12,7 @@ from typing import IO, Any, TypeAlias
 from urllib.parse import unquote
 
 from persia.errors import DataError, PersiaError
-from persia.file_systems import missing_package
+from persia.filesystems import missing_package
 
 __all__ = ["File", "Paths", "expand", "find", "found", "listed"]
 
