@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from persia.cli.init.columns import ColumnGuess
     from persia.cli.init.guess import Guess, LabelGuess
     from persia.cli.init.sample import Sample
+    from persia.data.numerals import Numerals
 
 __all__ = ["init"]
 
@@ -175,7 +176,8 @@ def _report(guess: Guess, folder: Path) -> None:
     Console().print(table)
     if sample.kind == "csv":
         lines = "the first line has the names" if sample.header else "no line of names"
-        typer.echo(f"Fields are separated by {sample.delimiter!r}; {lines}.")
+        numbers = "" if sample.numerals.plain else f" Numbers are written with {_written(sample.numerals)}."
+        typer.echo(f"Fields are separated by {sample.delimiter!r}; {lines}.{numbers}")
     if "by" in guess.split:
         typer.echo(f"Held out for testing: the last tenth by {guess.split['column']}, from {guess.split['at']} on.")
     typer.echo(f"Wrote {', '.join(FILES)} to {folder}. Next:\n")
@@ -183,6 +185,13 @@ def _report(guess: Guess, folder: Path) -> None:
     typer.echo(f"  persia train {shown}/config.toml")
     typer.echo(f"  persia evaluate {shown}/config.toml --checkpoint {shown}/runs/config")
     typer.echo(f"  python {shown}/train.py\n")
+
+
+def _written(numerals: Numerals) -> str:
+    parts = ["a decimal comma"] if numerals.decimal == "," else []
+    if numerals.thousands:
+        parts.append(f"{numerals.thousands!r} between thousands")
+    return " and ".join(parts)
 
 
 def _shown(folder: Path) -> str:
