@@ -185,6 +185,17 @@ def test_rows_without_a_label_are_left_out(folder):
     assert config("out")["data"]["options"]["where"] == "label is not None"
 
 
+@pytest.mark.parametrize(
+    ("values", "separator"),
+    [(["a; b", "b; c; a", "c"], "; "), (["a; b", "b;c", "c"], ";"), (["a|b", "c"], "|"), (["a; b;", "c"], ";")],
+)
+def test_spaces_after_a_separator_belong_to_it(folder, values, separator):
+    lines = "".join(f"u{i % 5},{values[i % len(values)]},{i % 2}\n" for i in range(120))
+    (folder / "data.csv").write_text(f"user,tags,label\n{lines}")
+    init("data.csv", "out", yes=True)
+    assert config("out")["data"]["options"]["lists"] == {"tags": separator}
+
+
 def test_lists_share_the_embeddings_of_their_items(folder):
     item = np.arange(ROWS) % 40
     table = {

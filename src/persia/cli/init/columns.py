@@ -298,11 +298,14 @@ def _separator(texts: Any, distinct: int) -> str:
         share = pc.mean(pc.match_substring(texts, separator)).as_py()
         if share < 0.05:
             continue
+        bare = separator
+        if bare != " " and not pc.any(pc.match_substring_regex(texts, rf"[{bare}](?:[^ ]|  |$)")).as_py():
+            separator += " "  # In `a; b` the space belongs to no value.
         parts = pc.list_flatten(pc.split_pattern(texts, separator))
         words = len(parts) / len(texts)
-        if separator in "|;" and pc.mean(pc.utf8_length(parts)).as_py() <= 40:
+        if bare in "|;" and pc.mean(pc.utf8_length(parts)).as_py() <= 40:
             return separator
-        if separator == " " and distinct > 0.5 * len(texts) and words >= 3:
+        if bare == " " and distinct > 0.5 * len(texts) and words >= 3:
             return separator
         if pc.count_distinct(parts).as_py() < 0.5 * distinct and not _has_spaces(parts):
             return separator
