@@ -181,10 +181,10 @@ def _report(guess: Guess, folder: Path) -> None:
     if "by" in guess.split:
         typer.echo(f"Held out for testing: the last tenth by {guess.split['column']}, from {guess.split['at']} on.")
     typer.echo(f"Wrote {', '.join(FILES)} to {folder}. Next:\n")
-    shown = _shown(folder)
-    typer.echo(f"  persia train {shown}/config.toml")
-    typer.echo(f"  persia evaluate {shown}/config.toml --checkpoint {shown}/runs/config")
-    typer.echo(f"  python {shown}/train.py\n")
+    config, program = _shown(folder, "config.toml"), _shown(folder, "train.py")
+    typer.echo(f"  persia train {config}")
+    typer.echo(f"  persia evaluate {config} --checkpoint {_shown(folder, 'runs/config')}")
+    typer.echo(f"  python {program}\n")
 
 
 def _written(numerals: Numerals) -> str:
@@ -194,9 +194,9 @@ def _written(numerals: Numerals) -> str:
     return " and ".join(parts)
 
 
-def _shown(folder: Path) -> str:
-    """Returns the path as a shell takes it, relative to the working directory where it is inside."""
+def _shown(folder: Path, name: str) -> str:
+    """Returns the path of a file as a shell takes it, relative to the working directory where it is inside."""
     import shlex
 
     here = Path.cwd()
-    return shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) and folder != here else folder))
+    return shlex.quote(str((folder.relative_to(here) if folder.is_relative_to(here) else folder) / name))
