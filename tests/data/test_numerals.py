@@ -18,6 +18,11 @@ def test_only_whole_numbers_are_rewritten():
     ]  # fmt: skip
     assert Numerals(",").normalized(pa.array([b"1.234,5", b"0,5"])).to_pylist() == [b"1.234,5", b"0.5"]
     assert Numerals(".", " ").normalized(pa.array(["1 234.5", "1 23"])).to_pylist() == ["1234.5", "1 23"]
+    french = ["1 234,5", "1\u00a0234,5", "12\u202f345\u202f678", "12 34"]
+    plain = ["1234.5", "1234.5", "12345678", "12 34"]
+    assert Numerals(",", " ").normalized(pa.array(french)).to_pylist() == plain
+    column = pa.array([text.encode() for text in french])
+    assert Numerals(",", " ").normalized(column).to_pylist() == [text.encode() for text in plain]
     numbers = pa.array([1, 2])
     assert Numerals(",").normalized(numbers) is numbers
 

@@ -67,7 +67,8 @@ def csv(
         lists: separator of the ids within a field, by feature, for example {"genres": "|"}.
         null_values: further texts that mean a missing value, in all columns.
         decimal: `","` if numbers are written 0,5: in dense features, labels, and columns that rules read.
-        thousands: separator of thousands in these numbers, such as `"."` in 1.234,50; none by default.
+        thousands: separator of thousands in these numbers, such as `"."` in 1.234,50; one of `.`, `,`, `'`, `_` and
+            space, which is also a no-break space; none by default.
         rename: column of the file by name in the schema, where they differ.
         labels: rule by label, for labels that are not a column; see `parquet`. A function gets texts.
         fill: number in place of missing values, by dense feature or label; see `parquet`.

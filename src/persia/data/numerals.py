@@ -15,7 +15,8 @@ class Numerals(NamedTuple):
 
     Attributes:
         decimal: `"."` or `","`, before the fraction.
-        thousands: one of `.`, `,`, `'`, `_` and space between groups of three digits; empty if there is none.
+        thousands: one of `.`, `,`, `'`, `_` and space between groups of three digits; empty if there is none. A space
+            is any of U+0020, U+00A0 and U+202F, as spreadsheet programs write them.
     """
 
     decimal: str = "."
@@ -47,9 +48,19 @@ class Numerals(NamedTuple):
         return self == Numerals()
 
     @property
+    def separator(self) -> str:
+        """Regular expression of the separator of thousands."""
+        return "(?: |\u00a0|\u202f)" if self.thousands == " " else re.escape(self.thousands)
+
+    @property
+    def groups(self) -> str:
+        """Regular expression of a whole number with separators of thousands."""
+        return rf"[0-9]{{1,3}}(?:{self.separator}[0-9]{{3}})+"
+
+    @property
     def pattern(self) -> str:
         """Regular expression of a number in this writing, with spaces around it."""
-        groups = rf"[0-9]{{1,3}}(?:{re.escape(self.thousands)}[0-9]{{3}})+|" if self.thousands else ""
+        groups = f"{self.groups}|" if self.thousands else ""
         return rf"^\s*[+-]?(?:{groups}[0-9]+)(?:{re.escape(self.decimal)}[0-9]+)?\s*$"
 
     def normalized(self, column: Any) -> Any:
@@ -60,5 +71,5 @@ class Numerals(NamedTuple):
         if self.plain or not (pa.types.is_string(column.type) or pa.types.is_binary(column.type)):
             return column
         numbers = pc.match_substring_regex(column, self.pattern)
-        digits = pc.replace_substring(column, self.thousands, "") if self.thousands else column
+        digits = pc.replace_substring_regex(column, self.separator, "") if self.thousands else column
         return pc.if_else(numbers, pc.replace_substring(digits, self.decimal, "."), column)

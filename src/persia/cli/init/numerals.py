@@ -9,6 +9,7 @@ from persia.data.numerals import Numerals
 
 __all__ = ["guess_numerals", "normalized_columns"]
 
+_WRITINGS = (Numerals(",", "."), Numerals(",", " "), Numerals(".", ","), Numerals(".", "'"))
 _KNOWN_MISSING = "^\\s*(?:NA|N/A|n/a|#N/A|<NA>|NULL|Null|null|NaN|nan|NAN|None|none|\\\\N)?\\s*$"
 
 
@@ -18,19 +19,20 @@ def guess_numerals(columns: dict[str, Any]) -> Numerals:
     Args:
         columns: pyarrow array of texts by column.
     """
-    for decimal, thousands in ((",", "."), (".", ",")):
-        found = [name for name, column in columns.items() if _is_written(name, column, Numerals(decimal, thousands))]
-        if found:
-            grouped = any(_any(columns[name], rf"^\s*[+-]?\d{{1,3}}(?:[{thousands}]\d{{3}})+") for name in found)
-            return Numerals(decimal, thousands if grouped else "")
-    return Numerals()
+    best, most = Numerals(), 0
+    for numerals in _WRITINGS:
+        found = [name for name, column in columns.items() if _is_written(name, column, numerals)]
+        if len(found) > most:
+            grouped = any(_any(columns[name], rf"^\s*[+-]?{numerals.groups}") for name in found)
+            best, most = numerals if grouped else Numerals(numerals.decimal), len(found)
+    return best
 
 
 def normalized_columns(columns: dict[str, Any], numerals: Numerals) -> dict[str, Any]:
     """Returns the columns with numbers as the reader takes them."""
     read = {}
     for name, column in columns.items():
-        numbers = _is_written(name, column, numerals) if _any(column, ",") else _all(column, numerals.pattern)
+        numbers = _all(column, numerals.pattern) and (not _any(column, ",") or _is_written(name, column, numerals))
         read[name] = numerals.normalized(column) if numbers else column
     return read
 
@@ -42,8 +44,8 @@ def _is_written(name: str, column: Any, numerals: Numerals) -> bool:
     if numerals.decimal == ".":
         # 229,453 may be a list of two ids.
         named = bool(set(words_of(name)) & NUMBER_WORDS)
-        return _any(column, r"^\s*[+-]?\d{1,3}(?:,\d{3})+" + (r"(?:\.|\s*$)" if named else r"\."))
-    if not _any(column, ",") or not _any(column, r"\..*,|,\d{1,2}\s*$|,\d{4}"):
+        return _any(column, rf"^\s*[+-]?{numerals.groups}" + (r"(?:\.|\s*$)" if named else r"\."))
+    if not _any(column, ",") or not _any(column, rf"^\s*[+-]?{numerals.groups},|,\d{{1,2}}\s*$|,\d{{4}}"):
         return False  # All commas stand before three digits.
     # Pairs of ids have parts of any length, and no leading zeros.
     lengths = sum(_any(column, rf",\d{{{count}}}\s*$") for count in range(1, 20))
