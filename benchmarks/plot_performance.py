@@ -1,4 +1,4 @@
-"""Charts of docs/performance.md, as SVG, from JSON lines: lookups, steps, and memory by size.
+"""Charts of docs/performance.md, as SVG, from JSON lines: lookups, updates, steps, and memory by size.
 
     python -m benchmarks.plot_performance [LINES] [DIRECTORY]
 
@@ -27,6 +27,12 @@ LOOKUP = {
     "store.lookup_zipf": "index_select, Zipf ids",
     "peers.tfra.lookup_1": "TensorFlow Rec. Addons",
     "peers.paddle.lookup_1": "PaddlePaddle's server",
+}
+UPDATES = {
+    "store.update_adagrad": "index_add_, Adagrad",
+    "store.update_rowwise": "index_add_, row-wise",
+    "peers.tfra.train_1": "TensorFlow Rec. Addons",
+    "peers.paddle.train_1": "PaddlePaddle's server",
 }
 STEPS = {
     "step.vs_torch": "plain PyTorch",
@@ -84,6 +90,7 @@ def main(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     charts = {
         "lookup": ratios(lines, "Lookups/s of persia over those of", LOOKUP),
+        "update": ratios(lines, "Updates/s of persia over those of", UPDATES),
         "step": ratios(lines, "Samples/s of persia over those of", STEPS),
         "size": sizes(lines),
     }

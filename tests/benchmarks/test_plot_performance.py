@@ -4,13 +4,13 @@ import json
 import re
 
 import pytest
-from benchmarks.plot_performance import LOOKUP, SIZES, STEPS, Ratios
+from benchmarks.plot_performance import LOOKUP, SIZES, STEPS, UPDATES, Ratios
 
 from benchmarks import plot_performance, runner
 
 
 def test_measures_of_the_charts_exist():
-    assert not {*LOOKUP, *STEPS, *SIZES} - set(runner.names())
+    assert not {*LOOKUP, *UPDATES, *STEPS, *SIZES} - set(runner.names())
 
 
 def test_a_bar_is_as_long_as_its_ratio():

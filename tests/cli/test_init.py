@@ -126,11 +126,77 @@ def test_labels_by_rule(folder, values, rule):
     assert config("out")["data"]["options"]["labels"] == {"income": rule}
 
 
+def test_a_file_of_a_spreadsheet_with_decimal_commas(folder):
+    rows = "".join(
+        f"{1 + i * 27 // ROWS}.5.2024 08:{i % 60:02d};{i % 7:03d};"
+        f"{['1.234,50', '5,0', '12,25', '0,07', 'k.A.'][i % 5]};{i % 12 + 100},{i % 25};{5 + i % 3},5;"
+        f"{1 + i % 9}/31/2024;{'ja' if i % 3 else 'nein'}\n"
+        for i in range(ROWS)
+    )
+    names = "Datum;Größe;Preis (€);Gesehen;Rabatt;Lieferung;Rückgabe"
+    (folder / "bestellungen.csv").write_text(f"\ufeff{names}\n{rows}".replace("\n", "\r\n"), encoding="utf-8")
+    _, output = persia("init", "bestellungen.csv", "--yes")
+    assert "Numbers are written with a decimal comma and '.' between thousands." in " ".join(output.split())
+    found = config("bestellungen_model")
+    features, dense = uses(found)
+    options = found["data"]["options"]
+    assert dense == ["Preis (€)", "Rabatt"]
+    assert set(features) == {"Größe", "Gesehen"}
+    assert {key: options[key] for key in ("decimal", "thousands", "lists", "null_values", "fill")} == {
+        "decimal": ",",
+        "thousands": ".",
+        "lists": {"Gesehen": ","},  # Pairs of ids, no numbers.
+        "null_values": ["k.A."],
+        "fill": {"Preis (€)": pytest.approx(8.625)},
+    }
+    assert options["split"]["at"].startswith("2024-05-25 08:")
+    assert "Lieferung: dates with slashes" in (folder / "bestellungen_model" / "config.toml").read_text()
+    status, output = persia(
+        "train", "bestellungen_model/config.toml", "--set", "train.max_steps=2", "--set", "trainer.progress=false"
+    )
+    assert status == 0, output
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "numerals"),
+    [
+        ("x", ["1,234.50", "7", "12"], (".", ",")),
+        ("views", ["1,234", "7", "12"], (".", ",")),
+        ("x", ["229,453", "7", "12"], (".", "")),  # Perhaps two ids.
+        ("x", ["12,5", "7", "3,25"], (".", "")),
+        ("x", ["12,5", "7", "3,05"], (",", "")),
+        ("x", ["12,5", "7", "7.5"], (".", "")),
+        ("x", ["1 234,50", "7", "12,25"], (",", " ")),
+        ("x", ["1\u202f234,50", "7\u00a0000", "12,25"], (",", " ")),
+        ("x", ["1'234.50", "7", "12.25"], (".", "'")),
+    ],
+)
+def test_writing_of_numbers(folder, name, values, numerals):
+    lines = "".join(f'u{i % 5},"{values[i % len(values)]}",{i % 2}\n' for i in range(60))
+    (folder / "data.csv").write_text(f"user,{name},label\n{lines}")
+    init("data.csv", "out", yes=True)
+    found = config("out")
+    options = found["data"]["options"]
+    assert (options.get("decimal", "."), options.get("thousands", "")) == numerals
+    assert (name in found["schema"]["dense_features"]) == (numerals != (".", ""))
+
+
 def test_rows_without_a_label_are_left_out(folder):
     lines = "".join(f"u{i % 5},{['0', '1', ''][i % 3]}\n" for i in range(120))
     (folder / "data.csv").write_text(f"user,label\n{lines}")
     init("data.csv", "out", yes=True)
     assert config("out")["data"]["options"]["where"] == "label is not None"
+
+
+@pytest.mark.parametrize(
+    ("values", "separator"),
+    [(["a; b", "b; c; a", "c"], "; "), (["a; b", "b;c", "c"], ";"), (["a|b", "c"], "|"), (["a; b;", "c"], ";")],
+)
+def test_spaces_after_a_separator_belong_to_it(folder, values, separator):
+    lines = "".join(f"u{i % 5},{values[i % len(values)]},{i % 2}\n" for i in range(120))
+    (folder / "data.csv").write_text(f"user,tags,label\n{lines}")
+    init("data.csv", "out", yes=True)
+    assert config("out")["data"]["options"]["lists"] == {"tags": separator}
 
 
 def test_lists_share_the_embeddings_of_their_items(folder):

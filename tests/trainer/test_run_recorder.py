@@ -10,6 +10,7 @@ import pytest
 import persia
 from persia.errors import DataError
 from persia.metrics import AUC
+from persia.telemetry.live import LiveLine
 from persia.telemetry.run_record import MOST_POINTS, CurvePoint, RunRecord, read_run, write_run
 from support.cluster_samples import BATCH, make_trainer, reader
 
@@ -37,6 +38,17 @@ def test_a_run_leaves_its_curves_and_its_end(tmp_path):
     assert {f.name for f in record.features} == {"id_0", "id_1", "id_2", "id_3"}
     assert all(f.ids == f.samples == BATCH and f.seconds > 0 for f in record.features)
     assert sorted(record.features, key=lambda f: -f.seconds) == record.features
+
+
+def test_line_and_record_show_the_same_rate(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(LiveLine, "due", lambda self: True)
+    monkeypatch.setattr(LiveLine, "show", lambda self, snapshot: shown.append(snapshot))
+    make_trainer(None, checkpoint_dir=str(tmp_path)).fit(reader(9))
+    assert all(snapshot.rows_per_second > 0 for snapshot in shown)
+    rates = {snapshot.step: snapshot.rows_per_second for snapshot in shown}
+    assert len(rates) == 9
+    assert all(p.rows_per_second == rates[p.step] for p in read_run(tmp_path).curve)
 
 
 def test_the_curves_continue_over_a_resume(tmp_path):

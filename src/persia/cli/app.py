@@ -38,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     help="Train recommenders with unbounded embedding tables in plain PyTorch.",
-    epilog="Start with `persia train examples/globo.toml`.",
+    epilog="Start with `persia init YOUR_FILE.csv`, which writes files that train as they are.",
 )
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(cluster_app, name="cluster")

@@ -11,6 +11,7 @@ from typing import Any
 from persia.batching.batch import Batch
 from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand
+from persia.data.numerals import Numerals
 from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion, DayUnit, Piece, present_columns, require_rows
 from persia.data.selection import Selection, Split
@@ -35,6 +36,8 @@ def csv(
     delimiter: str = ",",
     lists: Mapping[str, str] | None = None,
     null_values: Collection[str] = (),
+    decimal: str = ".",
+    thousands: str = "",
     rename: Mapping[str, str] | None = None,
     labels: Mapping[str, Rule] | None = None,
     fill: Mapping[str, float] | None = None,
@@ -63,6 +66,9 @@ def csv(
         delimiter: one character.
         lists: separator of the ids within a field, by feature, for example {"genres": "|"}.
         null_values: further texts that mean a missing value, in all columns.
+        decimal: `","` if numbers are written 0,5: in dense features, labels, and columns that rules read.
+        thousands: separator of thousands in these numbers, such as `"."` in 1.234,50; one of `.`, `,`, `'`, `_` and
+            space, which is also a no-break space; none by default.
         rename: column of the file by name in the schema, where they differ.
         labels: rule by label, for labels that are not a column; see `parquet`. A function gets texts.
         fill: number in place of missing values, by dense feature or label; see `parquet`.
@@ -103,7 +109,8 @@ def csv(
         if list(conversion.wanted.values()).count(column) > 1:
             raise ConfigError(f"lists has {feature!r}, whose column {column!r} is read twice.", field="lists")
     names = None if column_names is None else tuple(column_names)
-    form = CsvFormat(delimiter, names, dict(lists or {}), tuple(null_values))
+    numerals = Numerals(decimal, thousands).check()
+    form = CsvFormat(delimiter, names, dict(lists or {}), tuple(null_values), numerals=numerals)
     return StreamReader(schema, CsvSource(tuple(expand(paths, CSV_SUFFIXES)), conversion, form), order)
 
 
@@ -121,6 +128,7 @@ class CsvFormat:
         labels: those of `columns` from which `transform` makes the labels, if the names differ.
         layouts: names of the columns in formats of fixed order, tried if the first line has no column names.
         comment: prefix of comment lines, which are skipped if they have another number of fields.
+        numerals: writing of numbers.
     """
 
     delimiter: str = ","
@@ -132,6 +140,7 @@ class CsvFormat:
     transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     layouts: tuple[tuple[str, ...], ...] = ()
     comment: str | None = None
+    numerals: Numerals = field(default_factory=Numerals)
 
     def __post_init__(self) -> None:
         if not isinstance(self.delimiter, str) or len(self.delimiter.encode()) != 1:
@@ -181,7 +190,8 @@ class CsvSource:
             invalid: list[Any] = []
             try:
                 for piece in self._open(file, stream, convert, None if header else names, invalid):
-                    yield Piece(file, row, dict(zip(piece.schema.names, piece.columns, strict=True)), len(piece))
+                    read = dict(zip(piece.schema.names, piece.columns, strict=True))
+                    yield Piece(file, row, read | self._numbers(read), len(piece))
                     row += len(piece)
             except pa.ArrowInvalid as error:
                 if "straddling" in str(error):
@@ -196,6 +206,19 @@ class CsvSource:
                     raise
                 line, number = invalid[0]
                 raise self._ragged(file, line, number - header, len(names)) from error
+
+    def _numbers(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """Returns the columns that may hold numbers, with a decimal point and without separators of thousands."""
+        form, conversion = self.format, self.conversion
+        if form.numerals.plain:
+            return {}
+        schema = conversion.schema
+        names = [
+            conversion.wanted[name] for name in (*schema.dense_features, *schema.labels) if name in conversion.wanted
+        ]
+        names += conversion.rule_columns
+        names += conversion.selection.columns if conversion.selection is not None else ()
+        return {name: form.numerals.normalized(columns[name]) for name in names if name in columns}
 
     def _names(self, file: File, first: list[str]) -> tuple[list[str], bool]:
         """Returns the names of the columns, and whether the first line holds them."""

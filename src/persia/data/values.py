@@ -230,8 +230,29 @@ def _kind_without_views(kind: Any) -> Any:
     return kind
 
 
+_DAY_FIRST = r"^[0-9]{1,2}\.[0-9]{1,2}\.[0-9]{4}(?:,? +[0-9]{1,2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,6})?)?)?$"
+
+
+def _iso(texts: Any) -> Any:
+    """Converts dates with points to ISO texts."""
+    import pyarrow.compute as pc
+
+    for pattern, by in (
+        (r"^([0-9])\.", r"0\1."),
+        (r"^([0-9]{2})\.([0-9])\.", r"\1.0\2."),
+        (r",? +([0-9]):", r" 0\1:"),
+        (r",? +", " "),
+        (r"^([0-9]{2})\.([0-9]{2})\.([0-9]{4})", r"\3-\2-\1"),
+    ):
+        texts = pc.replace_substring_regex(texts, pattern, by)
+    return texts
+
+
 def times_of_text(name: str, column: Any) -> Any:
-    """Converts texts of whole numbers to int64, or ISO texts of dates and times to timestamps; empty texts to null.
+    """Converts texts of whole numbers to int64, or texts of dates and times to timestamps; empty texts to null.
+
+    Dates are ISO texts, such as 2024-05-01, or have the day first and points, such as 1.5.2024. Those with slashes are
+    refused, as their order differs from country to country.
 
     Raises:
         DataError: a text is neither, or of another kind than the first; the message names row and value.
@@ -241,6 +262,10 @@ def times_of_text(name: str, column: Any) -> Any:
 
     texts = pc.utf8_trim_whitespace(column.cast(pa.string()))
     texts = pc.if_else(pc.equal(texts, ""), None, texts)
+    given = texts
+    day_first = pc.match_substring_regex(texts, _DAY_FIRST)
+    if pc.any(day_first).as_py():
+        texts = pc.if_else(day_first, _iso(texts), texts)
     kinds = (pa.int64(), pa.timestamp("us"), pa.timestamp("us", "UTC"))
     for kind in kinds:
         try:
@@ -251,10 +276,10 @@ def times_of_text(name: str, column: Any) -> Any:
     first = texts[pc.index(pc.is_valid(texts), True).as_py()]
     expected = next((kind for kind in kinds if _casts(first, kind)), None)
     row = next(i for i, text in enumerate(texts) if text.is_valid and (expected is None or not _casts(text, expected)))
-    value = texts[row].as_py()
+    value = given[row].as_py()
     raise DataError(
-        f"Column {name!r} has {value!r} at row {row}; it takes whole numbers, or dates and times such as 2024-05-01 "
-        "and 2024-05-01 12:30:00, of one kind in all rows.",
+        f"Column {name!r} has {value!r} at row {row}; it takes whole numbers, or dates and times such as 2024-05-01, "
+        "2024-05-01 12:30:00 and 01.05.2024 12:30, of one kind in all rows.",
         column=name,
         row=row,
         value=value,

@@ -251,10 +251,14 @@ class FitProgress:
         if logits.device.type == "cpu":
             self.score_rest()
         self._recorder.trained(batch)
-        if _due(self._batches) and (self._trackers or self._recorder.active):
-            self._record(self._snapshot())
-        if self.line.due():
-            self.line.show(self._snapshot())
+        recorded = _due(self._batches) and (self._trackers or self._recorder.active)
+        shown = self.line.due()
+        if recorded or shown:
+            snapshot = self._snapshot()  # One for both: its rate is that since the last one.
+            if recorded:
+                self._record(snapshot)
+            if shown:
+                self.line.show(snapshot)
 
     def score_rest(self) -> None:
         """Scores the batch whose logits are still on their way to the host, if there is one."""

@@ -12,11 +12,13 @@ from persia.batching.columns import number_column
 from persia.data.values import times_of_text
 from persia.errors import DataError
 
-__all__ = ["ColumnGuess", "ColumnValues", "guess_column", "plain_values", "words_of"]
+__all__ = ["MISSING_TEXTS", "NUMBER_WORDS", "ColumnGuess", "ColumnValues", "guess_column", "plain_values", "words_of"]
 
 Role = Literal["number", "id", "list", "time", "unused"]
 
-MISSING_TEXTS = ("?", "-", "--", ".", "missing", "Missing", "unknown", "Unknown")
+MISSING_TEXTS = (
+    "?", "-", "--", ".", "missing", "Missing", "unknown", "Unknown", "n.a.", "N.A.", "k.A.", "k. A.", "#NV", "#N/V",
+)  # fmt: skip
 """Texts that stand for a missing number in many files, besides those that every reader knows."""
 
 MAX_LIST = 100
@@ -26,15 +28,18 @@ _ID_WORDS = {
     "category", "cat", "brand", "city", "country", "region", "state", "store", "shop", "group", "class", "pclass",
     "type", "os",
 }  # fmt: skip
-_NUMBER_WORDS = {
+NUMBER_WORDS = {
     "age", "amount", "avg", "average", "balance", "budget", "charges", "count", "cost", "days", "distance", "duration",
     "fare", "gain", "height", "hours", "income", "length", "loss", "mean", "minutes", "months", "num", "number",
     "percent", "pct", "price", "qty", "quantity", "rate", "ratio", "salary", "score", "size", "sum", "tenure", "total",
     "usage", "value", "views", "weight", "width", "years",
 }  # fmt: skip
+"""Words in the names of quantities."""
 _TIME_WORDS = {"time", "timestamp", "datetime", "date", "ts", "day", "created", "updated", "at", "ms"}
 _FEW = 20
 """Whole numbers with so few different values are taken as codes."""
+
+_SLASHED = r"^\s*(?:\d{1,2}/\d{1,2}/\d{2,4}|\d{4}/\d{1,2}/\d{1,2})\b"
 
 _UNIX = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _FROM, _TO = 788_918_400, 2_208_988_800  # 1995 and 2040, in seconds since 1970.
@@ -209,9 +214,9 @@ def _guess_number(column: str, values: ColumnValues) -> ColumnGuess:
     reason = "numbers"
     if whole:
         span = numbers.max() - numbers.min() + 1
-        if words and (words[-1] in _ID_WORDS or words[0] in _ID_WORDS) and not set(words) & _NUMBER_WORDS:
+        if words and (words[-1] in _ID_WORDS or words[0] in _ID_WORDS) and not set(words) & NUMBER_WORDS:
             role, reason = "id", "whole numbers with the name of an id"
-        elif set(words) & _NUMBER_WORDS:
+        elif set(words) & NUMBER_WORDS:
             reason = "whole numbers with the name of a quantity"
         elif values.distinct <= _FEW:
             role, reason = "id", f"only {values.distinct} different whole numbers"
@@ -255,6 +260,8 @@ def _guess_text(column: str, values: ColumnValues, csv: bool) -> ColumnGuess:
         return ColumnGuess(column, "unused", f"is {texts[0].as_py()!r} in every row")
     if _are_times(texts):
         return ColumnGuess(column, "time", "dates or times")
+    if pc.all(pc.match_substring_regex(texts, _SLASHED)).as_py():
+        return ColumnGuess(column, "unused", "dates with slashes, whose order varies; write 2024-05-31")
     if pc.all(pc.match_substring_regex(texts, r"^\s*[\[{].*[\]}]\s*$")).as_py():
         remedy = "write its values as 1|2|3, or Parquet" if csv else "write a list column"
         return ColumnGuess(column, "unused", f"holds lists or records in brackets; {remedy}")
@@ -291,11 +298,14 @@ def _separator(texts: Any, distinct: int) -> str:
         share = pc.mean(pc.match_substring(texts, separator)).as_py()
         if share < 0.05:
             continue
+        bare = separator
+        if bare != " " and not pc.any(pc.match_substring_regex(texts, rf"[{bare}](?:[^ ]|  |$)")).as_py():
+            separator += " "  # In `a; b` the space belongs to no value.
         parts = pc.list_flatten(pc.split_pattern(texts, separator))
         words = len(parts) / len(texts)
-        if separator in "|;" and pc.mean(pc.utf8_length(parts)).as_py() <= 40:
+        if bare in "|;" and pc.mean(pc.utf8_length(parts)).as_py() <= 40:
             return separator
-        if separator == " " and distinct > 0.5 * len(texts) and words >= 3:
+        if bare == " " and distinct > 0.5 * len(texts) and words >= 3:
             return separator
         if pc.count_distinct(parts).as_py() < 0.5 * distinct and not _has_spaces(parts):
             return separator

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from persia.cli.init.columns import ColumnGuess
     from persia.cli.init.guess import Guess, LabelGuess
     from persia.cli.init.sample import Sample
+    from persia.data.numerals import Numerals
 
 __all__ = ["init"]
 
@@ -175,19 +176,27 @@ def _report(guess: Guess, folder: Path) -> None:
     Console().print(table)
     if sample.kind == "csv":
         lines = "the first line has the names" if sample.header else "no line of names"
-        typer.echo(f"Fields are separated by {sample.delimiter!r}; {lines}.")
+        numbers = "" if sample.numerals.plain else f" Numbers are written with {_written(sample.numerals)}."
+        typer.echo(f"Fields are separated by {sample.delimiter!r}; {lines}.{numbers}")
     if "by" in guess.split:
         typer.echo(f"Held out for testing: the last tenth by {guess.split['column']}, from {guess.split['at']} on.")
     typer.echo(f"Wrote {', '.join(FILES)} to {folder}. Next:\n")
-    shown = _shown(folder)
-    typer.echo(f"  persia train {shown}/config.toml")
-    typer.echo(f"  persia evaluate {shown}/config.toml --checkpoint {shown}/runs/config")
-    typer.echo(f"  python {shown}/train.py\n")
+    config, program = _shown(folder, "config.toml"), _shown(folder, "train.py")
+    typer.echo(f"  persia train {config}")
+    typer.echo(f"  persia evaluate {config} --checkpoint {_shown(folder, 'runs/config')}")
+    typer.echo(f"  python {program}\n")
 
 
-def _shown(folder: Path) -> str:
-    """Returns the path as a shell takes it, relative to the working directory where it is inside."""
+def _written(numerals: Numerals) -> str:
+    parts = ["a decimal comma"] if numerals.decimal == "," else []
+    if numerals.thousands:
+        parts.append(f"{numerals.thousands!r} between thousands")
+    return " and ".join(parts)
+
+
+def _shown(folder: Path, name: str) -> str:
+    """Returns the path of a file as a shell takes it, relative to the working directory where it is inside."""
     import shlex
 
     here = Path.cwd()
-    return shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) and folder != here else folder))
+    return shlex.quote(str((folder.relative_to(here) if folder.is_relative_to(here) else folder) / name))

@@ -252,6 +252,10 @@ def _options(guess: Guess, names: dict[str, str]) -> dict[str, Any]:
             options["column_names"] = list(sample.columns)
         if sample.delimiter != ",":
             options["delimiter"] = sample.delimiter
+        if sample.numerals.decimal != ".":
+            options["decimal"] = sample.numerals.decimal
+        if sample.numerals.thousands:
+            options["thousands"] = sample.numerals.thousands
         lists = {names[column.column]: column.separator for column in used if column.separator}
         if lists:
             options["lists"] = lists

@@ -7,8 +7,10 @@ import io
 from collections import Counter
 from typing import Any, Literal, NamedTuple
 
+from persia.cli.init.numerals import guess_numerals, normalized_columns
 from persia.data.files import File, expand
 from persia.data.from_csv import CSV_SUFFIXES
+from persia.data.numerals import Numerals
 from persia.errors import DataError
 
 __all__ = ["MAX_ROWS", "Sample", "read_column", "read_sample"]
@@ -43,6 +45,7 @@ class Sample(NamedTuple):
         complete: whether these are all rows of the data set.
         delimiter: separator of fields; empty for Parquet.
         header: whether the first line has the names of the columns.
+        numerals: writing of numbers in delimited text; `columns` has them as Python writes them.
     """
 
     path: str
@@ -53,6 +56,7 @@ class Sample(NamedTuple):
     complete: bool
     delimiter: str = ""
     header: bool = True
+    numerals: Numerals = Numerals()
 
 
 def read_sample(path: str) -> Sample:
@@ -152,7 +156,11 @@ def _text_sample(path: str, files: tuple[File, ...]) -> Sample:
                 if not complete:
                     break
     table = pa.Table.from_batches(batches) if batches else pa.table({name: pa.array([], pa.string()) for name in names})
-    return opened._replace(columns=_columns(table), rows=rows, complete=complete)
+    columns = _columns(table)
+    numerals = guess_numerals(columns)
+    if not numerals.plain:
+        columns = normalized_columns(columns, numerals)
+    return opened._replace(columns=columns, rows=rows, complete=complete, numerals=numerals)
 
 
 def _columns(table: Any) -> dict[str, Any]:
