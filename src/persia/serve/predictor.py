@@ -98,9 +98,9 @@ class Predictor:
             DeadlineError: there is no complete epoch, or it cannot be read.
         """
         deadline = time.monotonic() + timeout
-        while not self._updater.ready:
+        while not self._updater.ready():
             self._updater.refresh()
-            if self._updater.ready:
+            if self._updater.ready():
                 break
             if self._updater.refusal:
                 raise PublishError(self._updater.refusal)

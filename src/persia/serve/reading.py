@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
-from typing import cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -15,11 +15,14 @@ from persia.batching.batch import Batch
 from persia.nn.pooling import Embeddings, Expander
 from persia.nn.transfer import Staging, Transfer
 from persia.schema import Schema
-from persia.serve.tables import Rows
+from persia.serve.tables import ServedTable, lookup_packed
 from persia.types import LookedUp, Packed
 from persia.worker.routing import Entry, Router
 
-__all__ = ["EmbeddingReader", "part_of"]
+__all__ = ["EmbeddingReader", "Rows", "part_of"]
+
+Rows: TypeAlias = Mapping[str, ServedTable]
+"""The rows of one PS, by table."""
 
 
 class EmbeddingReader:
@@ -51,23 +54,19 @@ class EmbeddingReader:
         """
         entry = self._router.entry(batch.id_features)
         _, _, narrow, wide = entry.found
-        rows = cast("Packed[np.float32 | np.float16]", self._look_up(entry, servers))
-        found = LookedUp(rows, narrow, wide, entry.offsets)
-        prepared, ready = self._transfer.rows(batch, found)
+        prepared, ready = self._transfer.rows(batch, LookedUp(self._rows(entry, servers), narrow, wide, entry.offsets))
         ready()
         return prepared.dense, prepared.labels, self._expander(prepared.rows, prepared.inverse, prepared.offsets)
 
-    def _look_up(self, entry: Entry, servers: Sequence[Rows]) -> Packed[np.float32]:
-        ids, bounds = entry.ids, entry.found.bounds.tolist()
+    def _rows(self, entry: Entry, servers: Sequence[Rows]) -> Packed[np.float32 | np.float16]:
+        """Returns the rows of the distinct ids, which are sorted by table, and those of a table by PS."""
+        ids = entry.ids
         widths = [self._dims[name] for name in ids.names]
         buffer = self._scratch.floats(sum(map(operator.mul, ids.counts, widths)))
-        rows = Packed(ids.names, ids.counts, buffer, widths)
-        for name, mine, values, ends in zip(ids.names, ids.arrays(), rows.arrays(), bounds, strict=True):
-            for server, tables in enumerate(servers):
-                begin, end = ends[server], ends[server + 1]
-                if begin < end:
-                    tables[name].lookup(mine[begin:end], values[begin:end])
-        return rows
+        tables = [rows[name] for name in ids.names for rows in servers]
+        counts: list[int] = np.diff(entry.found.bounds).reshape(-1).tolist()
+        lookup_packed(tables, counts, ids.buffer, buffer)
+        return cast("Packed[np.float32 | np.float16]", Packed(ids.names, ids.counts, buffer, widths))
 
 
 def part_of(schema: Schema, features: Collection[str]) -> Schema:

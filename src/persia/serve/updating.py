@@ -89,9 +89,8 @@ class Updater:
         self._updates = self._snapshots = 0
         self.view: View | None = None
 
-    @property
     def ready(self) -> bool:
-        """Whether there is a view."""
+        """Returns whether there is a view."""
         return self.view is not None
 
     @property

@@ -12,8 +12,7 @@ from persia.batching.batch import Batch
 from persia.nn.transfer import Staging
 from persia.schema import Schema
 from persia.serve.network import Network
-from persia.serve.reading import EmbeddingReader, part_of
-from persia.serve.tables import Rows
+from persia.serve.reading import EmbeddingReader, Rows, part_of
 
 __all__ = ["Readers", "ServedRows", "View"]
 
