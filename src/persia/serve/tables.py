@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,11 +14,13 @@ __all__ = ["ServedTable", "lookup_packed"]
 class ServedTable:
     """A table in a dictionary."""
 
-    def __init__(self, dim: int, base: str | None = None) -> None:
+    def __init__(self, dim: int, base: str | os.PathLike[str] | None = None) -> None:
         self._rows: dict[int, NDArray[np.float32]] = {}
+        self.base_name = ""
         if base is not None:
             with np.load(base) as file:
                 self.set(file["ids"], file["values"])
+                self.base_name = str(file["name"])
         self.dim = dim
 
     def lookup(self, ids: NDArray[np.uint64], out: NDArray[np.float32], found: NDArray[np.bool_] | None = None) -> int:
@@ -42,12 +45,12 @@ class ServedTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def write_snapshot(self, path: str, name: str = "") -> None:
+    def write_snapshot(self, path: str | os.PathLike[str], name: str = "") -> None:
         """Writes all rows."""
         ids = np.array(list(self._rows), np.uint64)
         values = np.array(list(self._rows.values()), np.float32).reshape(-1, self.dim)
         with open(path, "wb") as file:
-            np.savez(file, ids=ids, values=values)
+            np.savez(file, name=name, ids=ids, values=values)
 
 
 def lookup_packed(
