@@ -1,0 +1,1 @@
+"""Serves predictions of a model whose rows follow the log of changes."""

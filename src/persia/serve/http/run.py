@@ -1,0 +1,198 @@
+"""Runs the application of a prediction server on uvicorn, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import msgspec
+import uvicorn
+
+from persia.checks import check_flag, check_seconds, plain_fields
+from persia.errors import ConfigError, PersiaError
+from persia.serve.http.app import create_app
+from persia.serve.http.keys import read_keys
+from persia.serve.http.limits import Limits
+from persia.serve.http.service import PredictionService
+from persia.serve.http.uvicorn_protocol import limited_protocol
+from persia.telemetry.process import LOOPBACK, check_port
+
+__all__ = ["ServerOptions", "run_server"]
+
+LOG = logging.getLogger("persia.serve")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class ServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of a prediction server.
+
+    Args:
+        host: interface to listen on. Any other than this host needs keys, or `insecure`.
+        port: port to listen on; 0 for any free port.
+        limits: of requests.
+        key_file: file with the keys of clients, one a line; None for those of PERSIA_SERVE_KEYS, or no keys.
+        tls_cert: certificate chain in PEM; None for plain HTTP.
+        tls_key: its key.
+        insecure: listen on other interfaces without keys, for networks that only trusted clients can reach.
+        drain_seconds: time that requests have to end once the server is told to stop.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+
+    host: str = LOOPBACK
+    port: int = 8080
+    limits: Limits = Limits()
+    key_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    insecure: bool = False
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        check_port(self.port, "port")
+        check_flag("insecure", self.insecure)
+        check_seconds("drain_seconds", self.drain_seconds)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("TLS needs a certificate and its key; give tls_cert and tls_key.", field="tls_cert")
+        for name in ("tls_cert", "tls_key"):
+            path = getattr(self, name)
+            if path is not None and not os.access(path, os.R_OK):
+                raise ConfigError(f"Cannot read {name} = {path!r}; give a file in PEM.", field=name)
+
+
+def run_server(
+    service: PredictionService, options: ServerOptions, listening: Callable[[str], object] = lambda _url: None
+) -> None:
+    """Serves until SIGINT or SIGTERM. Blocks; call it in the main thread.
+
+    The first signal drains: `/health` says 503, no new connections are accepted, requests that have begun are answered.
+    A second one ends the server at once.
+
+    Args:
+        service: predictor, which is started and closed.
+        options: of the server.
+        listening: is given the URL once the port is open. The predictor may still be loading.
+
+    Raises:
+        ConfigError: an option is invalid, or the port is taken.
+        PersiaError: the predictor cannot start.
+    """
+    keys = read_keys(options.key_file)
+    local = _is_loopback(options.host)
+    if not local and keys is None and not options.insecure:
+        raise ConfigError(
+            f"host = {options.host!r} lets other hosts in without a key. Give keys (--key-file, or PERSIA_SERVE_KEYS), or "
+            "insecure if only trusted clients can reach that interface.",
+            field="host",
+        )
+    if options.insecure and keys is not None:
+        LOG.warning("insecure is set, but keys are needed all the same")
+    app = create_app(service, limits=options.limits, keys=keys, local=local and keys is None)
+    server = app.state.server
+    with _bound(options.host, options.port) as listener:
+        scheme = "http" if options.tls_cert is None else "https"
+        host, port = listener.getsockname()[:2]
+        config = uvicorn.Config(
+            app,
+            http=limited_protocol(options.limits.head_seconds),
+            ws="none",
+            loop="asyncio",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            limit_concurrency=options.limits.max_connections,
+            timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
+            ssl_certfile=options.tls_cert,
+            ssl_keyfile=options.tls_key,
+            backlog=min(2048, options.limits.max_connections),
+        )
+        try:
+            config.load()
+        except OSError as error:  # ssl.SSLError is one.
+            raise ConfigError(f"Cannot use the certificate {options.tls_cert}: {error}.", field="tls_cert") from error
+        _quiet_uvicorn()
+        runner = _Server(config, lambda: setattr(server, "stopping", True))
+        server.on_failure = runner.stop
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        runner.on_listening = lambda: listening(url)
+        asyncio.run(runner.serve(sockets=[listener]))
+    if server.failed is not None:
+        if isinstance(server.failed, PersiaError):
+            raise server.failed
+        raise RuntimeError("The predictor could not start.") from server.failed
+
+
+class _Server(uvicorn.Server):
+    """Drains at the first signal; exits with status 0 after it, where uvicorn raises the signal again."""
+
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], object]) -> None:
+        super().__init__(config)
+        self.on_listening: Callable[[], object] = lambda: None
+        self._on_stop = on_stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_listening()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._stopped_by, number)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Drains and ends the server."""
+        self._on_stop()
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    def _stopped_by(self, number: int) -> None:
+        name = signal.Signals(number).name
+        LOG.info("%s: %s", name, "ends at once" if self.should_exit else "requests that have begun are answered")
+        self.stop()
+
+
+@contextlib.contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"Cannot listen on {host} port {port}: {error}. Choose another one.", field="port") from error
+        yield listener
+    finally:
+        listener.close()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _quiet_uvicorn() -> None:
+    """Leaves warnings and errors of uvicorn only: the server logs what happens in its own words."""
+    for name in ("uvicorn", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.WARNING)
