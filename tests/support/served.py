@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ SCHEMA = persia.Schema(
         persia.IdFeature("user", dim=4),
         persia.IdFeature("tags", dim=4),
         persia.IdFeature("code", dim=2, kind="number"),
+        persia.IdFeature("user_code", dim=2, cross=("user", "code")),
         persia.IdFeature("user_b", dim=2, of="user", mapping=persia.Remainder(10)),
     ],
     dense_features=["price", "age"],
@@ -30,9 +33,10 @@ class Scored(NamedTuple):
 class State(NamedTuple):
     epoch: int = 3
     network_step: int = 12
-    row_steps: dict = {0: 14, 1: 13}  # noqa: RUF012
-    age_seconds: float = 0.5
-    rows: dict = {"user": 5, "tags": 6, "code": 7, "user_b": 8}  # noqa: RUF012
+    row_steps: Mapping[int, int] = MappingProxyType({0: 14, 1: 13})
+    rows_age_seconds: float = 0.5
+    network_age_seconds: float = 0.25
+    rows: int = 26
     problem: str = ""
 
 
@@ -64,7 +68,7 @@ class FakePredictor:
         self.closed = False
         self.current = State()
 
-    def start(self):
+    def start(self, timeout):
         if self.may_start:
             raise self.may_start.pop(0)
 
@@ -82,7 +86,10 @@ class FakePredictor:
     def rank(self, user, items):
         assert len(user) == 1
         ids = np.repeat(user.id_features["user"].values, len(items))
-        return Scored(expected(ids, items.dense[:, 0]), 12, 3)
+        assert {*user.id_features, *items.id_features} == {feature.name for feature in SCHEMA.id_features}
+        dense = np.where(np.isnan(items.dense), user.dense, items.dense)
+        assert np.isfinite(dense).all()
+        return Scored(expected(ids, dense[:, 0]), 12, 3)
 
     def embeddings(self, table, ids):
         dim = self.schema.resolved_tables()[table].dim

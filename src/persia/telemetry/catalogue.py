@@ -116,8 +116,9 @@ CATALOGUE: dict[str, MetricKind] = {
     "serve_epoch": MetricKind("gauge", "epoch of the log of changes that is served"),
     "serve_network_step": MetricKind("gauge", "global step of the network"),
     "serve_row_step": MetricKind("gauge", "global steps that the rows contain, at least"),
-    "serve_age_seconds": MetricKind("gauge", "age of the oldest part of what is served"),
-    "serve_stored_rows": MetricKind("gauge", "rows by table"),
+    "serve_rows_age_seconds": MetricKind("gauge", "since the oldest rows of a PS were as they are served"),
+    "serve_network_age_seconds": MetricKind("gauge", "since the network was as it is served"),
+    "serve_stored_rows": MetricKind("gauge", "rows of all tables"),
     "serve_failing": MetricKind("gauge", "1 while the log of changes cannot be followed"),
     # Compressing optimizer.
     "apmsqueeze_steps": MetricKind("counter", "updates of the network"),

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -33,6 +33,7 @@ from persia.telemetry.process import ObservedProcess
 from persia.telemetry.prometheus import exposition
 
 if TYPE_CHECKING:
+    from persia.schema import Schema
     from persia.serve.http.keys import Keys
     from persia.serve.http.service import PredictionService
     from persia.telemetry.metrics import Readings
@@ -46,9 +47,18 @@ T = TypeVar("T")
 INLINE_BYTES = 1 << 17
 """Larger bodies are converted in a thread, so that other requests and the health check go on."""
 
-START_RETRY_SECONDS = 2.0
+START_SECONDS = 1.0
+"""Time of one attempt to start the predictor, and between two of them. Reading a snapshot takes as long as it takes."""
 
 ROUTES = frozenset({"/predict", "/rank", "/embeddings", "/health", "/metrics", "/docs", "/openapi.json"})
+
+
+class _Model(NamedTuple):
+    """The input of the network that is served, and what is made from it."""
+
+    schema: Schema
+    bodies: Bodies
+    document: dict[str, Any]
 
 
 class PredictionServer:
@@ -70,14 +80,13 @@ class PredictionServer:
         self.stopping = False
         self.on_failure: Callable[[], object] = lambda: None
         self.metrics = ServerMetrics(ROUTES)
-        self.document = openapi(service.schema, limits, keys is not None)
         self._service = service
         self._limits = limits
         self._secured = keys is not None
         self._ready = False
         self._waits_for = ""
         self._held = HeldBytes(limits.max_held_bytes)
-        self._bodies = Bodies(service.schema, limits)
+        self._model: _Model | None = None
         self._batcher: Batcher | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._process = ObservedProcess("server", 0, self._observe)
@@ -93,7 +102,7 @@ class PredictionServer:
             yield
         finally:
             self.stopping = True
-            starting.cancel()
+            await starting
             await asyncio.to_thread(self._batcher.close)
             self._threads.shutdown()
             await asyncio.to_thread(self._service.close)
@@ -125,28 +134,33 @@ class PredictionServer:
 
     async def describe(self, _request: Request) -> Response:
         """Handles `GET /openapi.json`."""
-        return Response(msgspec.json.encode(self.document), media_type=JSON)
+        try:
+            return Response(msgspec.json.encode(self._current().document), media_type=JSON)
+        except Exception as error:
+            return response_of(error)
 
     async def docs(self, request: Request) -> Response:
         """Handles `GET /docs`."""
-        return HTMLResponse(page(self.document, str(request.base_url).rstrip("/")), headers=PAGE_HEADERS)
+        try:
+            text = page(self._current().document, str(request.base_url).rstrip("/"))
+        except Exception as error:
+            return response_of(error)
+        return HTMLResponse(text, headers=PAGE_HEADERS)
 
     async def _start(self) -> None:
-        while True:
+        while not self.stopping:
             try:
-                await asyncio.to_thread(self._service.start)
-            except ConfigError as error:
-                self.failed = error
-                self.on_failure()
-                return
-            except (PersiaError, OSError) as error:  # There is no log yet, or it cannot be read at present.
-                if self._waits_for != str(error):
-                    LOG.warning("not ready: %s Trying again every %g s.", error, START_RETRY_SECONDS)
+                await asyncio.to_thread(self._service.start, START_SECONDS)
+            except (PersiaError, OSError) as error:
+                if isinstance(error, ConfigError):
+                    self._fail(error)
+                    return
+                if not self._waits_for:
+                    LOG.warning("not ready: %s Trying again.", error)
                 self._waits_for = str(error)
-                await asyncio.sleep(START_RETRY_SECONDS)
+                await asyncio.sleep(START_SECONDS)
             except Exception as error:
-                self.failed = error
-                self.on_failure()
+                self._fail(error)
                 return
             else:
                 self._ready, self._waits_for = True, ""
@@ -154,10 +168,29 @@ class PredictionServer:
                 LOG.info("ready: epoch %d, network of step %d", state.epoch, state.network_step)
                 return
 
+    def _fail(self, error: Exception) -> None:
+        self.failed = error
+        self.on_failure()
+
+    def _current(self) -> _Model:
+        """Returns the model that is served; a new epoch may have another schema.
+
+        Raises:
+            OverloadedError: the predictor has not started.
+        """
+        if not self._ready:
+            reason = self._waits_for or "The first snapshot is being read."
+            raise OverloadedError(f"The server is not ready: {reason} Try again later.", retry_after=1)
+        schema = self._service.schema
+        if self._model is None or self._model.schema is not schema:
+            document = openapi(schema, self._limits, self._secured)
+            self._model = _Model(schema, Bodies(schema, self._limits), document)
+        return self._model
+
     async def _answer(
         self,
         request: Request,
-        compute: Callable[[str, str, bytes, float], Any],
+        compute: Callable[[_Model, str, str, bytes, float], Any],
         kinds: tuple[str, ...],
     ) -> Response:
         try:
@@ -173,10 +206,11 @@ class PredictionServer:
             if wanted is None:
                 raise RefusedError(406, f"The answer has one of the forms {JSON}, {MSGPACK}, {ARROW}; accept one.")
             deadline = time.monotonic() + self._seconds(request)
+            model = self._current()
             self._check(deadline)
             with self._held.share() as share:
                 body = await read_body(request, self._limits, share)
-                answer: Answer = await compute(kind, wanted, body, deadline)
+                answer: Answer = await compute(model, kind, wanted, body, deadline)
             made_with = {"Persia-Step": str(answer.step), "Persia-Epoch": str(answer.epoch)}
             return Response(answer.body, 200, made_with, answer.kind)
         except ClientDisconnect:
@@ -184,23 +218,24 @@ class PredictionServer:
         except Exception as error:
             return response_of(error)
 
-    async def _predict(self, kind: str, wanted: str, body: bytes, deadline: float) -> Answer:
-        batch = await self._converted(len(body), self._bodies.samples, kind, body)
-        found = await self._computed(Job(len(batch), batch, deadline))
-        labels = self._service.schema.labels
-        size = 16 * found.probabilities.size
-        return await self._converted(size, predictions_answer, wanted, labels, *found)
+    async def _predict(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> Answer:
+        batch = await self._converted(len(body), model.bodies.samples, kind, body)
+        return await self._scores(model, wanted, Job(len(batch), batch, deadline))
 
-    async def _rank(self, kind: str, wanted: str, body: bytes, deadline: float) -> Answer:
-        user, items = await self._converted(len(body), self._bodies.user_and_items, kind, body)
-        found = await self._computed(Job(len(items), lambda: self._service.rank(user, items), deadline))
-        size = 16 * found.probabilities.size
+    async def _rank(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> Answer:
+        user, items = await self._converted(len(body), model.bodies.user_and_items, kind, body)
+        job = Job(len(items), lambda: self._service.rank(user, items), deadline)
+        return await self._scores(model, wanted, job)
+
+    async def _scores(self, model: _Model, wanted: str, job: Job) -> Answer:
+        found = await self._computed(job)
         scores = found.probabilities, found.step, found.epoch
-        return await self._converted(size, predictions_answer, wanted, self._service.schema.labels, *scores)
+        size = 16 * found.probabilities.size
+        return await self._converted(size, predictions_answer, wanted, model.schema.labels, *scores)
 
-    async def _embeddings(self, kind: str, wanted: str, body: bytes, _deadline: float) -> Answer:
+    async def _embeddings(self, model: _Model, kind: str, wanted: str, body: bytes, _deadline: float) -> Answer:
         def found() -> Answer:
-            table, ids = self._bodies.ids(kind, body)
+            table, ids = model.bodies.ids(kind, body)
             present, rows = self._service.embeddings(table, ids)
             state = self._service.state()
             return embeddings_answer(wanted, table, present, rows, least_step(state), state.epoch)
@@ -226,9 +261,7 @@ class PredictionServer:
         """Raises OverloadedError if a request cannot be answered at present, before its body is read."""
         if self.stopping:
             raise OverloadedError("The server is shutting down; send the request to another one.", retry_after=1)
-        if not self._ready or self._batcher is None:
-            reason = self._waits_for or "the first snapshot is being read"
-            raise OverloadedError(f"The server is not ready: {reason} Try again later.", retry_after=1)
+        assert self._batcher is not None
         self._batcher.check(1, deadline)
 
     def _seconds(self, request: Request) -> float:
@@ -252,7 +285,8 @@ class PredictionServer:
             "epoch": state.epoch,
             "network_step": state.network_step,
             "row_step": least_step(state),
-            "age_seconds": state.age_seconds,
+            "rows_age_seconds": state.rows_age_seconds,
+            "network_age_seconds": state.network_age_seconds,
             "rows": state.rows,
             "problem": state.problem,
         }
@@ -288,7 +322,7 @@ def create_app(
 
     app = FastAPI(title="persia", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.server = server
-    app.openapi = lambda: server.document  # type: ignore[method-assign]
+    app.openapi = lambda: server._current().document  # type: ignore[method-assign]
     # Plain routes: bodies are converted by msgspec and pyarrow, not by FastAPI.
     app.add_route("/predict", server.predict, methods=["POST"])
     app.add_route("/rank", server.rank, methods=["POST"])

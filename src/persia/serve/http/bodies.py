@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
-from persia.batching.columns import id_column
+from persia.batching.columns import add_computed, id_column
 from persia.errors import DataError
 from persia.schema import Schema
 from persia.serve.http.wire import (
@@ -110,10 +110,28 @@ class Bodies:
                 f"Feature {min(missing)!r} of the schema is missing; give it with the user or with the items.",
                 feature=min(missing),
             )
-        made = [self._batch(columns, part_of(self._schema, columns), part) for part, columns in parts]
+        made = [self._part(columns, part) for part, columns in parts]
         if len(made[0]) != 1:
             raise DataError(f"The user has {len(made[0])} rows; give one, and rank for each user by itself.")
-        return made[0], made[1]
+        return made[0], self._with_crosses(made[0], made[1])
+
+    def _with_crosses(self, user: Batch, items: Batch) -> Batch:
+        """Returns the items with the features that are computed from some of the user and some of the items."""
+        missing = [f.name for f in self._schema.id_features if f.name not in {*user.id_features, *items.id_features}]
+        if not missing:
+            return items
+        repeated = np.zeros(len(items), np.int64)
+        ids = {**{name: column.take(repeated) for name, column in user.id_features.items()}, **items.id_features}
+        add_computed(self._schema, ids)
+        return Batch({**items.id_features, **{name: ids[name] for name in missing}}, items.dense, items.labels)
+
+    def _part(self, columns: Mapping[str, Any], part: str) -> Batch:
+        """Returns a part of the features, with all dense features: those of the other part are NaN."""
+        batch = self._batch(columns, part_of(self._schema, columns), f"the part {part!r}")
+        names = list(self._schema.dense_features)
+        dense = np.full((len(batch), len(names)), np.nan, np.float32)
+        dense[:, [i for i, name in enumerate(names) if name in columns]] = batch.dense
+        return Batch(batch.id_features, dense, batch.labels)
 
     def ids(self, kind: str, body: bytes) -> IdsOfTable:
         """Returns the ids of an `/embeddings` request, in JSON or msgpack.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from persia.telemetry.metrics import Histogram, Latency, Metric, Readings, figures
@@ -69,17 +69,14 @@ def _of_state(state: ServedState) -> list[Metric]:
         "epoch": state.epoch,
         "network_step": state.network_step,
         "row_step": least_step(state),
-        "age_seconds": state.age_seconds,
+        "rows_age_seconds": state.rows_age_seconds,
+        "network_age_seconds": state.network_age_seconds,
+        "stored_rows": state.rows,
         "failing": bool(state.problem),
     }
-    kept = {name: float(value) for name, value in values.items() if math.isfinite(value)}
-    rows = dict(state.rows) if isinstance(state.rows, Mapping) else {}
-    tables = [Metric("serve_stored_rows", float(count), {"table": table}) for table, count in rows.items()]
-    return [*figures("serve", kept), *tables]
+    return figures("serve", {name: float(value) for name, value in values.items() if math.isfinite(value)})
 
 
 def least_step(state: ServedState) -> int:
     """Returns the number of global steps that all rows contain; -1 if there are none."""
-    steps = state.row_steps
-    values = list(steps.values()) if isinstance(steps, Mapping) else list(steps)
-    return min(values, default=-1)
+    return min(state.row_steps.values(), default=-1)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from persia.batching.batch import Batch
@@ -33,27 +35,20 @@ class Scored(Protocol):
 
 
 class ServedState(Protocol):
-    """State of a predictor; see `persia.serve.ServeState`.
-
-    Attributes:
-        epoch: of what is served; -1 before the first one is complete.
-        network_step: global step of the network.
-        row_steps: global steps that the rows of each PS contain.
-        age_seconds: seconds since the oldest part of what is served was as it is.
-        rows: rows by table.
-        problem: why the log cannot be followed at present; empty if it can.
-    """
+    """State of a predictor; `persia.serve.ServeState` is one."""
 
     @property
     def epoch(self) -> int: ...
     @property
     def network_step(self) -> int: ...
     @property
-    def row_steps(self) -> Any: ...
+    def row_steps(self) -> Mapping[int, int]: ...
     @property
-    def age_seconds(self) -> float: ...
+    def rows_age_seconds(self) -> float: ...
     @property
-    def rows(self) -> Any: ...
+    def network_age_seconds(self) -> float: ...
+    @property
+    def rows(self) -> int: ...
     @property
     def problem(self) -> str: ...
 
@@ -62,10 +57,15 @@ class PredictionService(Protocol):
     """A predictor. All methods but `start` and `close` may be called from several threads at once."""
 
     @property
-    def schema(self) -> Schema: ...
+    def schema(self) -> Schema:
+        """The input of the network, once started. Another object if a new epoch has another one."""
 
-    def start(self) -> Any:
-        """Begins to follow the log, and blocks until there is something to serve."""
+    def start(self, timeout: float) -> Any:
+        """Begins to follow the log, and blocks until there is something to serve.
+
+        Raises:
+            PersiaError: there was nothing within `timeout` seconds; it is called again, unless this is a ConfigError.
+        """
 
     def close(self) -> None:
         """Stops to follow."""
@@ -74,7 +74,10 @@ class PredictionService(Protocol):
         """Returns the predictions of a batch."""
 
     def rank(self, user: Batch, items: Batch) -> Scored:
-        """Returns the predictions of one user, a batch of one row, for each of some items."""
+        """Returns the predictions of one user, a batch of one row, for each of some items.
+
+        Each has the ID-type features that the other one lacks, and all dense features, NaN where the other has them.
+        """
 
     def embeddings(self, table: str, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
         """Returns whether each id has a row, `[n]`, and the rows, `[n, dim]`."""
