@@ -50,7 +50,7 @@ def read_table(body: bytes, max_rows: int) -> Any:
                 batch.validate(full=True)
                 batches.append(batch)
             return pa.Table.from_batches(batches, reader.schema)
-    except (pa.ArrowException, struct.error, OverflowError, MemoryError, UnicodeDecodeError, EOFError) as error:
+    except (pa.ArrowException, OSError, struct.error, OverflowError, MemoryError, UnicodeDecodeError, EOFError) as error:
         # Values are not shown: an error of Arrow may quote much of them.
         raise MalformedBodyError(
             f"The body is not a valid Arrow IPC stream ({type(error).__name__}: {str(error)[:200]}). Write it with "

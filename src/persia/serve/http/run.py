@@ -9,7 +9,9 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 import uvicorn
@@ -23,7 +25,7 @@ from persia.serve.http.service import PredictionService
 from persia.serve.http.uvicorn_protocol import limited_protocol
 from persia.telemetry.process import LOOPBACK, check_port
 
-__all__ = ["ServerOptions", "run_server"]
+__all__ = ["Listening", "ServerOptions", "run_server"]
 
 LOG = logging.getLogger("persia.serve")
 
@@ -36,6 +38,7 @@ class ServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     Args:
         host: interface to listen on. Any other than this host needs keys, or `insecure`.
         port: port to listen on; 0 for any free port.
+        reuse_port: let several servers of this host listen on one port; the kernel spreads connections over them.
         limits: of requests.
         key_file: file with the keys of clients, one a line; None for those of PERSIA_SERVE_KEYS, or no keys.
         tls_cert: certificate chain in PEM; None for plain HTTP.
@@ -49,6 +52,7 @@ class ServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     host: str = LOOPBACK
     port: int = 8080
+    reuse_port: bool = False
     limits: Limits = Limits()
     key_file: str | None = None
     tls_cert: str | None = None
@@ -59,6 +63,7 @@ class ServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         plain_fields(self)
         check_port(self.port, "port")
+        check_flag("reuse_port", self.reuse_port)
         check_flag("insecure", self.insecure)
         check_seconds("drain_seconds", self.drain_seconds)
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -69,10 +74,22 @@ class ServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 raise ConfigError(f"Cannot read {name} = {path!r}; give a file in PEM.", field=name)
 
 
+class Listening(NamedTuple):
+    """A server whose port is open. Its predictor may still be loading.
+
+    Attributes:
+        url: address of the server.
+        stop: drains and ends the server, as a signal does; from any thread.
+    """
+
+    url: str
+    stop: Callable[[], object]
+
+
 def run_server(
-    service: PredictionService, options: ServerOptions, listening: Callable[[str], object] = lambda _url: None
+    service: PredictionService, options: ServerOptions, listening: Callable[[Listening], object] = lambda _: None
 ) -> None:
-    """Serves until SIGINT or SIGTERM. Blocks; call it in the main thread.
+    """Serves until SIGINT or SIGTERM. Blocks. Outside of the main thread only `Listening.stop` ends it.
 
     The first signal drains: `/health` says 503, no new connections are accepted, requests that have begun are answered.
     A second one ends the server at once.
@@ -80,7 +97,7 @@ def run_server(
     Args:
         service: predictor, which is started and closed.
         options: of the server.
-        listening: is given the URL once the port is open. The predictor may still be loading.
+        listening: called once the port is open.
 
     Raises:
         ConfigError: an option is invalid, or the port is taken.
@@ -98,7 +115,7 @@ def run_server(
         LOG.warning("insecure is set, but keys are needed all the same")
     app = create_app(service, limits=options.limits, keys=keys, local=local and keys is None)
     server = app.state.server
-    with _bound(options.host, options.port) as listener:
+    with _bound(options) as listener:
         scheme = "http" if options.tls_cert is None else "https"
         host, port = listener.getsockname()[:2]
         config = uvicorn.Config(
@@ -126,7 +143,7 @@ def run_server(
         runner = _Server(config, lambda: setattr(server, "stopping", True))
         server.on_failure = runner.stop
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        runner.on_listening = lambda: listening(url)
+        runner.on_listening = lambda stop: listening(Listening(url, stop))
         asyncio.run(runner.serve(sockets=[listener]))
     if server.failed is not None:
         if isinstance(server.failed, PersiaError):
@@ -139,15 +156,19 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, on_stop: Callable[[], object]) -> None:
         super().__init__(config)
-        self.on_listening: Callable[[], object] = lambda: None
+        self.on_listening: Callable[[Callable[[], object]], object] = lambda _stop: None
         self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.on_listening()
+        loop = asyncio.get_running_loop()
+        self.on_listening(lambda: loop.call_soon_threadsafe(self.stop))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        if threading.current_thread() is not threading.main_thread():  # Python runs handlers there only.
+            yield
+            return
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._stopped_by, number)
@@ -171,12 +192,15 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
+def _bound(options: ServerOptions) -> Iterator[socket.socket]:
+    host, port = options.host, options.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Without the protocol asyncio leaves Nagle's algorithm on, and an answer waits 40 ms for an acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if options.reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             listener.bind((host, port))
         except OSError as error:
