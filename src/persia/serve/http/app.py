@@ -95,6 +95,7 @@ class PredictionServer:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Starts the threads and the predictor, which may take minutes; requests are answered with 503 meanwhile."""
+        self.stopping = False
         self._batcher = Batcher(self._service.predict, self._limits, self.metrics.timed)
         self._threads = ThreadPoolExecutor(1, "persia-convert")
         starting = asyncio.create_task(self._start())
