@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import select
 import socket
@@ -140,6 +141,10 @@ class Client:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # Of an object whose arguments were refused.
+            self.close()
 
     def __enter__(self) -> Client:
         return self
