@@ -164,7 +164,11 @@ REFUSED = [
     (MSGPACK, as_msgpack(columns(user={"dtype": "object", "data": b"12345678"})), "Invalid enum value 'object'"),
     (MSGPACK, as_msgpack(columns(user={"dtype": "uint8", "data": b"123", "shape": [3, 2**40]})), "cannot be read"),
     (MSGPACK, as_msgpack(columns(user={"dtype": "uint8", "data": b"", "shape": [-1, 0]})), "cannot be read"),
-    (MSGPACK, as_msgpack(columns(user={"dtype": "uint8", "data": b"", "shape": [2**62, 0]})), "has 4611686018427387904"),
+    (
+        MSGPACK,
+        as_msgpack(columns(user={"dtype": "uint8", "data": b"", "shape": [2**62, 0]})),
+        "has 4611686018427387904",
+    ),
     (MSGPACK, as_msgpack(columns(user={"dtype": "uint8", "data": b"1", "shape": [1] * 3})), "one or two dimensions"),
     (MSGPACK, as_msgpack(columns(user={"dtype": "uint8", "data": b"1", "offsets": b"1"})), "cannot be read"),
     (ARROW, b"", "not a valid Arrow IPC stream"),

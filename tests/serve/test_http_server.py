@@ -101,7 +101,9 @@ def test_slow_and_large_requests_end_and_others_are_answered():
         slow_body = threads.submit(raw, url, HEAD + b"Content-Length: 100\r\n\r\n{")
         slow_chunks = threads.submit(raw, url, HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
         large = threads.submit(raw, url, HEAD + b"Content-Length: 1000000000000\r\n\r\n")
-        chunks = threads.submit(raw, url, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"400\r\n" + b"x" * 1024 + b"\r\n")
+        chunks = threads.submit(
+            raw, url, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"400\r\n" + b"x" * 1024 + b"\r\n"
+        )
         huge_head = threads.submit(raw, url, b"GET /health HTTP/1.1\r\n", *[b"X: " + b"x" * 10_000 + b"\r\n"] * 40)
         with Client(url) as client:
             assert client.predict(columns(1)).step == 12
@@ -224,7 +226,10 @@ def test_requests_that_have_begun_are_answered_before_the_end():
 
 
 def test_other_hosts_need_a_key():
-    with pytest.raises(ConfigError, match="lets other hosts in without a key"), serving(FakePredictor(), host="0.0.0.0"):
+    with (
+        pytest.raises(ConfigError, match="lets other hosts in without a key"),
+        serving(FakePredictor(), host="0.0.0.0"),
+    ):
         pass
     with serving(FakePredictor(), host="0.0.0.0", insecure=True) as url:
         assert Client(url).predict(columns(1)).step == 12
@@ -253,7 +258,10 @@ def test_keys_and_tls(tmp_path):
         assert isinstance(error.value.__cause__, ssl.SSLError)
     with pytest.raises(ConfigError, match="give tls_cert and tls_key"):
         ServerOptions(tls_cert=cert)
-    with pytest.raises(ConfigError, match="Cannot use the certificate"), serving(FakePredictor(), tls_cert=key, tls_key=key):
+    with (
+        pytest.raises(ConfigError, match="Cannot use the certificate"),
+        serving(FakePredictor(), tls_cert=key, tls_key=key),
+    ):
         pass
 
 

@@ -189,7 +189,8 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             why = str(error) or type(error).__name__
             raise ServeError(
-                f"The server at {self._url} cannot be reached: {why}. Check the address and `persia serve`.", url=self._url
+                f"The server at {self._url} cannot be reached: {why}. Check the address and `persia serve`.",
+                url=self._url,
             ) from error
         self._keep(connection)
         return answer

@@ -275,7 +275,9 @@ class PredictionServer:
         except ValueError:
             value = math.nan
         if not value > 0:
-            raise RefusedError(400, f"Invalid header Persia-Deadline-Ms: {given[:50]!r}; expected milliseconds above 0.")
+            raise RefusedError(
+                400, f"Invalid header Persia-Deadline-Ms: {given[:50]!r}; expected milliseconds above 0."
+            )
         return min(value, self._limits.deadline_ms) / 1000
 
     def _details(self) -> dict[str, Any]:

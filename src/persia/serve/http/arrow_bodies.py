@@ -50,7 +50,15 @@ def read_table(body: bytes, max_rows: int) -> Any:
                 batch.validate(full=True)
                 batches.append(batch)
             return pa.Table.from_batches(batches, reader.schema)
-    except (pa.ArrowException, OSError, struct.error, OverflowError, MemoryError, UnicodeDecodeError, EOFError) as error:
+    except (
+        pa.ArrowException,
+        OSError,
+        struct.error,
+        OverflowError,
+        MemoryError,
+        UnicodeDecodeError,
+        EOFError,
+    ) as error:
         # Values are not shown: an error of Arrow may quote much of them.
         raise MalformedBodyError(
             f"The body is not a valid Arrow IPC stream ({type(error).__name__}: {str(error)[:200]}). Write it with "
@@ -77,9 +85,7 @@ def write_columns(columns: dict[str, NDArray[Any]], metadata: dict[str, str]) ->
     return _stream(batch)
 
 
-def write_embeddings(
-    found: NDArray[np.bool_], rows: NDArray[np.float32], metadata: dict[str, str]
-) -> bytes:
+def write_embeddings(found: NDArray[np.bool_], rows: NDArray[np.float32], metadata: dict[str, str]) -> bytes:
     """Returns an IPC stream with the columns `found` and `row`, lists of fixed size."""
     values = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
     return _stream(pa.record_batch({"found": found, "row": values}).replace_schema_metadata(metadata))

@@ -254,7 +254,9 @@ def part_of(schema: Schema, names: Mapping[str, Any]) -> Schema:
 
     Computed features are in it if all that they are computed from is.
     """
-    features = [f for f in schema.id_features if (f.name in names if not f.computed else _has_sources(schema, f, names))]
+    features = [
+        f for f in schema.id_features if (f.name in names if not f.computed else _has_sources(schema, f, names))
+    ]
     kept = {f.name for f in features}
     loose = [
         msgspec.structs.replace(f, aligned_with=None, dim=schema.resolved_tables()[f.table_name].dim)

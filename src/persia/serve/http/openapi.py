@@ -64,9 +64,13 @@ def openapi(schema: Schema, limits: Limits, secured: bool) -> dict[str, Any]:
     example = _example(read, schema)
     user_and_items = _object({"user": part, "items": part}, ["user", "items"])
     paths = {
-        "/predict": _post("predict", "Predict samples", {"oneOf": [samples, records]}, predictions, secured, example, arrow=True),
+        "/predict": _post(
+            "predict", "Predict samples", {"oneOf": [samples, records]}, predictions, secured, example, arrow=True
+        ),
         "/rank": _post("rank", "Rank many items for one user", user_and_items, predictions, secured),
-        "/embeddings": _post("embeddings", "Rows of a table by id; zeros for ids without a row", wanted, embeddings, secured),
+        "/embeddings": _post(
+            "embeddings", "Rows of a table by id; zeros for ids without a row", wanted, embeddings, secured
+        ),
         "/health": {
             "get": {
                 "summary": "State of the server",
@@ -178,7 +182,10 @@ def _post(
             "parameters": [deadline],
             "requestBody": {"required": True, "content": content},
             "responses": {
-                "200": {"description": "The answer, with the step and epoch that it was computed with.", "content": answers},
+                "200": {
+                    "description": "The answer, with the step and epoch that it was computed with.",
+                    "content": answers,
+                },
                 **{status: _content(text, _ERROR) for status, text in sorted(errors.items())},
             },
             **({"security": [{"key": []}]} if secured else {}),

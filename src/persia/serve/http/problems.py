@@ -29,7 +29,9 @@ class RefusedError(PersiaError):
         headers: further headers.
     """
 
-    def __init__(self, status: int, message: str, *, close: bool = False, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, close: bool = False, headers: dict[str, str] | None = None
+    ) -> None:
         super().__init__(message, status=status)
         self.status = status
         self.headers = {**(headers or {}), **({"Connection": "close"} if close else {})}

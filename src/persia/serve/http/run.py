@@ -204,7 +204,9 @@ def _bound(options: ServerOptions) -> Iterator[socket.socket]:
         try:
             listener.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"Cannot listen on {host} port {port}: {error}. Choose another one.", field="port") from error
+            raise ConfigError(
+                f"Cannot listen on {host} port {port}: {error}. Choose another one.", field="port"
+            ) from error
         yield listener
     finally:
         listener.close()
