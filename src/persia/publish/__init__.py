@@ -6,6 +6,7 @@ is the simplest reader. docs/guide/publishing.md explains it, docs/reference/cha
 
 from persia.publish.follower import Change, Changes, Follower, NetworkUpdate, RowsUpdate, follow
 from persia.publish.format import Description
+from persia.publish.from_checkpoint import publish_checkpoint
 from persia.publish.publisher import Publisher
 from persia.publish.replica import Replica
 from persia.types.publishing import ModelDescription, PublishOptions, PublishOrder, PublishStatus
@@ -24,4 +25,5 @@ __all__ = [
     "Replica",
     "RowsUpdate",
     "follow",
+    "publish_checkpoint",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from typing import Literal
 
 import msgspec
 
@@ -15,6 +14,7 @@ from persia.publish.format import (
     VERSION,
     Description,
     Epoch,
+    Precision,
     epoch_name,
     parse_epoch,
 )
@@ -28,7 +28,7 @@ def begin_epoch(
     storage: Storage,
     servers: int,
     schema: Schema,
-    precision: Literal["float32", "bf16", "fp16"] = "float32",
+    precision: Precision = "float32",
     model: ModelDescription | None = None,
 ) -> Epoch:
     """Writes `epoch.json` and `model.json` of the epoch after the newest one, before any of its entries. Blocks.

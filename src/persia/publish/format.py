@@ -29,6 +29,7 @@ __all__ = [
     "Kind",
     "LogEntry",
     "Part",
+    "Precision",
     "TableChanges",
     "decode",
     "entry_name",
@@ -54,6 +55,7 @@ MAX_TABLES = 4096
 MAX_PARTS = 1 << 16
 
 Kind = Literal["snapshot", "increment", "network"]
+Precision = Literal["float32", "bf16", "fp16"]
 
 _EPOCH = re.compile(r"epoch-([0-9]{10})")
 _ENTRY = re.compile(r"([0-9]{10})-(snapshot|increment|network)\.json")
@@ -104,7 +106,7 @@ class Description(_Record, frozen=True):
     epoch: Number
     run: Run
     schema: Schema
-    precision: Literal["float32", "bf16", "fp16"]
+    precision: Precision
     model: ModelDescription | None
 
 

@@ -80,7 +80,7 @@ class Predictor:
         self._options = options or ServeOptions()
         self._url = str(url)
         self._updater = Updater(self._url, model, self._options)
-        self._stop = threading.Event()
+        self._stop = self._updater.stop
         self._thread: threading.Thread | None = None
         self._failure = ""
         """Why the last refresh of the thread has failed."""
@@ -144,6 +144,8 @@ class Predictor:
             try:
                 self._updater.refresh()
                 self._failure = ""
+            except ClosedError:
+                return
             except Exception as error:  # It serves what it has, and tries again.
                 if not self._failure:
                     LOG.exception("The log of changes in %s cannot be read at present.", self._url)

@@ -6,14 +6,15 @@ import threading
 import time
 
 from persia.checkpoint.compatibility import schema_differences
-from persia.errors import CheckpointError, PublishError
+from persia.errors import CheckpointError, ClosedError, PublishError
 from persia.nn.transfer import staging_for
 from persia.publish import Change, Description, NetworkUpdate, RowsUpdate, follow
 from persia.schema import Schema
+from persia.serve.cache import SnapshotCache, SnapshotKey
 from persia.serve.network import ModelSource, Network, NetworkBuilder
 from persia.serve.options import ServeOptions, ServeState
-from persia.serve.tables import ServedTable
 from persia.serve.views import Readers, ServedRows, View
+from persia.store.served import ServedTable
 
 __all__ = ["Updater"]
 
@@ -63,6 +64,7 @@ class Updater:
         options: device, threads, ...
 
     Attributes:
+        stop: once set, a refresh in work raises ClosedError.
         view: the newest view; None before the first.
 
     Raises:
@@ -76,6 +78,7 @@ class Updater:
         self._model = model
         self._options = options
         self._staging = staging_for(options.device)
+        self._cache = None if options.cache_dir is None else SnapshotCache(options.cache_dir, url)
         self._lock = threading.Lock()
         self._epoch: _Epoch | None = None
         self._next: _Epoch | None = None
@@ -87,6 +90,7 @@ class Updater:
         self._retired: list[View] = []
         """Earlier views, which requests may still use."""
         self._updates = self._snapshots = 0
+        self.stop = threading.Event()
         self.view: View | None = None
 
     def ready(self) -> bool:
@@ -199,10 +203,7 @@ class Updater:
     def _apply(self, epoch: _Epoch, update: RowsUpdate) -> None:
         """Applies the rows of an update: those of a whole one to new tables, which then replace those of its PS."""
         if update.whole:
-            tables = {name: ServedTable(dim) for name, dim in epoch.dims.items()}
-            for change in update.changes:
-                _check(change, epoch)
-                tables[change.table].set(change.ids, change.values)
+            tables = self._read(epoch, update) if self._cache is None else self._cached(self._cache, epoch, update)
             epoch.servers[update.server] = ServedRows(tables, update.step, update.time)
             self._snapshots += 1
             return
@@ -214,6 +215,30 @@ class Updater:
             served.tables[change.table].remove(change.removed)
             served.tables[change.table].set(change.ids, change.values)
         served.step, served.time = max(served.step, update.step), update.time
+
+    def _read(self, epoch: _Epoch, update: RowsUpdate) -> dict[str, ServedTable]:
+        """Returns new tables with the rows of a whole update."""
+        tables = {name: ServedTable(dim) for name, dim in epoch.dims.items()}
+        for change in update.changes:
+            self._check_open()
+            _check(change, epoch)
+            tables[change.table].set(change.ids, change.values)
+        return tables
+
+    def _cached(self, cache: SnapshotCache, epoch: _Epoch, update: RowsUpdate) -> dict[str, ServedTable]:
+        """Returns the same, as files that are shared with other processes of this host."""
+        key = SnapshotKey(epoch.run, epoch.number, update.server, update.sequence)
+        with cache.locked(update.server, self._check_open):
+            found = cache.open(key, epoch.dims)
+            if found is not None:
+                update.changes.skip()
+                return found
+            tables = self._read(epoch, update)
+            return cache.keep(key, tables) or tables
+
+    def _check_open(self) -> None:
+        if self.stop.is_set():
+            raise ClosedError("The predictor was closed while it read a snapshot.")
 
     def _adopt(self, epoch: _Epoch) -> None:
         """Makes the view of an epoch, if all of it is there and anything but the values of rows has changed."""

@@ -21,7 +21,7 @@ class ModelDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         options: arguments of the model, by name; values of JSON.
     """
 
-    kind: str
+    kind: str = "ffnn"
     options: dict[str, Any] = {}
 
 
