@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from support.served import SCHEMA, FakePredictor, expected
 
 import persia
 from persia.errors import ClosedError, DataError, OverloadedError
 from persia.serve.http.batcher import Batcher, Job
 from persia.serve.http.limits import Limits
 from persia.serve.http.pace import Pace
+from support.served import SCHEMA, FakePredictor, expected
 
 FAR = float("inf")
 

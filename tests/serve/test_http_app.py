@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
-from support.served import SCHEMA, FakePredictor, State, expected
 
 from persia.errors import ConfigError, DeadlineError, PublishError
 from persia.serve.http.app import create_app
 from persia.serve.http.keys import Keys, read_keys
 from persia.serve.http.limits import Limits
 from persia.serve.http.wire import ARROW, JSON, MSGPACK
+from support.served import SCHEMA, FakePredictor, State, expected
 
 BODY = {
     "features": {"user": [1, 2], "tags": [[1, 2], []], "code": [3, 4]},

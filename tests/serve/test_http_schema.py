@@ -1,4 +1,4 @@
-"""The OpenAPI document holds for whatever schemathesis makes of it: no failure of the server, no undocumented answer."""
+"""The OpenAPI document holds for whatever schemathesis makes of it: no undocumented answer, no failure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+
 from support.served import FakePredictor
 
 schemathesis = pytest.importorskip("schemathesis")

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import numpy as np
 import pytest
-from support.served import FakePredictor, expected
 
 from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, OverloadedError, ServeError
 from persia.serve import Client
 from persia.serve.http.limits import Limits
 from persia.serve.http.run import ServerOptions, run_server
+from support.served import FakePredictor, expected
 
 KEY = "a-key-of-some-length"
 
@@ -144,7 +144,7 @@ def test_many_clients_are_joined_and_get_their_own_answers():
 
 def test_errors_reach_the_client_with_their_kind():
     with serving(FakePredictor(), limits=Limits(max_rows=3, max_body_bytes=2000)) as url, Client(url) as client:
-        with pytest.raises(DataError, match="'tags' .* is missing") as error:
+        with pytest.raises(DataError, match=r"'tags' .* is missing") as error:
             client.predict({"user": [1]})
         assert error.value.fields == {"column": "tags", "status": 422, "url": url}
         with pytest.raises(DataError, match="takes 3"):
@@ -185,12 +185,12 @@ def test_a_call_ends_with_its_timeout_and_tries_a_refused_connection_again():
     predictor = FakePredictor()
     with serving(predictor) as url:
         predictor.go.clear()
-        with pytest.raises(DeadlineError, match="did not answer /predict within 0.3 s"):
+        with pytest.raises(DeadlineError, match=r"did not answer /predict within 0.3 s"):
             Client(url, timeout=0.3).predict(columns(1))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     client = Client(f"http://127.0.0.1:{port}", timeout=0.2)
-    with pytest.raises(ServeError, match="cannot be reached: .*refused"):
+    with pytest.raises(ServeError, match=r"cannot be reached: .*refused"):
         client.health()
     client = Client(f"http://127.0.0.1:{port}", timeout=60)
 
@@ -235,7 +235,7 @@ def test_other_hosts_need_a_key():
         assert Client(url).predict(columns(1)).step == 12
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = ServerOptions(port=taken.getsockname()[1])
-        with pytest.raises(ConfigError, match="Cannot listen on 127.0.0.1 port"):
+        with pytest.raises(ConfigError, match=r"Cannot listen on 127.0.0.1 port"):
             run_server(FakePredictor(), options)
 
 

@@ -132,7 +132,8 @@ class Client:
     def health(self) -> dict[str, Any]:
         """Returns the state of the server, also if it is not ready. Blocks, and raises as `predict` does."""
         _, kind, body = self._exchange("GET", "/health", None, {"Accept": JSON})
-        return _decoded(kind, body, dict[str, Any], self._url)
+        found: dict[str, Any] = _decoded(kind, body, dict[str, Any], self._url)
+        return found
 
     def close(self) -> None:
         """Closes connections that are not in use. Later calls raise ClosedError."""
@@ -206,10 +207,8 @@ class Client:
     ) -> tuple[int, str, bytes]:
         assert connection.sock is not None
         connection.sock.settimeout(max(deadline.left, 1e-3))
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # Refused before its end: an answer follows.
             connection.request(method, self._path + path, body, {**self._headers, **headers})
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # Refused before all of it was sent: the answer may be there.
         response = connection.getresponse()
         parts, length = [], 0
         while part := response.read(1 << 20):

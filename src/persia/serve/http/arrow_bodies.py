@@ -107,7 +107,7 @@ def _check_type(name: str, kind: Any) -> None:
     if not any(test(inner) for test in tests):
         hint = "decode it: column.dictionary_decode()" if pa.types.is_dictionary(inner) else "cast it"
         raise DataError(
-            f"Column {name!r} of the Arrow stream is {str(kind)[:100]}; the server takes numbers, booleans, texts, times, "
+            f"Column {name!r} of the Arrow stream is {str(kind)[:100]}; it takes numbers, booleans, texts, times, "
             f"and lists of these: {hint}.",
             column=name,
         )

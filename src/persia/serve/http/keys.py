@@ -31,8 +31,8 @@ class Keys:
         for number, key in enumerate(keys, 1):
             if len(key) < MIN_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError(
-                    f"Key {number} has {len(key)} characters; expected at least {MIN_LENGTH} of printable ASCII without "
-                    "spaces. Make one with: python -c 'import secrets; print(secrets.token_urlsafe())'",
+                    f"Key {number} has {len(key)} characters; expected at least {MIN_LENGTH} of printable ASCII, "
+                    "without spaces. Make one with: python -c 'import secrets; print(secrets.token_urlsafe())'",
                     field="keys",
                 )
             self._digests.append(_digest(key.encode()))

@@ -15,9 +15,11 @@ PAGE_HEADERS = {
 }
 
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+  color-scheme: light dark }
 pre { overflow-x: auto; padding: .75rem; border: 1px solid #8884; border-radius: 4px }
-h2 code { font-size: 1.1rem } table { border-collapse: collapse } td { padding: .2rem .8rem .2rem 0; vertical-align: top }
+h2 code { font-size: 1.1rem } table { border-collapse: collapse }
+td { padding: .2rem .8rem .2rem 0; vertical-align: top }
 """
 
 

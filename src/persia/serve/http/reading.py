@@ -41,7 +41,7 @@ class HeldBytes:
         """
         if self.total + count > self._most:
             raise OverloadedError(
-                f"The server is overloaded: it holds {self.total} bytes of requests (--max-held-bytes is {self._most}). "
+                f"The server is overloaded: it holds {self.total} bytes of requests (--max-held-bytes = {self._most}). "
                 "Try again later, or add servers.",
                 retry_after=1,
             )

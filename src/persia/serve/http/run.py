@@ -107,8 +107,8 @@ def run_server(
     local = _is_loopback(options.host)
     if not local and keys is None and not options.insecure:
         raise ConfigError(
-            f"host = {options.host!r} lets other hosts in without a key. Give keys (--key-file, or PERSIA_SERVE_KEYS), or "
-            "insecure if only trusted clients can reach that interface.",
+            f"host = {options.host!r} lets other hosts in without a key. Give keys (--key-file or PERSIA_SERVE_KEYS), or "
+            "insecure if only trusted clients can reach it.",
             field="host",
         )
     if options.insecure and keys is not None:
@@ -165,7 +165,7 @@ class _Server(uvicorn.Server):
         self.on_listening(lambda: loop.call_soon_threadsafe(self.stop))
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():  # Python runs handlers there only.
             yield
             return

@@ -18,39 +18,51 @@ __all__ = ["PredictionService", "Scored", "ServedState"]
 
 
 class Scored(Protocol):
-    """Predictions of a batch, all made by one version of the network.
-
-    Attributes:
-        probabilities: float32 `[batch, labels]`.
-        step: global step of the network.
-        epoch: epoch of the log of changes.
-    """
+    """Predictions of a batch, all made by one version of the network."""
 
     @property
-    def probabilities(self) -> NDArray[np.float32]: ...
+    def probabilities(self) -> NDArray[np.float32]:
+        """float32 `[batch, labels]`."""
+
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        """Global step of the network."""
+
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """Epoch of the log of changes."""
 
 
 class ServedState(Protocol):
-    """State of a predictor; `persia.serve.ServeState` is one."""
+    """State of a predictor; `persia.serve.ServeState` is one, and describes the attributes."""
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """See `ServeState`."""
+
     @property
-    def network_step(self) -> int: ...
+    def network_step(self) -> int:
+        """See `ServeState`."""
+
     @property
-    def row_steps(self) -> Mapping[int, int]: ...
+    def row_steps(self) -> Mapping[int, int]:
+        """See `ServeState`."""
+
     @property
-    def rows_age_seconds(self) -> float: ...
+    def rows_age_seconds(self) -> float:
+        """See `ServeState`."""
+
     @property
-    def network_age_seconds(self) -> float: ...
+    def network_age_seconds(self) -> float:
+        """See `ServeState`."""
+
     @property
-    def rows(self) -> int: ...
+    def rows(self) -> int:
+        """See `ServeState`."""
+
     @property
-    def problem(self) -> str: ...
+    def problem(self) -> str:
+        """See `ServeState`."""
 
 
 class PredictionService(Protocol):

@@ -148,7 +148,7 @@ def values_of(name: str, array: Array) -> Any:
         return values.astype(dtype.newbyteorder("="), copy=False), np.frombuffer(array.offsets, "<i8").astype(np.int64)
     except ValueError as error:
         raise DataError(
-            f"The array of {name!r} ({array.dtype}, {len(array.data)} bytes) cannot be read: {error}. Send dtype, data, "
+            f"The array of {name!r} ({array.dtype}, {len(array.data)} bytes) cannot be read: {error}. Send dtype, data "
             "and shape or offsets as persia.serve.Client does.",
             column=name,
         ) from error
