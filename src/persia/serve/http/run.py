@@ -107,7 +107,7 @@ def run_server(
     local = _is_loopback(options.host)
     if not local and keys is None and not options.insecure:
         raise ConfigError(
-            f"host = {options.host!r} lets other hosts in without a key. Give keys (--key-file or PERSIA_SERVE_KEYS), or "
+            f"host = {options.host!r} lets other hosts in without a key. Give keys (--key-file, PERSIA_SERVE_KEYS), or "
             "insecure if only trusted clients can reach it.",
             field="host",
         )
