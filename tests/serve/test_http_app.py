@@ -17,6 +17,7 @@ import pytest
 from persia.errors import ConfigError, DeadlineError, PublishError
 from persia.serve.http.app import create_app
 from persia.serve.http.keys import Keys, read_keys
+from persia.serve.http.lag import Lag
 from persia.serve.http.limits import Limits
 from persia.serve.http.wire import ARROW, JSON, MSGPACK
 from support.served import SCHEMA, FakePredictor, State, expected
@@ -289,5 +290,28 @@ def test_the_page_loads_nothing_and_runs_nothing():
         example = document["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]["example"]
         assert (await client.post("/predict", json=example)).status_code == 200
         assert "$ref" not in json.dumps(document)
+
+    run(test, FakePredictor())
+
+
+def test_a_late_event_loop_refuses_requests_that_it_would_answer_too_late():
+    async def behind():
+        lag = Lag()
+        lag.start()
+        time.sleep(0.2)
+        while lag.seconds == 0:
+            await asyncio.sleep(0)
+        lag.stop()
+        return lag.seconds
+
+    assert asyncio.run(behind()) >= 0.1
+
+    async def test(client):
+        server = client._transport.app.state.server
+        server._lag.seconds = 1e6
+        answer = await client.post("/predict", json=BODY)
+        assert (answer.status_code, answer.json()["error"]) == (503, "OverloadedError")
+        server._lag.seconds = 0
+        assert (await client.post("/predict", json=BODY)).status_code == 200
 
     run(test, FakePredictor())

@@ -59,7 +59,10 @@ def serve(
     ] = 1.0,
     deadline_ms: Annotated[
         float,
-        typer.Option(help="Time within which a request must begin to be computed.", rich_help_panel=LIMITS),
+        typer.Option(
+            help="Time within which a request is to be answered; it is refused at once if that is not expected.",
+            rich_help_panel=LIMITS,
+        ),
     ] = 1000.0,
     max_rows: Annotated[int, typer.Option(help="Samples, items or ids of a request.", rich_help_panel=LIMITS)] = 4096,
     max_values: Annotated[

@@ -22,6 +22,7 @@ from persia.serve.http.answers import Answer, accepted, content_kind, embeddings
 from persia.serve.http.batcher import Batcher, Job, expired
 from persia.serve.http.bodies import Bodies
 from persia.serve.http.gate import Gate
+from persia.serve.http.lag import Lag
 from persia.serve.http.limits import Limits
 from persia.serve.http.observing import ServerMetrics, least_step
 from persia.serve.http.openapi import openapi
@@ -46,6 +47,9 @@ T = TypeVar("T")
 
 INLINE_BYTES = 1 << 17
 """Larger bodies are converted in a thread, so that other requests and the health check go on."""
+
+LAGS = 3
+"""A request is refused if so many delays of the event loop and the queue would take it past its deadline."""
 
 START_SECONDS = 1.0
 """Time of one attempt to start the predictor, and between two of them. Reading a snapshot takes as long as it takes."""
@@ -85,6 +89,7 @@ class PredictionServer:
         self._secured = keys is not None
         self._ready = False
         self._waits_for = ""
+        self._lag = Lag()
         self._held = HeldBytes(limits.max_held_bytes)
         self._model: _Model | None = None
         self._batcher: Batcher | None = None
@@ -99,10 +104,12 @@ class PredictionServer:
         self._batcher = Batcher(self._service.predict, self._limits, self.metrics.timed)
         self._threads = ThreadPoolExecutor(1, "persia-convert")
         starting = asyncio.create_task(self._start())
+        self._lag.start()
         try:
             yield
         finally:
             self.stopping = True
+            self._lag.stop()
             await starting
             await asyncio.to_thread(self._batcher.close)
             self._threads.shutdown()
@@ -263,7 +270,8 @@ class PredictionServer:
         if self.stopping:
             raise OverloadedError("The server is shutting down; send the request to another one.", retry_after=1)
         assert self._batcher is not None
-        self._batcher.check(1, deadline)
+        # The loop comes to the request for the rest of its body, and for its answer.
+        self._batcher.check(1, deadline - LAGS * self._lag.seconds)
 
     def _seconds(self, request: Request) -> float:
         """Returns the seconds that a request allows."""

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Batcher", "BatcherCounts", "Job", "Predictions", "expired"]
 
+RESERVE = 2.0
+"""A request is accepted if this many times the expected time of queue and computation are left until its deadline: the
+estimate may be off, and the request has its way through the event loop before and after."""
+
 
 class Predictions(NamedTuple):
     """Predictions of the samples of one request.
@@ -44,7 +48,7 @@ class Job:
     Args:
         rows: samples, for the limits.
         work: its samples, which may be joined with those of others, or a call that is made by itself.
-        deadline: `time.monotonic()` by which its computation must begin.
+        deadline: `time.monotonic()` by which it is to be answered.
 
     Attributes:
         future: gets the result; may be cancelled while the request waits.
@@ -154,16 +158,16 @@ class Batcher:
         if not self._queue and self._running is None:  # Also where estimates are bad: they get better by computing.
             return
         limits = self._limits
-        wait = self._wait()
+        wait = self._wait() + self._pace.seconds(rows)
         full = len(self._queue) >= limits.max_queue or self._rows + rows > limits.max_queue_rows
-        if not full and time.monotonic() + wait <= deadline:
+        if not full and time.monotonic() + RESERVE * wait <= deadline:
             return
         self._counts["overloaded"] += 1
         reason = (
             f"{len(self._queue)} requests with {self._rows} samples wait already (max_queue = {limits.max_queue}, "
             f"max_queue_rows = {limits.max_queue_rows})"
             if full
-            else f"the queue takes about {1000 * wait:.0f} ms, longer than the deadline of the request"
+            else f"an answer takes about {1000 * wait:.0f} ms, too near to the deadline of the request"
         )
         raise OverloadedError(
             f"The server is overloaded: {reason}. Try again later, or add servers.", retry_after=max(1, math.ceil(wait))

@@ -172,7 +172,7 @@ def _post(
     deadline = {
         "name": "Persia-Deadline-Ms",
         "in": "header",
-        "description": "Milliseconds within which the request must begin to be computed.",
+        "description": "Milliseconds within which the request is to be answered; shortens the limit of the server.",
         "schema": {"type": "number", "exclusiveMinimum": 0},
     }
     return {
