@@ -271,7 +271,14 @@ class PredictionServer:
             raise OverloadedError("The server is shutting down; send the request to another one.", retry_after=1)
         assert self._batcher is not None
         # The loop comes to the request for the rest of its body, and for its answer.
-        self._batcher.check(1, deadline - LAGS * self._lag.seconds)
+        reserve = LAGS * self._lag.seconds
+        if time.monotonic() + reserve > deadline:
+            raise OverloadedError(
+                f"The server is overloaded: it is {1000 * self._lag.seconds:.0f} ms behind with its connections. Try again "
+                "later, or add servers.",
+                retry_after=1,
+            )
+        self._batcher.check(1, deadline - reserve)
 
     def _seconds(self, request: Request) -> float:
         """Returns the seconds that a request allows."""
