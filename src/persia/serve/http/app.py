@@ -274,8 +274,8 @@ class PredictionServer:
         reserve = LAGS * self._lag.seconds
         if time.monotonic() + reserve > deadline:
             raise OverloadedError(
-                f"The server is overloaded: it is {1000 * self._lag.seconds:.0f} ms behind with its connections. Try again "
-                "later, or add servers.",
+                f"The server is overloaded: it is {1000 * self._lag.seconds:.0f} ms behind with its connections. Try "
+                "again later, or add servers.",
                 retry_after=1,
             )
         self._batcher.check(1, deadline - reserve)
