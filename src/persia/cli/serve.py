@@ -121,14 +121,14 @@ def serve(
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
-        from persia.serve.http.limits import Limits
-        from persia.serve.http.run import ServerOptions, run_server
+        from persia.serve.http.limits import ServeLimits
+        from persia.serve.http.run import HttpOptions, run_server
     except ImportError as error:
         raise MissingExtraError('persia serve needs FastAPI: pip install "persia[serve]".', extra="serve") from error
     from persia.serve import Predictor, ServeOptions
     from persia.units import parse_bytes
 
-    limits = Limits(
+    limits = ServeLimits(
         max_body_bytes=parse_bytes(max_body_bytes, "max_body_bytes"),
         max_held_bytes=parse_bytes(max_held_bytes, "max_held_bytes"),
         max_rows=max_rows,
@@ -142,7 +142,7 @@ def serve(
         head_seconds=head_seconds,
         max_connections=max_connections,
     )
-    options = ServerOptions(
+    options = HttpOptions(
         host=host,
         port=port,
         reuse_port=reuse_port,

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from persia.serve.http.limits import Limits
+    from persia.serve.http.limits import ServeLimits
     from persia.serve.http.service import Scored
 
-__all__ = ["Batcher", "BatcherCounts", "Job", "Predictions", "expired"]
+__all__ = ["Batcher", "BatcherCounts", "PredictionJob", "Predictions", "expired"]
 
 RESERVE = 2.0
 """A request is accepted if this many times the expected time of queue and computation are left until its deadline: the
@@ -42,7 +42,7 @@ class Predictions(NamedTuple):
     epoch: int
 
 
-class Job:
+class PredictionJob:
     """A request that waits or is computed.
 
     Args:
@@ -96,14 +96,14 @@ class Batcher:
     def __init__(
         self,
         predict: Callable[[Batch], Scored],
-        limits: Limits,
+        limits: ServeLimits,
         observe: Callable[[str, float], object] = lambda _name, _seconds: None,
     ) -> None:
         self._predict = predict
         self._limits = limits
         self._observe = observe
         self._changed = threading.Condition()
-        self._queue: deque[Job] = deque()
+        self._queue: deque[PredictionJob] = deque()
         self._rows = 0
         self._running: tuple[int, float] | None = None
         """Samples that are computed, and since when."""
@@ -118,7 +118,7 @@ class Batcher:
 
         Args:
             rows: its samples; 1 if that is not known yet.
-            deadline: as in `Job`.
+            deadline: as in `PredictionJob`.
 
         Raises:
             OverloadedError: the queue is full, or the request would wait past its deadline.
@@ -127,7 +127,7 @@ class Batcher:
         with self._changed:
             self._check(rows, deadline)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: PredictionJob) -> None:
         """Queues a request. Does not block.
 
         Raises:
@@ -204,7 +204,7 @@ class Batcher:
                     self._counts["rows"] += rows
                     self._counts["batches"] += 1
 
-    def _next(self) -> list[Job]:
+    def _next(self) -> list[PredictionJob]:
         """Waits for requests, and takes those that are computed together; none once the batcher is closed."""
         limits = self._limits
         with self._changed:
@@ -234,14 +234,14 @@ class Batcher:
                 break
         return count, rows
 
-    def _expire(self, job: Job) -> None:
+    def _expire(self, job: PredictionJob) -> None:
         with self._changed:
             self._counts["expired"] += 1
             wait = self._wait()
         if job.future.set_running_or_notify_cancel():
             job.future.set_exception(expired(wait))
 
-    def _compute(self, jobs: list[Job]) -> None:
+    def _compute(self, jobs: list[PredictionJob]) -> None:
         try:
             if not isinstance(jobs[0].work, Batch):
                 jobs[0].future.set_result(jobs[0].work())

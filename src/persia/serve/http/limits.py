@@ -6,10 +6,10 @@ import msgspec
 
 from persia.checks import check_integer, check_number, check_seconds, plain_fields
 
-__all__ = ["Limits"]
+__all__ = ["ServeLimits"]
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits of a prediction server. Requests above one are refused before they cost more than their refusal.
 
     Args:
