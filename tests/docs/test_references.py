@@ -33,6 +33,7 @@ ELSEWHERE = {
     "model.json",
     "regions.json",
     "run.json",
+    "/openapi.json",
 }
 """Paths that are made, downloaded, or forbidden."""
 
