@@ -9,7 +9,7 @@ from typing import Any
 from persia.checks import check_integer, check_number
 from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand, found
-from persia.data.histories import Events, HistorySource, events_of, history_feature
+from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
 from persia.data.json_lines import json_pieces
 from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion, Piece
@@ -98,7 +98,7 @@ class _Reviews:
     files: tuple[File, ...]
     conversion: Conversion
 
-    def events(self) -> Events:
+    def events(self) -> EventColumns:
         return events_of((piece for file in self.files for piece in self._pieces(file)), self.conversion, "timestamp")
 
     def _pieces(self, file: File) -> Iterator[Piece]:

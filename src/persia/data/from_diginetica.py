@@ -14,7 +14,7 @@ from persia.checks import check_choice, check_integer
 from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand, found
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
-from persia.data.histories import Events, HistorySource, events_of, history_feature
+from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
 from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion
 from persia.data.selection import Selection, Split
@@ -121,7 +121,7 @@ class _Views:
     purchases: tuple[File, ...] | None
     """None: every view has the label 1; empty: no labels."""
 
-    def events(self) -> Events:
+    def events(self) -> EventColumns:
         source = CsvSource(self.files, self.conversion, CsvFormat(";", layouts=(_VIEWS,), columns=_VIEWS))
         pieces = (piece for file in self.files for piece in source.pieces(file))
         events = events_of(pieces, self.conversion, "timeframe")

@@ -15,13 +15,13 @@ from persia.errors import DataError
 from persia.schema import IdFeature, Pooling, Schema
 from persia.types import Floats, Ids, Int32Array, Int64Array
 
-__all__ = ["EventLog", "Events", "HistorySource", "events_of", "history_feature", "history_of"]
+__all__ = ["EventLog", "EventColumns", "HistorySource", "events_of", "history_feature", "history_of"]
 
 PIECE_IDS = 1 << 20
 """Ids of the histories that are built at once, about."""
 
 
-class Events(NamedTuple):
+class EventColumns(NamedTuple):
     """The events of a log, in the order of the files; about 40 bytes each.
 
     Attributes:
@@ -47,7 +47,7 @@ class EventLog(Protocol):
         """The files, for error messages."""
         ...
 
-    def events(self) -> Events:
+    def events(self) -> EventColumns:
         """Reads all events."""
         ...
 
@@ -61,8 +61,8 @@ class HistorySource:
     Attributes:
         schema: of the samples: features of the events, and `history` with the table of `item`.
         log: the events.
-        owner: key in `Events.ids` of the user or session that a history is of.
-        item: feature in `Events.ids` that histories are made of.
+        owner: key in `EventColumns.ids` of the user or session that a history is of.
+        item: feature in `EventColumns.ids` that histories are made of.
         min_history: events with fewer ones before them are in histories only.
     """
 
@@ -125,7 +125,7 @@ def history_feature(dim: int, table: str, kind: str, max_length: int, pooling: P
     )
 
 
-def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Events:
+def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> EventColumns:
     """Reads events from pieces of files.
 
     Args:
@@ -153,13 +153,13 @@ def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Eve
     if not batches:
         none = {name: np.empty(0, np.uint64) for name in names}
         labels = np.empty((0, len(conversion.schema.labels)), np.float32)
-        return Events(none, np.empty(0, np.int64), labels, np.empty(0, np.int32), None)
+        return EventColumns(none, np.empty(0, np.int64), labels, np.empty(0, np.int32), None)
     ids = {name: np.concatenate([batch.id_features[name].values for batch in batches]) for name in names}
     days = [np.zeros(len(batch), np.int32) if batch.day is None else batch.day for batch in batches]
     columns = min(batch.labels.shape[1] for batch in batches)  # 0 if some files lack labels, which are not required.
     labels = np.concatenate([batch.labels[:, :columns] for batch in batches])
     selected = np.concatenate(kept) if conversion.selection is not None else None
-    return Events(ids, ids[time].astype(np.int64), labels, np.concatenate(days), selected)
+    return EventColumns(ids, ids[time].astype(np.int64), labels, np.concatenate(days), selected)
 
 
 def _check_single(name: str, column: IdColumn, piece: Piece) -> None:
