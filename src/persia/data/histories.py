@@ -15,7 +15,7 @@ from persia.errors import DataError
 from persia.schema import IdFeature, Pooling, Schema
 from persia.types import Floats, Ids, Int32Array, Int64Array
 
-__all__ = ["EventLog", "EventColumns", "HistorySource", "events_of", "history_feature", "history_of"]
+__all__ = ["EventColumns", "EventLog", "HistorySource", "events_of", "history_feature", "history_of"]
 
 PIECE_IDS = 1 << 20
 """Ids of the histories that are built at once, about."""
