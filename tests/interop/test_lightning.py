@@ -1,6 +1,7 @@
 """Training with Lightning: the same steps as a loop of one's own, and checkpoints that continue bit by bit."""
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,7 @@ def test_lightning_takes_the_steps_of_a_loop_of_ones_own(tmp_path, accumulate):
     assert metrics["persia/staleness"] == 0
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_checkpoints_continue_where_they_were_written(tmp_path):
     whole = make()
 
@@ -107,46 +109,55 @@ def test_checkpoints_continue_where_they_were_written(tmp_path):
         saved = pl.callbacks.ModelCheckpoint(tmp_path / "one", "{step}", **options)
         return trainer(tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[saved])
 
-    saving().fit(whole, PrefetchLoader(whole.embeddings, SHUFFLED))
+    train, test = PrefetchLoader(whole.embeddings, SHUFFLED), PrefetchLoader(whole.embeddings, SHUFFLED)
+    saving().fit(whole, train, test)
+    assert (train.state_dict(), test.state_dict()["epoch"]) == ({"epoch": 2, "batch": 0}, 1)  # Tests are of epoch 0.
     # 24 steps: of 5, 10, 15 and 20 the last two are kept, with their rows.
     assert sorted(os.listdir(tmp_path / "one")) == ["step=15.ckpt", "step=15.rows", "step=20.ckpt", "step=20.rows"]
     path = tmp_path / "one" / "step=15.ckpt"
     resumed = make()
-    saving().fit(resumed, PrefetchLoader(resumed.embeddings, SHUFFLED), ckpt_path=path)
+    trainer(tmp_path, max_epochs=2).fit(resumed, PrefetchLoader(resumed.embeddings, SHUFFLED), ckpt_path=path)
     assert resumed.embeddings.global_step == 24
     assert_same(resumed, whole)
     scores = torch.cat(trainer(tmp_path).predict(resumed, PrefetchLoader(resumed.embeddings, READER)))
     assert scores.shape == (600, 1)
     assert resumed.embeddings.global_step == 24  # Reading trains nothing.
     fresh = make()
-    (tested,) = saving().test(fresh, PrefetchLoader(fresh.embeddings, READER), ckpt_path=path)
+    (tested,) = trainer(tmp_path, max_epochs=2).test(fresh, PrefetchLoader(fresh.embeddings, READER), ckpt_path=path)
     assert tested["test_auc"] > 0.6
     assert fresh.embeddings.global_step == 15
     os.rename(tmp_path / "one" / "step=15.rows", tmp_path / "away")
     with pytest.raises(CheckpointError, match=r"step=15\.rows"):
-        saving().test(make(), PrefetchLoader(fresh.embeddings, READER), ckpt_path=path)
+        trainer(tmp_path, max_epochs=2).test(make(), PrefetchLoader(fresh.embeddings, READER), ckpt_path=path)
 
 
 def test_rows_are_as_new_as_the_network_of_their_checkpoint(tmp_path, monkeypatch):
-    """A push that takes long is waited for."""
     module = make(Hybrid(4))
-    worker = module.embeddings._worker
-    push, applied = type(worker).push, []
+    worker, wait = type(module.embeddings.connection.worker), module.embeddings.await_pushes
+    push, applied, waiting = worker.push, [], threading.Event()
 
     def late(self, header, contributions):
+        waiting.wait(20)  # Until the checkpoint waits for this push.
         counts = push(self, header, contributions)
         applied.append(header.step)
         return counts
 
-    monkeypatch.setattr(type(worker), "push", late)
+    def await_pushes():
+        waiting.set()
+        wait()
+        waiting.clear()
 
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer, *_):
             trainer.save_checkpoint(tmp_path / "now.ckpt")
             assert len(applied) == trainer.global_step
+            rows = persia.checkpoint.open(tmp_path / "now.rows")
+            assert rows.global_step == trainer.global_step
 
-    trainer(tmp_path, callbacks=[Save()]).fit(module, PrefetchLoader(module.embeddings, READER))
-    assert len(list((tmp_path / "now.rows").glob("step-*"))) <= 2
+    monkeypatch.setattr(worker, "push", late)
+    monkeypatch.setattr(module.embeddings, "await_pushes", await_pushes)
+    trainer(tmp_path, max_steps=4, callbacks=[Save()]).fit(module, PrefetchLoader(module.embeddings, READER))
+    assert len(applied) == 4
 
 
 class OwnModule(pl.LightningModule):

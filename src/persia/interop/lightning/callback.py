@@ -75,6 +75,11 @@ class PersiaCallback(Callback):  # type: ignore[misc]
         }
         pl_module.log_dict({name: float(value) for name, value in found.items()}, batch_size=1)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits for the gradients so far, so that rows are as new as the network."""
+        if self.embeddings is not None:
+            self.embeddings.await_pushes()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the pass over the training data."""
         _close_loaders(trainer.train_dataloader)

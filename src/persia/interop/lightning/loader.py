@@ -27,7 +27,7 @@ class PrefetchLoader:
     Lightning gets the batch of a ticket when it moves it to the device.
 
     Its position is part of Lightning's checkpoints: a resumed `fit` goes on with the batch after the last one, if
-    `data` is a reader of `persia.data`. Each pass is another epoch, so a reader with `shuffle_rows` shuffles anew.
+    `data` is a reader of `persia.data`. Each pass that trains is another epoch of it.
 
     Args:
         embeddings: of the module that is trained. In training mode their backward passes push gradients, in evaluation
@@ -56,8 +56,7 @@ class PrefetchLoader:
         """
         check_one_process()
         self.close()
-        (epoch, start), self._next = self._next, (self._next[0] + 1, 0)
-        found = self._pass = _Pass(self.embeddings, self.data, epoch, start)
+        found = self._pass = _Pass(self.embeddings, self.data, *self._next)
         number = 0
         while found.has(number):
             yield Ticket(found)
@@ -68,6 +67,7 @@ class PrefetchLoader:
         found, self._pass = self._pass, None
         if found is not None:
             self._position = found.position
+            self._next = self._next[0] + found.trains, 0
             found.close()
 
     def state_dict(self) -> dict[str, int]:
@@ -113,6 +113,8 @@ class _Pass:
         self._epoch = epoch
         self._start = start
         self._drawn = 0
+        self.trains = False
+        """Whether batches were drawn in training mode."""
         self._batches: Generator[PreparedBatch, None, None] | None = None
 
     @property
@@ -127,6 +129,7 @@ class _Pass:
 
     def draw(self) -> PreparedBatch:
         if self._batches is None:
+            self.trains = self._embeddings.training
             self._batches = self._embeddings.prefetch(self._items)
         batch = next(self._batches)
         self._drawn += 1
