@@ -16,15 +16,15 @@ from persia.errors import ConfigError
 from persia.nn import EmbeddingCollection, PreparedBatch
 from persia.services import Seekable
 
-__all__ = ["PrefetchLoader", "Ticket"]
+__all__ = ["PendingBatch", "PrefetchLoader"]
 
 
 class PrefetchLoader:
     """The batches of `EmbeddingCollection.prefetch`, as a `Trainer` of Lightning takes them.
 
     Where the length of a loader is unknown, Lightning asks for a batch more before each step, to know the last one.
-    Rows must not be drawn so early: a batch is used up when the next one is drawn. So this loader yields tickets, and
-    Lightning gets the batch of a ticket when it moves it to the device.
+    Rows must not be drawn so early: a batch is used up when the next one is drawn. So this loader yields stand-ins, and
+    Lightning gets the batch of a stand-in when it moves it to the device.
 
     Its position is part of Lightning's checkpoints: a resumed `fit` goes on with the batch after the last one, if
     `data` is a reader of `persia.data`. Each pass that trains is another epoch of it.
@@ -48,7 +48,7 @@ class PrefetchLoader:
         self._position = 0, 0
         """Where the last pass has ended."""
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[PendingBatch]:
         """Begins a pass over the data, and ends the one before.
 
         Raises:
@@ -59,7 +59,7 @@ class PrefetchLoader:
         found = self._pass = _Pass(self.embeddings, self.data, *self._next)
         number = 0
         while found.has(number):
-            yield Ticket(found)
+            yield PendingBatch(found)
             number += 1
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class PrefetchLoader:
         self._next = self._position = state["epoch"], state["batch"]
 
 
-class Ticket:
+class PendingBatch:
     """Stands for a batch until Lightning moves it to the device, which draws the batch."""
 
     def __init__(self, found: _Pass) -> None:
