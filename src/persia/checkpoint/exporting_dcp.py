@@ -28,7 +28,8 @@ def write_dcp(
     memory.
     """
     import torch
-    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     with tempfile.TemporaryDirectory(prefix=".part-", dir=target) as folder:
         tensors: dict[str, torch.Tensor] = {}

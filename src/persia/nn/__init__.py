@@ -7,6 +7,7 @@ from persia.nn.options import CollectionOptions
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.nn.prepared import PreparedBatch
+from persia.nn.regularization import embedding_l2
 from persia.types import RowsSet, RowState, StoredRows
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "SequenceEmbedding",
     "Staleness",
     "StoredRows",
+    "embedding_l2",
     "models",
 ]
