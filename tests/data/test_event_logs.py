@@ -14,6 +14,7 @@ import xxhash
 
 from persia import data
 from persia.batching.batch import Batch, IdColumn
+from persia.cli.run_config import DataConfig
 from persia.data import from_csv, histories, json_lines
 from persia.errors import ConfigError, DataError
 
@@ -319,6 +320,9 @@ def test_diginetica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch.labels[:, 0].tolist() == [1, 1, 1]
     assert batch.day is not None
     assert batch.day.tolist() == days("2016-05-09", "2016-05-09", "2016-05-10")
+    configured = DataConfig(kind="diginetica", options={"pooling": "none"}).reader(None, "data")
+    assert ids(only(configured)) == ids(batch)
+    assert configured.schema.feature("history").pooling is None
     with pytest.raises(DataError, match=r"train-purchases\.csv"):
         data.diginetica(folder, label="purchase")
     assert only(data.diginetica(folder, label="purchase", require_labels=False)).labels.shape == (3, 0)

@@ -148,7 +148,12 @@ def test_rows_are_as_new_as_the_network_of_their_checkpoint(tmp_path, monkeypatc
         waiting.clear()
 
     class Save(pl.Callback):
+        def on_validation_batch_start(self, trainer, *_):
+            assert len(applied) == trainer.global_step
+
         def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step % 2:  # After the others there is a validation.
+                return
             trainer.save_checkpoint(tmp_path / "now.ckpt")
             assert len(applied) == trainer.global_step
             rows = persia.checkpoint.open(tmp_path / "now.rows")
@@ -156,8 +161,9 @@ def test_rows_are_as_new_as_the_network_of_their_checkpoint(tmp_path, monkeypatc
 
     monkeypatch.setattr(worker, "push", late)
     monkeypatch.setattr(module.embeddings, "await_pushes", await_pushes)
-    trainer(tmp_path, max_steps=4, callbacks=[Save()]).fit(module, PrefetchLoader(module.embeddings, READER))
-    assert len(applied) == 4
+    fit = trainer(tmp_path, max_steps=5, val_check_interval=3, limit_val_batches=2, callbacks=[Save()])
+    fit.fit(module, PrefetchLoader(module.embeddings, READER), PrefetchLoader(module.embeddings, READER))
+    assert len(applied) == 5
 
 
 class OwnModule(pl.LightningModule):
@@ -184,6 +190,18 @@ def test_a_module_of_ones_own(tmp_path):
     assert tables.global_step == 12
     with pytest.raises(ConfigError, match="has 0 collections"):
         trainer(tmp_path).fit(BoringModel())
+
+
+def test_gradients_of_scaled_losses_are_unscaled(tmp_path):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    mixed = pl.plugins.precision.MixedPrecision("16-mixed", "cpu", scaler)
+    plain, module = make(), make()
+    trainer(tmp_path).fit(plain, PrefetchLoader(plain.embeddings, READER))
+    trainer(tmp_path, plugins=[mixed]).fit(module, PrefetchLoader(module.embeddings, READER))
+    assert module.embeddings.grad_scaler is scaler
+    for ours, theirs in zip(rows_of(module).values(), rows_of(plain).values(), strict=True):
+        np.testing.assert_array_equal(ours[0], theirs[0])
+        np.testing.assert_allclose(ours[2], theirs[2], rtol=0.2, atol=1e-4)  # The squares of the gradients.
 
 
 def test_failures_of_the_data_end_the_run(tmp_path):
