@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -88,16 +88,22 @@ def environment_with_torch(folder: Path) -> Path:
     """
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
+    link(packages, ["torch"])
+    return folder / "bin" / "python"
+
+
+def link(packages: Path, names: Iterable[str]) -> None:
+    """Links distributions of this environment, and what they need, into a folder of packages."""
     # Distributions may share a folder: CUDA builds of torch need a dozen with a part of nvidia/ each.
     tops = {
         file.parts[0]: Path(str(distribution.locate_file(file.parts[0]))).absolute()
-        for distribution in closure("torch")
+        for name in names
+        for distribution in closure(name)
         for file in distribution.files or ()
     }
     for name, path in tops.items():
         if name not in ("..", "__pycache__"):
             (packages / name).symlink_to(path)
-    return folder / "bin" / "python"
 
 
 def closure(name: str) -> Iterator[metadata.Distribution]:

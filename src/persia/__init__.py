@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Table,
         Uniform,
         Zeros,
+        dims_by_frequency,
     )
     from persia.telemetry.tracking import MLflow, Wandb
     from persia.trainer import FitResult, Trainer
@@ -57,6 +58,7 @@ _HOMES = {
         "Table",
         "Uniform",
         "Zeros",
+        "dims_by_frequency",
     ),
     "persia.telemetry.tracking": ("MLflow", "Wandb"),
     "persia.trainer": ("FitResult", "Trainer"),
@@ -110,6 +112,7 @@ __all__ = [
     "cluster",
     "data",
     "dense",
+    "dims_by_frequency",
     "modes",
     "nn",
     "optim",

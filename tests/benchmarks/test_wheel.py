@@ -87,6 +87,26 @@ def test_dist_has_the_wheel_just_built_and_none_of_earlier_versions(tmp_path, mo
     ]
 
 
+def test_smoke_tests_run_in_a_copy_with_the_tools_of_this_python(tmp_path, monkeypatch):
+    script = the_script()
+    ran = []
+
+    def run(*command, cwd, path):
+        files = {str(file.relative_to(cwd)) for file in cwd.rglob("*.py")}
+        assert {f"tests/{test}" for test in script.SMOKE_TESTS} <= files
+        assert {"tests/conftest.py", "tests/rpc/conftest.py", "tests/support/stores.py"} <= files
+        assert (cwd / "pyproject.toml").is_file()
+        assert not any(file.startswith("src") for file in files)
+        assert (path / "pytest").is_symlink()
+        assert not (path / "torch").exists()
+        ran.append(command[:3])
+        return ""
+
+    monkeypatch.setattr(script, "run", run)
+    script.smoke_tests(tmp_path / "python", wheel.link)
+    assert ran == [(tmp_path / "python", "-m", "pytest")]
+
+
 @pytest.mark.parametrize("found", ["2.0", "3.0"])
 def test_the_list_of_components_names_what_is_linked(tmp_path, found):
     file = tmp_path / "persia-0.2.whl"

@@ -5,7 +5,7 @@ import torch
 from benchmarks.baselines import zoo_torch
 
 import persia
-from benchmarks import zoo_runs
+from benchmarks import runner, zoo, zoo_runs
 from persia.metrics import Metrics
 from persia.nn import SequenceEmbedding
 from persia.schema import IdFeature, Schema
@@ -53,6 +53,29 @@ def test_sequences_tell_the_click_by_their_newest_event():
         like = newest % zoo_runs.CATEGORIES == batch.id_features["item"].values % zoo_runs.CATEGORIES
         metrics.update(like[:, None].astype(np.float32), batch.labels)
     assert abs(metrics.result().auc - clicks.best) < 0.01
+
+
+def test_the_share_of_embeddings_decides_the_target(monkeypatch):
+    assert [zoo.target_rate(share) for share in (0.1, 0.39, 0.4, 0.9)] == [1.0, 1.0, 1.2, 1.2]
+    clicks = zoo_runs.sequences(2_048)
+    clock = iter(range(1_000))
+    monkeypatch.setattr(zoo_torch.time, "perf_counter", lambda: next(clock) ** 2)
+    # Of each step, the clock gives the parts 1, 3, 5, or 9, 11, 13: that in the middle is the network's.
+    share = zoo_runs.embedding_share(clicks, zoo_runs.MODELS["din"])
+    assert share == 1 - 11 / 33
+
+
+def test_every_sequential_model_has_a_row_on_generated_sequences():
+    models = {name.rpartition(".")[2] for name in runner.names() if name.startswith("zoo.auc.sequences.")}
+    assert models == {"din", "dien", "youtube_dnn", "sasrec", "hstu", "two_tower"}
+    compared = zoo_runs.compare(zoo_runs.sequences(2_048), zoo_runs.MODELS["two_tower"], 0)
+    assert 0.4 < min(compared.auc, compared.torch_auc) < 0.7  # Two batches: it runs.
+
+
+def test_long_histories_have_1000_events():
+    clicks = zoo_runs.long_sequences(8, 4)
+    assert [len(batch.id_features["history"].values) for batch in clicks.batches] == [4_000, 4_000]
+    assert zoo_runs.candidates(clicks.schema) == ["item"]
 
 
 def test_a_switch_that_changes_nothing_learns_alike():

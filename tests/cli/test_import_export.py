@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import sys
 from unittest import mock
 
@@ -62,7 +63,7 @@ def rows_of(directory):
     return found
 
 
-@pytest.mark.parametrize("kind", ["parquet", "safetensors"])
+@pytest.mark.parametrize("kind", ["parquet", "safetensors", "dcp"])
 def test_rows_come_back_bit_by_bit_and_train_on(folder, kind):
     persia("train", "run.toml", "--output", "one")
     persia("export", "one", "files", "--format", kind, "--state")
@@ -106,6 +107,25 @@ def test_torch_checkpoints(folder):
     save(weights, checkpoint_id="dcp", no_dist=True)
     assert "id_0: 20 rows" in persia("import", "run.toml", "dcp", "--output", "two")
     np.testing.assert_array_equal(rows_of("two")["id_1"][1], weights["embedding_bags.id_1.weight"].numpy())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_what_is_exported_for_it(folder):
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    persia("train", "run.toml", "--output", "one")
+    persia("export", "one", "files", "--format", "dcp", "--table", "id_1")
+    persia("export", "one", "files", "--format", "dcp", "--table", "id_1", "--state")  # In place of the other one.
+    assert sorted(os.listdir("files")) == [".metadata", "__0_0.distcp"]
+    ids, embeddings, state, counts = rows_of("one")["id_1"]
+    found = FileSystemReader("files").read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in found.items()}
+    load(tensors, checkpoint_id="files", no_dist=True)
+    order = np.argsort(tensors["embedding_bags.id_1.ids"].numpy().view(np.uint64))
+    for key, expected in {"ids": ids, "weight": embeddings, "state": state, "update_count": counts}.items():
+        np.testing.assert_array_equal(tensors[f"embedding_bags.id_1.{key}"].numpy()[order], expected)
+    persia("import", "run.toml", "files", "--output", "two", "--table", "id_1")
+    np.testing.assert_array_equal(rows_of("two")["id_1"][2], state)
 
 
 def test_what_does_not_fit_is_refused(folder):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,8 @@ import xxhash
 
 from persia import data
 from persia.batching.batch import Batch, IdColumn
-from persia.data import from_csv
+from persia.cli.run_config import DataConfig
+from persia.data import from_csv, histories, json_lines
 from persia.errors import ConfigError, DataError
 
 
@@ -180,3 +184,155 @@ def test_impressions_without_clicks(tmp_path: Path) -> None:
     file.write_text(IMPRESSIONS.replace("11/12/2019", "2019-11-12"))
     with pytest.raises(DataError, match=r"column 'time' has '2019-11-12 6:11:30 PM' at row 2; it takes times such as"):
         list(data.mind(file))
+
+
+# --- Amazon -----------------------------------------------------------------------------------------------------
+
+REVIEWS = [  # User, item, rating, seconds since 1970: not in the order of time, nor of users.
+    ("A2", "0005019281", 5.0, 1_300_000_000),
+    ("A1", "B000002", 4.0, 1_200_000_100),
+    ("A1", "B000003", 1.0, 1_200_000_000),
+    ("A1", "B000004", 3.0, 1_400_000_000),
+    ("A1", "B000001", 5.0, 1_200_000_100),
+]
+
+
+def old_reviews(path: Path, reviews: list[tuple[str, str, float, int]] = REVIEWS) -> Path:
+    lines = [
+        json.dumps(
+            {"reviewerID": u, "asin": i, "vote": "1,000", "overall": r, "style": {"a:": " b"}, "unixReviewTime": t}
+        )
+        for u, i, r, t in reviews
+    ]
+    path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode()))
+    return path
+
+
+def new_reviews(path: Path, reviews: list[tuple[str, str, float, int]] = REVIEWS) -> Path:
+    lines = [
+        json.dumps(
+            {"rating": r, "images": [], "asin": "variant", "parent_asin": i, "user_id": u, "timestamp": t * 1_000}
+        )
+        for u, i, r, t in reviews
+    ]
+    path.write_text("\n".join(lines))  # No newline at the end.
+    return path
+
+
+@pytest.mark.parametrize("form", [old_reviews, new_reviews])
+def test_amazon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Callable[[Path], Path]) -> None:
+    (tmp_path / "amazon").mkdir()
+    file = form(tmp_path / "amazon" / ("Books_5.json.gz" if form is old_reviews else "Books.jsonl"))
+    monkeypatch.setenv("PERSIA_DATA", str(tmp_path))
+    batch = only(data.amazon())
+    assert ids(batch)["user_id"] == text_ids("A1", "A1", "A1", "A2", "A1")
+    items = ["B000003", "B000002", "B000001", "0005019281", "B000004"]
+    assert ids(batch)["item_id"] == text_ids(*items)
+    past = [text_ids(*of) for of in ([], items[:1], items[:2], [], items[:3])]
+    assert lists(batch.id_features["history"]) == past
+    assert batch.labels[:, 0].tolist() == [0, 1, 1, 1, 0]
+    assert batch.day is not None
+    assert batch.day.tolist() == days("2008-01-10", "2008-01-10", "2008-01-10", "2011-03-13", "2014-05-13")
+    reader = data.amazon(file, max_length=2, positive=0, min_history=1, pooling=None)
+    late = only(reader)
+    assert late.labels[:, 0].tolist() == [1, 1, 1]
+    assert lists(late.id_features["history"]) == [past[1], past[2], past[4][1:]]
+    history = reader.schema.feature("history")
+    assert (history.keep, history.max_length, history.table_name, history.pooling) == ("last", 2, "item_id", None)
+    # What is left out of the samples is still in histories.
+    split = {"part": "test", "by": "time", "column": "timestamp", "at": 1_300_000_000_000}
+    assert lists(only(data.amazon(file, split=split)).id_features["history"]) == [[], past[4]]
+    assert ids(only(data.amazon(file, where="user_id == 'A2' and rating > 4")))["item_id"] == text_ids("0005019281")
+
+
+def test_samples_of_amazon_are_the_same_wherever_reading_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    reviews = [(f"U{u}", f"B{i}", 4.0, int(t)) for u, i, t in rng.integers(1, (9, 40, 50), (200, 3))]
+    old_reviews(tmp_path / "a.json.gz", reviews[:90])
+    new_reviews(tmp_path / "b.jsonl", reviews[90:])
+    whole = only(data.amazon(tmp_path, max_length=5))
+    monkeypatch.setattr(json_lines, "_BLOCK_BYTES", 150)
+    monkeypatch.setattr(histories, "PIECE_IDS", 100)
+    reader = data.amazon(tmp_path, 7, max_length=5)
+    batches = list(reader)
+    assert ids(Batch.concat(batches)) == ids(whole)
+    assert [ids(batch) for batch in reader.batches(start=20)] == [ids(batch) for batch in batches[20:]]
+    seen: dict[str, list[str]] = {}
+    expected = []
+    for user, item, _, _ in sorted(reviews, key=lambda review: review[3]):
+        expected.append(text_ids(*seen.setdefault(user, [])[-5:]))
+        seen[user].append(item)
+    assert lists(whole.id_features["history"]) == expected
+    assert only(data.amazon(tmp_path, max_length=5, shard=(1, 2), batch_size=150)).day is not None
+
+
+def test_other_files_than_reviews_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "meta.json"
+    good = json.dumps({"reviewerID": "A", "asin": "B", "overall": 1.0, "unixReviewTime": 1})
+    for line, refusal in (
+        ('{"asin": "B", "title": "Lamp"}', "object at row 1 has no 'reviewerID'. Reviews have the keys"),
+        ("{'asin': 'B'}", "cannot be read as JSON lines at row 1"),
+        ('{"reviewerID": 5, "asin": "B"}', "cannot be read as JSON lines at row 1"),
+        ('{"reviewerID": "A", "asin": "B", "unixReviewTime": 5}', "'positive' .*at row 1"),
+        ('{"reviewerID": "A", "asin": "B", "overall": 5.0, "unixReviewTime": -5}', "'timestamp' .*at row 1"),
+    ):
+        file.write_text(f"{good}\n{line}\n")
+        with pytest.raises(DataError, match=refusal):
+            list(data.amazon(file))
+    file.write_text("")
+    with pytest.raises(DataError, match="no samples"):
+        list(data.amazon(file))
+    file.write_text(good.replace('"overall": 1.0, ', ""))
+    assert only(data.amazon(file, require_labels=False)).labels.shape == (1, 0)
+    with pytest.raises(DataError, match="'positive'"):
+        list(data.amazon(file))
+    with pytest.raises(ConfigError, match="positive"):
+        data.amazon(file, positive=-1)
+
+
+# --- Diginetica -------------------------------------------------------------------------------------------------
+
+VIEWS = """\
+sessionId;userId;itemId;timeframe;eventdate
+2;NA;9;1000;2016-05-10
+1;NA;9654;20000;2016-05-09
+1;NA;33043;10000;2016-05-09
+1;81766;9654;30000;2016-05-09
+2;81766;33043;500;2016-05-10
+3;81766;33043;500;2016-05-10
+"""
+PURCHASES = (
+    "sessionId;userId;timeframe;eventdate;ordernumber;itemId\n1;NA;40000;2016-05-09;16421;9654\n3;1;1;2016-05-10;2;9\n"
+)
+
+
+def test_diginetica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "diginetica"
+    folder.mkdir()
+    file = folder / "train-item-views.csv"
+    file.write_text(VIEWS)
+    monkeypatch.setenv("PERSIA_DATA", str(tmp_path))
+    batch = only(data.diginetica())
+    assert ids(batch)["item_id"] == [9654, 9654, 9]
+    assert lists(batch.id_features["history"]) == [[33043], [33043, 9654], [33043]]
+    assert batch.labels[:, 0].tolist() == [1, 1, 1]
+    assert batch.day is not None
+    assert batch.day.tolist() == days("2016-05-09", "2016-05-09", "2016-05-10")
+    configured = DataConfig(kind="diginetica", options={"pooling": "none"}).reader(None, "data")
+    assert ids(only(configured)) == ids(batch)
+    assert configured.schema.feature("history").pooling is None
+    with pytest.raises(DataError, match=r"train-purchases\.csv"):
+        data.diginetica(folder, label="purchase")
+    assert only(data.diginetica(folder, label="purchase", require_labels=False)).labels.shape == (3, 0)
+    (folder / "train-purchases.csv").write_text(PURCHASES)
+    every = only(data.diginetica(file, label="purchase", min_history=0))
+    assert ids(every)["item_id"] == [33043, 9654, 9654, 33043, 33043, 9]
+    assert every.labels[:, 0].tolist() == [0, 1, 1, 0, 0, 0]
+    assert ids(only(data.diginetica(file, where="eventdate >= '2016-05-10'"))) == {"item_id": [9], "history": [33043]}
+    with pytest.raises(ConfigError, match="label"):
+        data.diginetica(file, label="click")  # type: ignore[arg-type]
+    file.write_text(VIEWS.replace("2;NA;9;", "NA;NA;9;"))
+    with pytest.raises(DataError, match=r"train-item-views\.csv: column 'sessionId' has no value at row 0"):
+        list(data.diginetica(file))

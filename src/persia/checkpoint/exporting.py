@@ -1,4 +1,4 @@
-"""Exports the rows of a checkpoint to Parquet or .npy files."""
+"""Exports the rows of a checkpoint to Parquet, .npy or safetensors files, or for `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from persia.checkpoint.exporting_dcp import write_dcp
 from persia.checkpoint.format import file_name
 from persia.checkpoint.tensors import encode_header
 from persia.checkpoint.view import TableRows, open
@@ -20,7 +21,7 @@ __all__ = ["EXPORT_FORMATS", "ExportFormat", "export"]
 
 Progress = Callable[[int], object]
 
-ExportFormat: TypeAlias = Literal["parquet", "npy", "safetensors"]
+ExportFormat: TypeAlias = Literal["parquet", "npy", "safetensors", "dcp"]
 EXPORT_FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
 
 
@@ -36,12 +37,18 @@ def export(
 ) -> list[str]:
     """Writes the rows of each table to local files, part by part.
 
+    A checkpoint of `torch.distributed.checkpoint` has `embedding_bags.<table>.weight`, float32 `[rows, dim]`, and
+    `embedding_bags.<table>.ids`, int64 `[rows]`, the bits of the ids; with `state` also `.state`, float32
+    `[rows, width]`, `.update_count` and `.last_step`, int64 `[rows]`. `persia.interop.torchrec.import_dcp` reads it
+    back. To write it takes memory for the largest table, and for a time disk space for all.
+
     Args:
         url: directory of checkpoints, or of one step.
         target: local directory. Files of the same names are replaced once the new ones are complete.
         kind: "parquet": `<table>.parquet` with `id`, `embedding`, `update_count`, `last_step`; "npy":
-            `<table>.ids.npy` and `<table>.embeddings.npy`, in the same order; or "safetensors": `<table>.safetensors`
-            with `ids` and `embeddings`, and with `state` also `state`, `update_count` and `last_step`.
+            `<table>.ids.npy` and `<table>.embeddings.npy`, in the same order; "safetensors": `<table>.safetensors`
+            with `ids` and `embeddings`, and with `state` also `state`, `update_count` and `last_step`; or "dcp": one
+            checkpoint of `torch.distributed.checkpoint`, see below.
         tables: tables to export; None for all.
         step: step to read; None for the latest.
         state: also write the optimizer state.
@@ -63,9 +70,11 @@ def export(
     files: list[str] = []
     try:
         Path(target).mkdir(parents=True, exist_ok=True)
-        for name, rows in checkpoint.tables.items():
-            if tables is None or name in tables:
-                files += _WRITERS[kind](rows, str(Path(target) / file_name(name)), state, progress)
+        chosen = {name: rows for name, rows in checkpoint.tables.items() if tables is None or name in tables}
+        if kind == "dcp":
+            return write_dcp(chosen, target, state, progress)
+        for name, rows in chosen.items():
+            files += _WRITERS[kind](rows, str(Path(target) / file_name(name)), state, progress)
     except OSError as error:
         raise CheckpointError(f"Cannot write to {target}: {error}.", path=os.fspath(target)) from error
     return files
@@ -131,7 +140,7 @@ def _safetensors(rows: TableRows, path: str, state: bool, progress: Progress) ->
     return [path]
 
 
-_WRITERS: dict[ExportFormat, Callable[[TableRows, str, bool, Progress], list[str]]] = {
+_WRITERS: dict[str, Callable[[TableRows, str, bool, Progress], list[str]]] = {
     "parquet": _parquet,
     "npy": _npy,
     "safetensors": _safetensors,

@@ -130,14 +130,14 @@ def diff(
 def export(
     directory: Directory,
     target: Target,
-    kind: Annotated[str, typer.Option("--format", help="File format: parquet, npy or safetensors.")] = "parquet",
+    kind: Annotated[str, typer.Option("--format", help="File format: parquet, npy, safetensors or dcp.")] = "parquet",
     step: Step = None,
     table: Tables = None,
     state: Annotated[bool, typer.Option("--state", help="Also write the optimizer state of rows.")] = False,
 ) -> None:
     """Export the rows of each table to a Parquet or safetensors file, or to .npy files.
 
-    The npy format writes one file per column.
+    The npy format writes one file per column, dcp one checkpoint of torch.distributed.checkpoint for all tables.
     """
     from persia.checkpoint import CheckpointReader
     from persia.checkpoint import export as export_checkpoint

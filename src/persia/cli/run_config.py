@@ -47,11 +47,15 @@ READERS: dict[str, Callable[..., Any]] = {
     "movielens": data.movielens,
     "adult": data.adult,
     "globo": data.globo,
+    "amazon": data.amazon,
+    "diginetica": data.diginetica,
     "kuairand": data.kuairand,
     "mind": data.mind,
     "taobao": data.taobao,
     "synthetic": data.synthetic,
 }
+FOUND = ("adult", "globo", "amazon", "diginetica", "kuairand", "mind", "taobao")
+"""Readers that take files of PERSIA_DATA where no path is given."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -102,14 +106,26 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: a reader of `persia.data`.
-        path: file, directory, glob or fsspec URL. "adult", "globo", "kuairand", "mind" and "taobao" default to
-            PERSIA_DATA; "synthetic" needs none.
+        path: file, directory, glob or fsspec URL. "adult", "globo", "amazon", "diginetica", "kuairand", "mind" and
+            "taobao" default to PERSIA_DATA; "synthetic" needs none.
         batch_size: samples per batch.
         options: further arguments of the reader, by name.
     """
 
     kind: Literal[
-        "parquet", "csv", "criteo", "avazu", "movielens", "adult", "globo", "kuairand", "mind", "taobao", "synthetic"
+        "parquet",
+        "csv",
+        "criteo",
+        "avazu",
+        "movielens",
+        "adult",
+        "globo",
+        "amazon",
+        "diginetica",
+        "kuairand",
+        "mind",
+        "taobao",
+        "synthetic",
     ]
     path: str | None = None
     batch_size: int = 1024
@@ -126,7 +142,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         arguments = {"batch_size": self.batch_size, **self.options}
         if self.kind == "synthetic":
             return call(make, arguments, f"{where}.options")
-        if self.path is None and self.kind not in ("globo", "adult", "kuairand", "mind", "taobao"):
+        if self.path is None and self.kind not in FOUND:
             raise ConfigError(f"Missing {where}.path; give a file, directory, glob or URL.", field=f"{where}.path")
         if self.kind in ("parquet", "csv"):
             if schema is None:

@@ -7,10 +7,12 @@ resumed. pyarrow and fsspec are imported on first use.
 from persia.data.days import Span, days
 from persia.data.files import File, expand, find
 from persia.data.from_adult import adult
+from persia.data.from_amazon import amazon
 from persia.data.from_arrow import arrow
 from persia.data.from_avazu import avazu
 from persia.data.from_criteo import criteo
 from persia.data.from_csv import csv
+from persia.data.from_diginetica import diginetica
 from persia.data.from_directory import growing
 from persia.data.from_globo import globo
 from persia.data.from_kafka import kafka
@@ -38,11 +40,13 @@ __all__ = [
     "StreamReader",
     "Synthetic",
     "adult",
+    "amazon",
     "arrow",
     "avazu",
     "criteo",
     "csv",
     "days",
+    "diginetica",
     "expand",
     "find",
     "globo",

@@ -141,9 +141,7 @@ class Conversion:
             piece = piece._replace(columns={name: without_views(column) for name, column in piece.columns.items()})
             positions = None
             if self.selection is not None:
-                with self._located(piece, None, {}):
-                    named = {name: self._read(piece, name) for name in self.selection.columns}
-                    positions = self.selection.positions(named, first, piece.rows)
+                positions = self.selected(piece, first)
                 first += piece.rows
             count = piece.rows if positions is None else len(positions)
             begin, skip = min(skip, count), max(skip - count, 0)
@@ -163,6 +161,21 @@ class Conversion:
                 computed = self._computed_labels(piece)
             with self._located(piece, positions, self.rename):
                 yield self._batch(piece._replace(columns=prepare(piece.columns)) if prepare else piece, computed)
+
+    def selected(self, piece: Piece, first: int) -> Int64Array:
+        """Returns the positions of the selected rows in a piece; for a conversion with a selection.
+
+        Args:
+            piece: the rows.
+            first: number of the first row over all files.
+
+        Raises:
+            DataError: a rule does not match the columns.
+        """
+        assert self.selection is not None
+        with self._located(piece, None, {}):
+            named = {name: self._read(piece, name) for name in self.selection.columns}
+            return self.selection.positions(named, first, piece.rows)
 
     def _computed_labels(self, piece: Piece) -> dict[str, Any]:
         """Evaluates the rules of labels; None where the file lacks a column."""

@@ -8,6 +8,7 @@ from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.nn.prepared import PreparedBatch
 from persia.nn.ranking import RankingModel
+from persia.nn.regularization import embedding_l2
 from persia.types import RowsSet, RowState, StoredRows
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "SequenceEmbedding",
     "Staleness",
     "StoredRows",
+    "embedding_l2",
     "models",
 ]

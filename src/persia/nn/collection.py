@@ -241,6 +241,20 @@ class EmbeddingCollection(torch.nn.Module):
             self._inline = None
         self._steps.flush()
 
+    def await_pushes(self) -> None:
+        """Waits until the gradients that backward passes have passed on are applied, also in a `prefetch` loop. Blocks.
+
+        Rows that are read now have the updates of all steps so far. With several NN workers, of one that pushes alone.
+
+        Raises:
+            DeadlineError: they are not applied in time.
+            Exception: the failure of a push.
+        """
+        if self._pipeline is None:
+            self.flush()
+        else:
+            self._pipeline.await_pushes()
+
     # --- measurements ----------------------------------------------------------------------------------------
 
     @property

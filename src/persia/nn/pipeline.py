@@ -190,7 +190,7 @@ class Pipeline:
         """The failure of the first push that failed."""
         self.failed = False
         """Whether another NN worker is known to have left the pass, or a push has failed."""
-        self._lock = threading.Lock()  # Of what push threads change.
+        self._lock = threading.Condition()  # Of what push threads change.
         self._returned = 0
         """Number of pushes that have succeeded."""
         self._handed_over = 0
@@ -274,6 +274,25 @@ class Pipeline:
             # Most loops need one thread: pushes are faster than steps.
             if len(self._threads) < self._most_threads and self._pushes.unclaimed:
                 self._start(self._run_push, "push")
+
+    def await_pushes(self) -> None:
+        """Blocks until the pushes that were handed over have succeeded.
+
+        Raises:
+            DeadlineError: they have not in time.
+            Exception: the failure of a push.
+        """
+        with self._lock:
+            done = self._lock.wait_for(lambda: not self.unpushed or self.push_failure is not None, self._timeout)
+        if self.push_failure is not None:
+            raise self.push_failure
+        if not done:
+            raise DeadlineError(
+                f"{self.unpushed} pushes have not returned within {self._timeout:g} s. Late: embedding worker: push. "
+                "Check what blocks that stage, or raise `timeout`.",
+                stage="embedding worker: push",
+                timeout=self._timeout,
+            )
 
     def close(self, *, finish: bool = True) -> None:
         """Ends the threads; finishes pushes that were handed over, and drops batches that were not drawn.
@@ -402,6 +421,7 @@ class Pipeline:
                 self._pushes.get()()
                 with self._lock:
                     self._returned += 1
+                    self._lock.notify_all()
         except Closed:
             pass
         except BaseException as error:
@@ -411,6 +431,7 @@ class Pipeline:
                 if self.push_failure is not None:  # Most likely due to that one.
                     return
                 self.push_failure, self.failed = error, True
+                self._lock.notify_all()
             # The gate may never open now: wake a draw that waits behind it.
             self._put_failure(self._ready, error)
 

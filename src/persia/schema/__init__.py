@@ -5,6 +5,7 @@ tables; features that name the same table share its rows. Everything here can be
 names, and is stored in every checkpoint.
 """
 
+from persia.schema.dims import dims_by_frequency
 from persia.schema.features import IdFeature, IdKind, Pooling, Schema
 from persia.schema.mappings import HashTo, IdMapping, Quotient, Remainder
 from persia.schema.optimizers import (
@@ -61,4 +62,5 @@ __all__ = [
     "Table",
     "Uniform",
     "Zeros",
+    "dims_by_frequency",
 ]

@@ -173,8 +173,12 @@ def resolved(schema: Schema, servers: Sequence[EmbeddingPS]) -> Schema:
     return Schema(schema.id_features, schema.dense_features, schema.labels, list(servers[0].tables().values()))
 
 
-def load_partitions(servers: Sequence[EmbeddingPS], schema: Schema, directory: str, ranks: Collection[int]) -> str:
-    """Loads the rows of the latest checkpoint into the PSs of these ranks, which are empty; the others keep theirs.
+def load_partitions(
+    servers: Sequence[EmbeddingPS], schema: Schema, directory: str, ranks: Collection[int], step: int | None = None
+) -> str:
+    """Loads the rows of a checkpoint, by default the latest, into the PSs of these ranks; the others keep theirs.
+
+    The PSs are empty, else rows that the checkpoint lacks stay.
 
     Returns:
         The path of the checkpoint.
@@ -182,7 +186,7 @@ def load_partitions(servers: Sequence[EmbeddingPS], schema: Schema, directory: s
     Raises:
         CheckpointError: there is none, or it is damaged, or of another schema.
     """
-    reader = CheckpointReader(directory)
+    reader = CheckpointReader(directory, step)
     reader.check_schema(resolved(schema, servers))
     reader.verify()
     _import_rows(servers, reader, list(reader.manifest.tables), state=True, ranks=ranks)

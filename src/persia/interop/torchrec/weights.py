@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from persia.errors import CheckpointError, ConfigError
 from persia.interop.embedding_bag import RowsExported
-from persia.interop.rows import declared, located, read_parts, set_parts
+from persia.interop.rows import PART_VALUES, declared, located, read_parts, set_parts
 from persia.nn import EmbeddingCollection
 from persia.schema import SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad
-from persia.types import RowsSet
+from persia.types import RowsSet, RowState
 
 __all__ = ["export_weights", "import_dcp", "import_weights"]
 
@@ -115,6 +116,9 @@ def import_dcp(
 ) -> dict[str, RowsSet]:
     """Sets rows of tables to the weights in a checkpoint of `torch.distributed.checkpoint`. Blocks.
 
+    Row i of a weight is that of the number i, as for `import_weights`; in a checkpoint of `persia export --format dcp`
+    it is that of the id at i of `ids`.
+
     However the tables were sharded, and over however many ranks: shards are put together, one table after another, so
     memory for the largest one is needed. No process group, and no TorchRec. The metadata of such a checkpoint is a
     pickle, which can run code: read only those that you trust.
@@ -149,17 +153,47 @@ def import_dcp(
     done: dict[str, RowsSet] = {}
     for table in _names(collection, tables):
         keys = [_weight_key(table, found)]
+        if (prefix := keys[0].removesuffix("weight")) + "ids" in found:
+            done[table] = _import_own(collection, table, path, found, prefix, state)
+            continue
         if state and (key := _state_key(table, {key: entry.size for key, entry in found.items()})) is not None:
             keys.append(key)
-        tensors = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype) for key in keys}
-        _read(path, tensors)
-        weight, *momenta = (tensors[key] for key in keys)
+        weight, *momenta = _read(path, found, keys)
         done[table] = _import(collection, table, weight, momenta[0] if momenta else None)
     return done
 
 
-def _read(path: str, tensors: dict[str, Tensor]) -> None:
-    """Fills the tensors from a checkpoint."""
+def _import_own(
+    collection: EmbeddingCollection, table: str, path: str, found: Mapping[str, Any], prefix: str, state: bool
+) -> RowsSet:
+    """Sets the rows of a table to those that persia has exported."""
+    names = ["weight", "ids"]
+    if state and f"{prefix}state" in found:
+        names += ["state", "update_count", "last_step"]
+    weight, ids, *others = _read(path, found, [prefix + name for name in names])
+    _check(collection, table, weight, None)
+    most = max(1, PART_VALUES // max(1, weight.shape[1]))
+    done = RowsSet(0, 0, 0)
+    for start in range(0, len(ids), most):
+        part = slice(start, start + most)
+        values = None
+        if others:
+            counts = [each[part].numpy().astype(np.uint32) for each in others[1:]]
+            values = RowState(others[0][part].numpy(), counts[0], counts[1])
+        now = collection.set_rows(table, ids[part].numpy().view(np.uint64), weight[part].numpy(), state=values)
+        done = RowsSet(*map(sum, zip(done, now, strict=True)))
+    return done
+
+
+def _read(path: str, found: Mapping[str, Any], keys: Sequence[str]) -> list[Tensor]:
+    """Reads tensors of a checkpoint.
+
+    Args:
+        path: of the checkpoint.
+        found: metadata of its tensors, by key.
+        keys: of those to read.
+    """
+    tensors = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype) for key in keys}
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -172,6 +206,7 @@ def _read(path: str, tensors: dict[str, Tensor]) -> None:
         raise CheckpointError(
             f"{path} cannot be read: {error!r}. Save it again, or import another one.", path=path
         ) from error
+    return list(tensors.values())
 
 
 def _import(collection: EmbeddingCollection, table: str, weight: Tensor, momentum: Tensor | None) -> RowsSet:

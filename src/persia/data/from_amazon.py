@@ -1,0 +1,127 @@
+"""Reads Amazon's reviews."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from persia.checks import check_integer, check_number
+from persia.data.expressions import Rule
+from persia.data.files import File, Paths, expand, found
+from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
+from persia.data.json_lines import json_pieces
+from persia.data.reader import Order, StreamReader
+from persia.data.rows import Conversion, Piece
+from persia.data.selection import Selection, Split
+from persia.errors import DataError
+from persia.schema import IdFeature, Pooling, Schema
+
+__all__ = ["amazon"]
+
+_SUFFIXES = tuple(s + z for s in (".json", ".jsonl") for z in ("", ".gz", ".bz2", ".zst"))
+_OLD = {"user_id": "reviewerID", "item_id": "asin", "rating": "overall", "timestamp": "unixReviewTime"}
+_NEW = {"user_id": "user_id", "item_id": "parent_asin", "rating": "rating", "timestamp": "timestamp"}
+_TYPES = {"user_id": "string", "item_id": "string", "rating": "float64", "timestamp": "int64"}
+
+
+def amazon(
+    path: Paths | None = None,
+    batch_size: int = 1024,
+    *,
+    dim: int = 16,
+    max_length: int = 50,
+    pooling: Pooling | None = "mean",
+    positive: float = 4.0,
+    min_history: int = 0,
+    where: Rule | None = None,
+    split: Split | Mapping[str, Any] | None = None,
+    shuffle_rows: int = 0,
+    seed: int = 0,
+    drop_last: bool = False,
+    shard: tuple[int, int] = (0, 1),
+    require_labels: bool = True,
+) -> StreamReader:
+    """Amazon reviews, of 2014 (McAuley et al., SIGIR 2015), 2018 (Ni et al., EMNLP 2019) and 2023 (Hou et al., 2024).
+
+    Reads files with one JSON object in each line: `reviewerID`, `asin`, `overall`, `unixReviewTime` (2014 and 2018), or
+    `user_id`, `parent_asin`, `rating`, `timestamp` (2023). A sample is a review, in the order of time. ID-type features
+    are `user_id`, `item_id`, and `history`, the items that the user reviewed before, oldest first, in the table
+    `item_id`. The label is `positive`; `Batch.day` is in days since 1970 (UTC).
+
+    The files are not in the order of users, so all reviews are in memory while rows are read: 40 bytes each, about 120
+    while they are put in order. Each pass, each resumed one and each shard reads the files from the beginning.
+
+    Args:
+        path: file, directory, glob or URL, or a list of these; None takes `find("amazon")`.
+        batch_size: samples of a batch.
+        dim: of all embeddings.
+        max_length: items of the history that count, the newest ones.
+        pooling: of the history; None ("none" in a file) for models of sequences.
+        positive: lowest rating, from 1 to 5, whose label is 1. With 0 all labels are 1: that there is a review is what
+            counts; add `negatives`.
+        min_history: reviews of a user before this one; those with fewer are in histories, but no samples.
+        where: which reviews become samples: a rule over `user_id`, `item_id`, `rating` and `timestamp` (in
+            milliseconds). Histories have all reviews.
+        split: only one part of the samples, by the same columns; see `parquet`. Rows are numbered as in the files.
+        shuffle_rows: see `parquet`.
+        seed: of the permutations.
+        drop_last: leave out a last batch that is not full.
+        shard: (index, count): only batches i with i % count == index.
+        require_labels: if False, files without ratings give `labels` of shape `[batch, 0]`.
+
+    Raises:
+        ConfigError: an argument is invalid.
+    """
+    check_number("positive", positive, 0)
+    check_integer("min_history", min_history, 0)
+    ids = [IdFeature(name, dim=dim, kind="text") for name in ("user_id", "item_id")]
+    time = IdFeature("timestamp", dim=1, kind="number")
+    conversion = Conversion(
+        Schema([*ids, time], labels=["positive"]),
+        day="timestamp",
+        day_unit="ms",
+        require_labels=require_labels,
+        labels={"positive": f"rating >= {positive!r}"},
+        selection=Selection.of(where, split),
+    )
+    schema = Schema([*ids, history_feature(dim, "item_id", "text", max_length, pooling)], labels=["positive"])
+    log = _Reviews(tuple(expand(found("amazon") if path is None else path, _SUFFIXES)), conversion)
+    source = HistorySource(schema, log, "user_id", "item_id", min_history)
+    return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
+
+
+@dataclass(frozen=True)
+class _Reviews:
+    """See `EventLog`."""
+
+    files: tuple[File, ...]
+    conversion: Conversion
+
+    def events(self) -> EventColumns:
+        return events_of((piece for file in self.files for piece in self._pieces(file)), self.conversion, "timestamp")
+
+    def _pieces(self, file: File) -> Iterator[Piece]:
+        import pyarrow.compute as pc
+
+        keys = {form[name]: kind for name, kind in _TYPES.items() for form in (_OLD, _NEW)}
+        for piece in json_pieces(file, keys):
+            # The newer files have a key `asin`, too: that of the variant.
+            form = _OLD if piece.columns[_NEW["user_id"]].null_count == piece.rows else _NEW
+            columns = {name: piece.columns[key] for name, key in form.items()}
+            for name in ("user_id", "item_id", "timestamp"):
+                if columns[name].null_count:
+                    row = piece.row + int(pc.index(pc.is_null(columns[name]), True).as_py())
+                    raise DataError(
+                        f"{file.path}: the object at row {row} has no {form[name]!r}. Reviews have the keys "
+                        f"{', '.join(_OLD.values())}, or {', '.join(_NEW.values())}; leave out lines that lack one, "
+                        "or give a file of reviews.",
+                        path=file.path,
+                        row=row,
+                        column=form[name],
+                    )
+            if form is _OLD:
+                columns["timestamp"] = pc.multiply(columns["timestamp"], 1_000)
+            if columns["rating"].null_count == piece.rows:
+                del columns["rating"]
+            yield piece._replace(columns=columns)

@@ -1,0 +1,149 @@
+"""Reads Diginetica, the sessions of a shop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from persia.checks import check_choice, check_integer
+from persia.data.expressions import Rule
+from persia.data.files import File, Paths, expand, found
+from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
+from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
+from persia.data.reader import Order, StreamReader
+from persia.data.rows import Conversion
+from persia.data.selection import Selection, Split
+from persia.errors import DataError
+from persia.schema import IdFeature, Pooling, Schema
+from persia.types import BoolArray, Ids
+
+__all__ = ["diginetica"]
+
+_VIEWS = ("sessionId", "userId", "itemId", "timeframe", "eventdate")
+_PURCHASES = ("sessionId", "userId", "timeframe", "eventdate", "ordernumber", "itemId")
+_VIEWS_FILE, _PURCHASES_FILE = "train-item-views.csv", "train-purchases.csv"
+_DAY_MS = 86_400_000
+
+
+def diginetica(
+    path: Paths | None = None,
+    batch_size: int = 1024,
+    *,
+    dim: int = 16,
+    max_length: int = 50,
+    pooling: Pooling | None = "mean",
+    label: Literal["view", "purchase"] = "view",
+    min_history: int = 1,
+    where: Rule | None = None,
+    split: Split | Mapping[str, Any] | None = None,
+    shuffle_rows: int = 0,
+    seed: int = 0,
+    drop_last: bool = False,
+    shard: tuple[int, int] = (0, 1),
+    require_labels: bool = True,
+) -> StreamReader:
+    """Diginetica (CIKM Cup 2016): items that visitors of a shop viewed, session by session.
+
+    Reads `train-item-views.csv`: separated by semicolons, session, user, item, milliseconds since the session began,
+    and date. A sample is a view with what was viewed before it in the session, so the task is to tell the next item;
+    samples are in the order of time. ID-type features are `item_id` and `history`, oldest first, in the table
+    `item_id`. The label is `positive`; `Batch.day` is in days since 1970.
+
+    All views are in memory while rows are read, as for `amazon`.
+
+    Args:
+        path: file, directory, glob or URL of views, or a list of these; None takes `find("diginetica")`. Of a
+            directory, the file `train-item-views.csv` counts.
+        batch_size: samples of a batch.
+        dim: of the embeddings.
+        max_length: items of the history that count, the newest ones.
+        pooling: of the history; None ("none" in a file) for models of sequences.
+        label: "view": all labels are 1, as each item was viewed: add `negatives`, or train a `TwoTower`. "purchase":
+            1 if the item was bought in the session, by `train-purchases.csv` beside the views.
+        min_history: views of the session before this one; those with fewer are in histories, but no samples.
+        where: which views become samples: a rule over the columns of the file (`sessionId`, `userId`, `itemId`,
+            `timeframe`, `eventdate`). Histories have all views.
+        split: only one part of the samples; see `parquet`. Rows are numbered as in the files. With by="hash" and
+            column="sessionId", samples of a session stay together.
+        shuffle_rows: see `parquet`.
+        seed: of the permutations.
+        drop_last: leave out a last batch that is not full.
+        shard: (index, count): only batches i with i % count == index.
+        require_labels: if False, `labels` have the shape `[batch, 0]` where the purchases are not there.
+
+    Raises:
+        ConfigError: an argument is invalid.
+        DataError: there are no such files.
+    """
+    check_choice("label", label, ("view", "purchase"))
+    check_integer("min_history", min_history, 0)
+    path = found("diginetica") if path is None else path
+    if isinstance(path, str | os.PathLike) and Path(path).is_dir():
+        path = Path(path) / _VIEWS_FILE
+    views = tuple(expand(path, CSV_SUFFIXES))
+    purchases = _purchases(views, require_labels) if label == "purchase" else None
+    item = IdFeature("item_id", dim=dim, kind="number")
+    others = [IdFeature(name, dim=1, kind="number") for name in ("sessionId", "timeframe")]
+    conversion = Conversion(
+        Schema([item, *others], labels=[]),
+        {"item_id": "itemId"},
+        day="eventdate",
+        selection=Selection.of(where, split),
+    )
+    schema = Schema([item, history_feature(dim, "item_id", "number", max_length, pooling)], labels=["positive"])
+    log = _Views(views, conversion, purchases)
+    source = HistorySource(schema, log, "sessionId", "item_id", min_history)
+    return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
+
+
+def _purchases(views: tuple[File, ...], required: bool) -> tuple[File, ...]:
+    """Returns the files of purchases beside those of views; empty if they are not there and not required."""
+    beside = dict.fromkeys("".join(file.path.rpartition("/")[:2]) + _PURCHASES_FILE for file in views)
+    try:
+        return tuple(expand(list(beside), CSV_SUFFIXES))
+    except DataError:
+        if required:
+            raise
+        return ()
+
+
+@dataclass(frozen=True)
+class _Views:
+    """See `EventLog`."""
+
+    files: tuple[File, ...]
+    conversion: Conversion
+    purchases: tuple[File, ...] | None
+    """None: every view has the label 1; empty: no labels."""
+
+    def events(self) -> EventColumns:
+        source = CsvSource(self.files, self.conversion, CsvFormat(";", layouts=(_VIEWS,), columns=_VIEWS))
+        pieces = (piece for file in self.files for piece in source.pieces(file))
+        events = events_of(pieces, self.conversion, "timeframe")
+        labels = np.ones((len(events.time), int(self.purchases != ())), np.float32)
+        if self.purchases:
+            labels[:, 0] = self._bought(events.ids["sessionId"], events.ids["item_id"])
+        # The time of day at which a session began is not known: all begin at midnight.
+        time = events.day.astype(np.int64) * _DAY_MS + events.time
+        return events._replace(time=time, labels=labels)
+
+    def _bought(self, sessions: Ids, items: Ids) -> BoolArray:
+        """Returns whether each item was bought in its session."""
+        assert self.purchases is not None
+        schema = Schema([IdFeature(name, dim=1, kind="number") for name in ("sessionId", "itemId")], labels=[])
+        conversion = Conversion(schema)
+        columns = ("sessionId", "itemId")
+        source = CsvSource(self.purchases, conversion, CsvFormat(";", layouts=(_PURCHASES,), columns=columns))
+        pieces = (piece for file in self.purchases for piece in source.pieces(file))
+        bought = events_of(pieces, conversion, "sessionId").ids
+        pairs = np.stack([np.r_[bought[name], own] for name, own in zip(columns, (sessions, items), strict=True)], 1)
+        _, codes = np.unique(pairs, axis=0, return_inverse=True)
+        codes = codes.reshape(-1)
+        known = len(pairs) - len(sessions)
+        found: BoolArray = np.isin(codes[known:], codes[:known])
+        return found

@@ -1,0 +1,176 @@
+"""Samples with histories, of logs whose events are in any order: one sample for each event, in the order of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from persia.batching.batch import Batch, IdColumn
+from persia.data.files import File
+from persia.data.rows import Conversion, Piece
+from persia.errors import DataError
+from persia.schema import IdFeature, Pooling, Schema
+from persia.types import Floats, Ids, Int32Array, Int64Array
+
+__all__ = ["EventColumns", "EventLog", "HistorySource", "events_of", "history_feature", "history_of"]
+
+PIECE_IDS = 1 << 20
+"""Ids of the histories that are built at once, about."""
+
+
+class EventColumns(NamedTuple):
+    """The events of a log, in the order of the files; about 40 bytes each.
+
+    Attributes:
+        ids: by feature, uint64 `[events]`.
+        time: int64 `[events]`; of events of one time, the one that is first in the files is the earlier one.
+        labels: float32 `[events, labels]`.
+        day: int32 `[events]`; 0 where the log has none.
+        selected: positions of the events that become samples, int64; None for all.
+    """
+
+    ids: dict[str, Ids]
+    time: Int64Array
+    labels: Floats
+    day: Int32Array
+    selected: Int64Array | None
+
+
+class EventLog(Protocol):
+    """A log of events; picklable."""
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        """The files, for error messages."""
+        ...
+
+    def events(self) -> EventColumns:
+        """Reads all events."""
+        ...
+
+
+@dataclass(frozen=True)
+class HistorySource:
+    """A sample for each event of a log, with the events of the same owner before it.
+
+    All events are in memory while rows are read: histories of one owner are anywhere in the files.
+
+    Attributes:
+        schema: of the samples: features of the events, and `history` with the table of `item`.
+        log: the events.
+        owner: key in `EventColumns.ids` of the user or session that a history is of.
+        item: feature in `EventColumns.ids` that histories are made of.
+        min_history: events with fewer ones before them are in histories only.
+    """
+
+    schema: Schema
+    log: EventLog
+    owner: str
+    item: str
+    min_history: int = 0
+
+    def chunks(self, skip: int) -> Iterator[Batch]:
+        """See `RowSource.chunks`. Skipped samples are not built, but all events are read."""
+        events = self.log.events()
+        owners, items = events.ids[self.owner], events.ids[self.item]
+        # By owner, then time, then place in the files: the history of an event is what lies before it.
+        grouped = np.lexsort((events.time, owners))
+        heads = np.flatnonzero(np.r_[True, owners[grouped][1:] != owners[grouped][:-1]])
+        before = np.arange(len(grouped)) - np.repeat(heads, np.diff(np.r_[heads, len(grouped)]))
+        place = np.empty_like(grouped)
+        place[grouped] = np.arange(len(grouped))
+        samples = np.arange(len(owners)) if events.selected is None else events.selected
+        samples = samples[before[place[samples]] >= self.min_history]
+        if not len(samples):
+            path = self.log.files[0].path
+            raise DataError(
+                f"{path}: there are no samples: no event is selected by `where` and `split` and has {self.min_history} "
+                "or more before it; correct them, or give another source.",
+                path=path,
+            )
+        samples = samples[np.argsort(events.time[samples], kind="stable")][skip:]
+        length = self.schema.feature("history").max_length
+        assert length is not None
+        sorted_items = items[grouped]
+        for start in range(0, len(samples), max(1, PIECE_IDS // length)):
+            rows = samples[start : start + max(1, PIECE_IDS // length)]
+            history = history_of(sorted_items, place[rows], np.minimum(before[place[rows]], length))
+            names = [feature.name for feature in self.schema.id_features if feature.name != "history"]
+            ids = {name: IdColumn(events.ids[name][rows]) for name in names} | {"history": history}
+            labels = np.ascontiguousarray(events.labels[rows])
+            yield Batch(ids, np.empty((len(rows), 0), np.float32), labels, events.day[rows])
+
+
+def history_of(items: Ids, ends: Int64Array, lengths: Int64Array) -> IdColumn:
+    """Returns `items[ends[i] - lengths[i] : ends[i]]` for each i, as ids of a feature."""
+    offsets = np.zeros(len(ends) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    index = np.arange(offsets[-1]) + np.repeat(ends - lengths - offsets[:-1], lengths)
+    return IdColumn(items[index], offsets)
+
+
+def history_feature(dim: int, table: str, kind: str, max_length: int, pooling: Pooling | None) -> IdFeature:
+    """Returns the feature `history`: the newest `max_length` ids of a table."""
+    return IdFeature(
+        "history",
+        dim=dim,
+        table=table,
+        pooling=pooling,
+        max_length=max_length,
+        keep="last",
+        kind=kind,  # type: ignore[arg-type]
+    )
+
+
+def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> EventColumns:
+    """Reads events from pieces of files.
+
+    Args:
+        pieces: all rows of the files.
+        conversion: to batches whose ID-type features are those of the events, and their time, a whole number. Its
+            selection says which events become samples.
+        time: the feature with the time.
+
+    Raises:
+        DataError: a value is invalid or missing; the message names file, row and column.
+    """
+    plain = replace(conversion, selection=None)
+    batches: list[Batch] = []
+    kept: list[Int64Array] = []
+    first = 0
+    for piece in pieces:
+        for batch in plain.batches(iter([piece]), 0):
+            for name, column in batch.id_features.items():
+                _check_single(name, column, piece)
+            batches.append(batch)
+        if conversion.selection is not None:
+            kept.append(first + conversion.selected(piece, first))
+        first += piece.rows
+    names = [feature.name for feature in conversion.schema.id_features]
+    if not batches:
+        none = {name: np.empty(0, np.uint64) for name in names}
+        labels = np.empty((0, len(conversion.schema.labels)), np.float32)
+        return EventColumns(none, np.empty(0, np.int64), labels, np.empty(0, np.int32), None)
+    ids = {name: np.concatenate([batch.id_features[name].values for batch in batches]) for name in names}
+    days = [np.zeros(len(batch), np.int32) if batch.day is None else batch.day for batch in batches]
+    columns = min(batch.labels.shape[1] for batch in batches)  # 0 if some files lack labels, which are not required.
+    labels = np.concatenate([batch.labels[:, :columns] for batch in batches])
+    selected = np.concatenate(kept) if conversion.selection is not None else None
+    return EventColumns(ids, ids[time].astype(np.int64), labels, np.concatenate(days), selected)
+
+
+def _check_single(name: str, column: IdColumn, piece: Piece) -> None:
+    if column.offsets is None:
+        return
+    lengths = np.diff(column.offsets)
+    row = piece.row + int((lengths != 1).argmax())
+    raise DataError(
+        f"{piece.file.path}: column {name!r} has no value at row {row}, but each event has one. Fill it in, or leave "
+        "the line out.",
+        path=piece.file.path,
+        column=name,
+        row=row,
+    )

@@ -1,0 +1,14 @@
+"""Training with a `Trainer` of Lightning, in one process; needs `pip install "persia[lightning]"`."""
+
+from persia.errors import MissingExtraError
+
+try:
+    import lightning.pytorch  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError('persia.interop.lightning needs Lightning: pip install "persia[lightning]".') from error
+
+from persia.interop.lightning.callback import PersiaCallback
+from persia.interop.lightning.loader import PrefetchLoader
+from persia.interop.lightning.module import RecommenderModule
+
+__all__ = ["PersiaCallback", "PrefetchLoader", "RecommenderModule"]

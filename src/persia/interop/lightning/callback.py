@@ -1,0 +1,109 @@
+"""`PersiaCallback`: rows in Lightning's checkpoints, and what persia measures in its logs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from persia.errors import ConfigError
+from persia.interop.lightning.loader import PrefetchLoader, check_one_process
+from persia.interop.lightning.rows import RowsCheckpointIO
+from persia.nn import EmbeddingCollection
+
+__all__ = ["PersiaCallback"]
+
+
+class PersiaCallback(Callback):  # type: ignore[misc]
+    """Saves and loads rows with Lightning's checkpoints, and logs what persia measures.
+
+    The rows of `last.ckpt` are in the directory `last.rows` beside it: written before the file, read with
+    `trainer.fit(..., ckpt_path=...)`, removed when Lightning removes the file. All gradients so far are in them. Each
+    logged step has `persia/staleness` (mean so far), `persia/rows_applied`, `persia/rows_absent`,
+    `persia/rows_non_finite` and `persia/batches_released`, counted from the beginning; see
+    `EmbeddingCollection.staleness` and `pushed`.
+
+    It also gives the collection the `GradScaler` of `precision="16-mixed"`.
+
+    Args:
+        embeddings: the collection; None for the only one among the submodules of the LightningModule.
+
+    Raises:
+        ConfigError: at the beginning of a run, if Lightning runs several processes, accumulates another number of
+            batches than the collection, or the module does not have one collection.
+    """
+
+    def __init__(self, embeddings: EmbeddingCollection | None = None) -> None:
+        self._given = embeddings
+        self.embeddings = embeddings
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the run, and takes part in its checkpoints."""
+        check_one_process(trainer.world_size)
+        embeddings = self._given or _only_collection(pl_module)
+        steps = embeddings.options.accumulation_steps
+        if stage == "fit" and trainer.accumulate_grad_batches != steps:
+            raise ConfigError(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), but the collection accumulates "
+                f"{steps}; make it with CollectionOptions(accumulation_steps={trainer.accumulate_grad_batches}).",
+                field="accumulation_steps",
+            )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if isinstance(scaler, torch.amp.GradScaler):
+            embeddings.grad_scaler = scaler
+        strategy = trainer.strategy
+        base = strategy.checkpoint_io
+        strategy.checkpoint_io = RowsCheckpointIO(base.base if isinstance(base, RowsCheckpointIO) else base, embeddings)
+        self.embeddings = embeddings
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs every `Trainer.log_every_n_steps`."""
+        embeddings = self.embeddings
+        if embeddings is None or trainer.global_step % trainer.log_every_n_steps:
+            return
+        pushed = embeddings.pushed
+        found = {
+            "persia/staleness": embeddings.staleness.mean,
+            "persia/rows_applied": pushed.applied,
+            "persia/rows_absent": pushed.absent,
+            "persia/rows_non_finite": pushed.non_finite,
+            "persia/batches_released": pushed.released,
+        }
+        pl_module.log_dict({name: float(value) for name, value in found.items()}, batch_size=1)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits for the gradients so far, so that rows are as new as the network."""
+        if self.embeddings is not None:
+            self.embeddings.await_pushes()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends the pass over the training data."""
+        _close_loaders(trainer.train_dataloader)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Ends the pass over the training data."""
+        _close_loaders(trainer.train_dataloader)
+
+
+def _close_loaders(loaders: Any) -> None:
+    """Closes those of a loader, or of a list or dict of loaders, that prefetch."""
+    if isinstance(loaders, PrefetchLoader):
+        loaders.close()
+    elif isinstance(loaders, Mapping | list | tuple):
+        for each in loaders.values() if isinstance(loaders, Mapping) else loaders:
+            _close_loaders(each)
+
+
+def _only_collection(module: LightningModule) -> EmbeddingCollection:
+    found = [each for each in module.modules() if isinstance(each, EmbeddingCollection)]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{type(module).__name__} has {len(found)} collections of embeddings among its submodules; name the one "
+            "whose rows are saved: PersiaCallback(embeddings).",
+            field="embeddings",
+        )
+    return found[0]

@@ -1,0 +1,206 @@
+"""`PrefetchLoader`: batches with rows for a Lightning `Trainer`, which draws one batch further than it trains."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from persia.batching.batch import Batch
+from persia.batching.validation import check_data
+from persia.errors import ConfigError
+from persia.nn import EmbeddingCollection, PreparedBatch
+from persia.services import Seekable
+
+__all__ = ["PendingBatch", "PrefetchLoader"]
+
+
+class PrefetchLoader:
+    """The batches of `EmbeddingCollection.prefetch`, as a `Trainer` of Lightning takes them.
+
+    Where the length of a loader is unknown, Lightning asks for a batch more before each step, to know the last one.
+    Rows must not be drawn so early: a batch is used up when the next one is drawn. So this loader yields stand-ins, and
+    Lightning gets the batch of a stand-in when it moves it to the device.
+
+    Its position is part of Lightning's checkpoints: a resumed `fit` goes on with the batch after the last one, if
+    `data` is a reader of `persia.data`. Each pass that trains is another epoch of it.
+
+    Args:
+        embeddings: of the module that is trained. In training mode their backward passes push gradients, in evaluation
+            mode they are read only, as Lightning sets it.
+        data: a reader, or any iterable of `persia.Batch` that can be iterated again.
+
+    Raises:
+        DataError: `data` is not of this kind.
+    """
+
+    def __init__(self, embeddings: EmbeddingCollection, data: Iterable[Batch]) -> None:
+        check_data("data", data)
+        self.embeddings = embeddings
+        self.data = data
+        self._pass: _Pass | None = None
+        self._next = 0, 0
+        """Where the next pass begins: epoch, and number of a batch."""
+        self._position = 0, 0
+        """Where the last pass has ended."""
+
+    def __iter__(self) -> Iterator[PendingBatch]:
+        """Begins a pass over the data, and ends the one before.
+
+        Raises:
+            ConfigError: Lightning runs several processes.
+        """
+        check_one_process()
+        self.close()
+        found = self._pass = _Pass(self.embeddings, self.data, *self._next)
+        number = 0
+        while found.has(number):
+            yield PendingBatch(found)
+            number += 1
+
+    def close(self) -> None:
+        """Ends a pass: its threads, and the last step. `PersiaCallback` does it at the end of `fit`."""
+        found, self._pass = self._pass, None
+        if found is not None:
+            self._position = found.position
+            self._next = self._next[0] + found.trains, 0
+            found.close()
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the position, for Lightning's checkpoints: the pass, and the batches that were drawn in it."""
+        epoch, batch = self._position if self._pass is None else self._pass.position
+        return {"epoch": epoch, "batch": batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begins the next pass at a position that `state_dict` has returned."""
+        self._next = self._position = state["epoch"], state["batch"]
+
+
+class PendingBatch:
+    """Stands for a batch until Lightning moves it to the device, which draws the batch."""
+
+    def __init__(self, found: _Pass) -> None:
+        self._pass = found
+
+    def to(self, device: torch.device, **_: Any) -> PreparedBatch:
+        """Draws the batch, which blocks until its rows are there.
+
+        Raises:
+            ConfigError: the collection brings batches to another device.
+        """
+        batch = self._pass.draw()
+        found, wanted = batch.dense.device, torch.device(device)
+        if found.type != wanted.type:
+            raise ConfigError(
+                f"Lightning trains on {wanted}, but the rows come to {found}; make the collection with "
+                f'CollectionOptions(device="{wanted.type}"), or pass accelerator="{found.type}" to the Trainer.',
+                field="device",
+            )
+        return batch
+
+
+class _Pass:
+    """One pass over the data; its lookups begin at the first draw, when Lightning has set the mode of the module."""
+
+    def __init__(self, embeddings: EmbeddingCollection, data: Iterable[Batch], epoch: int, start: int) -> None:
+        items = data.batches(epoch, start) if isinstance(data, Seekable) else islice(data, start, None)
+        self._items = _Lookahead(items)
+        self._embeddings = embeddings
+        self._epoch = epoch
+        self._start = start
+        self._drawn = 0
+        self.trains = False
+        """Whether batches were drawn in training mode."""
+        self._batches: Generator[PreparedBatch, None, None] | None = None
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Where the next pass would continue this one: epoch, and number of a batch."""
+        if self._drawn == self._items.total:
+            return self._epoch + 1, 0
+        return self._epoch, self._start + self._drawn
+
+    def has(self, number: int) -> bool:
+        return self._items.has(number)
+
+    def draw(self) -> PreparedBatch:
+        if self._batches is None:
+            self.trains = self._embeddings.training
+            self._batches = self._embeddings.prefetch(self._items)
+        batch = next(self._batches)
+        self._drawn += 1
+        return batch
+
+    def close(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+
+
+class _Lookahead:
+    """An iterator that says whether there is an item of a number, before the reading thread of `prefetch` takes it."""
+
+    def __init__(self, items: Iterator[Batch]) -> None:
+        self._items = items
+        self._waiting: deque[Batch] = deque()
+        self._count = 0
+        """Number of items that were read."""
+        self.total: int | None = None
+        """Number of items, once it is known."""
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        with self._lock:
+            if not self._waiting:
+                self._read()
+            if self._waiting:
+                return self._waiting.popleft()
+            assert self._failure is not None
+            raise self._failure
+
+    def has(self, number: int) -> bool:
+        """Returns whether there is an item of this number, from 0; also if reading it fails, as its draw then says."""
+        if number < self._count:
+            return True
+        with self._lock:
+            while number >= self._count and self._failure is None:
+                self._read()
+            return number < self._count or not isinstance(self._failure, StopIteration)
+
+    def _read(self) -> None:
+        if self._failure is not None:
+            return
+        try:
+            self._waiting.append(next(self._items))
+            self._count += 1
+        except StopIteration as end:
+            self._failure, self.total = end, self._count
+        except BaseException as error:
+            self._failure = error
+
+
+def check_one_process(processes: int = 0) -> None:
+    """Checks that Lightning runs one process.
+
+    Args:
+        processes: the number, if it is known; 0 asks `torch.distributed`.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if not processes and torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = torch.distributed.get_world_size()
+    if processes > 1:
+        raise ConfigError(
+            f"Lightning runs {processes} processes, and each would have tables of its own. Use "
+            "Trainer(devices=1, num_nodes=1); to train with several, use persia.Trainer with "
+            f"persia.cluster.Ray(nn_workers={processes}).",
+            field="devices",
+        )

@@ -1,0 +1,97 @@
+"""`RecommenderModule`: a network of persia and its embeddings as a LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from persia.metrics import Metrics
+from persia.nn import EmbeddingCollection, PreparedBatch
+from persia.nn.arguments import DENSE_OPTIMIZER, MODEL, Expected, check_arguments
+from persia.nn.output import logits_of, loss_of
+
+__all__ = ["RecommenderModule"]
+
+COLLECTION = Expected(
+    lambda value: isinstance(value, EmbeddingCollection), "a persia.nn.EmbeddingCollection for the schema of the data"
+)
+
+
+class RecommenderModule(LightningModule):  # type: ignore[misc]
+    """Trains a network and embeddings with a `Trainer` of Lightning, in one process, by automatic optimization.
+
+    The loss is that of `persia.Trainer`: the model's own method `loss`, else the mean binary cross-entropy. `backward`
+    pushes the gradients of rows; Lightning's optimizer gets the network's parameters. Batches come from
+    `PrefetchLoader`. Logs `train_loss`, and of validation and test `val_auc`, `val_log_loss`, `test_auc` and
+    `test_log_loss`; `trainer.predict` returns probabilities `[batch, labels]`.
+
+    A LightningModule of your own needs no base class: hold the collection as a submodule, call it with the batch, and
+    give its Trainer `PrefetchLoader` and `PersiaCallback`.
+
+    Args:
+        model: `forward(dense, embeddings)` returns logits `[batch, labels]` or a `ModelOutput`, as for a
+            `persia.Trainer`.
+        embeddings: tables of the model. Rows are no parameters, so clipping by Lightning leaves their gradients alone.
+        optimizer: makes the optimizer of the network from its parameters.
+
+    Raises:
+        ConfigError: an argument is not valid.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        embeddings: EmbeddingCollection,
+        *,
+        optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer],
+    ) -> None:
+        super().__init__()
+        check_arguments(
+            model=(model, MODEL), embeddings=(embeddings, COLLECTION), optimizer=(optimizer, DENSE_OPTIMIZER)
+        )
+        self.model = model
+        self.embeddings = embeddings
+        self._make_optimizer = optimizer
+        self._metrics = Metrics(embeddings.schema.labels)
+
+    def forward(self, batch: PreparedBatch) -> Any:
+        """Returns what the model returns."""
+        return self.model(batch.dense, self.embeddings(batch))
+
+    def training_step(self, batch: PreparedBatch, batch_idx: int) -> torch.Tensor:
+        """Returns the loss, and logs it."""
+        _, loss = loss_of(self.model, self(batch), batch.labels)
+        self.log("train_loss", loss, batch_size=len(batch), prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: PreparedBatch, batch_idx: int) -> None:
+        """Adds a batch to the metrics."""
+        self._metrics.update(logits_of(self(batch), batch.labels), batch.labels)
+
+    def test_step(self, batch: PreparedBatch, batch_idx: int) -> None:
+        """Adds a batch to the metrics."""
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: PreparedBatch, batch_idx: int) -> torch.Tensor:
+        """Returns probabilities `[batch, labels]`."""
+        return torch.sigmoid(logits_of(self(batch), batch.labels))
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs the metrics of the pass."""
+        self._log_metrics("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Logs the metrics of the pass."""
+        self._log_metrics("test")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Makes the optimizer of the network."""
+        return self._make_optimizer(self.model.parameters())
+
+    def _log_metrics(self, prefix: str) -> None:
+        result = self._metrics.result()
+        self.log_dict({f"{prefix}_auc": result.auc, f"{prefix}_log_loss": result.log_loss}, batch_size=1)
+        self._metrics = Metrics(self.embeddings.schema.labels)

@@ -1,0 +1,130 @@
+"""Rows beside the checkpoints of Lightning: written before the .ckpt file, read and removed with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from typing import Any
+
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from persia.checkpoint import CAPACITY_SCOPE, CheckpointReader, CheckpointWriter
+from persia.config import dump
+from persia.errors import CheckpointError
+from persia.nn import EmbeddingCollection
+from persia.trainer.checkpointing import write_rows
+from persia.trainer.loading import load_partitions, resolved
+
+__all__ = ["RowsCheckpointIO", "load_tables", "rows_directory", "save_tables"]
+
+LOG = logging.getLogger("persia.interop.lightning")
+KEY = "persia_rows"
+
+
+def rows_directory(path: str | os.PathLike[str]) -> str:
+    """Returns the directory of rows beside a checkpoint file: `last.rows` of `last.ckpt`."""
+    return f"{os.fspath(path).removesuffix('.ckpt')}.rows"
+
+
+def save_tables(embeddings: EmbeddingCollection, directory: str) -> int:
+    """Writes all rows, with the state of their optimizers, after the gradients so far are applied. Blocks.
+
+    The directory is a checkpoint of persia without a network: `persia checkpoint inspect`, `export` and `reshard` read
+    it. The last two steps are kept.
+
+    Returns:
+        The global step, which names it in the directory.
+
+    Raises:
+        CheckpointError: it cannot be written.
+        DeadlineError: gradients are not applied in time.
+    """
+    embeddings.await_pushes()
+    servers, step = embeddings.connection.servers, embeddings.global_step
+    name = secrets.token_hex(8)
+    place = "" if "://" in directory else os.path.abspath(directory)
+    with CheckpointWriter(directory, step, keep_last=2) as writer:
+        try:
+            for number, server in enumerate(servers):
+                for part, pieces in enumerate(server.export_state()):
+                    writer.add_state(f"server-{number}.{part}", [piece._asdict() for piece in pieces])
+                server.begin_snapshot(name, {}, place)
+            for number, server in enumerate(servers):
+                write_rows(writer, number, server, name)
+        finally:
+            for server in servers:
+                server.end_snapshot(name)
+        config = {
+            "schema": dump(embeddings.schema),
+            "embedding_optimizer": dump(embeddings.optimizer),
+            "capacity_scope": CAPACITY_SCOPE,
+        }
+        writer.commit(schema=resolved(embeddings.schema, servers), config=config)
+    return step
+
+
+def load_tables(embeddings: EmbeddingCollection, directory: str, step: int) -> None:
+    """Reads what `save_tables` has written, and continues its count of global steps. Blocks.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another schema.
+    """
+    servers = embeddings.connection.servers
+    load_partitions(servers, embeddings.schema, directory, range(len(servers)), step)
+    embeddings.global_step = step
+    saved = CheckpointReader(directory, step).manifest.tables
+    for table, counters in embeddings.statistics().items():
+        if counters["rows"] > saved[table].rows:
+            LOG.warning(
+                "Table %r has %d rows that are not in %s: they were trained later, and stay. Load checkpoints in a new "
+                "process to have exactly their rows.",
+                table, counters["rows"] - saved[table].rows, directory,
+            )  # fmt: skip
+
+
+class RowsCheckpointIO(CheckpointIO):  # type: ignore[misc]
+    """Adds rows to what another `CheckpointIO` saves, loads and removes.
+
+    Args:
+        base: writes the .ckpt files.
+        embeddings: their rows.
+    """
+
+    def __init__(self, base: CheckpointIO, embeddings: EmbeddingCollection) -> None:
+        self.base = base
+        self.embeddings = embeddings
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Writes the rows, then the file, which names their step: a file is never without its rows."""
+        step = save_tables(self.embeddings, rows_directory(path))
+        self.base.save_checkpoint({**checkpoint, KEY: step}, path, storage_options=storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads the file, and the rows into the tables.
+
+        Raises:
+            CheckpointError: the file was saved without rows, or they are not there.
+        """
+        checkpoint: dict[str, Any] = self.base.load_checkpoint(path, *args, **kwargs)
+        if KEY not in checkpoint:
+            raise CheckpointError(
+                f"{path} has no rows: it was saved without PersiaCallback. Add the callback to the Trainer that saves, "
+                "or load the network alone with `load_from_checkpoint`.",
+                path=os.fspath(path),
+            )
+        load_tables(self.embeddings, rows_directory(path), checkpoint[KEY])
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes the file, then its rows."""
+        import fsspec
+
+        self.base.remove_checkpoint(path)
+        system, directory = fsspec.core.url_to_fs(rows_directory(path))
+        if system.exists(directory):
+            system.rm(directory, recursive=True)
+
+    def teardown(self) -> None:
+        """Ends the other one."""
+        self.base.teardown()
