@@ -180,8 +180,11 @@ def plan_deployment(request: PlanRequest) -> DeploymentPlan:
     ]
     size = sum(table.checkpoint for table in placed.tables)
     speed = request.rates.checkpoint
+    restart = (
+        speed.restart + speed.attach * sum(table.rows for table in placed.tables) / topology.counts["embedding_ps"]
+    )
     return DeploymentPlan(
-        placed.tables, roles, hosts, limits, rate, size / speed.write, size / speed.read, speed.restart, placed.added
+        placed.tables, roles, hosts, limits, rate, size / speed.write, size / speed.read, restart, placed.added
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ Costs are processor time wherever a processor does the work, so other programs o
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import multiprocessing
 import os
@@ -16,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Protocol
@@ -28,10 +28,11 @@ from persia.checkpoint import CheckpointReader, CheckpointWriter
 from persia.errors import ConfigError, DeadlineError
 from persia.modes import Hybrid
 from persia.plan.rates import CheckpointRate, DiskRate, RowRate, WireRate
-from persia.ps import EmbeddingServer
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import Adagrad, IdFeature, Schema
 from persia.services import RowChunk
 from persia.store import NativeStore, TableConfig
+from persia.store.disk import random_reads
 from persia.types import Floats, Packed
 
 __all__ = ["measure_checkpoint", "measure_disk", "measure_rows", "measure_wire"]
@@ -49,8 +50,6 @@ CHECKPOINT_ROWS = 1_000_000
 DISK_BYTES = 512 << 20
 READ_BYTES = 4096
 WRITE_BYTES = 64 << 10
-READERS = 32
-"""Threads that read at the same time."""
 
 
 def core_seconds(work: Callable[[], int], seconds: float = SECONDS) -> float:
@@ -190,7 +189,7 @@ server.close()
 
 
 def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
-    """Measures writing and reading the rows of a PS, and the start of a PS process.
+    """Measures writing and reading the rows of a PS, and the start of a PS process, without rows and with some.
 
     Args:
         directory: where checkpoints will be; None for that of temporary files. Needs 200 MB.
@@ -219,6 +218,7 @@ def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
             for chunk in _chunks(path):
                 other.import_rows(chunk)
             read.append(time.perf_counter() - began)
+    del server, other
     restarts = []
     for _ in range(3):
         began = time.perf_counter()
@@ -227,7 +227,26 @@ def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
         restarts.append(time.perf_counter() - began)
     middle = (sorted(each)[1] for each in (written, read, restarts))
     write, back, restart = middle
-    return CheckpointRate(size / write, size / back, restart)
+    return CheckpointRate(size / write, size / back, restart, _attaching(schema, directory))
+
+
+def _attaching(schema: Schema, directory: str | None) -> float:
+    """Returns the seconds for each row that a PS takes to attach to the regions of one before."""
+    tables, taken = schema.resolved_tables(), []
+    with _scratch(directory) as path:
+        options = ServerOptions(regions=str(path / "ps-0"))
+        server = EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, 1, options)
+        for start in range(0, CHECKPOINT_ROWS, 100_000):
+            ids = np.arange(start, start + 100_000, dtype=np.uint64)
+            server.lookup(Packed(["item"], [len(ids)], ids), True)
+        for _ in range(3):
+            del server
+            gc.collect()
+            began = time.perf_counter()
+            server = EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, 1, options)
+            taken.append(time.perf_counter() - began)
+        del server
+    return min(taken) / CHECKPOINT_ROWS
 
 
 def _chunks(path: Path) -> Iterator[RowChunk]:
@@ -237,6 +256,8 @@ def _chunks(path: Path) -> Iterator[RowChunk]:
 
 def measure_disk(directory: str) -> DiskRate:
     """Measures random reads and writes of an SSD past the cache of the operating system. Writes 512 MiB.
+
+    Reads are made as those of rows on disk, by the same code: as many in flight, with io_uring where the kernel has it.
 
     Args:
         directory: on the SSD.
@@ -265,20 +286,9 @@ def measure_disk(directory: str) -> DiskRate:
             written = time.perf_counter() - began
         finally:
             os.close(out)
-        source = os.open(file, os.O_RDONLY | os.O_DIRECT)
-        try:
-            with ThreadPoolExecutor(READERS) as pool:
-                reads = sum(pool.map(lambda seed: _random_reads(source, seed), range(READERS)))
-        finally:
-            os.close(source)
-    return DiskRate(directory, reads, DISK_BYTES / written)
-
-
-def _random_reads(file: int, seed: int) -> float:
-    """Returns the reads/s of one thread."""
-    page, rng, count = mmap.mmap(-1, READ_BYTES), random.Random(seed), 0
-    began = time.perf_counter()
-    while (spent := time.perf_counter() - began) < 5 * SECONDS:
-        os.preadv(file, [page], READ_BYTES * rng.randrange(DISK_BYTES // READ_BYTES))
-        count += 1
-    return count / spent
+        reads, seconds = 0, 0.0
+        while seconds < 5 * SECONDS:
+            blocks = DISK_BYTES // READ_BYTES
+            seconds += random_reads(str(file), blocks, REQUEST_IDS, block_bytes=READ_BYTES, seed=reads)
+            reads += REQUEST_IDS
+    return DiskRate(directory, reads / seconds, DISK_BYTES / written)
