@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 import persia
@@ -33,7 +34,7 @@ from persia.plan import PlannedTable, Topology, planned_tables
 from persia.plan.cache import missing_share
 from persia.plan.load import batch_traffic
 from persia.plan.measure import measure_disk, measure_rows, measure_wire
-from persia.plan.rates import BatchShape, RowRate, StepRate, WireRate
+from persia.plan.rates import BatchShape, DiskRate, RowRate, StepRate, WireRate
 from persia.plan.simulate import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
 from persia.plan.workload import FakeCluster, measure_workload
 from persia.ps.sizes import water_level
@@ -110,10 +111,10 @@ def wire() -> WireRate:
 
 
 @cache
-def reads() -> float:
-    """Measures random reads/s of the disk."""
+def disk() -> DiskRate:
+    """Measures the disk."""
     with ssd() as path:
-        return measure_disk(str(path)).reads
+        return measure_disk(str(path))
 
 
 def tables_of(schema: Schema, rows: int) -> list[PlannedTable]:
@@ -162,8 +163,9 @@ def simulated(dim: int, first: int, rows: int, kept: int, uniform: bool, steps: 
         call=wire().call,
         byte=wire().byte,
         misses=missing,
+        miss=disk().row if kept else 0.0,
     )
-    hosts = {"here": SimulatedHosts(1, CORES, reads=reads() if kept else float("inf"))}
+    hosts = {"here": SimulatedHosts(1, CORES, reads=disk().reads if kept else float("inf"))}
     cluster = SimulatedCluster(hosts, dict.fromkeys(counts, "here"), counts, gpus=False)
     return simulate_training(costs, cluster, SimulatedMode(4), steps).samples_per_second, missing
 
@@ -192,7 +194,7 @@ def capacity(preset: str) -> Iterator[runner.Measure]:
             by_size=sizes, **{
                 "farthest": {"rows": worst[0]["rows"], "ids": worst[1]}, "commit measured": line["commit"],
                 "machine measured": line["machine"], "same machine": line["machine"] == machine(),
-                "disk reads/s": reads() if where == "disk" else None,
+                **({"disk": msgspec.to_builtins(disk())} if where == "disk" else {}),
             },
         )  # fmt: skip
         found.append(measure)

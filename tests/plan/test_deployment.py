@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from persia import IdFeature, Schema
@@ -102,6 +103,27 @@ def test_rows_that_do_not_fit_go_to_the_disk():
     assert skewed > 2 * uniform
     chosen = plan_deployment(request(2_000_000, [few], memory_rows={"item": 100_000}))
     assert chosen.tables[0].memory_rows == 100_000
+
+
+def test_rows_that_come_from_disk_cost_their_ps_time():
+    few = HostKind("host", 8, 2 * 10**8, count=1, disk=10**11)
+    plain = request(2_000_000, [few])
+    disk = DiskRate("/ssd", 100_000.0, 1e9, 1e-5)
+    slow = plain._replace(rates=msgspec.structs.replace(plain.rates, disk=disk))
+    first, second = plan_deployment(plain), plan_deployment(slow)
+    (table,) = second.tables
+    more = [plan.roles[2].load.core_seconds for plan in (first, second)]
+    assert second.roles[2].role == "embedding_ps"
+    assert more[1] - more[0] == pytest.approx(4000 * (1 - table.memory_rows / 2_000_000) * 1e-5, rel=0.05)
+    assert limits(second)["threads of embedding_ps processes"] < limits(first)["threads of embedding_ps processes"]
+
+
+def test_a_restart_takes_longer_with_more_rows():
+    plain = request(counts={**ONE, "embedding_ps": 2})
+    checkpoint = CheckpointRate(1e8, 2e8, 0.5, 1e-6)
+    assert plan_deployment(plain).restart_seconds == 0.5
+    attaching = plain._replace(rates=msgspec.structs.replace(plain.rates, checkpoint=checkpoint))
+    assert plan_deployment(attaching).restart_seconds == pytest.approx(0.5 + 500_000 * 1e-6)
 
 
 def test_a_disk_that_is_too_small_is_refused():

@@ -11,11 +11,11 @@ from persia.plan.cache import missing_share
 from persia.plan.hosts import ROLES, HostKind, host_of
 from persia.plan.load import RoleLoad, Topology, role_loads
 from persia.plan.memory import PlacedTables, hosts_for, place_tables, whole_bytes
-from persia.plan.rates import Rates, WorkloadRate
+from persia.plan.rates import DiskRate, Rates, WorkloadRate
 from persia.plan.tables import LIVE_SHARE, PlannedTable, TableBytes, disk_row_bytes
 from persia.units import format_bytes
 
-__all__ = ["DeploymentPlan", "HostPlan", "Limit", "PlanRequest", "RolePlan", "plan_deployment"]
+__all__ = ["DeploymentPlan", "HostPlan", "Limit", "PlanRequest", "RolePlan", "missed_rows", "plan_deployment"]
 
 UTILISATION = 0.8
 """Share of a resource that a plan for a rate uses: more queues up."""
@@ -152,14 +152,15 @@ def plan_deployment(request: PlanRequest) -> DeploymentPlan:
         raise request.rates.missing("the speed of checkpoints")
     wanted = request.samples_per_second
     topology = request.topology
+    placed = PlacedTables([], 0, 0, {})
     for _ in range(ATTEMPTS):  # Calls and all-reduce depend on the numbers of processes, which depend on them.
-        loads = role_loads(request.tables, request.rates, request.workload, topology)
+        before, loads = placed.tables, _loads(request, topology, placed.tables)
         counts = dict(topology.counts) if wanted is None else _processes(request, loads, wanted)
         hosts, placed = _hosts(request, loads, counts, wanted)
-        if counts == topology.counts:
+        if counts == topology.counts and placed.tables == before:
             break
         topology = topology._replace(counts=counts)
-    loads = role_loads(request.tables, request.rates, request.workload, topology)
+    loads = _loads(request, topology, placed.tables)
     hosts = [host._replace(roles={role: topology.counts[role] for role in host.roles}) for host in hosts]
     limits = sorted(_limits(request, topology, loads, hosts, placed.tables), key=lambda limit: limit.samples_per_second)
     rate = limits[0].samples_per_second
@@ -186,6 +187,37 @@ def plan_deployment(request: PlanRequest) -> DeploymentPlan:
     return DeploymentPlan(
         placed.tables, roles, hosts, limits, rate, size / speed.write, size / speed.read, restart, placed.added
     )  # fmt: skip
+
+
+def _loads(request: PlanRequest, topology: Topology, tables: Sequence[TableBytes]) -> dict[str, RoleLoad]:
+    """Returns the load of each role, with the rows that PSs read from their disks."""
+    loads = role_loads(request.tables, request.rates, request.workload, topology)
+    if any(table.disk for table in tables):
+        disk, moved = _disk(request), sum(missed_rows(request, tables).values())
+        servers = loads["embedding_ps"]
+        loads["embedding_ps"] = servers._replace(core_seconds=servers.core_seconds + moved * disk.row)
+    return loads
+
+
+def _disk(request: PlanRequest) -> DiskRate:
+    if request.rates.disk is None:
+        raise request.rates.missing("the speed of the SSD", " --disk DIR")
+    return request.rates.disk
+
+
+def missed_rows(request: PlanRequest, tables: Sequence[TableBytes]) -> dict[str, float]:
+    """Returns the distinct rows of a batch that come from disk, by table.
+
+    Args:
+        request: of the plan.
+        tables: of the plan.
+    """
+    batch = request.workload.batch
+    return {
+        table.name: batch.unique[table.name]
+        * missing_share(table.rows, table.memory_rows, request.zipf, batch.ids[table.name])
+        for table in tables
+    }
 
 
 def _threads(request: PlanRequest, role: str) -> int:
@@ -328,16 +360,13 @@ def _limits(
 
 
 def _disk_limits(request: PlanRequest, host: HostPlan, tables: Sequence[TableBytes]) -> list[Limit]:
-    disk, batch = request.rates.disk, request.workload.batch
-    if disk is None:
-        raise request.rates.missing("the speed of the SSD", " --disk DIR")
-    reads = written = 0.0
-    for table, planned in zip(tables, request.tables, strict=True):
-        share = missing_share(table.rows, table.memory_rows, request.zipf, batch.ids[table.name])
-        missed = batch.unique[table.name] * share
-        reads += missed
-        written += missed * disk_row_bytes(planned) * LIVE_SHARE * WRITE_AMPLIFICATION
+    disk, samples, missed = _disk(request), request.workload.batch.samples, missed_rows(request, tables)
+    reads = sum(missed.values())
+    written = sum(
+        missed[planned.config.name] * disk_row_bytes(planned) * LIVE_SHARE * WRITE_AMPLIFICATION
+        for planned in request.tables
+    )
     return [
-        Limit(f"disk reads of {host.kind.name}", host.number * disk.reads * batch.samples / max(reads, 1e-9)),
-        Limit(f"disk writes of {host.kind.name}", host.number * disk.write * batch.samples / max(written, 1e-9)),
+        Limit(f"disk reads of {host.kind.name}", host.number * disk.reads * samples / max(reads, 1e-9)),
+        Limit(f"disk writes of {host.kind.name}", host.number * disk.write * samples / max(written, 1e-9)),
     ]

@@ -6,7 +6,6 @@ Costs are processor time wherever a processor does the work, so other programs o
 from __future__ import annotations
 
 import contextlib
-import gc
 import mmap
 import multiprocessing
 import os
@@ -28,7 +27,7 @@ from persia.checkpoint import CheckpointReader, CheckpointWriter
 from persia.errors import ConfigError, DeadlineError
 from persia.modes import Hybrid
 from persia.plan.rates import CheckpointRate, DiskRate, RowRate, WireRate
-from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps import EmbeddingServer
 from persia.schema import Adagrad, IdFeature, Schema
 from persia.services import RowChunk
 from persia.store import NativeStore, TableConfig
@@ -47,6 +46,7 @@ SECONDS = 0.4
 DEADLINE = 60.0
 CALL_BYTES = 4 << 20
 CHECKPOINT_ROWS = 1_000_000
+COLD_ROWS = 400_000
 DISK_BYTES = 512 << 20
 READ_BYTES = 4096
 WRITE_BYTES = 64 << 10
@@ -179,7 +179,7 @@ _RESTART = """
 import sys
 from persia import rpc
 from persia.modes import Hybrid
-from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps import EmbeddingServer
 from persia.schema import Adagrad, IdFeature, Schema
 tables = Schema([IdFeature("item", dim=16)]).resolved_tables()
 server = rpc.serve(EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, 1), "tcp://127.0.0.1:*")
@@ -227,25 +227,26 @@ def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
         restarts.append(time.perf_counter() - began)
     middle = (sorted(each)[1] for each in (written, read, restarts))
     write, back, restart = middle
-    return CheckpointRate(size / write, size / back, restart, _attaching(schema, directory))
+    return CheckpointRate(size / write, size / back, restart, _attaching(directory))
 
 
-def _attaching(schema: Schema, directory: str | None) -> float:
-    """Returns the seconds for each row that a PS takes to attach to the regions of one before."""
-    tables, taken = schema.resolved_tables(), []
+def _attaching(directory: str | None) -> float:
+    """Returns the seconds for each row that a store takes to attach to the regions of one before."""
+    config, taken = TableConfig("item", 16), []
     with _scratch(directory) as path:
-        options = ServerOptions(regions=str(path / "ps-0"))
-        server = EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, 1, options)
-        for start in range(0, CHECKPOINT_ROWS, 100_000):
-            ids = np.arange(start, start + 100_000, dtype=np.uint64)
-            server.lookup(Packed(["item"], [len(ids)], ids), True)
+        store = NativeStore(1)
+        store.create_table(config, files=str(path / "rows"))
+        out = np.empty((100_000, 16), np.float32)
+        for start in range(0, CHECKPOINT_ROWS, len(out)):
+            store.lookup([0], [np.arange(start, start + len(out), dtype=np.uint64)], True, [out])
         for _ in range(3):
-            del server
-            gc.collect()
+            del store
+            store = NativeStore(1)
             began = time.perf_counter()
-            server = EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, 1, options)
+            store.create_table(config, files=str(path / "rows"), attach=True)
             taken.append(time.perf_counter() - began)
-        del server
+        assert store.size(0) == CHECKPOINT_ROWS
+        del store
     return min(taken) / CHECKPOINT_ROWS
 
 
@@ -291,4 +292,22 @@ def measure_disk(directory: str) -> DiskRate:
             blocks = DISK_BYTES // READ_BYTES
             seconds += random_reads(str(file), blocks, REQUEST_IDS, block_bytes=READ_BYTES, seed=reads)
             reads += REQUEST_IDS
-    return DiskRate(directory, reads / seconds, DISK_BYTES / written)
+        moved = _moved_row(path)
+    return DiskRate(directory, reads / seconds, DISK_BYTES / written, moved)
+
+
+def _moved_row(path: Path) -> float:
+    """Returns the core seconds for a row of dim 16 that comes back to memory, and another that leaves for it."""
+    store, hot = NativeStore(1), COLD_ROWS // 10
+    store.create_table(TableConfig("rates", 16, capacity=COLD_ROWS, memory_rows=hot), spill=str(path / "rows"))
+    out = np.empty((REQUEST_IDS, 16), np.float32)
+    ids = np.arange(COLD_ROWS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    shuffled, spent, before = np.random.default_rng(0).permutation(ids), 0.0, 0
+    # The second pass over the shuffled rows is measured: by then there are records to compact.
+    for order in (ids, shuffled, shuffled):
+        before, began = store.tier_counts(0)["promoted"], time.process_time()
+        for start in range(0, COLD_ROWS, REQUEST_IDS):
+            request = order[start : start + REQUEST_IDS]
+            store.lookup([0], [request], True, [out[: len(request)]])
+        spent = time.process_time() - began
+    return spent / (store.tier_counts(0)["promoted"] - before)

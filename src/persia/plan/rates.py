@@ -104,11 +104,13 @@ class DiskRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         directory: where they were measured.
         reads: random reads/s of 4 KiB, with as many in flight as an embedding PS has.
         write: bytes/s in blocks of 64 KiB.
+        row: core seconds of an embedding PS for a row that comes back from the disk, and another that leaves for it.
     """
 
     directory: str
     reads: float
     write: float
+    row: float = 0.0
 
 
 class StepRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
