@@ -84,7 +84,7 @@ STORED = {
     "dim_128_bf16": Stored(128, "bfloat16", RowwiseAdagrad(0.05), 2_000_000, 2),
     "dim_8_adam": Stored(8, "float32", Adam(0.001), 4_000_000, 3, True),
 }
-SPILLED_ROWS = 4_000_000
+SPILLED_ROWS = 6_000_000
 SHRINK = {"smoke": 10, "laptop": 1, "full": 1}
 
 
@@ -318,7 +318,7 @@ def rate(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
             continue
         with ssd() as path:
             if name in ON_DISK:
-                run = spilled(run, path, run.data.options["ids_per_feature"] // ON_DISK[name])
+                run = spilled(run, path, SHRINK[preset], ON_DISK[name])
             for measure in compared(name, run, *CHUNKS[preset]):
                 found[measure.name.split(".")[1]].append(measure)
                 yield measure

@@ -21,7 +21,7 @@ from persia.plan import TableBytes, bytes_of, planned_tables
 from persia.schema import Adagrad, Table
 from persia.store import NativeStore, TableConfig
 
-BATCH = 65_536
+BATCH = 16_384
 DIM = 16
 KEPT = 4
 """Of so many rows, one is in memory."""
@@ -101,10 +101,19 @@ class SpilledRun(RunConfig, frozen=True):
         return SpilledClicks(**fields, spill=self.spill, memory_rows=self.memory_rows)
 
 
-def spilled(run: RunConfig, directory: Path, memory_rows: int) -> SpilledRun:
-    """Returns the run with rows on SSD."""
+def spilled(run: RunConfig, directory: Path, shrink: int, part: int) -> SpilledRun:
+    """Returns a run with rows on SSD.
+
+    Args:
+        run: whose rows are in memory.
+        directory: on the SSD.
+        shrink: divides the number of its ids.
+        part: of so many rows, one is in memory.
+    """
     fields = {name: getattr(run, name) for name in msgspec.structs.asdict(run)}
-    return SpilledRun(**fields, spill=str(directory), memory_rows=memory_rows)
+    ids = run.data.options["ids_per_feature"] // shrink
+    fields["data"] = msgspec.structs.replace(run.data, options={**run.data.options, "ids_per_feature": ids})
+    return SpilledRun(**fields, spill=str(directory), memory_rows=ids // part)
 
 
 def move_rows(trainer: Any, ids_per_feature: int) -> None:

@@ -20,6 +20,5 @@ void register_disk(nb::module_& m) {
       },
       nb::arg("path"), nb::arg("begin"), nb::arg("blocks"), nb::arg("block_bytes"), nb::arg("count"), nb::arg("seed"),
       nb::arg("threads"));
-  module.def("reads_with_io_uring",
-             [] { return persia::DiskReader().kind() == persia::DiskReader::Kind::kUring; });
+  module.def("reads_with_io_uring", [] { return persia::DiskReader().kind() == persia::DiskReader::Kind::kUring; });
 }

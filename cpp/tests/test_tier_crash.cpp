@@ -187,7 +187,9 @@ struct Damaged {
     CHECK(t.rows() == rows);
     for (std::uint32_t s = 0; s < kShards; ++s) CHECK(access(slots(s).c_str(), F_OK) != 0);
   }
-  std::string slots(std::uint32_t shard) const { return directory.path + "/spilled." + std::to_string(shard) + ".slots"; }
+  std::string slots(std::uint32_t shard) const {
+    return directory.path + "/spilled." + std::to_string(shard) + ".slots";
+  }
   // Dies where the slots of shard 0 are in their file, and the index is being built.
   void die_while_building() const {
     for (long point = 1;; ++point) {

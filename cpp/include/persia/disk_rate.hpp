@@ -9,10 +9,10 @@ namespace persia {
 // Reads of blocks at random places of a file, O_DIRECT.
 struct RandomReads {
   std::string path;
-  std::uint64_t begin = 0;  // byte of the first block; a multiple of 4 KiB
-  std::uint64_t blocks = 1;  // that there are
+  std::uint64_t begin = 0;         // byte of the first block; a multiple of 4 KiB
+  std::uint64_t blocks = 1;        // that there are
   std::size_t block_bytes = 4096;  // a multiple of 4 KiB
-  std::size_t count = 1;  // blocks to read
+  std::size_t count = 1;           // blocks to read
   std::uint64_t seed = 0;
 };
 

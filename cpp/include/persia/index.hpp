@@ -148,8 +148,8 @@ class Index {
     return find(tag, [&](std::uint32_t other) { return other == row; }) == row;
   }
 
-  // Begins to grow, by its part or, while small, to twice the slots. `move` must follow until the index no longer grows.
-  // Throws std::runtime_error if it still grows.
+  // Begins to grow, by its part or, while small, to twice the slots. `move` must follow until the index no longer
+  // grows. Throws std::runtime_error if it still grows.
   void grow() {
     if (growing()) throw overflow();
     old_lines_ = lines_;
