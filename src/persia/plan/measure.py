@@ -40,6 +40,8 @@ TABLE_BYTES = 1 << 28
 """Memory of a table at most: far more than the caches of a core, little beside that of a machine."""
 TABLE_ROWS = 2_000_000
 REQUEST_IDS = 16_384
+THREADS = 8
+"""Of a PS that writes or loads a checkpoint, at most: as many as it has without a setting."""
 ROUNDS = 5
 SECONDS = 0.4
 """Of one measurement, at least."""
@@ -194,8 +196,8 @@ def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
     Args:
         directory: where checkpoints will be; None for that of temporary files. Needs 200 MB.
     """
-    schema = Schema([IdFeature("item", dim=16)])
-    server = EmbeddingServer(schema.resolved_tables(), Adagrad(0.05), Hybrid(4), 0, 1)
+    schema, threads = Schema([IdFeature("item", dim=16)]), min(THREADS, len(os.sched_getaffinity(0)))
+    server = EmbeddingServer(schema.resolved_tables(), Adagrad(0.05), Hybrid(4), 0, threads)
     for start in range(0, CHECKPOINT_ROWS, 100_000):
         ids = np.arange(start, start + 100_000, dtype=np.uint64)
         server.lookup(Packed(["item"], [len(ids)], ids), True)
@@ -213,7 +215,7 @@ def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
             written.append(time.perf_counter() - began)
         size = sum(file.stat().st_size for file in path.rglob("rows/**/*") if file.is_file())
         for _ in range(3):
-            other = EmbeddingServer(schema.resolved_tables(), Adagrad(0.05), Hybrid(4), 0, 1)
+            other = EmbeddingServer(schema.resolved_tables(), Adagrad(0.05), Hybrid(4), 0, threads)
             began = time.perf_counter()
             for chunk in _chunks(path):
                 other.import_rows(chunk)
