@@ -60,7 +60,7 @@ def _line(measure: runner.Measure, preset: str) -> dict[str, Any]:
         "interval": _rounded(measure.interval),
         "command": shlex.join(["python", "-m", "benchmarks", measure.name, "--preset", preset]),
         "commit": _commit(),
-        "machine": _machine(),
+        "machine": machine(),
         **{key: _rounded(value) for key, value in measure.details.items()},
     }
 
@@ -79,7 +79,8 @@ def _commit() -> str:
     return run.stdout.strip() or "unknown"
 
 
-def _machine() -> str:
+def machine() -> str:
+    """Returns processor, cores and system of this machine."""
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

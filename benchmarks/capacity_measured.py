@@ -1,6 +1,7 @@
 """The left of the Persia paper's figure 9, measured on this machine: samples/s by the size of the tables.
 
     python -m benchmarks 'capacity.flat*' [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks capacity.flat.disk_16    # only those sizes, and the one that they are compared with
 
 Two embedding PSs, an embedding worker and an NN worker on Ray train an FFNN on batches of Criteo's shape: 26 ID-type
 features, whose vocabularies are those of the Kaggle data, all wider by the same factor, and 13 dense ones. Ids are
@@ -254,19 +255,29 @@ def on_disk(dim: int, scale: Scale) -> Iterator[Measured]:
 
 
 @runner.measures(*NAMES, "capacity.flat")
-def flat(preset: str) -> Iterator[runner.Measure]:
-    """Samples/s at the largest size over those at the smallest, all in memory and with rows on disk, by dim."""
+def flat(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
+    """Samples/s at the largest size over those at the smallest, all in memory and with rows on disk, by dim.
+
+    Only the sizes that the selected names compare are measured, and the smallest one in memory.
+    """
     scale = SCALES[preset]
+    wanted = set(NAMES) if "capacity.flat" in selected else selected
     found = []
     with ray_here():
         for dim in scale.memory:
-            sizes = in_memory(dim, scale)
-            yield (measure := compared(f"capacity.flat.memory_{dim}", sizes[0], sizes, 0.7))
-            found.append(measure)
-            larger = list(on_disk(dim, scale))
-            yield (measure := compared(f"capacity.flat.disk_{dim}", sizes[0], larger, 0.5))
-            found.append(measure)
-    yield runner.worst("capacity.flat", found)
+            in_ram, cold = (f"capacity.flat.{where}_{dim}" for where in ("memory", "disk"))
+            if not {in_ram, cold} & wanted:
+                continue
+            least = scale._replace(memory={dim: scale.memory[dim][:1]})
+            sizes = in_memory(dim, scale if in_ram in wanted else least)
+            if in_ram in wanted:
+                found.append(compared(in_ram, sizes[0], sizes, 0.7))
+                yield found[-1]
+            if cold in wanted:
+                found.append(compared(cold, sizes[0], list(on_disk(dim, scale)), 0.5))
+                yield found[-1]
+    if "capacity.flat" in selected:
+        yield runner.worst("capacity.flat", found)
 
 
 def compared(name: str, first: Measured, sizes: list[Measured], at_least: float) -> runner.Measure:

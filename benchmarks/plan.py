@@ -18,10 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from benchmarks import runner
 from benchmarks.checkpoint import size_of
+from benchmarks.plan_disk import SpilledRun, move_rows, spilled, spilled_bytes
+from benchmarks.ssd import ssd
 from benchmarks.store import ids_of, resident_bytes
 from benchmarks.traffic import message_bytes
 from persia import IdFeature, Schema
@@ -31,7 +34,16 @@ from persia.cli.run_config import RunConfig
 from persia.cluster import Ray
 from persia.config import convert
 from persia.modes import Hybrid
-from persia.plan import PlanRequest, Rates, Topology, bytes_of, plan_deployment, planned_tables, role_loads
+from persia.plan import (
+    PlanRequest,
+    Rates,
+    Topology,
+    bytes_of,
+    plan_deployment,
+    planned_tables,
+    role_loads,
+    this_host,
+)
 from persia.plan.load import batch_traffic
 from persia.plan.rates import BatchShape, RowRate, StepRate, WireRate, WorkloadRate
 from persia.plan.simulate import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
@@ -72,11 +84,13 @@ STORED = {
     "dim_128_bf16": Stored(128, "bfloat16", RowwiseAdagrad(0.05), 2_000_000, 2),
     "dim_8_adam": Stored(8, "float32", Adam(0.001), 4_000_000, 3, True),
 }
+SPILLED_ROWS = 6_000_000
 SHRINK = {"smoke": 10, "laptop": 1, "full": 1}
 
 
 @runner.measures(
     *(f"plan.bytes.{kind}.{name}" for name in STORED for kind in ("memory", "resident", "checkpoint")),
+    *(f"plan.bytes.{kind}.spilled" for kind in ("memory", "resident", "disk")),
     *(f"plan.bytes.traffic.{name}" for name in ("plain", "fp16", "bf16")),
     "plan.bytes",
 )
@@ -88,7 +102,7 @@ def size(preset: str) -> Iterator[runner.Measure]:
             found.append(measure)
             yield measure
         gc.collect()
-    for measure in messages():
+    for measure in [*on_disk(SPILLED_ROWS // SHRINK[preset]), *messages()]:
         found.append(measure)
         yield measure
     yield runner.worst("plan.bytes", found)
@@ -140,6 +154,15 @@ def stored(name: str, case: Stored, rows: int) -> Iterator[runner.Measure]:
         shutil.rmtree(folder)
     expected = bytes_of(planned._replace(rows=len(share)), 1)
     yield near(f"plan.bytes.checkpoint.{name}", expected.checkpoint, written, 0.15, rows=len(share))
+
+
+def on_disk(rows: int) -> Iterator[runner.Measure]:
+    """Bytes of a table with three quarters of its rows on SSD, there and in memory."""
+    expected, taken = spilled_bytes(rows, 2)
+    for kind, predicted in (("memory", expected.memory), ("resident", expected.memory), ("disk", expected.disk)):
+        yield near(
+            f"plan.bytes.{kind}.spilled", predicted, taken[kind], 0.15, rows=rows, in_memory=expected.memory_rows
+        )
 
 
 class Counting:
@@ -265,7 +288,13 @@ RUNS = {
         dim=64,
         zipf=0.0,
     ),
+    # Uniform ids, four of five rows on SSD: reads of the disk.
+    "disk": config(
+        {"kind": "embedded"}, HYBRID, 4096, "adagrad", SMALL, id_features=4, ids_per_feature=500_000, dim=16, zipf=0.0
+    ),
 }
+ON_DISK = {"disk": 5}
+"""Runs with rows on SSD; of so many rows, one is in memory."""
 CHUNKS = {"smoke": (2, 5), "laptop": (8, 40), "full": (20, 60)}
 """Chunks of a run, and steps of each."""
 
@@ -277,26 +306,36 @@ CHUNKS = {"smoke": (2, 5), "laptop": (8, 40), "full": (20, 60)}
     "plan.cores",
     "plan.simulated",
 )
-def rate(preset: str) -> Iterator[runner.Measure]:
-    """Samples/s of three configurations: by the plan, by simulation, and in samples per core second.
+def rate(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
+    """Samples/s of four configurations: by the plan, by simulation, and in samples per core second.
 
-    The last ones hardly depend on what else the machine does.
+    The last ones hardly depend on what else the machine does. Only the selected configurations run.
     """
     found: dict[str, list[runner.Measure]] = {"rate": [], "cores": [], "simulated": []}
+    all_of_them = {f"plan.{what}" for what in found} & selected
     for name, run in RUNS.items():
-        for measure in compared(name, run, *CHUNKS[preset]):
-            found[measure.name.split(".")[1]].append(measure)
-            yield measure
-        gc.collect()
+        if not all_of_them and not {f"plan.{what}.{name}" for what in found} & selected:
+            continue
+        with ssd() as path:
+            if name in ON_DISK:
+                run = spilled(run, path, SHRINK[preset], ON_DISK[name])
+            for measure in compared(name, run, *CHUNKS[preset]):
+                found[measure.name.split(".")[1]].append(measure)
+                yield measure
+            gc.collect()
     for what, measures in found.items():
-        yield runner.worst(f"plan.{what}", measures)
+        if f"plan.{what}" in selected:
+            yield runner.worst(f"plan.{what}", measures)
 
 
 def compared(name: str, run: RunConfig, chunks: int, steps: int) -> Iterator[runner.Measure]:
     reader = run.reader()
     rows = dict.fromkeys(reader.schema.resolved_tables(), run.data.options["ids_per_feature"])
-    rates = measure_rates(run, name, "python -m benchmarks plan.rate")
+    disk = run.spill if isinstance(run, SpilledRun) else None
+    rates = measure_rates(run, name, "python -m benchmarks plan.rate", disk)
     request = request_of(run, rates, rows)
+    if disk is not None:
+        request = request._replace(hosts=[msgspec.structs.replace(this_host(), disk=shutil.disk_usage(disk).free)])
     plan = plan_deployment(request)
     trainer = run.build_trainer(reader.schema)
 
@@ -307,6 +346,9 @@ def compared(name: str, run: RunConfig, chunks: int, steps: int) -> Iterator[run
         return rate, core_seconds(trainer) - before
 
     try:
+        if disk is not None:
+            fit(1)
+            move_rows(trainer, run.data.options["ids_per_feature"])
         fit(2 * steps)  # Processes start, and rows come.
         measured = [fit(steps) for _ in range(chunks)]
         longer = fit(4 * steps)[1]

@@ -5,6 +5,9 @@ A module in `MODULES` registers its functions with all names that they may print
     @runner.measures("store.insert")
     def insert(preset: str) -> runner.Measure: ...  # one Measure, several, or None if it cannot run here
 
+A function with a second parameter gets the names that are selected of those, so that it can leave out what they do not
+need.
+
 Two candidates are compared in alternation within one run, and their ratio is reported, so that a slow, a busy or a
 warming machine affects both alike. Values have base units (`UNITS`) and keep their sign: a loss of AUC is negative.
 """
@@ -15,6 +18,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import math
 import statistics
 import sys
@@ -34,9 +38,9 @@ PRESETS = ("smoke", "laptop", "full")
 MODULES = (
     "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "checkpoint", "rpc", "step", "gpu", "reuse",
     "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "paper", "paper_figures",
-    "convergence", "modes_runtime", "traffic", "roles", "cluster", "recovery", "ssd", "ssd_rates", "plan", "capacity",
-    "capacity_measured", "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish",
-    "kafka", "serve_rows", "serve_predict", "serve_http",
+    "convergence", "modes_runtime", "traffic", "roles", "cluster", "recovery", "ssd", "ssd_rates", "plan",
+    "plan_seconds", "capacity", "capacity_measured", "capacity_simulated", "threads", "apmsqueeze", "apms_learning",
+    "wheel", "zoo", "interop", "ui", "init", "publish", "kafka", "serve_rows", "serve_predict", "serve_http",
 )  # fmt: skip
 UNITS = ("ratio", "fraction", "s", "rows/s", "calls/s", "rows", "bytes", "MB", "bytes/s", "AUC", "loss", "norm", "bool")
 MIN_ROUNDS = 5
@@ -90,7 +94,8 @@ class Measure:
         return min(margins)
 
 
-Function = Callable[[str], Measure | Iterable[Measure] | None]
+Function = Callable[..., Measure | Iterable[Measure] | None]
+"""Called with the preset, and where it has a second parameter, with the set of selected names."""
 
 
 class Benchmark(NamedTuple):
@@ -154,14 +159,15 @@ def run(patterns: Sequence[str], preset: str) -> Iterator[Measure]:
             if not selected:
                 continue
             torch.set_num_threads(threads)
-            for measure in _printed(benchmark, preset):
+            for measure in _printed(benchmark, preset, selected):
                 if measure.name in selected:
                     yield measure
             gc.collect()
 
 
-def _printed(benchmark: Benchmark, preset: str) -> Iterator[Measure]:
-    found = benchmark.function(preset)
+def _printed(benchmark: Benchmark, preset: str, selected: set[str]) -> Iterator[Measure]:
+    asks = len(inspect.signature(benchmark.function).parameters) > 1
+    found = benchmark.function(preset, selected) if asks else benchmark.function(preset)
     for measure in [found] if isinstance(found, Measure) else found or []:
         if measure.name not in benchmark.names:
             raise RuntimeError(f"{measure.name} is printed but not registered; add it to `@runner.measures`.")

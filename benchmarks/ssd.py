@@ -1,6 +1,6 @@
-"""Rows on disk of embedding PSs that are killed: whether anything is lost, and how soon they answer again.
+"""Rows on disk of embedding PSs: their memory, whether a kill loses any, and how soon a PS answers again.
 
-    python -m benchmarks ssd.lost ssd.restart_s [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks ssd.lost ssd.restart_s ssd.cold_bytes [--preset smoke|laptop|full] [--json FILE]
 
 Rows of dim 16 with Adagrad. Regions are in /dev/shm, files of rows in the directory PERSIA_SSD, else in a temporary
 one: set it to a directory of the disk that is to be measured.
@@ -20,10 +20,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import runner
-from benchmarks.recovery import BATCH, DEADLINE, Server, fill, free_address, ids_of, regions
+from benchmarks.recovery import BATCH, DEADLINE, DIM, Server, fill, free_address, ids_of, regions
 from benchmarks.recovery_load import Load, kills
 from persia import rpc
 from persia.services import EmbeddingPS
+from persia.store import COLD_ROW_BYTES, ROW_OVERHEAD, NativeStore, TableConfig
+
+SLOT_BYTES = 10
+"""Of a row in the index, at least."""
 
 
 @dataclass(frozen=True)
@@ -110,3 +114,26 @@ def restart(preset: str) -> runner.Measure:
         "slowest": max(seconds), "filled_rows_per_s": filled, "batch": BATCH,
     }  # fmt: skip
     return runner.quantity("ssd.restart_s", seconds, "s", at_most=5.0, details=details)
+
+
+@runner.measures("ssd.cold_bytes")
+def cold_bytes(preset: str) -> runner.Measure:
+    """Bytes of memory of a row on disk, as the store counts them: the most at any size while a table is filled."""
+    rows, hot = SCALES[preset].rows // 10, 16_384
+    config = TableConfig("table", DIM, capacity=2 * rows, memory_rows=hot)
+    each = []
+    with ssd() as path:
+        store, empty = NativeStore(1), NativeStore(1)
+        store.create_table(config, spill=str(path / "rows"))
+        empty.create_table(TableConfig("table", DIM, capacity=config.capacity, shards=config.resolved_shards))
+        fixed = empty.memory_bytes(0) + hot * (config.row_bytes - ROW_OVERHEAD + 16)
+        out = np.empty((hot, DIM), np.float32)
+        for start in range(0, rows, hot):
+            part = ids_of(np.arange(start, min(start + hot, rows)))
+            store.lookup([0], [part], True, [out[: len(part)]])
+            cold = store.tier_counts(0)["rows"]
+            if cold > rows // 2:
+                each.append((store.memory_bytes(0) - fixed - (store.size(0) - cold) * SLOT_BYTES) / cold)
+        del store
+    details = {"rows": rows, "least": min(each), "shards": config.resolved_shards}
+    return runner.Measure("ssd.cold_bytes", max(each), "bytes", at_most=float(COLD_ROW_BYTES), details=details)

@@ -15,4 +15,5 @@ NB_MODULE(_core, m) {
   register_values(m);
   register_checksum(m);
   register_served(m);
+  register_disk(m);
 }

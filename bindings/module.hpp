@@ -11,3 +11,4 @@ void register_row_sums(nanobind::module_& m);
 void register_values(nanobind::module_& m);
 void register_checksum(nanobind::module_& m);
 void register_served(nanobind::module_& m);
+void register_disk(nanobind::module_& m);

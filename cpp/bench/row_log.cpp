@@ -9,19 +9,18 @@
 // The file is written by RowLog and never in the page cache.
 #include "persia/row_log.hpp"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
+
+#include "persia/disk_rate.hpp"
 
 using namespace persia;
 
@@ -41,23 +40,6 @@ void read_rows(const RowLog& log, const std::vector<std::uint32_t>& records, std
     log.read(batch, out.data());
     for (std::size_t i = 0; i < kBatch; ++i) log.row_in(batch[i], out.data() + i * log.record_bytes());
   }
-}
-
-void read_pages(int file, std::uint64_t pages, std::size_t count, unsigned seed) {
-  std::atomic<std::size_t> left{count};
-  std::vector<std::thread> threads;
-  for (unsigned t = 0; t < DiskReader::kDepth; ++t) {
-    threads.emplace_back([&, t] {
-      std::mt19937_64 random(seed * 1000 + t);
-      auto* const page = static_cast<std::byte*>(std::aligned_alloc(RowLog::kPage, RowLog::kPage));
-      while (left.fetch_sub(1) - 1 < count) {
-        const std::uint64_t offset = RowLog::kFileHeader + random() % pages * RowLog::kPage;
-        if (pread(file, page, RowLog::kPage, static_cast<off_t>(offset)) != RowLog::kPage) std::abort();
-      }
-      std::free(page);
-    });
-  }
-  for (auto& thread : threads) thread.join();
 }
 
 double median(std::vector<double> values) {
@@ -87,8 +69,6 @@ int main(int argc, char** argv) {
       for (const std::uint32_t record : records) log.revive(record);
     }
   });
-  const int file = open(options.path.c_str(), O_RDONLY | O_DIRECT);
-  if (file < 0) std::abort();
   const std::uint64_t next = log.next();
   {
     const RowLog closed = std::move(log);
@@ -107,11 +87,10 @@ int main(int argc, char** argv) {
     by_ring.push_back(rate_of(ring));
     by_threads.push_back(rate_of(threads));
     const std::size_t count = kBatch * kBatches;
-    by_preads.push_back(static_cast<double>(count) /
-                        seconds([&] { read_pages(file, blocks * RowLog::kBlockBytes / RowLog::kPage, count, round); }) /
-                        1e3);
+    const RandomReads pages{
+        options.path, RowLog::kFileHeader, blocks * RowLog::kBlockBytes / RowLog::kPage, RowLog::kPage, count, round};
+    by_preads.push_back(static_cast<double>(count) / read_by_threads(pages, DiskReader::kDepth) / 1e3);
   }
-  close(file);
   unlink(options.path.c_str());
   std::printf("%llu rows of %zu bytes, written at %.0f MiB/s\n", static_cast<unsigned long long>(next),
               options.row_bytes, static_cast<double>(bytes >> 20) / writing);

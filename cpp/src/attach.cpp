@@ -123,8 +123,9 @@ Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_
     header_->magic = kMagic;
   }
   header_->owner = static_cast<std::uint64_t>(getpid());
-  index_ = Index(reinterpret_cast<std::uint64_t*>(region_.base() + layout_.index), header_->index_slots,
-                 layout_.max_slots, header_->index_old_slots, header_->index_frontier);
+  index_ =
+      Index(reinterpret_cast<std::uint64_t*>(region_.base() + layout_.index), header_->index_slots, layout_.max_slots,
+            header_->index_old_slots, header_->index_frontier, tier_ ? Index::kEighth : Index::kThird);
   sketch_ = Sketch(reinterpret_cast<std::uint16_t*>(region_.base() + layout_.sketch), header_->sketch_width);
 }
 

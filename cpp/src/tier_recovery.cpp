@@ -8,6 +8,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "persia/checksum.hpp"
+#include "persia/disk_faults.hpp"
 #include "persia/memory.hpp"
 #include "persia/shard.hpp"
 
@@ -28,6 +30,45 @@ class File {
  private:
   int file_;
 };
+
+// What a file of slots begins with; the slots follow.
+struct SlotsHeader {
+  std::uint32_t magic;
+  std::uint32_t crc;  // of the slots
+  std::uint64_t count;
+};
+constexpr std::uint32_t kSlotsMagic = 0x31544C53;  // "SLT1" in memory order
+constexpr std::size_t kMostAtOnce = 1 << 20;       // bytes of a write
+
+// Returns 0, or errno.
+int write_all(int file, const std::byte* bytes, std::size_t count) {
+  while (count > 0) {
+    crash_point();
+    ssize_t done = -1;
+    errno = disk_fault(DiskAccess::kWrite);
+    if (errno == 0) done = write(file, bytes, std::min(count, kMostAtOnce));
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) return done == 0 ? ENOSPC : errno;
+    bytes += done;
+    count -= static_cast<std::size_t>(done);
+  }
+  crash_point();
+  return 0;
+}
+
+// Returns 0, errno, or -1 if the file ends before.
+int read_all(int file, std::byte* bytes, std::size_t count) {
+  while (count > 0) {
+    ssize_t done = -1;
+    errno = disk_fault(DiskAccess::kRead);
+    if (errno == 0) done = ::read(file, bytes, count);
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) return done == 0 ? -1 : errno;
+    bytes += done;
+    count -= static_cast<std::size_t>(done);
+  }
+  return 0;
+}
 
 }  // namespace
 
@@ -138,44 +179,57 @@ void Shard::rebuild_with_tier(std::vector<std::uint64_t> slots) {
 
 std::string Shard::slots_path() const { return config_->spill.path + "." + std::to_string(number_) + ".slots"; }
 
-// The only copy while the index is being rebuilt: a process may die during that, too.
+// The only copy while the index is being rebuilt: a process may die during that, too. Before it is complete, the next
+// process collects the slots again.
 void Shard::write_slots(const std::vector<std::uint64_t>& slots) const {
   const std::string path = slots_path();
-  const File file(path, O_WRONLY | O_CREAT | O_TRUNC);
+  const std::size_t all = slots.size() * sizeof(slots[0]);
   const auto* bytes = reinterpret_cast<const std::byte*>(slots.data());
-  for (std::size_t done = 0, all = slots.size() * sizeof(slots[0]); done < all;) {
-    const ssize_t count = file.get() < 0 ? -1 : write(file.get(), bytes + done, all - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) {
-      throw RegionFull(where() + ": no room for the index of " + path + ", which a crash has left to rebuild (" +
-                       std::strerror(count == 0 ? ENOSPC : errno) + "). Free " + std::to_string((all >> 20) + 1) +
-                       " MiB there, and start the process again");
-    }
-    done += static_cast<std::size_t>(count);
+  const SlotsHeader header{kSlotsMagic, crc32(0, bytes, all), slots.size()};
+  crash_point();
+  const File file(path, O_WRONLY | O_CREAT | O_TRUNC);
+  int error = file.get() < 0 ? errno : 0;
+  if (error == 0) error = write_all(file.get(), reinterpret_cast<const std::byte*>(&header), sizeof(header));
+  if (error == 0) error = write_all(file.get(), bytes, all);
+  if (error == 0) return;
+  unlink(path.c_str());  // Half of it is of no use, and takes space.
+  if (error != ENOSPC && error != EDQUOT) {
+    throw std::runtime_error(where() + ": " + path + " cannot be written, for the index that a crash has left to " +
+                             "rebuild (" + std::strerror(error) + "). Mend that, and start the process again");
   }
+  throw RegionFull(where() + ": no room for the index of " + path + ", which a crash has left to rebuild (" +
+                   std::strerror(error) + "). Free " + std::to_string((all >> 20) + 1) +
+                   " MiB there, and start the process again");
 }
 
 std::vector<std::uint64_t> Shard::read_slots() const {
   const std::string path = slots_path();
+  const auto refuse = [&](const std::string& what) {
+    throw std::runtime_error(where() + ": " + path + " " + what +
+                             ", which has what a crash left of its index. Put it back, or remove the region with "
+                             "`persia cluster regions --clean`, and go on from a checkpoint");
+  };
   const File file(path, O_RDONLY);
   struct stat status{};
-  const bool known = file.get() >= 0 && fstat(file.get(), &status) == 0;
-  std::vector<std::uint64_t> slots(known ? static_cast<std::size_t>(status.st_size) / sizeof(std::uint64_t) : 0);
+  if (file.get() < 0 || fstat(file.get(), &status) != 0) {
+    refuse(std::string("cannot be opened (") + std::strerror(errno) + ")");
+  }
+  SlotsHeader header{};
+  if (const int error = read_all(file.get(), reinterpret_cast<std::byte*>(&header), sizeof(header)); error > 0) {
+    refuse(std::string("cannot be read (") + std::strerror(error) + ")");
+  }
+  // Checked before memory is taken for them.
+  const auto size = static_cast<std::uint64_t>(status.st_size);
+  if (header.magic != kSlotsMagic || size < sizeof(header) ||
+      header.count != (size - sizeof(header)) / sizeof(std::uint64_t) || size % sizeof(std::uint64_t) != 0) {
+    refuse("is damaged or cut short");
+  }
+  std::vector<std::uint64_t> slots(header.count);
   auto* const bytes = reinterpret_cast<std::byte*>(slots.data());
   const std::size_t all = slots.size() * sizeof(slots[0]);
-  std::size_t done = 0;
-  while (known && done < all) {
-    const ssize_t count = ::read(file.get(), bytes + done, all - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) break;
-    done += static_cast<std::size_t>(count);
-  }
-  if (!known || done < all) {
-    throw std::runtime_error(where() + ": " + path + " cannot be read, which has what a crash left of its index (" +
-                             std::strerror(errno) +
-                             "). Put it back, or remove the region with `persia cluster regions --clean`, and go on "
-                             "from a checkpoint");
-  }
+  const int error = read_all(file.get(), bytes, all);
+  if (error > 0) refuse(std::string("cannot be read (") + std::strerror(error) + ")");
+  if (error < 0 || crc32(0, bytes, all) != header.crc) refuse("is damaged or cut short");
   return slots;
 }
 

@@ -29,8 +29,8 @@ struct IndexModel {
   std::vector<std::uint32_t> tags;  // by row
   std::vector<bool> present;
 
-  explicit IndexModel(std::uint64_t most)
-      : max_slots(most), memory(most + kIndexTail), index(memory.data(), 64, most) {}
+  explicit IndexModel(std::uint64_t most, std::uint64_t part = Index::kThird)
+      : max_slots(most), memory(most + kIndexTail), index(memory.data(), 64, most, 0, 0, part) {}
 
   bool finds(std::uint32_t row) const {
     return index.find(tags[row], [&](std::uint32_t r) { return r == row; }) == row;
@@ -166,6 +166,29 @@ TEST(a_growing_index_against_model) {
     small.check();
   }
   CHECK(checks > 1000);
+}
+
+TEST(an_index_that_grows_by_eighths_stays_full) {
+  IndexModel model(1 << 20, Index::kEighth);
+  Index& index = model.index;
+  std::mt19937_64 random(1);
+  std::uint64_t grown = 0;
+  for (std::uint32_t row = 0; row < 200'000; ++row) {
+    if (index.full(row)) {
+      CHECK(!index.growing());  // A row moves enough slots for growth to end before the next one.
+      index.grow();
+      if (row > Index::kDoubling) {
+        CHECK(row * 100 >= index.slot_count() * 71);
+        ++grown;
+      }
+    }
+    model.tags.push_back(Index::tag_of(random()));
+    index.insert(model.tags[row], row);
+    if (index.growing()) CHECK(index.move(Index::kMoves));
+  }
+  CHECK(grown > 20);
+  CHECK(index.sound(200'000));
+  for (std::uint32_t row = 0; row < 200'000; ++row) CHECK(model.finds(row));
 }
 
 TEST(a_damaged_frontier_is_noticed) {

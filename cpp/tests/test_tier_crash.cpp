@@ -1,7 +1,17 @@
 // The same of tables with rows on disk: a process dies at every word that it writes while rows move.
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <map>
 #include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "crashing.hpp"
+#include "persia/disk_faults.hpp"
 
 using namespace persia;
 
@@ -114,7 +124,28 @@ TEST(clearing_rows_on_disk) {
   crash_with(12, [](Tested& t) { t.look(range(0, 40)); }, [](Tested& t) { t.store.clear(0); });
 }
 
-// No process leaves it so: the memory failed. Rows of memory are found by themselves, those on disk by what is left.
+// Leaves an index that has to be rebuilt: no process leaves it so, the memory failed. Rows of memory are found by
+// themselves, those on disk by what is left. Returns whether each shard has vacant rows of memory.
+bool damage_index(Tested& t) {
+  bool all = true;
+  for (std::uint32_t s = 0; s < kShards; ++s) {
+    Shard& shard = t.store.shard(0, s);
+    Header& h = shard.header();
+    const auto index = Layout::of(h.capacity, h.row_stride, h.sketch_width).index;
+    const std::span slots(reinterpret_cast<std::uint64_t*>(reinterpret_cast<std::byte*>(&h) + index), h.index_slots);
+    const auto in_memory = std::find_if(
+        slots.begin(), slots.end(), [&](std::uint64_t slot) { return slot != 0 && (slot & kRowMask) < h.capacity; });
+    CHECK(in_memory != slots.end());
+    *in_memory = 0;
+    bool vacant = false;
+    for (std::uint32_t row = 0; row < h.rows_used; ++row) {
+      vacant |= reinterpret_cast<const RowHeader*>(shard.row_bytes(row))->stamp == kVacant;
+    }
+    all = all && vacant;
+  }
+  return all;
+}
+
 TEST(a_damaged_index_is_rebuilt) {
   memory_rows = 1600;
   Tested twin("", false, 10'000);
@@ -123,21 +154,7 @@ TEST(a_damaged_index_is_rebuilt) {
   {
     Tested t(directory.path, false, 10'000);
     t.look(range(0, 3001));
-    for (std::uint32_t s = 0; s < kShards; ++s) {
-      Shard& shard = t.store.shard(0, s);
-      Header& h = shard.header();
-      const auto index = Layout::of(h.capacity, h.row_stride, h.sketch_width).index;
-      const std::span slots(reinterpret_cast<std::uint64_t*>(reinterpret_cast<std::byte*>(&h) + index), h.index_slots);
-      const auto in_memory = std::find_if(
-          slots.begin(), slots.end(), [&](std::uint64_t slot) { return slot != 0 && (slot & kRowMask) < h.capacity; });
-      CHECK(in_memory != slots.end());
-      *in_memory = 0;
-      bool vacant = false;  // A row that is taken twice would be two ids' at once.
-      for (std::uint32_t row = 0; row < h.rows_used; ++row) {
-        vacant |= reinterpret_cast<const RowHeader*>(shard.row_bytes(row))->stamp == kVacant;
-      }
-      CHECK(vacant);
-    }
+    CHECK(damage_index(t));  // A row that is taken twice would be two ids' at once.
   }
   Tested t(directory.path, true, 10'000);
   for (const auto& found : t.store.table(0).recovery) CHECK(found.rebuilt);
@@ -148,6 +165,147 @@ TEST(a_damaged_index_is_rebuilt) {
   }
   CHECK(t.rows() == twin.rows());
   memory_rows = 0;
+}
+
+// A store whose index is to be rebuilt, in which a process may have died doing so.
+struct Damaged {
+  Damaged() {
+    memory_rows = 30;
+    Tested t(directory.path, false, 10'000);
+    t.look(range(0, 61));
+    rows = t.rows();
+    damage_index(t);
+  }
+  ~Damaged() { memory_rows = 0; }
+
+  // Kills a process that attaches at one of its crash points. Returns whether it died.
+  bool kill_at(long point) const {
+    return dies(point, [&] { Tested(directory.path, true, 10'000); });
+  }
+  void check() const {
+    Tested t(directory.path, true, 10'000);
+    CHECK(t.rows() == rows);
+    for (std::uint32_t s = 0; s < kShards; ++s) CHECK(access(slots(s).c_str(), F_OK) != 0);
+  }
+  std::string slots(std::uint32_t shard) const {
+    return directory.path + "/spilled." + std::to_string(shard) + ".slots";
+  }
+  // Dies where the slots of shard 0 are in their file, and the index is being built.
+  void die_while_building() const {
+    for (long point = 1;; ++point) {
+      CHECK(kill_at(point));
+      if (rebuilding()) return;
+    }
+  }
+  bool rebuilding() const {
+    FILE* const file = std::fopen((directory.path + "/t.0").c_str(), "rb");
+    CHECK(file != nullptr);
+    Header header;
+    CHECK(std::fread(static_cast<void*>(&header), sizeof(header), 1, file) == 1);
+    std::fclose(file);
+    return header.cold.rebuilding != 0;
+  }
+
+  Directory directory;
+  std::map<std::uint64_t, std::vector<float>> rows;
+};
+
+TEST(a_process_dies_wherever_it_rebuilds_an_index) {
+  long points = 0, torn = 0, left = 0;
+  for (bool died = true; died; points += stride()) {
+    const Damaged damaged;
+    died = damaged.kill_at(points + 1);
+    struct stat file{};
+    if (stat(damaged.slots(0).c_str(), &file) == 0) {
+      torn += !damaged.rebuilding();
+      left += damaged.rebuilding();
+    }
+    for (long again = 1; damaged.kill_at(again); again *= 2) {
+    }
+    damaged.check();
+  }
+  std::printf("  %ld crash points, %ld in the file of slots, %ld after it\n", points - 1, torn, left);
+  CHECK(kSanitized || (torn > 2 && left > 5));
+}
+
+int full_disk(DiskAccess access) { return access == DiskAccess::kWrite ? ENOSPC : 0; }
+int failing_disk(DiskAccess access) { return access == DiskAccess::kWrite ? EIO : 0; }
+int good_reads = 0;
+int unreadable_disk(DiskAccess access) { return access == DiskAccess::kRead && good_reads-- <= 0 ? EIO : 0; }
+
+TEST(a_full_disk_while_an_index_is_rebuilt) {
+  const Damaged damaged;
+  for (const bool is_full : {true, false}) {
+    disk_hook = is_full ? full_disk : failing_disk;
+    bool full = false;
+    std::string what;
+    try {
+      Tested(damaged.directory.path, true, 10'000);
+    } catch (const RegionFull& error) {
+      full = true, what = error.what();
+    } catch (const std::runtime_error& error) {
+      what = error.what();
+    }
+    disk_hook = nullptr;
+    CHECK(full == is_full);
+    CHECK(what.find(is_full ? "no room for the index" : "cannot be written") != std::string::npos);
+    CHECK(access(damaged.slots(0).c_str(), F_OK) != 0);  // It would take the space that is to be freed.
+    CHECK(!damaged.rebuilding());
+  }
+  damaged.check();
+}
+
+TEST(a_file_of_slots_that_is_gone_cut_or_damaged_is_refused) {
+  const Damaged damaged;
+  damaged.die_while_building();
+  const std::string path = damaged.slots(0), aside = damaged.directory.path + "/aside";
+  const auto refused = [&] {
+    try {
+      Tested(damaged.directory.path, true, 10'000);
+    } catch (const std::runtime_error& error) {
+      const std::string what = error.what();
+      return what.find(path) != std::string::npos && what.find("go on from a checkpoint") != std::string::npos;
+    }
+    return false;
+  };
+  bool unreadable = false;
+  disk_hook = unreadable_disk;
+  for (int before = 0; before < 10 && !unreadable; ++before) {  // Others are of the rows' file.
+    good_reads = before;
+    unreadable = refused();
+  }
+  disk_hook = nullptr;
+  CHECK(unreadable);
+  CHECK(std::rename(path.c_str(), aside.c_str()) == 0);
+  CHECK(refused());
+  CHECK(std::rename(aside.c_str(), path.c_str()) == 0);
+  FILE* const file = std::fopen(path.c_str(), "r+b");
+  CHECK(file != nullptr);
+  std::vector<char> bytes(1 << 16);
+  bytes.resize(std::fread(bytes.data(), 1, bytes.size(), file));
+  const auto write = [&](const std::vector<char>& changed) {
+    CHECK(ftruncate(fileno(file), 0) == 0);
+    std::rewind(file);
+    CHECK(std::fwrite(changed.data(), 1, changed.size(), file) == changed.size());
+    CHECK(std::fflush(file) == 0);
+  };
+  for (const std::size_t kept : {std::size_t{0}, std::size_t{9}, bytes.size() - 8, bytes.size() - 1}) {
+    write({bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(kept)});
+    CHECK(refused());
+  }
+  for (const std::size_t at : {std::size_t{0}, std::size_t{5}, std::size_t{8}, bytes.size() - 3}) {
+    std::vector<char> changed = bytes;
+    changed[at] = static_cast<char>(changed[at] ^ 4);
+    write(changed);
+    CHECK(refused());
+  }
+  std::vector<char> longer = bytes;
+  longer.resize(longer.size() + 8);
+  write(longer);
+  CHECK(refused());
+  write(bytes);
+  std::fclose(file);
+  damaged.check();
 }
 
 TEST(rows_on_disk_that_have_left) {

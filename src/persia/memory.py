@@ -20,11 +20,13 @@ class Memory(NamedTuple):
         total: bytes that processes here can use at most.
         free: bytes that are free now, or can be freed.
         limit: what sets `total`, for messages.
+        for_rows: whether all of `total` is set aside for rows; else processes need some of it for themselves.
     """
 
     total: int
     free: int
     limit: str
+    for_rows: bool = False
 
     def shared(self, count: int, taken: int = 0) -> Memory:
         """Returns an equal part of this memory for each of `count` processes, which use `taken` bytes already."""

@@ -53,6 +53,19 @@ def test_patterns_select_and_a_function_runs_once(registered):
     assert registered == [("pair", "smoke"), ("single", "smoke")]
 
 
+def test_a_function_may_ask_which_names_are_selected(monkeypatch):
+    asked = []
+
+    def each(preset, selected):
+        asked.append((preset, selected))
+        yield from (runner.Measure(name, 1.0, "s") for name in sorted(selected))
+
+    found = (runner.Benchmark(("fake.one", "fake.two", "fake.three"), each),)
+    monkeypatch.setattr(runner, "benchmarks", lambda: found)
+    assert selected("fake.t*") == ["fake.three", "fake.two"]
+    assert asked == [("smoke", {"fake.two", "fake.three"})]
+
+
 def test_a_name_that_selects_nothing_is_an_error(registered):
     with pytest.raises(KeyError, match=r"No benchmark is named 'fake'; did you mean 'fake\.\*'"):
         selected("fake")

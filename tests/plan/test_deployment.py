@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from persia import IdFeature, Schema
@@ -18,6 +19,7 @@ from persia.plan.rates import (
     WireRate,
     WorkloadRate,
 )
+from persia.plan.tables import PAGE_BYTES
 from persia.schema import Adagrad
 
 ONE = {"embedding_ps": 1, "embedding_worker": 1, "data_loader": 1, "nn_worker": 1}
@@ -88,7 +90,7 @@ def test_rows_that_do_not_fit_go_to_the_disk():
     few = HostKind("host", 8, 2 * 10**8, count=1, disk=10**11)
     plan = plan_deployment(request(2_000_000, [few]))
     (table,) = plan.tables
-    assert table.memory <= 0.9 * 2e8
+    assert table.memory - 8 * 2 * PAGE_BYTES <= 0.9 * 2e8  # The last pages of shards are of the rest.
     assert table.memory > 0.85 * 2e8
     assert 0 < table.memory_rows < 2_000_000
     assert table.disk > 0
@@ -101,6 +103,27 @@ def test_rows_that_do_not_fit_go_to_the_disk():
     assert skewed > 2 * uniform
     chosen = plan_deployment(request(2_000_000, [few], memory_rows={"item": 100_000}))
     assert chosen.tables[0].memory_rows == 100_000
+
+
+def test_rows_that_come_from_disk_cost_their_ps_time():
+    few = HostKind("host", 8, 2 * 10**8, count=1, disk=10**11)
+    plain = request(2_000_000, [few])
+    disk = DiskRate("/ssd", 100_000.0, 1e9, 1e-5)
+    slow = plain._replace(rates=msgspec.structs.replace(plain.rates, disk=disk))
+    first, second = plan_deployment(plain), plan_deployment(slow)
+    (table,) = second.tables
+    more = [plan.roles[2].load.core_seconds for plan in (first, second)]
+    assert second.roles[2].role == "embedding_ps"
+    assert more[1] - more[0] == pytest.approx(4000 * (1 - table.memory_rows / 2_000_000) * 1e-5, rel=0.05)
+    assert limits(second)["threads of embedding_ps processes"] < limits(first)["threads of embedding_ps processes"]
+
+
+def test_a_restart_takes_longer_with_more_rows():
+    plain = request(counts={**ONE, "embedding_ps": 2})
+    checkpoint = CheckpointRate(1e8, 2e8, 0.5, 1e-6)
+    assert plan_deployment(plain).restart_seconds == 0.5
+    attaching = plain._replace(rates=msgspec.structs.replace(plain.rates, checkpoint=checkpoint))
+    assert plan_deployment(attaching).restart_seconds == pytest.approx(0.5 + 500_000 * 1e-6)
 
 
 def test_a_disk_that_is_too_small_is_refused():

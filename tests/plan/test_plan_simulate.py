@@ -75,6 +75,8 @@ def test_disks_limit():
     result = simulate_training(COSTS._replace(misses=5000), disk, SimulatedMode(8), 60)
     assert result.step_seconds == pytest.approx(0.05, rel=0.01)
     assert result.bottleneck == "embedding_ps disk"
+    busy = simulate_training(COSTS._replace(misses=5000, miss=1e-3), disk, SimulatedMode(8), 60)
+    assert busy.busy["embedding_ps cores"] == pytest.approx(5.0 / 64 / busy.step_seconds, rel=0.2)
 
 
 def test_an_all_reduce_belongs_to_the_step_and_a_barrier_waits_for_the_slowest():

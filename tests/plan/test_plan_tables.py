@@ -5,7 +5,7 @@ import pytest
 
 from persia import IdFeature, Schema
 from persia.errors import ConfigError
-from persia.plan.tables import PAGE_BYTES, PlannedTable, bytes_of, disk_row_bytes, index_slots, planned_tables
+from persia.plan.tables import PAGE_BYTES, bytes_of, disk_row_bytes, index_slots, planned_tables
 from persia.schema import SGD, Adagrad, Adam, RowwiseAdagrad, Table
 from persia.store import NativeStore, TableConfig
 
@@ -56,7 +56,7 @@ def test_a_shard_grows_its_index_as_the_plan_says():
         ids = np.arange(start, start + 200, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         store.lookup([0], [ids], True, [out])
         rows = start + 200
-        table = PlannedTable(config, rows)
+        table = planned(rows)._replace(config=config)
         # What a shard has besides rows: header, marks of changes, and the index.
         slots = (store.memory_bytes(0) - rows * table.row_bytes - 20_480) / 8
         assert index_slots(rows, config.capacity) == pytest.approx(slots, rel=0.05, abs=300), rows

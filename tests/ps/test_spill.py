@@ -407,7 +407,7 @@ def test_a_table_that_does_not_say_gets_what_memory_the_others_leave():
     declared = Table("user", DIM, capacity=2_000_000)  # 200 MB
     item = Table("item", DIM, spill="/ssd", capacity=50_000_000)  # 600 MB of index
     rows = shares(declared, item).memory_rows["item"]
-    assert rows == pytest.approx(((2_000_000_000 - 200_000_000) * 0.9 - 600_000_000) / 88 / 2, abs=1)
+    assert rows == pytest.approx((2_000_000_000 * 0.9 - 200_000_000 - 600_000_000) / 88 / 2, abs=1)
     whole = Table("item", DIM, spill="/ssd")
     assert shares(whole).memory_rows["item"] == pytest.approx(2_000_000_000 * 0.9 / 2 / 100 / 2, abs=1)
     assert "item" not in shares(whole).capacities

@@ -16,11 +16,12 @@ from test_against_reference import INITIALIZERS, OPTIMIZERS
 
 from persia.errors import ConfigError, StoreError
 from persia.ps.row_access import set_rows
-from persia.store import NativeStore, ReferenceStore, Spill, TableConfig
+from persia.store import COLD_ROW_BYTES, NativeStore, ReferenceStore, Spill, TableConfig
 from persia.store.rocksdb import RocksStore
 from persia.types.values import DTYPES
 from support.stores import lookup, update
 
+FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
 STORES = {"native": NativeStore, "reference": ReferenceStore, "rocksdb": RocksStore}
 
 
@@ -206,6 +207,26 @@ def test_beyond_capacity_rows_leave_that_have_been_on_disk_for_the_longest(store
     assert len(gone) == evicted - (40_000 - kept) > 0
     assert not store.contains(0, gone).any()
     store.end_snapshot(0)
+
+
+def test_a_cold_row_takes_no_more_memory_than_it_is_planned_with(tmp_path):
+    """At each size, also where the index has just grown; but for small shards, whose index doubles."""
+    store = NativeStore(1)
+    config = TableConfig("item", 1, capacity=100_000, shards=1, optimizer="sgd", memory_rows=1024)
+    store.create_table(config, spill=str(tmp_path / "rows"))
+    out, most, grown, before = np.empty((256, 1), np.float32), 0.0, 0, 0.0
+    for start in range(0, 60_000, 256):
+        store.lookup([0], [np.arange(start, start + 256, dtype=np.uint64) * FIBONACCI], True, [out])
+        cold = store.tier_counts(0)["rows"]
+        hot = store.size(0) - cold
+        # Without rows of memory and the least of their slots; the header and the undo slot of the shard.
+        left = store.memory_bytes(0) - 20_480 - 1024 * (16 + 4) - hot * 10
+        grown += left > before + 1000
+        before = left
+        if start > 8192:
+            most = max(most, left / cold)
+    assert grown > 15
+    assert 11 < most <= COLD_ROW_BYTES
 
 
 def test_increments_have_what_changed_on_either_side(store, tmp_path):

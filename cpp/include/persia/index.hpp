@@ -35,13 +35,18 @@ class Index {
   // Slots that move for each row that is inserted while the index grows. Until the last one has moved, the slots that
   // have not take up one in so many of these rows: their load rises from 80 to 87 %.
   static constexpr std::uint64_t kMoves = 12;
+  // Parts of its slots by which a large index grows. A third is the fastest: each slot moves three times per row. An
+  // eighth keeps the load above 71 % for twice as many moves, and still ends before the index is full again, as these
+  // take a twelfth of the rows.
+  static constexpr std::uint64_t kThird = 3, kEighth = 8;
 
   Index() = default;
   // A view of `max_slots` slots and the tail, of which `slot_count` are in use as home slots. Slots behind them and
-  // their tail must be zero. If `old_slots` is not 0, the index grows: see `old_slots` and `frontier`.
+  // their tail must be zero. If `old_slots` is not 0, the index grows: see `old_slots` and `frontier`. `part` is what
+  // it grows by, one in so many of its slots.
   Index(std::uint64_t* slots, std::uint64_t slot_count, std::uint64_t max_slots, std::uint64_t old_slots = 0,
-        std::uint32_t frontier = 0)
-      : slots_(slots), lines_(slot_count / kLineSlots), old_lines_(lines_), max_(max_slots) {
+        std::uint32_t frontier = 0, std::uint64_t part = kThird)
+      : slots_(slots), lines_(slot_count / kLineSlots), old_lines_(lines_), max_(max_slots), part_(part) {
     if (old_slots == 0) return;
     old_lines_ = old_slots / kLineSlots;
     frontier_ = frontier;
@@ -143,8 +148,8 @@ class Index {
     return find(tag, [&](std::uint32_t other) { return other == row; }) == row;
   }
 
-  // Begins to grow, by a third or, while small, to twice the slots. `move` must follow until the index no longer grows.
-  // Throws std::runtime_error if it still grows.
+  // Begins to grow, by its part or, while small, to twice the slots. `move` must follow until the index no longer
+  // grows. Throws std::runtime_error if it still grows.
   void grow() {
     if (growing()) throw overflow();
     old_lines_ = lines_;
@@ -160,7 +165,7 @@ class Index {
   // Returns the number of slots after `grow`.
   std::uint64_t grown() const {
     const std::uint64_t count = slot_count();
-    return std::min(count < kDoubling ? count * 2 : (count + count / 3) / kLineSlots * kLineSlots, max_);
+    return std::min(count < kDoubling ? count * 2 : (count + count / part_) / kLineSlots * kLineSlots, max_);
   }
 
   // Rebuilds the index for the rows 0 ... rows - 1 and their tags, which must fit. Ignores the old slots, and ends
@@ -273,6 +278,7 @@ class Index {
   std::uint64_t old_lines_ = 0;  // ... and for those above it
   std::uint32_t frontier_ = kRowMask;
   std::uint64_t max_ = 0;
+  std::uint64_t part_ = kThird;
 };
 
 }  // namespace persia

@@ -286,6 +286,9 @@ def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates) -> None
         f"{format_seconds(found.restore_seconds)} to load; a restarted PS whose host lives answers after "
         f"{format_seconds(found.restart_seconds)}."
     )
+    if found.added:
+        capacities = ", ".join(f"{name}: {capacity:_}" for name, capacity in found.added.items())
+        typer.echo(f"Rows do not fit into memory. Set `spill` to a directory on the SSD, and `capacity`: {capacities}")
     if request.depth == 0 and request.tables and request.tables[0].last_steps:
         typer.echo("Dense PSs of the asynchronous mode are not counted.")
 

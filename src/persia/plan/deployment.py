@@ -10,16 +10,15 @@ from persia.errors import ConfigError
 from persia.plan.cache import missing_share
 from persia.plan.hosts import ROLES, HostKind, host_of
 from persia.plan.load import RoleLoad, Topology, role_loads
-from persia.plan.rates import Rates, WorkloadRate
-from persia.plan.tables import LIVE_SHARE, PlannedTable, TableBytes, bytes_of, disk_row_bytes
+from persia.plan.memory import PlacedTables, hosts_for, place_tables, whole_bytes
+from persia.plan.rates import DiskRate, Rates, WorkloadRate
+from persia.plan.tables import LIVE_SHARE, PlannedTable, TableBytes, disk_row_bytes
 from persia.units import format_bytes
 
-__all__ = ["DeploymentPlan", "HostPlan", "Limit", "PlanRequest", "RolePlan", "plan_deployment"]
+__all__ = ["DeploymentPlan", "HostPlan", "Limit", "PlanRequest", "RolePlan", "missed_rows", "plan_deployment"]
 
 UTILISATION = 0.8
 """Share of a resource that a plan for a rate uses: more queues up."""
-MEMORY_SHARE = 0.9
-"""Share of a host's memory for rows; the rest is for processes and batches in flight."""
 STORE_THREADS = 8
 """Threads of a PS or an embedding worker that has no setting, at most."""
 WRITE_AMPLIFICATION = 3.0
@@ -40,7 +39,8 @@ class PlanRequest(NamedTuple):
         samples_per_second: the wanted rate; None for that of the processes that `topology` has.
         threads: of a PS or an embedding worker; None for one per core, at most 8.
         zipf: exponent of the popularity of ids, for rows on SSD; 0 is uniform, where most rows miss.
-        memory_rows: by table, rows in memory; others are all in memory if they fit, and share it if they do not.
+        memory_rows: by table, rows in memory; others have those that they declare. The rest are all in memory if they
+            fit, and share it if they do not, as PSs divide it.
     """
 
     tables: Sequence[PlannedTable]
@@ -87,6 +87,7 @@ class HostPlan(NamedTuple):
         memory: bytes of rows on each.
         disk: bytes of SSD for rows on each.
         needed_for: the resource that decides on their number.
+        reserved: bytes of memory that each embedding PS on them reserves for rows; 0 if there is none.
     """
 
     kind: HostKind
@@ -95,6 +96,7 @@ class HostPlan(NamedTuple):
     memory: float
     disk: float
     needed_for: str
+    reserved: int = 0
 
 
 class Limit(NamedTuple):
@@ -121,6 +123,7 @@ class DeploymentPlan(NamedTuple):
         checkpoint_seconds: to write a whole checkpoint, without throttling: one process writes it.
         restore_seconds: to load it.
         restart_seconds: until a restarted PS answers, whose host still has its rows.
+        added: tables that need `spill`, which they do not have in their configuration, and this capacity.
     """
 
     tables: list[TableBytes]
@@ -131,6 +134,7 @@ class DeploymentPlan(NamedTuple):
     checkpoint_seconds: float
     restore_seconds: float
     restart_seconds: float
+    added: Mapping[str, int] = {}
 
     @property
     def bottleneck(self) -> Limit:
@@ -148,21 +152,17 @@ def plan_deployment(request: PlanRequest) -> DeploymentPlan:
         raise request.rates.missing("the speed of checkpoints")
     wanted = request.samples_per_second
     topology = request.topology
-    hosts: list[HostPlan] = []
-    tables: list[TableBytes] = []
+    placed = PlacedTables([], 0, 0, {})
     for _ in range(ATTEMPTS):  # Calls and all-reduce depend on the numbers of processes, which depend on them.
-        loads = role_loads(request.tables, request.rates, request.workload, topology)
+        before, loads = placed.tables, _loads(request, topology, placed.tables)
         counts = dict(topology.counts) if wanted is None else _processes(request, loads, wanted)
-        hosts, tables = _hosts(request, loads, counts, wanted)
-        ps_host = next(host for host in hosts if "embedding_ps" in host.roles)
-        if wanted is not None:
-            counts["embedding_ps"] = max(counts["embedding_ps"], ps_host.number)
-        if counts == topology.counts:
+        hosts, placed = _hosts(request, loads, counts, wanted)
+        if counts == topology.counts and placed.tables == before:
             break
         topology = topology._replace(counts=counts)
-    loads = role_loads(request.tables, request.rates, request.workload, topology)
+    loads = _loads(request, topology, placed.tables)
     hosts = [host._replace(roles={role: topology.counts[role] for role in host.roles}) for host in hosts]
-    limits = sorted(_limits(request, topology, loads, hosts, tables), key=lambda limit: limit.samples_per_second)
+    limits = sorted(_limits(request, topology, loads, hosts, placed.tables), key=lambda limit: limit.samples_per_second)
     rate = limits[0].samples_per_second
     if wanted is not None:
         rate = min(rate, wanted)
@@ -179,11 +179,45 @@ def plan_deployment(request: PlanRequest) -> DeploymentPlan:
         )
         for role, load in loads.items()
     ]
-    size = sum(table.checkpoint for table in tables)
+    size = sum(table.checkpoint for table in placed.tables)
     speed = request.rates.checkpoint
+    restart = (
+        speed.restart + speed.attach * sum(table.rows for table in placed.tables) / topology.counts["embedding_ps"]
+    )
     return DeploymentPlan(
-        tables, roles, hosts, limits, rate, size / speed.write, size / speed.read, speed.restart
+        placed.tables, roles, hosts, limits, rate, size / speed.write, size / speed.read, restart, placed.added
     )  # fmt: skip
+
+
+def _loads(request: PlanRequest, topology: Topology, tables: Sequence[TableBytes]) -> dict[str, RoleLoad]:
+    """Returns the load of each role, with the rows that PSs read from their disks."""
+    loads = role_loads(request.tables, request.rates, request.workload, topology)
+    if any(table.disk for table in tables):
+        disk, moved = _disk(request), sum(missed_rows(request, tables).values())
+        servers = loads["embedding_ps"]
+        loads["embedding_ps"] = servers._replace(core_seconds=servers.core_seconds + moved * disk.row)
+    return loads
+
+
+def _disk(request: PlanRequest) -> DiskRate:
+    if request.rates.disk is None:
+        raise request.rates.missing("the speed of the SSD", " --disk DIR")
+    return request.rates.disk
+
+
+def missed_rows(request: PlanRequest, tables: Sequence[TableBytes]) -> dict[str, float]:
+    """Returns the distinct rows of a batch that come from disk, by table.
+
+    Args:
+        request: of the plan.
+        tables: of the plan.
+    """
+    batch = request.workload.batch
+    return {
+        table.name: batch.unique[table.name]
+        * missing_share(table.rows, table.memory_rows, request.zipf, batch.ids[table.name])
+        for table in tables
+    }
 
 
 def _threads(request: PlanRequest, role: str) -> int:
@@ -216,11 +250,11 @@ def _step_seconds(request: PlanRequest, loads: Mapping[str, RoleLoad]) -> float:
 
 
 def _hosts(
-    request: PlanRequest, loads: Mapping[str, RoleLoad], counts: Mapping[str, int], wanted: float | None
-) -> tuple[list[HostPlan], list[TableBytes]]:
-    """Returns the hosts of each kind that is used, and what the tables need on them."""
+    request: PlanRequest, loads: Mapping[str, RoleLoad], counts: dict[str, int], wanted: float | None
+) -> tuple[list[HostPlan], PlacedTables]:
+    """Returns the hosts of each kind that is used, and the tables on them; adds PSs to `counts` for a rate."""
     batches = (wanted or 0.0) / request.workload.batch.samples / UTILISATION
-    found, tables = [], []
+    found, placed = [], PlacedTables([], 0, 0, {})
     for kind in request.hosts:
         roles = [role for role in ROLES if host_of(request.hosts, role) is kind]
         if not roles:
@@ -231,27 +265,61 @@ def _hosts(
             needs["network"] = batches * traffic / kind.network
         if "nn_worker" in roles and kind.gpus:
             needs["GPUs"] = counts["nn_worker"] / kind.gpus
-        memory = disk = 0.0
-        if "embedding_ps" in roles:
-            tables = _placed(request, kind, counts["embedding_ps"])
-            memory, disk = (float(sum(getattr(table, what) for table in tables)) for what in ("memory", "disk"))
-            needs["memory"] = memory / (kind.memory * MEMORY_SHARE)
-            if disk:
-                needs["disk"] = disk / kind.disk
-        reason = max(needs, key=lambda name: needs[name])
-        count = math.ceil(needs[reason] - 1e-9)
-        if kind.count is not None:
-            if count > kind.count:
-                raise ConfigError(
-                    f"The plan needs {count:,} hosts of kind {kind.name!r} for their {reason}, and there are "
-                    f"{kind.count:,}. {_remedy(reason, tables)}",
-                    field="hosts",
-                    host=kind.name,
-                )
-            count = kind.count
-        hosts = HostPlan(kind, count, dict.fromkeys(roles, 0), memory / count, disk / count, reason)
-        found.append(hosts)
-    return found, tables
+        if "embedding_ps" not in roles:
+            number, reason = _number(kind, needs, [])
+            found.append(HostPlan(kind, number, dict.fromkeys(roles, 0), 0.0, 0.0, reason))
+            continue
+        placed = _placed(request, kind, counts, needs, wanted)
+        number, reason = _number(kind, needs, placed.tables)
+        memory, disk = (sum(getattr(table, what) for table in placed.tables) / number for what in ("memory", "disk"))
+        found.append(HostPlan(kind, number, dict.fromkeys(roles, 0), memory, disk, reason, placed.reserved))
+    return found, placed
+
+
+def _number(kind: HostKind, needs: Mapping[str, float], tables: Sequence[TableBytes]) -> tuple[int, str]:
+    """Returns the number of hosts of a kind, and the resource that decides on it.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    reason = max(needs, key=lambda name: needs[name])
+    number = math.ceil(needs[reason] - 1e-9)
+    if kind.count is None:
+        return number, reason
+    if number > kind.count:
+        raise ConfigError(
+            f"The plan needs {number:,} hosts of kind {kind.name!r} for their {reason}, and there are "
+            f"{kind.count:,}. {_remedy(reason, tables)}",
+            field="hosts",
+            host=kind.name,
+        )
+    return kind.count, reason
+
+
+def _placed(
+    request: PlanRequest, kind: HostKind, counts: dict[str, int], needs: dict[str, float], wanted: float | None
+) -> PlacedTables:
+    """Returns the tables in the memory and on the SSDs of their hosts, and adds both to `needs`."""
+    if wanted is not None:
+        counts["embedding_ps"] = max(counts["embedding_ps"], kind.count or 1)
+    number = kind.count
+    if number is None:
+        needed = whole_bytes(request.tables, request.memory_rows, counts["embedding_ps"])
+        number = _number(kind, {**needs, "memory": hosts_for(needed, kind, counts["embedding_ps"])}, [])[0]
+        if wanted is not None:
+            counts["embedding_ps"] = max(counts["embedding_ps"], number)
+    servers = counts["embedding_ps"]
+    placed = place_tables(request.tables, request.memory_rows, kind, servers, min(number, servers))
+    needs["memory"] = hosts_for(placed.needed, kind, servers)
+    if (disk := sum(table.disk for table in placed.tables)) > 0:
+        needs["disk"] = disk / kind.disk
+    if (least := math.ceil(needs["memory"] - 1e-9)) > servers and (kind.count is None or least <= kind.count):
+        raise ConfigError(
+            f"Rows need the memory of {least:,} hosts of kind {kind.name!r}, and there are {servers:,} embedding PSs, "
+            f"each on one host. Use {least:,} or more (`cluster.ps`), or plan for a rate: --samples-per-second.",
+            field="cluster.ps",
+        )
+    return placed
 
 
 def _remedy(reason: str, tables: Sequence[TableBytes]) -> str:
@@ -262,29 +330,6 @@ def _remedy(reason: str, tables: Sequence[TableBytes]) -> str:
         f"Rows take {sizes} of memory. Add hosts, or `disk` to the hosts of embedding PSs; lower --rows; or choose "
         "dtype = 'bfloat16', a smaller dim, or an optimizer with less state."
     )
-
-
-def _placed(request: PlanRequest, kind: HostKind, servers: int) -> list[TableBytes]:
-    """Returns what the tables need: all in memory if they fit, else the same share of each, the others on SSD."""
-    chosen = request.memory_rows
-    whole = [bytes_of(table, servers, chosen.get(table.config.name)) for table in request.tables]
-    memory = sum(table.memory for table in whole)
-    if kind.count is None or not kind.disk or memory <= (limit := kind.count * kind.memory * MEMORY_SHARE):
-        return whole
-
-    def shared(share: float) -> list[TableBytes]:
-        return [
-            bytes_of(table, servers, chosen.get(table.config.name, int(table.rows * share))) for table in request.tables
-        ]
-
-    low, high = 0.0, 1.0
-    for _ in range(ATTEMPTS):
-        share = (low + high) / 2
-        if sum(table.memory for table in shared(share)) <= limit:
-            low = share
-        else:
-            high = share
-    return shared(low)  # Even the index may be too large; what it needs goes to the error.
 
 
 def _limits(
@@ -315,16 +360,13 @@ def _limits(
 
 
 def _disk_limits(request: PlanRequest, host: HostPlan, tables: Sequence[TableBytes]) -> list[Limit]:
-    disk, batch = request.rates.disk, request.workload.batch
-    if disk is None:
-        raise request.rates.missing("the speed of the SSD", " --disk DIR")
-    reads = written = 0.0
-    for table, planned in zip(tables, request.tables, strict=True):
-        share = missing_share(table.rows, table.memory_rows, request.zipf, batch.ids[table.name])
-        missed = batch.unique[table.name] * share
-        reads += missed
-        written += missed * disk_row_bytes(planned) * LIVE_SHARE * WRITE_AMPLIFICATION
+    disk, samples, missed = _disk(request), request.workload.batch.samples, missed_rows(request, tables)
+    reads = sum(missed.values())
+    written = sum(
+        missed[planned.config.name] * disk_row_bytes(planned) * LIVE_SHARE * WRITE_AMPLIFICATION
+        for planned in request.tables
+    )
     return [
-        Limit(f"disk reads of {host.kind.name}", host.number * disk.reads * batch.samples / max(reads, 1e-9)),
-        Limit(f"disk writes of {host.kind.name}", host.number * disk.write * batch.samples / max(written, 1e-9)),
+        Limit(f"disk reads of {host.kind.name}", host.number * disk.reads * samples / max(reads, 1e-9)),
+        Limit(f"disk writes of {host.kind.name}", host.number * disk.write * samples / max(written, 1e-9)),
     ]

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +31,7 @@ from persia.ps import EmbeddingServer
 from persia.schema import Adagrad, IdFeature, Schema
 from persia.services import RowChunk
 from persia.store import NativeStore, TableConfig
+from persia.store.disk import random_reads
 from persia.types import Floats, Packed
 
 __all__ = ["measure_checkpoint", "measure_disk", "measure_rows", "measure_wire"]
@@ -40,17 +40,18 @@ TABLE_BYTES = 1 << 28
 """Memory of a table at most: far more than the caches of a core, little beside that of a machine."""
 TABLE_ROWS = 2_000_000
 REQUEST_IDS = 16_384
+THREADS = 8
+"""Of a PS that writes or loads a checkpoint, at most: as many as it has without a setting."""
 ROUNDS = 5
 SECONDS = 0.4
 """Of one measurement, at least."""
 DEADLINE = 60.0
 CALL_BYTES = 4 << 20
 CHECKPOINT_ROWS = 1_000_000
+COLD_ROWS = 400_000
 DISK_BYTES = 512 << 20
 READ_BYTES = 4096
 WRITE_BYTES = 64 << 10
-READERS = 32
-"""Threads that read at the same time."""
 
 
 def core_seconds(work: Callable[[], int], seconds: float = SECONDS) -> float:
@@ -180,7 +181,7 @@ _RESTART = """
 import sys
 from persia import rpc
 from persia.modes import Hybrid
-from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps import EmbeddingServer
 from persia.schema import Adagrad, IdFeature, Schema
 tables = Schema([IdFeature("item", dim=16)]).resolved_tables()
 server = rpc.serve(EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, 1), "tcp://127.0.0.1:*")
@@ -190,13 +191,13 @@ server.close()
 
 
 def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
-    """Measures writing and reading the rows of a PS, and the start of a PS process.
+    """Measures writing and reading the rows of a PS, and the start of a PS process, without rows and with some.
 
     Args:
         directory: where checkpoints will be; None for that of temporary files. Needs 200 MB.
     """
-    schema = Schema([IdFeature("item", dim=16)])
-    server = EmbeddingServer(schema.resolved_tables(), Adagrad(0.05), Hybrid(4), 0, 1)
+    schema, threads = Schema([IdFeature("item", dim=16)]), min(THREADS, len(os.sched_getaffinity(0)))
+    server = EmbeddingServer(schema.resolved_tables(), Adagrad(0.05), Hybrid(4), 0, threads)
     for start in range(0, CHECKPOINT_ROWS, 100_000):
         ids = np.arange(start, start + 100_000, dtype=np.uint64)
         server.lookup(Packed(["item"], [len(ids)], ids), True)
@@ -214,11 +215,12 @@ def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
             written.append(time.perf_counter() - began)
         size = sum(file.stat().st_size for file in path.rglob("rows/**/*") if file.is_file())
         for _ in range(3):
-            other = EmbeddingServer(schema.resolved_tables(), Adagrad(0.05), Hybrid(4), 0, 1)
+            other = EmbeddingServer(schema.resolved_tables(), Adagrad(0.05), Hybrid(4), 0, threads)
             began = time.perf_counter()
             for chunk in _chunks(path):
                 other.import_rows(chunk)
             read.append(time.perf_counter() - began)
+    del server, other
     restarts = []
     for _ in range(3):
         began = time.perf_counter()
@@ -227,7 +229,27 @@ def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
         restarts.append(time.perf_counter() - began)
     middle = (sorted(each)[1] for each in (written, read, restarts))
     write, back, restart = middle
-    return CheckpointRate(size / write, size / back, restart)
+    return CheckpointRate(size / write, size / back, restart, _attaching(directory))
+
+
+def _attaching(directory: str | None) -> float:
+    """Returns the seconds for each row that a store takes to attach to the regions of one before."""
+    config, taken = TableConfig("item", 16), []
+    with _scratch(directory) as path:
+        store = NativeStore(1)
+        store.create_table(config, files=str(path / "rows"))
+        out = np.empty((100_000, 16), np.float32)
+        for start in range(0, CHECKPOINT_ROWS, len(out)):
+            store.lookup([0], [np.arange(start, start + len(out), dtype=np.uint64)], True, [out])
+        for _ in range(3):
+            del store
+            store = NativeStore(1)
+            began = time.perf_counter()
+            store.create_table(config, files=str(path / "rows"), attach=True)
+            taken.append(time.perf_counter() - began)
+        assert store.size(0) == CHECKPOINT_ROWS
+        del store
+    return min(taken) / CHECKPOINT_ROWS
 
 
 def _chunks(path: Path) -> Iterator[RowChunk]:
@@ -237,6 +259,8 @@ def _chunks(path: Path) -> Iterator[RowChunk]:
 
 def measure_disk(directory: str) -> DiskRate:
     """Measures random reads and writes of an SSD past the cache of the operating system. Writes 512 MiB.
+
+    Reads are made as those of rows on disk, by the same code: as many in flight, with io_uring where the kernel has it.
 
     Args:
         directory: on the SSD.
@@ -265,20 +289,27 @@ def measure_disk(directory: str) -> DiskRate:
             written = time.perf_counter() - began
         finally:
             os.close(out)
-        source = os.open(file, os.O_RDONLY | os.O_DIRECT)
-        try:
-            with ThreadPoolExecutor(READERS) as pool:
-                reads = sum(pool.map(lambda seed: _random_reads(source, seed), range(READERS)))
-        finally:
-            os.close(source)
-    return DiskRate(directory, reads, DISK_BYTES / written)
+        reads, seconds = 0, 0.0
+        while seconds < 5 * SECONDS:
+            blocks = DISK_BYTES // READ_BYTES
+            seconds += random_reads(str(file), blocks, REQUEST_IDS, block_bytes=READ_BYTES, seed=reads)
+            reads += REQUEST_IDS
+        moved = _moved_row(path)
+    return DiskRate(directory, reads / seconds, DISK_BYTES / written, moved)
 
 
-def _random_reads(file: int, seed: int) -> float:
-    """Returns the reads/s of one thread."""
-    page, rng, count = mmap.mmap(-1, READ_BYTES), random.Random(seed), 0
-    began = time.perf_counter()
-    while (spent := time.perf_counter() - began) < 5 * SECONDS:
-        os.preadv(file, [page], READ_BYTES * rng.randrange(DISK_BYTES // READ_BYTES))
-        count += 1
-    return count / spent
+def _moved_row(path: Path) -> float:
+    """Returns the core seconds for a row of dim 16 that comes back to memory, and another that leaves for it."""
+    store, hot = NativeStore(1), COLD_ROWS // 10
+    store.create_table(TableConfig("rates", 16, capacity=COLD_ROWS, memory_rows=hot), spill=str(path / "rows"))
+    out = np.empty((REQUEST_IDS, 16), np.float32)
+    ids = np.arange(COLD_ROWS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    shuffled, spent, before = np.random.default_rng(0).permutation(ids), 0.0, 0
+    # The second pass over the shuffled rows is measured: by then there are records to compact.
+    for order in (ids, shuffled, shuffled):
+        before, began = store.tier_counts(0)["promoted"], time.process_time()
+        for start in range(0, COLD_ROWS, REQUEST_IDS):
+            request = order[start : start + REQUEST_IDS]
+            store.lookup([0], [request], True, [out[: len(request)]])
+        spent = time.process_time() - began
+    return spent / (store.tier_counts(0)["promoted"] - before)

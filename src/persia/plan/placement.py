@@ -20,13 +20,16 @@ LITTLE = 0.001
 
 
 def place_of(plan: DeploymentPlan) -> dict[str, dict[str, Any]]:
-    """Returns the `Placement` of a process by role, as plain data: its kind of host, memory of a PS, a GPU."""
+    """Returns the `Placement` of a process by role, as plain data: its kind of host, memory of a PS, a GPU.
+
+    With this memory PSs have the same rows in memory as the plan.
+    """
     found: dict[str, dict[str, Any]] = {}
     for host in plan.hosts:
-        for role, processes in host.roles.items():
+        for role in host.roles:
             wanted: dict[str, Any] = {"resources": {host.kind.name: LITTLE}}
             if role == "embedding_ps":
-                wanted["memory"] = int(host.memory * host.number / processes)
+                wanted["memory"] = host.reserved
             if role == "nn_worker" and host.kind.gpus:
                 wanted["GPU"] = 1
             found["ps" if role == "embedding_ps" else role] = wanted
@@ -45,6 +48,7 @@ def cluster_file(plan: DeploymentPlan, command: str) -> str:
     lines = [
         f"# {command}",
         f'# persia.cluster.Ray({arguments}, place={json.dumps(place_of(plan))}, options=RayOptions(address="auto"))',
+        *_tables(plan),
         "cluster_name: persia",
         f"max_workers: {sum(host.number for host in plan.hosts)}",
         "provider: { type: gcp, region: FILL-IN, availability_zone: FILL-IN, project_id: FILL-IN }",
@@ -61,6 +65,18 @@ def cluster_file(plan: DeploymentPlan, command: str) -> str:
         "setup_commands: ['pip install \"persia[ray]\"']",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _tables(plan: DeploymentPlan) -> list[str]:
+    """Returns comments with the rows in memory of tables that have others on SSD, and what tables must set."""
+    found = []
+    for table in plan.tables:
+        if table.disk or table.name in plan.added:
+            line = f"# table {table.name!r}: {table.memory_rows:,} of {table.rows:,} rows in memory"
+            if table.name in plan.added:
+                line += f"; set spill to a directory on the SSD, and capacity = {plan.added[table.name]}"
+            found.append(line)
+    return found
 
 
 def _node_type(host: HostPlan) -> list[str]:

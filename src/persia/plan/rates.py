@@ -87,12 +87,14 @@ class CheckpointRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         write: bytes/s of a checkpoint, synced to disk.
         read: bytes/s, from the files' cache.
-        restart: seconds from the start of a PS process to its first answer, with its rows in shared memory.
+        restart: seconds from the start of a PS process to its first answer, without rows.
+        attach: seconds that each row of its shared memory adds to that.
     """
 
     write: float
     read: float
     restart: float
+    attach: float = 0.0
 
 
 class DiskRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,13 +102,15 @@ class DiskRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         directory: where they were measured.
-        reads: random reads/s of 4 KiB.
+        reads: random reads/s of 4 KiB, with as many in flight as an embedding PS has.
         write: bytes/s in blocks of 64 KiB.
+        row: core seconds of an embedding PS for a row that comes back from the disk, and another that leaves for it.
     """
 
     directory: str
     reads: float
     write: float
+    row: float = 0.0
 
 
 class StepRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -40,6 +40,7 @@ class BatchCosts(NamedTuple):
         call: core seconds of both sides of a message.
         byte: core seconds of both sides of a byte.
         misses: rows that are read from SSD.
+        miss: core seconds of a PS for one of them, after it was read.
     """
 
     samples: int
@@ -53,6 +54,7 @@ class BatchCosts(NamedTuple):
     call: float
     byte: float
     misses: float = 0.0
+    miss: float = 0.0
 
 
 class SimulatedHosts(NamedTuple):
@@ -288,7 +290,11 @@ class _Simulation:
 
             def looked(time: float) -> None:
                 reads = self.cluster.hosts[self.cluster.place["embedding_ps"]].reads
-                self.at(host.disk.use(time, costs.misses / servers / reads) if costs.misses else time, found)
+                self.at(host.disk.use(time, costs.misses / servers / reads) if costs.misses else time, moved)
+
+            def moved(time: float) -> None:
+                seconds = costs.misses / servers * costs.miss
+                self.at(host.cores.use(time, seconds) if seconds else time, found)
 
             return lambda time: self.at(host.cores.use(time, costs.request / 2 + costs.lookup / servers), looked)
 

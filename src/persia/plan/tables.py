@@ -11,7 +11,7 @@ import msgspec
 
 from persia.errors import ConfigError
 from persia.ps.tables import table_config
-from persia.schema import EmbeddingOptimizer, Schema
+from persia.schema import EmbeddingOptimizer, Schema, Table
 from persia.store import TableConfig
 from persia.types.values import words_of
 
@@ -29,6 +29,8 @@ LAST_STEP_BYTES = 4
 SLOT_BYTES = 8
 FIRST_SLOTS = 64
 DOUBLING_SLOTS = 4096
+GROWTH, COLD_GROWTH = 3, 8
+"""Parts of its slots by which a large index grows: a third, or an eighth if rows are on SSD."""
 SHARD_BYTES = 16384 + 4096
 """Header and undo slot of a shard."""
 PAGE_BYTES = 2 << 20
@@ -48,14 +50,14 @@ class PlannedTable(NamedTuple):
     Attributes:
         config: of the store of one PS that has all rows.
         rows: of the whole cluster.
+        table: as in the schema, with its optimizer, and a capacity of `rows` at least if it declares one.
         last_steps: whether each row has its last step: in asynchronous modes.
-        capacity: of the whole cluster; None for as many rows as memory holds.
     """
 
     config: TableConfig
     rows: int
+    table: Table
     last_steps: bool = False
-    capacity: int | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -118,20 +120,21 @@ def planned_tables(
                 f"The rows of table {name!r} are not known: give --rows {name}=N, or declare its capacity.",
                 field=f"rows.{name}",
             )
-        config = table_config(msgspec.structs.replace(table, optimizer=table.optimizer or optimizer), 0, None)
-        found.append(PlannedTable(config, count, asynchronous, None if table.capacity is None else count))
+        capacity = None if table.capacity is None else max(count, table.capacity)
+        table = msgspec.structs.replace(table, optimizer=table.optimizer or optimizer, capacity=capacity)
+        found.append(PlannedTable(table_config(table, 0, None), count, table, asynchronous))
     return found
 
 
-def index_slots(rows: int, capacity: int) -> int:
-    """Returns the slots of a shard's index with so many rows: it grows at a load of 80 %, by a third once it is large.
+def index_slots(rows: int, capacity: int, growth: int = GROWTH) -> int:
+    """Returns the slots of a shard's index with so many rows: it grows at a load of 80 %, by a part once it is large.
 
     The same steps as `Index::grown` in `cpp/include/persia/index.hpp`.
     """
     most = (capacity + capacity // 4 + 64 + 7) // 8 * 8
     slots = min(FIRST_SLOTS, most)
     while slots * 4 // 5 < rows and slots < most:
-        slots = min(most, slots * 2 if slots < DOUBLING_SLOTS else (slots + slots // 3) // 8 * 8)
+        slots = min(most, slots * 2 if slots < DOUBLING_SLOTS else (slots + slots // growth) // 8 * 8)
     return slots
 
 
@@ -149,16 +152,20 @@ def bytes_of(table: PlannedTable, servers: int, memory_rows: int | None = None) 
     Args:
         table: the table.
         servers: number of PSs that share it.
-        memory_rows: rows in memory at most, of the whole cluster; None for all.
+        memory_rows: of a table with rows on SSD, rows in memory at most, of the whole cluster; None for one without.
     """
     hot = table.rows if memory_rows is None else min(table.rows, memory_rows)
     cold = table.rows - hot
+    most = table.table.capacity
     share = math.ceil(table.rows / servers)
-    capacity = max(share, TableConfig.capacity if table.capacity is None else math.ceil(table.capacity / servers))
+    capacity = max(share, TableConfig.capacity if most is None else math.ceil(most / servers))
     config = replace(table.config, capacity=capacity)
+    if memory_rows is not None:
+        config = replace(config, memory_rows=min(capacity, max(1, math.ceil(memory_rows / servers))))
     shards = servers * config.resolved_shards
     # Rows on SSD have their slots in the same index.
-    slots = index_slots(math.ceil(table.rows / shards), math.ceil(capacity / config.resolved_shards)) * shards
+    growth = GROWTH if memory_rows is None else COLD_GROWTH
+    slots = index_slots(math.ceil(table.rows / shards), math.ceil(capacity / config.resolved_shards), growth) * shards
     bits = RECORD_BITS / 8 / LIVE_SHARE  # Of memory, for each live record.
     unused = sum(PAGE_BYTES // 2 for size in (slots * SLOT_BYTES, hot * table.row_bytes) if size > shards * PAGE_BYTES)
     return TableBytes(

@@ -23,6 +23,7 @@ from persia.store import COLD_ROW_BYTES, MAX_ROWS, ROW_OVERHEAD, TableConfig
 from persia.types.values import Dtype
 
 __all__ = [
+    "MEMORY_SHARE",
     "MIN_SHARE",
     "Shares",
     "TableSize",
@@ -33,6 +34,7 @@ __all__ = [
     "divide_here",
     "divide_tables",
     "fits_disk",
+    "needed_bytes",
     "table_sizes",
     "text_of_bytes",
     "water_level",
@@ -45,8 +47,8 @@ LITTLE = 256 << 20
 NAMED = 4
 """Maximum number of tables or PSs in a message."""
 ATTEMPTS = 100
-AUTOMATIC = Fraction(9, 10)
-"""Part of the memory that tables with a chosen number of rows in memory take: the process itself needs some."""
+MEMORY_SHARE = Fraction(9, 10)
+"""Share of a host's memory for rows, where tables take what they find: processes need some for themselves."""
 DISK_RESERVE = Fraction(3, 2)
 """Bytes on disk by bytes of rows there: up to a third of the records wait to be overwritten."""
 
@@ -154,9 +156,10 @@ def divide_tables(
 ) -> list[Shares]:
     """Divides the tables among PSs: `divide` for the rows in memory, and equal parts of what is on disk.
 
-    A table with `spill` that does not say how many rows are in memory gets what the others leave: in equal parts, if
-    there are several that take what they find, but no more than all its rows take. Half of a part is for the index if
-    the capacity is not declared, either.
+    A table with `spill` that does not say how many rows are in memory gets what the others leave of nine tenths of
+    the memory, or of all that is for rows: in equal parts, if there are several that take what they find, but no more
+    than all its rows take. Half of a part is for the index if the capacity is not declared, either. `persia plan`
+    divides by this function, too.
 
     Args:
         tables: by name.
@@ -208,18 +211,32 @@ def _chosen_sizes(
     memory: Sequence[Memory | None],
 ) -> list[TableSize]:
     """Returns the sizes of tables with `spill` that do not say how many rows are in memory."""
-    known = sum(one.total for one in memory if one is not None)
-    left = max(0, math.floor((known - sum(size.bytes for size in declared)) * AUTOMATIC))
+    count = len(memory)
+    known = sum(
+        one.total if one.for_rows else math.floor(one.total * MEMORY_SHARE) for one in memory if one is not None
+    )
+    left = max(0, known - needed_bytes(declared, count))
     takers = [table for table in tables.values() if takes_what_it_finds(table)]
-    wholly = [_size(table, optimizer, table.capacity or 0).bytes if table.capacity else left for table in takers]
+    wholly = [
+        needed_bytes([_size(table, optimizer, table.capacity)], count) if table.capacity else left for table in takers
+    ]
     found = []
     for table, part in zip(takers, water_level(wholly, left), strict=True):
         if table.spill is not None:
             size = _size(table, optimizer, 0)
-            rows = (part - size.bytes if size.capacity is not None else part / 2) // size.own_bytes
-            most = size.capacity or len(memory) * TableConfig.capacity
-            found.append(size._replace(rows=min(most, max(rows, len(memory) * MIN_SHARE))))
+            index = count * size.index_bytes(count)
+            rows = (part - index if size.capacity is not None else part / 2) // size.own_bytes
+            most = size.capacity or count * TableConfig.capacity
+            found.append(size._replace(rows=min(most, max(rows, count * MIN_SHARE))))
     return found
+
+
+def needed_bytes(sizes: Sequence[TableSize], count: int) -> int:
+    """Returns the least memory of `count` PSs with equal parts of it, together, that `divide` accepts."""
+    return sum(
+        count * size.index_bytes(count) + max(size.rows, count * min(size.rows, MIN_SHARE)) * size.own_bytes
+        for size in sizes
+    )
 
 
 def divide(sizes: Sequence[TableSize], memory: Sequence[Memory | None]) -> list[dict[str, int]]:
@@ -349,8 +366,7 @@ def _enough_servers(sizes: Sequence[TableSize], memory: int) -> int | None:
     """Returns the least number of PSs with this memory each that the tables fit into; None if there is none."""
     count = 1
     for _ in range(ATTEMPTS):  # What is needed grows with the number, as shares have a least size.
-        rows = sum(max(size.rows, count * min(size.rows, MIN_SHARE)) * size.own_bytes for size in sizes)
-        needed = rows + count * sum(size.index_bytes(count) for size in sizes)
+        needed = needed_bytes(sizes, count)
         if needed <= count * memory:
             return count
         if memory <= _least(sizes):

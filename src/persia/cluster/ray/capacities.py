@@ -56,4 +56,4 @@ def server_capacities(
 def _at_most(reserved: int | None, memory: Memory) -> Memory:
     if reserved is None or reserved >= memory.total:
         return memory
-    return Memory(reserved, min(reserved, memory.free), "`memory` of place['ps']")
+    return Memory(reserved, min(reserved, memory.free), "`memory` of place['ps']", for_rows=True)
