@@ -12,8 +12,8 @@ import pytest
 
 import persia
 from persia.errors import ClosedError, DataError, OverloadedError
-from persia.serve.http.batcher import Batcher, Job
-from persia.serve.http.limits import Limits
+from persia.serve.http.batcher import Batcher, PredictionJob
+from persia.serve.http.limits import ServeLimits
 from persia.serve.http.pace import Pace
 from support.served import SCHEMA, FakePredictor, expected
 
@@ -32,12 +32,12 @@ def batch(*users):
 
 
 def job(*users, deadline=FAR):
-    return Job(len(users), batch(*users), deadline)
+    return PredictionJob(len(users), batch(*users), deadline)
 
 
 @contextmanager
 def batcher(predictor, **limits):
-    made = Batcher(predictor.predict, Limits(**{"max_wait_ms": 0, **limits}))
+    made = Batcher(predictor.predict, ServeLimits(**{"max_wait_ms": 0, **limits}))
     try:
         yield made
     finally:
@@ -134,8 +134,8 @@ def test_a_request_that_would_wait_past_its_deadline_is_refused():
     with batcher(predictor, max_batch=1) as made:
         made._pace.add(1, 100.0)
         blocked(predictor, made)
-        with pytest.raises(OverloadedError, match="longer than the deadline"):
-            made.submit(job(1, deadline=time.monotonic() + 10))
+        with pytest.raises(OverloadedError, match="too near to the deadline"):
+            made.submit(job(1, deadline=time.monotonic() + 300))  # 100 s for the one before, 100 s, twice.
         made.submit(job(1, deadline=time.monotonic() + 1000))
 
 
@@ -156,7 +156,7 @@ def test_one_bad_request_of_a_batch_fails_alone():
             raise DataError("bad")
         return FakePredictor.predict(predictor, joined)
 
-    made = Batcher(predict, Limits(max_wait_ms=0))
+    made = Batcher(predict, ServeLimits(max_wait_ms=0))
     blocked(predictor, made)
     good, bad = job(1), job(666)
     made.submit(good)
@@ -172,13 +172,13 @@ def test_a_failing_predictor_fails_its_requests_and_no_others():
     def predict(_):
         raise ZeroDivisionError
 
-    made = Batcher(predict, Limits(max_wait_ms=0))
+    made = Batcher(predict, ServeLimits(max_wait_ms=0))
     for _ in range(2):
         failed = job(1)
         made.submit(failed)
         with pytest.raises(ZeroDivisionError):
             failed.future.result(30)
-    call = Job(5, lambda: "other work", FAR)
+    call = PredictionJob(5, lambda: "other work", FAR)
     made.submit(call)
     assert call.future.result(30) == "other work"
     made.close()

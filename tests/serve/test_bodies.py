@@ -13,11 +13,11 @@ import persia
 from persia.errors import DataError
 from persia.serve.client import _samples
 from persia.serve.http.bodies import Bodies, MalformedBodyError
-from persia.serve.http.limits import Limits
+from persia.serve.http.limits import ServeLimits
 from persia.serve.http.wire import ARROW, JSON, MSGPACK, array_of
 from support.served import SCHEMA
 
-LIMITS = Limits(max_rows=100, max_values=1000)
+LIMITS = ServeLimits(max_rows=100, max_values=1000)
 BODIES = Bodies(SCHEMA, LIMITS)
 
 COLUMNS = {

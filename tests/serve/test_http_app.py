@@ -16,8 +16,9 @@ import pytest
 
 from persia.errors import ConfigError, DeadlineError, PublishError
 from persia.serve.http.app import create_app
-from persia.serve.http.keys import Keys, read_keys
-from persia.serve.http.limits import Limits
+from persia.serve.http.keys import ClientKeys, read_keys
+from persia.serve.http.lag import Lag
+from persia.serve.http.limits import ServeLimits
 from persia.serve.http.wire import ARROW, JSON, MSGPACK
 from support.served import SCHEMA, FakePredictor, State, expected
 
@@ -129,7 +130,7 @@ def test_refusals_say_what_is_wrong():
             assert ("Allow" in answer.headers) == (status == 405)
             assert (answer.headers.get("Connection") == "close") == (status == 413)
 
-    run(test, FakePredictor(), limits=Limits(max_body_bytes=1_000_000))
+    run(test, FakePredictor(), limits=ServeLimits(max_body_bytes=1_000_000))
 
 
 def test_a_failing_predictor_is_no_traceback(caplog):
@@ -209,7 +210,7 @@ def test_a_queued_request_is_given_up_at_its_deadline():
         assert 'persia_serve_held_bytes{rank="0",role="server"} 0.0' in metrics
         assert 'persia_serve_requests_total{rank="0",role="server",route="/predict",status="200"} 4.0' in metrics
 
-    run(test, predictor, limits=Limits(max_queue=3, max_wait_ms=0, deadline_ms=60_000))
+    run(test, predictor, limits=ServeLimits(max_queue=3, max_wait_ms=0, deadline_ms=60_000))
     assert sum(predictor.sizes) == 8
 
 
@@ -228,7 +229,7 @@ def test_bodies_that_are_held_are_limited():
         assert (await first).status_code == 200
         assert (await client.post("/predict", json=BODY)).status_code == 200
 
-    run(test, predictor, limits=Limits(max_held_bytes=size + 10))
+    run(test, predictor, limits=ServeLimits(max_held_bytes=size + 10))
 
 
 def test_a_key_is_needed_for_all_but_the_state():
@@ -246,7 +247,7 @@ def test_a_key_is_needed_for_all_but_the_state():
         document = (await client.get("/openapi.json", headers=good)).json()
         assert document["paths"]["/predict"]["post"]["security"] == [{"key": []}]
 
-    run(test, FakePredictor(), keys=Keys(["another-key-of-some-length", KEY]))
+    run(test, FakePredictor(), keys=ClientKeys(["another-key-of-some-length", KEY]))
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
@@ -289,5 +290,28 @@ def test_the_page_loads_nothing_and_runs_nothing():
         example = document["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]["example"]
         assert (await client.post("/predict", json=example)).status_code == 200
         assert "$ref" not in json.dumps(document)
+
+    run(test, FakePredictor())
+
+
+def test_a_late_event_loop_refuses_requests_that_it_would_answer_too_late():
+    async def behind():
+        lag = Lag()
+        lag.start()
+        time.sleep(0.2)
+        while lag.seconds == 0:
+            await asyncio.sleep(0)
+        lag.stop()
+        return lag.seconds
+
+    assert asyncio.run(behind()) >= 0.1
+
+    async def test(client):
+        server = client._transport.app.state.server
+        server._lag.seconds = 1e6
+        answer = await client.post("/predict", json=BODY)
+        assert (answer.status_code, answer.json()["error"]) == (503, "OverloadedError")
+        server._lag.seconds = 0
+        assert (await client.post("/predict", json=BODY)).status_code == 200
 
     run(test, FakePredictor())

@@ -16,8 +16,8 @@ from schemathesis.checks import positive_data_acceptance  # noqa: E402
 from schemathesis.python import asgi  # noqa: E402
 
 from persia.serve.http.app import create_app  # noqa: E402
-from persia.serve.http.keys import Keys  # noqa: E402
-from persia.serve.http.limits import Limits  # noqa: E402
+from persia.serve.http.keys import ClientKeys  # noqa: E402
+from persia.serve.http.limits import ServeLimits  # noqa: E402
 
 KEY = "a-key-of-some-length"
 
@@ -27,7 +27,7 @@ OPERATIONS = [("/predict", "POST"), ("/rank", "POST"), ("/embeddings", "POST"), 
 
 @pytest.fixture
 def document():
-    app = create_app(FakePredictor(), limits=Limits(max_rows=50, deadline_ms=60_000), keys=Keys([KEY]))
+    app = create_app(FakePredictor(), limits=ServeLimits(max_rows=50, deadline_ms=60_000), keys=ClientKeys([KEY]))
     authorization = {"Authorization": f"Bearer {KEY}"}
     with asgi.get_client(app) as client:
         deadline = time.monotonic() + 30

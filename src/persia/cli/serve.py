@@ -59,7 +59,10 @@ def serve(
     ] = 1.0,
     deadline_ms: Annotated[
         float,
-        typer.Option(help="Time within which a request must begin to be computed.", rich_help_panel=LIMITS),
+        typer.Option(
+            help="Time within which a request is to be answered; it is refused at once if that is not expected.",
+            rich_help_panel=LIMITS,
+        ),
     ] = 1000.0,
     max_rows: Annotated[int, typer.Option(help="Samples, items or ids of a request.", rich_help_panel=LIMITS)] = 4096,
     max_values: Annotated[
@@ -118,14 +121,14 @@ def serve(
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
-        from persia.serve.http.limits import Limits
-        from persia.serve.http.run import ServerOptions, run_server
+        from persia.serve.http.limits import ServeLimits
+        from persia.serve.http.run import HttpOptions, run_server
     except ImportError as error:
         raise MissingExtraError('persia serve needs FastAPI: pip install "persia[serve]".', extra="serve") from error
     from persia.serve import Predictor, ServeOptions
     from persia.units import parse_bytes
 
-    limits = Limits(
+    limits = ServeLimits(
         max_body_bytes=parse_bytes(max_body_bytes, "max_body_bytes"),
         max_held_bytes=parse_bytes(max_held_bytes, "max_held_bytes"),
         max_rows=max_rows,
@@ -139,7 +142,7 @@ def serve(
         head_seconds=head_seconds,
         max_connections=max_connections,
     )
-    options = ServerOptions(
+    options = HttpOptions(
         host=host,
         port=port,
         reuse_port=reuse_port,

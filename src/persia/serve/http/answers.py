@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from persia.serve.http.wire import ARROW, JSON, MSGPACK, MSGPACK_NAMES, array_of
 
-__all__ = ["Answer", "accepted", "content_kind", "embeddings_answer", "predictions_answer"]
+__all__ = ["AnswerBody", "accepted", "content_kind", "embeddings_answer", "predictions_answer"]
 
 _KINDS = {JSON: JSON, ARROW: ARROW, **dict.fromkeys(MSGPACK_NAMES, MSGPACK)}
 
 
-class Answer(NamedTuple):
+class AnswerBody(NamedTuple):
     """Body of an answer.
 
     Attributes:
@@ -64,13 +64,13 @@ def accepted(header: str | None, default: str) -> str | None:
 
 def predictions_answer(
     kind: str, labels: Sequence[str], probabilities: NDArray[np.float32], step: int, epoch: int
-) -> Answer:
+) -> AnswerBody:
     """Returns the answer with the probabilities `[rows, labels]`. JSON has null for a NaN."""
     if kind == ARROW:
         from persia.serve.http.arrow_bodies import write_columns
 
         columns = {label: np.ascontiguousarray(probabilities[:, i]) for i, label in enumerate(labels)}
-        return Answer(kind, write_columns(columns, _metadata(step, epoch)), step, epoch)
+        return AnswerBody(kind, write_columns(columns, _metadata(step, epoch)), step, epoch)
     if kind == JSON:
         values: Any = {label: probabilities[:, i].tolist() for i, label in enumerate(labels)}
     else:
@@ -80,12 +80,12 @@ def predictions_answer(
 
 def embeddings_answer(
     kind: str, table: str, found: NDArray[np.bool_], rows: NDArray[np.float32], step: int, epoch: int
-) -> Answer:
+) -> AnswerBody:
     """Returns the answer with rows `[n, dim]`, zeros where none was found."""
     if kind == ARROW:
         from persia.serve.http.arrow_bodies import write_embeddings
 
-        return Answer(kind, write_embeddings(found, rows, _metadata(step, epoch)), step, epoch)
+        return AnswerBody(kind, write_embeddings(found, rows, _metadata(step, epoch)), step, epoch)
     parts: dict[str, Any] = {"table": table}
     if kind == JSON:
         parts |= {"found": found.tolist(), "rows": rows.tolist()}
@@ -94,9 +94,9 @@ def embeddings_answer(
     return _encoded(kind, {**parts, "step": step, "epoch": epoch})
 
 
-def _encoded(kind: str, content: dict[str, Any]) -> Answer:
+def _encoded(kind: str, content: dict[str, Any]) -> AnswerBody:
     encode = msgspec.json.encode if kind == JSON else msgspec.msgpack.encode
-    return Answer(kind, encode(content), content["step"], content["epoch"])
+    return AnswerBody(kind, encode(content), content["step"], content["epoch"])
 
 
 def _metadata(step: int, epoch: int) -> dict[str, str]:

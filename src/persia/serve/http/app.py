@@ -18,11 +18,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 
 from persia.errors import ConfigError, OverloadedError, PersiaError
-from persia.serve.http.answers import Answer, accepted, content_kind, embeddings_answer, predictions_answer
-from persia.serve.http.batcher import Batcher, Job, expired
+from persia.serve.http.answers import AnswerBody, accepted, content_kind, embeddings_answer, predictions_answer
+from persia.serve.http.batcher import Batcher, PredictionJob, expired
 from persia.serve.http.bodies import Bodies
 from persia.serve.http.gate import Gate
-from persia.serve.http.limits import Limits
+from persia.serve.http.lag import Lag
+from persia.serve.http.limits import ServeLimits
 from persia.serve.http.observing import ServerMetrics, least_step
 from persia.serve.http.openapi import openapi
 from persia.serve.http.page import PAGE_HEADERS, page
@@ -34,7 +35,7 @@ from persia.telemetry.prometheus import exposition
 
 if TYPE_CHECKING:
     from persia.schema import Schema
-    from persia.serve.http.keys import Keys
+    from persia.serve.http.keys import ClientKeys
     from persia.serve.http.service import PredictionService
     from persia.telemetry.metrics import Readings
 
@@ -46,6 +47,9 @@ T = TypeVar("T")
 
 INLINE_BYTES = 1 << 17
 """Larger bodies are converted in a thread, so that other requests and the health check go on."""
+
+LAGS = 3
+"""A request is refused if so many delays of the event loop and the queue would take it past its deadline."""
 
 START_SECONDS = 1.0
 """Time of one attempt to start the predictor, and between two of them. Reading a snapshot takes as long as it takes."""
@@ -75,7 +79,7 @@ class PredictionServer:
         on_failure: called once `failed` is set.
     """
 
-    def __init__(self, service: PredictionService, limits: Limits, keys: Keys | None) -> None:
+    def __init__(self, service: PredictionService, limits: ServeLimits, keys: ClientKeys | None) -> None:
         self.failed: Exception | None = None
         self.stopping = False
         self.on_failure: Callable[[], object] = lambda: None
@@ -85,6 +89,7 @@ class PredictionServer:
         self._secured = keys is not None
         self._ready = False
         self._waits_for = ""
+        self._lag = Lag()
         self._held = HeldBytes(limits.max_held_bytes)
         self._model: _Model | None = None
         self._batcher: Batcher | None = None
@@ -99,10 +104,12 @@ class PredictionServer:
         self._batcher = Batcher(self._service.predict, self._limits, self.metrics.timed)
         self._threads = ThreadPoolExecutor(1, "persia-convert")
         starting = asyncio.create_task(self._start())
+        self._lag.start()
         try:
             yield
         finally:
             self.stopping = True
+            self._lag.stop()
             await starting
             await asyncio.to_thread(self._batcher.close)
             self._threads.shutdown()
@@ -211,7 +218,7 @@ class PredictionServer:
             self._check(deadline)
             with self._held.share() as share:
                 body = await read_body(request, self._limits, share)
-                answer: Answer = await compute(model, kind, wanted, body, deadline)
+                answer: AnswerBody = await compute(model, kind, wanted, body, deadline)
             made_with = {"Persia-Step": str(answer.step), "Persia-Epoch": str(answer.epoch)}
             return Response(answer.body, 200, made_with, answer.kind)
         except ClientDisconnect:
@@ -219,23 +226,23 @@ class PredictionServer:
         except Exception as error:
             return response_of(error)
 
-    async def _predict(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> Answer:
+    async def _predict(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
         batch = await self._converted(len(body), model.bodies.samples, kind, body)
-        return await self._scores(model, wanted, Job(len(batch), batch, deadline))
+        return await self._scores(model, wanted, PredictionJob(len(batch), batch, deadline))
 
-    async def _rank(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> Answer:
+    async def _rank(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
         user, items = await self._converted(len(body), model.bodies.user_and_items, kind, body)
-        job = Job(len(items), lambda: self._service.rank(user, items), deadline)
+        job = PredictionJob(len(items), lambda: self._service.rank(user, items), deadline)
         return await self._scores(model, wanted, job)
 
-    async def _scores(self, model: _Model, wanted: str, job: Job) -> Answer:
+    async def _scores(self, model: _Model, wanted: str, job: PredictionJob) -> AnswerBody:
         found = await self._computed(job)
         scores = found.probabilities, found.step, found.epoch
         size = 16 * found.probabilities.size
         return await self._converted(size, predictions_answer, wanted, model.schema.labels, *scores)
 
-    async def _embeddings(self, model: _Model, kind: str, wanted: str, body: bytes, _deadline: float) -> Answer:
-        def found() -> Answer:
+    async def _embeddings(self, model: _Model, kind: str, wanted: str, body: bytes, _deadline: float) -> AnswerBody:
+        def found() -> AnswerBody:
             table, ids = model.bodies.ids(kind, body)
             present, rows = self._service.embeddings(table, ids)
             state = self._service.state()
@@ -243,7 +250,7 @@ class PredictionServer:
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, found)
 
-    async def _computed(self, job: Job) -> Any:
+    async def _computed(self, job: PredictionJob) -> Any:
         """Waits for the result of a request, or for its deadline if it still waits for computation by then."""
         assert self._batcher is not None
         self._batcher.submit(job)
@@ -263,7 +270,15 @@ class PredictionServer:
         if self.stopping:
             raise OverloadedError("The server is shutting down; send the request to another one.", retry_after=1)
         assert self._batcher is not None
-        self._batcher.check(1, deadline)
+        # The loop comes to the request for the rest of its body, and for its answer.
+        reserve = LAGS * self._lag.seconds
+        if time.monotonic() + reserve > deadline:
+            raise OverloadedError(
+                f"The server is overloaded: it is {1000 * self._lag.seconds:.0f} ms behind with its connections. Try "
+                "again later, or add servers.",
+                retry_after=1,
+            )
+        self._batcher.check(1, deadline - reserve)
 
     def _seconds(self, request: Request) -> float:
         """Returns the seconds that a request allows."""
@@ -301,7 +316,11 @@ class PredictionServer:
 
 
 def create_app(
-    service: PredictionService, *, limits: Limits | None = None, keys: Keys | None = None, local: bool = False
+    service: PredictionService,
+    *,
+    limits: ServeLimits | None = None,
+    keys: ClientKeys | None = None,
+    local: bool = False,
 ) -> FastAPI:
     """Returns the application of a prediction server, for any ASGI server; `persia serve` runs it on uvicorn.
 
@@ -316,7 +335,7 @@ def create_app(
     Raises:
         MissingExtraError: prometheus_client is not installed.
     """
-    server = PredictionServer(service, limits or Limits(), keys)
+    server = PredictionServer(service, limits or ServeLimits(), keys)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from persia.serve.http.limits import Limits
+    from persia.serve.http.limits import ServeLimits
     from persia.serve.http.service import Scored
 
-__all__ = ["Batcher", "BatcherCounts", "Job", "Predictions", "expired"]
+__all__ = ["Batcher", "BatcherCounts", "PredictionJob", "Predictions", "expired"]
+
+RESERVE = 2.0
+"""A request is accepted if this many times the expected time of queue and computation are left until its deadline: the
+estimate may be off, and the request has its way through the event loop before and after."""
 
 
 class Predictions(NamedTuple):
@@ -38,13 +42,13 @@ class Predictions(NamedTuple):
     epoch: int
 
 
-class Job:
+class PredictionJob:
     """A request that waits or is computed.
 
     Args:
         rows: samples, for the limits.
         work: its samples, which may be joined with those of others, or a call that is made by itself.
-        deadline: `time.monotonic()` by which its computation must begin.
+        deadline: `time.monotonic()` by which it is to be answered.
 
     Attributes:
         future: gets the result; may be cancelled while the request waits.
@@ -92,14 +96,14 @@ class Batcher:
     def __init__(
         self,
         predict: Callable[[Batch], Scored],
-        limits: Limits,
+        limits: ServeLimits,
         observe: Callable[[str, float], object] = lambda _name, _seconds: None,
     ) -> None:
         self._predict = predict
         self._limits = limits
         self._observe = observe
         self._changed = threading.Condition()
-        self._queue: deque[Job] = deque()
+        self._queue: deque[PredictionJob] = deque()
         self._rows = 0
         self._running: tuple[int, float] | None = None
         """Samples that are computed, and since when."""
@@ -114,7 +118,7 @@ class Batcher:
 
         Args:
             rows: its samples; 1 if that is not known yet.
-            deadline: as in `Job`.
+            deadline: as in `PredictionJob`.
 
         Raises:
             OverloadedError: the queue is full, or the request would wait past its deadline.
@@ -123,7 +127,7 @@ class Batcher:
         with self._changed:
             self._check(rows, deadline)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: PredictionJob) -> None:
         """Queues a request. Does not block.
 
         Raises:
@@ -154,16 +158,16 @@ class Batcher:
         if not self._queue and self._running is None:  # Also where estimates are bad: they get better by computing.
             return
         limits = self._limits
-        wait = self._wait()
+        wait = self._wait() + self._pace.seconds(rows)
         full = len(self._queue) >= limits.max_queue or self._rows + rows > limits.max_queue_rows
-        if not full and time.monotonic() + wait <= deadline:
+        if not full and time.monotonic() + RESERVE * wait <= deadline:
             return
         self._counts["overloaded"] += 1
         reason = (
             f"{len(self._queue)} requests with {self._rows} samples wait already (max_queue = {limits.max_queue}, "
             f"max_queue_rows = {limits.max_queue_rows})"
             if full
-            else f"the queue takes about {1000 * wait:.0f} ms, longer than the deadline of the request"
+            else f"an answer takes about {1000 * wait:.0f} ms, too near to the deadline of the request"
         )
         raise OverloadedError(
             f"The server is overloaded: {reason}. Try again later, or add servers.", retry_after=max(1, math.ceil(wait))
@@ -200,7 +204,7 @@ class Batcher:
                     self._counts["rows"] += rows
                     self._counts["batches"] += 1
 
-    def _next(self) -> list[Job]:
+    def _next(self) -> list[PredictionJob]:
         """Waits for requests, and takes those that are computed together; none once the batcher is closed."""
         limits = self._limits
         with self._changed:
@@ -230,14 +234,14 @@ class Batcher:
                 break
         return count, rows
 
-    def _expire(self, job: Job) -> None:
+    def _expire(self, job: PredictionJob) -> None:
         with self._changed:
             self._counts["expired"] += 1
             wait = self._wait()
         if job.future.set_running_or_notify_cancel():
             job.future.set_exception(expired(wait))
 
-    def _compute(self, jobs: list[Job]) -> None:
+    def _compute(self, jobs: list[PredictionJob]) -> None:
         try:
             if not isinstance(jobs[0].work, Batch):
                 jobs[0].future.set_result(jobs[0].work())

@@ -27,7 +27,7 @@ from persia.serve.http.wire import (
 )
 
 if TYPE_CHECKING:
-    from persia.serve.http.limits import Limits
+    from persia.serve.http.limits import ServeLimits
 
 __all__ = ["Bodies", "IdsOfTable", "MalformedBodyError"]
 
@@ -58,7 +58,7 @@ class Bodies:
         limits: of rows and values.
     """
 
-    def __init__(self, schema: Schema, limits: Limits) -> None:
+    def __init__(self, schema: Schema, limits: ServeLimits) -> None:
         self._schema = schema
         self._limits = limits
         self._ids = {f.name: f for f in schema.id_features if not f.computed}

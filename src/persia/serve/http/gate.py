@@ -11,7 +11,7 @@ from persia.serve.http.problems import problem_response
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from persia.serve.http.keys import Keys
+    from persia.serve.http.keys import ClientKeys
     from persia.serve.http.observing import ServerMetrics
 
 __all__ = ["OPEN", "Gate", "is_local"]
@@ -33,7 +33,7 @@ class Gate:
             address, and use the server from the browser of someone on this host.
     """
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, keys: Keys | None, local: bool) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, keys: ClientKeys | None, local: bool) -> None:
         self._app = app
         self._metrics = metrics
         self._keys = keys

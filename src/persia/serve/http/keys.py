@@ -10,13 +10,13 @@ from pathlib import Path
 
 from persia.errors import ConfigError
 
-__all__ = ["ENVIRONMENT", "Keys", "read_keys"]
+__all__ = ["ENVIRONMENT", "ClientKeys", "read_keys"]
 
 ENVIRONMENT = "PERSIA_SERVE_KEYS"
 MIN_LENGTH = 16
 
 
-class Keys:
+class ClientKeys:
     """The keys that a server accepts. Thread-safe.
 
     Args:
@@ -47,7 +47,7 @@ class Keys:
         return scheme.lower() == "bearer" and any(equal)
 
 
-def read_keys(path: str | None) -> Keys | None:
+def read_keys(path: str | None) -> ClientKeys | None:
     """Reads keys from a file, one a line, `#` for comments; else from PERSIA_SERVE_KEYS; None if neither is set.
 
     Raises:
@@ -55,12 +55,12 @@ def read_keys(path: str | None) -> Keys | None:
     """
     if path is None:
         text = os.environ.get(ENVIRONMENT)
-        return None if text is None else Keys(text.replace(",", " ").split())
+        return None if text is None else ClientKeys(text.replace(",", " ").split())
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read the keys in {path}: {error}.", field="key_file") from error
-    return Keys(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    return ClientKeys(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
 def _digest(key: bytes) -> bytes:

@@ -6,10 +6,10 @@ import msgspec
 
 from persia.checks import check_integer, check_number, check_seconds, plain_fields
 
-__all__ = ["Limits"]
+__all__ = ["ServeLimits"]
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits of a prediction server. Requests above one are refused before they cost more than their refusal.
 
     Args:
@@ -22,8 +22,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             computed, the next one forms in any case.
         max_queue: requests that wait for computation.
         max_queue_rows: samples that wait for computation.
-        deadline_ms: time within which a request must begin to be computed. The header `Persia-Deadline-Ms` of a request
-            can shorten it.
+        deadline_ms: time within which a request is to be answered. It is refused at once if that is not expected, and
+            is not computed if its deadline passes while it waits. The header `Persia-Deadline-Ms` can shorten it.
         body_seconds: time within which the body of a request must arrive.
         head_seconds: time within which the head of a request must arrive.
         max_connections: open connections.

@@ -9,7 +9,7 @@ from persia.serve.http.wire import ARROW, JSON, MSGPACK
 
 if TYPE_CHECKING:
     from persia.schema import IdFeature, Schema
-    from persia.serve.http.limits import Limits
+    from persia.serve.http.limits import ServeLimits
 
 __all__ = ["openapi"]
 
@@ -26,7 +26,7 @@ _ERRORS = {
 }
 
 
-def openapi(schema: Schema, limits: Limits, secured: bool) -> dict[str, Any]:
+def openapi(schema: Schema, limits: ServeLimits, secured: bool) -> dict[str, Any]:
     """Returns the document.
 
     Args:
@@ -126,11 +126,11 @@ def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
     return {**made, "required": required} if required else made
 
 
-def _column(items: dict[str, Any], limits: Limits) -> dict[str, Any]:
+def _column(items: dict[str, Any], limits: ServeLimits) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": 1, "maxItems": limits.max_rows}
 
 
-def _ids(feature: IdFeature, limits: Limits) -> dict[str, Any]:
+def _ids(feature: IdFeature, limits: ServeLimits) -> dict[str, Any]:
     number: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
     one = number if feature.kind == "number" or feature.age_since else {**_ID}
     several = {"type": "array", "items": one}
@@ -172,7 +172,7 @@ def _post(
     deadline = {
         "name": "Persia-Deadline-Ms",
         "in": "header",
-        "description": "Milliseconds within which the request must begin to be computed.",
+        "description": "Milliseconds within which the request is to be answered; shortens the limit of the server.",
         "schema": {"type": "number", "exclusiveMinimum": 0},
     }
     return {

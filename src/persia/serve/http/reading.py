@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from persia.serve.http.limits import Limits
+    from persia.serve.http.limits import ServeLimits
 
 __all__ = ["HeldBytes", "read_body"]
 
@@ -68,7 +68,7 @@ class Share:
             self._count = count
 
 
-async def read_body(request: Request, limits: Limits, share: Share) -> bytes:
+async def read_body(request: Request, limits: ServeLimits, share: Share) -> bytes:
     """Returns the body of a request, which is refused by its Content-Length before anything of it is read.
 
     Raises:
@@ -101,7 +101,7 @@ async def read_body(request: Request, limits: Limits, share: Share) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _check_length(length: int, limits: Limits) -> None:
+def _check_length(length: int, limits: ServeLimits) -> None:
     if length > limits.max_body_bytes:
         raise RefusedError(
             413,

@@ -20,19 +20,19 @@ from persia.checks import check_flag, check_seconds, plain_fields
 from persia.errors import ConfigError, PersiaError
 from persia.serve.http.app import create_app
 from persia.serve.http.keys import read_keys
-from persia.serve.http.limits import Limits
+from persia.serve.http.limits import ServeLimits
 from persia.serve.http.service import PredictionService
 from persia.serve.http.uvicorn_protocol import limited_protocol
 from persia.telemetry.process import LOOPBACK, check_port
 
-__all__ = ["Listening", "ServerOptions", "run_server"]
+__all__ = ["HttpOptions", "Listening", "run_server"]
 
 LOG = logging.getLogger("persia.serve")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class ServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HttpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of a prediction server.
 
     Args:
@@ -53,7 +53,7 @@ class ServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     host: str = LOOPBACK
     port: int = 8080
     reuse_port: bool = False
-    limits: Limits = Limits()
+    limits: ServeLimits = ServeLimits()
     key_file: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
@@ -87,7 +87,7 @@ class Listening(NamedTuple):
 
 
 def run_server(
-    service: PredictionService, options: ServerOptions, listening: Callable[[Listening], object] = lambda _: None
+    service: PredictionService, options: HttpOptions, listening: Callable[[Listening], object] = lambda _: None
 ) -> None:
     """Serves until SIGINT or SIGTERM. Blocks. Outside of the main thread only `Listening.stop` ends it.
 
@@ -129,7 +129,7 @@ def run_server(
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=options.limits.max_connections,
+            limit_concurrency=options.limits.max_connections + 1,  # It refuses from this number on.
             timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
             ssl_certfile=options.tls_cert,
             ssl_keyfile=options.tls_key,
@@ -192,7 +192,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _bound(options: ServerOptions) -> Iterator[socket.socket]:
+def _bound(options: HttpOptions) -> Iterator[socket.socket]:
     host, port = options.host, options.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Without the protocol asyncio leaves Nagle's algorithm on, and an answer waits 40 ms for an acknowledgement.
