@@ -62,7 +62,7 @@ def freshness(preset: str) -> runner.Measure:
 
 @runner.measures("online.auc_gain")
 def auc_gain(preset: str) -> runner.Measure:
-    """Progressive AUC of what the server answers on the last day of globo_ctr, less that of the model of the day before."""
+    """Progressive AUC of what is served on the last day of globo_ctr, less that of the model of the day before."""
     options: dict[str, float] = {"seconds": SECONDS[preset]}
     folder = data.find("globo_ctr")
     if folder is not None and preset != "smoke":
