@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 
-.PHONY: chaos gpu gpu-wheels demo demo-cluster test test-all test-processes test-rest test-cpp sanitize lint format wheel bench bench-cpp bench-smoke examples docs clean install
+.PHONY: chaos gpu gpu-wheels demo demo-cluster demo-online test test-all test-processes test-rest test-cpp sanitize lint format wheel bench bench-cpp bench-smoke examples docs clean install
 
 install: $(READY)  ## create .venv and install persia into it, editable
 
@@ -22,6 +22,9 @@ $(READY): $(VENV)/.dependencies $(SOURCES)
 
 demo: install  ## train on real click logs if there are any, else on generated ones
 	$(BIN)/python examples/demo.py
+
+demo-online: install  ## from clicks in Kafka to predictions over HTTP, two minutes
+	$(BIN)/python examples/online/run.py
 
 demo-cluster: install  ## the same program on processes of this machine
 	$(BIN)/python examples/cluster.py
@@ -74,7 +77,7 @@ wheel: install  ## build the source distribution and the wheel into dist/, insta
 	$(BIN)/python tests/wheel.py $(WHEEL_FROM)
 
 # First words of the names that `python -m benchmarks --list` prints: one process each, so that none measures what another left behind.
-BENCHMARKS = plan capacity ssd store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms wheel zoo interop ui init publish kafka serve
+BENCHMARKS = plan capacity ssd store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms wheel zoo interop ui init publish kafka serve online
 
 bench: install  ## every figure of docs/performance.md, some hours
 	for area in $(BENCHMARKS); do $(BIN)/python -m benchmarks "$$area.*" --preset laptop || exit 1; done
@@ -100,12 +103,13 @@ gpu-wheels: install  ## collect what `make gpu` needs beside torch, numpy and CM
 gpu:  ## on a machine with a CUDA device: build in place, run the tests marked gpu and the benchmarks gpu.*
 	bash tests/gpu.sh
 
-examples: $(wildcard examples/*.py)  ## run every example, small
-.PHONY: $(wildcard examples/*.py)
+EXAMPLES = $(wildcard examples/*.py) examples/online/run.py
+examples: $(EXAMPLES)  ## run every example, small
+.PHONY: $(EXAMPLES)
 # Loads what the other one saved.
 examples/embedding_bag_after.py: examples/embedding_bag_before.py
 examples/torchrec_after.py: examples/torchrec_before.py
-$(wildcard examples/*.py): install
+$(EXAMPLES): install
 	PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $@
 
 docs: install  ## build the documentation into site/

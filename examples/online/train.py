@@ -1,0 +1,42 @@
+"""The training program: first yesterday's clicks from a file, then the stream, until SIGTERM.
+
+python train.py YESTERDAY.parquet BOOTSTRAP TOPIC LOG [--ps N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+import news
+
+import persia
+from persia.publish import PublishOptions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("yesterday", "bootstrap", "topic", "log"):
+        parser.add_argument(name)
+    parser.add_argument("--ps", type=int, default=0, help="PSs on Ray; 0 for all roles in this process")
+    parser.add_argument("--seconds", type=float, default=2.0, help="between two increments")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as used:
+        cluster = None
+        if arguments.ps:
+            cluster = used.enter_context(contextlib.closing(persia.cluster.Ray(ps=arguments.ps)))
+        publish = PublishOptions(arguments.log, seconds=arguments.seconds)
+        trainer = news.trainer(cluster=cluster, publish=publish)
+        done = trainer.fit(persia.data.parquet(arguments.yesterday, news.schema(), 1024))
+        print(
+            f"trained {done.rows:,} clicks of the days before, progressive AUC {done.progressive.auc:.4f}", flush=True
+        )
+        stream = persia.data.kafka(
+            arguments.topic, news.schema(), 1024, bootstrap=arguments.bootstrap, values="arrow", linger=0.2
+        )
+        trainer.fit(stream)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(SystemExit, KeyboardInterrupt):  # SIGTERM ends `fit` after its step.
+        main()
