@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 
@@ -377,6 +378,8 @@ class EmbeddingCollection(torch.nn.Module):
             failure = error
             raise
         finally:
+            if sys.is_finalizing():  # At the exit of a program: the threads have ended, and torch is being taken down.
+                raise
             # Also when the loop is left early: batches with a gradient are applied, others are released.
             if batch is not None and batch.close():
                 self.outbox.released += 1
