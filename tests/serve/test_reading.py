@@ -1,0 +1,64 @@
+"""The path of the host and that of a device read the same embeddings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import persia
+from persia import batching
+from persia.nn.transfer import CpuStaging
+from persia.serve.reading import EmbeddingReader
+from persia.store.served import ServedTable
+
+SCHEMA = persia.Schema(
+    [
+        persia.IdFeature("item", 8, table="items"),
+        persia.IdFeature("history", table="items", pooling=None, max_length=4, keep="last"),
+        persia.IdFeature("tags", 4, pooling="mean"),
+        persia.IdFeature("words", 4, pooling="sqrtn", max_length=2),
+    ],
+    ["age"],
+    tables=[persia.Table("items", 8, dtype="bfloat16")],
+)
+
+
+class DeviceStaging(CpuStaging):
+    """Has the tensors in the memory of the host, and says that they are elsewhere."""
+
+    device = torch.device("meta")
+
+
+def served(servers):
+    """Returns the rows of each PS; every third id has none."""
+    random, ids = np.random.default_rng(1), np.arange(0, 300, dtype=np.uint64)
+    ids = ids[ids % 3 > 0]
+    found = [{name: ServedTable(t.dim) for name, t in SCHEMA.resolved_tables().items()} for _ in range(servers)]
+    for name, table in SCHEMA.resolved_tables().items():
+        values = random.normal(size=(len(ids), table.dim)).astype(np.float32)
+        owners = batching.owners(name, ids, servers)
+        for server, tables in enumerate(found):
+            tables[name].set(ids[owners == server], values[owners == server])
+    return found
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_both_paths_read_the_same(servers):
+    random, rows = np.random.default_rng(2), served(servers)
+    readers = [EmbeddingReader(SCHEMA, servers, staging, 2) for staging in (CpuStaging(), DeviceStaging())]
+    for samples in (7, 7, 20):
+        columns = {
+            name: [random.integers(0, 300, random.integers(0, 6)) for _ in range(samples)]
+            for name in ("history", "tags", "words")
+        }
+        columns |= {"item": random.integers(0, 300, samples), "age": random.random(samples)}
+        batch = persia.Batch.from_columns(SCHEMA, columns, require_labels=False)
+        (dense, labels, mine), (others, _, theirs) = (reader.read(batch, rows) for reader in readers)
+        assert labels.shape == (samples, 0)
+        torch.testing.assert_close(dense, others, rtol=0, atol=0)
+        for name in ("item", "tags", "words"):
+            torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(mine["history"].values, theirs["history"].values, rtol=0, atol=0)
+        assert (mine["history"].mask == theirs["history"].mask).all()
+        assert mine["item"].abs().sum() > 0
