@@ -77,6 +77,7 @@ _PACKAGES = frozenset(
         "publish",
         "replay",
         "schema",
+        "serve",
         "testing",
     }
 )

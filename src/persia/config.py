@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import msgspec
 from persia.errors import ConfigError
 from persia.types.decoding import decode_hook
 
-__all__ = ["convert", "dump", "load"]
+__all__ = ["call", "convert", "dump", "load"]
 
 T = TypeVar("T")
 
@@ -66,6 +67,34 @@ def dump(record: Any) -> dict[str, Any]:
     """Converts a record to plain data, including defaults."""
     tree: dict[str, Any] = msgspec.to_builtins(record)
     return tree
+
+
+def call(make: Callable[..., T], options: Mapping[str, Any], where: str, *positional: Any) -> T:
+    """Calls `make` with options of a configuration.
+
+    Args:
+        make: a function or class.
+        options: its keyword arguments.
+        where: their section, for error messages.
+        *positional: further arguments, before the options.
+
+    Raises:
+        ConfigError: an option is unknown or invalid; the message lists the valid names.
+    """
+    known = [
+        name
+        for name, parameter in inspect.signature(make).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"Unknown option {where}.{name}; expected one of: {', '.join(known)}.", field=f"{where}.{name}"
+            )
+    try:
+        return make(*positional, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}.", field=where) from error
 
 
 def _override(tree: dict[str, Any], text: str) -> None:

@@ -12,7 +12,7 @@ from persia.errors import CheckpointError
 from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
 from persia.types.values import LARGEST, Dtype, largest_finite
 
-__all__ = ["check_values", "differences", "features_with_kind", "same_rule"]
+__all__ = ["check_values", "differences", "features_with_kind", "same_rule", "schema_differences"]
 
 
 def differences(
@@ -38,6 +38,28 @@ def differences(
         *_features(saved, schema, recorded),
         *_columns(saved, schema),
     ]
+
+
+def schema_differences(
+    theirs: Schema, mine: Schema, *, there: str = "the checkpoint", here: str = "the model"
+) -> list[str]:
+    """Lists why rows and networks of one schema do not fit another one, one sentence each.
+
+    Initialisers, optimizers, capacities, dtypes and admission may differ.
+
+    Args:
+        theirs: what rows and networks were trained with.
+        mine: what they are to be used with.
+        there: name of the place with `theirs`.
+        here: name of the place with `mine`.
+    """
+    found: list[str] = []
+    tables, other = mine.resolved_tables(), theirs.resolved_tables()
+    for name in tables.keys() & other.keys():
+        if tables[name].dim != other[name].dim:
+            found.append(f"table {name!r} has dim {tables[name].dim}, in {there} {other[name].dim}")
+    features = {feature.name for feature in mine.id_features}
+    return [*sorted(found), *_features(theirs, mine, features, there, here), *_columns(theirs, mine)]
 
 
 def features_with_kind(manifest: Manifest[Any]) -> set[str]:
@@ -102,19 +124,21 @@ def _rule(optimizer: EmbeddingOptimizer) -> str:
     return f"{name} with momentum" if isinstance(optimizer, SGD) and optimizer.momentum > 0 else name
 
 
-def _features(saved: Schema, schema: Schema, recorded: set[str]) -> list[str]:
+def _features(
+    saved: Schema, schema: Schema, recorded: set[str], there: str = "the checkpoint", here: str = "the model"
+) -> list[str]:
     found: list[str] = []
     theirs = {feature.name: feature for feature in saved.id_features}
     mine = {feature.name: feature for feature in schema.id_features}
     for name in mine.keys() | theirs.keys():
         if name not in theirs or name not in mine:
-            place = "the checkpoint" if name not in theirs else "the model"
+            place = there if name not in theirs else here
             found.append(f"ID-type feature {name!r} is not in {place}")
             continue
         for field, value in _meaning(mine[name]).items():
             other = _meaning(theirs[name])[field]
             if value != other and (field != "kind" or name in recorded):
-                found.append(f"ID-type feature {name!r} has {field} {value!r}, in the checkpoint {other!r}")
+                found.append(f"ID-type feature {name!r} has {field} {value!r}, in {there} {other!r}")
     return sorted(found)
 
 

@@ -13,6 +13,7 @@ from persia.types.values import DTYPES, Dtype
 
 if TYPE_CHECKING:
     from persia.checkpoint import CheckpointReader
+    from persia.types import PublishDtype
 
 __all__ = ["checkpoint_app"]
 
@@ -156,6 +157,34 @@ def export(
         )
     for file in files:
         typer.echo(file)
+
+
+@checkpoint_app.command()
+def publish(
+    directory: Directory,
+    output: Annotated[str, typer.Option(help="Log of changes to write: a directory or URL.", metavar="URL")],
+    step: Step = None,
+    dtype: Annotated[str, typer.Option(help="Type of the values: float32, float16 or int8.")] = "float32",
+    config: Annotated[
+        str | None,
+        typer.Option(help="Configuration with the [model], if the checkpoint does not say.", metavar="TOML"),
+    ] = None,
+) -> None:
+    """Publish a checkpoint to a log of changes, for prediction servers.
+
+    They replace what they serve by it. Nothing else may publish there.
+    """
+    from persia.checkpoint import CheckpointReader
+    from persia.config import convert, load
+    from persia.publish import ModelDescription, publish_checkpoint
+
+    model = None if config is None else load(config, []).get("model", {})
+    description = None if model is None else convert(model, ModelDescription, config or "")
+    with _bar("publishing", _rows(CheckpointReader(directory, step), None)) as progress:
+        epoch = publish_checkpoint(
+            directory, output, step=step, dtype=cast("PublishDtype", dtype), model=description, progress=progress
+        )
+    typer.echo(f"published to {output} as epoch {epoch}")
 
 
 def _rows(reader: CheckpointReader, tables: list[str] | None) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -15,17 +13,18 @@ from persia.checks import check_choice, check_integer
 from persia.cli.imports import import_modules
 from persia.cluster import Embedded, Placement, RayOptions
 from persia.cluster.ray.placement import PlacedRole
-from persia.config import convert, dump
+from persia.config import call, convert, dump
 from persia.errors import ConfigError
 from persia.modes import Hybrid, Mode, ModeSetting
-from persia.nn import models
 from persia.nn.dense_step import OptimizerFactory
+from persia.nn.models.registry import MODELS, build
 from persia.optim import APMSqueeze, APMSqueezeOptions
 from persia.schema import Adagrad, EmbeddingOptimizer, Schema
 from persia.services import Cluster
 from persia.telemetry.process import check_port
 from persia.trainer import Trainer
 from persia.trainer.options import TrainerOptions
+from persia.types import ModelDescription
 
 __all__ = [
     "ClusterConfig",
@@ -40,23 +39,6 @@ __all__ = [
     "TrainConfig",
 ]
 
-MODELS: dict[str, Callable[..., torch.nn.Module]] = {
-    "ffnn": models.FFNN,
-    "ffnn_paper": models.FFNN.paper,
-    "deepfm": models.DeepFM,
-    "dlrm": models.DLRM,
-    "dcn_v2": models.DCNv2,
-    "din": models.DIN,
-    "dien": models.DIEN,
-    "youtube_dnn": models.YouTubeDNN,
-    "final_mlp": models.FinalMLP,
-    "mask_net": models.MaskNet,
-    "mmoe": models.MMoE,
-    "ple": models.PLE,
-    "sasrec": models.SASRec,
-    "hstu": models.HSTU,
-    "two_tower": models.TwoTower,
-}
 READERS: dict[str, Callable[..., Any]] = {
     "parquet": data.parquet,
     "csv": data.csv,
@@ -143,14 +125,14 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         make = READERS[self.kind]
         arguments = {"batch_size": self.batch_size, **self.options}
         if self.kind == "synthetic":
-            return _call(make, arguments, f"{where}.options")
+            return call(make, arguments, f"{where}.options")
         if self.path is None and self.kind not in ("globo", "adult", "kuairand", "mind", "taobao"):
             raise ConfigError(f"Missing {where}.path; give a file, directory, glob or URL.", field=f"{where}.path")
         if self.kind in ("parquet", "csv"):
             if schema is None:
                 raise ConfigError(f"Missing [schema] section; {where}.kind = {self.kind!r} needs one.", field="schema")
             arguments["schema"] = schema
-        return _call(make, arguments, f"{where}.options", self.path)
+        return call(make, arguments, f"{where}.options", self.path)
 
     def in_order(self) -> DataConfig:
         """Returns a copy that reads all samples in the order of the source, for output aligned with its rows."""
@@ -184,22 +166,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: the module or its class is not found, or an option is unknown or invalid.
         """
-        options = {name: tuple(v) if isinstance(v, list) else v for name, v in self.options.items()}
-        network: torch.nn.Module = _call(self._maker(), options, "model.options", schema)
-        return network
-
-    def _maker(self) -> Callable[..., torch.nn.Module]:
-        if self.kind in MODELS:
-            return MODELS[self.kind]
-        module, _, name = self.kind.partition(":")
-        import_modules([module], "model.kind")
-        made: Callable[..., torch.nn.Module] | None = getattr(sys.modules[module], name, None)
-        if made is None:
-            raise ConfigError(
-                f"Invalid model.kind = {self.kind!r}: {module} has no {name!r}; name a class of the module.",
-                field="model.kind",
-            )
-        return made
+        if self.kind not in MODELS:
+            import_modules([self.kind.partition(":")[0]], "model.kind")
+        return build(ModelDescription(self.kind, self.options), schema)
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -220,7 +189,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def factory(self) -> OptimizerFactory:
         """Returns a function that makes the optimizer from parameters."""
-        return lambda parameters: _call(
+        return lambda parameters: call(
             OPTIMIZERS[self.kind], {"lr": self.lr, **self.options}, "optimizer.options", parameters
         )
 
@@ -422,25 +391,3 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def dump(self) -> dict[str, Any]:
         """Returns the configuration as plain data, including defaults."""
         return dump(self)
-
-
-def _call(make: Callable[..., Any], options: dict[str, Any], where: str, *positional: Any) -> Any:
-    """Calls `make` with options of a configuration.
-
-    Raises:
-        ConfigError: an option is unknown or invalid; the message lists the valid names.
-    """
-    known = [
-        name
-        for name, parameter in inspect.signature(make).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"Unknown option {where}.{name}; expected one of: {', '.join(known)}.", field=f"{where}.{name}"
-            )
-    try:
-        return make(*positional, **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}.", field=where) from error

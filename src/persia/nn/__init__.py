@@ -7,6 +7,7 @@ from persia.nn.options import CollectionOptions
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.nn.prepared import PreparedBatch
+from persia.nn.ranking import RankingModel
 from persia.types import RowsSet, RowState, StoredRows
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Embeddings",
     "ModelOutput",
     "PreparedBatch",
+    "RankingModel",
     "RowState",
     "RowsSet",
     "SequenceEmbedding",

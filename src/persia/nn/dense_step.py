@@ -18,10 +18,21 @@ from persia.schema import Schedule
 from persia.telemetry.metrics import Histogram
 from persia.telemetry.tracing import Tracer
 
-__all__ = ["DenseStep", "OptimizerFactory", "Precision", "StepOptions"]
+__all__ = ["DenseStep", "OptimizerFactory", "Precision", "StepOptions", "autocast_for"]
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 Precision = Literal["float32", "bf16", "fp16"]
+
+
+def autocast_for(precision: Precision, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Returns a function that makes the context of a forward pass in a precision.
+
+    Args:
+        precision: see `StepOptions`.
+        device: where the network runs.
+    """
+    dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return contextlib.nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype)
 
 
 class StepOptions(NamedTuple):
@@ -79,7 +90,6 @@ class DenseStep:
             torch.optim.lr_scheduler.LambdaLR(self.optimizer, options.schedule.factor) if options.schedule else None
         )
         self.scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
-        dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
         # An optimizer that communicates itself has to decide for all NN workers whether a step overflowed.
         if self.scaler is not None and hasattr(self.optimizer, "attach_scaler"):
             self.optimizer.attach_scaler(self.scaler)
@@ -89,7 +99,7 @@ class DenseStep:
                 "averaged before it; give its own options a clip_norm.",
                 field="clip_norm",
             )
-        self._autocast = (lambda: torch.autocast(device.type, dtype)) if dtype is not None else contextlib.nullcontext
+        self._autocast = autocast_for(options.precision, device)
         self._accumulation = options.accumulation_steps
         self._clip = options.clip_norm
         self._batches = 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from persia.errors import ConfigError
 
-__all__ = ["ModelOutput", "logits_of", "loss_of"]
+__all__ = ["ModelOutput", "logits_of", "loss_of", "probabilities_of"]
 
 
 class ModelOutput(NamedTuple):
@@ -38,6 +40,12 @@ def logits_of(output: object, labels: torch.Tensor) -> torch.Tensor:
     _check_logits(logits, labels)
     assert isinstance(logits, torch.Tensor)
     return logits.float()
+
+
+def probabilities_of(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns probabilities float32 `[batch, labels]` from logits float32 `[batch, labels]`."""
+    with np.errstate(over="ignore"):  # exp(-logit) of a large negative logit: the probability is 0.
+        return (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
 
 
 def loss_of(model: torch.nn.Module, output: object, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

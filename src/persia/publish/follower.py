@@ -19,7 +19,10 @@ from persia.publish.format import (
     EPOCH_FILE,
     MAX_EPOCH_BYTES,
     MAX_MANIFEST_BYTES,
+    MAX_MODEL_BYTES,
+    MODEL_FILE,
     NETWORK,
+    Description,
     Epoch,
     LogEntry,
     TableChanges,
@@ -33,7 +36,7 @@ from persia.publish.format import (
 )
 from persia.publish.values import NAMES, decode_values
 
-__all__ = ["Change", "Follower", "NetworkUpdate", "RowsUpdate", "follow"]
+__all__ = ["Change", "Changes", "Follower", "NetworkUpdate", "RowsUpdate", "follow"]
 
 LOG = logging.getLogger("persia.publish")
 
@@ -54,6 +57,42 @@ class Change(NamedTuple):
     values: NDArray[np.float32]
     removed: NDArray[np.uint64]
     step: int
+
+
+class Changes(Iterator[Change]):
+    """The changes of an entry, in order. It counts as read once they have been read to the end, or skipped.
+
+    Args:
+        changes: yields them; may raise PublishError.
+
+    Attributes:
+        complete: whether it counts as read.
+        failure: why it is refused; empty if it is not.
+    """
+
+    def __init__(self, changes: Iterator[Change]) -> None:
+        self._changes = changes
+        self.complete = False
+        self.failure = ""
+
+    def __next__(self) -> Change:
+        try:
+            return next(self._changes)
+        except StopIteration:
+            self.complete = not self.failure
+            raise
+        except (PublishError, CheckpointError) as error:
+            self.reject(error.message)
+            raise PublishError(error.message) from error
+
+    def skip(self) -> None:
+        """Counts the entry as read: the reader has its rows from elsewhere."""
+        self.complete = not self.failure
+
+    def reject(self, problem: str) -> None:
+        """Refuses the entry, as if it were damaged: the follower goes on with another snapshot."""
+        self.failure, self.complete = problem, False
+        self._changes = iter(())
 
 
 @dataclass(frozen=True)
@@ -79,7 +118,7 @@ class RowsUpdate:
     step: int
     time: float
     whole: bool
-    changes: Iterator[Change]
+    changes: Changes
 
 
 @dataclass(frozen=True)
@@ -129,6 +168,8 @@ class Follower:
     def __init__(self, url: str) -> None:
         self._storage = Storage(url)
         self._epoch: Epoch | None = None
+        self._description: tuple[Epoch, Description | None] | None = None
+        """What `model.json` of an epoch says."""
         self._positions: dict[str, int] = {}
         """The last entry that was read, by stream."""
         self.problem = ""
@@ -137,6 +178,27 @@ class Follower:
     def epoch(self) -> int:
         """Number of the epoch that it reads; -1 before the first."""
         return -1 if self._epoch is None else self._epoch.epoch
+
+    @property
+    def run(self) -> str:
+        """Random identifier of the epoch that it reads; empty before the first."""
+        return "" if self._epoch is None else self._epoch.run
+
+    def description(self) -> Description | None:
+        """Returns the schema, precision and model of the epoch that it reads; None without one, or if it is not known.
+
+        Reads a file at the first call in an epoch. Logs of versions of persia without `model.json` lack it.
+
+        Raises:
+            PublishError: the file is damaged, or of another epoch.
+            CheckpointError: the file system has failed.
+        """
+        epoch = self._epoch
+        if epoch is None:
+            return None
+        if self._description is None or self._description[0] != epoch:
+            self._description = epoch, self._read_description(epoch)
+        return self._description[1]
 
     def updates(self) -> Iterator[RowsUpdate | NetworkUpdate]:
         """Yields what is new, and ends when there is nothing more. Blocks for the file system only.
@@ -185,6 +247,16 @@ class Follower:
             raise PublishError(f"{self._storage.full(path)} is of epoch {found.epoch}.", path=path)
         return found
 
+    def _read_description(self, epoch: Epoch) -> Description | None:
+        path = f"{epoch_name(epoch.epoch)}/{MODEL_FILE}"
+        if self._storage.size(path) is None:
+            return None
+        full = self._storage.full(path)
+        found = decode(self._read(path, MAX_MODEL_BYTES), Description, full)
+        if (found.run, found.epoch) != (epoch.run, epoch.epoch):
+            raise PublishError(f"{full} is of epoch {found.epoch} of run {found.run}.", path=path)
+        return found
+
     def _has_begun(self, epoch: Epoch) -> bool:
         streams = [stream_of(server) for server in range(epoch.servers)]
         kinds = {stream: [kind for _, kind in self._entries(epoch, stream)] for stream in [*streams, NETWORK]}
@@ -205,14 +277,12 @@ class Follower:
             whole = entry.kind == "snapshot"
             try:
                 changes = self._changes(entry)
-                read = _Read(changes if whole else iter(list(changes)))
+                read = Changes(changes if whole else iter(list(changes)))
             except (PublishError, CheckpointError) as error:
                 self._note(error.message)
                 entries = [other for other in entries if other[0] > entry.sequence and other[1] == "snapshot"]
                 continue
-            yield RowsUpdate(
-                epoch.epoch, epoch.servers, server, entry.sequence, entry.step, entry.time, whole, iter(read)
-            )
+            yield RowsUpdate(epoch.epoch, epoch.servers, server, entry.sequence, entry.step, entry.time, whole, read)
             if read.failure:
                 self._note(read.failure)
                 entries = [other for other in entries if other[0] != entry.sequence]
@@ -313,23 +383,6 @@ class Follower:
             found = "is missing" if size is None else f"has {size} bytes, of {most} at most"
             raise PublishError(f"{self._storage.full(path)} {found}.", path=path)
         return self._storage.head(path, 0, size)
-
-
-class _Read:
-    """Changes of an entry, and whether they have been read to the end."""
-
-    def __init__(self, changes: Iterator[Change]) -> None:
-        self._changes = changes
-        self.complete = False
-        self.failure = ""
-
-    def __iter__(self) -> Iterator[Change]:
-        try:
-            yield from self._changes
-        except (PublishError, CheckpointError) as error:
-            self.failure = error.message
-            raise PublishError(error.message) from error
-        self.complete = True
 
 
 def _change(table: TableChanges, tensors: dict[str, TensorView], entry: LogEntry, where: str) -> Change:

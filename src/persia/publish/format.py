@@ -11,20 +11,25 @@ from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
-from persia.errors import PublishError
-from persia.types.publishing import PublishDtype
+from persia.errors import PersiaError, PublishError
+from persia.schema import Schema
+from persia.types.publishing import ModelDescription, PublishDtype
 
 __all__ = [
     "EPOCH_FILE",
     "FORMAT",
     "MAX_EPOCH_BYTES",
     "MAX_MANIFEST_BYTES",
+    "MAX_MODEL_BYTES",
+    "MODEL_FILE",
     "NETWORK",
     "VERSION",
+    "Description",
     "Epoch",
     "Kind",
     "LogEntry",
     "Part",
+    "Precision",
     "TableChanges",
     "decode",
     "entry_name",
@@ -38,16 +43,19 @@ __all__ = [
 FORMAT: Final = "persia-changes"
 VERSION: Final = 1
 EPOCH_FILE = "epoch.json"
+MODEL_FILE = "model.json"
 NETWORK = "network"
 """Name of the stream of the network."""
 
 MAX_EPOCH_BYTES = 1 << 20
+MAX_MODEL_BYTES = 4 << 20
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_PART_BYTES = 8 << 30
 MAX_TABLES = 4096
 MAX_PARTS = 1 << 16
 
 Kind = Literal["snapshot", "increment", "network"]
+Precision = Literal["float32", "bf16", "fp16"]
 
 _EPOCH = re.compile(r"epoch-([0-9]{10})")
 _ENTRY = re.compile(r"([0-9]{10})-(snapshot|increment|network)\.json")
@@ -81,6 +89,25 @@ class Epoch(_Record, frozen=True):
     epoch: Number
     run: Run
     servers: Servers
+
+
+class Description(_Record, frozen=True):
+    """`model.json`: what a reader needs besides rows and network to compute predictions.
+
+    Args:
+        run: identifies the epoch.
+        schema: the input of the model, with its labels.
+        precision: of the forward pass: "bf16" and "fp16" run it under autocast.
+        model: how to build the network; None if that is not known.
+    """
+
+    format: Format
+    version: Version
+    epoch: Number
+    run: Run
+    schema: Schema
+    precision: Precision
+    model: ModelDescription | None
 
 
 class TableChanges(_Record, frozen=True):
@@ -160,18 +187,18 @@ def part_name(sequence: int, part: int) -> str:
     return f"{sequence:010d}.{part:05d}.safetensors"
 
 
-Record = TypeVar("Record", Epoch, LogEntry)
+Record = TypeVar("Record", Description, Epoch, LogEntry)
 
 
 def decode(data: bytes, kind: type[Record], path: str) -> Record:
-    """Decodes a manifest or `epoch.json`, whose length has been checked.
+    """Decodes a manifest, `epoch.json` or `model.json`, whose length has been checked.
 
     Raises:
         PublishError: it is not one, or of another version.
     """
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, PersiaError) as error:
         raise PublishError(
             f"{path} is not a {FORMAT} file of version {VERSION}: {error}. It is damaged, or of another version of "
             "persia.",

@@ -23,6 +23,7 @@ from persia.errors import CheckpointError, PeerRestartedError, PersiaError, Stor
 from persia.metrics import MetricsResult
 from persia.modes import Sync
 from persia.nn.dense_step import DenseStep
+from persia.nn.models.registry import description_of
 from persia.retry import Backoff, Deadline, retry
 from persia.services import EmbeddingPS, SnapshotInfo
 from persia.trainer.loading import resolved
@@ -328,6 +329,9 @@ class Checkpointing:
             "options": dump(options),
             "capacity_scope": CAPACITY_SCOPE,
         }
+        description = description_of(self._network.model)
+        if description is not None:
+            config["model"] = dump(description)
 
         def write(throttle: Throttle | None) -> str:
             try:

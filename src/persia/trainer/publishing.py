@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from persia.checkpoint.storage import Storage
 from persia.nn.dense_step import DenseStep
-from persia.publish.format import EPOCH_FILE, FORMAT, NETWORK, VERSION, Epoch, epoch_name, parse_epoch
+from persia.nn.models.registry import description_of
+from persia.publish.epochs import begin_epoch, remove_older_epochs
+from persia.publish.format import NETWORK, Epoch
 from persia.publish.publisher import reason
 from persia.publish.stream import StreamWriter
 from persia.services import EmbeddingPS
+from persia.trainer.options import Declared
 from persia.trainer.state import TrainingState
-from persia.types import PublishOptions, PublishOrder
+from persia.types import ModelDescription, PublishOptions, PublishOrder
 
 __all__ = ["Publishing"]
 
@@ -50,16 +51,17 @@ class Publishing:
     new epoch once a PS does not publish any more: it has restarted, or rows were loaded into it.
 
     Args:
-        options: None publishes nothing.
+        declared: the declarations of the run; without `TrainerOptions.publish`, nothing is published.
         network: the dense network.
         state: has the global step.
         servers: the embedding PSs.
     """
 
     def __init__(
-        self, options: PublishOptions | None, network: DenseStep, state: TrainingState, servers: Sequence[EmbeddingPS]
+        self, declared: Declared, network: DenseStep, state: TrainingState, servers: Sequence[EmbeddingPS]
     ) -> None:
-        self._options = options
+        self._declared = declared
+        self._options = declared.options.publish
         self._network = network
         self._state = state
         self._servers = servers
@@ -82,7 +84,8 @@ class Publishing:
         """
         if self._options is None:
             return
-        run = _Run(self._options, self._state.global_step, self._servers)
+        model = description_of(self._network.model)
+        run = _Run(self._options, self._declared, model, self._state.global_step, self._servers)
         self._stop = threading.Event()
         self._take_copy()
         self._thread = threading.Thread(
@@ -166,8 +169,17 @@ class Publishing:
 class _Run:
     """The epochs of one call of `fit` from `step` on, and the stream of the network in the last one."""
 
-    def __init__(self, options: PublishOptions, step: int, servers: Sequence[EmbeddingPS]) -> None:
+    def __init__(
+        self,
+        options: PublishOptions,
+        declared: Declared,
+        model: ModelDescription | None,
+        step: int,
+        servers: Sequence[EmbeddingPS],
+    ) -> None:
         self._options = options
+        self._declared = declared
+        self._model = model
         self._step = step
         """Global steps that the rows of all PSs contain."""
         self._storage = Storage(options.url)
@@ -186,11 +198,9 @@ class _Run:
 
     def _begin_epoch(self) -> None:
         self._epoch = None
-        self._storage.refresh()
-        used = [number for name in self._storage.names() if (number := parse_epoch(name)) is not None]
-        number, run = max(used, default=-1) + 1, secrets.token_hex(16)
-        epoch = Epoch(format=FORMAT, version=VERSION, epoch=number, run=run, servers=len(self._servers))
-        self._storage.put(f"{epoch_name(number)}/{EPOCH_FILE}", msgspec.json.encode(epoch))
+        options = self._declared.options
+        epoch = begin_epoch(self._storage, len(self._servers), self._declared.schema, options.precision, self._model)
+        number, run = epoch.epoch, epoch.run
         for rank, server in enumerate(self._servers):
             server.publish(PublishOrder(self._options, number, run, rank, self._step))
         self._step = 0  # In the middle of training, pushes of the last steps may be on their way.
@@ -215,9 +225,7 @@ class _Run:
 
     def _remove_others(self) -> None:
         assert self._epoch is not None
-        for name in self._storage.names():
-            if (number := parse_epoch(name)) is not None and number < self._epoch.epoch:
-                self._storage.remove(name)
+        remove_older_epochs(self._storage, self._epoch.epoch)
         self._alone = True
 
     def end(self, network: _Network | None) -> None:

@@ -34,6 +34,7 @@ from persia.nn.arguments import (
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
 from persia.nn.options import CollectionOptions, check_gpus
+from persia.nn.output import probabilities_of
 from persia.nn.transfer import staging_for
 from persia.optim import APMSqueeze
 from persia.schema import EmbeddingOptimizer, Schema
@@ -146,7 +147,7 @@ class Trainer:
             trains_in_other_processes=self._trains_in_other_processes,
         )
         self.checkpointing = Checkpointing(self.step, self.state, connection.servers, self.declared)
-        self._publishing = Publishing(options.publish, self.step, self.state, connection.servers)
+        self._publishing = Publishing(self.declared, self.step, self.state, connection.servers)
         self.monitor = Monitor(self.state, self.step, self.embeddings, self.checkpointing, self._publishing)
         if connection.observe is not None:
             connection.observe(self.monitor.observe)
@@ -413,7 +414,7 @@ class Trainer:
         They come in the order of the data: a reader with `shuffle_rows` gives its rows shuffled.
         """
         for _, logits in self._evaluator.scored(data):
-            yield (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
+            yield probabilities_of(logits)
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from persia.types.batches import (
 from persia.types.dense import DenseState, Pulled, PushedDense, TensorSpec
 from persia.types.membership import TITLES, Member, Membership
 from persia.types.packed import Gradients, Packed, PackedGradients
-from persia.types.publishing import PublishOptions, PublishOrder, PublishStatus
+from persia.types.publishing import ModelDescription, PublishDtype, PublishOptions, PublishOrder, PublishStatus
 from persia.types.rows import RowsSet, RowState, StoredRows
 from persia.types.tokens import (
     ArrivalRecord,
@@ -68,10 +68,12 @@ __all__ = [
     "LookedUp",
     "Member",
     "Membership",
+    "ModelDescription",
     "Offsets",
     "Packed",
     "PackedGradients",
     "PhaseRecord",
+    "PublishDtype",
     "PublishOptions",
     "PublishOrder",
     "PublishStatus",

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 from persia.checks import check_choice, check_integer, check_kind, check_seconds, plain_fields, plain_paths
 
-__all__ = ["PublishDtype", "PublishOptions", "PublishOrder", "PublishStatus"]
+__all__ = ["ModelDescription", "PublishDtype", "PublishOptions", "PublishOrder", "PublishStatus"]
 
 PublishDtype = Literal["float32", "float16", "int8"]
+
+
+class ModelDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Describes a network so that another process can build it, as `[model]` of a configuration does.
+
+    Args:
+        kind: a model of `persia.nn.models` by the name that configurations have for it, or "module:Class".
+        options: arguments of the model, by name; values of JSON.
+    """
+
+    kind: str = "ffnn"
+    options: dict[str, Any] = {}
 
 
 class PublishOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

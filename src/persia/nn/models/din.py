@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from persia.nn.models.history import HistoryInput
 from persia.nn.models.layers import mlp, output_count
@@ -13,6 +15,22 @@ from persia.nn.pooling import Embeddings
 from persia.schema import Schema
 
 __all__ = ["DIN"]
+
+
+class _User(NamedTuple):
+    """The user's part of a ranking.
+
+    Attributes:
+        events: `[length, dim]`, without padding.
+        first: first layer of the attention, so far as it depends on the events alone, `[length, width]`.
+        factors: what the candidate is multiplied by for the rest of it, `[dim, length * width]`.
+        others: the user's other features, `[1, dim]` each.
+    """
+
+    events: Tensor
+    first: Tensor
+    factors: Tensor
+    others: dict[str, Tensor]
 
 
 class DIN(nn.Module):
@@ -63,4 +81,41 @@ class DIN(nn.Module):
         weights = weights.to(values.dtype) * mask
         interest = torch.bmm(weights.unsqueeze(1), values).squeeze(1)
         logits: Tensor = self.deep(torch.cat([interest, *self.input.rest(embeddings), dense], 1))
+        return logits
+
+    @property
+    def user_features(self) -> tuple[str, ...]:
+        """The features of the history."""
+        return tuple(name for name, _ in self.input.pairs)
+
+    @property
+    def item_features(self) -> tuple[str, ...]:
+        """The features of the candidate."""
+        return tuple(name for _, name in self.input.pairs)
+
+    def user_part(self, dense: Tensor, embeddings: Embeddings) -> _User:
+        """Returns what depends on the user only; see `persia.nn.RankingModel`.
+
+        With the attention's first layer W = [W1 W2 W3 W4] on [e, a, e - a, e * a], it is e (W1 + W3), and for each
+        event the factor W2 - W3 + W4 e of the candidate a.
+        """
+        values, mask = self.input.past(embeddings)
+        events = values[0, : max(1, int(mask.sum()))]  # Padding comes last.
+        layer = self.attention[0]
+        assert isinstance(layer, nn.Linear)
+        of_event, of_candidate, of_difference, of_product = layer.weight.chunk(4, 1)
+        first = F.linear(events, of_event + of_difference, layer.bias)
+        factors = (of_candidate - of_difference) + of_product * events.unsqueeze(1)  # [length, width, dim]
+        return _User(
+            events * mask[0, : len(events), None], first, factors.flatten(0, 1).T, self.input.rest_of_user(embeddings)
+        )
+
+    def score(self, user: _User, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns logits `[items, outputs]` of one user with many items; see `persia.nn.RankingModel`."""
+        candidate = self.input.candidate(embeddings)
+        hidden = (candidate @ user.factors).unflatten(1, user.first.shape) + user.first
+        weights = self.attention[1:](hidden).squeeze(2)
+        interest = weights.to(user.events.dtype) @ user.events
+        rest = self.input.rest_of_items(user.others, embeddings, len(candidate))
+        logits: Tensor = self.deep(torch.cat([interest, *rest, dense], 1))
         return logits

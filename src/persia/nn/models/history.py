@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,9 +114,16 @@ class HistoryInput:
 
     def events(self, embeddings: Embeddings) -> Events:
         """Returns the history in time order, and the candidate."""
-        candidate = torch.cat([_tensor(embeddings[name]) for _, name in self.pairs], 1)
-        values, mask = self.aligned(embeddings, [name for name, _ in self.pairs])
-        return Events(values, mask, candidate)
+        values, mask = self.past(embeddings)
+        return Events(values, mask, self.candidate(embeddings))
+
+    def past(self, embeddings: Embeddings) -> tuple[Tensor, Tensor]:
+        """Returns the events `[batch, length, dim]` in time order, and where there is one, bool `[batch, length]`."""
+        return self.aligned(embeddings, [name for name, _ in self.pairs])
+
+    def candidate(self, embeddings: Embeddings) -> Tensor:
+        """Returns the candidate `[batch, candidate dim]`."""
+        return torch.cat([_tensor(embeddings[name]) for _, name in self.pairs], 1)
 
     def aligned(self, embeddings: Embeddings, names: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Returns sequences side by side, `[batch, length, dim]`, in time order, and where all have an id."""
@@ -136,6 +143,20 @@ class HistoryInput:
     def rest(self, embeddings: Embeddings) -> list[Tensor]:
         """Returns the pooled features, the candidate's among them, and the means of other sequences."""
         return [pooled(embeddings[name]) for name in self._others]
+
+    def rest_of_items(self, user: Mapping[str, Tensor], embeddings: Embeddings, items: int) -> list[Tensor]:
+        """Returns the same as `rest`, for one user with many items.
+
+        Args:
+            user: the user's features by name, `[1, dim]`.
+            embeddings: of the other features, of all items.
+            items: number of items.
+        """
+        return [user[name].expand(items, -1) if name in user else pooled(embeddings[name]) for name in self._others]
+
+    def rest_of_user(self, embeddings: Embeddings) -> dict[str, Tensor]:
+        """Returns those features of `rest` that the user has, by name, `[1, dim]`."""
+        return {name: pooled(embeddings[name]) for name in self._others if name in embeddings}
 
 
 class NextItem:

@@ -91,6 +91,7 @@ class TwoTower(nn.Module):
             [number for number, name in enumerate(dense) if (name in item) == of_item and name != log_q]
             for of_item in (False, True)
         ]
+        self._user_dense = tuple(dense[number] for number in columns[0])
         self.log_q = None if log_q is None else dense.index(log_q)
         for name, numbers in zip(("user_columns", "item_columns"), columns, strict=True):
             self.register_buffer(name, torch.tensor(numbers, dtype=torch.int64), persistent=False)
@@ -111,6 +112,25 @@ class TwoTower(nn.Module):
         """Returns the items' vectors, float32 `[batch, dim]`, of length 1: what an index of items holds."""
         parts = [pooled(embeddings[name]) for name in self.features[1]]
         return F.normalize(self.item(torch.cat([*parts, dense.index_select(1, self.item_columns)], 1)).float(), dim=1)
+
+    @property
+    def user_features(self) -> tuple[str, ...]:
+        """The features of the user's tower."""
+        return self.features[0] + self._user_dense
+
+    @property
+    def item_features(self) -> tuple[str, ...]:
+        """The ID-type features of the item's tower."""
+        return self.features[1]
+
+    def user_part(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns the user's vector; see `persia.nn.RankingModel`."""
+        return self.users(dense, embeddings)
+
+    def score(self, user: Tensor, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns logits `[items, 1]` of one user with many items; see `persia.nn.RankingModel`."""
+        logits: Tensor = (user * self.items(dense, embeddings)).sum(1, keepdim=True) / self.temperature
+        return logits
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor | ModelOutput:
         """Returns logits float32 `[batch, 1]`; in training with scores of all pairs, `[batch, batch]`.

@@ -1,0 +1,66 @@
+"""Begins epochs of the log of changes, and removes those that are over."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from persia.checkpoint.storage import Storage
+from persia.publish.format import (
+    EPOCH_FILE,
+    FORMAT,
+    MODEL_FILE,
+    VERSION,
+    Description,
+    Epoch,
+    Precision,
+    epoch_name,
+    parse_epoch,
+)
+from persia.schema import Schema
+from persia.types.publishing import ModelDescription
+
+__all__ = ["begin_epoch", "remove_older_epochs"]
+
+
+def begin_epoch(
+    storage: Storage,
+    servers: int,
+    schema: Schema,
+    precision: Precision = "float32",
+    model: ModelDescription | None = None,
+) -> Epoch:
+    """Writes `epoch.json` and `model.json` of the epoch after the newest one, before any of its entries. Blocks.
+
+    Args:
+        storage: of the log.
+        servers: number of streams of rows.
+        schema: the input of the model.
+        precision: of its forward pass.
+        model: how to build it; None if that is not known.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    storage.refresh()
+    used = [number for name in storage.names() if (number := parse_epoch(name)) is not None]
+    number, run = max(used, default=-1) + 1, secrets.token_hex(16)
+    epoch = Epoch(format=FORMAT, version=VERSION, epoch=number, run=run, servers=servers)
+    description = Description(
+        format=FORMAT, version=VERSION, epoch=number, run=run, schema=schema, precision=precision, model=model
+    )
+    storage.put(f"{epoch_name(number)}/{EPOCH_FILE}", msgspec.json.encode(epoch))
+    storage.put(f"{epoch_name(number)}/{MODEL_FILE}", msgspec.json.encode(description))
+    return epoch
+
+
+def remove_older_epochs(storage: Storage, epoch: int) -> None:
+    """Removes the epochs before `epoch`, once all its streams have begun.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
+    for name in storage.names():
+        if (number := parse_epoch(name)) is not None and number < epoch:
+            storage.remove(name)

@@ -1,0 +1,128 @@
+"""The networks of a prediction server: built once for an epoch, loaded for each version."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from persia.errors import CheckpointError, ConfigError, PublishError
+from persia.nn.dense_step import autocast_for
+from persia.nn.models.registry import MODELS, build
+from persia.nn.output import logits_of
+from persia.nn.pooling import Embeddings
+from persia.publish import Description, NetworkUpdate
+from persia.schema import Schema
+
+__all__ = ["ModelSource", "Network", "NetworkBuilder"]
+
+ModelSource: TypeAlias = torch.nn.Module | Callable[[Schema], torch.nn.Module] | None
+"""A network, a function that makes one for a schema, or None for the description in the log."""
+
+
+class Network:
+    """One version of the network. Its parameters never change, so it is thread-safe as far as its module is.
+
+    Args:
+        module: in evaluation mode.
+        builder: has its precision.
+        update: the version.
+    """
+
+    def __init__(self, module: torch.nn.Module, builder: NetworkBuilder, update: NetworkUpdate) -> None:
+        self.module = module
+        self.step = update.step
+        self.time = update.time
+        self._autocast = builder.autocast
+
+    def logits(self, dense: torch.Tensor, embeddings: Embeddings, labels: torch.Tensor) -> torch.Tensor:
+        """Returns logits float32 `[batch, labels]`, with the same operations as `Trainer.predict`."""
+        return self.checked(lambda: self.module(dense, embeddings), labels)
+
+    def checked(self, compute: Callable[[], object], labels: torch.Tensor) -> torch.Tensor:
+        """Returns the logits that `compute` returns under the precision of the network."""
+        with torch.no_grad():
+            with self._autocast():
+                output = compute()
+            return logits_of(output, labels)
+
+
+class NetworkBuilder:
+    """Builds the network of an epoch, and loads versions of it.
+
+    Args:
+        source: see `ModelSource`.
+        description: of the epoch.
+        device: where the network runs.
+        imports: see `ServeOptions.imports`.
+
+    Raises:
+        PublishError: the network cannot be built; the message says why.
+    """
+
+    def __init__(
+        self, source: ModelSource, description: Description, device: torch.device, imports: Sequence[str]
+    ) -> None:
+        self._device = device
+        self.autocast = autocast_for(description.precision, device)
+        try:
+            made = _built(source, description, imports)
+        except Exception as error:  # The code of a model may raise anything.
+            raise PublishError(f"The network cannot be built: {_text(error)}") from error
+        if not isinstance(made, torch.nn.Module):
+            raise PublishError(f"The model is a {type(made).__name__}; give an nn.Module, or a function of the schema.")
+        self._template = made
+
+    def load(self, update: NetworkUpdate) -> Network:
+        """Returns a version of the network.
+
+        Raises:
+            PublishError: its tensors do not fit the network.
+        """
+        try:
+            module = copy.deepcopy(self._template)
+            tensors = {name: tensor.torch() for name, tensor in update.tensors.items()}
+            missing, unexpected = module.load_state_dict(tensors, strict=False)
+            missing = [name for name in missing if not name.endswith("_extra_state")]  # Only tensors are published.
+            if missing or unexpected:
+                raise ConfigError(
+                    f"it lacks {', '.join(missing[:4]) or 'nothing'}, and has {', '.join(unexpected[:4]) or 'nothing'} "
+                    "that the model does not know; give the model that was trained"
+                )
+            return Network(module.to(self._device).eval().requires_grad_(False), self, update)
+        except (CheckpointError, ConfigError, RuntimeError, ValueError, TypeError) as error:
+            raise PublishError(
+                f"The network of step {update.step} does not fit the model: {_text(error)}", step=update.step
+            ) from error
+
+
+def _built(source: ModelSource, description: Description, imports: Sequence[str]) -> torch.nn.Module:
+    if isinstance(source, torch.nn.Module):
+        return source
+    if source is not None:
+        return source(description.schema)
+    model = description.model
+    if model is None:
+        raise ConfigError(
+            "the log does not describe it, as it was given to the Trainer in Python; pass model = the module, or a "
+            "function that makes it from the schema",
+            field="model",
+        )
+    if model.kind not in MODELS:
+        module = model.kind.partition(":")[0]
+        if module not in imports:
+            raise ConfigError(
+                f"the log names the class {model.kind[:80]!r}; pass it as model, or allow its module with "
+                f"ServeOptions(imports=({module[:80]!r},)) if you trust those who can write the log",
+                field="imports",
+            )
+        importlib.import_module(module)
+    return build(model, description.schema)
+
+
+def _text(error: Exception) -> str:
+    text = " ".join(str(getattr(error, "message", error)).split())
+    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,70 @@
+"""Options of a prediction server, and what it tells of its state."""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import NamedTuple
+
+import msgspec
+
+from persia.checks import MAX_THREADS, check_integer, check_kind, check_seconds, plain_fields, plain_paths
+from persia.nn.options import check_device
+
+__all__ = ["ServeOptions", "ServeState"]
+
+
+class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of a `Predictor` that have defaults.
+
+    Args:
+        poll_seconds: between two looks at the log of changes.
+        device: where the network runs: "cpu", "cuda", "cuda:1", or "auto" for CUDA where there is a device.
+        threads: threads of each request for removing duplicates and pooling. Requests run beside one another anyway.
+        cache_dir: local directory for rows of snapshots as files, which processes of this host map and share. None
+            keeps rows in the memory of each process.
+        imports: modules whose classes the description of a model in the log may name, as "module:Class". They are
+            imported from `sys.path`; without them, a log cannot name code.
+    """
+
+    poll_seconds: float = 1.0
+    device: str = "cpu"
+    threads: int = 1
+    cache_dir: str | None = None
+    imports: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        plain_paths(self, "cache_dir")
+        check_seconds("poll_seconds", self.poll_seconds)
+        check_device(self.device)
+        check_integer("threads", self.threads, 1, MAX_THREADS)
+        check_kind("cache_dir", self.cache_dir, (str, NoneType), "a path, or None")
+        check_kind("imports", self.imports, (tuple, list), "a tuple of names of modules")
+        for name in self.imports:
+            check_kind("imports", name, str, "a tuple of names of modules")
+
+
+class ServeState(NamedTuple):
+    """What a `Predictor` serves at present.
+
+    Attributes:
+        epoch: number of the epoch.
+        network_step: global step of the network.
+        row_steps: by PS, the global steps that its rows contain, at least.
+        rows_age_seconds: since the oldest rows of a PS were as they are served.
+        network_age_seconds: since the network was as it is served.
+        rows: number of rows of all tables.
+        updates: entries of the log that were applied so far, of rows and of the network.
+        snapshots: those of them that replaced all rows of a PS.
+        problem: why something newer in the log is not served; empty if everything is.
+    """
+
+    epoch: int
+    network_step: int
+    row_steps: dict[int, int]
+    rows_age_seconds: float
+    network_age_seconds: float
+    rows: int
+    updates: int
+    snapshots: int
+    problem: str

@@ -1,0 +1,249 @@
+"""`Predictor`: predictions from the rows and the network of a log of changes."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia import batching
+from persia.batching.batch import Batch
+from persia.errors import ClosedError, ConfigError, DeadlineError, PublishError
+from persia.nn.arguments import check_arguments, options_of
+from persia.nn.output import probabilities_of
+from persia.schema import Schema
+from persia.serve.network import ModelSource
+from persia.serve.options import ServeOptions, ServeState
+from persia.serve.ranking import rank
+from persia.serve.updating import Updater
+from persia.serve.views import View
+from persia.types import Ids
+
+__all__ = ["Prediction", "Predictor"]
+
+LOG = logging.getLogger("persia.serve")
+
+START_POLL_SECONDS = 0.1
+"""Between two looks at a log that is not complete yet."""
+
+
+class Prediction(NamedTuple):
+    """Probabilities, and what they were computed with.
+
+    Attributes:
+        probabilities: float32 `[n, labels]`.
+        step: global step of the network; the rows contain it, at least.
+        epoch: number of the epoch in the log.
+    """
+
+    probabilities: NDArray[np.float32]
+    step: int
+    epoch: int
+
+
+class Predictor:
+    """Serves predictions from a log of changes, which it follows. Thread-safe, but for `start` and `close`.
+
+    A request computes with one version of the network, and with rows that contain at least its step. It never waits for
+    an update: these are applied beside it, by one thread. What is missing or damaged in the log is replaced by the next
+    snapshot; until then the predictor serves what it has, and `state().problem` says so.
+
+        with Predictor("s3://bucket/changes") as predictor:
+            print(predictor.predict(batch).probabilities)
+
+    Args:
+        url: of the log of changes: a path, or any URL that fsspec supports.
+        model: the network, as an `nn.Module` like the one that was trained, or a function that makes it from the
+            schema. None builds it from its description in the log, which is there if `persia train` has published it.
+        options: device, interval, cache, ...
+
+    Raises:
+        CheckpointError: the URL is not valid.
+        MissingExtraError: a package for the URL's file system is not installed.
+        ConfigError: an argument is not valid.
+    """
+
+    def __init__(self, url: str, model: ModelSource = None, options: ServeOptions | None = None) -> None:
+        if model is not None and not callable(model):
+            raise ConfigError(
+                f"Invalid model of type {type(model).__name__}; expected an nn.Module, a function of the schema, or "
+                "None.",
+                field="model",
+            )
+        check_arguments(options=(options, options_of(ServeOptions)))
+        self._options = options or ServeOptions()
+        self._url = str(url)
+        self._updater = Updater(self._url, model, self._options)
+        self._stop = self._updater.stop
+        self._thread: threading.Thread | None = None
+        self._failure = ""
+        """Why the last refresh of the thread has failed."""
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def start(self, timeout: float = 60.0) -> None:
+        """Reads the newest snapshots and network, then follows the log in a thread. Blocks until it can predict.
+
+        Args:
+            timeout: seconds to wait for a complete epoch in the log; reading it may take longer.
+
+        Raises:
+            PublishError: the epoch in the log cannot be served; the message says why.
+            DeadlineError: there is no complete epoch, or it cannot be read.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._updater.ready():
+            self._updater.refresh()
+            if self._updater.ready():
+                break
+            if self._updater.refusal:
+                raise PublishError(self._updater.refusal)
+            if time.monotonic() >= deadline:
+                raise DeadlineError(
+                    f"There was nothing to serve in {self._url} within {timeout:g} s: "
+                    f"{self._updater.problem or 'its newest epoch is not complete'}. Check the URL, and whether "
+                    "training publishes there.",
+                    url=self._url,
+                )
+            if self._stop.wait(START_POLL_SECONDS):
+                raise ClosedError("The predictor was closed while it started.")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._follow, name="persia-serve", daemon=True)
+            self._thread.start()
+            atexit.register(self._end_thread)  # A thread in the core when Python ends would abort the process.
+
+    def close(self) -> None:
+        """Ends the thread and frees the rows. Requests that have begun end; later ones raise ClosedError."""
+        self._end_thread()
+        atexit.unregister(self._end_thread)
+        self._updater.release()
+
+    def __enter__(self) -> Predictor:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end_thread(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _follow(self) -> None:
+        while not self._stop.wait(self._options.poll_seconds):
+            try:
+                self._updater.refresh()
+                self._failure = ""
+            except ClosedError:
+                return
+            except Exception as error:  # It serves what it has, and tries again.
+                if not self._failure:
+                    LOG.exception("The log of changes in %s cannot be read at present.", self._url)
+                self._failure = f"{type(error).__name__}: {error}"
+
+    def refresh(self) -> None:
+        """Applies what is new in the log now. The thread does so every `ServeOptions.poll_seconds`. Blocks."""
+        self._updater.refresh()
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def schema(self) -> Schema:
+        """The input of the network, from the log.
+
+        Raises:
+            ClosedError: the predictor has not started, or is closed.
+        """
+        return self._view().schema
+
+    def predict(self, batch: Batch) -> Prediction:
+        """Returns the probabilities of a batch, whose labels are not needed. Blocks for the computation only.
+
+        Ids without rows read as zeros, as in `Trainer.predict`, which returns the same bits at the same step for the
+        same batch on a device of the same kind.
+
+        Raises:
+            DataError: the batch does not fit the schema.
+            ClosedError: the predictor has not started, or is closed.
+        """
+        view = self._view()
+        with view.in_use():
+            batch.validate(view.schema, require_labels=False)
+            logits = view.logits(batch).cpu().numpy()
+        return Prediction(probabilities_of(logits), view.network.step, view.epoch)
+
+    def embeddings(self, table: str, ids: Ids) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
+        """Returns whether each id has a row, bool `[n]`, and the rows, float32 `[n, dim]`; zeros where there is none.
+
+        Args:
+            table: name of the table.
+            ids: uint64 `[n]`.
+
+        Raises:
+            ConfigError: there is no such table.
+            ClosedError: the predictor has not started, or is closed.
+        """
+        view = self._view()
+        tables = view.schema.resolved_tables()
+        if table not in tables:
+            raise ConfigError(f"There is no table {table!r}; the schema has {', '.join(tables)}.", field="table")
+        ids = np.ascontiguousarray(ids, np.uint64).reshape(-1)
+        found, rows = np.zeros(len(ids), np.bool_), np.zeros((len(ids), tables[table].dim), np.float32)
+        with view.in_use():
+            owners = batching.owners(table, ids, len(view.rows))
+            for number, server in enumerate(view.rows):
+                mine = np.flatnonzero(owners == number)
+                here, values = np.zeros(len(mine), np.bool_), np.empty((len(mine), tables[table].dim), np.float32)
+                server[table].lookup(ids[mine], values, here)
+                found[mine], rows[mine] = here, values
+        return found, rows
+
+    def rank(self, user: Batch, items: Batch) -> Prediction:
+        """Returns the probabilities of one user with each of many items. Blocks for the computation only.
+
+        The result is that of `predict` on the rows of the items with the user's features in each. A model with
+        `user_part` and `score` (see `persia.nn.RankingModel`) computes the user's part once.
+
+        Args:
+            user: one row. It has the ID-type features that `items` lacks.
+            items: n rows, with the ID-type features of the items. Dense features are the user's where they are NaN.
+
+        Raises:
+            DataError: the batches do not fit the schema, or one another.
+            ClosedError: the predictor has not started, or is closed.
+        """
+        view = self._view()
+        with view.in_use():
+            logits = rank(view, user, items).cpu().numpy()
+        return Prediction(probabilities_of(logits), view.network.step, view.epoch)
+
+    def state(self) -> ServeState:
+        """Returns what is served at present, and how old it is.
+
+        Raises:
+            ClosedError: the predictor has not started, or is closed.
+        """
+        found = self._updater.state()
+        if found is None:
+            raise self._closed()
+        return found._replace(problem=found.problem or self._failure)
+
+    def _view(self) -> View:
+        view = self._updater.view
+        if view is None:
+            raise self._closed()
+        return view
+
+    def _closed(self) -> ClosedError:
+        how = "is closed" if self._stop.is_set() else "has not started; call start(), or use it in a with statement"
+        return ClosedError(f"The predictor of {self._url} {how}.")

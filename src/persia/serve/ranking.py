@@ -1,0 +1,97 @@
+"""Scores many items for one user, with the user's part of the network computed once where the model can do so."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from persia.batching.batch import Batch
+from persia.errors import DataError
+from persia.nn.ranking import RankingModel
+from persia.schema import Schema
+from persia.serve.reading import part_of
+from persia.serve.views import View
+from persia.types import Floats
+
+__all__ = ["expanded", "rank"]
+
+
+def rank(view: View, user: Batch, items: Batch) -> torch.Tensor:
+    """Returns logits float32 `[items, labels]`; see `Predictor.rank`. Blocks for the computation."""
+    schema, model = view.schema, view.network.module
+    _check(schema, user, items)
+    if not isinstance(model, RankingModel) or not _divides(model, schema, user, items):
+        batch = expanded(schema, user, items)
+        batch.validate(schema, require_labels=False)
+        return view.logits(batch)
+    names = [feature.name for feature in schema.id_features]
+    mine = {name: user.id_features[name] for name in names if name not in items.id_features}
+    theirs = {name: items.id_features[name] for name in names if name in items.id_features}
+    of_user, of_items = view.readers.of(mine), view.readers.of(theirs)
+    one = Batch(mine, np.nan_to_num(user.dense, nan=0.0, posinf=np.inf, neginf=-np.inf), _no_labels(1))
+    many = Batch(theirs, _merged_dense(user, items), _no_labels(len(items)))
+    one.validate(of_user.schema, require_labels=False)
+    many.validate(of_items.schema, require_labels=False)
+    with torch.no_grad():
+        columns, _, embeddings = of_user.read(one, view.rows)
+        item_columns, labels, item_embeddings = of_items.read(many, view.rows)
+    return view.network.checked(
+        lambda: model.score(model.user_part(columns, embeddings), item_columns, item_embeddings), labels
+    )
+
+
+def expanded(schema: Schema, user: Batch, items: Batch) -> Batch:
+    """Returns the rows of the items, with the user's features in each. Their arrays have been checked for form."""
+    count = len(items)
+    repeated = np.zeros(count, np.int64)
+    columns = {
+        feature.name: items.id_features[feature.name]
+        if feature.name in items.id_features
+        else user.id_features[feature.name].take(repeated)
+        for feature in schema.id_features
+    }
+    return Batch(columns, _merged_dense(user, items), _no_labels(count))
+
+
+def _check(schema: Schema, user: Batch, items: Batch) -> None:
+    """Checks what is needed to put both batches together; `Batch.validate` checks the rest.
+
+    Raises:
+        DataError: the user has not one row, there are no items, or a feature is missing or has another form.
+    """
+    if len(user) != 1 or not len(items):
+        raise DataError(f"Ranking needs one user and at least one item; got {len(user)} and {len(items)} rows.")
+    for name, batch in (("user", user), ("items", items)):
+        dense, expected = batch.dense, (len(batch), len(schema.dense_features))
+        if not isinstance(dense, np.ndarray) or dense.dtype != np.float32 or dense.shape != expected:
+            raise DataError(
+                f"Dense features of {name} must be float32{list(expected)}, with NaN in columns of the other batch."
+            )
+        batch.validate(part_of(schema, batch.id_features), require_labels=False)
+    for feature in schema.id_features:
+        if feature.name not in items.id_features and feature.name not in user.id_features:
+            raise DataError(
+                f"Neither the user nor the items have the feature {feature.name!r}; add it to one of them.",
+                feature=feature.name,
+            )
+
+
+def _divides(model: RankingModel, schema: Schema, user: Batch, items: Batch) -> bool:
+    """Returns whether the features that `user_part` reads are the user's, and those that `score` reads the items'."""
+    dense = {name: column for column, name in enumerate(schema.dense_features)}
+    for name in model.user_features:
+        column = dense.get(name)
+        if column is None and (name in items.id_features or name not in user.id_features):
+            return False
+        if column is not None and not (np.isnan(items.dense[:, column]).all() and np.isfinite(user.dense[0, column])):
+            return False
+    return all(name in items.id_features for name in model.item_features)
+
+
+def _merged_dense(user: Batch, items: Batch) -> Floats:
+    """Returns the dense features of the items, with the user's where they are NaN."""
+    return np.where(np.isnan(items.dense), user.dense, items.dense)
+
+
+def _no_labels(rows: int) -> Floats:
+    return np.empty((rows, 0), np.float32)

@@ -1,0 +1,111 @@
+"""What a request sees: one version of the network, and rows of at least its step."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from persia.batching.batch import Batch
+from persia.nn.transfer import Staging
+from persia.schema import Schema
+from persia.serve.network import Network
+from persia.serve.reading import EmbeddingReader, Rows, part_of
+
+__all__ = ["Readers", "ServedRows", "View"]
+
+MOST_PARTS = 32
+"""Sets of features for which a reader is kept."""
+
+
+class ServedRows:
+    """The rows of one PS. Changed by the thread of updates, which never lets them go back.
+
+    Args:
+        tables: by name.
+        step: global steps that they contain, at least.
+        time: seconds since 1970, when they were as they are.
+    """
+
+    def __init__(self, tables: Rows, step: int, time: float) -> None:
+        self.tables = tables
+        self.step = step
+        self.time = time
+
+
+class Readers:
+    """Readers of all features, and of some. Thread-safe.
+
+    Args:
+        schema: of all features.
+        servers: number of PSs.
+        staging: of the device.
+        threads: of each request.
+    """
+
+    def __init__(self, schema: Schema, servers: int, staging: Staging, threads: int) -> None:
+        self.whole = EmbeddingReader(schema, servers, staging, threads)
+        self._arguments = (servers, staging, threads)
+        self._parts: dict[frozenset[str], EmbeddingReader] = {}
+        self._lock = threading.Lock()
+
+    def of(self, features: Collection[str]) -> EmbeddingReader:
+        """Returns a reader of some ID-type features, of at least one."""
+        key = frozenset(features)
+        with self._lock:
+            found = self._parts.get(key)
+            if found is None:
+                if len(self._parts) >= MOST_PARTS:  # A client may ask for any number of sets.
+                    del self._parts[next(iter(self._parts))]
+                found = EmbeddingReader(part_of(self.whole.schema, key), *self._arguments)
+                self._parts[key] = found
+        return found
+
+
+class View:
+    """A version of the network with the rows that belong to it. A request uses one view from its begin to its end.
+
+    Args:
+        epoch: number of the epoch.
+        network: the version.
+        servers: rows by PS, which contain at least the step of the network.
+        readers: of its schema.
+    """
+
+    def __init__(self, epoch: int, network: Network, servers: Sequence[ServedRows], readers: Readers) -> None:
+        self.epoch = epoch
+        self.network = network
+        self.servers = tuple(servers)
+        self.readers = readers
+        self.rows = tuple(server.tables for server in servers)
+        self._requests = 0
+        self._lock = threading.Lock()
+
+    @property
+    def schema(self) -> Schema:
+        """The input of the network."""
+        return self.readers.whole.schema
+
+    @property
+    def used(self) -> bool:
+        """Whether a request uses it."""
+        return self._requests > 0
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Counts a request, so that the thread of updates frees old rows, and not the request."""
+        with self._lock:
+            self._requests += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._requests -= 1
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Returns logits float32 `[batch, labels]` of a valid batch, on the device. Blocks for the computation."""
+        with torch.no_grad():
+            dense, labels, embeddings = self.readers.whole.read(batch, self.rows)
+        return self.network.logits(dense, embeddings, labels)
