@@ -100,7 +100,8 @@ class Catalogue:
         first, last = np.searchsorted(users.ids, ids, "left"), np.searchsorted(users.ids, ids, "right")
         counts = last - first
         ends = np.cumsum(counts)
-        return users.items[np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)]
+        places: NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
+        return users.items[places]
 
     def of_keys(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Returns the numbers of the items whose own ids are among these ids of a table."""

@@ -61,7 +61,7 @@ class TrainingLoop:
         embeddings: looks up rows ahead; the backward pass makes it push their gradients.
         progress: scores batches and shows progress.
         should_stop: whether this NN worker was asked to stop.
-        publishing: publishes the network; None on all NN workers but the first.
+        publishing: publishes the network, and counts what is read; may do nothing.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TrainingLoop:
         embeddings: EmbeddingCollection,
         progress: FitProgress,
         should_stop: Callable[[], bool],
-        publishing: Publishing | None,
+        publishing: Publishing,
     ) -> None:
         self._state = state
         self._network = network
@@ -90,7 +90,8 @@ class TrainingLoop:
         """
         state, network, replicas = self._state, self._network, self._network.replicas
         drawn, stopped_at, complete = 0, None, False
-        mine = _in_turn(source, state.position, batches, self._embeddings.connection)
+        read = self._publishing.counted(source.read)
+        mine = _in_turn(read, state.position, batches, self._embeddings.connection)
         # In background threads: read a batch, wait at the mode's gate, look up its rows at the embedding workers.
         prepared = self._embeddings.prefetch(mine, replicas, start=state.position, endless=source.endless)
         try:
@@ -132,7 +133,8 @@ class TrainingLoop:
         """
         state = self._state
         # In background threads: take a batch, look up its rows. Token and parameters come when the network is free.
-        prepared = self._embeddings.prefetch(client.batches(source.read), tokens=client, endless=source.endless)
+        read = self._publishing.counted(source.read)
+        prepared = self._embeddings.prefetch(client.batches(read), tokens=client, endless=source.endless)
         try:
             with contextlib.closing(prepared):
                 for batch in prepared:
@@ -158,8 +160,7 @@ class TrainingLoop:
         if first and connection.rank == 0:
             advise(state.mode, connection.nn_workers, state.local_batch)
         self._progress.trained(step, batch, logits, loss)
-        if self._publishing is not None:
-            self._publishing.offer()
+        self._publishing.offer()
 
 
 @contextlib.contextmanager
@@ -174,12 +175,12 @@ def _told_errors(prepared: Generator[PreparedBatch, None, None]) -> Iterator[Non
 
 
 def _in_turn(
-    source: BatchSource, position: int, batches: int | None, connection: Connection
+    read: Callable[[int], Batch | FedBatch | None], position: int, batches: int | None, connection: Connection
 ) -> Iterator[Batch | FedBatch]:
     """Reads every `nn_workers`-th batch, from `position` plus the rank on."""
     number, left = position + connection.rank, batches
     while left is None or left > 0:
-        batch = source.read(number)
+        batch = read(number)
         if batch is None:
             return
         yield batch
