@@ -14,4 +14,5 @@ NB_MODULE(_core, m) {
   register_row_sums(m);
   register_values(m);
   register_checksum(m);
+  register_served(m);
 }

@@ -10,3 +10,4 @@ void register_onebit(nanobind::module_& m);
 void register_row_sums(nanobind::module_& m);
 void register_values(nanobind::module_& m);
 void register_checksum(nanobind::module_& m);
+void register_served(nanobind::module_& m);

@@ -7,37 +7,106 @@ import pytest
 import torch
 
 import persia
-from persia.publish import PublishOptions
-from persia.serve import Predictor
+from persia.cli.run_config import ModelConfig
+from persia.errors import ConfigError, DataError
+from persia.publish import ModelDescription, PublishOptions, publish_checkpoint
+from persia.serve import Predictor, ServeOptions
+
+HISTORIES = persia.Schema(
+    [
+        persia.IdFeature("item", 8, table="items"),
+        persia.IdFeature("history", table="items", pooling=None, max_length=4, keep="last"),
+        persia.IdFeature("tags", 4, pooling="mean"),
+    ],
+    ["age", "price"],
+    tables=[persia.Table("items", 8, dtype="bfloat16", capacity=5_000)],
+)
 
 
-def trained(url, schema, batches, *, model=None, **options):
-    torch.manual_seed(1)
+def batches(count=8, rows=50):
+    random = np.random.default_rng(5)
+
+    def lists(most):
+        return [random.integers(0, 300, random.integers(0, most)).tolist() for _ in range(rows)]
+
+    for _ in range(count):
+        columns = {"item": random.integers(0, 300, rows), "history": lists(8), "tags": lists(4)}
+        columns |= {"age": random.random(rows), "price": random.random(rows), "label": random.integers(0, 2, rows)}
+        yield persia.Batch.from_columns(HISTORIES, columns)
+
+
+def trained(tmp_path, model, **options):
     trainer = persia.Trainer(
-        model or persia.nn.models.FFNN(schema, hidden=(16,)),
-        schema,
+        model,
+        HISTORIES,
         optimizer=lambda params: torch.optim.Adam(params, 1e-2),
         embedding_optimizer=persia.optim.Adagrad(lr=0.1),
-        options=persia.TrainerOptions(progress=False, publish=PublishOptions(str(url), seconds=0.05), **options),
+        options=persia.TrainerOptions(progress=False, **options),
     )
-    trainer.fit(batches)
+    trainer.fit(list(batches()))
     return trainer
 
 
-@pytest.fixture
-def data():
-    return persia.data.synthetic(4_000, id_features=3, dense_features=2, dim=8, batch_size=200)
-
-
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_it_predicts_the_same_bits_as_the_trainer(tmp_path, data, precision):
-    trainer = trained(tmp_path / "log", data.schema, data, precision=precision)
-    batches = list(data)[:3]
-    with Predictor(str(tmp_path / "log"), lambda schema: persia.nn.models.FFNN(schema, hidden=(16,))) as predictor:
-        for batch, expected in zip(batches, trainer.predict(batches), strict=True):
+def test_predictions_are_the_bits_of_the_trainer(tmp_path, precision):
+    torch.manual_seed(1)
+    url = str(tmp_path / "log")
+    model = ModelConfig("din", {"hidden": [16], "history": [["history", "item"]]}).build(HISTORIES)
+    trainer = trained(tmp_path, model, precision=precision, publish=PublishOptions(url, seconds=0.05))
+    data = list(batches(2))
+    unlabelled = persia.Batch(data[0].id_features, data[0].dense, np.empty((50, 0), np.float32))
+    with Predictor(url) as predictor:  # The log says what the model is.
+        for batch, expected in zip(data, trainer.predict(data), strict=True):
             found = predictor.predict(batch)
             np.testing.assert_array_equal(found.probabilities, expected)
-            assert found.step == trainer.global_step
-        state = predictor.state()
-        print(state)
-        assert state.problem == ""
+            assert (found.step, found.epoch) == (trainer.global_step, 0)
+        np.testing.assert_array_equal(
+            predictor.predict(unlabelled).probabilities, predictor.predict(data[0]).probabilities
+        )
+        ids = np.array([3, 10**9], np.uint64)
+        stored = trainer.embeddings.rows("items", ids)
+        found, rows = predictor.embeddings("items", ids)
+        np.testing.assert_array_equal(found, stored.found)
+        np.testing.assert_array_equal(rows, stored.values)
+        with pytest.raises(ConfigError, match="no table 'users'"):
+            predictor.embeddings("users", ids)
+        with pytest.raises(DataError, match="lacks feature 'tags'"):
+            columns = {name: data[0].id_features[name] for name in ("item", "history")}
+            predictor.predict(persia.Batch(columns, data[0].dense, data[0].labels))
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_a_published_checkpoint_is_served(tmp_path, described):
+    torch.manual_seed(1)
+    description = ModelDescription("ffnn", {"hidden": [8]})
+    model = ModelConfig("ffnn", {"hidden": [8]}).build(HISTORIES)
+    trainer = trained(tmp_path, model if described else _copy(model), checkpoint_dir=str(tmp_path / "checkpoints"))
+    log, data = str(tmp_path / "log"), list(batches(1))
+    counts: list[int] = []
+    given = None if described else description
+    assert publish_checkpoint(tmp_path / "checkpoints", log, model=given, progress=counts.append) == 0
+    with Predictor(log, options=ServeOptions(poll_seconds=3600.0)) as predictor:
+        expected = next(trainer.predict(data))
+        np.testing.assert_array_equal(predictor.predict(data[0]).probabilities, expected)
+        assert predictor.state().rows == sum(counts)
+        assert publish_checkpoint(tmp_path / "checkpoints", log, dtype="int8", model=given) == 1
+        predictor.refresh()
+        found = predictor.predict(data[0])
+        assert found.epoch == 1
+        np.testing.assert_allclose(found.probabilities, expected, atol=0.02)
+    assert [path.name for path in (tmp_path / "log").iterdir()] == ["epoch-0000000001"]
+
+
+def _copy(model):
+    """Returns a network that was not built from a description."""
+    made = persia.nn.models.FFNN(HISTORIES, hidden=(8,))
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+@pytest.mark.parametrize("arguments", [("x", 5), ("x", None, {"poll_seconds": 1})])
+def test_arguments_are_checked(tmp_path, arguments):
+    with pytest.raises(ConfigError, match="expected"):
+        Predictor(*arguments)
+    with pytest.raises(ConfigError, match="poll_seconds"):
+        ServeOptions(poll_seconds=0.0)

@@ -427,4 +427,6 @@ def _change(table: TableChanges, tensors: dict[str, TensorView], entry: LogEntry
     if n:
         scales = tensors["scales"].numpy() if "scales" in tensors else None
         values = decode_values(tensors["values"].numpy(), scales)
-    return Change(table.name, ids.numpy(), values, removed.numpy(), entry.step)
+    # Files are little-endian, which on such a machine is the native order by another name.
+    native = [np.asarray(each.numpy(), np.uint64) for each in (ids, removed)]
+    return Change(table.name, native[0], np.asarray(values, np.float32), native[1], entry.step)

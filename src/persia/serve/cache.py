@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from persia.errors import CheckpointError, StoreError
-from persia.serve.tables import ServedTable
+from persia.store.served import ServedTable
 
 __all__ = ["SnapshotCache", "SnapshotKey"]
 

@@ -9,7 +9,6 @@ from persia.batching.batch import Batch
 from persia.errors import DataError
 from persia.nn.ranking import RankingModel
 from persia.schema import Schema
-from persia.serve.reading import part_of
 from persia.serve.views import View
 from persia.types import Floats
 
@@ -19,22 +18,22 @@ __all__ = ["expanded", "rank"]
 def rank(view: View, user: Batch, items: Batch) -> torch.Tensor:
     """Returns logits float32 `[items, labels]`; see `Predictor.rank`. Blocks for the computation."""
     schema, model = view.schema, view.network.module
-    _check(schema, user, items)
+    _check_form(schema, user, items)
+    names = [feature.name for feature in schema.id_features]
+    mine = {name: user.id_features[name] for name in names if name not in items.id_features}
+    theirs = {name: items.id_features[name] for name in names if name in items.id_features}
+    one = Batch(mine, np.where(np.isnan(user.dense), np.float32(0), user.dense), _no_labels(1))
+    many = Batch(theirs, _merged_dense(user, items), _no_labels(len(items)))
+    for part in (one, many):
+        if part.id_features:
+            part.validate(view.readers.of(part.id_features).schema, require_labels=False)
     if not isinstance(model, RankingModel) or not _divides(model, schema, user, items):
         batch = expanded(schema, user, items)
         batch.validate(schema, require_labels=False)
         return view.logits(batch)
-    names = [feature.name for feature in schema.id_features]
-    mine = {name: user.id_features[name] for name in names if name not in items.id_features}
-    theirs = {name: items.id_features[name] for name in names if name in items.id_features}
-    of_user, of_items = view.readers.of(mine), view.readers.of(theirs)
-    one = Batch(mine, np.nan_to_num(user.dense, nan=0.0, posinf=np.inf, neginf=-np.inf), _no_labels(1))
-    many = Batch(theirs, _merged_dense(user, items), _no_labels(len(items)))
-    one.validate(of_user.schema, require_labels=False)
-    many.validate(of_items.schema, require_labels=False)
     with torch.no_grad():
-        columns, _, embeddings = of_user.read(one, view.rows)
-        item_columns, labels, item_embeddings = of_items.read(many, view.rows)
+        columns, _, embeddings = view.readers.of(mine).read(one, view.rows)
+        item_columns, labels, item_embeddings = view.readers.of(theirs).read(many, view.rows)
     return view.network.checked(
         lambda: model.score(model.user_part(columns, embeddings), item_columns, item_embeddings), labels
     )
@@ -53,21 +52,29 @@ def expanded(schema: Schema, user: Batch, items: Batch) -> Batch:
     return Batch(columns, _merged_dense(user, items), _no_labels(count))
 
 
-def _check(schema: Schema, user: Batch, items: Batch) -> None:
-    """Checks what is needed to put both batches together; `Batch.validate` checks the rest.
+def _check_form(schema: Schema, user: Batch, items: Batch) -> None:
+    """Checks what is needed to divide the features; `Batch.validate` checks the rest.
 
     Raises:
-        DataError: the user has not one row, there are no items, or a feature is missing or has another form.
+        DataError: the user has not one row, there are no items, a feature is missing or unknown, or the dense features
+            have another form.
     """
     if len(user) != 1 or not len(items):
         raise DataError(f"Ranking needs one user and at least one item; got {len(user)} and {len(items)} rows.")
-    for name, batch in (("user", user), ("items", items)):
+    known = {feature.name for feature in schema.id_features}
+    for name, batch in (("the user", user), ("the items", items)):
         dense, expected = batch.dense, (len(batch), len(schema.dense_features))
         if not isinstance(dense, np.ndarray) or dense.dtype != np.float32 or dense.shape != expected:
             raise DataError(
                 f"Dense features of {name} must be float32{list(expected)}, with NaN in columns of the other batch."
             )
-        batch.validate(part_of(schema, batch.id_features), require_labels=False)
+        for feature in batch.id_features:
+            if feature not in known:
+                raise DataError(
+                    f"Feature {feature!r} of {name} is not in the schema, which has {', '.join(sorted(known))}; remove "
+                    "it.",
+                    feature=feature,
+                )
     for feature in schema.id_features:
         if feature.name not in items.id_features and feature.name not in user.id_features:
             raise DataError(
@@ -78,6 +85,10 @@ def _check(schema: Schema, user: Batch, items: Batch) -> None:
 
 def _divides(model: RankingModel, schema: Schema, user: Batch, items: Batch) -> bool:
     """Returns whether the features that `user_part` reads are the user's, and those that `score` reads the items'."""
+    for feature in schema.id_features:
+        other = feature.aligned_with
+        if other is not None and (feature.name in items.id_features) != (other in items.id_features):
+            return False  # Whether they are aligned shows in whole rows only.
     dense = {name: column for column, name in enumerate(schema.dense_features)}
     for name in model.user_features:
         column = dense.get(name)

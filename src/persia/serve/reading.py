@@ -15,7 +15,7 @@ from persia.batching.batch import Batch
 from persia.nn.pooling import Embeddings, Expander
 from persia.nn.transfer import Staging, Transfer
 from persia.schema import Schema
-from persia.serve.tables import ServedTable, lookup_packed
+from persia.store.served import ServedTable, lookup_packed
 from persia.types import LookedUp, Packed
 from persia.worker.routing import Entry, Router
 

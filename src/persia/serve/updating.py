@@ -13,8 +13,8 @@ from persia.schema import Schema
 from persia.serve.cache import SnapshotCache, SnapshotKey
 from persia.serve.network import ModelSource, Network, NetworkBuilder
 from persia.serve.options import ServeOptions, ServeState
-from persia.serve.tables import ServedTable
 from persia.serve.views import Readers, ServedRows, View
+from persia.store.served import ServedTable
 
 __all__ = ["Updater"]
 

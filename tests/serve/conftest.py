@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from persia.serve import Predictor, ServeOptions
+from support.written_log import Steps, WrittenLog
+
+
+@pytest.fixture
+def log(tmp_path):
+    found = WrittenLog(tmp_path / "log", servers=2)
+    found.begin(3)
+    return found
+
+
+@pytest.fixture
+def serve(request):
+    """Starts predictors, whose threads do nothing: tests refresh them."""
+
+    def start(log, model=Steps, **options):
+        predictor = Predictor(log.url, model, ServeOptions(poll_seconds=3600.0, **options))
+        request.addfinalizer(predictor.close)
+        predictor.start(timeout=0.0)
+        return predictor
+
+    return start

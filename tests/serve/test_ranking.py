@@ -1,0 +1,130 @@
+"""Ranking gives each item the probability of its row with the user's features in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import persia
+from persia.batching.batch import IdColumn
+from persia.cli.run_config import ModelConfig
+from persia.errors import DataError
+from persia.nn import RankingModel
+from persia.serve.ranking import expanded
+from support.written_log import WrittenLog
+
+SCHEMA = persia.Schema(
+    [
+        persia.IdFeature("user", 6),
+        persia.IdFeature("city", 4),
+        persia.IdFeature("item", 8, table="items"),
+        persia.IdFeature("category", 4, table="categories"),
+        persia.IdFeature("history", table="items", pooling=None, max_length=5, keep="last"),
+        persia.IdFeature("seen", table="categories", pooling=None, max_length=5, keep="last", aligned_with="history"),
+    ],
+    ["age", "price", "hour"],
+)
+MODELS = {
+    "two_tower": {"item": ["item", "category", "price"], "log_q": "hour", "hidden": [8]},
+    "din": {"history": [["history", "item"], ["seen", "category"]], "hidden": [8], "attention": [5, 3]},
+    "dien": {"history": [["history", "item"], ["seen", "category"]]},
+}
+NAN = np.nan
+
+
+def published(tmp_path, serve, kind, options):
+    torch.manual_seed(2)
+    model = ModelConfig(kind, options).build(SCHEMA)
+    log = WrittenLog(tmp_path / "log", 2, SCHEMA, (kind, options))
+    log.values = lambda ids, dim, step: np.sin(np.outer(ids + 1.0, np.arange(1.0, dim + 1))).astype(np.float32)
+    log.begin(1, network=False)
+    log.network(1, **model.state_dict())
+    return serve(log, None), model
+
+
+def columns(batch, names):
+    return {name: batch.id_features[name] for name in names}
+
+
+def user_and_items(history=(3, 9, 4), items=7, user=("user", "city", "history", "seen")):
+    count = np.arange(items)
+    full = {"user": count, "city": count + 1, "item": count + 2, "category": count % 3, "history": [[1, 2]] * items}
+    full |= {"seen": [[0, 1]] * items, "age": count / 9, "price": count / 7, "hour": count / 5}
+    rows = persia.Batch.from_columns(SCHEMA, full, require_labels=False)
+    mine = {name: [column[-1]] for name, column in full.items()} | {"history": [history], "seen": [history]}
+    one = persia.Batch.from_columns(SCHEMA, mine, require_labels=False)
+    of_items = [name for name in full if name not in user and name in rows.id_features]
+    dense = rows.dense.copy()
+    dense[:, [0, 2]] = NAN  # Age and hour are the user's.
+    one.dense[:, 1] = NAN
+    return (
+        persia.Batch(columns(one, user), one.dense, one.labels),
+        persia.Batch(columns(rows, of_items), dense, rows.labels),
+    )
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("history", [(3, 9, 4), (), (1, 2, 3, 4, 5, 6, 7)])
+def test_it_is_predict_on_expanded_rows(tmp_path, serve, kind, history):
+    predictor, model = published(tmp_path, serve, kind, MODELS[kind])
+    user, items = user_and_items(history)
+    calls = []
+    inner = predictor._updater.view.network.module
+    if isinstance(model, RankingModel):
+        score = inner.score
+        inner.score = lambda *arguments: (calls.append(len(arguments[1])), score(*arguments))[1]
+    found = predictor.rank(user, items)
+    rows = expanded(SCHEMA, user, items)
+    assert rows.id_features["user"].values.tolist() == [6] * 7
+    expected = predictor.predict(rows)
+    assert (found.step, found.epoch) == (1, 0)
+    assert found.probabilities.std() > 1e-4
+    if kind == "dien":  # Has no part for the user.
+        np.testing.assert_array_equal(found.probabilities, expected.probabilities)
+    else:
+        np.testing.assert_allclose(found.probabilities, expected.probabilities, rtol=0, atol=1e-6)
+        assert calls == [7]
+
+
+@pytest.mark.parametrize("kind", ["two_tower", "din"])
+@pytest.mark.parametrize("user", [("city", "history", "seen"), ("user", "city"), ("history", "seen", "item")])
+def test_any_division_of_features_is_right(tmp_path, serve, kind, user):
+    predictor, _ = published(tmp_path, serve, kind, MODELS[kind])
+    mine, items = user_and_items(user=user)
+    expected = predictor.predict(expanded(SCHEMA, mine, items)).probabilities
+    np.testing.assert_allclose(predictor.rank(mine, items).probabilities, expected, rtol=0, atol=1e-6)
+
+
+def test_a_user_column_that_the_items_have_is_theirs(tmp_path, serve):
+    predictor, _ = published(tmp_path, serve, "two_tower", MODELS["two_tower"])
+    user, items = user_and_items()
+    items.dense[:, 0] = np.arange(7)
+    rows = expanded(SCHEMA, user, items)
+    assert rows.dense[:, 0].tolist() == list(range(7))
+    expected = predictor.predict(rows).probabilities
+    np.testing.assert_array_equal(predictor.rank(user, items).probabilities, expected)
+
+
+def test_batches_that_do_not_fit_are_refused(tmp_path, serve):
+    predictor, _ = published(tmp_path, serve, "din", MODELS["din"])
+    user, items = user_and_items()
+    with pytest.raises(DataError, match="one user"):
+        predictor.rank(items, items)
+    with pytest.raises(DataError, match="at least one item"):
+        predictor.rank(user, items.slice(0, 0))
+    lacking = persia.Batch(columns(user, ["city", "history", "seen"]), user.dense, user.labels)
+    with pytest.raises(DataError, match="Neither the user nor the items have the feature 'user'"):
+        predictor.rank(lacking, items)
+    with pytest.raises(DataError, match="Dense features of the items"):
+        predictor.rank(user, persia.Batch(items.id_features, items.dense[:, :2], items.labels))
+    with pytest.raises(DataError, match="Dense feature"):
+        predictor.rank(persia.Batch(user.id_features, np.full_like(user.dense, NAN), user.labels), items)
+    with pytest.raises(DataError, match="aligned"):
+        predictor.rank(*user_and_items(user=("user", "city", "seen")))
+    uneven = dict(user.id_features) | {"seen": IdColumn(np.array([1], np.uint64), np.array([0, 1]))}
+    with pytest.raises(DataError, match="aligned"):
+        predictor.rank(persia.Batch(uneven, user.dense, user.labels), items)
+    more = {**items.id_features, "more": items.id_features["item"]}
+    with pytest.raises(DataError, match="'more' of the items is not in the schema"):
+        predictor.rank(user, persia.Batch(more, items.dense, items.labels))
