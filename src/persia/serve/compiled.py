@@ -105,6 +105,14 @@ class CompiledNetwork:
                 f"The weights do not fit {type(model).__name__}; serve with the model that was trained. {error}",
                 field="model",
             ) from error
+        return self.with_model(model)
+
+    def with_model(self, model: nn.Module) -> CompiledNetwork:
+        """Returns a network with the weights of a model of the same form, and the code of this one.
+
+        Args:
+            model: in evaluation mode, on the device of this one; it must not change afterwards.
+        """
         return CompiledNetwork(model, self._layout, self._code, self.problem)
 
 

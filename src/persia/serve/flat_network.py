@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings, SequenceEmbedding
+from persia.schema import Schema
 
-__all__ = ["FlatNetwork", "Layout", "export_error", "sample_inputs"]
+__all__ = ["FlatNetwork", "Layout", "example_input", "export_error", "sample_inputs", "weights_of"]
 
 EXAMPLE_ROWS = 7
 """Rows of the batch that is traced: not 0 or 1, which exporters take for constants, and no usual width of a layer."""
@@ -84,6 +85,21 @@ class FlatNetwork(nn.Module):
             output = self.model(*inputs)
         logits: Tensor = output.logits if isinstance(output, ModelOutput) else output
         return logits
+
+
+def example_input(schema: Schema) -> tuple[Tensor, dict[str, Tensor | SequenceEmbedding]]:
+    """Returns dense features and embeddings of samples without ids, on the CPU."""
+    tables = schema.resolved_tables()
+    embeddings: dict[str, Tensor | SequenceEmbedding] = {}
+    for feature in schema.id_features:
+        dim = tables[feature.table_name].dim
+        if feature.pooling is not None:
+            embeddings[feature.name] = torch.zeros(EXAMPLE_ROWS, dim)
+            continue
+        length = feature.max_length or 0
+        mask = torch.zeros(EXAMPLE_ROWS, length, dtype=torch.bool)
+        embeddings[feature.name] = SequenceEmbedding(torch.zeros(EXAMPLE_ROWS, length, dim), mask)
+    return torch.zeros(EXAMPLE_ROWS, len(schema.dense_features)), embeddings
 
 
 def sample_inputs(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -8,12 +8,11 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from persia.errors import ConfigError, MissingExtraError
-from persia.nn.pooling import SequenceEmbedding
 from persia.schema import Schema
-from persia.serve.flat_network import EXAMPLE_ROWS, FlatNetwork, Layout, export_error
+from persia.serve.flat_network import FlatNetwork, Layout, example_input, export_error
 
 __all__ = ["export_onnx"]
 
@@ -55,9 +54,9 @@ def export_onnx(model: nn.Module, schema: Schema, path: str | os.PathLike[str]) 
             'export_onnx needs onnx and onnxscript: pip install "persia[onnx]".', extra="onnx"
         ) from error
     model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
-    dense, embeddings = _zeros(schema)
-    layout = Layout(embeddings)
-    inputs = layout.flat(dense, embeddings)
+    example = example_input(schema)
+    layout = Layout(example[1])
+    inputs = layout.flat(*example)
     batch = torch.export.Dim("batch", max=MOST_ROWS)
     shapes = (tuple({0: batch} for _ in inputs),)
     try:
@@ -77,18 +76,3 @@ def export_onnx(model: nn.Module, schema: Schema, path: str | os.PathLike[str]) 
     path = Path(path)
     program.save(path)
     return path
-
-
-def _zeros(schema: Schema) -> tuple[Tensor, dict[str, Tensor | SequenceEmbedding]]:
-    """Returns the input of samples without ids."""
-    tables = schema.resolved_tables()
-    embeddings: dict[str, Tensor | SequenceEmbedding] = {}
-    for feature in schema.id_features:
-        dim = tables[feature.table_name].dim
-        if feature.pooling is not None:
-            embeddings[feature.name] = torch.zeros(EXAMPLE_ROWS, dim)
-            continue
-        length = feature.max_length or 0
-        mask = torch.zeros(EXAMPLE_ROWS, length, dtype=torch.bool)
-        embeddings[feature.name] = SequenceEmbedding(torch.zeros(EXAMPLE_ROWS, length, dim), mask)
-    return torch.zeros(EXAMPLE_ROWS, len(schema.dense_features)), embeddings

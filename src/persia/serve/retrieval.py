@@ -108,6 +108,7 @@ class ItemIndex:
         rows: where the rows are read.
         key: ID-type feature whose id identifies the item; by default the item's only one.
         options: precision and effort of the search.
+        step: global step of the model.
 
     Raises:
         MissingExtraError: usearch is not installed.
@@ -124,6 +125,7 @@ class ItemIndex:
         *,
         key: str | None = None,
         options: IndexOptions | None = None,
+        step: int = 0,
     ) -> None:
         try:
             import usearch.index  # noqa: F401
@@ -154,12 +156,20 @@ class ItemIndex:
         """Items whose vectors are to be computed again."""
         self._dirty_beside: NDArray[np.bool_] | None = None
         """Likewise, for the state that is being built."""
-        self._state = self._built(towers, 0)
+        self._state = self._built(towers, step)
 
     def __len__(self) -> int:
         """Returns the number of items that can be found."""
         state = self._state
         return int(np.count_nonzero(~state.hidden & ~self._gone)) + int(np.count_nonzero(~self._gone[state.fresh]))
+
+    @property
+    def user_features(self) -> tuple[list[str], list[str]]:
+        """Names of the ID-type and of the dense features that the vector of a user is made of."""
+        towers = self._state.towers
+        columns = getattr(towers, "user_columns", None)
+        dense = self._schema.dense_features
+        return list(towers.features[0]), list(dense) if columns is None else [dense[i] for i in columns.tolist()]
 
     @property
     def step(self) -> int:
