@@ -25,6 +25,10 @@ MIN_ROWS: Final = 1000
 QUANTILES: Final = 10
 KEYS: Final = 1 << 16
 HALVED_AT: Final = 1 << 20
+SCORES_HALVED_AT: Final = 1 << 14
+"""Predictions change as the network learns, so those of long ago are no reference."""
+
+LARGEST: Final = float(np.finfo(np.float32).max)
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -60,7 +64,7 @@ class ValueBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in itertools.pairwise(self.edges))
-        finite = all(abs(edge) <= np.finfo(np.float32).max for edge in self.edges)
+        finite = all(abs(edge) <= LARGEST for edge in self.edges)
         if len(self.counts) != len(self.edges) + 2 or not rising or not finite:
             raise ConfigError(
                 f"Invalid buckets with {len(self.counts)} counts for {len(self.edges)} edges; expected finite, rising "
@@ -91,8 +95,8 @@ class DriftCounts:
     """The distributions of inputs and predictions, in bounded memory. Not thread-safe.
 
     Numbers are counted by their upper 16 bits, so a bucket is 0.8 % wide at most, and quantiles of several NN workers
-    are those of the sum of their counts. Once a million rows were counted, all counts are halved, so that recent rows
-    weigh more. Memory: 512 KiB at most for each dense feature and label.
+    are those of the sum of their counts. Counts are halved once a million rows, or 16,384 predictions, were counted, so
+    recent ones weigh more. Memory: 512 KiB at most for each dense feature and label.
 
     Args:
         ids: names of the ID-type features.
@@ -131,7 +135,7 @@ class DriftCounts:
         """Counts predictions, logits float32 `[rows, labels]`."""
         _add(self._logits, logits)
         self._scored += len(logits)
-        if self._scored >= HALVED_AT:
+        if self._scored >= SCORES_HALVED_AT:
             self._logits >>= 1
             self._scored >>= 1
 

@@ -94,6 +94,8 @@ CATALOGUE: dict[str, MetricKind] = {
     "nn_publish_failing": MetricKind("gauge", "1 while the network cannot be published"),
     "nn_wait_seconds": MetricKind("histogram", "the network waited for a batch"),
     "nn_step_seconds": MetricKind("histogram", "forward, backward and update of a batch"),
+    # Prediction server.
+    "serve_psi": MetricKind("gauge", "PSI of requests against training, by feature; 0.25 or more is drift"),
     # Stream that is trained on.
     "stream_rows": MetricKind("counter", "samples read"),
     "stream_batches": MetricKind("counter", "batches read"),

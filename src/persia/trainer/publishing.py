@@ -218,8 +218,8 @@ class _Run:
         """Step of the last version of the network in this epoch; -1 before the first."""
         self._alone = False
         """Whether older epochs have been removed."""
-        self._drift: tuple[Epoch, int] | None = None
-        """Epoch and rows of the distributions that were written last."""
+        self._drift: tuple[Epoch, DriftReference] | None = None
+        """Epoch and distributions that were written last."""
 
     def check_servers(self) -> None:
         """Begins an epoch, unless all PSs publish in the current one."""
@@ -250,10 +250,10 @@ class _Run:
 
     def write_drift(self, reference: DriftReference | None) -> None:
         """Writes the distributions of training beside the network, if there are other ones than before."""
-        if reference is None or self._epoch is None or self._drift == (self._epoch, reference.rows):
+        if reference is None or self._epoch is None or self._drift == (self._epoch, reference):
             return
         write_drift(self._storage, self._epoch, reference)
-        self._drift = self._epoch, reference.rows
+        self._drift = self._epoch, reference
 
     def remove_old_epochs(self) -> None:
         """Removes older epochs, once each PS has published a snapshot in this one."""
