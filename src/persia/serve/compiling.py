@@ -38,7 +38,7 @@ class CompilerOptions(NamedTuple):
 
 
 class Compiler:
-    """Compiles the network of one epoch once, for all its versions. Thread-safe.
+    """Compiles a network once, for all its versions. Thread-safe.
 
     Args:
         schema: input of the network.

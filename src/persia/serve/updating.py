@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from persia.checkpoint.compatibility import schema_differences
 from persia.errors import CheckpointError, ClosedError, PublishError
 from persia.nn.transfer import staging_for
-from persia.publish import Change, Description, NetworkUpdate, RowsUpdate, follow
+from persia.publish import Change, Description, ModelDescription, NetworkUpdate, RowsUpdate, follow
 from persia.schema import Schema
 from persia.serve.cache import SnapshotCache, SnapshotKey
 from persia.serve.compiling import Compiler, CompilerOptions
@@ -125,6 +125,8 @@ class Updater:
         self.drift: ServingDrift | None = None
         """Compares requests with training; None before the first epoch."""
         self._drift_due = 0.0
+        self._compiler: tuple[tuple[ModelDescription | None, str], Compiler] | None = None
+        """Compiles networks, and what it compiles: description and precision."""
         self.listeners: list[ChangeListener] = []
         """Are told of rows that have changed, after requests see them."""
 
@@ -257,9 +259,12 @@ class Updater:
         builder = NetworkBuilder(self._model, description, self._staging.device, options.imports)
         readers = Readers(description.schema, update.servers, self._staging, options.threads)
         how = CompilerOptions(options.compile, options.cache_dir, self._staging.device, description.precision)
+        made_of = description.model, description.precision
+        if self._compiler is None or self._compiler[0] != made_of:  # Else its code fits the new epoch, too.
+            self._compiler = made_of, Compiler(description.schema, how)
         if self.drift is None:
             self.drift = ServingDrift(description.schema)
-        return _Epoch(run, update, description.schema, builder, readers, Compiler(description.schema, how))
+        return _Epoch(run, update, description.schema, builder, readers, self._compiler[1])
 
     # --- rows ---------------------------------------------------------------------------------------------------
 

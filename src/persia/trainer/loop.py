@@ -61,7 +61,7 @@ class TrainingLoop:
         embeddings: looks up rows ahead; the backward pass makes it push their gradients.
         progress: scores batches and shows progress.
         should_stop: whether this NN worker was asked to stop.
-        publishing: publishes the network, and counts what is read; may do nothing.
+        publishing: publishes the network, and counts what is read; None for neither.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TrainingLoop:
         embeddings: EmbeddingCollection,
         progress: FitProgress,
         should_stop: Callable[[], bool],
-        publishing: Publishing,
+        publishing: Publishing | None,
     ) -> None:
         self._state = state
         self._network = network
@@ -90,7 +90,7 @@ class TrainingLoop:
         """
         state, network, replicas = self._state, self._network, self._network.replicas
         drawn, stopped_at, complete = 0, None, False
-        read = self._publishing.counted(source.read)
+        read = self._counted(source)
         mine = _in_turn(read, state.position, batches, self._embeddings.connection)
         # In background threads: read a batch, wait at the mode's gate, look up its rows at the embedding workers.
         prepared = self._embeddings.prefetch(mine, replicas, start=state.position, endless=source.endless)
@@ -133,7 +133,7 @@ class TrainingLoop:
         """
         state = self._state
         # In background threads: take a batch, look up its rows. Token and parameters come when the network is free.
-        read = self._publishing.counted(source.read)
+        read = self._counted(source)
         prepared = self._embeddings.prefetch(client.batches(read), tokens=client, endless=source.endless)
         try:
             with contextlib.closing(prepared):
@@ -148,6 +148,9 @@ class TrainingLoop:
         finally:
             self._progress.score_rest()
 
+    def _counted(self, source: BatchSource) -> Callable[[int], Batch | FedBatch | None]:
+        return source.read if self._publishing is None else self._publishing.counted(source.read)
+
     def _forward_backward(self, batch: PreparedBatch, *, all_reduce: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Pools the rows of a batch, and computes logits, loss and gradients."""
         return self._network.forward_backward(batch, self._embeddings(batch), all_reduce=all_reduce)
@@ -160,7 +163,8 @@ class TrainingLoop:
         if first and connection.rank == 0:
             advise(state.mode, connection.nn_workers, state.local_batch)
         self._progress.trained(step, batch, logits, loss)
-        self._publishing.offer()
+        if self._publishing is not None:
+            self._publishing.offer()
 
 
 @contextlib.contextmanager
