@@ -1,4 +1,4 @@
-"""Trains two towers on generated clicks, publishes them, and finds the items for a user: python examples/retrieval.py."""
+"""Trains two towers on generated clicks, and finds the items for a user: python examples/retrieval.py."""
 
 import os
 import tempfile

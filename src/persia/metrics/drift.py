@@ -74,7 +74,7 @@ class ValueBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DriftReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What serving is compared with: distributions in training.
+    """Distributions in training, which those in serving are compared with.
 
     Args:
         rows: rows that were counted.
