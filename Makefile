@@ -74,7 +74,7 @@ wheel: install  ## build the source distribution and the wheel into dist/, insta
 	$(BIN)/python tests/wheel.py $(WHEEL_FROM)
 
 # First words of the names that `python -m benchmarks --list` prints: one process each, so that none measures what another left behind.
-BENCHMARKS = plan capacity ssd store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms wheel zoo interop ui init publish kafka
+BENCHMARKS = plan capacity ssd store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms wheel zoo interop ui init publish kafka serve
 
 bench: install  ## every figure of docs/performance.md, some hours
 	for area in $(BENCHMARKS); do $(BIN)/python -m benchmarks "$$area.*" --preset laptop || exit 1; done

@@ -18,11 +18,13 @@ __all__ = [
     "MissingExtraError",
     "MovedError",
     "NNWorkersDiedError",
+    "OverloadedError",
     "PeerRestartedError",
     "PersiaError",
     "PublishError",
     "RemoteError",
     "RoleDiedError",
+    "ServeError",
     "StaleBatchError",
     "StalePushError",
     "StoreError",
@@ -75,6 +77,20 @@ class CheckpointError(PersiaError):
 
 class PublishError(PersiaError):
     """The log of changes cannot be read. A reader keeps what it has."""
+
+
+class ServeError(PersiaError):
+    """A prediction server refused a request or could not answer it; nothing was changed.
+
+    Fields: `status`, the HTTP status; `url`.
+    """
+
+
+class OverloadedError(ServeError):
+    """A prediction server has more requests than it can answer in time, or is not ready. Try again later.
+
+    Fields: `retry_after`, seconds after which to try again, and those of `ServeError`.
+    """
 
 
 class DeadlineError(PersiaError):

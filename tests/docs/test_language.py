@@ -36,6 +36,8 @@ DONE = (
     "retry.py",
     "rpc",
     "schema",
+    "serve/client.py",
+    "serve/http",
     "services",
     "store",
     "telemetry",

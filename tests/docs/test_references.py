@@ -32,6 +32,7 @@ ELSEWHERE = {
     "manifest.json",
     "regions.json",
     "run.json",
+    "/openapi.json",
 }
 """Paths that are made, downloaded, or forbidden."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import persia
+from persia.batching.batch import IdColumn
 from persia.cli.run_config import ModelConfig
 from persia.errors import ConfigError, DataError
 from persia.publish import ModelDescription, PublishOptions, publish_checkpoint
@@ -35,15 +36,15 @@ def batches(count=8, rows=50):
         yield persia.Batch.from_columns(HISTORIES, columns)
 
 
-def trained(tmp_path, model, **options):
+def trained(model, schema=HISTORIES, data=None, **options):
     trainer = persia.Trainer(
         model,
-        HISTORIES,
+        schema,
         optimizer=lambda params: torch.optim.Adam(params, 1e-2),
         embedding_optimizer=persia.optim.Adagrad(lr=0.1),
         options=persia.TrainerOptions(progress=False, **options),
     )
-    trainer.fit(list(batches()))
+    trainer.fit(data or list(batches()))
     return trainer
 
 
@@ -52,7 +53,7 @@ def test_predictions_are_the_bits_of_the_trainer(tmp_path, precision):
     torch.manual_seed(1)
     url = str(tmp_path / "log")
     model = ModelConfig("din", {"hidden": [16], "history": [["history", "item"]]}).build(HISTORIES)
-    trainer = trained(tmp_path, model, precision=precision, publish=PublishOptions(url, seconds=0.05))
+    trainer = trained(model, precision=precision, publish=PublishOptions(url, seconds=0.05))
     data = list(batches(2))
     unlabelled = persia.Batch(data[0].id_features, data[0].dense, np.empty((50, 0), np.float32))
     with Predictor(url) as predictor:  # The log says what the model is.
@@ -75,12 +76,27 @@ def test_predictions_are_the_bits_of_the_trainer(tmp_path, precision):
             predictor.predict(persia.Batch(columns, data[0].dense, data[0].labels))
 
 
+def test_features_with_one_id_are_looked_up_in_one_go(tmp_path):
+    torch.manual_seed(1)
+    data = list(persia.data.synthetic(800, id_features=3, dense_features=2, dim=5, batch_size=200))
+    schema = persia.data.synthetic(1, id_features=3, dense_features=2, dim=5).schema
+    trainer = trained(persia.nn.models.DCNv2(schema), schema, data, publish=PublishOptions(str(tmp_path)))
+    unknown = persia.Batch(
+        {**data[0].id_features, "id_1": IdColumn(np.arange(200, dtype=np.uint64))}, data[0].dense, data[0].labels
+    )
+    with Predictor(str(tmp_path), persia.nn.models.DCNv2) as predictor:
+        for batch, expected in zip([*data, unknown], trainer.predict([*data, unknown]), strict=True):
+            for array in (batch.dense, *(column.values for column in batch.id_features.values())):
+                array.flags.writeable = False  # As arrays of messages are.
+            np.testing.assert_array_equal(predictor.predict(batch).probabilities, expected)
+
+
 @pytest.mark.parametrize("described", [True, False])
 def test_a_published_checkpoint_is_served(tmp_path, described):
     torch.manual_seed(1)
     description = ModelDescription("ffnn", {"hidden": [8]})
     model = ModelConfig("ffnn", {"hidden": [8]}).build(HISTORIES)
-    trainer = trained(tmp_path, model if described else _copy(model), checkpoint_dir=str(tmp_path / "checkpoints"))
+    trainer = trained(model if described else _copy(model), checkpoint_dir=str(tmp_path / "checkpoints"))
     log, data = str(tmp_path / "log"), list(batches(1))
     counts: list[int] = []
     given = None if described else description

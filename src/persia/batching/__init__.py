@@ -18,13 +18,14 @@ from persia.batching.packing import (
     put_part,
     take_part,
 )
-from persia.batching.pooling import FeaturePlan, Pooled, pool_backward, pool_forward
+from persia.batching.pooling import FeaturePlan, Pooled, Pooler, pool_backward, pool_forward
 from persia.batching.texts import TextBuffers, TextIds, TextNumbers, text_ids, text_numbers
 
 __all__ = [
     "FeaturePlan",
     "PackedBatch",
     "Pooled",
+    "Pooler",
     "RowSums",
     "Scratch",
     "TextBuffers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -12,7 +13,7 @@ from persia.batching.native import Scratch, ThreadPool, as_data_error, core
 from persia.errors import DataError
 from persia.types import BoolArray, Floats, Int64Array, Inverse
 
-__all__ = ["FeaturePlan", "Pooled", "pool_backward", "pool_forward"]
+__all__ = ["FeaturePlan", "Pooled", "Pooler", "pool_backward", "pool_forward"]
 
 # The numbers of `persia::Pooling`.
 _POOLINGS = {"sum": 0, "mean": 1, "sqrtn": 2, None: 3}
@@ -115,6 +116,70 @@ def pool_forward(
             masks.append(np.empty(shape[:2], np.bool_) if plan.pooling is None else None)
         core.pool_forward(list(rows), fields, values, masks, pool)
     return Pooled(values, masks)
+
+
+class Pooler:
+    """`pool_forward` for batches of the same features: what does not depend on the batch is computed once. Thread-safe.
+
+    Args:
+        features: of each its table, pooling and maximum length; see `FeaturePlan`. Sequences have one.
+        dims: of each table the width of its rows.
+        pool: threads to run on.
+        scratch: memory kept from call to call; results are borrowed from it.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[tuple[int, Literal["sum", "mean", "sqrtn"] | None, int | None]],
+        dims: Sequence[int],
+        pool: ThreadPool,
+        scratch: Scratch,
+    ) -> None:
+        self._features = [
+            (table, _POOLINGS[pooling], most if pooling is None else None) for table, pooling, most in features
+        ]
+        self._columns = [(dims[table],) if most is None else (most, dims[table]) for table, _, most in self._features]
+        self._pool = pool
+        self._scratch = scratch
+        self._layout: tuple[int, list[tuple[int, int, tuple[int, ...]]], int] = (-1, [], 0)
+
+    def __call__(
+        self, rows: list[Floats], inverse: Sequence[Inverse], offsets: Sequence[Int64Array | None], samples: int
+    ) -> Pooled:
+        """Returns the same as `pool_forward`, in the same places relative to cache lines.
+
+        Args:
+            rows: for each table its unique rows, contiguous float32 `[u, dim]`.
+            inverse: for each feature uint16 or uint32 `[n]`.
+            offsets: for each feature int64 `[samples + 1]`, or None if each sample has one value.
+            samples: size of the batch.
+
+        Raises:
+            DataError: an array does not fit.
+        """
+        layout = self._layout
+        if layout[0] != samples:  # Most batches have one size. Another thread may set another one meanwhile.
+            self._layout = layout = self._laid_out(samples)
+        _, places, total = layout
+        block = self._scratch.floats(total)
+        values = [block[begin:end].reshape(shape) for begin, end, shape in places]
+        masks = [None if most is None else np.empty((samples, most), np.bool_) for _, _, most in self._features]
+        fields = [
+            (table, index, ends, code, most)
+            for (table, code, most), index, ends in zip(self._features, inverse, offsets, strict=True)
+        ]
+        with as_data_error:
+            core.pool_forward(rows, fields, values, masks, self._pool)
+        return Pooled(values, masks)
+
+    def _laid_out(self, samples: int) -> tuple[int, list[tuple[int, int, tuple[int, ...]]], int]:
+        places, begin = [], 0
+        for columns in self._columns:
+            shape = (samples, *columns)
+            size = math.prod(shape)
+            places.append((begin, begin + size, shape))
+            begin += -(-size // 16) * 16
+        return samples, places, begin
 
 
 def pool_backward(

@@ -68,12 +68,12 @@ def _check_form(schema: Schema, user: Batch, items: Batch) -> None:
             raise DataError(
                 f"Dense features of {name} must be float32{list(expected)}, with NaN in columns of the other batch."
             )
-        for feature in batch.id_features:
-            if feature not in known:
+        for column in batch.id_features:
+            if column not in known:
                 raise DataError(
-                    f"Feature {feature!r} of {name} is not in the schema, which has {', '.join(sorted(known))}; remove "
+                    f"Feature {column!r} of {name} is not in the schema, which has {', '.join(sorted(known))}; remove "
                     "it.",
-                    feature=feature,
+                    feature=column,
                 )
     for feature in schema.id_features:
         if feature.name not in items.id_features and feature.name not in user.id_features:

@@ -9,12 +9,13 @@ from typing import TypeAlias, cast
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from persia import batching
-from persia.batching.batch import Batch
-from persia.nn.pooling import Embeddings, Expander
-from persia.nn.transfer import Staging, Transfer
-from persia.schema import Schema
+from persia.batching.batch import Batch, IdColumn
+from persia.nn.pooling import Embeddings, Expander, SequenceEmbedding
+from persia.nn.transfer import Staging, Transfer, copied_array
+from persia.schema import Pooling, Schema
 from persia.store.served import ServedTable, lookup_packed
 from persia.types import LookedUp, Packed
 from persia.worker.routing import Entry, Router
@@ -41,9 +42,23 @@ class EmbeddingReader:
         self.schema = schema
         self._dims = {name: table.dim for name, table in tables.items()}
         self._router = Router(schema, servers, threads)
-        self._expander = Expander(schema, staging.device, threads)
-        self._transfer = Transfer(staging, self._expander.on_host, tables)
         self._scratch = batching.Scratch()
+        self._names = [feature.name for feature in schema.id_features]
+        self._on_host = staging.device.type == "cpu"
+        self._table_of = [feature.table_name for feature in schema.id_features]
+        self._feature_dims = [self._dims[name] for name in self._table_of]
+        self._pools_all = all(feature.pooling is not None for feature in schema.id_features)
+        if self._on_host:
+            numbers = {name: number for number, name in enumerate(tables)}
+            features = [
+                (numbers[feature.table_name], cast("Pooling | None", feature.pooling), feature.max_length)
+                for feature in schema.id_features
+            ]
+            pool = batching.ThreadPool(threads)
+            self._pooler = batching.Pooler(features, list(self._dims.values()), pool, self._scratch)
+        else:
+            self._expander = Expander(schema, staging.device, threads)
+            self._transfer = Transfer(staging, False, tables)
 
     def read(self, batch: Batch, servers: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor, Embeddings]:
         """Returns dense features `[batch, n]`, labels `[batch, labels]` and the embeddings of a batch, on the device.
@@ -52,13 +67,46 @@ class EmbeddingReader:
             batch: valid, with the features of the schema.
             servers: rows by PS.
         """
+        if self._on_host and self._pools_all and len(servers) == 1:
+            columns = [batch.id_features[name] for name in self._names]
+            if all(column.offsets is None for column in columns):
+                return _tensor(batch.dense), _tensor(batch.labels), self._rows_of_single_ids(columns, servers[0])
         entry = self._router.entry(batch.id_features)
+        rows = self._rows(entry, servers)
+        if self._on_host:
+            return _tensor(batch.dense), _tensor(batch.labels), self._pooled(entry, rows, len(batch))
         _, _, narrow, wide = entry.found
-        prepared, ready = self._transfer.rows(batch, LookedUp(self._rows(entry, servers), narrow, wide, entry.offsets))
+        wire = cast("Packed[np.float32 | np.float16]", rows)
+        prepared, ready = self._transfer.rows(batch, LookedUp(wire, narrow, wide, entry.offsets))
         ready()
         return prepared.dense, prepared.labels, self._expander(prepared.rows, prepared.inverse, prepared.offsets)
 
-    def _rows(self, entry: Entry, servers: Sequence[Rows]) -> Packed[np.float32 | np.float16]:
+    def _rows_of_single_ids(self, columns: Sequence[IdColumn], rows: Rows) -> Embeddings:
+        """Returns the embeddings of features with one id for each sample: the rows themselves, in one lookup."""
+        samples = len(columns[0])
+        ids = np.concatenate([column.values for column in columns])
+        block = self._scratch.floats(samples * sum(self._feature_dims))
+        lookup_packed([rows[name] for name in self._table_of], [samples] * len(columns), ids, block)
+        parts = torch.from_numpy(block).split([samples * dim for dim in self._feature_dims])
+        return {
+            name: part.view(samples, dim)
+            for name, part, dim in zip(self._names, parts, self._feature_dims, strict=True)
+        }
+
+    def _pooled(self, entry: Entry, rows: Packed[np.float32], samples: int) -> Embeddings:
+        """Returns the embeddings, as `Expander` does for a batch without gradients, with less work around the core."""
+        inverse, ends = entry.inverse, dict(entry.offsets.items())
+        values, masks = self._pooler(
+            rows.arrays(), [inverse[name] for name in self._names], [ends.get(name) for name in self._names], samples
+        )
+        return {
+            name: torch.from_numpy(array)
+            if mask is None
+            else SequenceEmbedding(torch.from_numpy(array), torch.from_numpy(mask))
+            for name, array, mask in zip(self._names, values, masks, strict=True)
+        }
+
+    def _rows(self, entry: Entry, servers: Sequence[Rows]) -> Packed[np.float32]:
         """Returns the rows of the distinct ids, which are sorted by table, and those of a table by PS."""
         ids = entry.ids
         widths = [self._dims[name] for name in ids.names]
@@ -66,7 +114,12 @@ class EmbeddingReader:
         tables = [rows[name] for name in ids.names for rows in servers]
         counts: list[int] = np.diff(entry.found.bounds).reshape(-1).tolist()
         lookup_packed(tables, counts, ids.buffer, buffer)
-        return cast("Packed[np.float32 | np.float16]", Packed(ids.names, ids.counts, buffer, widths))
+        return Packed(ids.names, ids.counts, buffer, widths)
+
+
+def _tensor(array: NDArray[np.float32]) -> torch.Tensor:
+    """Returns the array as a tensor; a copy if it is read-only, which torch has not."""
+    return torch.from_numpy(array) if array.flags.writeable else copied_array(array)
 
 
 def part_of(schema: Schema, features: Collection[str]) -> Schema:

@@ -13,7 +13,7 @@ from persia.telemetry.metrics import BOUNDS, Health
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-__all__ = ["PORTS", "Endpoint"]
+__all__ = ["PORTS", "Endpoint", "exposition"]
 
 PORTS = 256
 """Number of ports to try. Processes of one host with the same configured port take the next free ones."""
@@ -62,6 +62,23 @@ class Endpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def exposition(health: Callable[[], Health]) -> Callable[[], bytes]:
+    """Returns a function that returns the current metrics in Prometheus' text format. Thread-safe if `health` is.
+
+    Raises:
+        MissingExtraError: prometheus_client is not installed.
+    """
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise MissingExtraError(
+            '/metrics needs prometheus_client: pip install "persia[serve]".', extra="serve"
+        ) from error
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(health))
+    return lambda: bytes(prometheus_client.generate_latest(registry))
 
 
 class _Collector:

@@ -1,0 +1,296 @@
+"""Prediction over HTTP: latency beside that in process, and what is left of it at three times the highest rate.
+
+    python -m benchmarks 'serve.http*' 'serve.overload*' [--preset smoke|laptop|full] [--json FILE]
+
+26 features of dim 16, 13 dense ones, MLP 256-128, requests of 256 samples, one thread for the network. The server
+is `persia serve` in a process of its own, held to one core, and so is the predictor that is measured in process; the
+clients have the other cores. Clients send msgpack over connections that stay open, at Poisson times that do not wait
+for answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+import persia
+from benchmarks import runner
+from benchmarks.publish import FEATURES, folder, trainer_of
+from persia.publish import PublishOptions
+from persia.serve import Predictor
+from persia.serve.client import _samples
+from persia.serve.http.wire import MSGPACK
+
+BATCH = {"smoke": 16, "laptop": 256, "full": 256}
+SECONDS = {"smoke": 0.3, "laptop": 20.0, "full": 60.0}
+"""Of each load."""
+
+ROUNDS = 5
+LOAD = 0.7
+"""Share of the highest rate at which latencies are measured."""
+
+OVERLOAD = 3.0
+DEADLINE = 1.0
+"""Seconds within which an accepted request must be answered; `deadline_ms` of the server."""
+
+HIDDEN = (256, 128)
+CLIENTS = 8
+OVERLOAD_CLIENTS = {"smoke": 32, "laptop": 512, "full": 512}
+"""Enough that those that wait for an answer do not keep others from asking."""
+
+
+def network(schema: persia.Schema) -> torch.nn.Module:
+    """The network, for `persia serve --model`."""
+    return persia.nn.models.FFNN(schema, hidden=HIDDEN)
+
+
+class Answer(NamedTuple):
+    """An answer to a request.
+
+    Attributes:
+        status: of HTTP.
+        latency: seconds since the request was due.
+        seconds: since it was sent.
+    """
+
+    status: int
+    latency: float
+    seconds: float
+
+
+class Server:
+    """`persia serve` in a process of its own.
+
+    Args:
+        url: of the log of changes.
+        core: that the process is held to; None for all.
+    """
+
+    def __init__(self, url: str, core: int | None) -> None:
+        program = [sys.executable, "-m", "persia", "serve", url, "--model", "benchmarks.serve_http:network"]
+        options = ["--threads", "1", "--port", "0", "--deadline-ms", str(1000 * DEADLINE)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([*program, *options], stderr=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stderr is not None
+        lines = []
+        for line in self.process.stderr:
+            lines.append(line)
+            if "ready:" in line:
+                break
+        found = re.search(r"http://[\d.]+:(\d+) serves", "".join(lines))
+        if found is None:
+            raise RuntimeError("".join(lines))
+        self.port = int(found[1])
+        if core is not None:
+            for thread in os.listdir(f"/proc/{self.process.pid}/task"):
+                os.sched_setaffinity(int(thread), {core})
+
+    def memory(self) -> int:
+        """Returns the bytes of memory that the process holds."""
+        with open(f"/proc/{self.process.pid}/statm", encoding="ascii") as counts:
+            return int(counts.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def close(self) -> None:
+        self.process.terminate()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        self.process.wait(60)
+
+
+@contextlib.contextmanager
+def served(preset: str) -> Iterator[tuple[str, list[persia.Batch]]]:
+    """Trains a little and publishes; yields the URL of the log and batches to ask for."""
+    reader = persia.data.synthetic(
+        4 * 4096 if preset != "smoke" else 256,
+        id_features=FEATURES,
+        ids_per_feature=100_000,
+        dense_features=13,
+        batch_size=BATCH[preset],
+    )
+    batches = list(reader)
+    with folder() as path:
+        url = str(path / "log")
+        trainer_of(reader.schema, PublishOptions(url, seconds=0.2)).fit(batches)
+        yield url, batches[:16]
+
+
+def cores() -> tuple[int | None, set[int]]:
+    """Returns the core of the server, and those of the clients."""
+    mine = sorted(os.sched_getaffinity(0))
+    return (mine[0], set(mine[1:])) if len(mine) > 1 else (None, set(mine))
+
+
+@contextlib.contextmanager
+def held_to(wanted: set[int]) -> Iterator[None]:
+    """Holds this thread, and threads that it starts, to some cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, wanted)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def body_of(batch: persia.Batch, schema: persia.Schema) -> bytes:
+    columns = {
+        name: column.values if column.offsets is None else (column.values, column.offsets)
+        for name, column in batch.id_features.items()
+    }
+    columns |= {name: batch.dense[:, i] for i, name in enumerate(schema.dense_features)}
+    return msgspec.msgpack.encode(_samples(columns))
+
+
+def arrivals(rate: float, seconds: float) -> np.ndarray:
+    """Times of a Poisson process."""
+    gaps = np.random.default_rng(0).exponential(1 / rate, max(8, int(rate * seconds)))
+    return np.cumsum(gaps)
+
+
+def ask(port: int, bodies: list[bytes], times: np.ndarray, clients: int) -> list[Answer]:
+    """Sends a request at each of these times, whether or not others have been answered, if a client is free."""
+    answers: list[Answer] = []
+    lock = threading.Lock()
+    numbers = iter(range(len(times)))
+    began = time.perf_counter() + 0.05
+
+    def run() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.connect()
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        mine = []
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                break
+            due = began + times[number]
+            if (wait := due - time.perf_counter()) > 0:
+                time.sleep(wait)
+            sent = time.perf_counter()
+            connection.request("POST", "/predict", bodies[number % len(bodies)], {"Content-Type": MSGPACK})
+            response = connection.getresponse()
+            response.read()
+            end = time.perf_counter()
+            mine.append(Answer(response.status, end - due, end - sent))
+        connection.close()
+        with lock:
+            answers.extend(mine)
+
+    threads = [threading.Thread(target=run) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def highest_rate(port: int, bodies: list[bytes], seconds: float) -> float:
+    """Returns the requests/s that the server answers while there is always another one."""
+    done, count, began = False, 0, time.perf_counter()
+    while not done:
+        answers = ask(port, bodies, np.zeros(4 * CLIENTS), CLIENTS)
+        count += sum(answer.status == 200 for answer in answers)
+        done = time.perf_counter() - began >= seconds
+    return count / (time.perf_counter() - began)
+
+
+def in_process(predict: Callable[[persia.Batch], object], batches: list[persia.Batch], seconds: float) -> list[float]:
+    """Returns the latencies of a predictor at `LOAD` of its highest rate, one request after another."""
+    count, began = 0, time.perf_counter()
+    while count < 16 or time.perf_counter() - began < seconds / 4:
+        predict(batches[count % len(batches)])
+        count += 1
+    times = arrivals(LOAD * count / (time.perf_counter() - began), seconds)
+    latencies, began = [], time.perf_counter()
+    for number, due in enumerate(times):
+        if (wait := began + due - time.perf_counter()) > 0:
+            time.sleep(wait)
+        predict(batches[number % len(batches)])
+        latencies.append(time.perf_counter() - began - due)
+    return latencies
+
+
+@runner.measures("serve.http_p99")
+def http_p99(preset: str) -> runner.Measure:
+    """The 99th percentile of latencies over HTTP, over that in process, each at 70 % of its highest rate."""
+    core, others = cores()
+    seconds = SECONDS[preset] / ROUNDS
+    ratios, details = [], []
+    with served(preset) as (url, batches), Predictor(url, network) as predictor:
+        bodies = [body_of(batch, predictor.schema) for batch in batches]
+        torch.set_num_threads(1)
+        server = Server(url, core)
+        try:
+            for _ in range(ROUNDS):
+                with held_to({core} if core is not None else others):
+                    inside = float(np.percentile(in_process(predictor.predict, batches, seconds), 99))
+                with held_to(others):
+                    rate = highest_rate(server.port, bodies, seconds / 4)
+                    answers = ask(server.port, bodies, arrivals(LOAD * rate, seconds), 4 * CLIENTS)
+                assert all(answer.status == 200 for answer in answers)
+                outside = float(np.percentile([answer.latency for answer in answers], 99))
+                ratios.append(outside / inside)
+                details.append((1000 * inside, 1000 * outside, rate))
+        finally:
+            server.close()
+    inside, outside, rate = (statistics.median(each) for each in zip(*details, strict=True))
+    said = {
+        "of": "p99 of latencies, HTTP over in process, each at 70 % of its highest rate",
+        "in_process_ms": inside,
+        "http_ms": outside,
+        "http_requests_per_s": rate,
+        "samples": BATCH[preset],
+    }
+    return runner.quantity("serve.http_p99", ratios, "ratio", at_most=3.0, details=said)
+
+
+@runner.measures("serve.overload", "serve.overload_memory")
+def overload(preset: str) -> Iterator[runner.Measure]:
+    """Requests at three times the highest rate: those accepted that are answered in time, and memory that is kept."""
+    core, others = cores()
+    seconds = SECONDS[preset]
+    with served(preset) as (url, batches):
+        with Predictor(url, network) as predictor:
+            bodies = [body_of(batch, predictor.schema) for batch in batches]
+        server = Server(url, core)
+        try:
+            with held_to(others):
+                rate = highest_rate(server.port, bodies, seconds / 4)
+                times = arrivals(OVERLOAD * rate, seconds)
+                ask(server.port, bodies, times, OVERLOAD_CLIENTS[preset])  # Buffers of connections are there after it.
+                before = server.memory()
+                began = time.perf_counter()
+                answers = ask(server.port, bodies, times, OVERLOAD_CLIENTS[preset])
+                sent = len(answers) / (time.perf_counter() - began)
+                after = server.memory()
+                recovered = highest_rate(server.port, bodies, seconds / 4)
+        finally:
+            server.close()
+    accepted = [answer for answer in answers if answer.status != 503]
+    in_time = [answer for answer in accepted if answer.status == 200 and answer.seconds <= DEADLINE]
+    said = {
+        "of": "answers within the deadline, of requests that were not refused with 503",
+        "deadline_s": DEADLINE,
+        "requests_per_s": sent,
+        "highest_rate": rate,
+        "rate_afterwards": recovered,
+        "accepted": len(accepted) / len(answers),
+        "p99_ms": 1000 * float(np.percentile([answer.seconds for answer in accepted], 99)),
+    }
+    yield runner.Measure("serve.overload", len(in_time) / len(accepted), "fraction", at_least=0.99, details=said)
+    grown = {"of": "memory of the server after an overload, over that after another one before", "bytes": after}
+    yield runner.Measure("serve.overload_memory", after / before, "ratio", at_most=1.02, details=grown)

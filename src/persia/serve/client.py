@@ -1,0 +1,316 @@
+"""A client of a prediction server, on the standard library."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.checks import check_seconds
+from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, OverloadedError, PersiaError, ServeError
+from persia.retry import Backoff, Deadline, retry
+from persia.serve.http.wire import JSON, MSGPACK, Array, array_of, values_of
+
+__all__ = ["Client", "Embeddings", "Scores"]
+
+Columns: TypeAlias = Mapping[str, Any]
+
+MAX_IDLE = 16
+MAX_ANSWER_BYTES = 1 << 30
+BACKOFF = Backoff(0.02, 0.5)
+
+
+class Scores(NamedTuple):
+    """Predictions.
+
+    Attributes:
+        probabilities: float32 `[rows, labels]`.
+        labels: names of the labels.
+        step: global step of the network that made them.
+        epoch: its epoch of the log of changes.
+    """
+
+    probabilities: NDArray[np.float32]
+    labels: tuple[str, ...]
+    step: int
+    epoch: int
+
+
+class Embeddings(NamedTuple):
+    """Rows of a table.
+
+    Attributes:
+        found: bool `[n]`: whether each id has a row.
+        rows: float32 `[n, dim]`; zeros where there is none.
+        step: global steps that the rows contain, at least.
+        epoch: their epoch of the log of changes.
+    """
+
+    found: NDArray[np.bool_]
+    rows: NDArray[np.float32]
+    step: int
+    epoch: int
+
+
+class Client:
+    """A client of `persia serve`. Thread-safe: threads use connections of their own, which are kept open.
+
+        client = persia.serve.Client("http://127.0.0.1:8080")
+        print(client.predict({"user": [1, 2], "item": [7, 8], "price": [0.5, 1.5]}).probabilities)
+
+    Columns are NumPy arrays, lists, lists of lists for several ids, or pairs `(values, offsets)`. They travel as
+    msgpack. A request is sent once: only a refused connection is tried again, until the timeout.
+
+    Args:
+        url: address of the server.
+        key: key that the server asks for.
+        timeout: seconds for a call. The server is told to give up by then.
+        ca_file: certificates to trust, in PEM; those of the system if None.
+
+    Raises:
+        ConfigError: the URL or the timeout is invalid.
+    """
+
+    def __init__(self, url: str, key: str | None = None, *, timeout: float = 10.0, ca_file: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+            raise ConfigError(f"Invalid url = {url!r}; expected http://HOST:PORT or https://HOST:PORT.", field="url")
+        check_seconds("timeout", timeout)
+        self._url = url.rstrip("/")
+        self._host, self._port = parts.hostname, parts.port
+        self._path = parts.path.rstrip("/")
+        self._timeout = timeout
+        self._headers = {"Accept": MSGPACK} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+        self._tls = ssl.create_default_context(cafile=ca_file) if parts.scheme == "https" else None
+        self._lock = threading.Lock()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._closed = False
+
+    def predict(self, columns: Columns) -> Scores:
+        """Returns the predictions of samples. Blocks.
+
+        Args:
+            columns: each feature of the model, ID-type and dense, all of one length.
+
+        Raises:
+            DataError: the samples do not fit the model.
+            OverloadedError: the server has too much to do, or is not ready.
+            DeadlineError: there was no answer in time.
+            ServeError: the server refused the request, or cannot be reached.
+        """
+        return self._scores("/predict", _samples(columns))
+
+    def rank(self, user: Columns, items: Columns) -> Scores:
+        """Returns the predictions of one user for each of many items. Blocks, and raises as `predict` does.
+
+        Args:
+            user: features of the user, each of length 1.
+            items: all other features of the model.
+        """
+        return self._scores("/rank", {"user": _samples(user), "items": _samples(items)})
+
+    def embeddings(self, table: str, ids: Any) -> Embeddings:
+        """Returns the rows of a table. Blocks, and raises as `predict` does.
+
+        Args:
+            table: name of the table.
+            ids: ids `[n]`, or other values of a feature of this table.
+        """
+        answer = self._call("/embeddings", {"table": table, "ids": _column("ids", ids)}, _EmbeddingsAnswer)
+        return Embeddings(values_of("found", answer.found), values_of("rows", answer.rows), answer.step, answer.epoch)
+
+    def health(self) -> dict[str, Any]:
+        """Returns the state of the server, also if it is not ready. Blocks, and raises as `predict` does."""
+        _, kind, body = self._exchange("GET", "/health", None, {"Accept": JSON})
+        found: dict[str, Any] = _decoded(kind, body, dict[str, Any], self._url)
+        return found
+
+    def close(self) -> None:
+        """Closes connections that are not in use. Later calls raise ClosedError."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # Of an object whose arguments were refused.
+            self.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _scores(self, path: str, content: Any) -> Scores:
+        answer = self._call(path, content, _ScoresAnswer)
+        found = answer.probabilities
+        return Scores(values_of("probabilities", found.values), found.labels, answer.step, answer.epoch)
+
+    def _call(self, path: str, content: Any, form: type[Any]) -> Any:
+        headers = {"Content-Type": MSGPACK, "Persia-Deadline-Ms": f"{1000 * self._timeout:.0f}"}
+        status, kind, body = self._exchange("POST", path, msgspec.msgpack.encode(content), headers)
+        if status != 200:
+            raise self._error(status, body)
+        return _decoded(kind, body, form, self._url)
+
+    def _exchange(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, str, bytes]:
+        deadline = Deadline(self._timeout)
+        try:
+            connection = retry(
+                lambda: self._connected(deadline),
+                transient=lambda error: isinstance(error, ConnectionRefusedError),
+                deadline=deadline,
+                backoff=BACKOFF,
+            )
+            try:
+                answer = self._answer(connection, deadline, method, path, body, headers)
+            except BaseException:
+                connection.close()
+                raise
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"The server at {self._url} did not answer {path} within {self._timeout:g} s. Ask for less at once, or "
+                "allow more time.",
+                peer=self._url,
+                operation=path,
+                seconds=self._timeout,
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            why = str(error) or type(error).__name__
+            raise ServeError(
+                f"The server at {self._url} cannot be reached: {why}. Check the address and `persia serve`.",
+                url=self._url,
+            ) from error
+        self._keep(connection)
+        return answer
+
+    def _answer(
+        self,
+        connection: http.client.HTTPConnection,
+        deadline: Deadline,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+    ) -> tuple[int, str, bytes]:
+        assert connection.sock is not None
+        connection.sock.settimeout(max(deadline.left, 1e-3))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # Refused before its end: an answer follows.
+            connection.request(method, self._path + path, body, {**self._headers, **headers})
+        response = connection.getresponse()
+        parts, length = [], 0
+        while part := response.read(1 << 20):
+            length += len(part)
+            if length > MAX_ANSWER_BYTES:
+                raise ServeError(f"The answer of {self._url} is larger than {MAX_ANSWER_BYTES} bytes.", url=self._url)
+            if deadline.passed:
+                raise TimeoutError
+            if connection.sock is not None:
+                connection.sock.settimeout(max(deadline.left, 1e-3))
+            parts.append(part)
+        return response.status, response.headers.get_content_type(), b"".join(parts)
+
+    def _connected(self, deadline: Deadline) -> http.client.HTTPConnection:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise ClosedError("The client is closed; make another one.")
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                break
+            if connection.sock is not None and not _readable(connection.sock):
+                return connection
+            connection.close()  # The server has closed it.
+        seconds = max(deadline.left, 1e-3)
+        if self._tls is None:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
+        else:
+            connection = http.client.HTTPSConnection(self._host, self._port, timeout=seconds, context=self._tls)
+        connection.connect()
+        assert connection.sock is not None
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def _keep(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if not self._closed and connection.sock is not None and len(self._idle) < MAX_IDLE:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _error(self, status: int, body: bytes) -> PersiaError:
+        try:
+            problem = msgspec.json.decode(body, type=_Problem)
+        except msgspec.MsgspecError:
+            problem = _Problem("ServeError", f"The server at {self._url} answered with status {status}.")
+        fields = {**problem.fields, "status": status, "url": self._url}
+        if problem.error == "DataError":
+            return DataError(problem.message, **fields)
+        return (OverloadedError if status == 503 else ServeError)(problem.message, **fields)
+
+
+class _Problem(msgspec.Struct):
+    error: str
+    message: str
+    fields: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class _Probabilities(msgspec.Struct):
+    labels: tuple[str, ...]
+    values: Array
+
+
+class _ScoresAnswer(msgspec.Struct):
+    probabilities: _Probabilities
+    step: int
+    epoch: int
+
+
+class _EmbeddingsAnswer(msgspec.Struct):
+    found: Array
+    rows: Array
+    step: int
+    epoch: int
+
+
+def _samples(columns: Columns) -> dict[str, Any]:
+    return {"features": {name: _column(name, column) for name, column in columns.items()}}
+
+
+def _column(name: str, column: Any) -> Any:
+    """Returns a column for the wire."""
+    if isinstance(column, tuple) and len(column) == 2 and all(hasattr(part, "__array__") for part in column):
+        return array_of(np.asarray(column[0]), np.asarray(column[1], np.int64))
+    if isinstance(column, (list, tuple)):
+        return [value.tolist() if isinstance(value, np.ndarray) else value for value in column]
+    array = np.asarray(column)
+    if array.dtype.kind in "biuf" and array.dtype.itemsize <= 8 and array.dtype != np.float16:
+        return array_of(array)
+    if array.dtype.kind in "OU":
+        return array.tolist()
+    raise DataError(f"Column {name!r} is {array.dtype}; convert it to numbers or texts.", column=name)
+
+
+def _decoded(kind: str, body: bytes, form: Any, url: str) -> Any:
+    decode = msgspec.json.decode if kind == JSON else msgspec.msgpack.decode
+    try:
+        return decode(body, type=form)
+    except msgspec.MsgspecError as error:
+        raise ServeError(f"The answer of {url} cannot be read ({error}). Is it a persia server?", url=url) from error
+
+
+def _readable(sock: socket.socket) -> bool:
+    """Returns whether an idle connection has something to read: its end, or what nobody asked for."""
+    return bool(select.select([sock], [], [], 0)[0])

@@ -1,0 +1,103 @@
+"""Bodies of answers, in the form that the client accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.serve.http.wire import ARROW, JSON, MSGPACK, MSGPACK_NAMES, array_of
+
+__all__ = ["AnswerBody", "accepted", "content_kind", "embeddings_answer", "predictions_answer"]
+
+_KINDS = {JSON: JSON, ARROW: ARROW, **dict.fromkeys(MSGPACK_NAMES, MSGPACK)}
+
+
+class AnswerBody(NamedTuple):
+    """Body of an answer.
+
+    Attributes:
+        kind: its media type.
+        body: the bytes.
+        step: global step of the network or rows that it was computed with.
+        epoch: their epoch of the log of changes.
+    """
+
+    kind: str
+    body: bytes
+    step: int
+    epoch: int
+
+
+def content_kind(header: str | None) -> str | None:
+    """Returns the form of a body by its Content-Type; None if it is not supported."""
+    return _KINDS.get((header or "").partition(";")[0].strip().lower())
+
+
+def accepted(header: str | None, default: str) -> str | None:
+    """Returns the form that an Accept header prefers; None if it accepts no form that is supported.
+
+    Args:
+        header: of the request; None or empty accepts all.
+        default: form for those that accept all: that of the request.
+    """
+    ranges = []
+    for position, part in enumerate((header or "*/*").split(",")):
+        name, *parameters = (each.strip().lower() for each in part.split(";"))
+        quality = next((p[2:] for p in parameters if p.startswith("q=")), "1")
+        try:
+            weight = float(quality)
+        except ValueError:
+            weight = 0.0
+        if weight > 0:
+            ranges.append((-weight, position, name))
+    for _, _, name in sorted(ranges):
+        if name in ("*/*", "application/*"):
+            return default
+        if name in _KINDS:
+            return _KINDS[name]
+    return None
+
+
+def predictions_answer(
+    kind: str, labels: Sequence[str], probabilities: NDArray[np.float32], step: int, epoch: int
+) -> AnswerBody:
+    """Returns the answer with the probabilities `[rows, labels]`. JSON has null for a NaN."""
+    if kind == ARROW:
+        from persia.serve.http.arrow_bodies import write_columns
+
+        columns = {label: np.ascontiguousarray(probabilities[:, i]) for i, label in enumerate(labels)}
+        return AnswerBody(kind, write_columns(columns, _metadata(step, epoch)), step, epoch)
+    if kind == JSON:
+        values: Any = {label: probabilities[:, i].tolist() for i, label in enumerate(labels)}
+    else:
+        values = {"labels": list(labels), "values": array_of(probabilities)}
+    return _encoded(kind, {"probabilities": values, "step": step, "epoch": epoch})
+
+
+def embeddings_answer(
+    kind: str, table: str, found: NDArray[np.bool_], rows: NDArray[np.float32], step: int, epoch: int
+) -> AnswerBody:
+    """Returns the answer with rows `[n, dim]`, zeros where none was found."""
+    if kind == ARROW:
+        from persia.serve.http.arrow_bodies import write_embeddings
+
+        return AnswerBody(kind, write_embeddings(found, rows, _metadata(step, epoch)), step, epoch)
+    parts: dict[str, Any] = {"table": table}
+    if kind == JSON:
+        parts |= {"found": found.tolist(), "rows": rows.tolist()}
+    else:
+        parts |= {"found": array_of(found), "rows": array_of(rows)}
+    return _encoded(kind, {**parts, "step": step, "epoch": epoch})
+
+
+def _encoded(kind: str, content: dict[str, Any]) -> AnswerBody:
+    encode = msgspec.json.encode if kind == JSON else msgspec.msgpack.encode
+    return AnswerBody(kind, encode(content), content["step"], content["epoch"])
+
+
+def _metadata(step: int, epoch: int) -> dict[str, str]:
+    return {"persia.step": str(step), "persia.epoch": str(epoch)}

@@ -1,0 +1,369 @@
+"""The FastAPI application of a prediction server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+
+from persia.errors import ConfigError, OverloadedError, PersiaError
+from persia.serve.http.answers import AnswerBody, accepted, content_kind, embeddings_answer, predictions_answer
+from persia.serve.http.batcher import Batcher, PredictionJob, expired
+from persia.serve.http.bodies import Bodies
+from persia.serve.http.gate import Gate
+from persia.serve.http.lag import Lag
+from persia.serve.http.limits import ServeLimits
+from persia.serve.http.observing import ServerMetrics, least_step
+from persia.serve.http.openapi import openapi
+from persia.serve.http.page import PAGE_HEADERS, page
+from persia.serve.http.problems import RefusedError, problem_response, response_of
+from persia.serve.http.reading import HeldBytes, read_body
+from persia.serve.http.wire import ARROW, JSON, MSGPACK
+from persia.telemetry.process import ObservedProcess
+from persia.telemetry.prometheus import exposition
+
+if TYPE_CHECKING:
+    from persia.schema import Schema
+    from persia.serve.http.keys import ClientKeys
+    from persia.serve.http.service import PredictionService
+    from persia.telemetry.metrics import Readings
+
+__all__ = ["PredictionServer", "create_app"]
+
+LOG = logging.getLogger("persia.serve")
+
+T = TypeVar("T")
+
+INLINE_BYTES = 1 << 17
+"""Larger bodies are converted in a thread, so that other requests and the health check go on."""
+
+LAGS = 3
+"""A request is refused if so many delays of the event loop and the queue would take it past its deadline."""
+
+START_SECONDS = 1.0
+"""Time of one attempt to start the predictor, and between two of them. Reading a snapshot takes as long as it takes."""
+
+ROUTES = frozenset({"/predict", "/rank", "/embeddings", "/health", "/metrics", "/docs", "/openapi.json"})
+
+
+class _Model(NamedTuple):
+    """The input of the network that is served, and what is made from it."""
+
+    schema: Schema
+    bodies: Bodies
+    document: dict[str, Any]
+
+
+class PredictionServer:
+    """State and handlers of the application. Used from one event loop.
+
+    Args:
+        service: predictor, started and closed with the application.
+        limits: of requests.
+        keys: keys of clients; None if none is needed.
+
+    Attributes:
+        failed: why the predictor cannot start at all; None if it can.
+        stopping: whether the server shuts down, and says so to load balancers.
+        on_failure: called once `failed` is set.
+    """
+
+    def __init__(self, service: PredictionService, limits: ServeLimits, keys: ClientKeys | None) -> None:
+        self.failed: Exception | None = None
+        self.stopping = False
+        self.on_failure: Callable[[], object] = lambda: None
+        self.metrics = ServerMetrics(ROUTES)
+        self._service = service
+        self._limits = limits
+        self._secured = keys is not None
+        self._ready = False
+        self._waits_for = ""
+        self._lag = Lag()
+        self._held = HeldBytes(limits.max_held_bytes)
+        self._model: _Model | None = None
+        self._batcher: Batcher | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._process = ObservedProcess("server", 0, self._observe)
+        self._exposition = exposition(self._process.health)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Starts the threads and the predictor, which may take minutes; requests are answered with 503 meanwhile."""
+        self.stopping = False
+        self._batcher = Batcher(self._service.predict, self._limits, self.metrics.timed)
+        self._threads = ThreadPoolExecutor(1, "persia-convert")
+        starting = asyncio.create_task(self._start())
+        self._lag.start()
+        try:
+            yield
+        finally:
+            self.stopping = True
+            self._lag.stop()
+            await starting
+            await asyncio.to_thread(self._batcher.close)
+            self._threads.shutdown()
+            await asyncio.to_thread(self._service.close)
+
+    async def predict(self, request: Request) -> Response:
+        """Handles `POST /predict`."""
+        return await self._answer(request, self._predict, (JSON, MSGPACK, ARROW))
+
+    async def rank(self, request: Request) -> Response:
+        """Handles `POST /rank`."""
+        return await self._answer(request, self._rank, (JSON, MSGPACK))
+
+    async def embeddings(self, request: Request) -> Response:
+        """Handles `POST /embeddings`."""
+        return await self._answer(request, self._embeddings, (JSON, MSGPACK))
+
+    async def health(self, request: Request) -> Response:
+        """Handles `GET /health`."""
+        status = "stopping" if self.stopping else "ready" if self._ready else "loading"
+        content: dict[str, Any] = {"status": status}
+        if not self._secured or request.scope.get("persia.key"):
+            content |= self._details()
+        return Response(msgspec.json.encode(content), 200 if status == "ready" else 503, media_type=JSON)
+
+    async def expose(self, _request: Request) -> Response:
+        """Handles `GET /metrics`."""
+        body = await asyncio.to_thread(self._exposition)
+        return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def describe(self, _request: Request) -> Response:
+        """Handles `GET /openapi.json`."""
+        try:
+            return Response(msgspec.json.encode(self._current().document), media_type=JSON)
+        except Exception as error:
+            return response_of(error)
+
+    async def docs(self, request: Request) -> Response:
+        """Handles `GET /docs`."""
+        try:
+            text = page(self._current().document, str(request.base_url).rstrip("/"))
+        except Exception as error:
+            return response_of(error)
+        return HTMLResponse(text, headers=PAGE_HEADERS)
+
+    async def _start(self) -> None:
+        while not self.stopping:
+            try:
+                await asyncio.to_thread(self._service.start, START_SECONDS)
+            except (PersiaError, OSError) as error:
+                if isinstance(error, ConfigError):
+                    self._fail(error)
+                    return
+                if not self._waits_for:
+                    LOG.warning("not ready: %s Trying again.", error)
+                self._waits_for = str(error)
+                await asyncio.sleep(START_SECONDS)
+            except Exception as error:
+                self._fail(error)
+                return
+            else:
+                self._ready, self._waits_for = True, ""
+                state = self._service.state()
+                LOG.info("ready: epoch %d, network of step %d", state.epoch, state.network_step)
+                return
+
+    def _fail(self, error: Exception) -> None:
+        self.failed = error
+        self.on_failure()
+
+    def _current(self) -> _Model:
+        """Returns the model that is served; a new epoch may have another schema.
+
+        Raises:
+            OverloadedError: the predictor has not started.
+        """
+        if not self._ready:
+            reason = self._waits_for or "The first snapshot is being read."
+            raise OverloadedError(f"The server is not ready: {reason} Try again later.", retry_after=1)
+        schema = self._service.schema
+        if self._model is None or self._model.schema is not schema:
+            document = openapi(schema, self._limits, self._secured)
+            self._model = _Model(schema, Bodies(schema, self._limits), document)
+        return self._model
+
+    async def _answer(
+        self,
+        request: Request,
+        compute: Callable[[_Model, str, str, bytes, float], Any],
+        kinds: tuple[str, ...],
+    ) -> Response:
+        try:
+            kind = content_kind(request.headers.get("content-type"))
+            if kind not in kinds:
+                given = request.headers.get("content-type", "none")[:100]
+                raise RefusedError(
+                    415,
+                    f"Content-Type {given!r} is not supported by {request.url.path}; send one of: {', '.join(kinds)}.",
+                    headers={"Accept-Post": ", ".join(kinds)},
+                )
+            wanted = accepted(request.headers.get("accept"), kind)
+            if wanted is None:
+                raise RefusedError(406, f"The answer has one of the forms {JSON}, {MSGPACK}, {ARROW}; accept one.")
+            deadline = time.monotonic() + self._seconds(request)
+            model = self._current()
+            self._check(deadline)
+            with self._held.share() as share:
+                body = await read_body(request, self._limits, share)
+                answer: AnswerBody = await compute(model, kind, wanted, body, deadline)
+            made_with = {"Persia-Step": str(answer.step), "Persia-Epoch": str(answer.epoch)}
+            return Response(answer.body, 200, made_with, answer.kind)
+        except ClientDisconnect:
+            return Response(status_code=499)  # Nobody is there to read it.
+        except Exception as error:
+            return response_of(error)
+
+    async def _predict(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
+        batch = await self._converted(len(body), model.bodies.samples, kind, body)
+        return await self._scores(model, wanted, PredictionJob(len(batch), batch, deadline))
+
+    async def _rank(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
+        user, items = await self._converted(len(body), model.bodies.user_and_items, kind, body)
+        job = PredictionJob(len(items), lambda: self._service.rank(user, items), deadline)
+        return await self._scores(model, wanted, job)
+
+    async def _scores(self, model: _Model, wanted: str, job: PredictionJob) -> AnswerBody:
+        found = await self._computed(job)
+        scores = found.probabilities, found.step, found.epoch
+        size = 16 * found.probabilities.size
+        return await self._converted(size, predictions_answer, wanted, model.schema.labels, *scores)
+
+    async def _embeddings(self, model: _Model, kind: str, wanted: str, body: bytes, _deadline: float) -> AnswerBody:
+        def found() -> AnswerBody:
+            table, ids = model.bodies.ids(kind, body)
+            present, rows = self._service.embeddings(table, ids)
+            state = self._service.state()
+            return embeddings_answer(wanted, table, present, rows, least_step(state), state.epoch)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, found)
+
+    async def _computed(self, job: PredictionJob) -> Any:
+        """Waits for the result of a request, or for its deadline if it still waits for computation by then."""
+        assert self._batcher is not None
+        self._batcher.submit(job)
+        result = asyncio.wrap_future(job.future)
+        done, _ = await asyncio.wait([result], timeout=max(0.0, job.deadline - time.monotonic()))
+        if not done and job.future.cancel():
+            raise expired()
+        return await result
+
+    async def _converted(self, size: int, convert: Callable[..., T], *arguments: Any) -> T:
+        if size <= INLINE_BYTES:
+            return convert(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, convert, *arguments)
+
+    def _check(self, deadline: float) -> None:
+        """Raises OverloadedError if a request cannot be answered at present, before its body is read."""
+        if self.stopping:
+            raise OverloadedError("The server is shutting down; send the request to another one.", retry_after=1)
+        assert self._batcher is not None
+        # The loop comes to the request for the rest of its body, and for its answer.
+        reserve = LAGS * self._lag.seconds
+        if time.monotonic() + reserve > deadline:
+            raise OverloadedError(
+                f"The server is overloaded: it is {1000 * self._lag.seconds:.0f} ms behind with its connections. Try "
+                "again later, or add servers.",
+                retry_after=1,
+            )
+        self._batcher.check(1, deadline - reserve)
+
+    def _seconds(self, request: Request) -> float:
+        """Returns the seconds that a request allows."""
+        given = request.headers.get("persia-deadline-ms")
+        if given is None:
+            return self._limits.deadline_ms / 1000
+        try:
+            value = float(given)
+        except ValueError:
+            value = math.nan
+        if not value > 0:
+            raise RefusedError(
+                400, f"Invalid header Persia-Deadline-Ms: {given[:50]!r}; expected milliseconds above 0."
+            )
+        return min(value, self._limits.deadline_ms) / 1000
+
+    def _details(self) -> dict[str, Any]:
+        if not self._ready:
+            return {"problem": self._waits_for}
+        state = self._service.state()
+        return {
+            "epoch": state.epoch,
+            "network_step": state.network_step,
+            "row_step": least_step(state),
+            "rows_age_seconds": state.rows_age_seconds,
+            "network_age_seconds": state.network_age_seconds,
+            "rows": state.rows,
+            "problem": state.problem,
+        }
+
+    def _observe(self) -> Readings:
+        assert self._batcher is not None
+        ready = self._ready and not self.stopping
+        return self.metrics.readings(self._batcher.counts(), self._held.total, ready, self._service.state)
+
+
+def create_app(
+    service: PredictionService,
+    *,
+    limits: ServeLimits | None = None,
+    keys: ClientKeys | None = None,
+    local: bool = False,
+) -> FastAPI:
+    """Returns the application of a prediction server, for any ASGI server; `persia serve` runs it on uvicorn.
+
+    It starts and closes the predictor. `app.state.server` is its `PredictionServer`. Routes of your own may be added.
+
+    Args:
+        service: predictor.
+        limits: of requests; the defaults if None.
+        keys: keys that clients must have; None lets everyone in who can connect.
+        local: whether to refuse requests whose Host header is not this host; for servers that only listen to it.
+
+    Raises:
+        MissingExtraError: prometheus_client is not installed.
+    """
+    server = PredictionServer(service, limits or ServeLimits(), keys)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        async with server.running():
+            yield
+
+    app = FastAPI(title="persia", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.server = server
+    app.openapi = lambda: server._current().document  # type: ignore[method-assign]
+    # Plain routes: bodies are converted by msgspec and pyarrow, not by FastAPI.
+    app.add_route("/predict", server.predict, methods=["POST"])
+    app.add_route("/rank", server.rank, methods=["POST"])
+    app.add_route("/embeddings", server.embeddings, methods=["POST"])
+    app.add_route("/health", server.health, methods=["GET"])
+    app.add_route("/metrics", server.expose, methods=["GET"])
+    app.add_route("/openapi.json", server.describe, methods=["GET"])
+    app.add_route("/docs", server.docs, methods=["GET"])
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_middleware(Gate, server.metrics, keys, local)
+    return app
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    """Answers requests for which there is no route."""
+    assert isinstance(error, HTTPException)
+    known = ", ".join(sorted(ROUTES))
+    message = {
+        404: f"There is no {request.url.path[:200]!r}; there are {known}.",
+        405: f"{request.url.path} does not take {request.method[:20]}; see the header Allow, and /docs.",
+    }.get(error.status_code, str(error.detail))
+    return problem_response(error.status_code, "Refused", message, headers=dict(error.headers or {}))

@@ -1,0 +1,273 @@
+"""Dynamic batching: joins requests that wait, computes them in one thread, and splits the result."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from persia.batching.batch import Batch
+from persia.errors import ClosedError, DataError, OverloadedError
+from persia.serve.http.pace import Pace
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from persia.serve.http.limits import ServeLimits
+    from persia.serve.http.service import Scored
+
+__all__ = ["Batcher", "BatcherCounts", "PredictionJob", "Predictions", "expired"]
+
+RESERVE = 2.0
+"""A request is accepted if this many times the expected time of queue and computation are left until its deadline: the
+estimate may be off, and the request has its way through the event loop before and after."""
+
+
+class Predictions(NamedTuple):
+    """Predictions of the samples of one request.
+
+    Attributes:
+        probabilities: float32 `[rows, labels]`.
+        step: global step of the network.
+        epoch: epoch of the log of changes.
+    """
+
+    probabilities: NDArray[np.float32]
+    step: int
+    epoch: int
+
+
+class PredictionJob:
+    """A request that waits or is computed.
+
+    Args:
+        rows: samples, for the limits.
+        work: its samples, which may be joined with those of others, or a call that is made by itself.
+        deadline: `time.monotonic()` by which it is to be answered.
+
+    Attributes:
+        future: gets the result; may be cancelled while the request waits.
+    """
+
+    __slots__ = ("came", "deadline", "future", "rows", "work")
+
+    def __init__(self, rows: int, work: Batch | Callable[[], Any], deadline: float) -> None:
+        self.rows = rows
+        self.work = work
+        self.deadline = deadline
+        self.came = time.monotonic()
+        self.future: Future[Any] = Future()
+
+
+class BatcherCounts(NamedTuple):
+    """Counts of a batcher since its start, and its queue.
+
+    Attributes:
+        rows: samples that were computed.
+        batches: computations.
+        expired: requests whose deadline passed while they waited.
+        overloaded: requests that were refused at once.
+        queue: requests that wait.
+        queue_rows: samples that wait.
+    """
+
+    rows: int
+    batches: int
+    expired: int
+    overloaded: int
+    queue: int
+    queue_rows: int
+
+
+class Batcher:
+    """A queue of requests, and the thread that computes them in order. Thread-safe.
+
+    Args:
+        predict: computes a batch; called from one thread only.
+        limits: of batches and of the queue.
+        observe: is given the time of each computation, and the time that each request waited.
+    """
+
+    def __init__(
+        self,
+        predict: Callable[[Batch], Scored],
+        limits: ServeLimits,
+        observe: Callable[[str, float], object] = lambda _name, _seconds: None,
+    ) -> None:
+        self._predict = predict
+        self._limits = limits
+        self._observe = observe
+        self._changed = threading.Condition()
+        self._queue: deque[PredictionJob] = deque()
+        self._rows = 0
+        self._running: tuple[int, float] | None = None
+        """Samples that are computed, and since when."""
+        self._pace = Pace()
+        self._counts = dict.fromkeys(("rows", "batches", "expired", "overloaded"), 0)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="persia-predict", daemon=True)
+        self._thread.start()
+
+    def check(self, rows: int = 1, deadline: float = math.inf) -> None:
+        """Checks whether a request would be accepted, for example before its body is read.
+
+        Args:
+            rows: its samples; 1 if that is not known yet.
+            deadline: as in `PredictionJob`.
+
+        Raises:
+            OverloadedError: the queue is full, or the request would wait past its deadline.
+            ClosedError: the batcher is closed.
+        """
+        with self._changed:
+            self._check(rows, deadline)
+
+    def submit(self, job: PredictionJob) -> None:
+        """Queues a request. Does not block.
+
+        Raises:
+            OverloadedError: as `check` does.
+            ClosedError: the batcher is closed.
+        """
+        with self._changed:
+            self._check(job.rows, job.deadline)
+            self._queue.append(job)
+            self._rows += job.rows
+            self._changed.notify()
+
+    def counts(self) -> BatcherCounts:
+        """Returns the counts so far."""
+        with self._changed:
+            return BatcherCounts(**self._counts, queue=len(self._queue), queue_rows=self._rows)
+
+    def close(self) -> None:
+        """Computes what waits, and ends the thread. Blocks. A second call is a no-op."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _check(self, rows: int, deadline: float) -> None:
+        if self._closed:
+            raise ClosedError("The server is shutting down; send the request to another one.")
+        if not self._queue and self._running is None:  # Also where estimates are bad: they get better by computing.
+            return
+        limits = self._limits
+        wait = self._wait() + self._pace.seconds(rows)
+        full = len(self._queue) >= limits.max_queue or self._rows + rows > limits.max_queue_rows
+        if not full and time.monotonic() + RESERVE * wait <= deadline:
+            return
+        self._counts["overloaded"] += 1
+        reason = (
+            f"{len(self._queue)} requests with {self._rows} samples wait already (max_queue = {limits.max_queue}, "
+            f"max_queue_rows = {limits.max_queue_rows})"
+            if full
+            else f"an answer takes about {1000 * wait:.0f} ms, too near to the deadline of the request"
+        )
+        raise OverloadedError(
+            f"The server is overloaded: {reason}. Try again later, or add servers.", retry_after=max(1, math.ceil(wait))
+        )
+
+    def _wait(self) -> float:
+        """Returns the expected time until a new request would be computed."""
+        wait = self._pace.queue(self._rows, self._limits.max_batch)
+        if self._running is not None:
+            rows, began = self._running
+            wait += max(0.0, self._pace.seconds(rows) - (time.monotonic() - began))
+        return wait
+
+    def _run(self) -> None:
+        while jobs := self._next():
+            began = time.monotonic()
+            live = []
+            for job in jobs:
+                if job.deadline < began:
+                    self._expire(job)
+                elif job.future.set_running_or_notify_cancel():
+                    self._observe("queue", began - job.came)
+                    live.append(job)
+            if live:
+                rows = sum(job.rows for job in live)
+                with self._changed:
+                    self._running = rows, began
+                self._compute(live)
+                seconds = time.monotonic() - began
+                self._observe("compute", seconds)
+                with self._changed:
+                    self._running = None
+                    self._pace.add(rows, seconds)
+                    self._counts["rows"] += rows
+                    self._counts["batches"] += 1
+
+    def _next(self) -> list[PredictionJob]:
+        """Waits for requests, and takes those that are computed together; none once the batcher is closed."""
+        limits = self._limits
+        with self._changed:
+            while True:
+                if not self._queue:
+                    if self._closed:
+                        return []
+                    self._changed.wait()
+                    continue
+                count, rows = self._joined()
+                ready = count < len(self._queue) or rows >= limits.max_batch or self._closed
+                left = self._queue[0].came + limits.max_wait_ms / 1000 - time.monotonic()
+                if ready or left <= 0 or not isinstance(self._queue[0].work, Batch):
+                    self._rows -= rows
+                    return [self._queue.popleft() for _ in range(count)]
+                self._changed.wait(left)
+
+    def _joined(self) -> tuple[int, int]:
+        """Returns how many requests at the head of the queue are computed together, and their samples."""
+        count = rows = 0
+        for job in self._queue:
+            joins = isinstance(job.work, Batch)
+            if count and (not joins or rows + job.rows > self._limits.max_batch):
+                break
+            count, rows = count + 1, rows + job.rows
+            if not joins:
+                break
+        return count, rows
+
+    def _expire(self, job: PredictionJob) -> None:
+        with self._changed:
+            self._counts["expired"] += 1
+            wait = self._wait()
+        if job.future.set_running_or_notify_cancel():
+            job.future.set_exception(expired(wait))
+
+    def _compute(self, jobs: list[PredictionJob]) -> None:
+        try:
+            if not isinstance(jobs[0].work, Batch):
+                jobs[0].future.set_result(jobs[0].work())
+                return
+            scored = self._predict(Batch.concat([job.work for job in jobs if isinstance(job.work, Batch)]))
+        except DataError as error:
+            if len(jobs) == 1:
+                jobs[0].future.set_exception(error)
+            else:  # One of them is at fault; the others get their answers.
+                for job in jobs:
+                    self._compute([job])
+        except BaseException as error:
+            for job in jobs:
+                job.future.set_exception(error)
+        else:
+            start = 0
+            for job in jobs:
+                part = scored.probabilities[start : start + job.rows]
+                job.future.set_result(Predictions(part, scored.step, scored.epoch))
+                start += job.rows
+
+
+def expired(wait: float = 0.0) -> OverloadedError:
+    """Returns the error of a request whose deadline has passed while it waited."""
+    return OverloadedError(
+        "The deadline of the request passed while it waited, so it was not computed. Try again later, or allow more "
+        "time (Persia-Deadline-Ms, up to the --deadline-ms of the server).",
+        retry_after=max(1, math.ceil(wait)),
+    )

@@ -1,0 +1,302 @@
+"""Converts bodies of requests to batches. Everything is checked; nothing is unpickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.batching.batch import Batch
+from persia.batching.columns import add_computed, id_column
+from persia.errors import DataError
+from persia.schema import Schema
+from persia.serve.http.wire import (
+    ARROW,
+    JSON,
+    Array,
+    EmbeddingsRequest,
+    JsonEmbeddingsRequest,
+    JsonSamples,
+    RankRequest,
+    Records,
+    Samples,
+    values_of,
+)
+
+if TYPE_CHECKING:
+    from persia.serve.http.limits import ServeLimits
+
+__all__ = ["Bodies", "IdsOfTable", "MalformedBodyError"]
+
+T = TypeVar("T")
+
+
+class MalformedBodyError(DataError):
+    """A body is not what its Content-Type says."""
+
+
+class IdsOfTable(NamedTuple):
+    """Ids of which embeddings are wanted.
+
+    Attributes:
+        table: name of the table.
+        ids: uint64 `[n]`.
+    """
+
+    table: str
+    ids: NDArray[np.uint64]
+
+
+class Bodies:
+    """Reads bodies of requests for a model. Thread-safe.
+
+    Args:
+        schema: of the model.
+        limits: of rows and values.
+    """
+
+    def __init__(self, schema: Schema, limits: ServeLimits) -> None:
+        self._schema = schema
+        self._limits = limits
+        self._ids = {f.name: f for f in schema.id_features if not f.computed}
+        times = {f.age_since for f in schema.id_features if f.age_since is not None}
+        self._names = frozenset({*self._ids, *times, *schema.dense_features})
+        self._ignored = frozenset(schema.labels)
+
+    def samples(self, kind: str, body: bytes) -> Batch:
+        """Returns the samples of a `/predict` request.
+
+        Args:
+            kind: media type of the body.
+            body: the body.
+
+        Raises:
+            MalformedBodyError: the body is not of this type, or not of this form.
+            DataError: the samples do not fit the schema or the limits; names the feature, the row and the remedy.
+        """
+        if kind == ARROW:
+            from persia.serve.http.arrow_bodies import read_table
+
+            table = read_table(body, self._limits.max_rows)
+            columns = {name: table.column(name) for name in table.column_names}
+            self._check_table(table)
+        else:
+            columns = self._columns(kind, body, self._schema.dense_features)
+        return self._batch(columns, self._schema, "the body")
+
+    def user_and_items(self, kind: str, body: bytes) -> tuple[Batch, Batch]:
+        """Returns the user, a batch of one row, and the items of a `/rank` request, in JSON or msgpack.
+
+        Raises:
+            MalformedBodyError: as in `samples`.
+            DataError: as in `samples`; a feature of the model is missing, or is given for both.
+        """
+        request = _decode(kind, body, RankRequest)
+        parts = []
+        for part, raw in (("user", request.user), ("items", request.items)):
+            columns = self._columns(kind, bytes(raw), None)
+            parts.append((part, columns))
+        (_, user), (_, items) = parts
+        if both := user.keys() & items.keys():
+            raise DataError(
+                f"Feature {min(both)!r} is given for the user and for the items; leave it out of one.",
+                feature=min(both),
+            )
+        if missing := self._names - user.keys() - items.keys():
+            raise DataError(
+                f"Feature {min(missing)!r} of the schema is missing; give it with the user or with the items.",
+                feature=min(missing),
+            )
+        made = [self._part(columns, part) for part, columns in parts]
+        if len(made[0]) != 1:
+            raise DataError(f"The user has {len(made[0])} rows; give one, and rank for each user by itself.")
+        return made[0], self._with_crosses(made[0], made[1])
+
+    def _with_crosses(self, user: Batch, items: Batch) -> Batch:
+        """Returns the items with the features that are computed from some of the user and some of the items."""
+        missing = [f.name for f in self._schema.id_features if f.name not in {*user.id_features, *items.id_features}]
+        if not missing:
+            return items
+        repeated = np.zeros(len(items), np.int64)
+        ids = {**{name: column.take(repeated) for name, column in user.id_features.items()}, **items.id_features}
+        add_computed(self._schema, ids)
+        return Batch({**items.id_features, **{name: ids[name] for name in missing}}, items.dense, items.labels)
+
+    def _part(self, columns: Mapping[str, Any], part: str) -> Batch:
+        """Returns a part of the features, with all dense features: those of the other part are NaN."""
+        batch = self._batch(columns, part_of(self._schema, columns), f"the part {part!r}")
+        names = list(self._schema.dense_features)
+        dense = np.full((len(batch), len(names)), np.nan, np.float32)
+        dense[:, [i for i, name in enumerate(names) if name in columns]] = batch.dense
+        return Batch(batch.id_features, dense, batch.labels)
+
+    def ids(self, kind: str, body: bytes) -> IdsOfTable:
+        """Returns the ids of an `/embeddings` request, in JSON or msgpack.
+
+        Raises:
+            MalformedBodyError: as in `samples`.
+            DataError: there is no such table, or an id is missing or of another kind.
+        """
+        request = _decode(kind, body, JsonEmbeddingsRequest if kind == JSON else EmbeddingsRequest)
+        features = [f for f in self._schema.id_features if f.table_name == request.table]
+        if not features:
+            known = ", ".join(map(repr, self._schema.resolved_tables()))
+            raise DataError(f"There is no table {request.table!r}; the model has {known}.", table=request.table)
+        kinds = [f.kind for f in features if not f.computed]
+        column = self._column("ids", request.ids)
+        self._check_rows("ids", _length(column))
+        made = id_column("ids", column, kinds[0] if kinds else "auto")
+        if made.offsets is not None and (np.diff(made.offsets) != 1).any():
+            row = int((np.diff(made.offsets) != 1).argmax())
+            raise DataError(f"Column 'ids' has no id, or several, at row {row}; give one each.", column="ids", row=row)
+        return IdsOfTable(request.table, made.values)
+
+    def _columns(self, kind: str, body: bytes, dense_names: Sequence[str] | None) -> dict[str, Any]:
+        """Returns columns by name from columns or records."""
+        if _starts_array(kind, body):
+            return self._of_records(_decode(kind, body, Records))
+        samples: Samples | JsonSamples = _decode(kind, body, JsonSamples if kind == JSON else Samples)
+        columns: dict[str, Any] = {name: self._column(name, column) for name, column in samples.features.items()}
+        dense: Any = samples.dense
+        if isinstance(samples, Samples) and samples.dense_array is not None:
+            if dense:
+                raise DataError("There are 'dense' and 'dense_array'; leave one out.", column="dense")
+            dense = samples.dense_array
+        if isinstance(dense, dict):
+            given = {name: self._column(name, column) for name, column in dense.items()}
+        elif dense_names is None:
+            raise DataError("'dense' has no names of features; give it as columns by name.", column="dense")
+        else:
+            given = self._matrix(self._column("dense", dense), dense_names)
+        for name in given.keys() & columns.keys():
+            raise DataError(f"Column {name!r} is in 'features' and in 'dense'; leave it out of one.", column=name)
+        return {**columns, **given}
+
+    def _matrix(self, values: Any, names: Sequence[str]) -> dict[str, Any]:
+        """Returns the columns of a matrix `[rows, dense features]`."""
+        expected = f"values of {len(names)} dense features in each row, in the order of the schema"
+        if isinstance(values, np.ndarray):
+            if values.ndim != 2 or values.shape[1] != len(names):
+                raise DataError(f"'dense' has shape {list(values.shape)}; expected {expected}.", column="dense")
+            return {name: values[:, i] for i, name in enumerate(names)}
+        self._check_rows("dense", _length(values))
+        for row, value in enumerate(values):
+            if not isinstance(value, list) or len(value) != len(names):
+                raise DataError(f"'dense' has another form at row {row}; expected {expected}.", column="dense", row=row)
+        return {name: [value[i] for value in values] for i, name in enumerate(names)}
+
+    def _of_records(self, records: list[dict[str, Any]]) -> dict[str, Any]:
+        self._check_rows("records", len(records))
+        names = dict.fromkeys(name for record in records for name in record)
+        for name in names:
+            self._check_name(name)
+        columns = {name: [record.get(name) for record in records] for name in names}
+        for name, column in columns.items():
+            self._check_values(name, column)
+        return columns
+
+    def _column(self, name: str, column: Any) -> Any:
+        if isinstance(column, Array):
+            column = values_of(name, column)
+        self._check_values(name, column)
+        return column
+
+    def _check_table(self, table: Any) -> None:
+        from persia.serve.http.arrow_bodies import value_counts
+
+        for name, count in value_counts(table).items():
+            self._check_count(name, count)
+
+    def _check_values(self, name: str, column: Any) -> None:
+        if isinstance(column, list):
+            count = sum(len(value) if isinstance(value, list) else 1 for value in column)
+        else:
+            values = column[0] if isinstance(column, tuple) else column
+            count = values.size
+        self._check_count(name, count)
+
+    def _check_count(self, name: str, count: int) -> None:
+        if count > self._limits.max_values:
+            raise DataError(
+                f"Column {name!r} has {count} values; the server takes {self._limits.max_values} (--max-values). Send "
+                "fewer samples at once.",
+                column=name,
+            )
+
+    def _check_rows(self, name: str, rows: int) -> None:
+        if rows > self._limits.max_rows:
+            raise DataError(
+                f"{name!r} has {rows} rows; the server takes {self._limits.max_rows} (--max-rows). Send several "
+                "requests.",
+                column=name,
+            )
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._names and name not in self._ignored:
+            known = ", ".join(map(repr, sorted(self._names)))
+            raise DataError(f"The model has no feature {name!r}; remove it, or correct it: {known}.", column=name)
+
+    def _batch(self, columns: Mapping[str, Any], schema: Schema, part: str) -> Batch:
+        for name, column in columns.items():
+            self._check_name(name)
+            self._check_rows(name, _length(column))
+        if not columns:
+            raise DataError(f"There are no columns in {part}; give the features of the model.")
+        wanted = {name: column for name, column in columns.items() if name not in self._ignored}
+        return Batch.from_columns(schema, wanted, require_labels=False)
+
+
+def part_of(schema: Schema, names: Mapping[str, Any]) -> Schema:
+    """Returns the schema of the columns that are there, for a part of the features.
+
+    Computed features are in it if all that they are computed from is.
+    """
+    features = [
+        f for f in schema.id_features if (f.name in names if not f.computed else _has_sources(schema, f, names))
+    ]
+    kept = {f.name for f in features}
+    loose = [
+        msgspec.structs.replace(f, aligned_with=None, dim=schema.resolved_tables()[f.table_name].dim)
+        if f.aligned_with not in kept
+        else f
+        for f in features
+    ]
+    tables = [table for table in schema.tables if table.name in {f.table_name for f in loose}]
+    return Schema(loose, [name for name in schema.dense_features if name in names], schema.labels, tables)
+
+
+def _has_sources(schema: Schema, feature: Any, names: Mapping[str, Any]) -> bool:
+    if feature.of is not None:
+        source = schema.feature(feature.of)
+        return _has_sources(schema, source, names) if source.computed else source.name in names
+    return all(part in names for part in feature.cross)
+
+
+def _starts_array(kind: str, body: bytes) -> bool:
+    if kind == JSON:
+        return body.lstrip(b" \t\r\n")[:1] == b"["
+    return bool(body) and (body[0] & 0xF0 == 0x90 or body[0] in (0xDC, 0xDD))
+
+
+def _length(column: Any) -> int:
+    """Returns the rows of a column."""
+    return max(0, len(column[1]) - 1) if isinstance(column, tuple) else len(column)
+
+
+_DECODERS: dict[tuple[bool, Any], Callable[[bytes], Any]] = {}
+
+
+def _decode(kind: str, body: bytes, form: Any) -> Any:
+    form_name = "JSON" if kind == JSON else "msgpack"
+    key = (kind == JSON, str(form))
+    if key not in _DECODERS:
+        _DECODERS[key] = (msgspec.json.Decoder if kind == JSON else msgspec.msgpack.Decoder)(form).decode
+    try:
+        return _DECODERS[key](body)
+    except msgspec.ValidationError as error:
+        raise DataError(f"The body has another form than /docs describes: {error}.") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise MalformedBodyError(f"The body is not valid {form_name}: {error}. See /docs for examples.") from error

@@ -1,0 +1,81 @@
+"""ASGI middleware that every request passes: host, key, counts."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from persia.serve.http.problems import problem_response
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from persia.serve.http.keys import ClientKeys
+    from persia.serve.http.observing import ServerMetrics
+
+__all__ = ["OPEN", "Gate", "is_local"]
+
+OPEN = frozenset({"/health"})
+"""Paths without a key. What they show without one must not matter to strangers."""
+
+_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+
+
+class Gate:
+    """Refuses requests without a key or for another host, and counts all.
+
+    Args:
+        app: answers the requests that pass.
+        metrics: counts requests.
+        keys: keys that are accepted; None if none is needed.
+        local: whether to answer only requests that name this host: another site could point a name of its own at this
+            address, and use the server from the browser of someone on this host.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, keys: ClientKeys | None, local: bool) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._keys = keys
+        self._local = local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request; see ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        status = 500
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
+            await send(message)
+
+        try:
+            await (self._refusal(scope) or self._app)(scope, receive, counted)
+        finally:
+            self._metrics.answered(scope["path"], status, time.perf_counter() - began)
+
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if self._local and not is_local(headers.get(b"host", "")):
+            message = "The server answers requests to this host only; use its address, 127.0.0.1 or localhost."
+            return problem_response(403, "Refused", message)
+        if self._keys is not None:
+            scope["persia.key"] = self._keys.accept(headers.get(b"authorization"))
+            if not scope["persia.key"] and scope["path"] not in OPEN:
+                message = "The key is missing or wrong; send it as Authorization: Bearer KEY."
+                return problem_response(401, "Refused", message, headers={"WWW-Authenticate": "Bearer"})
+        return None
+
+
+def is_local(host: str) -> bool:
+    """Returns whether a Host header names this host."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return name in ("localhost", "::1") or (name.startswith("127.") and name.replace(".", "").isdecimal())

@@ -1,0 +1,57 @@
+"""Limits of a prediction server."""
+
+from __future__ import annotations
+
+import msgspec
+
+from persia.checks import check_integer, check_number, check_seconds, plain_fields
+
+__all__ = ["ServeLimits"]
+
+
+class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of a prediction server. Requests above one are refused before they cost more than their refusal.
+
+    Args:
+        max_body_bytes: largest body of a request.
+        max_held_bytes: bodies that are being read, converted or waited for, in bytes of all requests.
+        max_rows: samples, items or ids of a request.
+        max_values: ids of one feature of a request.
+        max_batch: samples that are computed at once. A request with more is computed by itself.
+        max_wait_ms: time for which a batch waits for more samples. 0 computes at once what is there; while a batch is
+            computed, the next one forms in any case.
+        max_queue: requests that wait for computation.
+        max_queue_rows: samples that wait for computation.
+        deadline_ms: time within which a request is to be answered. It is refused at once if that is not expected, and
+            is not computed if its deadline passes while it waits. The header `Persia-Deadline-Ms` can shorten it.
+        body_seconds: time within which the body of a request must arrive.
+        head_seconds: time within which the head of a request must arrive.
+        max_connections: open connections.
+
+    Raises:
+        ConfigError: a limit is out of range.
+    """
+
+    max_body_bytes: int = 8 << 20
+    max_held_bytes: int = 128 << 20
+    max_rows: int = 4096
+    max_values: int = 1 << 17
+    max_batch: int = 1024
+    max_wait_ms: float = 1.0
+    max_queue: int = 512
+    max_queue_rows: int = 16384
+    deadline_ms: float = 1000.0
+    body_seconds: float = 10.0
+    head_seconds: float = 10.0
+    max_connections: int = 1024
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        for name in ("max_rows", "max_values", "max_batch", "max_queue", "max_queue_rows", "max_connections"):
+            check_integer(name, getattr(self, name), 1)
+        for name in ("max_body_bytes", "max_held_bytes"):
+            check_integer(name, getattr(self, name), 1, 1 << 40)
+        check_number("max_wait_ms", self.max_wait_ms, 0, 60_000)
+        check_number("deadline_ms", self.deadline_ms, 0, 3_600_000, open_low=True)
+        check_seconds("body_seconds", self.body_seconds)
+        check_seconds("head_seconds", self.head_seconds)

@@ -1,0 +1,82 @@
+"""Metrics of a prediction server."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from persia.telemetry.metrics import Histogram, Latency, Metric, Readings, figures
+from persia.telemetry.process import process_metrics
+
+if TYPE_CHECKING:
+    from persia.serve.http.batcher import BatcherCounts
+    from persia.serve.http.service import ServedState
+
+__all__ = ["ServerMetrics", "least_step"]
+
+
+class ServerMetrics:
+    """Counts requests, and collects the metrics of all parts of a server. Thread-safe.
+
+    Args:
+        routes: paths to tell apart; all others are counted together.
+    """
+
+    def __init__(self, routes: frozenset[str]) -> None:
+        self._routes = routes
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._seconds = {route: Histogram() for route in (*sorted(routes), "other")}
+        self._parts = {name: Histogram() for name in ("queue", "compute")}
+
+    def answered(self, path: str, status: int, seconds: float) -> None:
+        """Adds a request. Called from the event loop only."""
+        route = path if path in self._routes else "other"
+        self._requests[route, status] += 1
+        self._seconds[route].add(seconds)
+
+    def timed(self, part: str, seconds: float) -> None:
+        """Adds the time of a part of a request: "queue" or "compute"."""
+        self._parts[part].add(seconds)
+
+    def readings(
+        self, counts: BatcherCounts, held_bytes: int, ready: bool, state: Callable[[], ServedState]
+    ) -> Readings:
+        """Returns the metrics at this moment.
+
+        Args:
+            counts: of the batcher.
+            held_bytes: bodies of requests.
+            ready: whether there is something to serve.
+            state: returns what is served.
+        """
+        requests = [
+            Metric("serve_requests", float(count), {"route": route, "status": str(status)})
+            for (route, status), count in list(self._requests.items())
+        ]
+        values: dict[str, float] = {**counts._asdict(), "held_bytes": held_bytes, "ready": ready}
+        found = [*requests, *figures("serve", values), *(_of_state(state()) if ready else ()), *process_metrics()]
+        latencies: list[Latency] = [
+            histogram.latency("serve_request_seconds", {"route": route}) for route, histogram in self._seconds.items()
+        ]
+        latencies += [histogram.latency(f"serve_{name}_seconds") for name, histogram in self._parts.items()]
+        return Readings(found, latencies)
+
+
+def _of_state(state: ServedState) -> list[Metric]:
+    values = {
+        "epoch": state.epoch,
+        "network_step": state.network_step,
+        "row_step": least_step(state),
+        "rows_age_seconds": state.rows_age_seconds,
+        "network_age_seconds": state.network_age_seconds,
+        "stored_rows": state.rows,
+        "failing": bool(state.problem),
+    }
+    return figures("serve", {name: float(value) for name, value in values.items() if math.isfinite(value)})
+
+
+def least_step(state: ServedState) -> int:
+    """Returns the number of global steps that all rows contain; -1 if there are none."""
+    return min(state.row_steps.values(), default=-1)

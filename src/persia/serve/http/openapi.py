@@ -1,0 +1,193 @@
+"""The OpenAPI document of a server: it names the features of the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from persia import __version__
+from persia.serve.http.wire import ARROW, JSON, MSGPACK
+
+if TYPE_CHECKING:
+    from persia.schema import IdFeature, Schema
+    from persia.serve.http.limits import ServeLimits
+
+__all__ = ["openapi"]
+
+_ERRORS = {
+    "400": "The body is not valid JSON, msgpack or Arrow, or a header has another form.",
+    "403": "The Host header names another host, while the server answers this host only.",
+    "406": "No form of the answer is in the Accept header.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "415": "The Content-Type is not supported.",
+    "422": "The content does not fit the model; the message names the feature, the row and the remedy.",
+    "500": "The server failed; its log has the details.",
+    "503": "The server is overloaded, or not ready: see the header Retry-After.",
+}
+
+
+def openapi(schema: Schema, limits: ServeLimits, secured: bool) -> dict[str, Any]:
+    """Returns the document.
+
+    Args:
+        schema: of the model.
+        limits: of requests.
+        secured: whether keys are needed.
+    """
+    read = [f for f in schema.id_features if not f.computed]
+    times = dict.fromkeys(f.age_since for f in read if f.age_since is not None)
+    ids = {**{f.name: _ids(f, limits) for f in read}, **{name: _column({"type": "integer"}, limits) for name in times}}
+    dense = {name: _column({"type": "number"}, limits) for name in schema.dense_features}
+    samples = _samples(ids, dense, list(ids), list(dense))
+    part = {**_samples(ids, dense, [], []), "description": "A part of the features; the other part has the others."}
+    record = _object({**{n: c["items"] for n, c in ids.items()}, **{n: c["items"] for n, c in dense.items()}}, [])
+    records = {"type": "array", "items": record, "minItems": 1, "maxItems": limits.max_rows}
+    numbers = {"type": "array", "items": {"type": ["number", "null"]}}
+    made_with = {"step": {"type": "integer"}, "epoch": {"type": "integer"}}
+    predictions = _object(
+        {"probabilities": _object(dict.fromkeys(schema.labels, numbers), list(schema.labels)), **made_with},
+        ["probabilities", *made_with],
+    )
+    embeddings = _object(
+        {
+            "table": {"type": "string"},
+            "found": {"type": "array", "items": {"type": "boolean"}},
+            "rows": {"type": "array", "items": numbers},
+            **made_with,
+        },
+        ["table", "found", "rows", *made_with],
+    )
+    wanted = _object(
+        {"table": {"enum": list(schema.resolved_tables())}, "ids": {**_column(_ID, limits), "minItems": 0}},
+        ["table", "ids"],
+    )
+    example = _example(read, schema)
+    user_and_items = _object({"user": part, "items": part}, ["user", "items"])
+    paths = {
+        "/predict": _post(
+            "predict", "Predict samples", {"oneOf": [samples, records]}, predictions, secured, example, arrow=True
+        ),
+        "/rank": _post("rank", "Rank many items for one user", user_and_items, predictions, secured),
+        "/embeddings": _post(
+            "embeddings", "Rows of a table by id; zeros for ids without a row", wanted, embeddings, secured
+        ),
+        "/health": {
+            "get": {
+                "summary": "State of the server",
+                "operationId": "health",
+                "responses": {
+                    "200": _content("Ready.", _HEALTH),
+                    "403": _content(_ERRORS["403"], _ERROR),
+                    "503": _content("Not ready yet, or shutting down.", _HEALTH),
+                },
+            }
+        },
+        "/metrics": {
+            "get": {
+                "summary": "Metrics for Prometheus",
+                "operationId": "metrics",
+                "responses": {
+                    "200": {"description": "Metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}},
+                    "403": _content(_ERRORS["403"], _ERROR),
+                    **({"401": _content("The key is missing or wrong.", _ERROR)} if secured else {}),
+                },
+                **({"security": [{"key": []}]} if secured else {}),
+            }
+        },
+    }
+    schemes = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if secured else {}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "persia",
+            "version": __version__,
+            "description": "Predictions of a model whose rows follow its training. JSON, msgpack or Arrow.",
+        },
+        "paths": paths,
+        "components": schemes,
+    }
+
+
+_ID: dict[str, Any] = {"type": ["integer", "string"]}
+_ERROR: dict[str, Any] = {
+    "type": "object",
+    "properties": {"error": {"type": "string"}, "message": {"type": "string"}, "fields": {"type": "object"}},
+    "required": ["error", "message", "fields"],
+}
+_HEALTH: dict[str, Any] = {
+    "type": "object",
+    "properties": {"status": {"enum": ["ready", "loading", "stopping"]}},
+    "required": ["status"],
+}
+
+
+def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    made = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {**made, "required": required} if required else made
+
+
+def _column(items: dict[str, Any], limits: ServeLimits) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": limits.max_rows}
+
+
+def _ids(feature: IdFeature, limits: ServeLimits) -> dict[str, Any]:
+    number: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
+    one = number if feature.kind == "number" or feature.age_since else {**_ID}
+    several = {"type": "array", "items": one}
+    return _column({"anyOf": [one, {"type": "null"}, several]}, limits)
+
+
+def _samples(ids: dict[str, Any], dense: dict[str, Any], features: list[str], numbers: list[str]) -> dict[str, Any]:
+    return _object(
+        {"features": _object(ids, features), "dense": _object(dense, numbers)},
+        ["features", *(["dense"] if numbers else [])],
+    )
+
+
+def _example(read: list[IdFeature], schema: Schema) -> dict[str, Any]:
+    features = {f.name: [[7, 8]] if f.pooling is None else [7] for f in read}
+    features.update({f.age_since: [9] for f in read if f.age_since is not None})
+    dense = {name: [0.5] for name in schema.dense_features}
+    return {"features": features, **({"dense": dense} if dense else {})}
+
+
+def _content(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {JSON: {"schema": schema}}}
+
+
+def _post(
+    name: str,
+    summary: str,
+    body: dict[str, Any],
+    answer: dict[str, Any],
+    secured: bool,
+    example: Any = None,
+    arrow: bool = False,
+) -> dict[str, Any]:
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    others = {MSGPACK: binary, **({ARROW: binary} if arrow else {})}
+    content = {JSON: {"schema": body, **({"example": example} if example is not None else {})}, **others}
+    answers = {JSON: {"schema": answer}, MSGPACK: binary, ARROW: binary}
+    errors = {**_ERRORS, **({"401": "The key is missing or wrong."} if secured else {})}
+    deadline = {
+        "name": "Persia-Deadline-Ms",
+        "in": "header",
+        "description": "Milliseconds within which the request is to be answered; shortens the limit of the server.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+    return {
+        "post": {
+            "summary": summary,
+            "operationId": name,
+            "parameters": [deadline],
+            "requestBody": {"required": True, "content": content},
+            "responses": {
+                "200": {
+                    "description": "The answer, with the step and epoch that it was computed with.",
+                    "content": answers,
+                },
+                **{status: _content(text, _ERROR) for status, text in sorted(errors.items())},
+            },
+            **({"security": [{"key": []}]} if secured else {}),
+        }
+    }

@@ -1,0 +1,225 @@
+"""Runs the application of a prediction server on uvicorn, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+import uvicorn
+
+from persia.checks import check_flag, check_seconds, plain_fields
+from persia.errors import ConfigError, PersiaError
+from persia.serve.http.app import create_app
+from persia.serve.http.keys import read_keys
+from persia.serve.http.limits import ServeLimits
+from persia.serve.http.service import PredictionService
+from persia.serve.http.uvicorn_protocol import limited_protocol
+from persia.telemetry.process import LOOPBACK, check_port
+
+__all__ = ["HttpOptions", "Listening", "run_server"]
+
+LOG = logging.getLogger("persia.serve")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class HttpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of a prediction server.
+
+    Args:
+        host: interface to listen on. Any other than this host needs keys, or `insecure`.
+        port: port to listen on; 0 for any free port.
+        reuse_port: let several servers of this host listen on one port; the kernel spreads connections over them.
+        limits: of requests.
+        key_file: file with the keys of clients, one a line; None for those of PERSIA_SERVE_KEYS, or no keys.
+        tls_cert: certificate chain in PEM; None for plain HTTP.
+        tls_key: its key.
+        insecure: listen on other interfaces without keys, for networks that only trusted clients can reach.
+        drain_seconds: time that requests have to end once the server is told to stop.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+
+    host: str = LOOPBACK
+    port: int = 8080
+    reuse_port: bool = False
+    limits: ServeLimits = ServeLimits()
+    key_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    insecure: bool = False
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        check_port(self.port, "port")
+        check_flag("reuse_port", self.reuse_port)
+        check_flag("insecure", self.insecure)
+        check_seconds("drain_seconds", self.drain_seconds)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("TLS needs a certificate and its key; give tls_cert and tls_key.", field="tls_cert")
+        for name in ("tls_cert", "tls_key"):
+            path = getattr(self, name)
+            if path is not None and not os.access(path, os.R_OK):
+                raise ConfigError(f"Cannot read {name} = {path!r}; give a file in PEM.", field=name)
+
+
+class Listening(NamedTuple):
+    """A server whose port is open. Its predictor may still be loading.
+
+    Attributes:
+        url: address of the server.
+        stop: drains and ends the server, as a signal does; from any thread.
+    """
+
+    url: str
+    stop: Callable[[], object]
+
+
+def run_server(
+    service: PredictionService, options: HttpOptions, listening: Callable[[Listening], object] = lambda _: None
+) -> None:
+    """Serves until SIGINT or SIGTERM. Blocks. Outside of the main thread only `Listening.stop` ends it.
+
+    The first signal drains: `/health` says 503, no new connections are accepted, requests that have begun are answered.
+    A second one ends the server at once.
+
+    Args:
+        service: predictor, which is started and closed.
+        options: of the server.
+        listening: called once the port is open.
+
+    Raises:
+        ConfigError: an option is invalid, or the port is taken.
+        PersiaError: the predictor cannot start.
+    """
+    keys = read_keys(options.key_file)
+    local = _is_loopback(options.host)
+    if not local and keys is None and not options.insecure:
+        raise ConfigError(
+            f"host = {options.host!r} lets other hosts in without a key. Give keys (--key-file, PERSIA_SERVE_KEYS), or "
+            "insecure if only trusted clients can reach it.",
+            field="host",
+        )
+    if options.insecure and keys is not None:
+        LOG.warning("insecure is set, but keys are needed all the same")
+    app = create_app(service, limits=options.limits, keys=keys, local=local and keys is None)
+    server = app.state.server
+    with _bound(options) as listener:
+        scheme = "http" if options.tls_cert is None else "https"
+        host, port = listener.getsockname()[:2]
+        config = uvicorn.Config(
+            app,
+            http=limited_protocol(options.limits.head_seconds),
+            ws="none",
+            loop="asyncio",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            limit_concurrency=options.limits.max_connections,
+            timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
+            ssl_certfile=options.tls_cert,
+            ssl_keyfile=options.tls_key,
+            backlog=min(2048, options.limits.max_connections),
+        )
+        try:
+            config.load()
+        except OSError as error:  # ssl.SSLError is one.
+            raise ConfigError(f"Cannot use the certificate {options.tls_cert}: {error}.", field="tls_cert") from error
+        _quiet_uvicorn()
+        runner = _Server(config, lambda: setattr(server, "stopping", True))
+        server.on_failure = runner.stop
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        runner.on_listening = lambda stop: listening(Listening(url, stop))
+        asyncio.run(runner.serve(sockets=[listener]))
+    if server.failed is not None:
+        if isinstance(server.failed, PersiaError):
+            raise server.failed
+        raise RuntimeError("The predictor could not start.") from server.failed
+
+
+class _Server(uvicorn.Server):
+    """Drains at the first signal; exits with status 0 after it, where uvicorn raises the signal again."""
+
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], object]) -> None:
+        super().__init__(config)
+        self.on_listening: Callable[[Callable[[], object]], object] = lambda _stop: None
+        self._on_stop = on_stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        loop = asyncio.get_running_loop()
+        self.on_listening(lambda: loop.call_soon_threadsafe(self.stop))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # Python runs handlers there only.
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._stopped_by, number)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Drains and ends the server."""
+        self._on_stop()
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    def _stopped_by(self, number: int) -> None:
+        name = signal.Signals(number).name
+        LOG.info("%s: %s", name, "ends at once" if self.should_exit else "requests that have begun are answered")
+        self.stop()
+
+
+@contextlib.contextmanager
+def _bound(options: HttpOptions) -> Iterator[socket.socket]:
+    host, port = options.host, options.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Without the protocol asyncio leaves Nagle's algorithm on, and an answer waits 40 ms for an acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if options.reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot listen on {host} port {port}: {error}. Choose another one.", field="port"
+            ) from error
+        yield listener
+    finally:
+        listener.close()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _quiet_uvicorn() -> None:
+    """Leaves warnings and errors of uvicorn only: the server logs what happens in its own words."""
+    for name in ("uvicorn", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.WARNING)

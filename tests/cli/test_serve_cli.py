@@ -1,0 +1,87 @@
+"""`persia serve`, from a log of changes to answers over HTTP."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import persia
+from persia.cli.app import app
+from persia.errors import ConfigError
+from persia.publish import PublishOptions
+from persia.serve import Client
+
+
+def test_a_server_answers_what_the_trainer_predicts_and_ends_with_sigterm(tmp_path):
+    url = str(tmp_path / "log")
+    data = persia.data.synthetic(600, id_features=2, dense_features=2, dim=4, batch_size=200)
+    torch.manual_seed(0)
+    trainer = persia.Trainer(
+        persia.nn.models.FFNN(data.schema),
+        data.schema,
+        optimizer=lambda params: torch.optim.Adam(params, 1e-2),
+        embedding_optimizer=persia.optim.Adagrad(lr=0.1),
+        options=persia.TrainerOptions(progress=False, publish=PublishOptions(url, seconds=0.05)),
+    )
+    trainer.fit(data)
+    command = [sys.executable, "-m", "persia", "serve", url, "--model", "persia.nn.models:FFNN", "--port", "0"]
+    with subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "ready: " in line:
+                break
+        try:
+            address = re.search(rf"INFO (http://127.0.0.1:\d+) serves {re.escape(url)}\n", "".join(lines))[1]
+            with Client(address, timeout=60) as client:
+                batch = next(iter(data))
+                columns = {name: column.values for name, column in batch.id_features.items()}
+                columns |= dict(zip(data.schema.dense_features, batch.dense.T, strict=True))
+                found = client.predict(columns)
+                np.testing.assert_allclose(found.probabilities, next(iter(trainer.predict([batch]))), rtol=0, atol=1e-6)
+                assert found.step == trainer.global_step == 3
+                rows = client.embeddings("id_0", batch.id_features["id_0"].values)
+                np.testing.assert_array_equal(rows.rows, trainer.embeddings.rows("id_0", columns["id_0"]).values)
+                assert rows.found.all()
+                ranked = client.rank(
+                    {"id_0": columns["id_0"][:1], "dense_0": batch.dense[:1, 0]},
+                    {"id_1": columns["id_1"], "dense_1": batch.dense[:, 1]},
+                )
+                columns["id_0"] = np.repeat(columns["id_0"][:1], len(batch))
+                columns["dense_0"] = np.repeat(batch.dense[:1, 0], len(batch))
+                same = client.predict(columns).probabilities
+                np.testing.assert_allclose(ranked.probabilities, same, rtol=0, atol=1e-6)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+        assert process.wait(60) == 0
+    assert "SIGTERM: requests that have begun are answered" in rest
+    assert "Traceback" not in "".join(lines) + rest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "lets other hosts in without a key"),
+        (["--model", "persia.nn.models"], "expected MODULE:NAME"),
+        (["--model", "persia.nn.models:Nothing"], "no class or function 'Nothing'"),
+        (["--model", "no_such_module:Model"], "Cannot import 'no_such_module'"),
+        (["--max-batch", "0"], "Invalid max_batch = 0"),
+        (["--max-body-bytes", "much"], "Invalid max_body_bytes = 'much'"),
+        (["--key-file", "nowhere"], "Cannot read the keys in nowhere"),
+        (["--tls-cert", "cert.pem"], "TLS needs a certificate and its key"),
+        (["--poll-seconds", "0"], "Invalid poll_seconds"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.delenv("PERSIA_SERVE_KEYS", raising=False)
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)

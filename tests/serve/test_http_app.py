@@ -1,0 +1,317 @@
+"""Routes of a prediction server, in process: statuses, forms, keys, and no traceback whatever comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+
+import httpx
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from persia.errors import ConfigError, DeadlineError, PublishError
+from persia.serve.http.app import create_app
+from persia.serve.http.keys import ClientKeys, read_keys
+from persia.serve.http.lag import Lag
+from persia.serve.http.limits import ServeLimits
+from persia.serve.http.wire import ARROW, JSON, MSGPACK
+from support.served import SCHEMA, FakePredictor, State, expected
+
+BODY = {
+    "features": {"user": [1, 2], "tags": [[1, 2], []], "code": [3, 4]},
+    "dense": {"price": [0.5, 1.0], "age": [1, 2]},
+}
+KEY = "0123456789abcdef-key"
+TYPE = {"Content-Type": JSON}
+
+
+@contextlib.asynccontextmanager
+async def serving(predictor, *, wait=True, host="127.0.0.1", **options):
+    app = create_app(predictor, **options)
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
+            deadline = time.monotonic() + 30
+            while wait and (await client.get("/health", headers={"Host": "localhost"})).status_code != 200:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.001)
+            yield client
+
+
+def run(test, *arguments, **options):
+    async def main():
+        async with serving(*arguments, **options) as client:
+            return await test(client)
+
+    return asyncio.run(main())
+
+
+def test_predictions_in_all_forms():
+    async def test(client):
+        wanted = expected([1, 2], [0.5, 1.0])
+        answer = await client.post("/predict", json=BODY)
+        assert answer.status_code == 200
+        found = answer.json()
+        assert (found["step"], found["epoch"]) == (12, 3)
+        assert (answer.headers["Persia-Step"], answer.headers["Persia-Epoch"]) == ("12", "3")
+        for label, column in zip(SCHEMA.labels, wanted.T, strict=True):
+            np.testing.assert_array_equal(np.float32(found["probabilities"][label]), column)
+
+        packed = msgspec.msgpack.encode(BODY)
+        answer = await client.post("/predict", content=packed, headers={"Content-Type": "application/x-msgpack"})
+        assert answer.headers["Content-Type"] == MSGPACK
+        found = msgspec.msgpack.decode(answer.content)
+        values = found["probabilities"]["values"]
+        assert (found["step"], found["probabilities"]["labels"], values["shape"]) == (12, ["click", "buy"], [2, 2])
+        np.testing.assert_array_equal(np.frombuffer(values["data"], "<f4").reshape(2, 2), wanted)
+
+        answer = await client.post("/predict", json=BODY, headers={"Accept": f"text/html, {ARROW};q=0.5, {JSON};q=0.1"})
+        assert answer.headers["Content-Type"] == ARROW
+        table = pa.ipc.open_stream(answer.content).read_all()
+        assert table.schema.metadata == {b"persia.step": b"12", b"persia.epoch": b"3"}
+        np.testing.assert_array_equal(np.stack([c.to_numpy() for c in table.columns], axis=1), wanted)
+
+    run(test, FakePredictor())
+
+
+def test_rankings_and_embeddings():
+    async def test(client):
+        user = {"features": {"user": [5], "tags": [[1]]}, "dense": {"age": [2]}}
+        items = {"features": {"code": [1, 2, 3]}, "dense": {"price": [0.1, 0.2, 0.3]}}
+        answer = await client.post("/rank", json={"user": user, "items": items})
+        assert answer.json()["step"] == 12
+        np.testing.assert_array_equal(
+            np.float32(answer.json()["probabilities"]["buy"]), expected([5] * 3, [0.1, 0.2, 0.3])[:, 1]
+        )
+        answer = await client.post("/embeddings", json={"table": "code", "ids": [3, 4]})
+        assert answer.json() == {
+            "table": "code", "found": [False, True], "rows": [[0, 0], [4, 4]], "step": 13, "epoch": 3
+        }  # fmt: skip
+        answer = await client.post("/embeddings", json={"table": "code", "ids": []}, headers={"Accept": ARROW})
+        assert pa.ipc.open_stream(answer.content).read_all().num_rows == 0
+
+    run(test, FakePredictor())
+
+
+REFUSED = [
+    ("POST", "/predict", TYPE, b"{", 400, "not valid JSON"),
+    ("POST", "/predict", TYPE, b"{}", 422, "required field `features`"),
+    ("POST", "/predict", {**TYPE, "Persia-Deadline-Ms": "soon"}, b"{}", 400, "Persia-Deadline-Ms: 'soon'"),
+    ("POST", "/predict", {**TYPE, "Persia-Deadline-Ms": "-1"}, b"{}", 400, "expected milliseconds above 0"),
+    ("POST", "/predict", {**TYPE, "Persia-Deadline-Ms": "nan"}, b"{}", 400, "expected milliseconds above 0"),
+    ("POST", "/predict", {"Content-Type": "text/plain"}, b"{}", 415, "send one of: application/json"),
+    ("POST", "/predict", {}, b"{}", 415, "'none' is not supported"),
+    ("POST", "/rank", {"Content-Type": ARROW}, b"", 415, "not supported by /rank"),
+    ("POST", "/predict", {**TYPE, "Content-Encoding": "gzip"}, b"", 415, "Content-Encoding 'gzip'"),
+    ("POST", "/predict", {**TYPE, "Accept": "text/html"}, b"{}", 406, "accept one"),
+    ("POST", "/predict", {**TYPE, "Content-Length": "2000000"}, b"{}", 413, "takes 1000000"),
+    ("POST", "/predict", TYPE, b" " * 1_000_001, 413, "--max-body-bytes"),
+    ("POST", "/embeddings", TYPE, b'{"table": "' + b"x" * 10_000 + b'", "ids": []}', 422, "no table 'xxx"),
+    ("GET", "/predict", {}, b"", 405, "does not take GET"),
+    ("DELETE", "/health", {}, b"", 405, "does not take DELETE"),
+    ("GET", "/x", {}, b"", 404, "there are /docs, /embeddings"),
+]
+
+
+def test_refusals_say_what_is_wrong():
+    async def test(client):
+        for method, path, headers, body, status, message in REFUSED:
+            answer = await client.request(method, path, headers=headers, content=body)
+            assert answer.status_code == status, (path, headers, answer.text)
+            problem = answer.json()
+            assert message in problem["message"]
+            assert len(answer.content) < 5000
+            assert answer.headers["Content-Type"] == JSON
+            assert ("Allow" in answer.headers) == (status == 405)
+            assert (answer.headers.get("Connection") == "close") == (status == 413)
+
+    run(test, FakePredictor(), limits=ServeLimits(max_body_bytes=1_000_000))
+
+
+def test_a_failing_predictor_is_no_traceback(caplog):
+    class Failing(FakePredictor):
+        def predict(self, batch):
+            raise KeyError("a secret of the code")
+
+        def embeddings(self, table, ids):
+            raise PublishError("The log is damaged; wait for the next snapshot.")
+
+    async def test(client):
+        answer = await client.post("/predict", json=BODY)
+        assert (answer.status_code, answer.json()["error"]) == (500, "ServeError")
+        assert "secret" not in answer.text
+        assert "KeyError" in answer.json()["message"]
+        answer = await client.post("/embeddings", json={"table": "code", "ids": [1]})
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        assert "damaged" in answer.json()["message"]
+
+    run(test, Failing())
+    assert "a secret of the code" in caplog.text
+
+
+def test_health_tells_until_and_after_it_is_ready(caplog):
+    predictor = FakePredictor()
+    predictor.may_start = [DeadlineError("There was nothing to serve.")]
+
+    async def test(client):
+        answer = await client.get("/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "loading")
+        for path in ("/predict", "/docs", "/openapi.json"):
+            answer = await (client.post(path, json=BODY) if path == "/predict" else client.get(path))
+            assert (answer.status_code, answer.json()["error"]) == (503, "OverloadedError")
+            assert "not ready" in answer.json()["message"]
+        assert "persia_serve_ready{" in (await client.get("/metrics")).text
+        deadline = time.monotonic() + 30
+        while (answer := await client.get("/health")).status_code != 200:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        predictor.current = State(problem="The log is damaged.")
+        found = (await client.get("/health")).json()
+        assert found == {
+            "status": "ready", "epoch": 3, "network_step": 12, "row_step": 13, "rows_age_seconds": 0.5,
+            "network_age_seconds": 0.25, "rows": 26, "problem": "The log is damaged.",
+        }  # fmt: skip
+
+    with caplog.at_level(logging.INFO, "persia.serve"):
+        run(test, predictor, wait=False)
+    assert predictor.closed
+    assert "not ready: There was nothing to serve." in caplog.text
+    assert "ready: epoch 3, network of step 12" in caplog.text
+
+
+def test_a_queued_request_is_given_up_at_its_deadline():
+    predictor = FakePredictor()
+
+    async def test(client):
+        predictor.go.clear()
+        first = asyncio.create_task(client.post("/predict", json=BODY))
+        assert await asyncio.to_thread(predictor.computing.wait, 30)
+        answer = await client.post("/predict", json=BODY, headers={"Persia-Deadline-Ms": "5"})
+        assert (answer.status_code, answer.json()["error"]) == (503, "OverloadedError")
+        assert "deadline of the request passed" in answer.json()["message"]
+        assert int(answer.headers["Retry-After"]) >= 1
+        waiting = [asyncio.create_task(client.post("/predict", json=BODY)) for _ in range(5)]
+        answers = []
+        while len(answers) < 3:  # Two fit the queue; one was given up there, and leaves it with the next computation.
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            answers = [task.result() for task in waiting if task.done()]
+        assert {answer.status_code for answer in answers} == {503}
+        predictor.go.set()
+        assert [(await task).status_code for task in (first, *waiting)].count(200) == 3
+        assert (await client.post("/predict", json=BODY)).status_code == 200
+        metrics = (await client.get("/metrics")).text
+        assert 'persia_serve_expired_total{rank="0",role="server"} 1.0' in metrics
+        assert 'persia_serve_overloaded_total{rank="0",role="server"} 3.0' in metrics
+        assert 'persia_serve_held_bytes{rank="0",role="server"} 0.0' in metrics
+        assert 'persia_serve_requests_total{rank="0",role="server",route="/predict",status="200"} 4.0' in metrics
+
+    run(test, predictor, limits=ServeLimits(max_queue=3, max_wait_ms=0, deadline_ms=60_000))
+    assert sum(predictor.sizes) == 8
+
+
+def test_bodies_that_are_held_are_limited():
+    predictor = FakePredictor()
+    size = len(httpx.Request("POST", "http://x", json=BODY).content)
+
+    async def test(client):
+        predictor.go.clear()
+        first = asyncio.create_task(client.post("/predict", json=BODY))
+        assert await asyncio.to_thread(predictor.computing.wait, 30)
+        answer = await client.post("/predict", json=BODY)
+        assert (answer.status_code, answer.json()["error"]) == (503, "OverloadedError")
+        assert f"it holds {size} bytes" in answer.json()["message"]
+        predictor.go.set()
+        assert (await first).status_code == 200
+        assert (await client.post("/predict", json=BODY)).status_code == 200
+
+    run(test, predictor, limits=ServeLimits(max_held_bytes=size + 10))
+
+
+def test_a_key_is_needed_for_all_but_the_state():
+    async def test(client):
+        paths = ("/metrics", "/docs", "/openapi.json", "/x")
+        for header in ({}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": f"Basic {KEY}"}):
+            for path in paths:
+                answer = await client.get(path, headers=header)
+                assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert (await client.post("/predict", json=BODY, headers=header)).status_code == 401
+            assert (await client.get("/health", headers=header)).json() == {"status": "ready"}
+        good = {"Authorization": f"bearer {KEY}"}
+        assert (await client.post("/predict", json=BODY, headers=good)).status_code == 200
+        assert (await client.get("/health", headers=good)).json()["rows"] == 26
+        document = (await client.get("/openapi.json", headers=good)).json()
+        assert document["paths"]["/predict"]["post"]["security"] == [{"key": []}]
+
+    run(test, FakePredictor(), keys=ClientKeys(["another-key-of-some-length", KEY]))
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("PERSIA_SERVE_KEYS", raising=False)
+    assert read_keys(None) is None
+    path = tmp_path / "keys"
+    path.write_text(f"# of the shop\n{KEY}\n\n")
+    assert read_keys(str(path)).accept(f"Bearer {KEY}")
+    monkeypatch.setenv("PERSIA_SERVE_KEYS", f"{KEY},{KEY[::-1]}")
+    assert read_keys(None).accept(f"Bearer {KEY[::-1]}")
+    assert not read_keys(None).accept(None)
+    for bad in ("short", "", f"{KEY}\u00e9"):
+        path.write_text(bad)
+        with pytest.raises(ConfigError) as error:
+            read_keys(str(path))
+        assert bad not in error.value.message or not bad
+    with pytest.raises(ConfigError, match="Cannot read the keys"):
+        read_keys(str(tmp_path / "none"))
+
+
+def test_a_name_of_another_site_is_refused():
+    async def test(client):
+        for host, status in (
+            ("evil.example", 403), ("127.0.0.1.evil.example", 403), ("127.0.0.1:80", 200), ("[::1]:8", 200), ("[", 403)
+        ):  # fmt: skip
+            assert (await client.get("/health", headers={"Host": host})).status_code == status, host
+
+    run(test, FakePredictor(), local=True)
+
+
+def test_the_page_loads_nothing_and_runs_nothing():
+    async def test(client):
+        answer = await client.get("/docs")
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        text = answer.text.replace("http://127.0.0.1", "")
+        assert all(word not in text for word in ("http:", "https:", "<script", "src=", "@import", "url("))
+        assert "curl" in text
+        assert "code" in text
+        document = (await client.get("/openapi.json")).json()
+        example = document["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]["example"]
+        assert (await client.post("/predict", json=example)).status_code == 200
+        assert "$ref" not in json.dumps(document)
+
+    run(test, FakePredictor())
+
+
+def test_a_late_event_loop_refuses_requests_that_it_would_answer_too_late():
+    async def behind():
+        lag = Lag()
+        lag.start()
+        time.sleep(0.2)
+        while lag.seconds == 0:
+            await asyncio.sleep(0)
+        lag.stop()
+        return lag.seconds
+
+    assert asyncio.run(behind()) >= 0.1
+
+    async def test(client):
+        server = client._transport.app.state.server
+        server._lag.seconds = 1e6
+        answer = await client.post("/predict", json=BODY)
+        assert (answer.status_code, answer.json()["error"]) == (503, "OverloadedError")
+        server._lag.seconds = 0
+        assert (await client.post("/predict", json=BODY)).status_code == 200
+
+    run(test, FakePredictor())

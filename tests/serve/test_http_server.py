@@ -1,0 +1,306 @@
+"""A server on sockets: slow and large requests, many clients, keys and TLS, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+
+from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, OverloadedError, ServeError
+from persia.serve import Client
+from persia.serve.http.limits import ServeLimits
+from persia.serve.http.run import HttpOptions, run_server
+from support.served import FakePredictor, expected
+
+KEY = "a-key-of-some-length"
+
+
+def columns(*users):
+    count = len(users)
+    return {
+        "user": np.array(users, np.uint64),
+        "tags": (np.arange(2 * count), np.arange(0, 2 * count + 1, 2)),
+        "code": [7] * count,
+        "price": np.full(count, 0.5, np.float32),
+        "age": [1.0] * count,
+    }
+
+
+@contextlib.contextmanager
+def serving(predictor, *, limits=None, wait=True, ca_file=None, **options):
+    """Runs a server in a thread; yields its URL."""
+    opened, failures, found = threading.Event(), [], []
+
+    def listening(at):
+        found.append(at)
+        opened.set()
+
+    def run():
+        try:
+            run_server(predictor, HttpOptions(port=0, limits=limits or ServeLimits(), **options), listening)
+        except BaseException as error:
+            failures.append(error)
+        opened.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert opened.wait(60)
+    if failures:
+        raise failures[0]
+    try:
+        if wait:
+            until(lambda: Client(found[0].url, ca_file=ca_file).health()["status"] == "ready")
+        yield found[0].url
+    finally:
+        predictor.go.set()
+        found[0].stop()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert predictor.closed
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def raw(url, *parts, wait=None):
+    """Sends bytes, and returns all that comes back until the server closes the connection."""
+    host, port = url.rpartition("/")[2].split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        assert connection.family == socket.AF_INET
+        with contextlib.suppress(ConnectionError):
+            for part in parts:
+                connection.sendall(part)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while more := connection.recv(1 << 16):
+                answer += more
+        return answer
+
+
+HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def test_slow_and_large_requests_end_and_others_are_answered():
+    limits = ServeLimits(head_seconds=0.3, body_seconds=0.3, max_body_bytes=1000)
+    with serving(FakePredictor(), limits=limits) as url, ThreadPoolExecutor(8) as threads:
+        slow_head = threads.submit(raw, url, b"POST /predict HTT")
+        silent = threads.submit(raw, url)
+        second_head = threads.submit(raw, url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
+        slow_body = threads.submit(raw, url, HEAD + b"Content-Length: 100\r\n\r\n{")
+        slow_chunks = threads.submit(raw, url, HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
+        large = threads.submit(raw, url, HEAD + b"Content-Length: 1000000000000\r\n\r\n")
+        chunks = threads.submit(
+            raw, url, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"400\r\n" + b"x" * 1024 + b"\r\n"
+        )
+        huge_head = threads.submit(raw, url, b"GET /health HTTP/1.1\r\n", *[b"X: " + b"x" * 10_000 + b"\r\n"] * 40)
+        with Client(url) as client:
+            assert client.predict(columns(1)).step == 12
+        assert slow_head.result(60) == silent.result(60) == b""
+        assert second_head.result(60).count(b"HTTP/1.1 200 OK") == 1
+        for late in (slow_body, slow_chunks):
+            assert late.result(60).startswith(b"HTTP/1.1 408")
+            assert b"--body-seconds" in late.result()
+        for refused in (large, chunks):
+            assert refused.result(60).startswith(b"HTTP/1.1 413")
+            assert b"connection: close" in refused.result().lower()
+        assert b"200" not in huge_head.result(60)
+        assert raw(url, b"\x16\x03\x01 what is this?\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+def test_many_clients_are_joined_and_get_their_own_answers():
+    predictor = FakePredictor()
+    with serving(predictor, limits=ServeLimits(max_wait_ms=20)) as url, Client(url) as client:
+
+        def ask(start):
+            for user in range(start, start + 10):
+                found = client.predict(columns(user, user + 1))
+                np.testing.assert_array_equal(found.probabilities, expected([user, user + 1], [0.5] * 2), strict=True)
+                assert found[1:] == (("click", "buy"), 12, 3)
+
+        with ThreadPoolExecutor(12) as threads:
+            list(threads.map(ask, range(0, 1200, 100)))
+        ranked = client.rank(
+            {"user": [3], "tags": [[1, 2]], "age": np.float32([2])}, {"code": [1, 2], "price": [0.1, 0.2]}
+        )
+        np.testing.assert_array_equal(ranked.probabilities, expected([3, 3], [0.1, 0.2]))
+        rows = client.embeddings("user", np.array([3, 4], np.uint64))
+        np.testing.assert_array_equal(rows.found, [False, True], strict=True)
+        np.testing.assert_array_equal(rows.rows, np.float32([[0] * 4, [4] * 4]), strict=True)
+        assert (rows.step, rows.epoch) == (13, 3)
+    assert max(predictor.sizes) > 2
+
+
+def test_errors_reach_the_client_with_their_kind():
+    with serving(FakePredictor(), limits=ServeLimits(max_rows=3, max_body_bytes=2000)) as url, Client(url) as client:
+        with pytest.raises(DataError, match=r"'tags' .* is missing") as error:
+            client.predict({"user": [1]})
+        assert error.value.fields == {"column": "tags", "status": 422, "url": url}
+        with pytest.raises(DataError, match="takes 3"):
+            client.predict(columns(1, 2, 3, 4))
+        with pytest.raises(ServeError, match="--max-body-bytes") as error:
+            client.predict(columns(*range(1000)))
+        assert error.value.fields["status"] == 413
+        with pytest.raises(DataError, match="complex128"):
+            client.predict({"user": np.array([1j])})
+        with pytest.raises(ServeError, match="There is no '/x/predict'"):
+            Client(f"{url}/x").predict(columns(1))
+        assert client.predict(columns(1)).step == 12
+    with pytest.raises(ClosedError):
+        client.predict(columns(1))
+    for bad in ("127.0.0.1:80", "ftp://x", "http://"):
+        with pytest.raises(ConfigError):
+            Client(bad)
+
+
+def test_overload_is_refused_and_ends():
+    predictor = FakePredictor()
+    with (
+        serving(predictor, limits=ServeLimits(max_queue=2, deadline_ms=60_000)) as url,
+        ThreadPoolExecutor(20) as threads,
+    ):
+        predictor.go.clear()
+        client = Client(url, timeout=60)
+        asked = [threads.submit(client.predict, columns(0))]
+        assert predictor.computing.wait(60)
+        asked += [threads.submit(client.predict, columns(user)) for user in range(1, 20)]
+        until(lambda: sum(each.done() for each in asked) >= 17)
+        refused = [each.exception() for each in asked if each.done()]
+        assert all(isinstance(error, OverloadedError) for error in refused)
+        assert refused[0].fields["status"] == 503
+        assert refused[0].fields["retry_after"] >= 1
+        predictor.go.set()
+        done = [each for each in asked if each.exception(60) is None]
+        assert len(done) == 20 - len(refused)
+        assert client.predict(columns(5)).step == 12
+
+
+def test_a_call_ends_with_its_timeout_and_tries_a_refused_connection_again():
+    predictor = FakePredictor()
+    with serving(predictor) as url:
+        predictor.go.clear()
+        with pytest.raises(DeadlineError, match=r"did not answer /predict within 0.3 s"):
+            Client(url, timeout=0.3).predict(columns(1))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    client = Client(f"http://127.0.0.1:{port}", timeout=0.2)
+    with pytest.raises(ServeError, match=r"cannot be reached: .*refused"):
+        client.health()
+    client = Client(f"http://127.0.0.1:{port}", timeout=60)
+
+    class Late(FakePredictor):
+        pass
+
+    with ThreadPoolExecutor(1) as threads:
+        early = threads.submit(client.health)
+        predictor, stop = Late(), []
+        runs = threading.Thread(target=run_server, args=(predictor, HttpOptions(port=port), stop.append))
+        runs.start()
+        assert early.result(60)["status"] in ("loading", "ready")
+        until(lambda: client.health()["status"] == "ready")
+        stop[0].stop()  # The connection that the client keeps is closed.
+        runs.join(60)
+        predictor = FakePredictor()
+        runs = threading.Thread(target=run_server, args=(predictor, HttpOptions(port=port), stop.append))
+        runs.start()
+        assert client.health()["status"] in ("loading", "ready")
+        until(lambda: len(stop) == 2)
+        stop[1].stop()
+        runs.join(60)
+
+
+def test_requests_that_have_begun_are_answered_before_the_end():
+    predictor = FakePredictor()
+    with ThreadPoolExecutor(4) as threads:
+        with serving(predictor) as url:
+            predictor.go.clear()
+            asked = threads.submit(Client(url).predict, columns(3))
+            assert predictor.computing.wait(60)
+        assert asked.result(60).step == 12
+
+
+def test_other_hosts_need_a_key():
+    with (
+        pytest.raises(ConfigError, match="lets other hosts in without a key"),
+        serving(FakePredictor(), host="0.0.0.0"),
+    ):
+        pass
+    with serving(FakePredictor(), host="0.0.0.0", insecure=True) as url:
+        assert Client(url).predict(columns(1)).step == 12
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = HttpOptions(port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"Cannot listen on 127.0.0.1 port"):
+            run_server(FakePredictor(), options)
+
+
+def test_keys_and_tls(tmp_path):
+    cert, key, keys = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "keys"))
+    made = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    subprocess.run(["openssl", *made, *names], check=True, capture_output=True)
+    (tmp_path / "keys").write_text(KEY)
+    options = {"tls_cert": cert, "tls_key": key, "key_file": keys}
+    with serving(FakePredictor(), ca_file=cert, **options) as url:
+        assert url.startswith("https://")
+        assert Client(url, KEY, ca_file=cert).predict(columns(1)).step == 12
+        assert "rows" not in Client(url, ca_file=cert).health()
+        with pytest.raises(ServeError, match="The key is missing or wrong") as error:
+            Client(url, "another-key", ca_file=cert).predict(columns(1))
+        assert error.value.fields["status"] == 401
+        with pytest.raises(ServeError, match="cannot be reached") as error:
+            Client(url, KEY).predict(columns(1))
+        assert isinstance(error.value.__cause__, ssl.SSLError)
+    with pytest.raises(ConfigError, match="give tls_cert and tls_key"):
+        HttpOptions(tls_cert=cert)
+    with (
+        pytest.raises(ConfigError, match="Cannot use the certificate"),
+        serving(FakePredictor(), tls_cert=key, tls_key=key),
+    ):
+        pass
+
+
+def test_a_predictor_that_cannot_start_ends_the_server():
+    for failure, kind in ((ConfigError("a bad option"), ConfigError), (ZeroDivisionError(), RuntimeError)):
+        predictor = FakePredictor()
+        predictor.may_start = [failure]
+        with pytest.raises(kind) as error:
+            run_server(predictor, HttpOptions(port=0))
+        assert failure in (error.value, error.value.__cause__)
+
+
+def test_an_answer_of_something_else_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            for body in (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", b"what?\r\n\r\n", b""):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(body)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        client = Client(f"http://127.0.0.1:{server.getsockname()[1]}")
+        for message in ("cannot be read", "cannot be reached", "cannot be reached"):
+            with pytest.raises(ServeError, match=message):
+                client.health()
+        thread.join(60)
+
+
+def test_the_key_of_a_client_is_not_in_its_repr_or_errors():
+    client = Client("http://127.0.0.1:9", KEY, timeout=0.1)
+    assert KEY not in repr(client)
+    with pytest.raises(ServeError) as error:
+        client.predict(columns(1))
+    assert KEY not in str(error.value) + msgspec.json.encode(error.value.fields).decode()

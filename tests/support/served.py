@@ -1,0 +1,100 @@
+"""A predictor without a log of changes, whose answers can be checked by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+import persia
+
+SCHEMA = persia.Schema(
+    [
+        persia.IdFeature("user", dim=4),
+        persia.IdFeature("tags", dim=4),
+        persia.IdFeature("code", dim=2, kind="number"),
+        persia.IdFeature("user_code", dim=2, cross=("user", "code")),
+        persia.IdFeature("user_b", dim=2, of="user", mapping=persia.Remainder(10)),
+    ],
+    dense_features=["price", "age"],
+    labels=["click", "buy"],
+)
+
+
+class Scored(NamedTuple):
+    probabilities: np.ndarray
+    step: int
+    epoch: int
+
+
+class State(NamedTuple):
+    epoch: int = 3
+    network_step: int = 12
+    row_steps: Mapping[int, int] = MappingProxyType({0: 14, 1: 13})
+    rows_age_seconds: float = 0.5
+    network_age_seconds: float = 0.25
+    rows: int = 26
+    problem: str = ""
+
+
+def expected(users, prices):
+    """Probabilities that a `FakePredictor` returns."""
+    users = np.asarray(users, np.uint64)
+    click = (users % np.uint64(100)).astype(np.float32) / 100
+    return np.stack([click, np.tanh(np.abs(np.asarray(prices, np.float32)))], axis=1)
+
+
+class FakePredictor:
+    """Returns `expected`, once it is let to.
+
+    Attributes:
+        go: cleared, computations wait.
+        computing: set while one runs or waits.
+        sizes: samples of each computation.
+        may_start: `start` raises this, one after another, before it succeeds.
+    """
+
+    schema = SCHEMA
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.go.set()
+        self.computing = threading.Event()
+        self.sizes = []
+        self.may_start = []
+        self.closed = False
+        self.current = State()
+
+    def start(self, timeout):
+        if self.may_start:
+            raise self.may_start.pop(0)
+
+    def close(self):
+        self.closed = True
+
+    def predict(self, batch):
+        self.computing.set()
+        assert self.go.wait(60)
+        self.computing.clear()
+        self.sizes.append(len(batch))
+        batch.validate(SCHEMA, require_labels=False)
+        return Scored(expected(batch.id_features["user"].values, batch.dense[:, 0]), 12, 3)
+
+    def rank(self, user, items):
+        assert len(user) == 1
+        ids = np.repeat(user.id_features["user"].values, len(items))
+        assert {*user.id_features, *items.id_features} == {feature.name for feature in SCHEMA.id_features}
+        dense = np.where(np.isnan(items.dense), user.dense, items.dense)
+        assert np.isfinite(dense).all()
+        return Scored(expected(ids, dense[:, 0]), 12, 3)
+
+    def embeddings(self, table, ids):
+        dim = self.schema.resolved_tables()[table].dim
+        found = ids % np.uint64(2) == 0
+        return found, np.where(found[:, None], ids[:, None].astype(np.float32), 0) * np.ones((1, dim), np.float32)
+
+    def state(self):
+        return self.current
