@@ -13,10 +13,9 @@ from persia.batching.batch import Batch
 from persia.batching.sampling import sampled_ids, sampled_rows
 from persia.metrics.drift import DriftCounts, DriftReference
 from persia.schema import Schema
-from persia.telemetry.metrics import Metric
 from persia.types import Floats
 
-__all__ = ["ServingDrift", "psi_metrics"]
+__all__ = ["ServingDrift"]
 
 WINDOW = 100_000
 """Rows after which a window is full."""
@@ -83,8 +82,3 @@ class ServingDrift:
             total.merge(self._current)
             total.merge(self._before)
             self._result = total.compared(self._reference)
-
-
-def psi_metrics(drift: Mapping[str, float]) -> list[Metric]:
-    """Returns the metrics of `ServeState.drift`: `serve_psi`, by feature."""
-    return [Metric("serve_psi", value, {"feature": name}) for name, value in drift.items()]
