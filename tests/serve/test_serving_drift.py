@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import msgspec
 import numpy as np
@@ -140,3 +141,44 @@ def test_windows_forget_and_batches_that_wait_are_few():
     before = drift._current.rows
     drift.count()
     assert drift._current.rows <= before + 10 * WAITING or drift._current.rows <= 10 * WAITING
+
+
+class Changes:
+    """Remembers the rows that it is told of."""
+
+    def __init__(self):
+        self.tables = set()
+
+    def note_changes(self, table, ids, removed):
+        if len(ids):
+            self.tables.add(table)
+
+    def note_all(self):
+        pass
+
+
+def test_distributions_and_changes_are_there_while_a_run_goes_on(tmp_path):
+    url = tmp_path / "log"
+    told = Changes()
+
+    def batches(predictor):
+        deadline = time.monotonic() + 60
+        seed = 0
+        while not (list(url.glob("*/drift.json")) and told.tables == {"item", "tags"}):
+            assert time.monotonic() < deadline
+            yield batch(800, seed)
+            seed += 1
+            if predictor.current is None and list(url.glob("*/network/*.json")):
+                predictor.start()
+
+    class Started:
+        current = None
+
+        def start(self):
+            self.current = Predictor(str(url), persia.nn.models.FFNN(SCHEMA, hidden=(4,)), options)
+            self.current.listen(told)
+            self.current.start()
+
+    options, predictor = ServeOptions(poll_seconds=0.05), Started()
+    trained(url, batches(predictor))
+    predictor.current.close()
