@@ -38,6 +38,7 @@ class State(NamedTuple):
     network_age_seconds: float = 0.25
     rows: int = 26
     problem: str = ""
+    drift: Mapping[str, float] = MappingProxyType({})
 
 
 def expected(users, prices):

@@ -15,6 +15,7 @@ import typer
 
 from persia import __version__
 from persia.cli.checkpoint import checkpoint_app, export
+from persia.cli.export_onnx import export_onnx
 from persia.cli.health import health
 from persia.cli.init import init
 from persia.cli.plan import plan, rates
@@ -45,6 +46,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(cluster_app, name="cluster")
 app.command()(init)
 app.command()(export)  # Also `persia checkpoint export`.
+app.command("export-onnx")(export_onnx)
 app.command()(health)
 app.command()(plan)
 app.command()(top)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from persia.batching.batch import Batch
+from persia.batching.sampling import is_sampled, sampled_ids
 from persia.data.cursor import Cursor
 from persia.data.registrar import Registrar
 from persia.errors import DataError, DeadlineError, MovedError, PersiaError
@@ -19,7 +20,7 @@ from persia.retry import Deadline
 from persia.schema import Schema
 from persia.services import EmbeddingWorker, Seekable
 from persia.telemetry.tracing import Tracer
-from persia.types import Delivery, FedBatch, Feed
+from persia.types import Delivery, FedBatch, Feed, Int64Array
 
 __all__ = ["Loader"]
 
@@ -30,12 +31,14 @@ class _Entry:
     Attributes:
         batch_id: batch id; None while it has to be registered (again).
         taken: whether its NN worker has received it with the batch id.
+        id_counts: of a sampled batch; see `FedBatch`.
         registered: time of its registration.
     """
 
-    def __init__(self, rank: int, batch: Batch) -> None:
+    def __init__(self, rank: int, batch: Batch, id_counts: Int64Array | None = None) -> None:
         self.rank = rank
         self.batch = batch
+        self.id_counts = id_counts
         self.batch_id: int | None = None
         self.taken = False
         self.registered = 0.0
@@ -79,6 +82,7 @@ class Loader:
     ) -> None:
         self._fresh = fresh
         self._cursor = Cursor(source, schema)
+        self._features = [feature.name for feature in schema.id_features]
         self._source = type(source).__name__
         self._timeout = timeout
         self._changed = threading.Condition()  # Guards all that follows.
@@ -258,7 +262,7 @@ class Loader:
             self._counts["taken"] += 1
             self._changed.notify_all()
         batch = entry.batch
-        return Delivery(number, FedBatch(batch_id, batch.dense, batch.labels, batch.day))
+        return Delivery(number, FedBatch(batch_id, batch.dense, batch.labels, batch.day, entry.id_counts))
 
     def _late(self, number: int | None, what: str) -> DeadlineError:
         loader = self._feed.loader if self._feed is not None else "without a feed"
@@ -357,6 +361,7 @@ class Loader:
         except PersiaError as error:
             self._fail(feed, number, error)
             return
+        counts = sampled_ids(batch, self._features) if batch is not None and is_sampled(number) else None
         with self._changed:
             if batch is not None:
                 self._counts["read"] += 1
@@ -368,7 +373,7 @@ class Loader:
             if batch is None:
                 self._end = number
             else:
-                self._entries[number] = _Entry(self._rank(feed, number), batch)
+                self._entries[number] = _Entry(self._rank(feed, number), batch, counts)
             self._changed.notify_all()
 
     def _register(self, feed: Feed, number: int) -> None:

@@ -7,12 +7,15 @@ import secrets
 import msgspec
 
 from persia.checkpoint.storage import Storage
+from persia.metrics.drift import DriftReference
 from persia.publish.format import (
+    DRIFT_FILE,
     EPOCH_FILE,
     FORMAT,
     MODEL_FILE,
     VERSION,
     Description,
+    Drift,
     Epoch,
     Precision,
     epoch_name,
@@ -21,7 +24,7 @@ from persia.publish.format import (
 from persia.schema import Schema
 from persia.types.publishing import ModelDescription
 
-__all__ = ["begin_epoch", "remove_older_epochs"]
+__all__ = ["begin_epoch", "remove_older_epochs", "write_drift"]
 
 
 def begin_epoch(
@@ -53,6 +56,16 @@ def begin_epoch(
     storage.put(f"{epoch_name(number)}/{EPOCH_FILE}", msgspec.json.encode(epoch))
     storage.put(f"{epoch_name(number)}/{MODEL_FILE}", msgspec.json.encode(description))
     return epoch
+
+
+def write_drift(storage: Storage, epoch: Epoch, reference: DriftReference) -> None:
+    """Writes `drift.json` of an epoch, in place of the one before. Blocks.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    drift = Drift(format=FORMAT, version=VERSION, epoch=epoch.epoch, run=epoch.run, training=reference)
+    storage.put(f"{epoch_name(epoch.epoch)}/{DRIFT_FILE}", msgspec.json.encode(drift))
 
 
 def remove_older_epochs(storage: Storage, epoch: int) -> None:

@@ -15,14 +15,18 @@ from persia.checkpoint.storage import Storage
 from persia.checkpoint.tensors import TensorView
 from persia.checkpoint.tensors import decode as decode_tensors
 from persia.errors import CheckpointError, PublishError
+from persia.metrics.drift import DriftReference
 from persia.publish.format import (
+    DRIFT_FILE,
     EPOCH_FILE,
+    MAX_DRIFT_BYTES,
     MAX_EPOCH_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_MODEL_BYTES,
     MODEL_FILE,
     NETWORK,
     Description,
+    Drift,
     Epoch,
     LogEntry,
     TableChanges,
@@ -199,6 +203,25 @@ class Follower:
         if self._description is None or self._description[0] != epoch:
             self._description = epoch, self._read_description(epoch)
         return self._description[1]
+
+    def drift(self) -> DriftReference | None:
+        """Returns how inputs and predictions are distributed in training; None while the epoch does not have it.
+
+        Reads a file in each call: it changes as training goes on.
+
+        Raises:
+            PublishError: the file is damaged, or of another epoch.
+            CheckpointError: the file system has failed.
+        """
+        epoch = self._epoch
+        path = "" if epoch is None else f"{epoch_name(epoch.epoch)}/{DRIFT_FILE}"
+        if epoch is None or self._storage.size(path) is None:
+            return None
+        full = self._storage.full(path)
+        found = decode(self._read(path, MAX_DRIFT_BYTES), Drift, full)
+        if (found.run, found.epoch) != (epoch.run, epoch.epoch):
+            raise PublishError(f"{full} is of epoch {found.epoch} of run {found.run}.", path=path)
+        return found.training
 
     def updates(self) -> Iterator[RowsUpdate | NetworkUpdate]:
         """Yields what is new, and ends when there is nothing more. Blocks for the file system only.

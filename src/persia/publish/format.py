@@ -12,12 +12,15 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 
 from persia.errors import PersiaError, PublishError
+from persia.metrics.drift import DriftReference
 from persia.schema import Schema
 from persia.types.publishing import ModelDescription, PublishDtype
 
 __all__ = [
+    "DRIFT_FILE",
     "EPOCH_FILE",
     "FORMAT",
+    "MAX_DRIFT_BYTES",
     "MAX_EPOCH_BYTES",
     "MAX_MANIFEST_BYTES",
     "MAX_MODEL_BYTES",
@@ -25,6 +28,7 @@ __all__ = [
     "NETWORK",
     "VERSION",
     "Description",
+    "Drift",
     "Epoch",
     "Kind",
     "LogEntry",
@@ -44,11 +48,13 @@ FORMAT: Final = "persia-changes"
 VERSION: Final = 1
 EPOCH_FILE = "epoch.json"
 MODEL_FILE = "model.json"
+DRIFT_FILE = "drift.json"
 NETWORK = "network"
 """Name of the stream of the network."""
 
 MAX_EPOCH_BYTES = 1 << 20
 MAX_MODEL_BYTES = 4 << 20
+MAX_DRIFT_BYTES = 16 << 20
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_PART_BYTES = 8 << 30
 MAX_TABLES = 4096
@@ -108,6 +114,21 @@ class Description(_Record, frozen=True):
     schema: Schema
     precision: Precision
     model: ModelDescription | None
+
+
+class Drift(_Record, frozen=True):
+    """`drift.json`: how inputs and predictions are distributed in training.
+
+    Args:
+        run: identifies the epoch.
+        training: the distributions.
+    """
+
+    format: Format
+    version: Version
+    epoch: Number
+    run: Run
+    training: DriftReference
 
 
 class TableChanges(_Record, frozen=True):
@@ -187,11 +208,11 @@ def part_name(sequence: int, part: int) -> str:
     return f"{sequence:010d}.{part:05d}.safetensors"
 
 
-Record = TypeVar("Record", Description, Epoch, LogEntry)
+Record = TypeVar("Record", Description, Drift, Epoch, LogEntry)
 
 
 def decode(data: bytes, kind: type[Record], path: str) -> Record:
-    """Decodes a manifest, `epoch.json` or `model.json`, whose length has been checked.
+    """Decodes a manifest, `epoch.json`, `model.json` or `drift.json`, whose length has been checked.
 
     Raises:
         PublishError: it is not one, or of another version.

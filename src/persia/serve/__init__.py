@@ -10,17 +10,44 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from persia.serve.client import Client
+    from persia.serve.compiled import CompiledNetwork, compile_network
+    from persia.serve.onnx_export import export_onnx
     from persia.serve.options import ServeOptions, ServeState
     from persia.serve.predictor import Prediction, Predictor
+    from persia.serve.retrieval import IndexOptions, ItemIndex, Retrieved
+    from persia.serve.retrieval_http import retrieval_router
+    from persia.serve.retriever import Retriever
 
-__all__ = ["Client", "Prediction", "Predictor", "ServeOptions", "ServeState"]
+__all__ = [
+    "Client",
+    "CompiledNetwork",
+    "IndexOptions",
+    "ItemIndex",
+    "Prediction",
+    "Predictor",
+    "Retrieved",
+    "Retriever",
+    "ServeOptions",
+    "ServeState",
+    "compile_network",
+    "export_onnx",
+    "retrieval_router",
+]
 
 _HOMES = {
     "Client": "persia.serve.client",  # Without torch, which programs that only ask a server do not need.
+    "CompiledNetwork": "persia.serve.compiled",
+    "IndexOptions": "persia.serve.retrieval",
+    "ItemIndex": "persia.serve.retrieval",
     "Prediction": "persia.serve.predictor",
     "Predictor": "persia.serve.predictor",
+    "Retrieved": "persia.serve.retrieval",
+    "Retriever": "persia.serve.retriever",
     "ServeOptions": "persia.serve.options",
     "ServeState": "persia.serve.options",
+    "compile_network": "persia.serve.compiled",
+    "export_onnx": "persia.serve.onnx_export",
+    "retrieval_router": "persia.serve.retrieval_http",
 }
 
 

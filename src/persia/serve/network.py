@@ -34,13 +34,15 @@ class Network:
 
     def __init__(self, module: torch.nn.Module, builder: NetworkBuilder, update: NetworkUpdate) -> None:
         self.module = module
+        self.compute: Callable[[torch.Tensor, Embeddings], object] = module
+        """The module, or compiled code in its place."""
         self.step = update.step
         self.time = update.time
         self._autocast = builder.autocast
 
     def logits(self, dense: torch.Tensor, embeddings: Embeddings, labels: torch.Tensor) -> torch.Tensor:
         """Returns logits float32 `[batch, labels]`, with the same operations as `Trainer.predict`."""
-        return self.checked(lambda: self.module(dense, embeddings), labels)
+        return self.checked(lambda: self.compute(dense, embeddings), labels)
 
     def checked(self, compute: Callable[[], object], labels: torch.Tensor) -> torch.Tensor:
         """Returns the logits that `compute` returns under the precision of the network."""

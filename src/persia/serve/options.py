@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from types import NoneType
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType, NoneType
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from persia.checks import MAX_THREADS, check_integer, check_kind, check_seconds, plain_fields, plain_paths
+from persia.checks import MAX_THREADS, check_flag, check_integer, check_kind, check_seconds, plain_fields, plain_paths
 from persia.nn.options import check_device
 
 __all__ = ["ServeOptions", "ServeState"]
@@ -24,6 +25,9 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             keeps rows in the memory of each process.
         imports: modules whose classes the description of a model in the log may name, as "module:Class". They are
             imported from `sys.path`; without them, a log cannot name code.
+        compile: whether to compile the network; see `compile_network`. True waits for the compiler at the start, "auto"
+            serves eagerly until it is done. `rank` runs eagerly in any case. Code goes to `cache_dir`, if there is one,
+            and is then there at the next start.
     """
 
     poll_seconds: float = 1.0
@@ -31,6 +35,7 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int = 1
     cache_dir: str | None = None
     imports: tuple[str, ...] = ()
+    compile: bool | Literal["auto"] = False
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -42,6 +47,8 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_kind("imports", self.imports, (tuple, list), "a tuple of names of modules")
         for name in self.imports:
             check_kind("imports", name, str, "a tuple of names of modules")
+        if self.compile != "auto":
+            check_flag("compile", self.compile)
 
 
 class ServeState(NamedTuple):
@@ -57,6 +64,8 @@ class ServeState(NamedTuple):
         updates: entries of the log that were applied so far, of rows and of the network.
         snapshots: those of them that replaced all rows of a PS.
         problem: why something newer in the log is not served; empty if everything is.
+        drift: PSI of recent requests against training, by feature; see `DriftCounts.compared`. Empty while there are
+            too few rows on either side, or the log does not say how inputs are distributed in training.
     """
 
     epoch: int
@@ -68,3 +77,4 @@ class ServeState(NamedTuple):
     updates: int
     snapshots: int
     problem: str
+    drift: Mapping[str, float] = MappingProxyType({})

@@ -21,7 +21,7 @@ from persia.schema import Schema
 from persia.serve.network import ModelSource
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.ranking import rank
-from persia.serve.updating import Updater
+from persia.serve.updating import ChangeListener, Updater
 from persia.serve.views import View
 from persia.types import Ids
 
@@ -180,6 +180,8 @@ class Predictor:
         with view.in_use():
             batch.validate(view.schema, require_labels=False)
             logits = view.logits(batch).cpu().numpy()
+        if self._updater.drift is not None:
+            self._updater.drift.note(batch, logits)
         return Prediction(probabilities_of(logits), view.network.step, view.epoch)
 
     def embeddings(self, table: str, ids: Ids) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
@@ -237,6 +239,18 @@ class Predictor:
         if found is None:
             raise self._closed()
         return found._replace(problem=found.problem or self._failure)
+
+    def current(self) -> View:
+        """Returns the rows and the network of this moment, for parts of a server that compute with them.
+
+        Raises:
+            ClosedError: the predictor has not started, or is closed.
+        """
+        return self._view()
+
+    def listen(self, listener: ChangeListener) -> None:
+        """Tells a listener of rows that have changed, from now on, after requests see them. Call it before `start`."""
+        self._updater.listeners.append(listener)
 
     def _view(self) -> View:
         view = self._updater.view

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from persia.checkpoint.compatibility import schema_differences
 from persia.errors import CheckpointError, ClosedError, PublishError
 from persia.nn.transfer import staging_for
-from persia.publish import Change, Description, NetworkUpdate, RowsUpdate, follow
+from persia.publish import Change, Description, ModelDescription, NetworkUpdate, RowsUpdate, follow
 from persia.schema import Schema
 from persia.serve.cache import SnapshotCache, SnapshotKey
+from persia.serve.compiling import Compiler, CompilerOptions
+from persia.serve.drift import ServingDrift
 from persia.serve.network import ModelSource, Network, NetworkBuilder
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.views import Readers, ServedRows, View
 from persia.store.served import ServedTable
 
-__all__ = ["Updater"]
+__all__ = ["ChangeListener", "Updater"]
+
+LOG = logging.getLogger("persia.serve")
+
+DRIFT_SECONDS = 30.0
+"""Between two looks at the distributions of training."""
+
+
+class ChangeListener(Protocol):
+    """Is told of rows that have changed; `ItemIndex` is one. Its methods return at once."""
+
+    def note_changes(self, table: str, ids: NDArray[np.uint64], removed: NDArray[np.uint64]) -> None:
+        """Notes the rows of a table that were set, after others were removed."""
+
+    def note_all(self) -> None:
+        """Notes that any row may have changed."""
 
 
 class _Epoch:
@@ -28,10 +50,17 @@ class _Epoch:
         schema: of the epoch.
         builder: of its networks.
         readers: of its schema.
+        compiler: of its networks.
     """
 
     def __init__(
-        self, run: str, update: RowsUpdate | NetworkUpdate, schema: Schema, builder: NetworkBuilder, readers: Readers
+        self,
+        run: str,
+        update: RowsUpdate | NetworkUpdate,
+        schema: Schema,
+        builder: NetworkBuilder,
+        readers: Readers,
+        compiler: Compiler,
     ) -> None:
         self.run = run
         self.number = update.epoch
@@ -39,6 +68,7 @@ class _Epoch:
         self.dims = {name: table.dim for name, table in schema.resolved_tables().items()}
         self.builder = builder
         self.readers = readers
+        self.compiler = compiler
         self.servers: dict[int, ServedRows] = {}
         self.network: Network | None = None
         self.waiting: list[NetworkUpdate] = []
@@ -92,6 +122,13 @@ class Updater:
         self._updates = self._snapshots = 0
         self.stop = threading.Event()
         self.view: View | None = None
+        self.drift: ServingDrift | None = None
+        """Compares requests with training; None before the first epoch."""
+        self._drift_due = 0.0
+        self._compiler: tuple[tuple[ModelDescription | None, str], Compiler] | None = None
+        """Compiles networks, and what it compiles: description and precision."""
+        self.listeners: list[ChangeListener] = []
+        """Are told of rows that have changed, after requests see them."""
 
     def ready(self) -> bool:
         """Returns whether there is a view."""
@@ -111,8 +148,9 @@ class Updater:
             for update in self._follower.updates():
                 try:
                     epoch = self._epoch_of(update)
+                    changes: list[Change] | None = []
                     if isinstance(update, RowsUpdate):
-                        self._apply(epoch, update)
+                        changes = self._apply(epoch, update)
                     else:
                         epoch.offer(update)
                 except (PublishError, CheckpointError) as error:
@@ -123,8 +161,10 @@ class Updater:
                 else:
                     self._updates += 1
                     self._adopt(epoch)
+                    self._tell(changes)
             self._problem = problem or self._network_problem or self._follower.problem
             self._free_views()
+            self._compare()
 
     def state(self) -> ServeState | None:
         """Returns what is served; None before the first view."""
@@ -141,7 +181,29 @@ class Updater:
             self._updates,
             self._snapshots,
             self._problem,
+            {} if self.drift is None else self.drift.result,
         )
+
+    def _tell(self, changes: list[Change] | None) -> None:
+        """Tells listeners of changes; None if all rows of a PS may have changed."""
+        for listener in self.listeners:
+            if changes is None:
+                listener.note_all()
+                continue
+            for change in changes:
+                listener.note_changes(change.table, change.ids, change.removed)
+
+    def _compare(self) -> None:
+        """Reads how inputs are distributed in training, now and then, and compares requests with it."""
+        if self.drift is None or self.view is None:
+            return
+        if time.monotonic() >= self._drift_due:
+            self._drift_due = time.monotonic() + DRIFT_SECONDS
+            try:
+                self.drift.load(self._follower.drift())
+            except (PublishError, CheckpointError) as error:
+                LOG.warning("Drift is measured against older data, or not at all: %s", error.message)
+        self.drift.count()
 
     @property
     def problem(self) -> str:
@@ -196,17 +258,27 @@ class Updater:
         options = self._options
         builder = NetworkBuilder(self._model, description, self._staging.device, options.imports)
         readers = Readers(description.schema, update.servers, self._staging, options.threads)
-        return _Epoch(run, update, description.schema, builder, readers)
+        how = CompilerOptions(options.compile, options.cache_dir, self._staging.device, description.precision)
+        made_of = description.model, description.precision
+        if self._compiler is None or self._compiler[0] != made_of:  # Else its code fits the new epoch, too.
+            self._compiler = made_of, Compiler(description.schema, how)
+        if self.drift is None:
+            self.drift = ServingDrift(description.schema)
+        return _Epoch(run, update, description.schema, builder, readers, self._compiler[1])
 
     # --- rows ---------------------------------------------------------------------------------------------------
 
-    def _apply(self, epoch: _Epoch, update: RowsUpdate) -> None:
-        """Applies the rows of an update: those of a whole one to new tables, which then replace those of its PS."""
+    def _apply(self, epoch: _Epoch, update: RowsUpdate) -> list[Change] | None:
+        """Applies the rows of an update: those of a whole one to new tables, which then replace those of its PS.
+
+        Returns:
+            The changes of an increment; None for a whole update.
+        """
         if update.whole:
             tables = self._read(epoch, update) if self._cache is None else self._cached(self._cache, epoch, update)
             epoch.servers[update.server] = ServedRows(tables, update.step, update.time)
             self._snapshots += 1
-            return
+            return None
         served = epoch.servers[update.server]
         changes = list(update.changes)  # In memory anyway. It is checked before any of it is applied.
         for change in changes:
@@ -215,6 +287,7 @@ class Updater:
             served.tables[change.table].remove(change.removed)
             served.tables[change.table].set(change.ids, change.values)
         served.step, served.time = max(served.step, update.step), update.time
+        return changes
 
     def _read(self, epoch: _Epoch, update: RowsUpdate) -> dict[str, ServedTable]:
         """Returns new tables with the rows of a whole update."""
@@ -248,6 +321,7 @@ class Updater:
         if update is not None:
             try:
                 epoch.network = epoch.builder.load(update)
+                epoch.compiler.adopt(epoch.network)
                 self._network_problem = ""
             except PublishError as error:
                 self._network_problem = error.message

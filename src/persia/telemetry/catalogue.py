@@ -121,6 +121,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "serve_network_age_seconds": MetricKind("gauge", "since the network was as it is served"),
     "serve_stored_rows": MetricKind("gauge", "rows of all tables"),
     "serve_failing": MetricKind("gauge", "1 while the log of changes cannot be followed"),
+    "serve_psi": MetricKind("gauge", "PSI of requests against training, by feature; 0.25 or more is drift"),
     # Compressing optimizer.
     "apmsqueeze_steps": MetricKind("counter", "updates of the network"),
     "apmsqueeze_skipped_steps": MetricKind("counter", "updates left out because of a NaN or Inf on any NN worker"),

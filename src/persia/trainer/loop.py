@@ -61,7 +61,7 @@ class TrainingLoop:
         embeddings: looks up rows ahead; the backward pass makes it push their gradients.
         progress: scores batches and shows progress.
         should_stop: whether this NN worker was asked to stop.
-        publishing: publishes the network; None on all NN workers but the first.
+        publishing: publishes the network, and counts what is read; None for neither.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class TrainingLoop:
         """
         state, network, replicas = self._state, self._network, self._network.replicas
         drawn, stopped_at, complete = 0, None, False
-        mine = _in_turn(source, state.position, batches, self._embeddings.connection)
+        read = self._counted(source)
+        mine = _in_turn(read, state.position, batches, self._embeddings.connection)
         # In background threads: read a batch, wait at the mode's gate, look up its rows at the embedding workers.
         prepared = self._embeddings.prefetch(mine, replicas, start=state.position, endless=source.endless)
         try:
@@ -132,7 +133,8 @@ class TrainingLoop:
         """
         state = self._state
         # In background threads: take a batch, look up its rows. Token and parameters come when the network is free.
-        prepared = self._embeddings.prefetch(client.batches(source.read), tokens=client, endless=source.endless)
+        read = self._counted(source)
+        prepared = self._embeddings.prefetch(client.batches(read), tokens=client, endless=source.endless)
         try:
             with contextlib.closing(prepared):
                 for batch in prepared:
@@ -145,6 +147,9 @@ class TrainingLoop:
                         client.stop()
         finally:
             self._progress.score_rest()
+
+    def _counted(self, source: BatchSource) -> Callable[[int], Batch | FedBatch | None]:
+        return source.read if self._publishing is None else self._publishing.counted(source.read)
 
     def _forward_backward(self, batch: PreparedBatch, *, all_reduce: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Pools the rows of a batch, and computes logits, loss and gradients."""
@@ -174,12 +179,12 @@ def _told_errors(prepared: Generator[PreparedBatch, None, None]) -> Iterator[Non
 
 
 def _in_turn(
-    source: BatchSource, position: int, batches: int | None, connection: Connection
+    read: Callable[[int], Batch | FedBatch | None], position: int, batches: int | None, connection: Connection
 ) -> Iterator[Batch | FedBatch]:
     """Reads every `nn_workers`-th batch, from `position` plus the rank on."""
     number, left = position + connection.rank, batches
     while left is None or left > 0:
-        batch = source.read(number)
+        batch = read(number)
         if batch is None:
             return
         yield batch

@@ -173,6 +173,8 @@ class FitProgress:
         self._on_rank0 = embeddings.connection.rank == 0
         self.line = LiveLine(options.progress and self._on_rank0)
         self._trackers = trackers if self._on_rank0 else ()
+        self.on_scored: Callable[[Floats], None] | None = None
+        """Receives the logits of each batch, `[batch, labels]`."""
 
     @contextlib.contextmanager
     def tracked(self, declared: Declared) -> Iterator[None]:
@@ -270,6 +272,8 @@ class FitProgress:
         where = f"Global step {done.step} (batch {done.number} of epoch {done.epoch}, counted from 0)"
         check_finite(where, arrays["logits"], self._loss, step=done.step, epoch=done.epoch, batch=done.number)
         self._state.metrics.update(arrays["logits"], arrays["labels"], done.day)
+        if self.on_scored is not None:
+            self.on_scored(arrays["logits"])
         self._monitor.trained(len(arrays["labels"]), self._loss)
 
     @property

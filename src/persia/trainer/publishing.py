@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from persia.batching.batch import Batch
 from persia.checkpoint.storage import Storage
+from persia.metrics.drift import DriftReference
 from persia.nn.dense_step import DenseStep
 from persia.nn.models.registry import description_of
-from persia.publish.epochs import begin_epoch, remove_older_epochs
+from persia.publish.epochs import begin_epoch, remove_older_epochs, write_drift
 from persia.publish.format import NETWORK, Epoch
 from persia.publish.publisher import reason
 from persia.publish.stream import StreamWriter
 from persia.services import EmbeddingPS
+from persia.trainer.drift import DriftRecorder
 from persia.trainer.options import Declared
 from persia.trainer.state import TrainingState
-from persia.types import ModelDescription, PublishOptions, PublishOrder
+from persia.types import FedBatch, ModelDescription, PublishOptions, PublishOrder
 
 __all__ = ["Publishing"]
 
@@ -34,6 +37,9 @@ POLL_SECONDS = 0.2
 
 LAST_SECONDS = 60.0
 """Time that the last entries may take at the end of a `fit` call."""
+
+
+_Read = TypeVar("_Read", bound=Batch | FedBatch | None)
 
 
 class _Network(NamedTuple):
@@ -74,6 +80,8 @@ class Publishing:
         self._fresh: float | None = None
         """When the network was as it is published."""
         self._error = ""
+        self.drift = None if self._options is None else DriftRecorder(declared.schema)
+        """Counts what is trained; None if nothing is published."""
 
     def begin(self) -> None:
         """Begins a new epoch, in the background.
@@ -92,6 +100,20 @@ class Publishing:
             target=self._publish, args=(run, self._stop), name="persia-publish-network", daemon=True
         )
         self._thread.start()
+
+    def counted(self, read: Callable[[int], _Read]) -> Callable[[int], _Read]:
+        """Returns a function that reads the batch of a number, and counts it for drift if anything is published."""
+        drift = self.drift
+        if drift is None:
+            return read
+
+        def counting(number: int) -> _Read:
+            batch = read(number)
+            if batch is not None:
+                drift.read(number, batch)
+            return batch
+
+        return counting
 
     def offer(self) -> None:
         """Copies the network if the thread wants it. Call it after each batch."""
@@ -141,6 +163,7 @@ class Publishing:
             try:
                 run.check_servers()
                 run.write_network(self._copy)
+                run.write_drift(self._reference())
                 run.remove_old_epochs()
                 self._fresh = self._copy.at
                 if self._error:
@@ -162,8 +185,13 @@ class Publishing:
             return
         try:
             run.end(self._copy if self._last else None)
+            if self._last:
+                run.write_drift(self._reference())
         except Exception as error:
             LOG.warning("The last changes are not published to %s: %s", self._options.url, reason(error))
+
+    def _reference(self) -> DriftReference | None:
+        return None if self.drift is None else self.drift.reference()
 
 
 class _Run:
@@ -190,6 +218,8 @@ class _Run:
         """Step of the last version of the network in this epoch; -1 before the first."""
         self._alone = False
         """Whether older epochs have been removed."""
+        self._drift: tuple[Epoch, DriftReference] | None = None
+        """Epoch and distributions that were written last."""
 
     def check_servers(self) -> None:
         """Begins an epoch, unless all PSs publish in the current one."""
@@ -217,6 +247,13 @@ class _Run:
         self._writer.commit("network", network.step, network.at, [])
         self._written = network.step
         self._writer.remove_old()
+
+    def write_drift(self, reference: DriftReference | None) -> None:
+        """Writes the distributions of training beside the network, if there are other ones than before."""
+        if reference is None or self._epoch is None or self._drift == (self._epoch, reference):
+            return
+        write_drift(self._storage, self._epoch, reference)
+        self._drift = self._epoch, reference
 
     def remove_old_epochs(self) -> None:
         """Removes older epochs, once each PS has published a snapshot in this one."""

@@ -304,7 +304,10 @@ class Trainer:
             state, self.step, self.embeddings, self.monitor, self._staging, self.options, self._trackers
         )
         publishing = self._publishing if connection.rank == 0 else None
-        loop = TrainingLoop(state, self.step, self.embeddings, progress, lambda: self.stopping, publishing)
+        drift = self._publishing.drift
+        if drift is not None:
+            progress.on_scored = drift.scored
+        loop = TrainingLoop(state, self.step, self.embeddings, progress, lambda: self.stopping, self._publishing)
         saved_step: int | None = None  # Of the last checkpoint of this call.
         self.phases.begin()
         self.model.train()
@@ -339,6 +342,8 @@ class Trainer:
                                 saved_step = state.global_step
                             if bounds.recovery_points.due():
                                 driver.save_recovery_point(self.step, state, connection, progress)
+                if drift is not None:
+                    drift.merge(replicas.gather, keep=connection.rank == 0)
                 trained = True
             except Exception:
                 with contextlib.suppress(Exception):  # The first error says more than that of a checkpoint.

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from persia.types.arrays import Floats, Int32Array, Inverse
+from persia.types.arrays import Floats, Int32Array, Int64Array, Inverse
 from persia.types.packed import Packed
 
 __all__ = [
@@ -210,12 +210,14 @@ class FedBatch(NamedTuple):
         dense: float32 `[batch, dense features]`.
         labels: float32 `[batch, labels]`.
         day: int32 `[batch]`, or None.
+        id_counts: of the ids of a sample of its rows, int64; see `persia.batching.sampling`. None for most batches.
     """
 
     batch_id: int
     dense: Floats
     labels: Floats
     day: Int32Array | None
+    id_counts: Int64Array | None = None
 
 
 class Delivery(NamedTuple):

@@ -52,7 +52,7 @@ class DeepFM(nn.Module):
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
         features = torch.cat(self.same_dim(embeddings), 1)
-        total = features.view(len(features), len(self.same_dim.names), self.same_dim.dim).sum(1)
+        total = features.view(-1, len(self.same_dim.names), self.same_dim.dim).sum(1)
         pairs = 0.5 * (total.square().sum(1, keepdim=True) - features.square().sum(1, keepdim=True))
         inputs = torch.cat([features, dense], 1)
         logits: Tensor = self.deep(inputs) + self.first_order(inputs) + pairs

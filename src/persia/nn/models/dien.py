@@ -120,7 +120,7 @@ class AttentionGRU(nn.Module):
             attention: of each, in [0, 1], float32 `[batch, length]`.
         """
         projected = self.inputs(values).float()
-        state: Tensor = projected.new_zeros(len(values), values.shape[2])
+        state: Tensor = projected.new_zeros(values.shape[0], values.shape[2])
         for step, weight in zip(projected.unbind(1), attention.unsqueeze(2).unbind(1), strict=True):
             update, reset, new = step.chunk(3, 1)
             from_update, from_reset, from_new = self.states(state).float().chunk(3, 1)

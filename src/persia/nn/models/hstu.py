@@ -34,7 +34,8 @@ class HSTU(nn.Module):
     mean over their ids.
 
     On a CPU the batch is jagged: samples of like length pass the layers together, each group padded to its longest. On
-    other devices all are padded to `max_length`, as the host would have to wait for the device to learn their lengths.
+    other devices all are padded to `max_length`, as the host would have to wait for the device to learn their lengths;
+    and so they are in a compiled or exported network, whose shapes do not depend on values.
 
     Args:
         schema: the input; names features, dimensions, labels.
@@ -80,7 +81,7 @@ class HSTU(nn.Module):
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
         events = self.input.events(embeddings)
-        if events.mask.device.type == "cpu":
+        if events.mask.device.type == "cpu" and not torch.compiler.is_compiling():
             order = events.lengths.argsort()
             states = torch.cat([self._states(_shortened(events, rows)) for rows in order.chunk(GROUPS)])
             state = states.index_select(0, order.argsort())
@@ -91,7 +92,7 @@ class HSTU(nn.Module):
 
     def _states(self, events: Events) -> Tensor:
         """Returns the last layer's output for the candidate, `[batch, width]`."""
-        rows, lengths = torch.arange(len(events.mask), device=events.mask.device), events.lengths
+        rows, lengths = torch.arange(events.mask.shape[0], device=events.mask.device), events.lengths
         # The candidate takes the place behind the newest event; none of the two attends to the padding after it.
         x = F.pad(events.values, (0, 0, 0, 1)).index_put((rows, lengths), events.candidate)
         x = x + self.positions[: x.shape[1]]

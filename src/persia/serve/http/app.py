@@ -307,6 +307,7 @@ class PredictionServer:
             "network_age_seconds": state.network_age_seconds,
             "rows": state.rows,
             "problem": state.problem,
+            "psi": dict(state.drift),
         }
 
     def _observe(self) -> Readings:

@@ -74,7 +74,8 @@ def _of_state(state: ServedState) -> list[Metric]:
         "stored_rows": state.rows,
         "failing": bool(state.problem),
     }
-    return figures("serve", {name: float(value) for name, value in values.items() if math.isfinite(value)})
+    psi = [Metric("serve_psi", index, {"feature": name}) for name, index in state.drift.items()]
+    return [*figures("serve", {name: float(value) for name, value in values.items() if math.isfinite(value)}), *psi]
 
 
 def least_step(state: ServedState) -> int:

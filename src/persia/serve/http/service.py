@@ -64,6 +64,10 @@ class ServedState(Protocol):
     def problem(self) -> str:
         """See `ServeState`."""
 
+    @property
+    def drift(self) -> Mapping[str, float]:
+        """PSI of requests against training, by feature."""
+
 
 class PredictionService(Protocol):
     """A predictor. All methods but `start` and `close` may be called from several threads at once."""

@@ -1,0 +1,47 @@
+"""The command `persia export-onnx`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from persia.errors import PublishError
+
+__all__ = ["export_onnx"]
+
+
+def export_onnx(
+    url: Annotated[str, typer.Argument(help="Log of changes: a directory or URL.", metavar="URL")],
+    target: Annotated[str, typer.Argument(help="File to write.", metavar="FILE")],
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Module whose classes the log may name as the model. Repeatable.", metavar="M"),
+    ] = None,
+) -> None:
+    """Export the newest published network as an ONNX file.
+
+    Rows are no part of it. For the network of a checkpoint, run `persia checkpoint publish` first.
+    """
+    import torch
+
+    from persia.publish import NetworkUpdate, RowsUpdate, follow
+    from persia.serve.network import NetworkBuilder
+    from persia.serve.onnx_export import export_onnx as export
+
+    follower = follow(url)
+    newest: NetworkUpdate | None = None
+    for update in follower.updates():
+        if isinstance(update, RowsUpdate):
+            update.changes.skip()
+        else:
+            newest = update
+    description = follower.description()
+    if newest is None or description is None:
+        raise PublishError(
+            f"There is no network with its description in {url}: {follower.problem or 'its newest epoch lacks it'}. "
+            "Check the URL, and whether training publishes there.",
+            url=url,
+        )
+    network = NetworkBuilder(None, description, torch.device("cpu"), imports or []).load(newest)
+    typer.echo(f"{export(network.module, description.schema, target)}: the network of step {network.step}")

@@ -1,0 +1,166 @@
+"""The items that can be retrieved: their features, and which of them a changed row concerns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from persia.batching.batch import Batch, IdColumn
+from persia.errors import ConfigError, DataError
+from persia.nn.pooling import Embeddings
+from persia.schema import Schema
+
+__all__ = ["Catalogue", "Rows", "Towers", "only"]
+
+CHUNK = 4096
+"""Items whose vectors are computed at a time."""
+
+
+class Towers(Protocol):
+    """A network of two towers, such as `persia.nn.models.TwoTower`, in evaluation mode.
+
+    Attributes:
+        features: names of the user's and of the item's ID-type features.
+    """
+
+    features: tuple[tuple[str, ...], ...]
+
+    def users(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns the users' vectors, float32 `[batch, dim]`."""
+
+    def items(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns the items' vectors, float32 `[batch, dim]`."""
+
+
+class Rows(Protocol):
+    """Rows of tables, as they are at present. Thread-safe."""
+
+    def read(self, batch: Batch) -> tuple[Tensor, Embeddings]:
+        """Returns dense features `[batch, n]` and embeddings of a batch with all features, on the network's device."""
+
+    def found(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Returns whether each id has a row, bool `[n]`."""
+
+
+Tower: TypeAlias = Callable[[Tensor, Embeddings], Tensor]
+
+
+class _Users(NamedTuple):
+    """Which items use which ids of a table: `items[i]` has `ids[i]`. Sorted by id; an id has an entry for each item."""
+
+    ids: NDArray[np.uint64]
+    items: NDArray[np.int64]
+
+
+class Catalogue:
+    """Items with their features; an item is identified by an id of one feature.
+
+    Args:
+        schema: of the model.
+        features: names of the items' ID-type features.
+        items: rows with these features, and with the dense features; others are not looked at.
+        key: the ID-type feature whose id is that of the item, each once.
+
+    Attributes:
+        keys: uint64 `[items]`.
+        key_table: table of `key`.
+
+    Raises:
+        ConfigError: `key` is no feature of the items.
+        DataError: there are no items, one lacks a feature or has not one id for `key`, or an id of `key` comes twice.
+    """
+
+    def __init__(self, schema: Schema, features: Sequence[str], items: Batch | Iterable[Batch], key: str) -> None:
+        if key not in features:
+            raise ConfigError(
+                f"key = {key!r} is no ID-type feature of the item; the model has {', '.join(features)}.", field="key"
+            )
+        batches = [items] if isinstance(items, Batch) else list(items)
+        self._rows = Batch.concat([only(schema, batch, features) for batch in batches])
+        self.key_table = schema.feature(key).table_name
+        self.keys = _keys(self._rows.id_features[key], key)
+        parts: dict[str, list[_Users]] = {}
+        for name in features:
+            parts.setdefault(schema.feature(name).table_name, []).append(_users(self._rows.id_features[name]))
+        self._users = {table: _merged(of_table) for table, of_table in parts.items()}
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def using(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Returns the numbers of the items that use any of these ids, in any order, perhaps some of them twice."""
+        users = self._users.get(table)
+        if users is None or not len(ids):
+            return np.empty(0, np.int64)
+        first, last = np.searchsorted(users.ids, ids, "left"), np.searchsorted(users.ids, ids, "right")
+        counts = last - first
+        ends = np.cumsum(counts)
+        places: NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
+        return users.items[places]
+
+    def of_keys(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Returns the numbers of the items whose own ids are among these ids of a table."""
+        if table != self.key_table:
+            return np.empty(0, np.int64)
+        items = self.using(table, ids)
+        return items[np.isin(self.keys[items], ids)]
+
+    def vectors(self, tower: Tower, rows: Rows, items: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+        """Yields numbers of items, and their vectors, float32 `[n, dim]` on the CPU, some thousands at a time.
+
+        Items whose id has no row, and those whose vector is not finite, are left out.
+        """
+        for start in range(0, len(items), CHUNK):
+            part = items[start : start + CHUNK]
+            part = part[rows.found(self.key_table, self.keys[part])]
+            if not len(part):
+                continue
+            with torch.inference_mode():
+                vectors = tower(*rows.read(self._rows.take(part))).float().cpu()
+            finite = vectors.isfinite().all(1)
+            yield part[finite.numpy()], vectors[finite]
+
+
+def only(schema: Schema, batch: Batch, features: Sequence[str]) -> Batch:
+    """Returns a batch with these ID-type features, the dense features, and no ids in all other features.
+
+    Raises:
+        DataError: it lacks one of the features, or does not fit the schema.
+    """
+    missing = [name for name in features if name not in batch.id_features]
+    if missing:
+        raise DataError(f"The batch lacks the features {', '.join(missing)}; give their ids.", feature=missing[0])
+    rows = len(batch)
+    nothing = IdColumn(np.empty(0, np.uint64), np.zeros(rows + 1, np.int64))
+    columns = {f.name: batch.id_features[f.name] if f.name in features else nothing for f in schema.id_features}
+    result = Batch(columns, batch.dense, np.empty((rows, 0), np.float32))
+    result.validate(schema, require_labels=False)
+    return result
+
+
+def _keys(column: IdColumn, key: str) -> NDArray[np.uint64]:
+    if column.offsets is not None and not (np.diff(column.offsets) == 1).all():
+        row = int(np.flatnonzero(np.diff(column.offsets) != 1)[0])
+        raise DataError(f"Item {row} has not one id of {key!r}; give each item one, which identifies it.", feature=key)
+    keys = column.values.astype(np.uint64, copy=True)
+    ids, counts = np.unique(keys, return_counts=True)
+    if (counts > 1).any():
+        twice = int(ids[counts > 1][0])
+        raise DataError(f"Two items have the id {twice} of {key!r}; give each item once.", feature=key)
+    return keys
+
+
+def _users(column: IdColumn) -> _Users:
+    lengths = 1 if column.offsets is None else np.diff(column.offsets)
+    return _Users(column.values, np.repeat(np.arange(len(column)), lengths))
+
+
+def _merged(parts: Sequence[_Users]) -> _Users:
+    ids, items = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(ids, kind="stable")
+    return _Users(ids[order], items[order])

@@ -1,0 +1,203 @@
+"""Compiles the dense network ahead of time for serving: `torch.export`, then AOTInductor."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import os
+import secrets
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from persia.errors import ConfigError
+from persia.nn.output import ModelOutput
+from persia.nn.pooling import Embeddings
+from persia.serve.flat_network import FlatNetwork, Layout, export_error, sample_inputs, weights_of
+
+__all__ = ["CompiledNetwork", "compile_network", "export_network"]
+
+LOG = logging.getLogger("persia.serve")
+
+MOST_ROWS = 1 << 24
+"""Largest batch that is compiled for."""
+
+
+class _Code(Protocol):
+    """Machine code of a network."""
+
+    def boxed_run(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Returns the outputs; empties the list of inputs."""
+
+
+class CompiledNetwork:
+    """A network whose code is compiled, with weights that can be exchanged.
+
+    The weights are inputs of the compiled code, not constants in it: versions of the network share the code, and a call
+    uses one version. Calls may come from any thread, also during `load`; those of compiled code run one after another
+    on the CPU if they share it.
+
+    Args:
+        model: has the weights, and runs where there is no code. In evaluation mode, and not modified from now on.
+        layout: of its inputs.
+        code: compiled code; None runs the model eagerly.
+
+    Attributes:
+        problem: why it runs eagerly; empty if it is compiled.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, code: _Code | None, problem: str = "") -> None:
+        self._layout = layout
+        self._code = code
+        self._version = model, list(weights_of(model).values())
+        """One attribute, so that a call sees both of one version."""
+        self.problem = problem
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it runs compiled code."""
+        return self._code is not None
+
+    @torch.inference_mode()
+    def __call__(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns logits float32 `[batch, outputs]`.
+
+        Args:
+            dense: dense features, `[batch, n]`.
+            embeddings: of the ID-type features, on the device of the network.
+        """
+        model, weights = self._version
+        rows = dense.shape[0]
+        if self._code is None or not rows:
+            output = model(dense, embeddings)
+            logits: Tensor = output.logits if isinstance(output, ModelOutput) else output
+            return logits.float()
+        inputs = self._layout.flat(dense, embeddings)
+        if rows == 1:  # The export holds for two rows or more.
+            inputs = [tensor.expand(2, *tensor.shape[1:]) for tensor in inputs]
+        (logits,) = self._code.boxed_run([*weights, *(tensor.contiguous() for tensor in inputs)])
+        return logits[:rows].float()
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Uses the weights of a `state_dict`, which are copied, from the next call on. Nothing is compiled.
+
+        Raises:
+            ConfigError: a tensor is missing, unknown, or has another shape; the weights stay as they are.
+        """
+        self._version = self.with_weights(state)._version
+
+    def with_weights(self, state: Mapping[str, Tensor]) -> CompiledNetwork:
+        """Returns a network with the weights of a `state_dict` and the code of this one, which stays as it is.
+
+        Raises:
+            ConfigError: a tensor is missing, unknown, or has another shape.
+        """
+        model = copy.deepcopy(self._version[0])
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"The weights do not fit {type(model).__name__}; serve with the model that was trained. {error}",
+                field="model",
+            ) from error
+        return self.with_model(model)
+
+    def with_model(self, model: nn.Module) -> CompiledNetwork:
+        """Returns a network with the weights of a model of the same form, and the code of this one.
+
+        Args:
+            model: in evaluation mode, on the device of this one; it must not change afterwards.
+        """
+        return CompiledNetwork(model, self._layout, self._code, self.problem)
+
+
+def compile_network(
+    model: nn.Module, example: tuple[Tensor, Embeddings], cache_dir: str | os.PathLike[str]
+) -> CompiledNetwork:
+    """Compiles a network for batches of any size, or returns it as it is, with one line in the log that says why.
+
+    Blocks while a C++ compiler runs, seconds to minutes; not if `cache_dir` has the code from before. Weights are no
+    part of the code, so any version of a network finds it there.
+
+    Args:
+        model: the network; its device is that of the code. A copy in evaluation mode is used.
+        example: `dense` and embeddings of a batch, of any number of rows.
+        cache_dir: directory of compiled code, made if it does not exist. Code from there is run: let nobody else write
+            to it.
+    """
+    model = copy.deepcopy(model).eval().requires_grad_(False)
+    layout = Layout(example[1])
+    inputs = sample_inputs(layout.flat(*example))
+    try:
+        exported = export_network(model, layout, inputs)
+        path = _package(exported, inputs, Path(cache_dir))
+        code = torch._inductor.aoti_load_package(str(path)).loader
+    except Exception as error:  # Of exporter, compiler or loader, of any kind.
+        problem = export_error(error)
+        LOG.warning("%s runs eagerly, as it cannot be compiled: %s", type(model).__name__, problem)
+        return CompiledNetwork(model, layout, None, problem)
+    return CompiledNetwork(model, layout, code)
+
+
+@torch.no_grad()
+def export_network(model: nn.Module, layout: Layout, inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    """Exports a network as a function of its weights and inputs, for any number of rows from 2 on.
+
+    Args:
+        model: the network, in evaluation mode.
+        layout: of its inputs.
+        inputs: of a batch; see `sample_inputs`.
+
+    Raises:
+        Exception: of `torch.export`: the network does what cannot be traced.
+    """
+    weights = weights_of(model)
+    batch = torch.export.Dim("batch", max=MOST_ROWS)
+    shapes = [None] * len(weights) + [{0: batch}] * len(inputs)
+    network = FlatNetwork(model, layout, tuple(weights))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of torch about itself.
+        return torch.export.export(network, (*weights.values(), *inputs), dynamic_shapes=(tuple(shapes),))
+
+
+def _package(exported: torch.export.ExportedProgram, inputs: Sequence[Tensor], cache_dir: Path) -> Path:
+    """Returns the file of the compiled code; compiles it if it is not there."""
+    cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = cache_dir / f"{_key(exported, inputs[0].device)}.pt2"
+    if path.exists():
+        return path
+    LOG.info("Compiling the network; this takes a while, once.")
+    partial = cache_dir / f"{secrets.token_hex(8)}.partial.pt2"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Of torch about itself.
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(partial))
+        partial.replace(path)  # Several processes may compile at once.
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _key(exported: torch.export.ExportedProgram, device: torch.device) -> str:
+    """Returns a name for the code of a network: of its graph, this version of torch, and the processor."""
+    processor = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        processor = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+    values = [(node.name, str(node.meta.get("val"))) for node in exported.graph.nodes]
+    constants = [(name, value.tolist()) for name, value in exported.constants.items() if isinstance(value, Tensor)]
+    parts = (
+        exported.graph,
+        values,
+        constants,
+        exported.range_constraints,
+        torch.__version__,
+        processor,
+        torch.get_num_threads(),
+    )
+    text = "\n".join(map(str, parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

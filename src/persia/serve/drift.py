@@ -1,0 +1,84 @@
+"""Measures how far requests have moved away from what the network was trained on."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from persia.batching.batch import Batch
+from persia.batching.sampling import sampled_ids, sampled_rows
+from persia.metrics.drift import DriftCounts, DriftReference
+from persia.schema import Schema
+from persia.types import Floats
+
+__all__ = ["ServingDrift"]
+
+WINDOW = 100_000
+"""Rows after which a window is full."""
+
+WAITING = 64
+"""Batches that wait to be counted; of more, the latest ones are."""
+
+
+class _Noted(NamedTuple):
+    """A batch and its logits `[batch, labels]`."""
+
+    batch: Batch
+    logits: Floats
+
+
+class ServingDrift:
+    """Counts a sample of what is asked, and compares it with training. Thread-safe.
+
+    A request only leaves its batch; `count` does the work, in the thread of updates. Counts are of two windows: once
+    the later one is full, it replaces the one before.
+
+    Args:
+        schema: names of features and labels.
+        window: rows of a window.
+    """
+
+    def __init__(self, schema: Schema, window: int = WINDOW) -> None:
+        self._ids = [feature.name for feature in schema.id_features]
+        self._names = self._ids, schema.dense_features, schema.labels
+        self._window = window
+        self._noted: deque[_Noted] = deque(maxlen=WAITING)
+        self._lock = threading.Lock()
+        self._current, self._before = DriftCounts(*self._names), DriftCounts(*self._names)
+        self._reference: DriftReference | None = None
+        self._result: Mapping[str, float] = {}
+
+    @property
+    def result(self) -> Mapping[str, float]:
+        """PSI by feature, as of the last `count`; see `DriftCounts.compared`."""
+        return self._result
+
+    def load(self, reference: DriftReference | None) -> None:
+        """Compares with these distributions from now on; None keeps those from before."""
+        if reference is not None:
+            self._reference = reference
+
+    def note(self, batch: Batch, logits: Floats) -> None:
+        """Leaves a batch to be counted, with its logits `[batch, labels]`. Returns at once."""
+        self._noted.append(_Noted(batch, logits))
+
+    def count(self) -> None:
+        """Counts the batches that were left, and compares."""
+        with self._lock:
+            while self._noted:
+                batch, logits = self._noted.popleft()
+                if self._current.rows >= self._window:
+                    self._current, self._before = DriftCounts(*self._names), self._current
+                self._current.add_rows(sampled_rows(batch.dense), sampled_ids(batch, self._ids))
+                if logits.shape[1] == len(self._names[2]) and np.isfinite(logits).all():
+                    self._current.add_logits(sampled_rows(logits))
+            if self._reference is None:
+                return
+            total = DriftCounts(*self._names)
+            total.merge(self._current)
+            total.merge(self._before)
+            self._result = total.compared(self._reference)

@@ -1,0 +1,127 @@
+"""The dense network as a function of tensors alone, for exporters that know neither features nor sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from persia.nn.output import ModelOutput
+from persia.nn.pooling import Embeddings, SequenceEmbedding
+from persia.schema import Schema
+
+__all__ = ["FlatNetwork", "Layout", "example_input", "export_error", "sample_inputs", "weights_of"]
+
+EXAMPLE_ROWS = 7
+"""Rows of the batch that is traced: not 0 or 1, which exporters take for constants, and no usual width of a layer."""
+
+
+class Layout:
+    """The order in which the inputs of a network follow one another as tensors.
+
+    `dense` comes first, then the features in their order: a pooled one as its values, a sequence as values and mask.
+
+    Args:
+        embeddings: whose features and kinds are those of all later calls.
+
+    Attributes:
+        names: of the tensors: "dense", the name of a feature, or "<name>.mask".
+    """
+
+    def __init__(self, embeddings: Embeddings) -> None:
+        self._features = [(name, isinstance(value, SequenceEmbedding)) for name, value in embeddings.items()]
+        self.names = ["dense"]
+        for name, sequence in self._features:
+            self.names += [name, f"{name}.mask"] if sequence else [name]
+
+    def flat(self, dense: Tensor, embeddings: Embeddings) -> list[Tensor]:
+        """Returns the tensors of an input in order."""
+        tensors = [dense]
+        for name, _ in self._features:
+            value = embeddings[name]
+            tensors += [value] if isinstance(value, Tensor) else value
+        return tensors
+
+    def nested(self, tensors: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor | SequenceEmbedding]]:
+        """Returns `dense` and the embeddings from the tensors in order."""
+        following = iter(tensors)
+        dense = next(following)
+        embeddings: dict[str, Tensor | SequenceEmbedding] = {}
+        for name, sequence in self._features:
+            values = next(following)
+            embeddings[name] = SequenceEmbedding(values, next(following)) if sequence else values
+        return dense, embeddings
+
+
+class FlatNetwork(nn.Module):
+    """A network as a function of tensors, for `torch.export`.
+
+    Args:
+        model: the network. Its mode is not changed; put it into evaluation mode.
+        layout: of its inputs.
+        weights: names of those parameters and buffers that are inputs, before all others. The rest are constants.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, weights: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._layout = layout
+        self._weights = tuple(weights)
+        if self._weights:
+            self._model = [model]  # In a list, it is no sub-module, so its weights are not constants of this one.
+        else:
+            self.model = model
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """Returns logits `[batch, outputs]`."""
+        count = len(self._weights)
+        inputs = self._layout.nested(tensors[count:])
+        output: Any
+        if count:
+            named = dict(zip(self._weights, tensors[:count], strict=True))
+            output = torch.func.functional_call(self._model[0], named, inputs)
+        else:
+            output = self.model(*inputs)
+        logits: Tensor = output.logits if isinstance(output, ModelOutput) else output
+        return logits
+
+
+def example_input(schema: Schema) -> tuple[Tensor, dict[str, Tensor | SequenceEmbedding]]:
+    """Returns dense features and embeddings of samples without ids, on the CPU."""
+    tables = schema.resolved_tables()
+    embeddings: dict[str, Tensor | SequenceEmbedding] = {}
+    for feature in schema.id_features:
+        dim = tables[feature.table_name].dim
+        if feature.pooling is not None:
+            embeddings[feature.name] = torch.zeros(EXAMPLE_ROWS, dim)
+            continue
+        length = feature.max_length or 0
+        mask = torch.zeros(EXAMPLE_ROWS, length, dtype=torch.bool)
+        embeddings[feature.name] = SequenceEmbedding(torch.zeros(EXAMPLE_ROWS, length, dim), mask)
+    return torch.zeros(EXAMPLE_ROWS, len(schema.dense_features)), embeddings
+
+
+def sample_inputs(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors of a batch that can be traced: rows of the given batch, repeated, or zeros if it has none.
+
+    Args:
+        tensors: `[batch, ...]` each.
+    """
+    rows = tensors[0].shape[0]
+    if not rows:
+        return [tensor.new_zeros(EXAMPLE_ROWS, *tensor.shape[1:]) for tensor in tensors]
+    index = torch.arange(EXAMPLE_ROWS, device=tensors[0].device) % rows
+    return [tensor.detach().index_select(0, index) for tensor in tensors]
+
+
+def export_error(error: Exception) -> str:
+    """Returns why an export has failed, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def weights_of(model: nn.Module) -> Mapping[str, Tensor]:
+    """Returns the parameters and buffers of a network by name, each once, without history."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named}

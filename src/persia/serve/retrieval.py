@@ -1,0 +1,381 @@
+"""Nearest-neighbour search over the vectors of items, kept up to date from the log of changes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from persia.batching.batch import Batch
+from persia.checks import MAX_THREADS, check_choice, check_integer, plain, plain_fields
+from persia.errors import ConfigError, DataError, MissingExtraError
+from persia.schema import Schema
+from persia.serve.catalogue import Catalogue, Rows, Towers, only
+
+if TYPE_CHECKING:
+    from usearch.index import Index
+
+__all__ = ["IndexOptions", "ItemIndex", "Retrieved"]
+
+LOG = logging.getLogger("persia.serve")
+
+FRESH = 1024
+"""Number of items beside the graph that is never too many."""
+
+FRESH_SHARE = 8
+"""Above one in so many items beside the graph, it is to be built anew."""
+
+
+class IndexOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of an `ItemIndex` that have defaults.
+
+    Args:
+        dtype: of the vectors in the graph: "f32", "f16" or "i8".
+        connectivity: edges of a vector in the graph; more find more, and need more memory.
+        expansion_add: candidates that are looked at when a vector is added.
+        expansion_search: candidates that are looked at in a search; more find more, and take longer.
+        threads: that build the graph.
+    """
+
+    dtype: str = "f32"
+    connectivity: int = 16
+    expansion_add: int = 128
+    expansion_search: int = 128
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        check_choice("dtype", self.dtype, ("f32", "f16", "i8"))
+        for name in ("connectivity", "expansion_add", "expansion_search"):
+            check_integer(name, getattr(self, name), 1, 1 << 16)
+        check_integer("threads", self.threads, 1, MAX_THREADS)
+
+
+class Retrieved(NamedTuple):
+    """The nearest items of each user.
+
+    Attributes:
+        ids: uint64 `[users, k]`, nearest first; fewer columns if there are fewer items.
+        scores: float32 `[users, k]`: products of the vectors of user and item, at most 1 for `TwoTower`.
+        step: global step of the network that made both.
+    """
+
+    ids: NDArray[np.uint64]
+    scores: NDArray[np.float32]
+    step: int
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a search uses. Never changed, so that searches need no lock.
+
+    Attributes:
+        towers: the network.
+        step: its global step.
+        graph: of vectors, by number of the item.
+        hidden: items that the graph does not answer for, bool `[items]`: not in it, changed since, or gone.
+        fresh: numbers of items that have changed since the graph was built, `[n]`.
+        vectors: theirs, float32 `[n, dim]`.
+    """
+
+    towers: Towers
+    step: int
+    graph: Index
+    hidden: NDArray[np.bool_]
+    fresh: NDArray[np.int64]
+    vectors: NDArray[np.float32]
+
+
+class ItemIndex:
+    """The vectors of items in a graph (HNSW, by usearch), searched by the vectors of users. Thread-safe.
+
+    An item is in the index while its own id has a row. Vectors of items whose rows have changed are computed anew, and
+    searched one by one beside the graph until that is built again; searches and updates do not wait for one another. A
+    new version of the network changes all vectors: they are computed beside the old ones, and replace them at once.
+    Users' vectors are always made by the same version as the items'.
+
+    Args:
+        model: network of two towers in evaluation mode, such as `persia.nn.models.TwoTower`.
+        schema: its input.
+        items: the catalogue: rows with the item's features, as one batch or several. A user's features may be left out.
+        rows: where the rows are read.
+        key: ID-type feature whose id identifies the item; by default the item's only one.
+        options: precision and effort of the search.
+        step: global step of the model.
+
+    Raises:
+        MissingExtraError: usearch is not installed.
+        ConfigError: the model has no towers, or `key` or an option does not fit.
+        DataError: the items do not fit the schema, or two have the same id.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Towers,
+        schema: Schema,
+        items: Batch | Iterable[Batch],
+        rows: Rows,
+        *,
+        key: str | None = None,
+        options: IndexOptions | None = None,
+        step: int = 0,
+    ) -> None:
+        try:
+            import usearch.index  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError(
+                'ItemIndex needs usearch: pip install "persia[usearch]".', extra="usearch"
+            ) from error
+        towers = _towers(model)
+        features = towers.features[1]
+        if key is None:
+            if len(features) != 1:
+                raise ConfigError(
+                    f"The item has the features {', '.join(features)}; say which one identifies it, such as "
+                    f"key={features[0]!r}.",
+                    field="key",
+                )
+            key = features[0]
+        self._schema = schema
+        self._rows = rows
+        self._options = options or IndexOptions()
+        self._catalogue = Catalogue(schema, features, items, key)
+        self._lock = threading.Lock()  # Guards the masks of changes, and exchanges of the state.
+        self._building = threading.Lock()  # One graph is built at a time.
+        self._refreshing = threading.Lock()
+        self._gone = np.zeros(len(self._catalogue), np.bool_)
+        """Items whose rows were removed since the state was made. Searches leave them out at once."""
+        self._dirty = np.zeros(len(self._catalogue), np.bool_)
+        """Items whose vectors are to be computed again."""
+        self._dirty_beside: NDArray[np.bool_] | None = None
+        """Likewise, for the state that is being built."""
+        self._state = self._built(towers, step)
+
+    def __len__(self) -> int:
+        """Returns the number of items that can be found."""
+        state = self._state
+        return int(np.count_nonzero(~state.hidden & ~self._gone)) + int(np.count_nonzero(~self._gone[state.fresh]))
+
+    @property
+    def user_features(self) -> tuple[list[str], list[str]]:
+        """Names of the ID-type and of the dense features that the vector of a user is made of."""
+        towers = self._state.towers
+        columns = getattr(towers, "user_columns", None)
+        dense = self._schema.dense_features
+        return list(towers.features[0]), list(dense) if columns is None else [dense[i] for i in columns.tolist()]
+
+    @property
+    def step(self) -> int:
+        """Global step of the network that made the vectors."""
+        return self._state.step
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many items have changed since the graph was built that searches get slow: call `rebuild`."""
+        return len(self._state.fresh) > max(FRESH, len(self._catalogue) // FRESH_SHARE)
+
+    @property
+    def waiting(self) -> int:
+        """Number of items whose vectors are to be computed again."""
+        return int(np.count_nonzero(self._dirty))
+
+    # --- changes ------------------------------------------------------------------------------------------------
+
+    def note_changes(self, table: str, ids: NDArray[np.uint64], removed: NDArray[np.uint64]) -> None:
+        """Notes rows that have changed; `refresh` computes the vectors. Returns at once.
+
+        An item whose own row was removed is not found any more when this returns.
+
+        Args:
+            table: name of the table.
+            ids: uint64 `[n]`, rows that were set, after those of `removed` were removed.
+            removed: uint64 `[m]`.
+        """
+        changed = [self._catalogue.using(table, part) for part in (ids, removed)]
+        gone = self._catalogue.of_keys(table, np.setdiff1d(removed, ids))
+        with self._lock:
+            for mask in (self._dirty, self._dirty_beside):
+                if mask is not None:
+                    for items in changed:
+                        mask[items] = True
+            self._gone[gone] = True
+
+    def note_all(self) -> None:
+        """Notes that any row may have changed. Returns at once."""
+        with self._lock:
+            self._dirty[:] = True
+            if self._dirty_beside is not None:
+                self._dirty_beside[:] = True
+
+    def refresh(self) -> int:
+        """Computes the vectors of items whose rows have changed. Blocks; searches go on meanwhile.
+
+        Returns:
+            The number of items whose rows had changed.
+        """
+        with self._refreshing:
+            with self._lock:
+                before, items = self._state, np.flatnonzero(self._dirty)
+                self._dirty[:] = False
+            if not len(items):
+                return 0
+            try:
+                after = self._updated(before, items)
+            except BaseException:
+                with self._lock:
+                    self._dirty[items] = True
+                raise
+            with self._lock:
+                if self._state is before:  # Else a state was built meanwhile, which has these changes.
+                    self._exchange(after, items)
+        return len(items)
+
+    def load(self, model: torch.nn.Module | Towers, step: int) -> None:
+        """Computes all vectors anew with a version of the network, and exchanges them at once. Blocks until then.
+
+        Args:
+            model: the version; it must not change afterwards.
+            step: its global step.
+
+        Raises:
+            ConfigError: it has other features.
+        """
+        towers = _towers(model)
+        if towers.features != self._state.towers.features:
+            raise ConfigError("The towers of the new version have other features; make another index.", field="model")
+        with self._building:
+            with self._lock:
+                self._dirty_beside = np.zeros(len(self._catalogue), np.bool_)
+            try:
+                state = self._built(towers, step)
+                while True:
+                    with self._lock:
+                        items = np.flatnonzero(self._dirty_beside)
+                        self._dirty_beside[:] = False
+                        if not len(items):
+                            self._dirty[:] = False
+                            self._exchange(state, np.arange(len(self._catalogue)))
+                            return
+                    state = self._updated(state, items)
+            finally:
+                with self._lock:
+                    self._dirty_beside = None
+
+    def rebuild(self) -> None:
+        """Computes all vectors anew with the present version, and builds the graph of them. Blocks, as `load` does."""
+        state = self._state
+        self.load(state.towers, state.step)
+
+    def _exchange(self, state: _State, items: NDArray[np.int64]) -> None:
+        """Makes a state the current one. What it knows of these items is newer than what was noted."""
+        self._state = state
+        self._gone[items] &= self._dirty[items]
+
+    def _built(self, towers: Towers, step: int) -> _State:
+        from usearch.index import Index
+
+        options, count = self._options, len(self._catalogue)
+        hidden = np.ones(count, np.bool_)
+        graph: Index | None = None
+        dim = 1
+        for items, vectors in self._catalogue.vectors(towers.items, self._rows, np.arange(count)):
+            if graph is None:
+                dim = vectors.shape[1]
+                graph = Index(
+                    ndim=dim,
+                    metric="ip",
+                    dtype=options.dtype,
+                    connectivity=options.connectivity,
+                    expansion_add=options.expansion_add,
+                    expansion_search=options.expansion_search,
+                )
+            graph.add(items, vectors.numpy(), threads=options.threads)
+            hidden[items] = False
+        if graph is None:
+            graph = Index(ndim=dim, metric="ip", dtype="f32")
+        return _State(towers, step, graph, hidden, np.empty(0, np.int64), np.empty((0, dim), np.float32))
+
+    def _updated(self, state: _State, items: NDArray[np.int64]) -> _State:
+        """Returns a state with the present vectors of these items."""
+        hidden = state.hidden.copy()
+        hidden[items] = True
+        stays = ~np.isin(state.fresh, items)
+        numbers, vectors = [state.fresh[stays]], [state.vectors[stays]]
+        for some, values in self._catalogue.vectors(state.towers.items, self._rows, items):
+            numbers.append(some)
+            vectors.append(values.numpy())
+        if not len(vectors[0]):  # Perhaps of a state without items, whose dim is not known.
+            numbers, vectors = (numbers[1:], vectors[1:]) if len(vectors) > 1 else (numbers, vectors)
+        return _State(state.towers, state.step, state.graph, hidden, np.concatenate(numbers), np.concatenate(vectors))
+
+    # --- searches -----------------------------------------------------------------------------------------------
+
+    def search(self, users: Batch, k: int) -> Retrieved:
+        """Returns the `k` items whose vectors have the largest products with those of the users.
+
+        The graph is searched approximately; see `IndexOptions.expansion_search`. Blocks for the computation only.
+
+        Args:
+            users: rows with the user's features; the item's may be left out.
+            k: number of items.
+
+        Raises:
+            DataError: a batch does not fit the schema, or a user's vector is not finite.
+            ConfigError: `k` is no whole number from 1 on.
+        """
+        k = plain(k)
+        check_integer("k", k, 1)
+        state = self._state
+        batch = only(self._schema, users, state.towers.features[0])
+        with torch.inference_mode():
+            queries = state.towers.users(*self._rows.read(batch)).float().cpu().numpy()
+        if not np.isfinite(queries).all():
+            raise DataError("The vector of a user is not finite; check the dense features of the batch.")
+        beside = np.where(self._gone[state.fresh], -np.inf, queries @ state.vectors.T) if len(state.fresh) else None
+        items, scores = self._from_graph(state, queries, k)
+        if beside is not None:
+            items = np.concatenate([items, np.broadcast_to(state.fresh, beside.shape)], 1)
+            scores = np.concatenate([scores, beside.astype(np.float32)], 1)
+        count = min(k, int((scores > -np.inf).sum(1).min()))
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+        found = np.take_along_axis(items, order, 1)
+        return Retrieved(self._catalogue.keys[found], np.take_along_axis(scores, order, 1), state.step)
+
+    def _from_graph(
+        self, state: _State, queries: NDArray[np.float32], k: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Returns numbers and scores of the nearest items of the graph, -inf for those that it must not answer."""
+        size, asked = len(state.graph), k
+        if not size:
+            return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
+        while True:
+            asked = min(asked, size)
+            matches = state.graph.search(queries, asked, threads=1)
+            items = np.asarray(matches.keys).reshape(len(queries), -1).astype(np.int64)
+            scores = 1 - np.asarray(matches.distances, np.float32).reshape(len(queries), -1)
+            counts = getattr(matches, "counts", None)
+            if counts is not None:  # Beyond them, keys mean nothing.
+                absent = np.arange(items.shape[1]) >= np.asarray(counts).reshape(-1, 1)
+                items[absent], scores[absent] = 0, -np.inf
+            scores[state.hidden[items] | self._gone[items]] = -np.inf
+            if asked == size or (scores > -np.inf).sum(1).min() >= k:
+                return items, scores
+            asked *= 2  # Some were hidden.
+
+
+def _towers(model: torch.nn.Module | Towers) -> Towers:
+    if not all(hasattr(model, name) for name in ("features", "users", "items")):
+        raise ConfigError(
+            f"{type(model).__name__} has no towers; give a TwoTower, or a module with `features`, `users` and `items`.",
+            field="model",
+        )
+    if isinstance(model, torch.nn.Module) and model.training:
+        raise ConfigError("The model is in training mode; call `model.eval()` first.", field="model")
+    return cast("Towers", model)

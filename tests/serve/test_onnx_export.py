@@ -1,0 +1,93 @@
+"""ONNX files of networks give the results of torch."""
+
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+
+import persia
+from nn.test_models import inputs
+from persia.errors import ConfigError, MissingExtraError, PublishError
+from persia.nn import models
+from persia.nn.models import HSTU, TwoTower
+from persia.publish import PublishOptions
+from persia.serve.flat_network import Layout
+from persia.serve.onnx_export import export_onnx
+from support.exported_networks import HISTORY, Branching, make
+
+
+def check(model, path):
+    onnx.checker.check_model(path)
+    program = onnx.load(path)
+    evaluator = ReferenceEvaluator(program)
+    for rows in (1, 2, 9):
+        x = inputs(HISTORY, rows=rows)
+        layout = Layout(x[1])
+        assert [i.name for i in program.graph.input] == layout.names
+        assert layout.names == ["dense", "user", "item", "history", "history.mask"]
+        arrays = dict(zip(layout.names, (tensor.numpy() for tensor in layout.flat(*x)), strict=True))
+        (found,) = evaluator.run(["logits"], arrays)
+        np.testing.assert_allclose(found, model(*x).detach().numpy(), rtol=0, atol=1e-5)
+
+
+def test_a_file_gives_the_results_of_torch_for_any_rows(tmp_path):
+    model = HSTU(HISTORY, hidden=(8,)).train()
+    path = export_onnx(model, HISTORY, tmp_path / "network.onnx")
+    assert list(tmp_path.iterdir()) == [path]  # Weights are in it.
+    assert model.training
+    check(model.eval(), path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.__all__)
+def test_every_model_can_be_exported_as_onnx(tmp_path, name):
+    model = make(name)
+    check(model, export_onnx(model, HISTORY, tmp_path / "network.onnx"))
+
+
+def test_errors(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"Branching cannot be exported as ONNX; see what in its `forward` depends"):
+        export_onnx(Branching(), HISTORY, tmp_path / "network.onnx")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(MissingExtraError, match=r"pip install \"persia\[onnx\]\""):
+        export_onnx(TwoTower(HISTORY, item=["item"]), HISTORY, tmp_path / "network.onnx")
+
+
+def test_the_state_of_the_network_is_not_changed(tmp_path):
+    model = make("FFNN")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    export_onnx(model, HISTORY, tmp_path / "network.onnx")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_command_exports_the_newest_published_network(tmp_path):
+    from typer.testing import CliRunner
+
+    from persia.cli.app import app
+    from persia.nn.models.registry import build
+    from persia.types import ModelDescription
+
+    data = persia.data.synthetic(400, id_features=2, dense_features=1, dim=4, batch_size=100)
+    trainer = persia.Trainer(
+        build(ModelDescription("ffnn", {"hidden": [4]}), data.schema),
+        data.schema,
+        optimizer=lambda params: torch.optim.Adam(params, 1e-2),
+        embedding_optimizer=persia.optim.Adagrad(lr=0.1),
+        options=persia.TrainerOptions(progress=False, publish=PublishOptions(str(tmp_path / "log"))),
+    )
+    trainer.fit(data)
+    target = tmp_path / "network.onnx"
+    result = CliRunner().invoke(app, ["export-onnx", str(tmp_path / "log"), str(target)], catch_exceptions=False)
+    assert result.output.strip() == f"{target}: the network of step 4"
+    x = inputs(data.schema, rows=3)
+    layout = Layout(x[1])
+    arrays = dict(zip(layout.names, (tensor.numpy() for tensor in layout.flat(*x)), strict=True))
+    (found,) = ReferenceEvaluator(onnx.load(target)).run(["logits"], arrays)
+    np.testing.assert_allclose(found, trainer.model.eval()(*x).detach().numpy(), rtol=0, atol=1e-5)
+    with pytest.raises(PublishError, match="There is no network with its description"):
+        CliRunner().invoke(app, ["export-onnx", str(tmp_path / "none"), str(target)], catch_exceptions=False)
