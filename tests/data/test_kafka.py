@@ -18,8 +18,8 @@ from confluent_kafka import Consumer, TopicPartition
 
 import persia
 from persia.data import broker
-from persia.data.offset_log import OffsetLog, OffsetRange, Partition
 from persia.errors import ConfigError, DataError, DeadlineError, MissingExtraError
+from persia.types import OffsetRange, Partition
 from support.kafka import SCHEMA, Kafka, Outages, arrow, clicks, items, packed, row, until
 
 
@@ -76,7 +76,7 @@ def test_partitions_that_are_not_wanted_are_paused_and_lose_nothing(kafka, monke
     kafka.write(clicks(range(1000, 1300)), 1)
     reader = kafka.reader(5)
     reader.begin(0, {kafka.topic: {0: 0, 1: 0, 2: 0, 3: 0}}, lambda: False)
-    reader._log.append(OffsetRange(Partition(kafka.topic, 1), 0, 300))
+    reader._log.record(OffsetRange(Partition(kafka.topic, 1), 0, 300))
     paused = []
     pause = broker.Broker.pause
 
@@ -369,7 +369,7 @@ def test_a_commit_that_fails_is_logged(kafka, caplog, monkeypatch):
 
 
 def test_lag_is_what_is_not_read(kafka, monkeypatch):
-    monkeypatch.setattr("persia.data.from_kafka.MEASURE_SECONDS", 0.0)
+    monkeypatch.setattr("persia.data.kafka_share.MEASURE_SECONDS", 0.0)
     kafka.write(clicks(range(10)))
     reader = kafka.reader(4)
     reader.begin(0, {}, lambda: False)
@@ -380,28 +380,6 @@ def test_lag_is_what_is_not_read(kafka, monkeypatch):
     lags = [m.value for m in reader.observe() if m.name == "stream_lag"]
     assert lags == [0] * 4
     assert first == 6
-
-
-def test_records_are_forgotten_and_offsets_kept():
-    one, two = Partition("a", 0), Partition("b", 1)
-    log = OffsetLog(3, {"a": {0: 10}})
-    log.add_partition(two, 7)
-    log.add_partition(one, 99)
-    for found in (OffsetRange(one, 10, 14), OffsetRange(two, 7, 9), OffsetRange(one, 14, 20)):
-        log.append(found)
-    assert [log.offsets(n) for n in range(3, 7)] == [
-        {"a": {0: 10}, "b": {1: 7}},
-        {"a": {0: 14}, "b": {1: 7}},
-        {"a": {0: 14}, "b": {1: 9}},
-        {"a": {0: 20}, "b": {1: 9}},
-    ]
-    log.forget(5)
-    assert log.offsets(5) == {"a": {0: 14}, "b": {1: 9}}
-    assert log.find(5) == OffsetRange(one, 14, 20)
-    assert log.find(6) is None
-    for number in (4, 7):
-        with pytest.raises(DataError, match=f"Batch {number} of the stream is not recorded; batches 5 to 6 are"):
-            log.find(number)
 
 
 @pytest.mark.parametrize(

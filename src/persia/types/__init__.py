@@ -26,6 +26,7 @@ from persia.types.membership import TITLES, Member, Membership
 from persia.types.packed import Gradients, Packed, PackedGradients
 from persia.types.publishing import PublishOptions, PublishOrder, PublishStatus
 from persia.types.rows import RowsSet, RowState, StoredRows
+from persia.types.streams import Bounds, OffsetRange, Partition, RecordedBatch, StreamStart, loader_of
 from persia.types.tokens import (
     ArrivalRecord,
     Caller,
@@ -50,6 +51,7 @@ __all__ = [
     "ArrivalRecord",
     "BatchId",
     "BoolArray",
+    "Bounds",
     "Bytes",
     "Caller",
     "Contribution",
@@ -68,9 +70,11 @@ __all__ = [
     "LookedUp",
     "Member",
     "Membership",
+    "OffsetRange",
     "Offsets",
     "Packed",
     "PackedGradients",
+    "Partition",
     "PhaseRecord",
     "PublishOptions",
     "PublishOrder",
@@ -80,11 +84,13 @@ __all__ = [
     "PushedDense",
     "QuiesceResult",
     "ReadRecord",
+    "RecordedBatch",
     "RowStaleness",
     "RowState",
     "RowsSet",
     "StepTiming",
     "StoredRows",
+    "StreamStart",
     "TensorSpec",
     "Ticket",
     "Token",
@@ -92,5 +98,6 @@ __all__ = [
     "UpdateCounts",
     "WireRows",
     "WorkerReport",
+    "loader_of",
     "sum_counts",
 ]
