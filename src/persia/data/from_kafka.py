@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
-from persia.batching.batch import Batch
 from persia.checks import check_integer, check_number, plain
-from persia.data.broker import BrokerOptions, Stopped, committed, require_library
+from persia.data.broker import BrokerOptions, committed, require_library
 from persia.data.expressions import Rule
 from persia.data.kafka_options import Begin, EventTime, KafkaOptions, StreamCounts, Until
 from persia.data.kafka_share import KafkaShare
 from persia.data.messages import TIMESTAMP, ValuesFormat
+from persia.data.recorded_stream import LoggedStream
 from persia.data.rows import Conversion, DayUnit
 from persia.data.stream_rows import MessageConverter
 from persia.errors import ConfigError
 from persia.schema import Schema
 from persia.services import StreamLog
-from persia.streams import OffsetLog
 from persia.telemetry.metrics import Metric
 from persia.types import Offsets
 
@@ -154,7 +152,7 @@ def kafka(
     return KafkaReader(conversion, batch_size, options)
 
 
-class KafkaReader:
+class KafkaReader(LoggedStream):
     """A `Reader` of topics of Kafka, and a `persia.services.SharedStream`. Picklable; its record is not pickled.
 
     Args:
@@ -164,12 +162,10 @@ class KafkaReader:
     """
 
     def __init__(self, conversion: Conversion, batch_size: int, options: KafkaOptions) -> None:
+        super().__init__(options.broker.topics)
         self.batch_size = batch_size
-        self.interrupted = False
         self._conversion = conversion
         self._options = options
-        self._log = OffsetLog()
-        self._stopping: Callable[[], bool] = _never
         self._counts = StreamCounts()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -181,41 +177,10 @@ class KafkaReader:
         """The schema of the batches."""
         return self._conversion.schema
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Iterates from `start` on, with a record of its own."""
-        return self._batches(OffsetLog(), 0, _never)
-
-    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Iterates from batch `start` of the record on: over recorded batches, then over new ones.
-
-        The epoch is ignored: a stream has one pass. Blocks while nothing comes.
-
-        Raises:
-            DataError: the batch was forgotten, or is not recorded; also see `kafka`.
-        """
-        self.interrupted = False
-        return self._batches(self._log, start, self._stopping)
-
     def share(self, log: StreamLog, loader: int, loaders: int, stopping: Callable[[], bool]) -> KafkaShare:
         """Opens the share of a data loader; see `persia.services.SharedStream`."""
         converter = MessageConverter(self._conversion, self._options, self._counts)
         return KafkaShare(self._options, self.batch_size, converter, self._counts, log, loader, loaders, stopping)
-
-    # --- Stream -------------------------------------------------------------------------------------------------
-
-    def begin(self, number: int, offsets: Offsets, stopping: Callable[[], bool]) -> None:
-        """Starts a new record; see `persia.services.Stream`."""
-        topics = self._options.broker.topics
-        self._log = OffsetLog(number, {t: of for t, of in offsets.items() if t.partition("@")[0] in topics})
-        self._stopping = stopping
-
-    def offsets(self, number: int) -> Offsets:
-        """Returns where a batch begins; see `persia.services.Stream`."""
-        return self._log.stream_offsets(number)
-
-    def forget(self, below: int) -> None:
-        """Forgets batches of lower numbers."""
-        self._log.covered(below)
 
     def commit(self, offsets: Offsets) -> None:
         """Commits offsets to the group, if there is one; logs a failure."""
@@ -234,26 +199,3 @@ class KafkaReader:
     def observe(self) -> list[Metric]:
         """Returns rows, batches, poison messages, late rows, and the lag of each partition. Thread-safe."""
         return self._counts.observe()
-
-    def _batches(self, log: OffsetLog, number: int, stopping: Callable[[], bool]) -> Iterator[Batch]:
-        log.stream_offsets(number)  # Raises for an unknown number.
-        try:
-            with closing(self.share(log, 0, 1, stopping)) as share:
-                while True:
-                    recorded = log.lookup(number, number, 0.0)
-                    if recorded.range is not None:
-                        batch = share.read(recorded.range)
-                    elif recorded.over:
-                        return
-                    elif (new := share.poll()) is not None:
-                        batch = new.batch
-                    else:
-                        continue
-                    number += 1
-                    yield batch
-        except Stopped:
-            self.interrupted = True
-
-
-def _never() -> bool:
-    return False

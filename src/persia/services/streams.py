@@ -180,7 +180,13 @@ class StreamShare(Protocol):
 
 @runtime_checkable
 class SharedStream(Stream, Protocol):
-    """A stream that several data loaders can share, with a record outside of it."""
+    """A stream that several data loaders can share, with a record outside of it.
+
+    Attributes:
+        topics: topics that it reads.
+    """
+
+    topics: tuple[str, ...]
 
     def share(self, log: StreamLog, loader: int, loaders: int, stopping: Callable[[], bool]) -> StreamShare:
         """Opens the share of a data loader; see `persia.types.loader_of`.

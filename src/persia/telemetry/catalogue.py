@@ -98,6 +98,8 @@ CATALOGUE: dict[str, MetricKind] = {
     "stream_rows": MetricKind("counter", "samples read"),
     "stream_batches": MetricKind("counter", "batches read"),
     "stream_poison": MetricKind("counter", "messages skipped as they could not be converted"),
+    "stream_late": MetricKind("counter", "rows older than the allowed lateness"),
+    "stream_rows_per_second": MetricKind("gauge", "samples read per second, in the last 10 s"),
     "stream_lag": MetricKind("gauge", "messages of a partition that are not read yet"),
     "stream_delay_seconds": MetricKind("gauge", "age of the last message that was read"),
     # Compressing optimizer.

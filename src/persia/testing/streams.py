@@ -11,6 +11,7 @@ from persia.membership.streams import RecordedStream, StreamLoaders
 from persia.schema import Schema
 from persia.services import DataLoader, EmbeddingWorker, FedStream, SharedStream
 from persia.streams import OffsetLog
+from persia.types import Feed, Member, Membership
 from persia.worker import Worker
 
 __all__ = ["StreamOptions", "ThreadStream"]
@@ -41,7 +42,7 @@ class ThreadStream:
 
     Attributes:
         log: the record.
-        loaders: the data loaders, by number. A test may replace one, as a restart does.
+        loaders: the data loaders, by number.
     """
 
     def __init__(self, source: SharedStream, schema: Schema, worker: Worker, options: StreamOptions) -> None:
@@ -50,21 +51,43 @@ class ThreadStream:
         self._schema = schema
         self._options = options
         self._workers: Directory[EmbeddingWorker] = Directory.fixed("embedding_worker", [worker])
-        self.loaders = [self.loader() for _ in range(options.data_loaders)]
-        self._directory: Directory[DataLoader] = Directory.fixed("data_loader", self.loaders)
+        self.loaders = [self._loader() for _ in range(options.data_loaders)]
+        self._directory: Directory[DataLoader] = Directory("data_loader", lambda member: self.loaders[member.rank])
+        self._incarnations = [1] * options.data_loaders
+        self._version = 0
+        self._feed: Feed | None = None
+        self._publish()
 
-    def loader(self) -> StreamLoader:
-        """Returns a data loader that has not begun."""
-        return StreamLoader(self._source, self.log, self._schema, self._workers, timeout=self._options.timeout)
+    def restart(self, number: int) -> None:
+        """Replaces a data loader by an empty one, as after its death. No batch is lost."""
+        old, self.loaders[number] = self.loaders[number], self._loader()
+        self._incarnations[number] += 1
+        self._publish()
+        if self._feed is not None:
+            self._begin(self._feed)  # For the others nothing changes.
+        old.end()
 
     def of(self, rank: int) -> FedStream:
         """Returns the stream as one NN worker has it."""
         source, options = self._source, self._options
         stream = RecordedStream(self.log, rank == 0, source.commit, source.observe)
         loaders = DataLoaders(self._directory, options.timeout)
-        return FedStream(stream, StreamLoaders(loaders, loaders.begin, stream, options.nn_workers, options.timeout))
+        return FedStream(stream, StreamLoaders(loaders, self._begin, stream, options.nn_workers, options.timeout))
 
     def end(self) -> None:
         """Ends reading."""
         for loader in self.loaders:
             loader.end()
+
+    def _begin(self, feed: Feed) -> None:
+        self._feed = feed
+        DataLoaders(self._directory, self._options.timeout).begin(feed)
+
+    def _loader(self) -> StreamLoader:
+        return StreamLoader(self._source, self.log, self._schema, self._workers, timeout=self._options.timeout)
+
+    def _publish(self) -> None:
+        """Makes the directory follow `loaders`."""
+        self._version += 1
+        members = [Member("data_loader", rank, number, "") for rank, number in enumerate(self._incarnations)]
+        self._directory.update(Membership(self._version, 1, members))

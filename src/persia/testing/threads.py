@@ -128,6 +128,11 @@ class Threads:
             self._streams.clear()
             self._stream_calls.clear()
 
+    @property
+    def stream(self) -> ThreadStream | None:
+        """The stream that is read, or was read last in this run; None if there is none."""
+        return self._streams[-1] if self._streams else None
+
     def _stream(self, rank: int, data: object, schema: Schema) -> FedStream | None:
         """Returns the stream of a call of `fit` as one NN worker has it; the first one that calls starts to read it."""
         if not isinstance(data, SharedStream):
