@@ -11,6 +11,7 @@ from typing import Any, Literal
 from persia.checks import check_integer, check_number, plain
 from persia.data.broker import BrokerOptions, committed, require_library
 from persia.data.expressions import Rule
+from persia.data.kafka_events import KafkaEvents
 from persia.data.kafka_options import Begin, EventTime, KafkaOptions, StreamCounts, Until
 from persia.data.kafka_share import KafkaShare
 from persia.data.messages import TIMESTAMP, ValuesFormat
@@ -20,8 +21,9 @@ from persia.data.stream_rows import MessageConverter
 from persia.errors import ConfigError
 from persia.schema import Schema
 from persia.services import StreamLog
+from persia.streams import OffsetLog
 from persia.telemetry.metrics import Metric
-from persia.types import Offsets
+from persia.types import Bounds, Offsets
 
 __all__ = ["KafkaReader", "kafka"]
 
@@ -181,6 +183,23 @@ class KafkaReader(LoggedStream):
         """Opens the share of a data loader; see `persia.services.SharedStream`."""
         converter = MessageConverter(self._conversion, self._options, self._counts)
         return KafkaShare(self._options, self.batch_size, converter, self._counts, log, loader, loaders, stopping)
+
+    def open_events(
+        self, on: str, rows: bool, positions: list[Bounds], begun: Offsets, stopping: Callable[[], bool]
+    ) -> KafkaEvents:
+        """Opens the stream for a join; see `persia.data.events.EventStream`.
+
+        Raises:
+            ConfigError: it has no event time.
+        """
+        if self._options.event_time is None:
+            raise ConfigError("A stream that is joined needs event_time, the column with its time.", field="event_time")
+        converter = MessageConverter(self._conversion, self._options, self._counts, on, rows)
+        log = OffsetLog(0, {topic: begun[topic] for topic in begun if topic.partition("@")[0] in self.topics})
+        log.assign(positions)
+        return KafkaEvents(
+            KafkaShare(self._options, self.batch_size, converter, self._counts, log, 0, 1, stopping), log
+        )
 
     def commit(self, offsets: Offsets) -> None:
         """Commits offsets to the group, if there is one; logs a failure."""

@@ -8,8 +8,9 @@ from datetime import datetime
 
 from persia.batching.batch import Batch
 from persia.data.broker import POLL_SECONDS, Broker, Buffer
+from persia.data.events import Progress
 from persia.data.kafka_options import KafkaOptions, StreamCounts
-from persia.data.stream_rows import MessageConverter
+from persia.data.stream_rows import Converted, MessageConverter
 from persia.services import NewBatch, StreamLog
 from persia.types import Bounds, OffsetRange, Partition, loader_of
 
@@ -72,6 +73,8 @@ class KafkaShare:
         self._newest: dict[Partition, int | None] = {}
         """Latest event time of each partition before its head."""
         self._exhausted = self._closed = False
+        self.last = Converted(None, None)
+        """What the messages that were read last were converted to."""
         self._measured = 0.0
         """Time of the last measurement of the lag."""
         self._fetch = min(batch_size, FIRST_FETCH)
@@ -97,7 +100,8 @@ class KafkaShare:
             self._poll(partition)
         messages = buffer.take_below(found.end)
         self._heads[partition], self._newest[partition] = found.end, found.newest_after
-        batch = self._converter.convert(partition, messages, found.newest).batch if messages else None
+        self.last = self._converter.convert(partition, messages, found.newest) if messages else Converted(None, None)
+        batch = self.last.batch
         # Messages at the beginning may be missing as the topic was compacted, but not as they are too old.
         if batch is None or (messages[0].offset > found.begin and broker.watermarks(partition)[0] > found.begin):
             raise broker.deleted(partition, found.begin)
@@ -123,7 +127,7 @@ class KafkaShare:
         partition = partition_ready
         messages = self._broker.buffers[partition].take(self._batch_size)
         self._heads[partition] = messages[-1].offset + 1
-        converted = self._converter.convert(partition, messages, self._newest[partition])
+        converted = self.last = self._converter.convert(partition, messages, self._newest[partition])
         self._newest[partition] = converted.newest
         batch = converted.batch
         if batch is None:  # All were skipped; they belong to the partition's next batch.
@@ -139,6 +143,32 @@ class KafkaShare:
         self._measure()
         self._counts.batch(len(batch), messages[-1].time)
         return NewBatch(number, found, batch)
+
+    def positions(self) -> list[Bounds]:
+        """Returns where each partition will be read on."""
+        return list(self._next.values())
+
+    def progress(self) -> Progress:
+        """Returns how far the partitions are read, by event time."""
+        quiet = time.monotonic() - self._options.linger
+        event_time = self._options.event_time
+        lateness = event_time.allowed or 0 if event_time is not None else 0
+        complete: list[int] = []
+        newest: list[int] = []
+        unknown, over = False, True
+        for partition, bounds in self._next.items():
+            buffer, latest = self._broker.buffers[partition], bounds.newest
+            if latest is not None:
+                newest.append(latest)
+            ended = bounds.end is not None and not buffer.messages and buffer.position >= bounds.end
+            over = over and ended
+            if ended or (buffer.caught_up and not buffer.messages and buffer.since <= quiet):
+                continue
+            if latest is None:
+                unknown = True
+            else:
+                complete.append(latest - lateness)
+        return Progress(min(complete, default=None), max(newest, default=None), unknown, over)
 
     # --- partitions ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.batching.batch import Batch
+from persia.batching.batch import Batch, IdColumn
 from persia.data.broker import client
 from persia.data.files import File
 from persia.data.kafka_options import EventTime, KafkaOptions, StreamCounts
@@ -38,11 +38,13 @@ class Converted(NamedTuple):
         batch: their rows; None if none is left.
         newest: latest event time up to the last message, in milliseconds; None without one.
         times: event times of the rows of the batch, int64 `[batch]`; None without a column for them.
+        keys: ids of the key of a join, one for each row or none; None without a key.
     """
 
     batch: Batch | None
     newest: int | None
     times: NDArray[np.int64] | None = None
+    keys: IdColumn | None = None
 
 
 class _Bad(NamedTuple):
@@ -59,13 +61,28 @@ class MessageConverter:
         conversion: makes batches of rows.
         options: arguments of `kafka`.
         counts: gets the numbers of poison messages and late rows.
+        key: column whose ids are wanted, too; None for none.
+        rows: whether the rows are wanted; otherwise batches are empty but for their number of samples.
     """
 
-    def __init__(self, conversion: Conversion, options: KafkaOptions, counts: StreamCounts) -> None:
+    def __init__(
+        self,
+        conversion: Conversion,
+        options: KafkaOptions,
+        counts: StreamCounts,
+        key: str | None = None,
+        rows: bool = True,
+    ) -> None:
+        self._key = key
+        self._wants_rows = rows
         self._conversion = conversion
         self._options = options
         self._counts = counts
         columns = [*conversion.wanted.values(), *conversion.rule_columns, *([conversion.day] if conversion.day else [])]
+        if not rows:
+            columns.clear()
+        if key is not None:
+            columns.append(key)
         if options.event_time is not None:
             columns.append(options.event_time.column)
         self.decoder = MessageDecoder(options.values, list(dict.fromkeys(columns)))
@@ -107,6 +124,7 @@ class MessageConverter:
             Batch.concat(batches) if batches else None,
             parts[-1].newest if parts else newest,
             np.concatenate(times) if times else None,
+            IdColumn.concat([part.keys for part in parts if part.keys is not None]) if self._key and parts else None,
         )
 
     def _salvaged(
@@ -144,13 +162,16 @@ class MessageConverter:
                 if late and event_time.drop:
                     table, times = table.filter(~is_late), times[~is_late]
                     table = table.combine_chunks()
+        keys = None if self._key is None else _keys(table, self._key)
         batch = self._rows(partition, table)
         self._counts.add("late", late)  # Only now: messages that cannot be converted are converted again, in parts.
-        return Converted(batch, newest, times)
+        return Converted(batch, newest, times, keys)
 
     def _rows(self, partition: Partition, table: Any) -> Batch | None:
         if not table.num_rows:
             return None
+        if not self._wants_rows:
+            return Batch({}, np.zeros((table.num_rows, 0), np.float32), np.zeros((table.num_rows, 0), np.float32))
         file = File(f"kafka://{partition.topic}/{partition.number}")
         columns = self._conversion.columns_of(file, table.column_names)
         named = {name: table.column(name).chunk(0) for name in columns}
@@ -185,6 +206,19 @@ class MessageConverter:
                 f"{topic!r} ({'; '.join(failures[:1]) or 'no answer'}); check it, or leave it out.",
                 topic=topic,
             )
+
+
+def _keys(table: Any, name: str) -> IdColumn:
+    """Returns the ids of the key of each row.
+
+    Raises:
+        DataError: there is no such column, or it has no ids.
+    """
+    from persia.batching.arrow_columns import arrow_ids
+
+    if name not in table.column_names:
+        raise DataError(f"There is no column {name!r}, the key of the join.", column=name)
+    return arrow_ids(name, table.column(name), "auto")
 
 
 def _milliseconds(table: Any, event_time: EventTime) -> NDArray[np.int64]:

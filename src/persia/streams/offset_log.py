@@ -217,7 +217,7 @@ class OffsetLog:
 
     def _begin(self, number: int, offsets: Offsets) -> None:
         self._first = number
-        self._begins = {Partition(t, p): o for t, of in offsets.items() if not t.endswith(TIMES) for p, o in of.items()}
+        self._begins = {Partition(t, p): o for t, of in offsets.items() if "@" not in t for p, o in of.items()}
         """Offset of each partition at batch `_first`."""
         self._next = dict(self._begins)
         self._oldest = {

@@ -102,6 +102,13 @@ CATALOGUE: dict[str, MetricKind] = {
     "stream_rows_per_second": MetricKind("gauge", "samples read per second, in the last 10 s"),
     "stream_lag": MetricKind("gauge", "messages of a partition that are not read yet"),
     "stream_delay_seconds": MetricKind("gauge", "age of the last message that was read"),
+    # Joined streams.
+    "join_positives": MetricKind("counter", "impressions with a click in their window"),
+    "join_negatives": MetricKind("counter", "impressions without"),
+    "join_corrections": MetricKind("counter", "impressions emitted once more, as their click was late"),
+    "join_late_clicks": MetricKind("counter", "impressions found by a click after they had been emitted as negatives"),
+    "join_unmatched_clicks": MetricKind("counter", "clicks without an impression"),
+    "join_open": MetricKind("gauge", "impressions whose windows have not ended"),
     # Compressing optimizer.
     "apmsqueeze_steps": MetricKind("counter", "updates of the network"),
     "apmsqueeze_skipped_steps": MetricKind("counter", "updates left out because of a NaN or Inf on any NN worker"),
