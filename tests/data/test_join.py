@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import persia
-from persia.data import EventBatches, Events, join
+from persia.data import EventBatches, KeyedEvents, join
 from persia.errors import ConfigError, DataError
 from persia.services import SharedStream, Stream
 from support.kafka import SCHEMA, Kafka, items
@@ -34,7 +34,7 @@ def stream(name, chunks, batch_size=4, lateness=0):
         )
         keys = np.array([key for key, _ in chunk], np.uint64)
         times = np.array([at * 1000 for _, at in chunk], np.int64)
-        found.append(Events(keys, times, batch))
+        found.append(KeyedEvents(keys, times, batch))
     return EventBatches(name, found, SCHEMA, batch_size, lateness * 1000)
 
 

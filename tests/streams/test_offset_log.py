@@ -9,7 +9,7 @@ import pytest
 from persia.errors import DataError, DeadlineError, PersiaError
 from persia.streams import OffsetLog
 from persia.streams.offset_log import AWAITED_SECONDS, COMPACT
-from persia.types import Bounds, OffsetRange, Partition, RecordedBatch
+from persia.types import OffsetRange, Partition, PartitionBounds, RecordedBatch
 
 ONE, TWO = Partition("a", 0), Partition("b", 1)
 RANGES = [OffsetRange(ONE, 10, 14), OffsetRange(TWO, 7, 9), OffsetRange(ONE, 14, 20)]
@@ -17,7 +17,7 @@ RANGES = [OffsetRange(ONE, 10, 14), OffsetRange(TWO, 7, 9), OffsetRange(ONE, 14,
 
 def filled(path=None, end=None):
     log = OffsetLog(3, {"a": {0: 10}}, path)
-    log.assign([Bounds(TWO, 7, end), Bounds(ONE, 99, end)])
+    log.assign([PartitionBounds(TWO, 7, end), PartitionBounds(ONE, 99, end)])
     assert [log.record(found) for found in RANGES] == [3, 4, 5]
     return log
 
@@ -47,7 +47,7 @@ def test_a_message_is_in_one_batch_whoever_records_and_however_often_it_is_sent(
     assert log.record(RANGES[2]) == 5  # Its answer was lost.
     for other in (RANGES[0], OffsetRange(ONE, 14, 19), OffsetRange(ONE, 21, 22), OffsetRange(Partition("c", 0), 0, 1)):
         assert log.record(other) is None
-    assert log.assign([Bounds(ONE, 0)]) == [Bounds(ONE, 20), Bounds(TWO, 9)]
+    assert log.assign([PartitionBounds(ONE, 0)]) == [PartitionBounds(ONE, 20), PartitionBounds(TWO, 9)]
     assert log.stream_offsets(None) == log.stream_offsets(6)
 
 
@@ -111,7 +111,7 @@ def test_a_stream_is_idle_while_somebody_waits_for_it():
 
 def test_event_times_are_part_of_the_position():
     log = OffsetLog(0, {"a": {0: 5}, "a@event_time": {0: 1000}})
-    assert log.assign([Bounds(ONE, 0)]) == [Bounds(ONE, 5, None, 1000)]
+    assert log.assign([PartitionBounds(ONE, 0)]) == [PartitionBounds(ONE, 5, None, 1000)]
     log.record(OffsetRange(ONE, 5, 8, 1000, 1200))
     log.record(OffsetRange(ONE, 8, 9, 1200, 1300))
     assert log.stream_offsets(1) == {"a": {0: 8}, "a@event_time": {0: 1200}}
@@ -146,7 +146,7 @@ def test_a_restarted_process_has_the_record(tmp_path):
 def test_the_file_does_not_grow_with_a_run(tmp_path):
     path = tmp_path / "stream"
     log = OffsetLog(path=str(path))
-    log.assign([Bounds(ONE, 0)])
+    log.assign([PartitionBounds(ONE, 0)])
     for number in range(COMPACT + 10):
         log.record(OffsetRange(ONE, number, number + 1))
     size = path.stat().st_size

@@ -5,7 +5,7 @@ resumed. pyarrow and fsspec are imported on first use.
 """
 
 from persia.data.days import Span, days
-from persia.data.events import EventBatches, Events
+from persia.data.events import EventBatches, KeyedEvents
 from persia.data.files import File, expand, find
 from persia.data.from_adult import adult
 from persia.data.from_arrow import arrow
@@ -28,10 +28,10 @@ from persia.data.selection import Split
 
 __all__ = [
     "EventBatches",
-    "Events",
     "File",
     "ItemCatalog",
     "JoinedStream",
+    "KeyedEvents",
     "Loader",
     "NegativeSampling",
     "Order",

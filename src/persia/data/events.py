@@ -11,12 +11,12 @@ from persia.batching.batch import Batch
 from persia.errors import ConfigError
 from persia.schema import Schema
 from persia.telemetry.metrics import Metric
-from persia.types import BoolArray, Bounds, Ids, Int64Array, OffsetRange, Offsets, Partition
+from persia.types import BoolArray, Ids, Int64Array, OffsetRange, Offsets, Partition, PartitionBounds
 
-__all__ = ["EventBatches", "EventShare", "EventStream", "Events", "NewEvents", "Progress"]
+__all__ = ["EventBatches", "EventShare", "EventStream", "KeyedEvents", "NewEvents", "Progress"]
 
 
-class Events(NamedTuple):
+class KeyedEvents(NamedTuple):
     """Events in the order of one partition.
 
     Attributes:
@@ -36,7 +36,7 @@ class NewEvents(NamedTuple):
     """Events that have just been read, and their messages."""
 
     range: OffsetRange
-    events: Events
+    events: KeyedEvents
 
 
 class Progress(NamedTuple):
@@ -59,13 +59,13 @@ class Progress(NamedTuple):
 class EventShare(Protocol):
     """Reads the events of a stream. For one thread."""
 
-    def read(self, found: OffsetRange) -> Events:
+    def read(self, found: OffsetRange) -> KeyedEvents:
         """Reads events again. Blocks."""
 
     def poll(self) -> NewEvents | None:
         """Reads on; None if there are no events yet. Blocks for a short time only."""
 
-    def positions(self) -> list[Bounds]:
+    def positions(self) -> list[PartitionBounds]:
         """Returns where each partition will be read on."""
 
     def progress(self) -> Progress:
@@ -87,7 +87,7 @@ class EventStream(Protocol):
         """The schema of the rows."""
 
     def open_events(
-        self, on: str, rows: bool, positions: list[Bounds], begun: Offsets, stopping: Callable[[], bool]
+        self, on: str, rows: bool, positions: list[PartitionBounds], begun: Offsets, stopping: Callable[[], bool]
     ) -> EventShare:
         """Opens the stream.
 
@@ -121,7 +121,12 @@ class EventBatches:
     """
 
     def __init__(
-        self, name: str, events: Sequence[Events], schema: Schema, batch_size: int = 1024, allowed_lateness: int = 0
+        self,
+        name: str,
+        events: Sequence[KeyedEvents],
+        schema: Schema,
+        batch_size: int = 1024,
+        allowed_lateness: int = 0,
     ) -> None:
         for number, (keys, times, batch, _) in enumerate(events):
             lengths = {len(keys), len(times), *([len(batch)] if batch is not None else [])}
@@ -139,7 +144,7 @@ class EventBatches:
         return self._schema
 
     def open_events(
-        self, on: str, rows: bool, positions: list[Bounds], begun: Offsets, stopping: Callable[[], bool]
+        self, on: str, rows: bool, positions: list[PartitionBounds], begun: Offsets, stopping: Callable[[], bool]
     ) -> EventShare:
         """Opens the stream; see `EventStream`."""
         partition = Partition(self.topics[0], 0)
@@ -157,19 +162,19 @@ class EventBatches:
 class _MemoryShare:
     """Reads an `EventBatches`; an offset is the number of an item."""
 
-    def __init__(self, partition: Partition, events: list[Events], at: int, lateness: int) -> None:
+    def __init__(self, partition: Partition, events: list[KeyedEvents], at: int, lateness: int) -> None:
         self._partition = partition
         self._events = events
         self._at = at
         self._lateness = lateness
         self._newest = max((int(e.times.max()) for e in events[:at] if len(e.times)), default=None)
 
-    def read(self, found: OffsetRange) -> Events:
+    def read(self, found: OffsetRange) -> KeyedEvents:
         """See `EventShare`."""
         items = self._events[found.begin : found.end]
         batches = [item.batch for item in items if item.batch is not None]
         keyed = [np.ones(len(item.keys), bool) if item.keyed is None else item.keyed for item in items]
-        return Events(
+        return KeyedEvents(
             np.concatenate([item.keys for item in items]),
             np.concatenate([item.times for item in items]),
             Batch.concat(batches) if batches else None,
@@ -188,9 +193,9 @@ class _MemoryShare:
             self._newest = newest if self._newest is None else max(self._newest, newest)
         return NewEvents(found, events)
 
-    def positions(self) -> list[Bounds]:
+    def positions(self) -> list[PartitionBounds]:
         """See `EventShare`."""
-        return [Bounds(self._partition, self._at, len(self._events))]
+        return [PartitionBounds(self._partition, self._at, len(self._events))]
 
     def progress(self) -> Progress:
         """See `EventShare`."""

@@ -23,7 +23,7 @@ from persia.schema import Schema
 from persia.services import StreamLog
 from persia.streams import OffsetLog
 from persia.telemetry.metrics import Metric
-from persia.types import Bounds, Offsets
+from persia.types import Offsets, PartitionBounds
 
 __all__ = ["KafkaReader", "kafka"]
 
@@ -185,7 +185,7 @@ class KafkaReader(LoggedStream):
         return KafkaShare(self._options, self.batch_size, converter, self._counts, log, loader, loaders, stopping)
 
     def open_events(
-        self, on: str, rows: bool, positions: list[Bounds], begun: Offsets, stopping: Callable[[], bool]
+        self, on: str, rows: bool, positions: list[PartitionBounds], begun: Offsets, stopping: Callable[[], bool]
     ) -> KafkaEvents:
         """Opens the stream for a join; see `persia.data.events.EventStream`.
 

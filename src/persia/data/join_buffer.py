@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
-from persia.data.events import Events
+from persia.data.events import KeyedEvents
 from persia.types import BoolArray, Ids, Int64Array
 
 __all__ = ["Emitted", "JoinBuffer"]
@@ -43,7 +43,7 @@ class _Table:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def append(self, events: Events, partition: int, begin: int, following: int, keep: BoolArray) -> None:
+    def append(self, events: KeyedEvents, partition: int, begin: int, following: int, keep: BoolArray) -> None:
         count = int(keep.sum())
         places = np.empty((count, 3), np.int64)
         places[:, 0], places[:, 1] = partition, begin
@@ -113,7 +113,7 @@ class JoinBuffer:
         found, self._found_late = self._found_late, 0
         return found
 
-    def restore(self, impressions: bool, partition: int, begin: int, events: Events) -> None:
+    def restore(self, impressions: bool, partition: int, begin: int, events: KeyedEvents) -> None:
         """Adds events of an earlier run: what was emitted then is not emitted again. Call `restored` at the end."""
         keep = np.ones(len(events.times), bool) if self.time is None else self._kept(events.times, self.time)
         self._add(impressions, partition, begin, events, keep)
@@ -125,7 +125,7 @@ class JoinBuffer:
         self._match()
         self._late, self._found_late = np.zeros(0, np.int64), 0
 
-    def add(self, impressions: bool, partition: int, begin: int, events: Events) -> None:
+    def add(self, impressions: bool, partition: int, begin: int, events: KeyedEvents) -> None:
         """Adds events that were not in an earlier run.
 
         Args:
@@ -208,7 +208,7 @@ class JoinBuffer:
     def _kept(self, times: Int64Array, time: int) -> BoolArray:
         return times + 2 * self._window > time
 
-    def _add(self, impressions: bool, partition: int, begin: int, events: Events, keep: BoolArray) -> None:
+    def _add(self, impressions: bool, partition: int, begin: int, events: KeyedEvents, keep: BoolArray) -> None:
         if not impressions and events.keyed is not None:
             self._unmatched += int((~events.keyed).sum())
             keep = keep & events.keyed

@@ -14,12 +14,12 @@ import numpy as np
 from persia.batching.batch import Batch
 from persia.checks import check_integer, check_number
 from persia.data.broker import Stopped
-from persia.data.events import Events, EventShare, EventStream
+from persia.data.events import EventShare, EventStream, KeyedEvents
 from persia.data.join_buffer import Emitted, JoinBuffer
 from persia.errors import ConfigError, DataError
 from persia.schema import Schema
 from persia.telemetry.metrics import Metric
-from persia.types import Bounds, OffsetRange, Offsets, Partition
+from persia.types import OffsetRange, Offsets, Partition, PartitionBounds
 
 __all__ = ["JoinedStream", "join"]
 
@@ -309,7 +309,7 @@ class _Join:
         try:
             for side, stream in ((True, impressions), (False, clicks)):
                 ends = [
-                    Bounds(partition, offset, record.ends[partition])
+                    PartitionBounds(partition, offset, record.ends[partition])
                     for partition, offset in _partitions(last, "").items()
                     if partition.topic in stream.topics and partition in record.ends
                 ]
@@ -385,7 +385,7 @@ class _Join:
         # All partitions are read to their ends: what is not there is not expected.
         return max((one.newest for one in progress if one.newest is not None), default=None), over
 
-    def _add(self, side: bool, found: OffsetRange, events: Events) -> None:
+    def _add(self, side: bool, found: OffsetRange, events: KeyedEvents) -> None:
         partition = found.partition
         self._chunks.setdefault(partition, []).append((found.begin, found.newest))
         self._consumed[partition] = found.end

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from persia.data.events import Events, NewEvents, Progress
+from persia.data.events import KeyedEvents, NewEvents, Progress
 from persia.data.kafka_share import KafkaShare
 from persia.data.stream_rows import NO_TIME, Converted
 from persia.errors import DataError
 from persia.streams import OffsetLog
-from persia.types import Bounds, OffsetRange
+from persia.types import OffsetRange, PartitionBounds
 
 __all__ = ["KafkaEvents"]
 
@@ -26,7 +26,7 @@ class KafkaEvents:
         self._share = share
         self._log = log
 
-    def read(self, found: OffsetRange) -> Events:
+    def read(self, found: OffsetRange) -> KeyedEvents:
         """Reads events again; see `EventShare`."""
         self._share.read(found)
         return _events(found, self._share.last)
@@ -39,7 +39,7 @@ class KafkaEvents:
         self._log.covered(new.number + 1)
         return NewEvents(new.range, _events(new.range, self._share.last))
 
-    def positions(self) -> list[Bounds]:
+    def positions(self) -> list[PartitionBounds]:
         """Returns where each partition will be read on."""
         return self._share.positions()
 
@@ -52,7 +52,7 @@ class KafkaEvents:
         self._share.close()
 
 
-def _events(found: OffsetRange, converted: Converted) -> Events:
+def _events(found: OffsetRange, converted: Converted) -> KeyedEvents:
     """Returns the events of messages.
 
     Raises:
@@ -67,10 +67,10 @@ def _events(found: OffsetRange, converted: Converted) -> Events:
     if (times == NO_TIME).any():
         raise DataError(f"{where}: a row has no event time, without which it cannot be joined.", topic=topic)
     if ids.offsets is None:
-        return Events(ids.values, times, batch)
+        return KeyedEvents(ids.values, times, batch)
     counts = np.diff(ids.offsets)
     if len(counts) and counts.max() > 1:
         raise DataError(f"{where}: a row has several keys; join on a column with one.", topic=topic)
     keys = np.zeros(len(times), np.uint64)
     keys[counts == 1] = ids.values
-    return Events(keys, times, batch, counts == 1)
+    return KeyedEvents(keys, times, batch, counts == 1)

@@ -12,7 +12,7 @@ from persia.data.events import Progress
 from persia.data.kafka_options import KafkaOptions, StreamCounts
 from persia.data.stream_rows import Converted, MessageConverter
 from persia.services import NewBatch, StreamLog
-from persia.types import Bounds, OffsetRange, Partition, loader_of
+from persia.types import OffsetRange, Partition, PartitionBounds, loader_of
 
 __all__ = ["KafkaShare"]
 
@@ -66,7 +66,7 @@ class KafkaShare:
         self._log = log
         self._share = loader, loaders
         self._stopping = stopping
-        self._next: dict[Partition, Bounds] = {}
+        self._next: dict[Partition, PartitionBounds] = {}
         """Of each partition of this share, where its next batch begins."""
         self._heads: dict[Partition, int] = {}
         """Offset of each partition up to which messages have left its buffer."""
@@ -144,7 +144,7 @@ class KafkaShare:
         self._counts.batch(len(batch), messages[-1].time)
         return NewBatch(number, found, batch)
 
-    def positions(self) -> list[Bounds]:
+    def positions(self) -> list[PartitionBounds]:
         """Returns where each partition will be read on."""
         return list(self._next.values())
 
@@ -196,7 +196,7 @@ class KafkaShare:
             lasts = broker.offsets_at(partitions, _milliseconds(until)) if isinstance(until, datetime) else ends
         elif until is not None:  # Partitions that were added since are not part of a bounded stream.
             partitions = [partition for partition in partitions if partition in known]
-        log.assign([Bounds(p, begins[p], lasts.get(p)) for p in partitions if p not in known])
+        log.assign([PartitionBounds(p, begins[p], lasts.get(p)) for p in partitions if p not in known])
         mine = [bounds for bounds in log.assign([]) if self._is_mine(bounds.partition)]
         for partition, offset, _, newest in mine:
             low, high = marks.get(partition, (0, -1))
@@ -214,7 +214,9 @@ class KafkaShare:
         """Adds partitions that the brokers have added to an unbounded stream."""
         if self._options.until is not None:
             return
-        added = [Bounds(p, self._broker.watermarks(p)[0]) for p in self._broker.new_partitions() if self._is_mine(p)]
+        added = [
+            PartitionBounds(p, self._broker.watermarks(p)[0]) for p in self._broker.new_partitions() if self._is_mine(p)
+        ]
         if not added:
             return
         names = {bounds.partition for bounds in added}

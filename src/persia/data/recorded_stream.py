@@ -1,4 +1,4 @@
-"""What streams have in common: a record of batches in this process, and iteration over them by number."""
+"""Base of streams: a record of batches in this process, and iteration over them by number."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from persia import rpc
 from persia.batching.batch import Batch
 from persia.services.data import DataLoader, Seekable
 from persia.telemetry.metrics import Metric
-from persia.types import Bounds, Delivery, OffsetRange, Offsets, Partition, RecordedBatch
+from persia.types import Delivery, OffsetRange, Offsets, Partition, PartitionBounds, RecordedBatch
 
 __all__ = [
     "FedStream",
@@ -79,7 +79,7 @@ class StreamLog(Protocol):
             anew: False to keep the record if it has this number, so that the batches from there on are the same again.
         """
 
-    def assign(self, bounds: list[Bounds]) -> list[Bounds]:
+    def assign(self, bounds: list[PartitionBounds]) -> list[PartitionBounds]:
         """Adds partitions that are not known, and returns all known ones, with the offsets of their next batches."""
 
     def record(self, found: OffsetRange) -> int | None:

@@ -13,7 +13,7 @@ import msgspec
 
 from persia.errors import DataError, DeadlineError, PersiaError
 from persia.streams.log_file import LogFile
-from persia.types import Bounds, OffsetRange, Offsets, Partition, RecordedBatch
+from persia.types import OffsetRange, Offsets, Partition, PartitionBounds, RecordedBatch
 
 __all__ = ["OffsetLog"]
 
@@ -33,7 +33,7 @@ class _Begun(msgspec.Struct, tag="begun", array_like=True):
 
 
 class _Assigned(msgspec.Struct, tag="assigned", array_like=True):
-    bounds: list[Bounds]
+    bounds: list[PartitionBounds]
 
 
 class _Ranges(msgspec.Struct, tag="ranges", array_like=True):
@@ -96,13 +96,15 @@ class OffsetLog:
             self._file.replace(self._entries())
             self._changed.notify_all()
 
-    def assign(self, bounds: list[Bounds]) -> list[Bounds]:
+    def assign(self, bounds: list[PartitionBounds]) -> list[PartitionBounds]:
         """Adds partitions that are not known; returns all; see `persia.services.StreamLog`."""
         with self._changed:
             added = [bound for bound in bounds if bound.partition not in self._ends]
             if added:
                 self._enter(_Assigned(added))
-            return [Bounds(p, self._next[p], end, self._newest.get(p)) for p, end in sorted(self._ends.items())]
+            return [
+                PartitionBounds(p, self._next[p], end, self._newest.get(p)) for p, end in sorted(self._ends.items())
+            ]
 
     def record(self, found: OffsetRange) -> int | None:
         """Records the range of the next batch; see `persia.services.StreamLog`."""
@@ -265,7 +267,7 @@ class OffsetLog:
     def _entries(self) -> Iterator[_Entry]:
         """Returns entries that make this state."""
         yield _Begun(self._first, _offsets(self._begins, self._oldest))
-        yield _Assigned([Bounds(p, self._begins[p], end) for p, end in self._ends.items()])
+        yield _Assigned([PartitionBounds(p, self._begins[p], end) for p, end in self._ends.items()])
         yield _Ranges(list(self._ranges))
         yield _Exhausted(list(self._exhausted))
         if self._closed:

@@ -26,7 +26,7 @@ from persia.types.membership import TITLES, Member, Membership
 from persia.types.packed import Gradients, Packed, PackedGradients
 from persia.types.publishing import PublishOptions, PublishOrder, PublishStatus
 from persia.types.rows import RowsSet, RowState, StoredRows
-from persia.types.streams import Bounds, OffsetRange, Partition, RecordedBatch, StreamStart, loader_of
+from persia.types.streams import OffsetRange, Partition, PartitionBounds, RecordedBatch, StreamStart, loader_of
 from persia.types.tokens import (
     ArrivalRecord,
     Caller,
@@ -51,7 +51,6 @@ __all__ = [
     "ArrivalRecord",
     "BatchId",
     "BoolArray",
-    "Bounds",
     "Bytes",
     "Caller",
     "Contribution",
@@ -75,6 +74,7 @@ __all__ = [
     "Packed",
     "PackedGradients",
     "Partition",
+    "PartitionBounds",
     "PhaseRecord",
     "PublishOptions",
     "PublishOrder",

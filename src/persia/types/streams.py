@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from persia.types.batches import Offsets
 
-__all__ = ["Bounds", "OffsetRange", "Partition", "RecordedBatch", "StreamStart", "loader_of"]
+__all__ = ["OffsetRange", "Partition", "PartitionBounds", "RecordedBatch", "StreamStart", "loader_of"]
 
 
 class Partition(NamedTuple):
@@ -35,8 +35,8 @@ class OffsetRange(NamedTuple):
     newest_after: int | None = None
 
 
-class Bounds(NamedTuple):
-    """What is to be read of a partition.
+class PartitionBounds(NamedTuple):
+    """The part of a partition that is to be read.
 
     Attributes:
         partition: the partition.
@@ -52,7 +52,7 @@ class Bounds(NamedTuple):
 
 
 class RecordedBatch(NamedTuple):
-    """What is recorded of a batch number.
+    """The record of a batch number.
 
     Attributes:
         range: the messages of the batch; None if there is none yet, or the stream is over.

@@ -53,7 +53,7 @@ class LoaderFeed:
 
     @property
     def kind(self) -> SourceKind:
-        """What the data loaders read; None if NN workers read their data themselves."""
+        """Kind of the data loaders' source; None if NN workers read their data themselves."""
         if self._source is None:
             return None
         return "stream" if self._stream is not None else "batches"
