@@ -139,13 +139,18 @@ class TokenClient:
             self._open.append(sequence)
         return DrawnToken(sequence, number, self.dense.pull(token.least, self._still_wanted))
 
-    def _patiently(self, call: Callable[[], T]) -> T:
-        """Makes a call that waits for other NN workers; again, while one of them waits for data."""
+    def _patiently(self, call: Callable[[], T], *, closed: bool = False) -> T:
+        """Makes a call that waits for other NN workers; again, while one of them waits for data.
+
+        Args:
+            call: may be repeated.
+            closed: whether it is made after `close`, which ends other calls.
+        """
         while True:
             try:
                 return call()
             except DeadlineError:
-                if self._closed or not self._idle():
+                if self._closed > closed or not self._idle():
                     raise
 
     def _still_wanted(self) -> bool:
@@ -190,7 +195,7 @@ class TokenClient:
     def quiesce(self) -> QuiesceResult:
         """Waits until all NN workers are done with the phase."""
         while True:
-            result = self._patiently(lambda: self._tokens.quiesce(self._caller, self._done, self._filled))
+            result = self._patiently(lambda: self._tokens.quiesce(self._caller, self._done, self._filled), closed=True)
             if not result.abandoned:
                 return result
             self._fill(result.abandoned)
