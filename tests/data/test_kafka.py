@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import itertools
+import json
 import logging
 import pickle
 import threading
@@ -18,8 +19,8 @@ from confluent_kafka import Consumer, TopicPartition
 
 import persia
 from persia.data import broker
-from persia.data.offset_log import OffsetLog, OffsetRange, Partition
 from persia.errors import ConfigError, DataError, DeadlineError, MissingExtraError
+from persia.types import OffsetRange, Partition
 from support.kafka import SCHEMA, Kafka, Outages, arrow, clicks, items, packed, row, until
 
 
@@ -76,7 +77,7 @@ def test_partitions_that_are_not_wanted_are_paused_and_lose_nothing(kafka, monke
     kafka.write(clicks(range(1000, 1300)), 1)
     reader = kafka.reader(5)
     reader.begin(0, {kafka.topic: {0: 0, 1: 0, 2: 0, 3: 0}}, lambda: False)
-    reader._log.append(OffsetRange(Partition(kafka.topic, 1), 0, 300))
+    reader._log.record(OffsetRange(Partition(kafka.topic, 1), 0, 300))
     paused = []
     pause = broker.Broker.pause
 
@@ -369,7 +370,7 @@ def test_a_commit_that_fails_is_logged(kafka, caplog, monkeypatch):
 
 
 def test_lag_is_what_is_not_read(kafka, monkeypatch):
-    monkeypatch.setattr("persia.data.from_kafka.MEASURE_SECONDS", 0.0)
+    monkeypatch.setattr("persia.data.kafka_share.MEASURE_SECONDS", 0.0)
     kafka.write(clicks(range(10)))
     reader = kafka.reader(4)
     reader.begin(0, {}, lambda: False)
@@ -380,28 +381,6 @@ def test_lag_is_what_is_not_read(kafka, monkeypatch):
     lags = [m.value for m in reader.observe() if m.name == "stream_lag"]
     assert lags == [0] * 4
     assert first == 6
-
-
-def test_records_are_forgotten_and_offsets_kept():
-    one, two = Partition("a", 0), Partition("b", 1)
-    log = OffsetLog(3, {"a": {0: 10}})
-    log.add_partition(two, 7)
-    log.add_partition(one, 99)
-    for found in (OffsetRange(one, 10, 14), OffsetRange(two, 7, 9), OffsetRange(one, 14, 20)):
-        log.append(found)
-    assert [log.offsets(n) for n in range(3, 7)] == [
-        {"a": {0: 10}, "b": {1: 7}},
-        {"a": {0: 14}, "b": {1: 7}},
-        {"a": {0: 14}, "b": {1: 9}},
-        {"a": {0: 20}, "b": {1: 9}},
-    ]
-    log.forget(5)
-    assert log.offsets(5) == {"a": {0: 14}, "b": {1: 9}}
-    assert log.find(5) == OffsetRange(one, 14, 20)
-    assert log.find(6) is None
-    for number in (4, 7):
-        with pytest.raises(DataError, match=f"Batch {number} of the stream is not recorded; batches 5 to 6 are"):
-            log.find(number)
 
 
 @pytest.mark.parametrize(
@@ -415,6 +394,10 @@ def test_records_are_forgotten_and_offsets_kept():
         ({"dead_letters": "dead"}, "dead_letters"),
         ({"config": {"group.id": "g"}}, "config"),
         ({"batch_size": 0}, "batch_size"),
+        ({"allowed_lateness": 1.0}, "event_time"),
+        ({"event_time": "at", "allowed_lateness": -1.0}, "allowed_lateness"),
+        ({"late": "never"}, "late"),
+        ({"event_time_unit": "h"}, "event_time_unit"),
     ],
 )
 def test_invalid_arguments_are_named(options, field):
@@ -466,3 +449,97 @@ def committed(kafka: Kafka, group: str) -> int:
     (found,) = consumer.committed([TopicPartition(kafka.topic, 0)], timeout=10)
     consumer.close()
     return int(found.offset)
+
+
+def timed(kafka, rows, partition=0):
+    """Writes rows of items and event times in seconds."""
+    kafka.write([json.dumps({**row(item), "at": at}).encode() for item, at in rows], partition)
+
+
+def late_items(rows, allowed):
+    """Items that are late, one after the other."""
+    newest, found = None, []
+    for item, at in rows:
+        if at is None:
+            continue
+        if newest is not None and at < newest - allowed:
+            found.append(item)
+        newest = at if newest is None else max(newest, at)
+    return found
+
+
+LATENESS = {"event_time": "at", "allowed_lateness": 10.0}
+
+
+def test_late_rows_are_counted_and_left_out_or_kept_as_set(kafka):
+    rng = np.random.default_rng(0)
+    rows = [(item, None if item % 9 == 5 else float(item + rng.integers(-25, 25))) for item in range(200)]
+    late = late_items(rows, 10)
+    assert 20 < len(late) < 150
+    timed(kafka, rows)
+    timed(kafka, [(1000, 0.0), (1001, 1.0)], 1)  # Each partition has a time of its own.
+    for option in ("drop", "keep"):
+        reader = kafka.reader(16, late=option, **LATENESS)
+        found = sorted(itertools.chain(*(items(batch) for batch in reader)))
+        assert found == sorted({*range(200), 1000, 1001} - (set(late) if option == "drop" else set()))
+        (counted,) = (m.value for m in reader.observe() if m.name == "stream_late")
+        assert counted == len(late)
+
+
+def test_what_is_late_is_the_same_in_a_resumed_run_and_when_batches_are_read_again(kafka):
+    rng = np.random.default_rng(1)
+    rows = [(item, float(item + rng.integers(-25, 25))) for item in range(150)]
+    timed(kafka, [*rows[:60], *((item, -1000.0) for item in range(900, 930)), *rows[60:]])
+    reader = kafka.reader(10, **LATENESS)
+    reader.begin(0, {}, lambda: False)
+    whole = [items(batch) for batch in reader.batches()]
+    assert sorted(itertools.chain(*whole)) == sorted(set(range(150)) - set(late_items(rows, 10)))
+    for start in (0, 4, len(whole) - 1):
+        again = reader.batches(0, start)
+        assert [items(batch) for batch in again] == whole[start:]
+        other = kafka.reader(10, **LATENESS)
+        other.begin(start, reader.offsets(start), lambda: False)
+        assert list(itertools.chain(*(items(b) for b in other.batches(0, start)))) == list(
+            itertools.chain(*whole[start:])
+        )
+
+
+@pytest.mark.parametrize(
+    ("unit", "at", "expected"),
+    [
+        ("s", ["2026-01-02T00:00:00", "2026-01-01T00:00:00"], [0]),
+        ("ms", [20_000, 9_999, 10_000], [0, 2]),
+        ("s", [20, 9, 10], [0, 2]),
+    ],
+)
+def test_times_are_timestamps_or_numbers_in_their_unit(kafka, unit, at, expected):
+    import pyarrow as pa
+
+    table = pa.Table.from_pylist([row(item) for item in range(len(at))])
+    column = pa.array(at) if unit == "ms" or at[0] == 20 else pa.array([datetime.fromisoformat(t) for t in at])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.append_column("at", column).schema) as writer:
+        writer.write_table(table.append_column("at", column))
+    kafka.write([sink.getvalue().to_pybytes()])
+    reader = kafka.reader(8, values="arrow", event_time_unit=unit, **LATENESS)
+    assert [items(batch) for batch in reader] == [expected]
+
+
+def test_an_event_time_that_is_none_is_an_error(kafka):
+    kafka.write([json.dumps({**row(1), "at": "noon"}).encode()])
+    with pytest.raises(DataError, match="'at', the event time, is string: give timestamps or numbers"):
+        list(kafka.reader(8, **LATENESS))
+
+
+def test_negatives_pass_offsets_on_and_are_the_same_again(kafka):
+    kafka.write(clicks(range(40)))
+    stream = persia.data.negatives(kafka.reader(8), ["item"], 2)
+    stream.begin(0, {}, lambda: False)
+    found = [(items(b), b.id_features["item"].values.tolist()) for b in stream.batches()]
+    assert [len(values) for _, values in found] == [8 + 8] * 5
+    assert [(items(b), b.id_features["item"].values.tolist()) for b in stream.batches(0, 2)] == found[2:]
+    assert stream.offsets(2) == {kafka.topic: {0: 16, 1: 0, 2: 0, 3: 0}}
+    other = pickle.loads(pickle.dumps(stream))
+    other.begin(7, stream.offsets(2), lambda: False)
+    assert [(items(b), b.id_features["item"].values.tolist()) for b in other.batches(0, 7)] == found[2:]
+    assert {m.name: m.value for m in stream.observe()}["stream_rows"] == 64

@@ -9,6 +9,7 @@ from persia import rpc
 from persia.cluster.ray.hosts import _ControlPlane, _Observable, together
 from persia.coordinator import CoordinatorServer, TokenScheduler
 from persia.services import ControlPlane, Observable
+from persia.streams import OffsetLog
 from persia.telemetry.metrics import Histogram, Metric, Readings, figures
 from persia.telemetry.process import ObservedProcess, process_metrics
 
@@ -48,7 +49,7 @@ def observed_cluster(**roles: Callable[[], Readings]) -> Iterator[tuple[str, Coo
         servers.append(rpc.serve(_Observable(service, process), protocol=answers, tracer=process.tracer))
         return servers[-1].address
 
-    plane = _ControlPlane(coordinator, TokenScheduler(10.0))
+    plane = _ControlPlane(coordinator, TokenScheduler(10.0), OffsetLog())
     address = serve(plane, ControlPlane, "coordinator", lambda: Readings([], []))
     try:
         for role, observe in roles.items():

@@ -19,8 +19,8 @@ from support.cluster_samples import make_trainer, reader
 DASHBOARD = json.loads((Path(__file__).parents[2] / "docs" / "assets" / "grafana.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [(panel["title"], target["expr"], target["legendFormat"]) for panel in PANELS for target in panel["targets"]]
-ELSEWHERE = re.compile(r"_(disk|rpc|tokens|loader)_|auc")
-"""Metrics that a run in one process without rows on disk does not have; or only after somebody has looked."""
+ELSEWHERE = re.compile(r"_(disk|rpc|tokens|loader|stream)_|auc")
+"""Metrics that a run in one process, without rows on disk or a stream, lacks; or has after somebody has looked."""
 
 
 def scraped(url: str) -> dict[str, set[str]]:
@@ -41,6 +41,7 @@ def exported():
     figures, latencies = [], []
     for name, kind in CATALOGUE.items():
         extra = {label: "x" for prefix, label in labels.items() if name.startswith(prefix + "_")}
+        extra |= {"topic": "x", "partition": "0"} if name == "stream_lag" else {}
         if kind.type == "histogram":
             method = {"method": "lookup"} if name.startswith("rpc") else {}
             latencies.append(Latency(name, method, [1] * (len(BOUNDS) + 1), 1.0))

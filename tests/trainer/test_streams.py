@@ -18,6 +18,7 @@ import persia
 from persia.checkpoint import CheckpointReader, list_checkpoints
 from persia.errors import ConfigError
 from persia.modes import Gba, Hybrid, Sync
+from persia.services import Connection
 from persia.trainer.options import TrainerOptions
 from persia.trainer.sources import check_stream
 from support import stream_run
@@ -203,12 +204,18 @@ def test_several_passes_over_a_stream_are_refused(kafka):
         trainer().fit(kafka.reader(10), epochs=2)
 
 
-def test_a_stream_is_refused_where_other_processes_or_several_nn_workers_would_read_it(kafka):
-    class Processes:
-        gpus = 0.0
-        run = attempt = restart_servers = feed = scale = statistics = close = connect = print
+def test_a_stream_that_cannot_be_shared_is_refused_where_it_would_have_to_be(kafka):
+    class Alone:
+        interrupted = False
+        batches = begin = offsets = forget = commit = observe = print
 
-    for cluster, nn_workers in ((Processes(), 1), (None, 2)):
-        with pytest.raises(ConfigError, match="train_data is a stream, whose position only a single NN worker keeps"):
-            check_stream(kafka.reader(10), 1, cluster, nn_workers)
-        check_stream([], 1, cluster, nn_workers)
+    one, two = Connection(None, []), Connection(None, [], nn_workers=2)
+    for connection, elsewhere in ((two, False), (one, True)):
+        with pytest.raises(ConfigError, match="train_data is a Alone, a stream that only a single NN worker can read"):
+            check_stream(Alone(), 1, connection, in_other_processes=elsewhere)
+        check_stream([], 1, connection, in_other_processes=elsewhere)
+    check_stream(Alone(), 1, one, in_other_processes=False)
+    check_stream(kafka.reader(10), 1, one, in_other_processes=True)
+    with pytest.raises(ConfigError, match="Call `fit` in the program that made the cluster"):
+        check_stream(kafka.reader(10), 1, two, in_other_processes=False)
+    check_stream(kafka.reader(10), 1, two._replace(stream=lambda data: None), in_other_processes=False)

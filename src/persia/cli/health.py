@@ -103,7 +103,7 @@ def _doing(health: Health) -> str:
         case "embedding_worker":
             return f"{total('worker_buffered'):,.0f} batches buffered, {total('worker_pushed'):,.0f} pushed"
         case "data_loader":
-            return f"{total('loader_ready'):,.0f} batches ready, {total('loader_read'):,.0f} read"
+            return f"{total('loader_ready'):,.0f} batches ready, {total('loader_read'):,.0f} read{_stream(health)}"
         case "nn_worker":
             staleness = total("nn_staleness_sum") / max(1.0, total("nn_staleness_lookups"))
             dropped = total("nn_dropped_rows") + total("nn_dropped_batches")
@@ -113,7 +113,7 @@ def _doing(health: Health) -> str:
             return (
                 f"step {total('nn_step'):,.0f}, staleness {staleness:.2f}, {dropped:,.0f} dropped"
                 f"{f', {threads:.0f} torch threads' if threads else ''}"
-                f"{age if 'nn_checkpoint_age_seconds' in names else ''}"
+                f"{age if 'nn_checkpoint_age_seconds' in names else ''}{_stream(health)}"
             )
         case _:
             return ""
@@ -131,6 +131,17 @@ def _disk(health: Health) -> str:
         f"{max(0.0, in_memory):.1%} of hits in memory, {total('ps_disk_reads'):,.0f} read, "
         f"write amplification {max(1.0, written):.2f}"
     )
+
+
+def _stream(health: Health) -> str:
+    """Formats how far the process is behind a stream; empty where it reads none."""
+    total = health.total
+    if not any(figure.name == "stream_rows_per_second" for figure in health.figures):
+        return ""
+    late = f", {total('stream_late'):,.0f} late" if total("stream_late") else ""
+    poison = f", {total('stream_poison'):,.0f} poison" if total("stream_poison") else ""
+    behind, rate = total("stream_lag"), total("stream_rows_per_second")
+    return f"; stream: {behind:,.0f} messages behind, {rate:,.0f} rows/s{late}{poison}"
 
 
 def _published(health: Health) -> str:

@@ -53,6 +53,7 @@ READERS: dict[str, Callable[..., Any]] = {
     "mind": data.mind,
     "taobao": data.taobao,
     "synthetic": data.synthetic,
+    "kafka": data.kafka,
 }
 FOUND = ("adult", "globo", "amazon", "diginetica", "kuairand", "mind", "taobao")
 """Readers that take files of PERSIA_DATA where no path is given."""
@@ -107,9 +108,10 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         kind: a reader of `persia.data`.
         path: file, directory, glob or fsspec URL. "adult", "globo", "amazon", "diginetica", "kuairand", "mind" and
-            "taobao" default to PERSIA_DATA; "synthetic" needs none.
+            "taobao" default to PERSIA_DATA; "synthetic" needs none. Of "kafka" it is the topic, or several with commas
+            between.
         batch_size: samples per batch.
-        options: further arguments of the reader, by name.
+        options: further arguments of the reader, by name; "kafka" needs `bootstrap`.
     """
 
     kind: Literal[
@@ -126,6 +128,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "mind",
         "taobao",
         "synthetic",
+        "kafka",
     ]
     path: str | None = None
     batch_size: int = 1024
@@ -135,7 +138,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Opens the reader.
 
         Args:
-            schema: required by "parquet" and "csv"; other readers define their own.
+            schema: required by "parquet", "csv" and "kafka"; other readers define their own.
             where: section of the configuration, for error messages.
         """
         make = READERS[self.kind]
@@ -143,12 +146,20 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.kind == "synthetic":
             return call(make, arguments, f"{where}.options")
         if self.path is None and self.kind not in FOUND:
-            raise ConfigError(f"Missing {where}.path; give a file, directory, glob or URL.", field=f"{where}.path")
-        if self.kind in ("parquet", "csv"):
+            raise ConfigError(
+                f"Missing {where}.path; give a file, directory, glob or URL, or a topic.", field=f"{where}.path"
+            )
+        if self.kind in ("parquet", "csv", "kafka"):
             if schema is None:
                 raise ConfigError(f"Missing [schema] section; {where}.kind = {self.kind!r} needs one.", field="schema")
             arguments["schema"] = schema
-        return call(make, arguments, f"{where}.options", self.path)
+        if self.kind == "kafka" and "bootstrap" not in arguments:
+            raise ConfigError(
+                f"Missing {where}.options.bootstrap; give the addresses of some brokers, host:port,host:port.",
+                field=f"{where}.options.bootstrap",
+            )
+        place = self.path.split(",") if self.kind == "kafka" and self.path is not None else self.path
+        return call(make, arguments, f"{where}.options", place)
 
     def in_order(self) -> DataConfig:
         """Returns a copy that reads all samples in the order of the source, for output aligned with its rows."""
@@ -358,7 +369,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         data: training samples.
         eval_data: samples to evaluate on at the end; null for none.
-        schema: required by "parquet" and "csv"; other readers define their own.
+        schema: required by "parquet", "csv" and "kafka"; other readers define their own.
         model: the network.
         optimizer: optimizer of the network.
         embedding_optimizer: optimizer of tables that declare none.

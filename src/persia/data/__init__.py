@@ -5,6 +5,7 @@ resumed. pyarrow and fsspec are imported on first use.
 """
 
 from persia.data.days import Span, days
+from persia.data.events import EventBatches, KeyedEvents
 from persia.data.files import File, expand, find
 from persia.data.from_adult import adult
 from persia.data.from_amazon import amazon
@@ -22,14 +23,18 @@ from persia.data.from_movielens import movielens
 from persia.data.from_parquet import parquet
 from persia.data.from_taobao import taobao
 from persia.data.generator import Synthetic, synthetic
+from persia.data.joining import JoinedStream, join
 from persia.data.loader import Loader
 from persia.data.negatives import ItemCatalog, NegativeSampling, item_catalog, negatives
 from persia.data.reader import Order, Reader, RowSource, StreamReader
 from persia.data.selection import Split
 
 __all__ = [
+    "EventBatches",
     "File",
     "ItemCatalog",
+    "JoinedStream",
+    "KeyedEvents",
     "Loader",
     "NegativeSampling",
     "Order",
@@ -52,6 +57,7 @@ __all__ = [
     "globo",
     "growing",
     "item_catalog",
+    "join",
     "kafka",
     "kuairand",
     "mind",

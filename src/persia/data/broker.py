@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from persia.data.messages import MessageDecoder, StreamMessage
-from persia.data.offset_log import Partition
 from persia.errors import DataError, DeadlineError, MissingExtraError, PersiaError
 from persia.retry import Deadline
-from persia.types import Offsets
+from persia.types import Offsets, Partition
 
-__all__ = ["Broker", "BrokerOptions", "Buffer", "Stopped", "client", "committed", "require_library"]
+__all__ = ["POLL_SECONDS", "Broker", "BrokerOptions", "Buffer", "Stopped", "client", "committed", "require_library"]
 
 T = TypeVar("T")
 
@@ -204,7 +203,11 @@ class Broker:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def assign(self, offsets: Mapping[Partition, int]) -> None:
-        """Adds partitions, to be fetched from these offsets on."""
+        """Adds partitions, to be fetched from these offsets on; or goes to these offsets in those that are there."""
+        if again := [partition for partition in offsets if partition in self.buffers]:
+            for partition in again:
+                self.pause(partition, False)
+            self._consumer.incremental_unassign([_of(partition) for partition in again])
         for partition, offset in offsets.items():
             self.buffers[partition] = Buffer(position=offset)
         self._consumer.incremental_assign([_of(partition, offset) for partition, offset in offsets.items()])

@@ -131,7 +131,7 @@ class Loader:
             if feed == old:
                 return
             if old is not None and old.reading == feed.reading:
-                for number in [n for n in self._entries if n % feed.loaders != feed.loader]:
+                for number in [n for n in self._entries if not self._is_mine(feed, n)]:
                     self._forget(number)
                 first = min(self._asked.values(), default=feed.start)
             else:
@@ -204,6 +204,16 @@ class Loader:
             ready = sum(not e.taken and e.batch_id is not None for e in self._entries.values())
             return {"ready": ready, **{name: self._counts[name] for name in names}}
 
+    # --- which batches; under the lock ----------------------------------------------------------------------------
+
+    def _is_mine(self, feed: Feed, number: int) -> bool:
+        """Returns whether this loader is the one that reads a batch ahead."""
+        return number % feed.loaders == feed.loader
+
+    def _reads(self, feed: Feed, number: int) -> bool:
+        """Returns whether this loader reads a batch if it is asked for it."""
+        return self._is_mine(feed, number)
+
     # --- of a take; under the lock --------------------------------------------------------------------------------
 
     def _begun(self, rank: int, epoch: int, number: int, deadline: Deadline) -> Feed:
@@ -216,7 +226,7 @@ class Loader:
         if not reached or self._feed is None:
             raise self._late(number, f"the beginning of pass {epoch}")
         feed = self._feed
-        if number % feed.loaders != feed.loader:
+        if not self._reads(feed, number):
             raise MovedError(
                 f"Batch {number} is read by data loader {number % feed.loaders} of {feed.loaders}, not by "
                 f"{feed.loader}; refresh the membership and call that one.",
@@ -309,6 +319,10 @@ class Loader:
                     self._thread = None
                     break
             job()
+        self._close()
+
+    def _close(self) -> None:
+        """Closes the source, as reading ends."""
         self._cursor.close()
 
     def _next_job(self) -> Callable[[], None] | None:
@@ -321,6 +335,9 @@ class Loader:
         if open_ is not None:
             self._doing = f"registering batch {open_}"
             return functools.partial(self._register, feed, open_)
+        return self._next_reading(feed)
+
+    def _next_reading(self, feed: Feed) -> Callable[[], None] | None:
         number = self._next_number(feed)
         if number is None:
             return None
@@ -361,19 +378,23 @@ class Loader:
         except PersiaError as error:
             self._fail(feed, number, error)
             return
-        counts = sampled_ids(batch, self._features) if batch is not None and is_sampled(number) else None
         with self._changed:
+            if self._feed is feed:
+                self._position = number + feed.loaders
+                if batch is None:
+                    self._end = number
             if batch is not None:
-                self._counts["read"] += 1
-                self._counts["rows"] += len(batch)
-                self._counts["bytes"] += _bytes(batch)
-            if self._feed is not feed:
-                return
-            self._position = number + feed.loaders
-            if batch is None:
-                self._end = number
-            else:
-                self._entries[number] = _Entry(self._rank(feed, number), batch, counts)
+                self._add(feed, number, batch)
+            self._changed.notify_all()
+
+    def _add(self, feed: Feed, number: int, batch: Batch) -> None:
+        """Counts a batch that was read, and keeps it unless the feed has changed. Under the lock."""
+        self._counts["read"] += 1
+        self._counts["rows"] += len(batch)
+        self._counts["bytes"] += _bytes(batch)
+        if self._feed is feed:
+            counts = sampled_ids(batch, self._features) if is_sampled(number) else None
+            self._entries[number] = _Entry(self._rank(feed, number), batch, counts)
             self._changed.notify_all()
 
     def _register(self, feed: Feed, number: int) -> None:

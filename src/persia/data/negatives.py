@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,11 @@ from persia.checks import MAX_SEED, check_choice, check_integer, check_number
 from persia.data.reader import Reader, share_of
 from persia.errors import ConfigError, DataError
 from persia.schema import Schema
-from persia.services import Seekable, Sharded
+from persia.services import Seekable, Sharded, SharedStream
 from persia.types import BoolArray, Floats, Ids, Int64Array
+
+if TYPE_CHECKING:
+    from persia.data.stream_negatives import NegativeStream
 
 __all__ = ["ItemCatalog", "NegativeSampling", "item_catalog", "negatives"]
 
@@ -114,13 +117,15 @@ def negatives(
     catalog: ItemCatalog | None = None,
     power: float = 0.75,
     seed: int = 0,
-) -> NegativeSampling:
+) -> NegativeSampling | NegativeStream:
     """Adds to each positive sample `count` samples with another item and all labels 0.
 
     Negatives stand behind their positive sample and differ from it in the item's features, and in crosses and mapped
     features of these, which are computed for the drawn items. They depend on the
     seed, the epoch and the number of the batch, so a run that resumes meets the same ones, and each epoch has others. A
     batch grows by them; samples that are not positive stay as they are.
+
+    Of a stream, such as `kafka`, it is a stream: offsets are passed on, and the draws depend on those of a batch.
 
     Args:
         reader: the samples. One is positive if a label of it is above 0.
@@ -139,7 +144,12 @@ def negatives(
             "in_batch", lacks a feature, or has only counts of 0 for "popularity".
     """
     _check_features(reader.schema, features)
-    return NegativeSampling(reader, tuple(features), count, by, catalog, power, seed)
+    sampling = NegativeSampling(reader, tuple(features), count, by, catalog, power, seed)
+    if not isinstance(reader, SharedStream):
+        return sampling
+    from persia.data.stream_negatives import NegativeStream
+
+    return NegativeStream(reader, sampling)
 
 
 @dataclass(frozen=True)
@@ -216,7 +226,16 @@ class NegativeSampling:
         return islice(self.reader.batches(epoch, start * every + index), None, None, every)
 
     def _with_negatives(self, batch: Batch, epoch: int, number: int) -> Batch:
-        rng = np.random.Generator(np.random.PCG64((self.seed, epoch, number)))
+        return self.added(batch, np.random.Generator(np.random.PCG64((self.seed, epoch, number))), number)
+
+    def added(self, batch: Batch, rng: np.random.Generator, number: int) -> Batch:
+        """Returns a batch with negatives.
+
+        Args:
+            batch: the samples.
+            rng: draws the negatives.
+            number: of the batch, for errors.
+        """
         own = {name: _single(batch, name, number) for name in self.features}
         pool = own if self.catalog is None else self.catalog.ids
         of = np.repeat(np.flatnonzero(_positive(batch, number)), self.count)

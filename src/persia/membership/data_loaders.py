@@ -42,13 +42,13 @@ class DataLoaders:
     """
 
     def __init__(self, directory: Directory[DataLoader], timeout: float = 600.0, ahead: int = 4) -> None:
-        self._directory = directory
+        self.directory = directory
         self._timeout = timeout
         self._ahead = ahead
 
     def begin(self, feed: Feed) -> None:
         """Gives each its share: number `loader` of `loaders`, in the order of their ranks."""
-        loaders = self._directory.roster().alive()
+        loaders = self.directory.roster().alive()
         feeds = [feed._replace(loader=n, loaders=len(loaders), ahead=self._ahead) for n in range(len(loaders))]
         call_all([functools.partial(m.service.begin, share) for m, share in zip(loaders, feeds, strict=True)])
 
@@ -58,18 +58,18 @@ class DataLoaders:
 
         def take(roster: Roster[DataLoader]) -> Delivery:
             if not (loaders := roster.alive()):
-                raise self._directory.absent(self._timeout, operation)
+                raise self.directory.absent(self._timeout, operation)
             return loaders[number % len(loaders)].service.take(rank, epoch, number)
 
-        return self._directory.call(take, self._timeout)
+        return self.directory.call(take, self._timeout)
 
     def end(self) -> None:
         """Ends the reading of all."""
-        self._directory.call_all(lambda loader: loader.end)
+        self.directory.call_all(lambda loader: loader.end)
 
     def statistics(self) -> dict[str, int]:
         """Returns the counters, summed."""
         total: Counter[str] = Counter()
-        for counts in self._directory.call_all(lambda loader: loader.statistics):
+        for counts in self.directory.call_all(lambda loader: loader.statistics):
             total.update(counts)
         return dict(total)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+from persia.errors import DeadlineError
 from persia.services import EmbeddingWorker, Tokens
 from persia.types import Caller, Contribution, PushHeader, QuiesceResult, Ticket, UpdateCounts
 
@@ -64,11 +65,20 @@ class TokenClient:
         worker: the embedding workers.
         dense: the network.
         sequence: sequence number of the last push of this NN worker.
+        idle: whether some NN worker waits for data that may come at any time; the others then wait for it without a
+            deadline.
     """
 
     def __init__(
-        self, tokens: Tokens, caller: Caller, worker: EmbeddingWorker, dense: DenseParameters, sequence: int
+        self,
+        tokens: Tokens,
+        caller: Caller,
+        worker: EmbeddingWorker,
+        dense: DenseParameters,
+        sequence: int,
+        idle: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._idle = idle
         self._tokens = tokens
         self._caller = caller
         self._worker = worker
@@ -97,7 +107,7 @@ class TokenClient:
         """
         while not self._closed:
             self._requests += 1
-            number = self._tokens.take(self._caller, self._requests)
+            number = self._patiently(lambda: self._tokens.take(self._caller, self._requests))
             if number is None:
                 return
             batch = read(number)
@@ -118,7 +128,9 @@ class TokenClient:
         """Draws the token of the next batch, which has so many rows, and pulls the parameters for it. Blocks."""
         number, sequence = self._numbers.popleft(), self.sequence + 1
         while True:
-            token = self._tokens.draw(self._caller, sequence, number, rows, self._done, self._filled)
+            token = self._patiently(
+                lambda: self._tokens.draw(self._caller, sequence, number, rows, self._done, self._filled)
+            )
             if token.value is not None:
                 break
             self._fill(token.abandoned)
@@ -126,6 +138,20 @@ class TokenClient:
             self.sequence = sequence
             self._open.append(sequence)
         return DrawnToken(sequence, number, self.dense.pull(token.least, self._still_wanted))
+
+    def _patiently(self, call: Callable[[], T], *, closed: bool = False) -> T:
+        """Makes a call that waits for other NN workers; again, while one of them waits for data.
+
+        Args:
+            call: may be repeated.
+            closed: whether it is made after `close`, which ends other calls.
+        """
+        while True:
+            try:
+                return call()
+            except DeadlineError:
+                if self._closed > closed or not self._idle():
+                    raise
 
     def _still_wanted(self) -> bool:
         """Fills abandoned pushes while a pull waits, as the awaited version may lack just these."""
@@ -169,7 +195,7 @@ class TokenClient:
     def quiesce(self) -> QuiesceResult:
         """Waits until all NN workers are done with the phase."""
         while True:
-            result = self._tokens.quiesce(self._caller, self._done, self._filled)
+            result = self._patiently(lambda: self._tokens.quiesce(self._caller, self._done, self._filled), closed=True)
             if not result.abandoned:
                 return result
             self._fill(result.abandoned)

@@ -7,10 +7,20 @@ repeated call has the effect of one. docs/reference/protocol.md says who calls w
 
 from persia.services.cluster import Attempt, Cluster, Connection, ProcessCluster
 from persia.services.control import ControlPlane, Coordinator, Observable, Tokens, TrainingPhase
-from persia.services.data import DataLoader, Seekable, Sharded, Stream
+from persia.services.data import DataLoader, Seekable, Sharded
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, SnapshotInfo, StatePiece
 from persia.services.recording import ReadObserver, Recordable, RecordableRows, RecordableTokens, RecordableWorker
+from persia.services.streams import (
+    FedStream,
+    NewBatch,
+    SharedStream,
+    Stream,
+    StreamDataLoader,
+    StreamLog,
+    StreamPosition,
+    StreamShare,
+)
 
 __all__ = [
     "Attempt",
@@ -23,6 +33,8 @@ __all__ = [
     "DensePS",
     "EmbeddingPS",
     "EmbeddingWorker",
+    "FedStream",
+    "NewBatch",
     "Observable",
     "ProcessCluster",
     "ReadObserver",
@@ -33,9 +45,14 @@ __all__ = [
     "RowChunk",
     "Seekable",
     "Sharded",
+    "SharedStream",
     "SnapshotInfo",
     "StatePiece",
     "Stream",
+    "StreamDataLoader",
+    "StreamLog",
+    "StreamPosition",
+    "StreamShare",
     "Tokens",
     "TrainingPhase",
 ]

@@ -13,8 +13,10 @@ from persia.services.control import Tokens
 from persia.services.data import DataLoader, Seekable
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker
+from persia.services.streams import FedStream
 from persia.telemetry.metrics import Readings
 from persia.telemetry.tracing import Tracer
+from persia.types import StreamStart
 
 __all__ = ["Attempt", "Cluster", "Connection", "ProcessCluster"]
 
@@ -45,6 +47,8 @@ class Connection(NamedTuple):
         halted: whether the driver asks training here to end after the current step; None if it never does.
         gpus: number that is reserved for each NN worker, which must then train on them.
         tracer: records the spans of this process; None if the cluster takes no traces of it.
+        stream: makes the data loaders read the data of `fit` if these are a stream, which it returns; None for other
+            data. All NN workers call it. None without data loaders that read streams.
     """
 
     worker: EmbeddingWorker
@@ -61,6 +65,7 @@ class Connection(NamedTuple):
     halted: Callable[[], bool] | None = None
     gpus: float = 0.0
     tracer: Tracer | None = None
+    stream: Callable[[object], FedStream | None] | None = None
 
 
 class Cluster(Protocol):
@@ -114,8 +119,23 @@ class ProcessCluster(Cluster, Protocol):
     def restart_servers(self, ranks: Sequence[int]) -> None:
         """Replaces embedding PSs that have died permanently by empty ones, on any node with free resources."""
 
-    def feed(self, source: Iterable[Batch] | Seekable, epoch: int, start: int, accumulation_steps: int = 1) -> None:
-        """Makes the data loaders read a source, from batch `start` of an epoch on."""
+    def feed(
+        self,
+        source: Iterable[Batch] | Seekable,
+        epoch: int,
+        start: int,
+        accumulation_steps: int = 1,
+        record: StreamStart | None = None,
+    ) -> None:
+        """Makes the data loaders read a source, from batch `start` of an epoch on.
+
+        Args:
+            source: the source.
+            epoch: number of the pass.
+            start: number of its first batch.
+            accumulation_steps: batches per update.
+            record: where a stream begins; None for its own beginning.
+        """
 
     def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
         """Starts or retires embedding workers and data loaders during training. Returns when they serve."""

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from persia import rpc
 from persia.modes import Auto, AutoEvidence, Mode
 from persia.services.recording import RecordableTokens
+from persia.services.streams import StreamLog
 from persia.telemetry.metrics import Health
 from persia.telemetry.tracing import ProcessTrace
 from persia.types import (
@@ -204,7 +205,7 @@ class Tokens(Protocol):
         """Returns the counts of all asynchronous phases so far."""
 
 
-class ControlPlane(Coordinator, Tokens, RecordableTokens, Protocol):
+class ControlPlane(Coordinator, Tokens, RecordableTokens, StreamLog, Protocol):
     """All calls that the process of the coordinator serves."""
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 from persia.batching.batch import Batch
-from persia.telemetry.metrics import Metric
-from persia.types import Delivery, Feed, Offsets
+from persia.types import Delivery, Feed
 
-__all__ = ["DataLoader", "Seekable", "Sharded", "Stream"]
+__all__ = ["DataLoader", "Seekable", "Sharded"]
 
 
 class DataLoader(Protocol):
@@ -58,38 +57,3 @@ class Sharded(Seekable, Protocol):
 
     def shard(self, index: int, count: int) -> Seekable:
         """Returns the batches with number % count == index; number `i` there is `i * count + index` here."""
-
-
-@runtime_checkable
-class Stream(Seekable, Protocol):
-    """A source whose batches depend on what has arrived, perhaps without an end.
-
-    It records the content of each batch before it hands it out, so `batches` yields the same ones again until they are
-    forgotten. Its position beyond the process is `offsets`, which is part of checkpoints.
-    """
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the last iteration ended because `stopping` was true, rather than at the end of the stream."""
-
-    def begin(self, number: int, offsets: Offsets, stopping: Callable[[], bool]) -> None:
-        """Starts a new record.
-
-        Args:
-            number: number of the first batch.
-            offsets: where it begins; topics that are not read are ignored, partitions that are missing begin where the
-                source says.
-            stopping: polled while the source waits for data; once true, iterations end.
-        """
-
-    def offsets(self, number: int) -> Offsets:
-        """Returns where a batch begins that is recorded, or that will be recorded next."""
-
-    def forget(self, below: int) -> None:
-        """Forgets batches of lower numbers."""
-
-    def commit(self, offsets: Offsets) -> None:
-        """Reports to whoever monitors the stream that a checkpoint has all before `offsets`. Never raises."""
-
-    def observe(self) -> list[Metric]:
-        """Returns metrics. Thread-safe."""

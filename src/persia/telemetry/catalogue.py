@@ -99,8 +99,17 @@ CATALOGUE: dict[str, MetricKind] = {
     "stream_batches": MetricKind("counter", "batches read"),
     "stream_poison": MetricKind("counter", "messages skipped as they could not be converted"),
     "stream_late_files": MetricKind("counter", "files left out as they came in an earlier place than one being read"),
+    "stream_late": MetricKind("counter", "rows older than the allowed lateness"),
+    "stream_rows_per_second": MetricKind("gauge", "samples read per second, in the last 10 s"),
     "stream_lag": MetricKind("gauge", "messages of a partition that are not read yet"),
     "stream_delay_seconds": MetricKind("gauge", "age of the last message that was read"),
+    # Joined streams.
+    "join_positives": MetricKind("counter", "impressions with a click in their window"),
+    "join_negatives": MetricKind("counter", "impressions without"),
+    "join_corrections": MetricKind("counter", "impressions emitted once more, as their click was late"),
+    "join_late_clicks": MetricKind("counter", "impressions found by a click after they had been emitted as negatives"),
+    "join_unmatched_clicks": MetricKind("counter", "clicks without an impression"),
+    "join_open": MetricKind("gauge", "impressions whose windows have not ended"),
     # Prediction server.
     "serve_requests": MetricKind("counter", "requests answered, by route and status"),
     "serve_rows": MetricKind("counter", "samples predicted"),

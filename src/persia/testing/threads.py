@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -15,8 +16,16 @@ from persia.modes import Mode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.sizes import divide_here
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Connection, DenseMaker, DensePS, EmbeddingPS
+from persia.services import (
+    Connection,
+    DenseMaker,
+    DensePS,
+    EmbeddingPS,
+    FedStream,
+    SharedStream,
+)
 from persia.testing.replicas import Meeting, ThreadReplicas
+from persia.testing.streams import StreamOptions, ThreadStream
 from persia.worker import Worker
 
 __all__ = ["ThreadMember", "Threads"]
@@ -39,6 +48,7 @@ class Threads:
         dense_ps: number of dense PSs.
         timeout: maximum wait for others in seconds.
         tokens: the token scheduler, such as one with a file; a new one by default.
+        data_loaders: number of data loaders that read a stream; other data is read by the NN workers themselves.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -51,8 +61,10 @@ class Threads:
         dense_ps: int = 1,
         timeout: float = 600.0,
         tokens: TokenScheduler | None = None,
+        data_loaders: int = 1,
     ) -> None:
-        for name, value in (("nn_workers", nn_workers), ("ps", ps), ("dense_ps", dense_ps)):
+        numbers = {"nn_workers": nn_workers, "ps": ps, "dense_ps": dense_ps, "data_loaders": data_loaders}
+        for name, value in numbers.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
                     f"Invalid Threads.{name} = {value!r}; expected a whole number >= 1.", field=f"cluster.{name}"
@@ -68,6 +80,11 @@ class Threads:
         self._servers: Sequence[EmbeddingPS] = []
         self._dense: Sequence[DensePS] = []
         self._worker: Worker | None = None
+        self._data_loaders = data_loaders
+        self._streams: list[ThreadStream] = []
+        """Of the calls of `fit` on a stream in this run."""
+        self._stream_calls: Counter[int] = Counter()
+        """Number of these calls, by rank."""
 
     def member(self, rank: int) -> ThreadMember:
         """Returns the cluster as NN worker `rank` has it."""
@@ -102,8 +119,34 @@ class Threads:
                 self.tokens.cancel(self._generation, rank)
                 return error
 
-        with ThreadPoolExecutor(self.nn_workers, "nn-worker") as threads:
-            return list(threads.map(work, range(self.nn_workers)))
+        try:
+            with ThreadPoolExecutor(self.nn_workers, "nn-worker") as threads:
+                return list(threads.map(work, range(self.nn_workers)))
+        finally:
+            for stream in self._streams:
+                stream.end()
+            self._streams.clear()
+            self._stream_calls.clear()
+
+    @property
+    def stream(self) -> ThreadStream | None:
+        """The stream that is read, or was read last in this run; None if there is none."""
+        return self._streams[-1] if self._streams else None
+
+    def _stream(self, rank: int, data: object, schema: Schema) -> FedStream | None:
+        """Returns the stream of a call of `fit` as one NN worker has it; the first one that calls starts to read it."""
+        if not isinstance(data, SharedStream):
+            return None
+        assert self._worker is not None
+        with self._lock:
+            call = self._stream_calls[rank]
+            self._stream_calls[rank] += 1
+            if call == len(self._streams):
+                for before in self._streams:
+                    before.end()
+                options = StreamOptions(self._data_loaders, self.nn_workers, self._timeout)
+                self._streams.append(ThreadStream(data, schema, self._worker, options))
+            return self._streams[call].of(rank)
 
     def connect_as(self, rank: int, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
         """Starts the roles, once, and returns the connection of an NN worker."""
@@ -125,6 +168,7 @@ class Threads:
             tokens=self.tokens,
             dense=self._dense_servers,
             replicas=lambda model, _: ThreadReplicas(model, rank, self._meeting),
+            stream=lambda data: self._stream(rank, data, schema),
         )
 
     def _dense_servers(self, maker: DenseMaker) -> Sequence[DensePS]:

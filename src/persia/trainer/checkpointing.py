@@ -358,6 +358,7 @@ class Checkpointing:
                 _end_snapshots(servers, name)
             if stream is not None:  # Only now: nobody goes back to before these offsets.
                 stream.commit(training["offsets"])
+                state.covered("checkpoint", training["position"])
             increments = 0 if whole or chain is None else chain.increments + 1
             now = time.monotonic()
             self._last = _Written(now, step, now - began)

@@ -28,6 +28,7 @@ from persia.trainer.options import Declared
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
 from persia.trainer.sources import set_local_batch
 from persia.trainer.state import RunTotals, TrainingState
+from persia.types import StreamStart
 
 __all__ = ["Driver", "LocalTrainer", "save_recovery_point"]
 
@@ -161,17 +162,19 @@ class Driver:
         set_local_batch(train_data, self._state)
         state = _captured(self._network, self._state, TrainedRows(0, 0.0))
         log = _FailureLog(options.max_failures)
-        first_step, before = state.step, TrainedRows(0, 0.0)
+        first_step, before, restarted = state.step, TrainedRows(0, 0.0), False
         while True:
             training = state.training
             epoch, position = (0, 0) if state.finished else (training["epoch"], training["position"])
-            self._cluster.feed(train_data, epoch, position, options.accumulation_steps)
+            record = StreamStart(training["offsets"], anew=not restarted)
+            self._cluster.feed(train_data, epoch, position, options.accumulation_steps, record)
             left = dict(bounds)
             if left["max_steps"] is not None:
                 left["max_steps"] -= state.step - first_step
             attempt = self._cluster.attempt(_Work(self._make, eval_data, state, left), should_stop)
             if not attempt.deaths:
                 break
+            restarted = True
             state, how = _after_deaths(attempt, state, self._declared.schema.labels)
             log.add(attempt.deaths, how)
             self._reload_servers(attempt.deaths)
@@ -215,6 +218,7 @@ def save_recovery_point(
     captured = _captured(network, state, progress.trained_by_all())
     if connection.rank == 0:
         connection.save_recovery_point(captured)
+        state.covered("recovery point", captured.training["position"])
 
 
 class _FailureLog:

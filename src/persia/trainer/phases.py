@@ -308,7 +308,8 @@ class Phases:
         self._recording.begin(shared)
         self._phase_began()
         caller = Caller(self._connection.generation, self._number, self._connection.rank)
-        client = TokenClient(self._tokens, caller, self._connection.worker, shared, self._embeddings.pushes)
+        worker, pushes = self._connection.worker, self._embeddings.pushes
+        client = TokenClient(self._tokens, caller, worker, shared, pushes, source.idle)
         loop.token_driven(source, client)
         return self._quiesce(client, shared, source)
 

@@ -13,7 +13,7 @@ from persia.batching.validation import checked_items
 from persia.errors import ConfigError, DataError
 from persia.modes import Gba, Mode
 from persia.nn.replicas import Replicas
-from persia.services import Connection, DataLoader, ProcessCluster, Seekable, Stream
+from persia.services import Connection, DataLoader, FedStream, Seekable, SharedStream, Stream, StreamDataLoader
 from persia.trainer.state import TrainingState
 from persia.types import FedBatch, Feed
 
@@ -21,6 +21,7 @@ __all__ = [
     "BatchSource",
     "LoaderSource",
     "LocalSource",
+    "StreamSource",
     "check_stream",
     "declared_batch_size",
     "largest_batch",
@@ -42,6 +43,9 @@ class BatchSource(Protocol):
     def forget(self, below: int) -> None:
         """Forgets batches of lower numbers, which are trained."""
 
+    def idle(self) -> bool:
+        """Returns whether an NN worker waits for data of an endless source, so that the others wait for it."""
+
     def begin_phase(self, on_demand: bool, stopped_early: bool) -> None:
         """Prepares for a phase.
 
@@ -60,7 +64,7 @@ class LocalSource:
         reopen: returns an iterator from a batch number on; None if the data can be read only once.
         rest: an iterator over the rest of the pass.
         position: number of its first batch.
-        stream: the stream that is read, if it is one, which forgets what is trained.
+        state: of the run, if the data are a stream, which may forget what is trained; None for other data.
     """
 
     def __init__(
@@ -68,10 +72,10 @@ class LocalSource:
         reopen: Callable[[int], Iterator[Batch | FedBatch]] | None,
         rest: Iterator[Batch | FedBatch],
         position: int,
-        stream: Stream | None = None,
+        state: TrainingState | None = None,
     ) -> None:
-        self.endless = stream is not None
-        self._stream = stream
+        self.endless = state is not None
+        self._state = state
         self._reopen = reopen
         self._rest = rest
         self._following = position
@@ -120,8 +124,12 @@ class LocalSource:
         """Forgets batches of lower numbers."""
         for number in [n for n in list(self._kept) if n < below]:
             del self._kept[number]
-        if self._stream is not None:
-            self._stream.forget(below)
+        if self._state is not None:
+            self._state.covered("training", below)
+
+    def idle(self) -> bool:
+        """Returns False: there are no other NN workers."""
+        return False
 
     def begin_phase(self, on_demand: bool, stopped_early: bool) -> None:
         """No-op: batches that are not trained are still here."""
@@ -146,7 +154,7 @@ class LoaderSource:
         self._epoch = epoch
         self._on_demand: bool | None = None
 
-    def read(self, number: int) -> FedBatch | None:
+    def read(self, number: int) -> Batch | FedBatch | None:
         """Returns a batch; blocks until it is there."""
         rank = 0 if self._on_demand else self._rank
         return self._loader.take(rank, self._epoch, number).batch
@@ -154,11 +162,49 @@ class LoaderSource:
     def forget(self, below: int) -> None:
         """No-op: data loaders drop batches when later ones are taken."""
 
+    def idle(self) -> bool:
+        """Returns False: it has an end."""
+        return False
+
     def begin_phase(self, on_demand: bool, stopped_early: bool) -> None:
         """Restarts the data loaders where training is: batches that were taken but not trained have been released."""
         if stopped_early or on_demand != self._on_demand:
             self._on_demand = on_demand
             self._begin(on_demand)
+
+
+class StreamSource(LoaderSource):
+    """Batches of a stream that data loaders have ready.
+
+    Args:
+        loader: the data loaders.
+        begin: see `LoaderSource`.
+        state: of the run.
+        rank: of the NN worker.
+    """
+
+    endless = True
+
+    def __init__(
+        self, loader: StreamDataLoader, begin: Callable[[bool], None], state: TrainingState, rank: int
+    ) -> None:
+        super().__init__(loader, begin, rank, state.epoch)
+        self._stream_loader = loader
+        self._state = state
+
+    def read(self, number: int) -> Batch | FedBatch | None:
+        """Returns a batch; blocks until it has come, and with it those of the other NN workers in its step."""
+        if self._on_demand:
+            return self._stream_loader.take_on_demand(self._epoch, number).batch
+        return super().read(number)
+
+    def forget(self, below: int) -> None:
+        """Lets the stream forget what is trained, if nobody goes back to it."""
+        self._state.covered("training", below)
+
+    def idle(self) -> bool:
+        """Returns whether an NN worker waits for the stream."""
+        return self._stream_loader.awaited()
 
 
 def declared_batch_size(data: Any) -> int:
@@ -177,11 +223,17 @@ def largest_batch(data: Any, mode: Mode) -> int:
     return max(rows, default=0)
 
 
-def check_stream(data: object, epochs: int, cluster: object, nn_workers: int) -> None:
+def check_stream(data: object, epochs: int, connection: Connection, *, in_other_processes: bool) -> None:
     """Checks that a stream, if the data are one, can be trained on.
 
+    Args:
+        data: of `fit`.
+        epochs: number of passes.
+        connection: of this process.
+        in_other_processes: whether NN workers train in other processes.
+
     Raises:
-        ConfigError: there are several epochs, or it would be read by other processes, or by several NN workers.
+        ConfigError: there are several epochs; or the stream cannot be shared, and would have to.
     """
     if not isinstance(data, Stream):
         return
@@ -190,10 +242,17 @@ def check_stream(data: object, epochs: int, cluster: object, nn_workers: int) ->
             f"epochs = {epochs}, and train_data is a stream, which has one pass; call `fit` again to go on with it.",
             field="epochs",
         )
-    if isinstance(cluster, ProcessCluster) or nn_workers > 1:
+    if (in_other_processes or connection.nn_workers > 1) and not isinstance(data, SharedStream):
         raise ConfigError(
-            "train_data is a stream, whose position only a single NN worker keeps, in its own process. Train with "
-            "cluster=persia.cluster.Embedded(), or write the stream to files first.",
+            f"train_data is a {type(data).__name__}, a stream that only a single NN worker can read, in its own "
+            "process. Train with cluster=persia.cluster.Embedded(), give it a method `share` (see "
+            "persia.services.SharedStream), or write the stream to files first.",
+            field="train_data",
+        )
+    if connection.nn_workers > 1 and connection.stream is None and not in_other_processes:
+        raise ConfigError(
+            "train_data is a stream, and the NN workers of this run have no data loaders that read it. Call `fit` in "
+            "the program that made the cluster, rather than within `run`.",
             field="train_data",
         )
 
@@ -211,7 +270,13 @@ def set_local_batch(data: Iterable[Batch] | None, state: TrainingState) -> None:
 
 
 def source_of(
-    data: Iterable[Batch] | None, state: TrainingState, connection: Connection, replicas: Replicas, *, loaded: bool
+    data: Iterable[Batch] | None,
+    state: TrainingState,
+    connection: Connection,
+    replicas: Replicas,
+    *,
+    loaded: bool,
+    fed: FedStream | None = None,
 ) -> BatchSource:
     """Opens the rest of the current pass over the data.
 
@@ -221,8 +286,9 @@ def source_of(
         connection: has the data loaders, if any.
         replicas: of all NN workers; the first one makes data loaders begin.
         loaded: whether a checkpoint was loaded since the last call of `fit`, so that an iterator is at its beginning.
+        fed: a stream that data loaders read.
     """
-    loader = connection.loader
+    loader = fed.loader if fed is not None else connection.loader
     epoch, position = state.epoch, state.position
     if loader is not None:
 
@@ -232,10 +298,13 @@ def source_of(
             feed = Feed(state.epoch, state.position, takers, 0, 1, 1, connection.generation, on_demand)
             replicas.run_on_rank0(lambda: loader.begin(feed), NoneType)
 
+        if fed is not None:
+            return StreamSource(fed.loader, begin, state, connection.rank)
         return LoaderSource(loader, begin, connection.rank, epoch)
     assert data is not None
     if isinstance(data, Seekable):
-        return _local(lambda n: data.batches(epoch, n), data.batches(epoch, position), position, state.stream)
+        stream = state if state.stream is not None else None
+        return _local(lambda n: data.batches(epoch, n), data.batches(epoch, position), position, stream)
     if isinstance(data, Iterator):  # The call before has read it up to `position`, except after a resume.
         return _local(None, itertools.islice(data, position if loaded else 0, None), position)
     return _local(
@@ -247,7 +316,7 @@ def _local(
     reopen: Callable[[int], Iterator[Batch]] | None,
     rest: Iterator[Batch],
     position: int,
-    stream: Stream | None = None,
+    stream: TrainingState | None = None,
 ) -> LocalSource:
     """Returns a `LocalSource` of items that are checked: in `read`, None means the end of the pass."""
     reopened = None if reopen is None else lambda number: checked_items(reopen(number), number)

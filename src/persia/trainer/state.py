@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,10 +19,13 @@ from persia.modes import encode as encode_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.pushing import PushCounts
-from persia.services import Stream
+from persia.services import StreamPosition
 from persia.types import Offsets
 
-__all__ = ["RandomState", "RunTotals", "TrainingState", "random_states", "set_random_state"]
+__all__ = ["RandomState", "RecordCover", "RunTotals", "TrainingState", "random_states", "set_random_state"]
+
+RecordCover: TypeAlias = Literal["training", "checkpoint", "recovery point"]
+"""What a run goes back to at most."""
 
 RandomState: TypeAlias = dict[str, Any]
 """States of the generators of torch (and of each GPU), numpy and Python in one process."""
@@ -110,10 +113,14 @@ class TrainingState:
         """Counts of all NN workers from before this process counted: up to a resume, or in earlier calls of `fit`."""
         self.other_random: list[RandomState] = []
         """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
-        self.stream: Stream | None = None
+        self.stream: StreamPosition | None = None
         """The stream that `fit` reads, or has read last; None for other data."""
         self._offsets: Offsets = {}
-        """Positions of streams at the beginning of `stream`, and of those read before."""
+        """Positions of streams at the beginning of `stream`, at its end, and of those read before."""
+        self._in_stream = False
+        """Whether a pass over `stream` is under way."""
+        self.record_covered_by: RecordCover = "training"
+        """What makes recorded batches of `stream` dispensable, as nobody goes back to before it."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs. Not in checkpoints."""
         self.rank = embeddings.connection.rank
@@ -136,29 +143,35 @@ class TrainingState:
     @property
     def offsets(self) -> Offsets:
         """Offsets of all streams so far, at the current position."""
-        return self._offsets | (self.stream.offsets(self.position) if self.stream is not None else {})
+        if self.stream is None or not self._in_stream:
+            return self._offsets
+        return self._offsets | self.stream.offsets(self.position)
 
     def begin_data(self, data: object, stopping: Callable[[], bool]) -> None:
         """Begins a call of `fit`. A stream goes on at its offsets.
 
         Args:
-            data: see `Trainer.fit`.
+            data: see `Trainer.fit`; a stream that data loaders read as a `StreamPosition`.
             stopping: polled by a stream that waits for data; whether the call is to end.
         """
         if self.finished:
             self.epoch = self.position = 0
         self.finished = False
         self._offsets = self.offsets
-        self.stream = data if isinstance(data, Stream) else None
+        self.stream = data if isinstance(data, StreamPosition) else None
+        self._in_stream = self.stream is not None
         if self.stream is not None:
             self.stream.begin(self.position, self._offsets, stopping)
 
     def end_pass(self) -> None:
         """Ends a pass over the data. The next one goes on at the offsets of a stream."""
-        self._offsets = self.offsets
+        self._offsets, self._in_stream = self.offsets, False
         self.epoch, self.position = self.epoch + 1, 0
-        if self.stream is not None:
-            self.stream.begin(0, self._offsets, lambda: True)
+
+    def covered(self, by: RecordCover, position: int) -> None:
+        """Lets the stream forget batches before a position, if that is what makes them dispensable."""
+        if self.stream is not None and by == self.record_covered_by:
+            self.stream.forget(position)
 
     def change_mode(self, mode: Mode) -> None:
         """Trains in another mode from now on. Call it between two phases."""

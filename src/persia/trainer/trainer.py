@@ -279,7 +279,7 @@ class Trainer:
             raise ConfigError(
                 "train_data is an iterator and cannot be read twice; give a reader or a list.", field="train_data"
             )
-        check_stream(train_data, epochs, self.cluster, connection.nn_workers)
+        check_stream(train_data, epochs, connection, in_other_processes=self._trains_in_other_processes)
         if train_data is None and connection.loader is None:
             raise ConfigError("train_data is None, and the cluster has no data loaders.", field="train_data")
         self._stopping = False
@@ -295,10 +295,12 @@ class Trainer:
         state, connection, replicas = self.state, self.embeddings.connection, self.step.replicas
         directory, keep_best = self.options.checkpoint_dir, self.options.keep_best
         set_local_batch(train_data, state)
-        state.begin_data(train_data, lambda: self.stopping)
+        fed = connection.stream(train_data) if connection.stream is not None else None
+        state.begin_data(train_data if fed is None else fed.stream, lambda: self.stopping)
         if keep_best is not None and eval_data is None:
             raise ConfigError("keep_best needs eval_data.", field="eval_data")
         recovery = connection.save_recovery_point is not None
+        state.record_covered_by = "recovery point" if recovery else "checkpoint" if directory else "training"
         bounds = Bounds(state, self.step, self.options, max_steps, recovery, lambda: self.stopping)
         progress = FitProgress(
             state, self.step, self.embeddings, self.monitor, self._staging, self.options, self._trackers
@@ -323,7 +325,7 @@ class Trainer:
             try:
                 with progress.line:
                     while state.epoch < epochs and not bounds.reached():
-                        source = source_of(train_data, state, connection, replicas, loaded=self._loaded)
+                        source = source_of(train_data, state, connection, replicas, loaded=self._loaded, fed=fed)
                         self._loaded = False
                         while not bounds.reached():
                             if self.phases.adopt_next_mode():

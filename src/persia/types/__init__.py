@@ -26,6 +26,7 @@ from persia.types.membership import TITLES, Member, Membership
 from persia.types.packed import Gradients, Packed, PackedGradients
 from persia.types.publishing import ModelDescription, PublishDtype, PublishOptions, PublishOrder, PublishStatus
 from persia.types.rows import RowsSet, RowState, StoredRows
+from persia.types.streams import OffsetRange, Partition, PartitionBounds, RecordedBatch, StreamStart, loader_of
 from persia.types.tokens import (
     ArrivalRecord,
     Caller,
@@ -69,9 +70,12 @@ __all__ = [
     "Member",
     "Membership",
     "ModelDescription",
+    "OffsetRange",
     "Offsets",
     "Packed",
     "PackedGradients",
+    "Partition",
+    "PartitionBounds",
     "PhaseRecord",
     "PublishDtype",
     "PublishOptions",
@@ -82,11 +86,13 @@ __all__ = [
     "PushedDense",
     "QuiesceResult",
     "ReadRecord",
+    "RecordedBatch",
     "RowStaleness",
     "RowState",
     "RowsSet",
     "StepTiming",
     "StoredRows",
+    "StreamStart",
     "TensorSpec",
     "Ticket",
     "Token",
@@ -94,5 +100,6 @@ __all__ = [
     "UpdateCounts",
     "WireRows",
     "WorkerReport",
+    "loader_of",
     "sum_counts",
 ]

@@ -35,7 +35,11 @@ MERGED = 1 << 48
 """Marks the client of a push that is the sum of a step, and so of no single NN worker."""
 
 Offsets: TypeAlias = dict[str, dict[int, int]]
-"""Position in a stream: the offset of the next message, by topic and partition."""
+"""Position in a stream: the offset of the next message, by topic and partition.
+
+Where lateness matters, `TOPIC@event_time` has the latest event time of each partition, in milliseconds; no topic has an
+"@" in its name.
+"""
 
 
 class BatchId(NamedTuple):

@@ -21,7 +21,7 @@ from persia.errors import ConfigError, PersiaError, RoleDiedError
 from persia.modes import Mode, encode
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Attempt, Connection
-from persia.types import Feed
+from persia.types import Feed, StreamStart
 
 __all__ = ["Ray"]
 
@@ -186,6 +186,7 @@ class Ray:
                     "serve": roles.serve,
                     "serve_dense": roles.serve_dense,
                     "begin": roles.begin_feed,
+                    "commit": roles.feed.commit,
                 }
                 if recovery is None:
                     return results(processes, calls, operations)
@@ -206,16 +207,25 @@ class Ray:
         finally:
             roles.running.release()
 
-    def feed(self, source: Any, epoch: int = 0, start: int = 0, accumulation_steps: int = 1) -> None:
+    def feed(
+        self,
+        source: Any,
+        epoch: int = 0,
+        start: int = 0,
+        accumulation_steps: int = 1,
+        record: StreamStart | None = None,
+    ) -> None:
         """Lets the data loaders read a source, for the functions that run after this call.
 
         The source is pickled, and read where the data loaders are. A Trainer in `run` begins each pass by itself.
 
         Args:
-            source: `persia.services.Sharded`, `Seekable`, or with one data loader any iterable of `persia.Batch`.
+            source: `persia.services.SharedStream`, `Sharded`, `Seekable`, or with one data loader any iterable of
+                `persia.Batch`.
             epoch: number of the pass to begin with.
             start: number of its first batch.
             accumulation_steps: batches per update: those of one NN worker go to one embedding worker.
+            record: where a stream begins; None for its own beginning.
 
         Raises:
             ConfigError: the source cannot be pickled.
@@ -223,6 +233,10 @@ class Ray:
         with self._roles.lock:
             self._roles.started(check=False)  # The run checks; it may recover from deaths.
             self._roles.feed.set(source, Feed(epoch, start, self.nn_workers, 0, 1, 1), accumulation_steps)
+            if self._roles.feed.kind == "stream":
+                assert self._roles.stream_log is not None
+                offsets, anew = record or StreamStart({}, True)
+                self._roles.stream_log.begin_stream(start, offsets, anew)
 
     def unfeed(self) -> None:
         """Makes NN workers read their data themselves again, in functions that run after this call."""

@@ -11,6 +11,7 @@ from persia.membership.data_loaders import DataLoaders
 from persia.membership.directory import Directory
 from persia.membership.embedding_workers import EmbeddingWorkers
 from persia.membership.listener import POLL_SECONDS, Listener, await_members
+from persia.membership.streams import RecordedStream, StreamLoaders
 from persia.services import (
     Connection,
     Coordinator,
@@ -19,9 +20,11 @@ from persia.services import (
     DensePS,
     EmbeddingPS,
     EmbeddingWorker,
+    FedStream,
+    StreamLog,
     Tokens,
 )
-from persia.types import TITLES, Feed, Member, Membership
+from persia.types import TITLES, Feed, Member, Membership, Offsets
 
 __all__ = [
     "WorkerConnection",
@@ -29,6 +32,7 @@ __all__ = [
     "connect_servers",
     "reach",
     "reach_coordinator",
+    "reach_stream_log",
     "reach_tokens",
 ]
 
@@ -55,6 +59,11 @@ def reach_tokens(plan: Plan) -> Tokens:
     return rpc.connect(
         plan.coordinator, Tokens, peer="coordinator", timeout=plan.options.timeout + GRACE_SECONDS, keys=plan.keys
     )
+
+
+def reach_stream_log(plan: Plan) -> StreamLog:
+    """Returns a stub of the record of a stream, which is at the coordinator."""
+    return rpc.connect(plan.coordinator, StreamLog, peer="coordinator", timeout=plan.options.timeout, keys=plan.keys)
 
 
 def connect_dense(coordinator: Coordinator, plan: Plan) -> Sequence[DensePS]:
@@ -97,6 +106,7 @@ class WorkerConnection:
         generation: of the NN workers.
         begin: asks the driver to start a feed; None if this process reads its data itself.
         make_dense: asks the driver to start the dense PSs.
+        commit: reports the offsets of a stream, if the data loaders read one; None if they do not.
 
     Raises:
         DeadlineError: the roles did not join in time.
@@ -110,6 +120,7 @@ class WorkerConnection:
         generation: int = 1,
         begin: Callable[[Feed], None] | None = None,
         make_dense: Callable[[DenseMaker], Any] | None = None,
+        commit: Callable[[Offsets], None] | None = None,
     ) -> None:
         timeout = plan.options.timeout
         self._coordinator, self._plan = coordinator, plan
@@ -124,6 +135,7 @@ class WorkerConnection:
         )
         self._listener = Listener(coordinator, self._update)
         self._tokens = reach_tokens(plan)
+        self._stream_log = reach_stream_log(plan) if commit is not None else None
         self._dense: Sequence[DensePS] = []
 
         def dense(maker: DenseMaker) -> Sequence[DensePS]:
@@ -143,11 +155,16 @@ class WorkerConnection:
             dense,
             gpus=plan.options.gpus,
         )
+        if self._stream_log is not None and commit is not None and begin is not None:
+            stream = RecordedStream(self._stream_log, False, commit)
+            loaders = DataLoaders(self._loaders, timeout)
+            fed = FedStream(stream, StreamLoaders(loaders, begin, stream, plan.nn_workers, timeout))
+            self.connection = self.connection._replace(stream=lambda _: fed)
 
     def close(self) -> None:
         """Closes all connections."""
         self._listener.close()
-        stubs: list[object] = [self._tokens, *self._dense, *self._servers]
+        stubs: list[object] = [self._tokens, self._stream_log, *self._dense, *self._servers]
         stubs += [*self._workers.roster().serving(), *self._loaders.roster().serving()]
         for stub in stubs:
             rpc.close(stub)

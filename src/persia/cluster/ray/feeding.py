@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import ray
 
 from persia.cluster.ray.processes import Process
 from persia.errors import ConfigError, DeadlineError
-from persia.types import Feed
+from persia.services import SharedStream
+from persia.types import Feed, Offsets
 
-__all__ = ["AHEAD", "LoaderData", "LoaderFeed"]
+__all__ = ["AHEAD", "LoaderData", "LoaderFeed", "SourceKind"]
+
+SourceKind: TypeAlias = Literal["batches", "stream"] | None
 
 AHEAD = 4
 """Batches that each data loader keeps ready for each NN worker."""
@@ -45,11 +49,19 @@ class LoaderFeed:
         self._nn_workers = nn_workers
         self._source: LoaderData | None = None
         self._feed: Feed | None = None
+        self._stream: SharedStream | None = None
 
     @property
-    def has_source(self) -> bool:
-        """Whether the data loaders have a source; otherwise NN workers read their data themselves."""
-        return self._source is not None
+    def kind(self) -> SourceKind:
+        """Kind of the data loaders' source; None if NN workers read their data themselves."""
+        if self._source is None:
+            return None
+        return "stream" if self._stream is not None else "batches"
+
+    def commit(self, offsets: Offsets) -> None:
+        """Reports to whoever monitors the stream that a checkpoint has all before these offsets. Returns at once."""
+        if self._stream is not None:
+            threading.Thread(target=self._stream.commit, args=(offsets,), name="persia-commit", daemon=True).start()
 
     def set(self, source: Any, feed: Feed, accumulation_steps: int) -> None:
         """Sets another source, for the next run.
@@ -66,10 +78,11 @@ class LoaderFeed:
             ) from error
         self._source = LoaderData(uuid.uuid4().hex, ray.put(pickled), accumulation_steps)
         self._feed = feed
+        self._stream = source if isinstance(source, SharedStream) else None
 
     def clear(self) -> None:
         """Removes the source."""
-        self._source = self._feed = None
+        self._source = self._feed = self._stream = None
 
     def renew(self, generation: int) -> None:
         """Adopts a new generation of NN workers, which gets all batches from the start of the feed again."""

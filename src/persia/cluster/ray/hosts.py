@@ -15,11 +15,12 @@ import ray
 
 from persia import rpc
 from persia.cluster import numa
-from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator
+from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator, reach_stream_log
 from persia.cluster.ray.plan import Plan, ProcessInfo, ServerSeat, Service
 from persia.coordinator import CoordinatorServer, TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
 from persia.data.loader import Loader
+from persia.data.stream_loader import StreamLoader
 from persia.errors import ConfigError, DeadlineError, StoreError
 from persia.membership.directory import Directory
 from persia.membership.listener import Listener
@@ -39,8 +40,11 @@ from persia.services import (
     RecordableRows,
     RecordableTokens,
     RecordableWorker,
+    SharedStream,
+    StreamLog,
     Tokens,
 )
+from persia.streams import OffsetLog
 from persia.telemetry.metrics import Readings, figures
 from persia.telemetry.process import LOOPBACK, ObservedProcess, process_metrics
 from persia.types import TITLES, Feed, Membership
@@ -214,7 +218,8 @@ class CoordinatorHost(Host):
         self._tokens = TokenScheduler(plan.options.timeout, path("tokens"))
         saved = StateFile(path("address"), str)
         before = saved.load() or ""
-        address = self.serve(_ControlPlane(CoordinatorServer(path=path("members")), self._tokens), ControlPlane, before)
+        members, stream = CoordinatorServer(path=path("members")), OffsetLog(path=path("stream"))
+        address = self.serve(_ControlPlane(members, self._tokens, stream), ControlPlane, before)
         if address != before:
             saved.save(address)  # The next process listens there, too.
         self.ready = True
@@ -230,10 +235,16 @@ class CoordinatorHost(Host):
 
 
 class _ControlPlane:
-    """Coordinator and token scheduler at one address."""
+    """Coordinator, token scheduler and the record of a stream at one address."""
 
-    def __init__(self, coordinator: Coordinator, tokens: TokenScheduler) -> None:
-        for protocol, servant in ((Coordinator, coordinator), (Tokens, tokens), (RecordableTokens, tokens)):
+    def __init__(self, coordinator: Coordinator, tokens: TokenScheduler, stream: StreamLog) -> None:
+        servants: dict[type, object] = {
+            Coordinator: coordinator,
+            Tokens: tokens,
+            RecordableTokens: tokens,
+            StreamLog: stream,
+        }
+        for protocol, servant in servants.items():
             for name in describe(protocol):
                 setattr(self, name, getattr(servant, name))
 
@@ -386,6 +397,7 @@ class DataLoaderHost(Host):
         self._lock = threading.Lock()
         self._source = ""
         self._loader: Loader | None = None
+        self._stream_log: StreamLog | None = None
         self._workers: Directory[EmbeddingWorker] = Directory(
             "embedding_worker", lambda member: reach(member, EmbeddingWorker, plan), rpc.close
         )
@@ -407,7 +419,13 @@ class DataLoaderHost(Host):
             if self._loader is None or source != self._source:
                 timeout = self.plan.options.timeout
                 read = ray.cloudpickle.loads(pickled)
-                self._loader = Loader(read, self._schema, self._workers, accumulation_steps, timeout)
+                if isinstance(read, SharedStream):
+                    self._stream_log = self._stream_log or reach_stream_log(self.plan)
+                    self._loader = StreamLoader(
+                        read, self._stream_log, self._schema, self._workers, accumulation_steps, timeout
+                    )
+                else:
+                    self._loader = Loader(read, self._schema, self._workers, accumulation_steps, timeout)
                 self._loader.tracer = self.process.tracer
                 self._source = source
             self._loader.begin(feed)
@@ -430,7 +448,9 @@ class DataLoaderHost(Host):
 
     def observe(self) -> Readings:
         """Returns the metrics of the role; empty before it reads."""
-        return Readings(figures("loader", self.counters()), [])
+        loader = self._loader
+        of_stream = loader.observe() if isinstance(loader, StreamLoader) else []
+        return Readings(figures("loader", self.counters()) + of_stream, [])
 
     def _changed(self, membership: Membership) -> None:
         self._workers.update(membership)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import ray
 
 from persia.cluster.ray.connection import WorkerConnection
+from persia.cluster.ray.feeding import SourceKind
 from persia.cluster.ray.hosts import Host, together
 from persia.cluster.ray.plan import Plan, Service
 from persia.errors import ConfigError
@@ -282,11 +283,14 @@ class WorkerProcess:
                 field="cluster",
             )
         host = self._host
-        fed: bool = host.ask("serve", Service(schema, optimizer, encode(mode), seed))
+        fed: SourceKind = host.ask("serve", Service(schema, optimizer, encode(mode), seed))
         assert host.coordinator is not None
-        begin = functools.partial(host.ask, "begin") if fed else None
+        begin = functools.partial(host.ask, "begin") if fed is not None else None
+        commit = functools.partial(host.ask, "commit") if fed == "stream" else None
         make_dense = functools.partial(host.ask, "serve_dense")
-        self._connected = WorkerConnection(host.coordinator, host.plan, host.rank, self._generation, begin, make_dense)
+        self._connected = WorkerConnection(
+            host.coordinator, host.plan, host.rank, self._generation, begin, make_dense, commit
+        )
         save = functools.partial(host.ask, "save_recovery_point") if self._recovers else None
 
         def observe(trainer: Callable[[], Readings]) -> None:

@@ -12,8 +12,8 @@ import ray
 
 from persia import rpc
 from persia.cluster.ray.capacities import server_capacities
-from persia.cluster.ray.connection import reach_coordinator, reach_tokens
-from persia.cluster.ray.feeding import LoaderFeed
+from persia.cluster.ray.connection import reach_coordinator, reach_stream_log, reach_tokens
+from persia.cluster.ray.feeding import LoaderFeed, SourceKind
 from persia.cluster.ray.hosts import CoordinatorHost, DataLoaderHost, EmbeddingServerHost, EmbeddingWorkerHost
 from persia.cluster.ray.nn_worker import DenseServerHost, NNWorkerHost, warn_of_idle_gpus
 from persia.cluster.ray.options import RayOptions
@@ -24,7 +24,7 @@ from persia.cluster.ray.runs import RESTARTED
 from persia.errors import ClosedError, ConfigError, RoleDiedError
 from persia.ps.regions import remove_leftovers
 from persia.ps.sizes import Shares
-from persia.services import Coordinator, DenseMaker, Tokens
+from persia.services import Coordinator, DenseMaker, StreamLog, Tokens
 from persia.types import Feed
 
 __all__ = ["DEPART_SECONDS", "Roles"]
@@ -48,9 +48,10 @@ class Roles:
         lock: held while processes start or end. Reentrant.
         running: held while a function runs on the NN workers.
         service: what PSs and embedding workers serve; None until they start.
-        plan: addresses and settings; None until the coordinator has started, as are the next three.
+        plan: addresses and settings; None until the coordinator has started, as are the next four.
         coordinator: a connection to the coordinator.
         tokens: a connection to its token scheduler.
+        stream_log: a connection to its record of a stream.
         processes: all of the cluster.
         feed: source and feed of the data loaders.
         closed: whether `close` has been called.
@@ -67,6 +68,7 @@ class Roles:
         self.plan: Plan | None = None
         self.coordinator: Coordinator | None = None
         self.tokens: Tokens | None = None
+        self.stream_log: StreamLog | None = None
         self.processes: Processes | None = None
         self.feed = LoaderFeed(options.timeout, counts["nn_worker"])
         self.closed = False
@@ -113,6 +115,7 @@ class Roles:
                 self.plan = plan._replace(coordinator=process.info.address)
                 self.coordinator = reach_coordinator(self.plan)
                 self.tokens = reach_tokens(self.plan)
+                self.stream_log = reach_stream_log(self.plan)
             if check:
                 if not self.running.locked():
                     self.forget_deaths()
@@ -148,8 +151,8 @@ class Roles:
         nodes = self.placer.server_nodes(self.counts["embedding_ps"])
         return server_capacities(service, nodes, self.options, self.placer.server_memory())
 
-    def serve(self, service: Service, capacities: list[Shares] | None = None) -> bool:
-        """Starts PSs, embedding workers and data loaders, unless they run; returns whether the latter have a source.
+    def serve(self, service: Service, capacities: list[Shares] | None = None) -> SourceKind:
+        """Starts PSs, embedding workers and data loaders, unless they run; returns what the latter read.
 
         Args:
             service: what they serve.
@@ -175,7 +178,7 @@ class Roles:
                     "Use another cluster.",
                     field="cluster",
                 )
-            return self.feed.has_source
+            return self.feed.kind
 
     def serve_dense(self, maker: DenseMaker) -> None:
         """Starts the dense PSs, unless they run."""
@@ -309,6 +312,7 @@ class Roles:
             self.closed = True
             rpc.close(self.coordinator)
             rpc.close(self.tokens)
+            rpc.close(self.stream_log)
             try:
                 if self.processes is not None and ray.is_initialized():
                     try:

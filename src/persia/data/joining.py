@@ -1,0 +1,451 @@
+"""Joins two streams by key: impressions, and the clicks that follow them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from persia.batching.batch import Batch
+from persia.checks import check_integer, check_number
+from persia.data.broker import Stopped
+from persia.data.events import EventShare, EventStream, KeyedEvents
+from persia.data.join_buffer import Emitted, JoinBuffer
+from persia.errors import ConfigError, DataError
+from persia.schema import Schema
+from persia.telemetry.metrics import Metric
+from persia.types import OffsetRange, Offsets, Partition, PartitionBounds
+
+__all__ = ["JoinedStream", "join"]
+
+FROM = "@join_from"
+"""Follows a topic in `Offsets`: where messages begin that a resumed join reads again."""
+
+NEWEST = "@join_newest"
+"""Likewise: the latest event time before these messages, in milliseconds."""
+
+TIME = "@join_time"
+"""Follows the first topic of the impressions in `Offsets`: the time up to which windows have ended."""
+
+EVENT_TIME = "@event_time"
+"""See `persia.types.Offsets`."""
+
+
+def join(
+    impressions: EventStream,
+    clicks: EventStream,
+    *,
+    on: str,
+    window: float,
+    late: Literal["correct", "drop"] = "correct",
+    label: str | None = None,
+    limit: int = 1_000_000,
+    flush: bool = False,
+) -> JoinedStream:
+    """Joins impressions and clicks by key, for labels that come later than what they belong to.
+
+    An impression with a click within `window` after it becomes a positive sample, any other a negative one, once
+    its window has ended by the event times of both streams. The result depends on the two streams only, as long as no
+    event is later than its stream's `allowed_lateness`. Clicks that come after their impression was
+    emitted as a negative are corrections, or dropped; all are counted. A click counts for every impression of its key
+    whose window it is in.
+
+    A partition without new messages for `linger` seconds holds nobody up. Offsets of both streams are part of
+    checkpoints: a resumed run reads the open impressions and their clicks again, repeats nothing and loses nothing.
+
+    Args:
+        impressions: stream with the samples, such as `kafka(..., event_time="time", fill={"click": 0})`.
+        clicks: stream with the clicks; only their keys and times are read.
+        on: column of both with the key: numbers or texts. Impressions without a key are negatives, clicks are dropped.
+        window: seconds after an impression in which a click counts.
+        late: "correct" makes one more sample, with label 1, of an impression whose click is late by at most another
+            `window`; the negative that was trained is not taken back. "drop" leaves such clicks out.
+        label: label that tells whether there was a click; it may be left out if the schema has one label.
+        limit: maximum number of open impressions, and of clicks. Of more, the oldest impressions are emitted early, and
+            the oldest clicks dropped.
+        flush: whether impressions whose windows are open at the end of bounded streams are emitted. If not, the next
+            run has them.
+
+    Raises:
+        ConfigError: an argument is invalid.
+    """
+    for name, stream in (("impressions", impressions), ("clicks", clicks)):
+        if not isinstance(stream, EventStream):
+            raise ConfigError(
+                f"{name} is a {type(stream).__name__}; give persia.data.kafka(..., event_time=...) or EventBatches.",
+                field=name,
+            )
+    if set(impressions.topics) & set(clicks.topics):
+        raise ConfigError("impressions and clicks have a topic in common; give each its own.", field="clicks")
+    check_number("window", window, 0, open_low=True)
+    check_integer("limit", limit, 1)
+    if late not in ("correct", "drop"):
+        raise ConfigError(f'Invalid late = {late!r}; expected "correct" or "drop".', field="late")
+    labels = list(impressions.schema.labels)
+    if label is None and len(labels) != 1:
+        raise ConfigError(f"label is missing; give one of: {', '.join(labels)}.", field="label")
+    if label is not None and label not in labels:
+        raise ConfigError(f"Invalid label = {label!r}; expected one of: {', '.join(labels)}.", field="label")
+    column = 0 if label is None else labels.index(label)
+    options = _Options(on, round(window * 1000), late == "correct", column, limit, flush)
+    return JoinedStream(impressions, clicks, options)
+
+
+class _Options(NamedTuple):
+    on: str
+    window: int
+    corrects: bool
+    label: int
+    limit: int
+    flush: bool
+
+
+class _Recorded(NamedTuple):
+    """A batch: the events that were added before it, and the time up to which windows ended."""
+
+    ranges: list[tuple[bool, OffsetRange]]
+    time: int
+    after: Offsets
+    """Position after it."""
+
+
+class JoinedStream:
+    """The stream that `join` returns: a `persia.services.Stream`, for a single NN worker in its own process.
+
+    Args:
+        impressions: see `join`.
+        clicks: likewise.
+        options: the other arguments.
+    """
+
+    def __init__(self, impressions: EventStream, clicks: EventStream, options: _Options) -> None:
+        self.batch_size = impressions.batch_size
+        self.interrupted = False
+        self._impressions = impressions
+        self._clicks = clicks
+        self._options = options
+        self._stopping: Callable[[], bool] = lambda: False
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._record = _Record(0, {})
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the impressions."""
+        return self._impressions.schema
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterates from the beginning on, with a record of its own."""
+        return self._batches(_Record(0, {}), 0, lambda: False)
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """Iterates from batch `start` of the record on; see `persia.services.Stream`.
+
+        Raises:
+            DataError: the batch was forgotten, or is not recorded; or a stream cannot be read.
+        """
+        self.interrupted = False
+        return self._batches(self._record, start, self._stopping)
+
+    def begin(self, number: int, offsets: Offsets, stopping: Callable[[], bool]) -> None:
+        """Starts a new record; see `persia.services.Stream`."""
+        topics = {*self._impressions.topics, *self._clicks.topics}
+        self._record = _Record(number, {t: of for t, of in offsets.items() if t.partition("@")[0] in topics})
+        self._stopping = stopping
+
+    def offsets(self, number: int) -> Offsets:
+        """Returns where a batch begins; see `persia.services.Stream`."""
+        return self._record.position(number)
+
+    def forget(self, below: int) -> None:
+        """Forgets batches of lower numbers."""
+        self._record.forget(below)
+
+    def commit(self, offsets: Offsets) -> None:
+        """Reports that a checkpoint has all before `offsets`."""
+        self._impressions.commit(offsets)
+        self._clicks.commit(offsets)
+
+    def observe(self) -> list[Metric]:
+        """Returns metrics of the impressions, the lag of the clicks, and counts of the join. Thread-safe."""
+        lag = [metric for metric in self._clicks.observe() if metric.name == "stream_lag"]
+        with self._lock:
+            names = ("positives", "negatives", "corrections", "late_clicks", "unmatched_clicks", "open")
+            counts = [Metric(f"join_{name}", self._counts[name], {}) for name in names]
+        return [*self._impressions.observe(), *lag, *counts]
+
+    def statistics(self) -> dict[str, int]:
+        """Returns the counts of the join. Thread-safe.
+
+        `positives` and `negatives` are impressions, `corrections` impressions that were emitted once more,
+        `late_clicks` those found by a click after they had been emitted, corrections or not, `unmatched_clicks` clicks
+        without an impression, and `open` impressions whose windows have not ended. Batches that are read again count
+        again.
+        """
+        with self._lock:
+            return dict(self._counts)
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def _batches(self, record: _Record, number: int, stopping: Callable[[], bool]) -> Iterator[Batch]:
+        try:
+            with closing(_Join(self._impressions, self._clicks, self._options, record, number, stopping)) as join:
+                while (emitted := join.next(number)) is not None:
+                    self._count(emitted, join)
+                    number += 1
+                    yield self._labelled(emitted)
+                self._count(None, join)
+        except Stopped:
+            self.interrupted = True
+
+    def _count(self, emitted: Emitted | None, join: _Join) -> None:
+        with self._lock:
+            if emitted is not None:
+                self._counts["positives"] += emitted.positives
+                self._counts["negatives"] += len(emitted.clicked) - emitted.corrections - emitted.positives
+                self._counts["corrections"] += emitted.corrections
+            self._counts["late_clicks"] += join.buffer.take_late()
+            self._counts["unmatched_clicks"] += join.buffer.take_unmatched()
+            self._counts["open"] = join.buffer.open
+
+    def _labelled(self, emitted: Emitted) -> Batch:
+        labels = np.array(emitted.batch.labels, np.float32)
+        labels[:, self._options.label] = emitted.clicked
+        return dataclasses.replace(emitted.batch, labels=labels)
+
+
+class _Record:
+    """The batches of a join by number, and the position before each.
+
+    Args:
+        number: of the first batch.
+        position: where it begins.
+    """
+
+    def __init__(self, number: int, position: Offsets) -> None:
+        self._lock = threading.Lock()
+        self._first = number
+        self._begin = position
+        self._batches: list[_Recorded] = []
+        self.ends: dict[Partition, int | None] = {}
+        """Where the partitions of bounded streams end."""
+
+    @property
+    def last(self) -> Offsets:
+        """The position after the last batch."""
+        with self._lock:
+            return self._batches[-1].after if self._batches else self._begin
+
+    def find(self, number: int) -> _Recorded | None:
+        """Returns a batch; None if it is the next to be recorded."""
+        with self._lock:
+            self._check(number)
+            index = number - self._first
+            return self._batches[index] if index < len(self._batches) else None
+
+    def append(self, batch: _Recorded) -> None:
+        """Records the next batch."""
+        with self._lock:
+            self._batches.append(batch)
+
+    def position(self, number: int) -> Offsets:
+        """Returns where a batch begins."""
+        with self._lock:
+            self._check(number)
+            index = number - self._first
+            return self._batches[index - 1].after if index else self._begin
+
+    def forget(self, below: int) -> None:
+        """Forgets batches of lower numbers."""
+        with self._lock:
+            count = min(max(0, below - self._first), len(self._batches))
+            if count:
+                self._begin = self._batches[count - 1].after
+                self._first += count
+                del self._batches[:count]
+
+    def _check(self, number: int) -> None:
+        last = self._first + len(self._batches)
+        if not self._first <= number <= last:
+            raise DataError(
+                f"Batch {number} of the joined stream is not recorded; batches {self._first} to {last} are. Continue "
+                "from a checkpoint, which has the offsets.",
+                number=number,
+            )
+
+
+class _Join:
+    """Reads both streams from a batch on, with the buffer as it was there. For one thread."""
+
+    def __init__(
+        self,
+        impressions: EventStream,
+        clicks: EventStream,
+        options: _Options,
+        record: _Record,
+        number: int,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._batch_size = impressions.batch_size
+        self._options = options
+        self._record = record
+        begin, last = record.position(number), record.last
+        self._topics = [*impressions.topics, *clicks.topics]
+        time = begin.get(impressions.topics[0] + TIME, {}).get(0)
+        self.buffer = JoinBuffer(options.window, time)
+        self._time_name = impressions.topics[0] + TIME
+        self._consumed: dict[Partition, int] = _partitions(begin, "")
+        self._newest: dict[Partition, int | None] = {**_partitions(begin, EVENT_TIME)}
+        self._chunks: dict[Partition, list[tuple[int, int | None]]] = {}
+        """Of each partition, the first offsets of messages that were read together, and the newest time before them."""
+        self._pending: list[tuple[bool, OffsetRange]] = []
+        self._turn = True
+        self._sides: dict[bool, EventShare] = {}
+        try:
+            for side, stream in ((True, impressions), (False, clicks)):
+                ends = [
+                    PartitionBounds(partition, offset, record.ends[partition])
+                    for partition, offset in _partitions(last, "").items()
+                    if partition.topic in stream.topics and partition in record.ends
+                ]
+                self._sides[side] = stream.open_events(options.on, side, ends, last, stopping)
+                for bounds in self._sides[side].positions():
+                    record.ends.setdefault(bounds.partition, bounds.end)
+            self._restore(begin, impressions.topics)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes connections."""
+        for side in self._sides.values():
+            side.close()
+
+    def next(self, number: int) -> Emitted | None:
+        """Returns a batch: the recorded one, or a new one, which is recorded; None at the end."""
+        recorded = self._record.find(number)
+        if recorded is not None:
+            for side, found in recorded.ranges:
+                self._add(side, found, self._sides[side].read(found))
+            self._pending.clear()
+            return self._emitted(recorded.time)
+        while True:
+            complete, over = self._complete()
+            if complete is not None:
+                time = self.buffer.time_to_emit(complete, self._batch_size, self._options.corrects)
+                if time is not None:
+                    return self._new(time)
+            if self.buffer.open > self._options.limit or (over and self._options.flush and self.buffer.open):
+                return self._new(self.buffer.first_end(self._batch_size))
+            if over:
+                return None
+            if self.buffer.clicks > self._options.limit:
+                self.buffer.drop_clicks(complete or 0, self._options.limit)
+            self._read()
+
+    def _new(self, time: int) -> Emitted:
+        """Emits and records a batch."""
+        emitted = self._emitted(time)
+        self._record.append(_Recorded(self._pending, time, self._position()))
+        self._pending = []
+        return emitted
+
+    def _emitted(self, time: int) -> Emitted:
+        emitted = self.buffer.emit(time, self._options.corrects)
+        assert emitted is not None  # `time_to_emit` has found some.
+        return emitted
+
+    def _read(self) -> None:
+        """Reads from one stream, then from the other; from the one that is behind as long as both have messages."""
+        progress = {side: share.progress() for side, share in self._sides.items()}
+        side = _behind(progress[True].newest, progress[False].newest)
+        if side is None or progress[side].complete is None:
+            self._turn = not self._turn
+            side = self._turn
+        if progress[side].over:
+            side = not side
+        new = self._sides[side].poll()
+        if new is not None:
+            self._add(side, *new)
+
+    def _complete(self) -> tuple[int | None, bool]:
+        """Returns the time before which no event is expected, and whether both streams are over."""
+        progress = [share.progress() for share in self._sides.values()]
+        over = all(one.over for one in progress)
+        if any(one.unknown for one in progress):
+            return None, over
+        least = [one.complete for one in progress if one.complete is not None]
+        if least:
+            return min(least), over
+        # All partitions are read to their ends: what is not there is not expected.
+        return max((one.newest for one in progress if one.newest is not None), default=None), over
+
+    def _add(self, side: bool, found: OffsetRange, events: KeyedEvents) -> None:
+        partition = found.partition
+        self._chunks.setdefault(partition, []).append((found.begin, found.newest))
+        self._consumed[partition] = found.end
+        if found.newest_after is not None:
+            self._newest[partition] = found.newest_after
+        self._pending.append((side, found))
+        self.buffer.add(side, self._code(partition), found.begin, events)
+
+    # --- position -----------------------------------------------------------------------------------------------
+
+    def _position(self) -> Offsets:
+        """Returns the position after what has been emitted."""
+        begins = self.buffer.begins()
+        position: Offsets = {}
+        assert self.buffer.time is not None
+        position[self._time_name] = {0: self.buffer.time}
+        for partition, consumed in self._consumed.items():
+            topic, number = partition
+            position.setdefault(topic, {})[number] = consumed
+            newest = self._newest.get(partition)
+            if newest is not None:
+                position.setdefault(topic + EVENT_TIME, {})[number] = newest
+            begin = begins.get(self._code(partition))
+            chunks = self._chunks.get(partition, [])
+            while chunks and (begin is None or chunks[0][0] < begin):
+                chunks.pop(0)
+            if begin is not None:
+                position.setdefault(topic + FROM, {})[number] = begin
+                if chunks and chunks[0][1] is not None:
+                    position.setdefault(topic + NEWEST, {})[number] = chunks[0][1]
+        return position
+
+    def _restore(self, position: Offsets, impressions: tuple[str, ...]) -> None:
+        """Reads the events again that the buffer had at a position."""
+        newest = _partitions(position, NEWEST)
+        for partition, begin in _partitions(position, FROM).items():
+            side = partition.topic in impressions
+            end = self._consumed[partition]
+            found = OffsetRange(partition, begin, end, newest.get(partition), self._newest.get(partition))
+            self._chunks[partition] = [(begin, newest.get(partition))]
+            self.buffer.restore(side, self._code(partition), begin, self._sides[side].read(found))
+        self.buffer.restored()
+
+    def _code(self, partition: Partition) -> int:
+        """Returns the number of a partition, the same in every run."""
+        return self._topics.index(partition.topic) << 32 | partition.number
+
+
+def _partitions(offsets: Offsets, suffix: str) -> dict[Partition, int]:
+    """Returns the numbers of `Offsets` whose names have a suffix; an empty one is that of offsets themselves."""
+    return {
+        Partition(topic.removesuffix(suffix) if suffix else topic, number): value
+        for topic, of in offsets.items()
+        if (topic.endswith(suffix) if suffix else "@" not in topic)
+        for number, value in of.items()
+    }
+
+
+def _behind(impressions: int | None, clicks: int | None) -> bool | None:
+    """Returns the stream whose newest event is older: True for the impressions; None if one has none."""
+    if impressions is None or clicks is None:
+        return None
+    return impressions <= clicks

@@ -1,0 +1,107 @@
+"""The arguments of `persia.data.kafka`, and what is counted of a stream."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from datetime import datetime
+from time import monotonic
+from typing import Literal, NamedTuple, TypeAlias
+
+from persia.data.broker import BrokerOptions
+from persia.data.messages import ValuesFormat
+from persia.telemetry.metrics import Metric
+from persia.types import Partition
+
+__all__ = ["Begin", "EventTime", "KafkaOptions", "StreamCounts", "Until"]
+
+Begin: TypeAlias = Literal["earliest", "latest"] | datetime
+RATE_SECONDS = 10.0
+"""Time over which rows per second are counted."""
+
+Until: TypeAlias = Literal["now"] | datetime | None
+
+
+class EventTime(NamedTuple):
+    """The time of events.
+
+    Attributes:
+        column: name of the column.
+        milliseconds: in one unit of its numbers.
+        allowed: milliseconds by which an event may be older than the newest before it; None for any number.
+        drop: whether late rows are left out.
+    """
+
+    column: str
+    milliseconds: int
+    allowed: int | None
+    drop: bool
+
+
+@dataclass(frozen=True)
+class KafkaOptions:
+    """Arguments of `kafka`."""
+
+    broker: BrokerOptions
+    values: ValuesFormat
+    start: Begin
+    until: Until
+    linger: float
+    poison: Literal["error", "skip"]
+    dead_letters: str | None
+    event_time: EventTime | None = None
+
+
+class StreamCounts:
+    """Counts of the streams' messages and rows, and the lag of each partition. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._lags: dict[Partition, int] = {}
+        self._time = 0
+        """Time of the last message that was handed out, in milliseconds since 1970."""
+        self._read: deque[tuple[float, int]] = deque()
+        """Times and rows of the batches of the last seconds."""
+
+    def add(self, name: str, count: int) -> None:
+        """Adds to a counter."""
+        with self._lock:
+            self._counts[name] += count
+
+    def batch(self, rows: int, time: int) -> None:
+        """Counts a batch, whose last message is of this time."""
+        with self._lock:
+            self._counts["rows"] += rows
+            self._counts["batches"] += 1
+            self._time = time
+            self._read.append((monotonic(), rows))
+            self._drop_old()
+
+    def lag(self, partition: Partition, offsets: int) -> None:
+        """Sets the lag of a partition."""
+        with self._lock:
+            self._lags[partition] = offsets
+
+    def observe(self) -> list[Metric]:
+        """Returns all as metrics."""
+        with self._lock:
+            names = ("rows", "batches", "poison", "late")
+            found = [Metric(f"stream_{name}", self._counts[name], {}) for name in names]
+            found.append(Metric("stream_rows_per_second", self._rate(), {}))
+            if self._time:
+                found.append(Metric("stream_delay_seconds", max(0.0, time.time() - self._time / 1000), {}))
+            for (topic, number), lag in self._lags.items():
+                found.append(Metric("stream_lag", lag, {"topic": topic, "partition": str(number)}))
+            return found
+
+    def _rate(self) -> float:
+        """Returns the rows per second of the last seconds."""
+        self._drop_old()
+        return sum(rows for _, rows in self._read) / RATE_SECONDS
+
+    def _drop_old(self) -> None:
+        while self._read and self._read[0][0] < monotonic() - RATE_SECONDS:
+            self._read.popleft()

@@ -1,0 +1,298 @@
+"""Reads the partitions of a stream that are one data loader's: cuts batches, records them, reads them again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime
+
+from persia.batching.batch import Batch
+from persia.data.broker import POLL_SECONDS, Broker, Buffer
+from persia.data.events import Progress
+from persia.data.kafka_options import KafkaOptions, StreamCounts
+from persia.data.stream_rows import Converted, MessageConverter
+from persia.services import NewBatch, StreamLog
+from persia.types import OffsetRange, Partition, PartitionBounds, loader_of
+
+__all__ = ["KafkaShare"]
+
+MOST_BUFFERED = 4
+"""Batches to buffer of a partition while another one is waited for."""
+
+FIRST_FETCH = 64
+"""Messages to fetch at once as long as their rows are unknown."""
+
+LEAST_FETCH = 16
+"""Messages to fetch at once, however many rows they have."""
+
+MEASURE_SECONDS = 1.0
+"""Interval of measuring the lag."""
+
+
+class KafkaShare:
+    """Implements `persia.services.StreamShare`: the partitions of one data loader. For one thread.
+
+    Args:
+        options: arguments of `kafka`.
+        batch_size: samples per batch at most.
+        converter: makes batches of messages.
+        counts: of the reader.
+        log: the record of all data loaders.
+        loader: number of this data loader.
+        loaders: number of data loaders.
+        stopping: polled while waiting.
+
+    Raises:
+        DataError: a topic cannot be read, or messages have been deleted before they were read.
+        DeadlineError: no broker could be reached.
+        Stopped: asked to stop.
+    """
+
+    def __init__(
+        self,
+        options: KafkaOptions,
+        batch_size: int,
+        converter: MessageConverter,
+        counts: StreamCounts,
+        log: StreamLog,
+        loader: int,
+        loaders: int,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._options = options
+        self._batch_size = batch_size
+        self._converter = converter
+        self._counts = counts
+        self._log = log
+        self._share = loader, loaders
+        self._stopping = stopping
+        self._next: dict[Partition, PartitionBounds] = {}
+        """Of each partition of this share, where its next batch begins."""
+        self._heads: dict[Partition, int] = {}
+        """Offset of each partition up to which messages have left its buffer."""
+        self._newest: dict[Partition, int | None] = {}
+        """Latest event time of each partition before its head."""
+        self._exhausted = self._closed = False
+        self.last = Converted(None, None)
+        """What the messages that were read last were converted to."""
+        self._measured = 0.0
+        """Time of the last measurement of the lag."""
+        self._fetch = min(batch_size, FIRST_FETCH)
+        """Messages that make a batch, about."""
+        self._broker = Broker(options.broker, converter.decoder, stopping)
+        try:
+            self._open()
+        except BaseException:
+            self._broker.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._broker.close()
+
+    def read(self, found: OffsetRange) -> Batch:
+        """Reads a recorded batch; see `persia.services.StreamShare`."""
+        broker, partition = self._broker, found.partition
+        if self._heads.get(partition) != found.begin:
+            self._seek(partition, found.begin)
+        buffer = broker.buffers[partition]
+        while buffer.position < found.end:
+            self._poll(partition)
+        messages = buffer.take_below(found.end)
+        self._heads[partition], self._newest[partition] = found.end, found.newest_after
+        self.last = self._converter.convert(partition, messages, found.newest) if messages else Converted(None, None)
+        batch = self.last.batch
+        # Messages at the beginning may be missing as the topic was compacted, but not as they are too old.
+        if batch is None or (messages[0].offset > found.begin and broker.watermarks(partition)[0] > found.begin):
+            raise broker.deleted(partition, found.begin)
+        self._counts.batch(len(batch), messages[-1].time)
+        return batch
+
+    def poll(self) -> NewBatch | None:
+        """Reads on and records a batch; see `persia.services.StreamShare`."""
+        if self._closed:
+            time.sleep(POLL_SECONDS)
+            return None
+        for partition, bounds in self._next.items():
+            if self._heads[partition] < bounds.begin:  # Batches before it were read again.
+                self._seek(partition, bounds.begin)
+                self._newest[partition] = bounds.newest
+        partition_ready = self._ready()
+        if partition_ready is None:
+            self._report_end()
+            self._poll(None)
+            self._measure()
+            self._add_partitions()
+            return None
+        partition = partition_ready
+        messages = self._broker.buffers[partition].take(self._batch_size)
+        self._heads[partition] = messages[-1].offset + 1
+        converted = self.last = self._converter.convert(partition, messages, self._newest[partition])
+        self._newest[partition] = converted.newest
+        batch = converted.batch
+        if batch is None:  # All were skipped; they belong to the partition's next batch.
+            return None
+        before = self._next[partition]
+        found = OffsetRange(partition, before.begin, messages[-1].offset + 1, before.newest, converted.newest)
+        number = self._log.record(found)
+        if number is None:
+            self._adopt_record(partition)
+            return None
+        self._next[partition] = before._replace(begin=found.end, newest=converted.newest)
+        self._fetch = max(LEAST_FETCH, self._batch_size * len(messages) // len(batch))
+        self._measure()
+        self._counts.batch(len(batch), messages[-1].time)
+        return NewBatch(number, found, batch)
+
+    def positions(self) -> list[PartitionBounds]:
+        """Returns where each partition will be read on."""
+        return list(self._next.values())
+
+    def progress(self) -> Progress:
+        """Returns how far the partitions are read, by event time."""
+        quiet = time.monotonic() - self._options.linger
+        event_time = self._options.event_time
+        lateness = event_time.allowed or 0 if event_time is not None else 0
+        complete: list[int] = []
+        newest: list[int] = []
+        unknown, over = False, True
+        for partition, bounds in self._next.items():
+            buffer, latest = self._broker.buffers[partition], bounds.newest
+            if latest is not None:
+                newest.append(latest)
+            ended = bounds.end is not None and not buffer.messages and buffer.position >= bounds.end
+            over = over and ended
+            if ended or (buffer.caught_up and not buffer.messages and buffer.since <= quiet):
+                continue
+            if latest is None:
+                unknown = True
+            else:
+                complete.append(latest - lateness)
+        return Progress(min(complete, default=None), max(newest, default=None), unknown, over)
+
+    # --- partitions ---------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Finds the partitions and their ends, and begins to fetch those of this share."""
+        broker, log = self._broker, self._log
+        partitions, start, until = broker.partitions(), self._options.start, self._options.until
+        marks = {partition: broker.watermarks(partition) for partition in partitions}
+        begins = {partition: low for partition, (low, _) in marks.items()}
+        ends = {partition: high for partition, (_, high) in marks.items()}
+        known = {bounds.partition: bounds for bounds in log.assign([])}
+        positions = log.stream_offsets(None)
+        for topic in self._options.broker.topics:
+            for number, offset in positions.get(topic, {}).items():
+                if Partition(topic, number) not in marks:
+                    raise broker.deleted(Partition(topic, number), offset)
+        # A partition that a known topic lacks was added since, and begins with its first message.
+        if new := [p for p in partitions if p not in known and p.topic not in positions]:
+            if isinstance(start, datetime):
+                begins |= broker.offsets_at(new, _milliseconds(start))
+            elif start == "latest":
+                begins |= {partition: ends[partition] for partition in new}
+        lasts: dict[Partition, int] = {}
+        if until is not None and not known:
+            lasts = broker.offsets_at(partitions, _milliseconds(until)) if isinstance(until, datetime) else ends
+        elif until is not None:  # Partitions that were added since are not part of a bounded stream.
+            partitions = [partition for partition in partitions if partition in known]
+        log.assign([PartitionBounds(p, begins[p], lasts.get(p)) for p in partitions if p not in known])
+        mine = [bounds for bounds in log.assign([]) if self._is_mine(bounds.partition)]
+        for partition, offset, _, newest in mine:
+            low, high = marks.get(partition, (0, -1))
+            if not low <= offset <= high:
+                raise broker.deleted(partition, offset)
+            self._heads[partition], self._newest[partition] = offset, newest
+        self._next = {bounds.partition: bounds for bounds in mine}
+        broker.assign({bounds.partition: bounds.begin for bounds in mine})
+
+    def _is_mine(self, partition: Partition) -> bool:
+        loader, loaders = self._share
+        return loader_of(partition, loaders) == loader
+
+    def _add_partitions(self) -> None:
+        """Adds partitions that the brokers have added to an unbounded stream."""
+        if self._options.until is not None:
+            return
+        added = [
+            PartitionBounds(p, self._broker.watermarks(p)[0]) for p in self._broker.new_partitions() if self._is_mine(p)
+        ]
+        if not added:
+            return
+        names = {bounds.partition for bounds in added}
+        for bounds in self._log.assign(added):
+            if bounds.partition in names:
+                self._next[bounds.partition] = bounds
+                self._seek(bounds.partition, bounds.begin)
+                self._newest[bounds.partition] = bounds.newest
+
+    def _adopt_record(self, partition: Partition) -> None:
+        """Goes on where the record of a partition is: another data loader has recorded it, or it is closed."""
+        (bounds,) = (bounds for bounds in self._log.assign([]) if bounds.partition == partition)
+        self._closed = bounds.begin == self._next[partition].begin
+        self._next[partition] = bounds
+        self._seek(partition, bounds.begin)
+        self._newest[partition] = bounds.newest
+
+    def _seek(self, partition: Partition, offset: int) -> None:
+        self._broker.assign({partition: offset})
+        self._heads[partition] = offset
+
+    def _report_end(self) -> None:
+        """Reports that this share of a bounded stream is read to its end, once it is."""
+        if self._exhausted:
+            return
+        for partition, bounds in self._next.items():
+            buffer = self._broker.buffers[partition]
+            if bounds.end is None or buffer.messages or buffer.position < bounds.end:
+                return
+        self._exhausted = True
+        self._measured = 0.0
+        self._measure()
+        self._log.exhaust(list(self._next))
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _ready(self) -> Partition | None:
+        """Returns the partition of the next batch, if there is one: with enough rows, or rows that waited for long."""
+        late = time.monotonic() - self._options.linger
+        ready: list[tuple[int, Partition]] = []
+        for partition, bounds in self._next.items():
+            buffer, end = self._broker.buffers[partition], bounds.end
+            if end is not None:
+                _cut(buffer, end)
+            if not buffer.messages:
+                continue
+            over = end is not None and buffer.position >= end
+            waited = buffer.caught_up and buffer.since <= late  # Else more are on their way.
+            if over or buffer.rows >= self._batch_size or waited:
+                ready.append((buffer.messages[0].time, partition))
+        return min(ready)[1] if ready else None
+
+    def _poll(self, wanted: Partition | None) -> None:
+        """Fetches messages; of partitions other than the wanted one, only as long as few are buffered."""
+        for partition, buffer in self._broker.buffers.items():
+            full = buffer.rows >= MOST_BUFFERED * self._batch_size
+            other = wanted is not None and partition != wanted and full
+            self._broker.pause(partition, other or (partition not in self._next and partition != wanted))
+        self._broker.poll(self._fetch)
+
+    def _measure(self) -> None:
+        now = time.monotonic()
+        if now - self._measured < MEASURE_SECONDS:
+            return
+        self._measured = now
+        for partition, bounds in self._next.items():
+            lag = self._broker.lag(partition, bounds.begin)
+            if lag is not None:
+                self._counts.lag(partition, lag)
+
+
+def _cut(buffer: Buffer, end: int) -> None:
+    """Drops messages from the end of a bounded stream on."""
+    while buffer.messages and buffer.messages[-1].offset >= end:
+        buffer.rows -= buffer.messages.pop().rows
+
+
+def _milliseconds(time: datetime) -> int:
+    return int(time.timestamp() * 1000)

@@ -1,0 +1,177 @@
+"""The data loader of a stream (docs/reference/protocol.md, section 13)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from persia.batching.batch import Batch
+from persia.data.broker import Stopped
+from persia.data.loader import KEPT_ON_DEMAND, Loader
+from persia.errors import DataError, DeadlineError, PersiaError
+from persia.membership.directory import Directory
+from persia.schema import Schema
+from persia.services import EmbeddingWorker, SharedStream, StreamLog, StreamShare
+from persia.telemetry.metrics import Metric
+from persia.types import Feed, OffsetRange, loader_of
+
+__all__ = ["StreamLoader"]
+
+LOOK_AHEAD = 64
+"""Batches whose records are requested at once, when recorded batches are read again."""
+
+
+class StreamLoader(Loader):
+    """Reads its partitions of a stream, and records each batch before it hands it out. Thread-safe.
+
+    The number of a batch is known only once it is recorded; then NN workers ask the data loader of its partition. One
+    that is new, or that has lost the batch, finds it in the record, and reads it again.
+
+    Args:
+        source: the stream. It is not shared with other data loaders of this process.
+        log: the record, at the coordinator.
+        schema: schema that the batches must match.
+        workers: the embedding workers.
+        accumulation_steps: see `Loader`, as are the others.
+        timeout: likewise.
+        fresh: likewise.
+    """
+
+    def __init__(
+        self,
+        source: SharedStream,
+        log: StreamLog,
+        schema: Schema,
+        workers: Directory[EmbeddingWorker],
+        accumulation_steps: int = 1,
+        timeout: float = 600.0,
+        fresh: float = 300.0,
+    ) -> None:
+        super().__init__(source, schema, workers, accumulation_steps, timeout, fresh)
+        self._stream = source
+        self._log = log
+        self._schema = schema
+        self._share: StreamShare | None = None
+        self._share_of: tuple[int, ...] = ()
+        """Identity of the reading that the open share is for."""
+        self._ranges: dict[int, OffsetRange] = {}
+        """Of the batches that are kept."""
+        self._recorded: dict[int, OffsetRange] = {}
+        """Of batches of this loader's partitions that follow one that was read again."""
+        self._failed: Feed | None = None
+        """The feed in which new batches cannot be read."""
+
+    def observe(self) -> list[Metric]:
+        """Returns the metrics of the stream, as far as this data loader reads it."""
+        return self._stream.observe()
+
+    # --- which batches; under the lock ----------------------------------------------------------------------------
+
+    def _is_mine(self, feed: Feed, number: int) -> bool:
+        return number in self._ranges and loader_of(self._ranges[number].partition, feed.loaders) == feed.loader
+
+    def _reads(self, feed: Feed, number: int) -> bool:
+        return True  # Every batch is in the record.
+
+    def _pass(self, rank: int, number: int) -> None:
+        super()._pass(rank, number)
+        # Those that were taken elsewhere, while the number of data loaders changed.
+        for gone in [n for n in self._entries if n < number - KEPT_ON_DEMAND]:
+            self._forget(gone)
+
+    def _forget(self, number: int) -> None:
+        super()._forget(number)
+        self._ranges.pop(number, None)
+
+    def _forget_all(self) -> None:
+        super()._forget_all()
+        self._recorded.clear()
+
+    def _next_reading(self, feed: Feed) -> Callable[[], None] | None:
+        missing = min((number for number in self._waiting if number not in self._entries), default=None)
+        if missing is None:
+            untaken = sum(not entry.taken for entry in self._entries.values())
+            if untaken >= feed.ahead * feed.nn_workers:
+                return None
+            missing = min((number for number in self._recorded if number not in self._entries), default=None)
+        if missing is not None:
+            self._doing = f"reading batch {missing} again"
+            return functools.partial(self._read_again, feed, missing)
+        if self._failed is feed:
+            return None
+        self._doing = "waiting for messages"
+        return functools.partial(self._read_new, feed)
+
+    # --- the thread that reads ------------------------------------------------------------------------------------
+
+    def _read_again(self, feed: Feed, number: int) -> None:
+        try:
+            found = self._recorded.pop(number, None) or self._find(feed, number)
+            with self.tracer.span("read"):
+                batch = self._checked(self._opened(feed).read(found))
+        except Stopped:
+            return
+        except PersiaError as error:
+            self._close()
+            self._fail(feed, number, error)
+            return
+        self._keep(feed, number, found, batch)
+
+    def _read_new(self, feed: Feed) -> None:
+        try:
+            with self.tracer.span("read"):
+                new = self._opened(feed).poll()
+            if new is not None:
+                self._keep(feed, new.number, new.range, self._checked(new.batch))
+        except Stopped:
+            return
+        except (DataError, DeadlineError) as error:
+            self._close()
+            self._log.fail_stream(isinstance(error, DeadlineError), f"Data loader {feed.loader}: {error.message}")
+            with self._changed:
+                self._failed = feed
+
+    def _find(self, feed: Feed, number: int) -> OffsetRange:
+        """Returns the range of a recorded batch; notes those that follow, which will be asked for next."""
+        ranges = self._log.recorded(number, LOOK_AHEAD)
+        with self._changed:
+            self._recorded = {
+                number + i: found
+                for i, found in enumerate(ranges)
+                if i and loader_of(found.partition, feed.loaders) == feed.loader
+            }
+        return ranges[0]
+
+    def _keep(self, feed: Feed, number: int, found: OffsetRange, batch: Batch) -> None:
+        with self._changed:
+            if self._feed is feed:
+                self._ranges[number] = found
+            self._add(feed, number, batch)
+
+    def _checked(self, batch: Batch) -> Batch:
+        batch.validate(self._schema)
+        return batch
+
+    def _opened(self, feed: Feed) -> StreamShare:
+        """Returns the share of this feed, which is opened if it is another one than before."""
+        wanted = _identity(feed)
+        if self._share is None or self._share_of != wanted:
+            self._close()
+            stopping = functools.partial(self._begun_otherwise, wanted)
+            self._share = self._stream.share(self._log, feed.loader, feed.loaders, stopping)
+            self._share_of = wanted
+        return self._share
+
+    def _begun_otherwise(self, share_of: tuple[int, ...]) -> bool:
+        feed = self._feed
+        return feed is None or _identity(feed) != share_of
+
+    def _close(self) -> None:
+        if self._share is not None:
+            self._share.close()
+        self._share = None
+
+
+def _identity(feed: Feed) -> tuple[int, ...]:
+    """Returns the identity of what one data loader reads."""
+    return (*feed.reading, feed.loader, feed.loaders)

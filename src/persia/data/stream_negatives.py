@@ -1,0 +1,83 @@
+"""`negatives` of a stream: it passes the offsets on, so that a run on it can be resumed and shared."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from persia.batching.batch import Batch
+from persia.data.negatives import NegativeSampling
+from persia.data.recorded_stream import LoggedStream
+from persia.schema import Schema
+from persia.services import NewBatch, SharedStream, StreamLog, StreamShare
+from persia.telemetry.metrics import Metric
+from persia.types import OffsetRange, Offsets
+
+__all__ = ["NegativeStream"]
+
+
+class NegativeStream(LoggedStream):
+    """The stream that `negatives` returns for one. Its draws depend on the seed and a batch's first offset only.
+
+    Args:
+        stream: the samples.
+        sampling: adds negatives to a batch.
+    """
+
+    def __init__(self, stream: SharedStream, sampling: NegativeSampling) -> None:
+        super().__init__(stream.topics)
+        self._stream = stream
+        self._sampling = sampling
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without the record."""
+        return NegativeStream, (self._stream, self._sampling)
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the batches."""
+        return self._sampling.schema
+
+    def share(self, log: StreamLog, loader: int, loaders: int, stopping: Callable[[], bool]) -> StreamShare:
+        """Opens the share of a data loader; see `persia.services.SharedStream`."""
+        return _NegativeShare(self._stream.share(log, loader, loaders, stopping), self._sampling)
+
+    def commit(self, offsets: Offsets) -> None:
+        """Reports that a checkpoint has all before `offsets`."""
+        self._stream.commit(offsets)
+
+    def observe(self) -> list[Metric]:
+        """Returns metrics of the stream, without its negatives."""
+        return self._stream.observe()
+
+
+class _NegativeShare:
+    """A share of a stream, with negatives."""
+
+    def __init__(self, share: StreamShare, sampling: NegativeSampling) -> None:
+        self._share = share
+        self._sampling = sampling
+
+    def read(self, found: OffsetRange) -> Batch:
+        """See `persia.services.StreamShare`."""
+        return self._sampling.added(self._share.read(found), self._generator(found), found.begin)
+
+    def poll(self) -> NewBatch | None:
+        """See `persia.services.StreamShare`."""
+        new = self._share.poll()
+        if new is None:
+            return None
+        generator = self._generator(new.range)
+        return new._replace(batch=self._sampling.added(new.batch, generator, new.range.begin))
+
+    def close(self) -> None:
+        """See `persia.services.StreamShare`."""
+        self._share.close()
+
+    def _generator(self, found: OffsetRange) -> np.random.Generator:
+        topic, number = found.partition
+        key = (self._sampling.seed, zlib.crc32(topic.encode()), number, found.begin)
+        return np.random.Generator(np.random.PCG64(key))

@@ -1,0 +1,290 @@
+"""The record of a stream's batches: an offset range of one partition for each batch number."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import msgspec
+
+from persia.errors import DataError, DeadlineError, PersiaError
+from persia.streams.log_file import LogFile
+from persia.types import OffsetRange, Offsets, Partition, PartitionBounds, RecordedBatch
+
+__all__ = ["OffsetLog"]
+
+AWAITED_SECONDS = 5.0
+"""Seconds after a lookup in which its caller is taken to wait on; callers ask again after one second."""
+
+TIMES = "@event_time"
+"""Follows the name of a topic in `Offsets` where they are event times; no topic has an "@" in its name."""
+
+COMPACT = 4096
+"""Forgotten batches after which the file is written anew."""
+
+
+class _Begun(msgspec.Struct, tag="begun", array_like=True):
+    number: int
+    offsets: Offsets
+
+
+class _Assigned(msgspec.Struct, tag="assigned", array_like=True):
+    bounds: list[PartitionBounds]
+
+
+class _Ranges(msgspec.Struct, tag="ranges", array_like=True):
+    ranges: list[OffsetRange]
+
+
+class _Exhausted(msgspec.Struct, tag="exhausted", array_like=True):
+    partitions: list[Partition]
+
+
+class _Closed(msgspec.Struct, tag="closed", array_like=True):
+    pass
+
+
+_Entry: TypeAlias = _Begun | _Assigned | _Ranges | _Exhausted | _Closed
+
+
+class OffsetLog:
+    """Maps batch numbers to offset ranges: implements `persia.services.StreamLog`. Thread-safe; only `lookup` waits.
+
+    Args:
+        number: number of the first batch.
+        offsets: offsets at which it begins, by topic and partition.
+        path: file that keeps the record, from which it is restored if it exists; None for no file.
+        clock: clock in seconds.
+
+    Raises:
+        PersiaError: the file is damaged.
+    """
+
+    def __init__(
+        self,
+        number: int = 0,
+        offsets: Offsets | None = None,
+        path: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._changed = threading.Condition()
+        self._clock = clock
+        self._looked_up = -AWAITED_SECONDS
+        """Time of the last lookup of a batch that was not recorded."""
+        self._waiting = 0
+        self._failure: tuple[bool, str] | None = None
+        self._forgotten = 0
+        self._begin(number, offsets or {})
+        self._file: LogFile[_Entry] = LogFile(path, _Entry)  # type: ignore[arg-type]
+        for entry in self._file.load():
+            self._apply(entry)
+        self._file.replace(self._entries())
+
+    # --- StreamLog ----------------------------------------------------------------------------------------------
+
+    def begin_stream(self, number: int, offsets: Offsets, anew: bool) -> None:
+        """Begins a record, or goes on with this one; see `persia.services.StreamLog`."""
+        with self._changed:
+            self._failure = None
+            if anew or not self._first <= number <= self._end:
+                self._begin(number, offsets)
+            self._closed = False
+            self._file.replace(self._entries())
+            self._changed.notify_all()
+
+    def assign(self, bounds: list[PartitionBounds]) -> list[PartitionBounds]:
+        """Adds partitions that are not known; returns all; see `persia.services.StreamLog`."""
+        with self._changed:
+            added = [bound for bound in bounds if bound.partition not in self._ends]
+            if added:
+                self._enter(_Assigned(added))
+            return [
+                PartitionBounds(p, self._next[p], end, self._newest.get(p)) for p, end in sorted(self._ends.items())
+            ]
+
+    def record(self, found: OffsetRange) -> int | None:
+        """Records the range of the next batch; see `persia.services.StreamLog`."""
+        partition, begin, end = found[:3]
+        with self._changed:
+            last = self._last.get(partition)
+            if last is not None and last[1] == found:  # A repetition of the call.
+                return last[0]
+            if self._closed or self._next.get(partition) != begin or end <= begin:
+                return None
+            self._enter(_Ranges([found]))
+            return self._end - 1
+
+    def lookup(self, number: int, last: int, timeout: float) -> RecordedBatch:
+        """Returns what is recorded of a batch; see `persia.services.StreamLog`."""
+        with self._changed:
+            if last >= self._end:
+                self._looked_up = self._clock()
+            self._waiting += last >= self._end
+            waits = last >= self._end
+            try:
+                self._changed.wait_for(lambda: last < self._end or self._over or self._failure is not None, timeout)
+            finally:
+                self._waiting -= waits
+            if number < self._first:
+                raise self._unknown(number)
+            if last < self._end or (self._over and number < self._end):
+                return RecordedBatch(self._ranges[number - self._first])
+            if self._over:
+                return RecordedBatch(None, over=True, interrupted=not self._ended)
+            if self._failure is not None:
+                late, message = self._failure
+                raise (DeadlineError if late else DataError)(message)
+            return RecordedBatch(None)
+
+    def recorded(self, number: int, most: int) -> list[OffsetRange]:
+        """Returns the ranges of some batches; see `persia.services.StreamLog`."""
+        with self._changed:
+            if not self._first <= number < self._end:
+                raise self._unknown(number)
+            begin = number - self._first
+            return list(itertools.islice(self._ranges, begin, begin + most))
+
+    def exhaust(self, partitions: list[Partition]) -> None:
+        """Reports that partitions are read to their ends; see `persia.services.StreamLog`."""
+        with self._changed:
+            if not self._closed:
+                self._enter(_Exhausted(partitions))
+
+    def close_stream(self) -> None:
+        """Closes the record; see `persia.services.StreamLog`."""
+        with self._changed:
+            if not self._over:
+                self._enter(_Closed())
+
+    def fail_stream(self, late: bool, message: str) -> None:
+        """Reports that reading has failed; see `persia.services.StreamLog`."""
+        with self._changed:
+            self._failure = late, message
+            self._changed.notify_all()
+
+    def stream_offsets(self, number: int | None) -> Offsets:
+        """Returns the offsets at which a batch begins; see `persia.services.StreamLog`."""
+        with self._changed:
+            if number is None:
+                number = self._end
+            if self._over:  # NN workers that take part in a step without a batch count numbers beyond the last one.
+                number = min(number, self._end)
+            if not self._first <= number <= self._end:
+                raise self._unknown(number)
+            at, newest = dict(self._begins), dict(self._oldest)
+            for found in itertools.islice(self._ranges, number - self._first):
+                at[found.partition] = found.end
+                if found.newest_after is not None:
+                    newest[found.partition] = found.newest_after
+        return _offsets(at, newest)
+
+    def covered(self, below: int) -> None:
+        """Forgets batches of lower numbers; see `persia.services.StreamLog`."""
+        with self._changed:
+            while self._first < below and self._ranges:
+                gone = self._ranges.popleft()
+                self._begins[gone.partition] = gone.end
+                if gone.newest_after is not None:
+                    self._oldest[gone.partition] = gone.newest_after
+                self._first += 1
+                self._forgotten += 1
+            if self._forgotten >= COMPACT:
+                self._forgotten = 0
+                self._file.replace(self._entries())
+
+    def awaited(self) -> bool:
+        """Returns whether somebody waits for a batch; see `persia.services.StreamLog`."""
+        with self._changed:
+            return self._waiting > 0 or self._clock() - self._looked_up < AWAITED_SECONDS
+
+    # --- under the lock -----------------------------------------------------------------------------------------
+
+    @property
+    def _end(self) -> int:
+        """Number of the next batch to be recorded."""
+        return self._first + len(self._ranges)
+
+    @property
+    def _ended(self) -> bool:
+        """Whether all partitions of a bounded stream are read to their ends."""
+        return bool(self._ends) and all(p in self._exhausted for p in self._ends)
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self._ended
+
+    def _begin(self, number: int, offsets: Offsets) -> None:
+        self._first = number
+        self._begins = {Partition(t, p): o for t, of in offsets.items() if "@" not in t for p, o in of.items()}
+        """Offset of each partition at batch `_first`."""
+        self._next = dict(self._begins)
+        self._oldest = {
+            Partition(t.removesuffix(TIMES), p): o
+            for t, of in offsets.items()
+            if t.endswith(TIMES)
+            for p, o in of.items()
+        }
+        """Latest event time of each partition before batch `_first`, where it is known."""
+        self._newest = dict(self._oldest)
+        self._ends: dict[Partition, int | None] = {}
+        """Offsets at which the partitions that are read end; None without an end."""
+        self._ranges: deque[OffsetRange] = deque()
+        self._last: dict[Partition, tuple[int, OffsetRange]] = {}
+        """The last batch of each partition."""
+        self._exhausted: set[Partition] = set()
+        self._closed = False
+
+    def _enter(self, entry: _Entry) -> None:
+        self._file.append(entry)
+        self._apply(entry)
+        self._changed.notify_all()
+
+    def _apply(self, entry: _Entry) -> None:
+        match entry:
+            case _Begun(number, offsets):
+                self._begin(number, offsets)
+            case _Assigned(bounds):
+                for partition, begin, end, _ in bounds:
+                    self._begins.setdefault(partition, begin)
+                    self._next.setdefault(partition, begin)
+                    self._ends[partition] = end
+            case _Ranges(ranges):
+                for found in ranges:
+                    self._last[found.partition] = self._end, found
+                    self._ranges.append(found)
+                    self._next[found.partition] = found.end
+                    if found.newest_after is not None:
+                        self._newest[found.partition] = found.newest_after
+            case _Exhausted(partitions):
+                self._exhausted.update(partitions)
+            case _Closed():
+                self._closed = True
+
+    def _entries(self) -> Iterator[_Entry]:
+        """Returns entries that make this state."""
+        yield _Begun(self._first, _offsets(self._begins, self._oldest))
+        yield _Assigned([PartitionBounds(p, self._begins[p], end) for p, end in self._ends.items()])
+        yield _Ranges(list(self._ranges))
+        yield _Exhausted(list(self._exhausted))
+        if self._closed:
+            yield _Closed()
+
+    def _unknown(self, number: int) -> PersiaError:
+        return DataError(
+            f"Batch {number} of the stream is not recorded; batches {self._first} to {self._end} are. Continue from a "
+            "checkpoint, which has the offsets.",
+            number=number,
+        )
+
+
+def _offsets(at: dict[Partition, int], newest: dict[Partition, int]) -> Offsets:
+    offsets: Offsets = {}
+    for partition in sorted(at):
+        offsets.setdefault(partition.topic, {})[partition.number] = at[partition]
+    for partition in sorted(newest):
+        offsets.setdefault(partition.topic + TIMES, {})[partition.number] = newest[partition]
+    return offsets
