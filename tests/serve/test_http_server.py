@@ -93,7 +93,7 @@ HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/
 
 
 def test_slow_and_large_requests_end_and_others_are_answered():
-    limits = ServeLimits(head_seconds=0.3, body_seconds=0.3, max_body_bytes=1000)
+    limits = ServeLimits(head_seconds=1.5, body_seconds=1.5, max_body_bytes=1000)
     with serving(FakePredictor(), limits=limits) as url, ThreadPoolExecutor(8) as threads:
         slow_head = threads.submit(raw, url, b"POST /predict HTT")
         silent = threads.submit(raw, url)
