@@ -36,7 +36,7 @@ MODULES = (
     "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "paper", "paper_figures",
     "convergence", "modes_runtime", "traffic", "roles", "cluster", "recovery", "ssd", "ssd_rates", "plan", "capacity",
     "capacity_measured", "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish",
-    "kafka", "serve_predict", "serve_http",
+    "kafka", "serve_rows", "serve_predict", "serve_http",
 )  # fmt: skip
 UNITS = ("ratio", "fraction", "s", "rows/s", "calls/s", "rows", "bytes", "MB", "bytes/s", "AUC", "loss", "norm", "bool")
 MIN_ROUNDS = 5

@@ -65,9 +65,11 @@ std::uint64_t lookup(const ServedTable& table, nb::handle ids_in, nb::handle out
   return table.lookup(ids.span<const std::uint64_t>(), out.data<float>(), found ? found->data<bool>() : nullptr);
 }
 
-std::uint64_t lookup_packed(const std::vector<const ServedTable*>& tables, const std::vector<std::size_t>& counts,
-                            nb::handle ids_in, nb::handle out_in, nb::handle found_in) {
+std::uint64_t lookup_packed(const std::vector<const ServedTable*>& tables, nb::list counts_in, nb::handle ids_in,
+                            nb::handle out_in, nb::handle found_in) {
   const Buffer ids = take_ids(ids_in);
+  std::vector<std::size_t> counts;
+  for (nb::handle count : counts_in) counts.push_back(bindings::take_size(count, {"counts", counts.size()}));
   if (counts.size() != tables.size()) reject("counts", "a list with one number for each table");
   std::size_t left = ids.size(), floats = 0;
   for (std::size_t t = 0; t < tables.size(); ++t) {
@@ -133,9 +135,9 @@ void register_served(nb::module_& m) {
   using nb::arg;
   nb::class_<ServedTable>(m, "ServedTable", "Use persia.store.served, which checks and documents.")
       .def("__init__", &create, arg("dim"), arg("base").none())
-      .def("lookup", &lookup, arg("ids"), arg("out"), arg("found").none())
-      .def("set", &set_rows, arg("ids"), arg("values"))
-      .def("remove", &remove_rows, arg("ids"))
+      .def("lookup", &lookup, arg("ids").none(), arg("out").none(), arg("found").none())
+      .def("set", &set_rows, arg("ids").none(), arg("values").none())
+      .def("remove", &remove_rows, arg("ids").none())
       .def("size", &ServedTable::size)
       .def("memory_bytes", &ServedTable::memory_bytes)
       .def("ids", &ids)
@@ -148,6 +150,6 @@ void register_served(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>())
       .def("write_snapshot", &ServedTable::write_file, arg("path"), arg("name"),
            nb::call_guard<nb::gil_scoped_release>());
-  m.def("served_lookup_packed", &lookup_packed, arg("tables"), arg("counts"), arg("ids"), arg("out"),
+  m.def("served_lookup_packed", &lookup_packed, arg("tables"), arg("counts"), arg("ids").none(), arg("out").none(),
         arg("found").none());
 }

@@ -20,10 +20,11 @@ from persia.publish import PublishOptions
 from persia.serve import Predictor, ServeOptions
 
 SMALL = "PERSIA_EXAMPLE_SMALL" in os.environ
-BATCHES = 100 if SMALL else 4000
+BATCHES = 200 if SMALL else 4000
 
-data = persia.data.synthetic(BATCHES * 256, id_features=4, ids_per_feature=2_000, batch_size=256)
-held_out = list(persia.data.synthetic(20 * 256, id_features=4, ids_per_feature=2_000, batch_size=256, seed=1))
+reader = persia.data.synthetic((BATCHES + 20) * 256, id_features=4, ids_per_feature=2_000, batch_size=256)
+schema, batches = reader.schema, list(reader)
+data, held_out = batches[:BATCHES], batches[BATCHES:]
 
 
 def serve(url: str, done: threading.Event) -> None:
@@ -49,8 +50,8 @@ def serve(url: str, done: threading.Event) -> None:
 def main(url: str) -> None:
     torch.manual_seed(0)
     trainer = persia.Trainer(
-        persia.nn.models.FFNN(data.schema),
-        data.schema,
+        persia.nn.models.FFNN(schema),
+        schema,
         optimizer=lambda params: torch.optim.Adam(params, 1e-3),
         embedding_optimizer=persia.optim.Adagrad(lr=0.05),
         options=persia.TrainerOptions(progress=False, publish=PublishOptions(url, seconds=0.5)),

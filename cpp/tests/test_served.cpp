@@ -1,18 +1,14 @@
-#include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <atomic>
-#include <bit>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <set>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -21,6 +17,7 @@
 #include "check.hpp"
 #include "directory.hpp"
 #include "persia/checksum.hpp"
+#include "persia/memory.hpp"
 #include "persia/served.hpp"
 
 using namespace persia;
@@ -236,7 +233,60 @@ TEST(readers_see_whole_rows_in_order) {
   CHECK(bad.load() == 0);
 }
 
-// As many rows as the readers above, in files that are written while they change.
+// A row of a file is there at each moment of the change that overrides it.
+const ServedTable* looked_at = nullptr;
+int looks = 0;
+
+TEST(a_row_is_hidden_after_its_successor_is_there) {
+  Directory directory;
+  const std::string path = directory.path + "/rows";
+  ServedTable first(2);
+  set(first, 7, 1);
+  first.write_file(path, "");
+  ServedTable table(2, path);
+  looked_at = &table;
+  crash_hook = [] {
+    const std::uint64_t id = 7;
+    float values[2] = {};
+    CHECK(looked_at->lookup({&id, 1}, values, nullptr) == 1 && values[0] == 2);
+    ++looks;
+  };
+  set(table, 7, 2);
+  crash_hook = nullptr;
+  CHECK(looks == 1);
+}
+
+// Readers ask for the rows that the writer is about to override.
+TEST(rows_of_a_file_stay_while_they_are_overridden) {
+  constexpr std::uint64_t kRows = kSanitized ? 20'000 : 100'000, kAsked = 32;
+  Directory directory;
+  const std::string path = directory.path + "/rows";
+  ServedTable first(2);
+  std::vector<std::uint64_t> ids(kRows + kAsked);
+  std::iota(ids.begin(), ids.end(), 0);
+  first.set(ids, filled(ids.size() * 2, 1).data());
+  first.write_file(path, "");
+  ServedTable table(2, path);
+  std::atomic<std::uint64_t> next{0};
+  std::atomic<int> bad{0};
+  const auto read = [&] {
+    std::vector<float> out(kAsked * 2);
+    for (std::uint64_t at = 0; at < kRows; at = next.load()) {
+      bad += table.lookup({ids.data() + at, kAsked}, out.data(), nullptr) != kAsked;
+    }
+  };
+  std::thread reader(read);
+  const float values[] = {2, 2};
+  while (next.load() < kRows) {
+    table.set({ids.data() + next.load(), 1}, values);
+    ++next;
+  }
+  reader.join();
+  CHECK(bad.load() == 0);
+  CHECK(table.size() == ids.size());
+}
+
+// Of files that are written while rows change.
 TEST(a_file_is_as_of_one_moment) {
   Directory directory;
   const std::string path = directory.path + "/rows";

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from persia.cli import main
+from persia.serve import Predictor
 
 CONFIG = """
 [data]
@@ -247,3 +248,12 @@ def test_checkpoint_tools(config, tmp_path):
         "checkpoint", "export", out, str(tmp_path), "--format", "x", ok=False
     )
     assert "AUC" in persia("evaluate", config, "--checkpoint", other)
+    log = str(tmp_path / "log")
+    assert "as epoch 0" in persia("checkpoint", "publish", other, "--output", log)
+    with Predictor(log) as predictor:  # The checkpoint says what the model is.
+        assert predictor.state().network_step == 10
+        persia("checkpoint", "publish", out, "--output", log, "--dtype", "int8", "--config", config)
+        predictor.refresh()
+        assert predictor.state().epoch == 1
+    refused = persia("checkpoint", "publish", out, "--output", log, "--dtype", "int4", ok=False)
+    assert "expected one of: float32, float16, int8" in " ".join(refused.split())

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "utils.py",
     "auto.json",
     "manifest.json",
+    "model.json",
     "regions.json",
     "run.json",
     "/openapi.json",

@@ -10,9 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from persia.publish import Replica, RowsUpdate, follow
-from persia.publish.format import EPOCH_FILE, LogEntry, epoch_name
+import persia
+from persia.checkpoint.storage import Storage
+from persia.errors import PublishError
+from persia.publish import ModelDescription, Replica, RowsUpdate, follow
+from persia.publish.epochs import begin_epoch
+from persia.publish.format import EPOCH_FILE, MAX_MODEL_BYTES, MODEL_FILE, LogEntry, epoch_name
 from support.change_log import ChangeLog, assert_equal_rows
+
+SCHEMA = persia.Schema([persia.IdFeature("item", 3), persia.IdFeature("user", 2, pooling=None, max_length=4)])
 
 
 @pytest.fixture
@@ -250,3 +256,65 @@ def test_a_damaged_epoch_file_leaves_the_reader_where_it_is(log, replica):
     replica.refresh()
     assert "epoch.json" in replica.problem
     assert replica.epoch == 0
+
+
+def test_an_update_that_is_skipped_counts_as_read(log):
+    follower = follow(log.url)
+    for update in follower.updates():
+        if isinstance(update, RowsUpdate):
+            update.changes.skip()
+    assert not list(follower.updates())
+    assert not follower.problem
+
+
+def test_an_update_that_is_rejected_is_replaced_by_the_next_snapshot(log):
+    follower = follow(log.url)
+    for update in follower.updates():
+        if isinstance(update, RowsUpdate):
+            list(update.changes)
+    advance(log)
+    for update in follower.updates():
+        if isinstance(update, RowsUpdate):
+            update.changes.reject("of no use")
+            assert not list(update.changes)
+    assert follower.problem == "of no use"
+    outgrow(log)
+    sequences = []
+    for update in follower.updates():
+        if isinstance(update, RowsUpdate):
+            list(update.changes)
+            sequences.append((update.sequence, update.whole))
+    assert sequences[-1][1]
+    assert sequences[-1][0] > 1
+
+
+def test_the_description_of_an_epoch(log):
+    follower = follow(log.url)
+    assert follower.description() is None
+    list(follower.updates())
+    assert follower.description() is None  # It has none, as those of earlier versions.
+    number = begin_epoch(Storage(log.url), 1, SCHEMA, "bf16", ModelDescription("din", {"hidden": [8]})).epoch
+    epoch = Path(f"{log.url}/{epoch_name(number)}")
+    for stream in ("rows-0", "network"):
+        shutil.copytree(f"{log.url}/{epoch_name(0)}/{stream}", epoch / stream)
+    list(follower.updates())
+    found = follower.description()
+    assert (found.precision, found.model.kind, found.model.options) == ("bf16", "din", {"hidden": [8]})
+    assert msgspec.json.encode(found.schema) == msgspec.json.encode(SCHEMA)
+    for data, said in (
+        ({"more": 1}, "unknown field"),
+        ({"run": "f" * 32}, "is of epoch"),
+        ({"schema": {"id_features": [{"name": "a/b", "dim": 1}]}}, "Invalid IdFeature name"),
+        ({"model": {"kind": 1}}, "model"),
+    ):
+        whole = msgspec.json.encode(found)
+        (epoch / MODEL_FILE).write_bytes(msgspec.json.encode({**msgspec.json.decode(whole), **data}))
+        late = follow(log.url)
+        list(late.updates())
+        with pytest.raises(PublishError, match=said):
+            late.description()
+    (epoch / MODEL_FILE).write_bytes(b" " * (MAX_MODEL_BYTES + 1))
+    late = follow(log.url)
+    list(late.updates())
+    with pytest.raises(PublishError, match="at most"):
+        late.description()

@@ -111,6 +111,10 @@ def test_all_forms_of_samples_are_the_same(kind, body):
 
 BIG = [1] * 101
 
+OFFSETS = pa.py_buffer(np.array([0, 2**30, 1], np.int32))
+OUTSIDE = pa.ListArray.from_buffers(pa.list_(pa.int64()), 2, [None, OFFSETS], children=[pa.array([1])])
+"""Lists that reach beyond their values: memory of the process, if nobody looks."""
+
 REFUSED = [
     (JSON, as_json(columns(user=[1, 2])), "'tags' has 3 rows, but 'user' has 2"),
     (JSON, as_json(columns(code=[1, -2, 3])), "'code' has '-2' at row 1"),
@@ -175,6 +179,7 @@ REFUSED = [
     (ARROW, as_arrow(TABLE)[:-100], "not a valid Arrow IPC stream"),
     (ARROW, b"\xff\xff\xff\xff\xff\xff\xff\x7f" + b"0" * 100, "not a valid Arrow IPC stream"),
     (ARROW, as_arrow(TABLE, compression="zstd"), "is compressed"),
+    (ARROW, as_arrow(pa.table({"user": OUTSIDE})), "not a valid Arrow IPC stream"),
     (ARROW, as_arrow(pa.concat_tables([TABLE] * 34)), "has 102 rows or more"),
     (ARROW, as_arrow(pa.table({"user": pa.nulls(3)})), "'user' of the Arrow stream is null"),
     (ARROW, as_arrow(pa.table({"user": pa.array([[None]])})), "is list<item: null>"),

@@ -65,6 +65,7 @@ def test_a_network_waits_until_the_rows_of_all_servers_contain_its_step(log, ser
     assert predictor.state().network_step == 3
     log.network(7)
     log.network(8)
+    predictor.refresh()
     log.rows(1, 5)
     predictor.refresh()
     assert predictor.state().network_step == 5  # Later versions must not keep it from its turn.
@@ -83,6 +84,12 @@ def test_a_new_epoch_replaces_all_rows_and_the_network_at_once(log, serve):
     assert steps_of(predictor) == (9, 9)
     assert predictor.state().epoch == 0
     log.rows(1, 2, whole=True)
+    part = Path(log.path("0000000000.00000.safetensors", server=1))
+    content = part.read_bytes()
+    damage(part, "flipped")
+    predictor.refresh()
+    assert steps_of(predictor) == (9, 9)
+    part.write_bytes(content)
     predictor.refresh()
     assert steps_of(predictor) == (2, 2)
     assert predictor.state().epoch == 1
@@ -95,7 +102,7 @@ def test_a_new_epoch_replaces_all_rows_and_the_network_at_once(log, serve):
 def test_a_log_that_begins_again_from_epoch_0_is_another_epoch(log, serve):
     predictor = serve(log)
     shutil.rmtree(log.url)
-    log = WrittenLog(log.url, servers=2)
+    log = WrittenLog(log.url, servers=1)
     log.begin(1)
     assert log.epoch.epoch == 0
     predictor.refresh()

@@ -131,7 +131,9 @@ class Client:
 
     def health(self) -> dict[str, Any]:
         """Returns the state of the server, also if it is not ready. Blocks, and raises as `predict` does."""
-        _, kind, body = self._exchange("GET", "/health", None, {"Accept": JSON})
+        status, kind, body = self._exchange("GET", "/health", None, {"Accept": JSON})
+        if status not in (200, 503) or (status == 503 and kind != JSON):
+            raise self._error(status, body)
         found: dict[str, Any] = _decoded(kind, body, dict[str, Any], self._url)
         return found
 

@@ -1,7 +1,8 @@
 """The embedding store of one process: tables of rows by id.
 
 :class:`EmbeddingStore` is the interface, :class:`NativeStore` the native implementation, :class:`ReferenceStore` its
-slow, readable twin with the same results. `persia.store.rocksdb` has a twin whose rows on disk are in RocksDB.
+slow, readable twin with the same results. `persia.store.served` has the rows of a prediction server: values only, read
+without locks. `persia.store.rocksdb` has a twin whose rows on disk are in RocksDB.
 """
 
 from persia.store.config import COLD_ROW_BYTES, MAX_ROWS, OPTIMIZER_PARAMS, ROW_OVERHEAD, TableConfig

@@ -17,6 +17,7 @@ __all__ = ["ServedTable", "lookup_packed"]
 
 _core: Any = importlib.import_module("persia._core")
 
+MAX_DIM = 65536
 _Path = str | os.PathLike[str]
 
 
@@ -47,6 +48,8 @@ class ServedTable:
     """
 
     def __init__(self, dim: int, base: _Path | None = None) -> None:
+        if not 1 <= dim <= MAX_DIM:
+            raise StoreError(f"dim must be within 1 ... {MAX_DIM}, not {dim}")
         self.dim = dim
         with _store_errors():
             self._native = _core.ServedTable(dim, None if base is None else os.fspath(base))

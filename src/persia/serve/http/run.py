@@ -129,7 +129,7 @@ def run_server(
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=options.limits.max_connections,
+            limit_concurrency=options.limits.max_connections + 1,  # It refuses from this number on.
             timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
             ssl_certfile=options.tls_cert,
             ssl_keyfile=options.tls_key,
