@@ -14,6 +14,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.data import Loader
 from persia.errors import ClosedError, DataError, DeadlineError, MovedError
 from persia.membership import Directory
+from persia.metrics import count_ids
 from persia.schema import IdFeature, Schema
 from persia.types import BatchId, Feed, Member, Membership
 
@@ -135,6 +136,20 @@ def feed(epoch=0, start=0, nn_workers=1, loader=0, loaders=1, ahead=2):
 
 def number_in(delivery):
     return None if delivery.batch is None else int(delivery.batch.dense[0, 0])
+
+
+def test_ids_of_sampled_batches_are_counted(make):
+    loader = make(Source(19), Buffering())
+    loader.begin(feed())
+    with rpc.serve(loader, protocol=services.DataLoader) as server:
+        stub = rpc.connect(server.address, services.DataLoader, timeout=DEADLINE)
+        for number in range(19):
+            counts = stub.take(0, 0, number).batch.id_counts
+            assert (counts is None) == (number not in (0, 17))
+            if counts is not None:
+                columns = batch_of(number).id_features.values()
+                assert np.array_equal(counts, count_ids([(c.values, c.offsets) for c in columns]))
+        rpc.close(stub)
 
 
 @pytest.mark.parametrize("how", ["here", "rpc"])

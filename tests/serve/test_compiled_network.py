@@ -10,7 +10,7 @@ from persia.errors import ConfigError
 from persia.nn import models
 from persia.serve import compiled
 from persia.serve.compiled import CompiledNetwork, compile_network, export_network
-from persia.serve.flat_network import Layout, sample_inputs
+from persia.serve.flat_network import InputLayout, sample_inputs
 from support.exported_networks import HISTORY, Branching, make
 
 
@@ -26,7 +26,7 @@ class Exported:
 
 def exported(model, schema_, rows=3):
     example = inputs(schema_, rows=rows)
-    layout = Layout(example[1])
+    layout = InputLayout(example[1])
     return CompiledNetwork(model, layout, Exported(model, layout, sample_inputs(layout.flat(*example))))
 
 
@@ -140,7 +140,7 @@ def test_a_compiler_that_fails_leaves_no_file(tmp_path, monkeypatch):
 
 def test_weights_of_another_network_are_refused():
     s = schema()
-    network = CompiledNetwork(models.FFNN(s).eval(), Layout(inputs(s)[1]), None)
+    network = CompiledNetwork(models.FFNN(s).eval(), InputLayout(inputs(s)[1]), None)
     before = network(*inputs(s))
     for state in ({}, models.FFNN(s, hidden=(3,)).state_dict(), models.DeepFM(s).state_dict()):
         with pytest.raises(ConfigError, match=r"The weights do not fit FFNN; serve with the model that was trained"):

@@ -13,7 +13,7 @@ from persia.errors import ConfigError
 from persia.publish import PublishOptions
 from persia.serve import Predictor, ServeOptions, compiling
 from persia.serve.compiled import CompiledNetwork
-from persia.serve.flat_network import Layout
+from persia.serve.flat_network import InputLayout
 
 
 class Code:
@@ -40,7 +40,7 @@ def test_each_version_gets_the_code(tmp_path, monkeypatch, how):
         assert ready.wait(60) or how is True
         places.append(str(cache_dir))
         code = Code(model)
-        return CompiledNetwork(model, Layout(example[1]), code)
+        return CompiledNetwork(model, InputLayout(example[1]), code)
 
     monkeypatch.setattr(compiling, "compile_network", compile_network)
     if how is True:

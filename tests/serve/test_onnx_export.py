@@ -14,7 +14,7 @@ from persia.errors import ConfigError, MissingExtraError, PublishError
 from persia.nn import models
 from persia.nn.models import HSTU, TwoTower
 from persia.publish import PublishOptions
-from persia.serve.flat_network import Layout
+from persia.serve.flat_network import InputLayout
 from persia.serve.onnx_export import export_onnx
 from support.exported_networks import HISTORY, Branching, make
 
@@ -25,7 +25,7 @@ def check(model, path):
     evaluator = ReferenceEvaluator(program)
     for rows in (1, 2, 9):
         x = inputs(HISTORY, rows=rows)
-        layout = Layout(x[1])
+        layout = InputLayout(x[1])
         assert [i.name for i in program.graph.input] == layout.names
         assert layout.names == ["dense", "user", "item", "history", "history.mask"]
         arrays = dict(zip(layout.names, (tensor.numpy() for tensor in layout.flat(*x)), strict=True))
@@ -85,7 +85,7 @@ def test_the_command_exports_the_newest_published_network(tmp_path):
     result = CliRunner().invoke(app, ["export-onnx", str(tmp_path / "log"), str(target)], catch_exceptions=False)
     assert result.output.strip() == f"{target}: the network of step 4"
     x = inputs(data.schema, rows=3)
-    layout = Layout(x[1])
+    layout = InputLayout(x[1])
     arrays = dict(zip(layout.names, (tensor.numpy() for tensor in layout.flat(*x)), strict=True))
     (found,) = ReferenceEvaluator(onnx.load(target)).run(["logits"], arrays)
     np.testing.assert_allclose(found, trainer.model.eval()(*x).detach().numpy(), rtol=0, atol=1e-5)

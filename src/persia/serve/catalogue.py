@@ -15,7 +15,7 @@ from persia.errors import ConfigError, DataError
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
 
-__all__ = ["Catalogue", "Rows", "Towers", "only"]
+__all__ = ["Catalogue", "CurrentRows", "Towers", "only"]
 
 CHUNK = 4096
 """Items whose vectors are computed at a time."""
@@ -37,7 +37,7 @@ class Towers(Protocol):
         """Returns the items' vectors, float32 `[batch, dim]`."""
 
 
-class Rows(Protocol):
+class CurrentRows(Protocol):
     """Rows of tables, as they are at present. Thread-safe."""
 
     def read(self, batch: Batch) -> tuple[Tensor, Embeddings]:
@@ -110,7 +110,9 @@ class Catalogue:
         items = self.using(table, ids)
         return items[np.isin(self.keys[items], ids)]
 
-    def vectors(self, tower: Tower, rows: Rows, items: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+    def vectors(
+        self, tower: Tower, rows: CurrentRows, items: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
         """Yields numbers of items, and their vectors, float32 `[n, dim]` on the CPU, some thousands at a time.
 
         Items whose id has no row, and those whose vector is not finite, are left out.

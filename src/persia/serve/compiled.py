@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from persia.errors import ConfigError
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
-from persia.serve.flat_network import FlatNetwork, Layout, export_error, sample_inputs, weights_of
+from persia.serve.flat_network import FlatNetwork, InputLayout, export_error, sample_inputs, weights_of
 
 __all__ = ["CompiledNetwork", "compile_network", "export_network"]
 
@@ -51,7 +51,7 @@ class CompiledNetwork:
         problem: why it runs eagerly; empty if it is compiled.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, code: _Code | None, problem: str = "") -> None:
+    def __init__(self, model: nn.Module, layout: InputLayout, code: _Code | None, problem: str = "") -> None:
         self._layout = layout
         self._code = code
         self._version = model, list(weights_of(model).values())
@@ -131,7 +131,7 @@ def compile_network(
             to it.
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)
-    layout = Layout(example[1])
+    layout = InputLayout(example[1])
     inputs = sample_inputs(layout.flat(*example))
     try:
         exported = export_network(model, layout, inputs)
@@ -145,7 +145,7 @@ def compile_network(
 
 
 @torch.no_grad()
-def export_network(model: nn.Module, layout: Layout, inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
+def export_network(model: nn.Module, layout: InputLayout, inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
     """Exports a network as a function of its weights and inputs, for any number of rows from 2 on.
 
     Args:

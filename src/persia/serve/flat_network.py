@@ -12,13 +12,13 @@ from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.schema import Schema
 
-__all__ = ["FlatNetwork", "Layout", "example_input", "export_error", "sample_inputs", "weights_of"]
+__all__ = ["FlatNetwork", "InputLayout", "example_input", "export_error", "sample_inputs", "weights_of"]
 
 EXAMPLE_ROWS = 7
 """Rows of the batch that is traced: not 0 or 1, which exporters take for constants, and no usual width of a layer."""
 
 
-class Layout:
+class InputLayout:
     """The order in which the inputs of a network follow one another as tensors.
 
     `dense` comes first, then the features in their order: a pooled one as its values, a sequence as values and mask.
@@ -64,7 +64,7 @@ class FlatNetwork(nn.Module):
         weights: names of those parameters and buffers that are inputs, before all others. The rest are constants.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, weights: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, layout: InputLayout, weights: Sequence[str] = ()) -> None:
         super().__init__()
         self._layout = layout
         self._weights = tuple(weights)

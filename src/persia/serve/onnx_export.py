@@ -12,7 +12,7 @@ from torch import nn
 
 from persia.errors import ConfigError, MissingExtraError
 from persia.schema import Schema
-from persia.serve.flat_network import FlatNetwork, Layout, example_input, export_error
+from persia.serve.flat_network import FlatNetwork, InputLayout, example_input, export_error
 
 __all__ = ["export_onnx"]
 
@@ -55,7 +55,7 @@ def export_onnx(model: nn.Module, schema: Schema, path: str | os.PathLike[str]) 
         ) from error
     model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
     example = example_input(schema)
-    layout = Layout(example[1])
+    layout = InputLayout(example[1])
     inputs = layout.flat(*example)
     batch = torch.export.Dim("batch", max=MOST_ROWS)
     shapes = (tuple({0: batch} for _ in inputs),)

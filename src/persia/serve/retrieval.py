@@ -17,7 +17,7 @@ from persia.batching.batch import Batch
 from persia.checks import MAX_THREADS, check_choice, check_integer, plain, plain_fields
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.schema import Schema
-from persia.serve.catalogue import Catalogue, Rows, Towers, only
+from persia.serve.catalogue import Catalogue, CurrentRows, Towers, only
 
 if TYPE_CHECKING:
     from usearch.index import Index
@@ -121,7 +121,7 @@ class ItemIndex:
         model: torch.nn.Module | Towers,
         schema: Schema,
         items: Batch | Iterable[Batch],
-        rows: Rows,
+        rows: CurrentRows,
         *,
         key: str | None = None,
         options: IndexOptions | None = None,
