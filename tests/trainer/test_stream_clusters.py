@@ -89,9 +89,11 @@ def test_stop_ends_an_idle_stream_at_the_same_batch_everywhere_and_a_resumed_run
         return one.fit(kafka.reader(10, until=None, linger=0.1))
 
     def stop():
-        until(lambda: len(trainers) == 2 and all(t.state.stream is not None for t in trainers.values()))
-        until(lambda: sum(t.monitor._rows for t in trainers.values()) >= 40)
-        trainers[1].stop()
+        try:
+            until(lambda: len(trainers) == 2 and sum(t.monitor._rows for t in trainers.values()) >= 40, 60)
+        finally:  # Else training never ends.
+            for one in trainers.values():
+                one.stop()
 
     stopper = threading.Thread(target=stop)
     stopper.start()
@@ -157,9 +159,11 @@ def test_a_stream_may_be_idle_for_longer_than_the_timeout(kafka, mode):
         return one.fit(kafka.reader(10, until=None, linger=0.1), max_steps=2).rows
 
     def more():
-        until(lambda: len(trainers) == 2 and sum(t.monitor._rows for t in trainers.values()) >= 20)
-        time.sleep(1.5)  # Longer than the timeout.
-        kafka.write(clicks(range(30, 60)))
+        try:
+            until(lambda: len(trainers) == 2 and sum(t.monitor._rows for t in trainers.values()) >= 20, 60)
+            time.sleep(1.5)  # Longer than the timeout.
+        finally:  # Else training never ends.
+            kafka.write(clicks(range(30, 60)))
 
     writer = threading.Thread(target=more)
     writer.start()

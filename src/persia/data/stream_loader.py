@@ -58,6 +58,8 @@ class StreamLoader(Loader):
         """Of the batches that are kept."""
         self._recorded: dict[int, OffsetRange] = {}
         """Of batches of this loader's partitions that follow one that was read again."""
+        self._again: set[int] = set()
+        """Numbers of kept batches that were read again."""
         self._failed: Feed | None = None
         """The feed in which new batches cannot be read."""
 
@@ -82,6 +84,7 @@ class StreamLoader(Loader):
     def _forget(self, number: int) -> None:
         super()._forget(number)
         self._ranges.pop(number, None)
+        self._again.discard(number)
 
     def _forget_all(self) -> None:
         super()._forget_all()
@@ -90,10 +93,14 @@ class StreamLoader(Loader):
     def _next_reading(self, feed: Feed) -> Callable[[], None] | None:
         missing = min((number for number in self._waiting if number not in self._entries), default=None)
         if missing is None:
-            untaken = sum(not entry.taken for entry in self._entries.values())
-            if untaken >= feed.ahead * feed.nn_workers:
+            # Batches that were read again ahead may have been taken before, so new ones do not wait for them.
+            untaken = [number for number, entry in self._entries.items() if not entry.taken]
+            new = sum(number not in self._again for number in untaken)
+            capacity = feed.ahead * feed.nn_workers
+            if new >= capacity:
                 return None
-            missing = min((number for number in self._recorded if number not in self._entries), default=None)
+            if len(untaken) - new < capacity:
+                missing = min((number for number in self._recorded if number not in self._entries), default=None)
         if missing is not None:
             self._doing = f"reading batch {missing} again"
             return functools.partial(self._read_again, feed, missing)
@@ -115,6 +122,8 @@ class StreamLoader(Loader):
             self._close()
             self._fail(feed, number, error)
             return
+        with self._changed:
+            self._again.add(number)
         self._keep(feed, number, found, batch)
 
     def _read_new(self, feed: Feed) -> None:
