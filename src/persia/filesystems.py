@@ -1,4 +1,4 @@
-"""What URLs of file systems need to be installed."""
+"""Packages that URLs of file systems need."""
 
 from __future__ import annotations
 

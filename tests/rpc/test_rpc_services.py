@@ -287,7 +287,7 @@ CALLS = {
         "snapshot_rows": ("snapshot",),
         "snapshot_removed": ("snapshot",),
         "end_snapshot": ("snapshot",),
-        "publish": (PublishOrder(PublishOptions("/tmp/changes"), 0, "0" * 32, 0, 0),),
+        "publish": (PublishOrder(PublishOptions("changes"), 0, "0" * 32, 0, 0),),
         "published": (),
         "end_publishing": (True,),
         "import_rows": (RowChunk("item", 0, {"ids": IDS["item"]}),),

@@ -77,12 +77,12 @@ def test_a_closed_record_hands_out_what_it_has_and_takes_nothing_more():
     assert log.lookup(5, 7, 0) == RecordedBatch(RANGES[2])
     assert log.lookup(6, 6, 0) == RecordedBatch(None, over=True, interrupted=True)
     offsets = log.stream_offsets(4)
-    log.begin_stream(4, offsets, anew=False)
+    log.begin_stream(4, offsets, fresh=False)
     assert log.recorded(4, 9) == RANGES[1:]
     assert log.record(OffsetRange(TWO, 9, 11)) == 6
-    log.begin_stream(4, offsets, anew=True)
+    log.begin_stream(4, offsets, fresh=True)
     assert log.stream_offsets(None) == offsets
-    log.begin_stream(9, offsets, anew=False)  # Not in the record: what goes with the state counts.
+    log.begin_stream(9, offsets, fresh=False)  # Not in the record: what goes with the state counts.
     assert log.stream_offsets(9) == offsets
 
 
@@ -95,7 +95,7 @@ def test_whoever_waits_learns_that_reading_has_failed():
     log.fail_stream(True, "no broker")
     with pytest.raises(DeadlineError, match="no broker"):
         log.lookup(6, 6, 60)
-    log.begin_stream(6, log.stream_offsets(6), anew=False)
+    log.begin_stream(6, log.stream_offsets(6), fresh=False)
     assert log.lookup(6, 6, 0) == RecordedBatch(None)
 
 
@@ -136,7 +136,7 @@ def test_a_restarted_process_has_the_record(tmp_path):
     third = OffsetLog(path=path)
     assert third.stream_offsets(5) == log.stream_offsets(5)
     assert third.lookup(7, 7, 0) == RecordedBatch(None, over=True)
-    third.begin_stream(0, {"a": {0: 1}}, anew=True)
+    third.begin_stream(0, {"a": {0: 1}}, fresh=True)
     assert OffsetLog(path=path).stream_offsets(0) == {"a": {0: 1}}
     (tmp_path / "damaged").write_bytes(b"\0\0\0\x01x")
     with pytest.raises(PersiaError, match="damaged: not the record of a stream"):

@@ -152,7 +152,7 @@ class EventBatches:
         return _MemoryShare(partition, self._events, at, self._lateness)
 
     def commit(self, offsets: Offsets) -> None:
-        """No-op: nobody monitors it."""
+        """No-op: it has no monitors."""
 
     def observe(self) -> list[Metric]:
         """Returns no metrics."""

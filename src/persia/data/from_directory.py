@@ -47,7 +47,7 @@ def growing(
     day: str | None = None,
     day_unit: DayUnit = "day",
 ) -> DirectoryReader:
-    """Reads the Parquet files of a directory in the order of their paths, and goes on with those that come later.
+    """Reads the Parquet files of a directory in the order of their paths, then those that come later.
 
     A batch is a range of rows of one file. It is recorded before it is handed out, so it can be read again exactly.
     The file and the row are part of the trainer's checkpoints: a resumed run, and the next call of `fit`, go on there,
@@ -222,7 +222,7 @@ class DirectoryReader:
                 record.first += 1
 
     def commit(self, offsets: Offsets) -> None:
-        """No-op: nobody else knows how far a directory has been read."""
+        """No-op: a directory has no monitors."""
 
     def observe(self) -> list[Metric]:
         """Returns rows and batches read, and late files. Thread-safe."""

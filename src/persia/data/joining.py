@@ -55,7 +55,7 @@ def join(
     emitted as a negative are corrections, or dropped; all are counted. A click counts for every impression of its key
     whose window it is in.
 
-    A partition without new messages for `linger` seconds holds nobody up. Offsets of both streams are part of
+    A partition without new messages for `linger` seconds delays no other. Offsets of both streams are part of
     checkpoints: a resumed run reads the open impressions and their clicks again, repeats nothing and loses nothing.
 
     Args:

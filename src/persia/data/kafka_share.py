@@ -74,7 +74,7 @@ class KafkaShare:
         """Latest event time of each partition before its head."""
         self._exhausted = self._closed = False
         self.last = Converted(None, None)
-        """What the messages that were read last were converted to."""
+        """Rows of the messages that were read last."""
         self._measured = 0.0
         """Time of the last measurement of the lag."""
         self._fetch = min(batch_size, FIRST_FETCH)

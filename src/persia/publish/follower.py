@@ -94,7 +94,7 @@ class Changes(Iterator[Change]):
         self.complete = not self.failure
 
     def reject(self, problem: str) -> None:
-        """Refuses the entry, as if it were damaged: the follower goes on with another snapshot."""
+        """Refuses the entry, as if it were damaged: the follower reads another snapshot."""
         self.failure, self.complete = problem, False
         self._changes = iter(())
 
@@ -173,7 +173,7 @@ class Follower:
         self._storage = Storage(url)
         self._epoch: Epoch | None = None
         self._description: tuple[Epoch, Description | None] | None = None
-        """What `model.json` of an epoch says."""
+        """The content of `model.json` of an epoch."""
         self._positions: dict[str, int] = {}
         """The last entry that was read, by stream."""
         self.problem = ""

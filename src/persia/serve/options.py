@@ -52,7 +52,7 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServeState(NamedTuple):
-    """What a `Predictor` serves at present.
+    """The state of a `Predictor`.
 
     Attributes:
         epoch: number of the epoch.

@@ -30,7 +30,7 @@ FRESH = 1024
 """Number of items beside the graph that is never too many."""
 
 FRESH_SHARE = 8
-"""Above one in so many items beside the graph, it is to be built anew."""
+"""Above one in so many items beside the graph, it is rebuilt."""
 
 
 class IndexOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,7 +74,7 @@ class Retrieved(NamedTuple):
 
 @dataclass(frozen=True)
 class _State:
-    """What a search uses. Never changed, so that searches need no lock.
+    """The data of a search. Never changed, so that searches need no lock.
 
     Attributes:
         towers: the network.
@@ -96,7 +96,7 @@ class _State:
 class ItemIndex:
     """The vectors of items in a graph (HNSW, by usearch), searched by the vectors of users. Thread-safe.
 
-    An item is in the index while its own id has a row. Vectors of items whose rows have changed are computed anew, and
+    An item is in the index while its own id has a row. Vectors of items whose rows have changed are computed again, and
     searched one by one beside the graph until that is built again; searches and updates do not wait for one another. A
     new version of the network changes all vectors: they are computed beside the old ones, and replace them at once.
     Users' vectors are always made by the same version as the items'.
@@ -238,7 +238,7 @@ class ItemIndex:
         return len(items)
 
     def load(self, model: torch.nn.Module | Towers, step: int) -> None:
-        """Computes all vectors anew with a version of the network, and exchanges them at once. Blocks until then.
+        """Computes all vectors with a version of the network, and exchanges them at once. Blocks until then.
 
         Args:
             model: the version; it must not change afterwards.
@@ -269,7 +269,7 @@ class ItemIndex:
                     self._dirty_beside = None
 
     def rebuild(self) -> None:
-        """Computes all vectors anew with the present version, and builds the graph of them. Blocks, as `load` does."""
+        """Computes all vectors with the present version, and builds the graph of them. Blocks, as `load` does."""
         state = self._state
         self.load(state.towers, state.step)
 

@@ -44,7 +44,7 @@ class Retriever:
     """Finds the nearest items of users, with the rows and the network that a predictor serves. Thread-safe.
 
     Two threads keep the index up to date: one computes the vectors of items whose rows have changed, the other builds
-    the index anew when there is a new version of the network, of which it leaves out those that come too fast. Removed
+    the index again when there is a new version of the network, of which it leaves out those that come too fast. Removed
     items are not found any more once the predictor has applied their removal.
 
         with Predictor(url) as predictor, Retriever(predictor, items, key="item") as retriever:
@@ -141,7 +141,7 @@ class Retriever:
         self.index.refresh()
 
     def rebuild(self) -> None:
-        """Builds the index anew, if there is a new version of the network, or too many items have changed. Blocks."""
+        """Rebuilds the index if there is a new version of the network, or too many items have changed. Blocks."""
         view = self._predictor.current()
         version = view.epoch, view.network.step
         if version != self._version:

@@ -1,4 +1,4 @@
-"""What a request sees: one version of the network, and rows of at least its step."""
+"""The view of a request: one version of the network, and rows of at least its step."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class StreamPosition(Protocol):
         """Returns where a batch begins that is recorded, or that will be recorded next."""
 
     def forget(self, below: int) -> None:
-        """Forgets batches of lower numbers, which nobody reads again."""
+        """Forgets batches of lower numbers, which are not read again."""
 
     def commit(self, offsets: Offsets) -> None:
         """Reports to whoever monitors the stream that a checkpoint has all before `offsets`. Never raises."""
@@ -70,13 +70,13 @@ class StreamLog(Protocol):
     no message is in two batches, and none is left out, whoever records. Calls may be repeated.
     """
 
-    def begin_stream(self, number: int, offsets: Offsets, anew: bool) -> None:
-        """Begins a record at batch `number`, or goes on with the one that there is.
+    def begin_stream(self, number: int, offsets: Offsets, fresh: bool) -> None:
+        """Begins a record at batch `number`, or continues the one that there is.
 
         Args:
             number: number of the first batch that is wanted.
             offsets: where it begins; partitions that are missing begin where the source says.
-            anew: False to keep the record if it has this number, so that the batches from there on are the same again.
+            fresh: False to keep the record if it has this number, so that the batches from there on are the same again.
         """
 
     def assign(self, bounds: list[PartitionBounds]) -> list[PartitionBounds]:

@@ -24,7 +24,7 @@ TIMES = "@event_time"
 """Follows the name of a topic in `Offsets` where they are event times; no topic has an "@" in its name."""
 
 COMPACT = 4096
-"""Forgotten batches after which the file is written anew."""
+"""Forgotten batches after which the file is rewritten."""
 
 
 class _Begun(msgspec.Struct, tag="begun", array_like=True):
@@ -86,11 +86,11 @@ class OffsetLog:
 
     # --- StreamLog ----------------------------------------------------------------------------------------------
 
-    def begin_stream(self, number: int, offsets: Offsets, anew: bool) -> None:
-        """Begins a record, or goes on with this one; see `persia.services.StreamLog`."""
+    def begin_stream(self, number: int, offsets: Offsets, fresh: bool) -> None:
+        """Begins a record, or continues this one; see `persia.services.StreamLog`."""
         with self._changed:
             self._failure = None
-            if anew or not self._first <= number <= self._end:
+            if fresh or not self._first <= number <= self._end:
                 self._begin(number, offsets)
             self._closed = False
             self._file.replace(self._entries())

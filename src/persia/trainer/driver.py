@@ -166,7 +166,7 @@ class Driver:
         while True:
             training = state.training
             epoch, position = (0, 0) if state.finished else (training["epoch"], training["position"])
-            record = StreamStart(training["offsets"], anew=not restarted)
+            record = StreamStart(training["offsets"], fresh=not restarted)
             self._cluster.feed(train_data, epoch, position, options.accumulation_steps, record)
             left = dict(bounds)
             if left["max_steps"] is not None:

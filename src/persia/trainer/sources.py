@@ -199,7 +199,7 @@ class StreamSource(LoaderSource):
         return super().read(number)
 
     def forget(self, below: int) -> None:
-        """Lets the stream forget what is trained, if nobody goes back to it."""
+        """Lets the stream forget what is trained, if no restart goes back to it."""
         self._state.covered("training", below)
 
     def idle(self) -> bool:

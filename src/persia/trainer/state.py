@@ -25,7 +25,7 @@ from persia.types import Offsets
 __all__ = ["RandomState", "RecordCover", "RunTotals", "TrainingState", "random_states", "set_random_state"]
 
 RecordCover: TypeAlias = Literal["training", "checkpoint", "recovery point"]
-"""What a run goes back to at most."""
+"""The oldest state that a run goes back to."""
 
 RandomState: TypeAlias = dict[str, Any]
 """States of the generators of torch (and of each GPU), numpy and Python in one process."""
@@ -118,9 +118,9 @@ class TrainingState:
         self._offsets: Offsets = {}
         """Positions of streams at the beginning of `stream`, at its end, and of those read before."""
         self._in_stream = False
-        """Whether a pass over `stream` is under way."""
+        """Whether a pass over `stream` has begun and not ended."""
         self.record_covered_by: RecordCover = "training"
-        """What makes recorded batches of `stream` dispensable, as nobody goes back to before it."""
+        """The state that makes recorded batches of `stream` dispensable, as no restart goes back to before it."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs. Not in checkpoints."""
         self.rank = embeddings.connection.rank

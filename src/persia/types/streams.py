@@ -70,11 +70,11 @@ class StreamStart(NamedTuple):
 
     Attributes:
         offsets: of its first batch, of all partitions that have been read.
-        anew: False to keep the batches that are recorded, after a restart.
+        fresh: False to keep the batches that are recorded, after a restart.
     """
 
     offsets: Offsets
-    anew: bool
+    fresh: bool
 
 
 def loader_of(partition: Partition, loaders: int) -> int:

@@ -235,8 +235,8 @@ class Ray:
             self._roles.feed.set(source, Feed(epoch, start, self.nn_workers, 0, 1, 1), accumulation_steps)
             if self._roles.feed.kind == "stream":
                 assert self._roles.stream_log is not None
-                offsets, anew = record or StreamStart({}, True)
-                self._roles.stream_log.begin_stream(start, offsets, anew)
+                offsets, fresh = record or StreamStart({}, True)
+                self._roles.stream_log.begin_stream(start, offsets, fresh)
 
     def unfeed(self) -> None:
         """Makes NN workers read their data themselves again, in functions that run after this call."""

@@ -26,7 +26,7 @@ class PrefetchLoader:
     Rows must not be drawn so early: a batch is used up when the next one is drawn. So this loader yields stand-ins, and
     Lightning gets the batch of a stand-in when it moves it to the device.
 
-    Its position is part of Lightning's checkpoints: a resumed `fit` goes on with the batch after the last one, if
+    Its position is part of Lightning's checkpoints: a resumed `fit` continues with the batch after the last one, if
     `data` is a reader of `persia.data`. Each pass that trains is another epoch of it.
 
     Args:

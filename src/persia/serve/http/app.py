@@ -222,7 +222,7 @@ class PredictionServer:
             made_with = {"Persia-Step": str(answer.step), "Persia-Epoch": str(answer.epoch)}
             return Response(answer.body, 200, made_with, answer.kind)
         except ClientDisconnect:
-            return Response(status_code=499)  # Nobody is there to read it.
+            return Response(status_code=499)  # The client has gone.
         except Exception as error:
             return response_of(error)
 
