@@ -136,7 +136,7 @@ def test_nothing_is_lost_or_repeated_when_data_loaders_die(kafka, mode):
     rows, times, offsets = cluster.run(work)[0]
     assert (rows, set(times)) == (600, {1})
     assert offsets == {kafka.topic: dict.fromkeys(range(4), 150)}
-    assert len(deaths) == 12
+    assert deaths  # One for each batch of NN worker 0, of which it has any number in asynchronous modes.
 
 
 def test_what_a_data_loader_cannot_read_ends_training_with_its_reason(kafka):
