@@ -51,6 +51,8 @@ def freshness(preset: str) -> runner.Measure:
     """From a click of a new user to the row that the server has of it: training on Ray with 2 PSs."""
     found = run(preset, rate=RATE[preset], seconds=SECONDS[preset], ps=0 if preset == "smoke" else 2)
     seconds = found["freshness_s"]
+    if preset != "smoke" and (len(seconds) < 50 or found["clicks_per_s"] < 0.9 * RATE[preset]):
+        raise RuntimeError(f"Too few new users ({len(seconds)}), or clicks ({found['clicks_per_s']:.0f}/s), to tell.")
     details = {
         "clicks_per_s": found["clicks_per_s"],
         "samples": len(seconds),

@@ -60,13 +60,14 @@ def clicks(first_day: int) -> Iterator[pa.Table]:
 def made_up(seed: int, rows: int = 50_000) -> Iterator[pa.Table]:
     """Yields clicks on articles that are published all the time, and liked by some users for a while."""
     draw = np.random.default_rng(seed)
-    newest = 1_000
-    taste = np.random.default_rng(1).standard_normal((5_000, 4))
+    newest, population = 1_000, 5_000
+    taste = np.random.default_rng(1).standard_normal((population, 4))
     while True:
         articles = newest - draw.geometric(0.01, rows).clip(max=newest - 1) + np.arange(rows) * 200 // rows
-        users = draw.integers(0, len(taste), rows)
+        users = draw.integers(0, population, rows)
+        population += 1_000
         topics = np.stack([np.sin(articles * (3 + k)) for k in range(4)], axis=1)
-        liked = (2 * taste[users] * topics).sum(1) + draw.standard_normal(rows) > 0
+        liked = (2 * taste[users % len(taste)] * topics).sum(1) + draw.standard_normal(rows) > 0
         newest += 200
         yield pa.table(
             {

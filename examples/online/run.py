@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import subprocess
@@ -47,47 +48,71 @@ HERE = Path(__file__).parent
 ROWS = 200
 """Clicks of a message."""
 
+WATCH_SECONDS = 0.2
+"""Between two users whose row is waited for."""
+
 
 class Freshness:
-    """Measures the time from a click of a new user to the row that the server has of it.
+    """Measures the time from the first click of a user to the row that the server has of that user.
+
+    From then on each `/predict` uses the row.
 
     Args:
         client: asks the server.
+        known: users whose clicks were trained before.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, known: np.ndarray) -> None:
         self._client = client
+        self._known = set(known.tolist())
+        self._lock = threading.Lock()
         self._waiting: dict[int, float] = {}
+        self._watched = 0.0
+        """Time of the last click that is watched."""
         self.seconds: list[float] = []
+        """Infinite for users who were not served within 10 s of the last click."""
+        self._failure: BaseException | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
-    def sent(self, part: pa.Table) -> None:
-        """Watches a user of clicks that have just been sent, unless the server knows all of them."""
-        users = np.unique(part["user_id"].to_numpy())
-        new = users[~self._client.embeddings("user_id", users).found]
-        if len(new):
-            self._waiting.setdefault(int(new[0]), time.monotonic())
+    def sending(self, part: pa.Table) -> None:
+        """Notes clicks that are about to be sent, and watches one user of them whose first click this is."""
+        now = time.monotonic()
+        users = set(part["user_id"].to_numpy().tolist()) - self._known
+        self._known |= users
+        if users and now - self._watched >= WATCH_SECONDS:
+            self._watched = now
+            with self._lock:
+                self._waiting[min(users)] = now
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.05):
-            waiting = dict(self._waiting)
-            if waiting:
+        try:
+            while not self._stop.wait(0.05):
+                with self._lock:
+                    waiting = dict(self._waiting)
+                if not waiting:
+                    continue
                 found = self._client.embeddings("user_id", list(waiting)).found
                 now = time.monotonic()
                 for (user, since), there in zip(waiting.items(), found, strict=True):
                     if there:
-                        del self._waiting[user]
+                        with self._lock:
+                            del self._waiting[user]
                         self.seconds.append(now - since)
+        except BaseException as error:
+            self._failure = error
 
     def end(self) -> None:
-        """Ends; clicks that are not served by now are given up to 10 s."""
+        """Waits up to 10 s for the users that are watched."""
         deadline = time.monotonic() + 10
-        while self._waiting and time.monotonic() < deadline:
+        while self._waiting and self._failure is None and time.monotonic() < deadline:
             time.sleep(0.1)
         self._stop.set()
         self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        self.seconds += [math.inf] * len(self._waiting)
 
 
 def connect() -> tuple[Producer, str]:
@@ -142,10 +167,9 @@ def wait_for(what: str, process: subprocess.Popen[str], ready: Any, seconds: flo
 
 def send(
     arguments: argparse.Namespace, stream: Iterator[pa.Table], producer: Producer, topic: str, client: Client,
-    frozen: Predictor,
+    frozen: Predictor, freshness: Freshness,
 ) -> dict[str, Any]:  # fmt: skip
     """Sends clicks at a constant rate, and asks about some of them before. Returns what was measured."""
-    freshness = Freshness(client)
     intervals: list[dict[str, Any]] = []
     whole = [AUC(), AUC()]
     began, sent = time.monotonic(), 0
@@ -167,12 +191,11 @@ def send(
                 now["aucs"][which].update(logits, labels)
                 whole[which].update(logits, labels)
             now["asked"] += len(part)
+        freshness.sending(part)
         producer.produce(topic, news.message(part), partition=number % 4)
         producer.poll(0)
         now["sent"] += len(part)
         sent += len(part)
-        if number % asked_every == 0:
-            freshness.sent(part)
         time.sleep(max(0.0, began + sent / arguments.rate - time.monotonic()))
     seconds = time.monotonic() - began
     producer.flush(30)
@@ -228,7 +251,8 @@ def main() -> None:
         folder = Path(used.enter_context(tempfile.TemporaryDirectory()))
         log, yesterday, topic = str(folder / "log"), folder / "yesterday.parquet", f"clicks-{uuid.uuid4().hex[:8]}"
         stream = news.parts(news.clicks(arguments.first_day), ROWS)
-        pq.write_table(pa.concat_tables(islice(stream, arguments.before // ROWS)), yesterday)
+        before = pa.concat_tables(islice(stream, arguments.before // ROWS))
+        pq.write_table(before, yesterday)
         producer, bootstrap = connect()
         create(topic, producer, bootstrap)
         words = [str(HERE / "train.py"), str(yesterday), bootstrap, topic, log]
@@ -259,7 +283,8 @@ def main() -> None:
         wait_for("Training on the stream", trainer, streaming)
         wait_for("The server", server, served)
         print(f"http://127.0.0.1:{port}/docs answers predictions for {arguments.seconds:g} s")
-        found = send(arguments, stream, producer, topic, client, frozen)
+        freshness = Freshness(client, before["user_id"].to_numpy())
+        found = send(arguments, stream, producer, topic, client, frozen, freshness)
         if trainer.poll() is not None:
             raise SystemExit("Training has ended early; see its messages above.")
     show(found, arguments.interval)
