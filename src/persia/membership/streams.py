@@ -15,6 +15,9 @@ __all__ = ["RecordedStream", "StreamLoaders"]
 LOOKUP_SECONDS = 1.0
 """Maximum wait of a lookup, before the NN worker looks whether it was asked to stop."""
 
+BEYOND = 1 << 62
+"""A batch number that no stream reaches."""
+
 KEPT = 256
 """Batches to keep below the position: those of NN workers that have died may be handed out again."""
 
@@ -37,15 +40,19 @@ class RecordedStream:
         observe: Callable[[], list[Metric]] = list,
     ) -> None:
         self.log = log
-        self.interrupted = False
         self.stopping: Callable[[], bool] = lambda: False
         self._begins = begins
         self._commit = commit
         self._observe = observe
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the record was closed before the end of the stream, by whichever NN worker was asked to stop."""
+        return self.log.lookup(BEYOND, BEYOND, 0.0).interrupted
+
     def begin(self, number: int, offsets: Offsets, stopping: Callable[[], bool]) -> None:
         """Starts to read; see `persia.services.StreamPosition`."""
-        self.interrupted, self.stopping = False, stopping
+        self.stopping = stopping
         if self._begins:
             self.log.begin_stream(number, offsets, True)
 
@@ -127,7 +134,6 @@ class StreamLoaders:
         while True:
             recorded = stream.log.lookup(number, last, LOOKUP_SECONDS)
             if recorded.over:
-                stream.interrupted = recorded.interrupted
                 return Delivery(number, None)
             if recorded.range is not None:
                 return self._taken(recorded.range, rank, epoch, number)
