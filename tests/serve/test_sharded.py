@@ -24,7 +24,7 @@ from persia.cli.app import app
 from persia.errors import ClosedError, ConfigError, DeadlineError, PublishError, StoreError
 from persia.publish import PublishOptions
 from persia.serve import Predictor, RowServer, RowServerOptions, ServeOptions
-from persia.serve.epoch_rows import Partition
+from persia.serve.epoch_rows import RowPart
 from persia.serve.http.problems import response_of
 from persia.services import RowsVersion, ServedRows
 from persia.types import Packed
@@ -151,7 +151,7 @@ def test_partitions_meet_the_servers_that_have_their_ids():
     for parts, servers in ((1, 3), (2, 2), (2, 4), (3, 2), (4, 6), (5, 1)):
         mine, theirs = batching.owners("item", ids, parts), batching.owners("item", ids, servers)
         met = {(int(part), int(server)) for part, server in zip(mine, theirs, strict=True)}
-        assert met == {(p, s) for p in range(parts) for s in range(servers) if Partition(p, parts).meets(s, servers)}
+        assert met == {(p, s) for p in range(parts) for s in range(servers) if RowPart(p, parts).meets(s, servers)}
 
 
 def test_a_network_waits_for_the_part_that_lags(log, parts, sharded):

@@ -13,10 +13,10 @@ from persia.serve.cache import SnapshotCache, SnapshotKey
 from persia.serve.sources import LocalRows, ServerRows
 from persia.store.served import ServedTable
 
-__all__ = ["EpochRows", "Partition", "RowReading"]
+__all__ = ["EpochRows", "RowPart", "RowReading"]
 
 
-class Partition(NamedTuple):
+class RowPart(NamedTuple):
     """A part of all ids: those that would be of one embedding PS, if there were so many.
 
     Attributes:
@@ -51,7 +51,7 @@ class RowReading(NamedTuple):
 
     cache: SnapshotCache | None
     stop: threading.Event
-    partition: Partition = Partition(0, 1)
+    partition: RowPart = RowPart(0, 1)
 
     def check_open(self) -> None:
         """Raises ClosedError once reading is to stop."""

@@ -16,7 +16,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.nn.pooling import Embeddings, Expander, SequenceEmbedding
 from persia.nn.transfer import Staging, Transfer, copied_array
 from persia.schema import Pooling, Schema
-from persia.serve.sources import Rows, RowSource
+from persia.serve.sources import RowLookup, Rows
 from persia.store.served import lookup_packed
 from persia.types import LookedUp, Packed
 from persia.worker.routing import Entry, Router
@@ -29,7 +29,7 @@ class EmbeddingReader:
 
     Args:
         schema: the features to read.
-        partitions: of the ids, as in `RowSource`.
+        partitions: of the ids, as in `RowLookup`.
         staging: brings tensors to the device of the network.
         threads: of each call.
     """
@@ -58,7 +58,7 @@ class EmbeddingReader:
             self._expander = Expander(schema, staging.device, threads)
             self._transfer = Transfer(staging, False, tables)
 
-    def read(self, batch: Batch, source: RowSource) -> tuple[torch.Tensor, torch.Tensor, Embeddings]:
+    def read(self, batch: Batch, source: RowLookup) -> tuple[torch.Tensor, torch.Tensor, Embeddings]:
         """Returns dense features `[batch, n]`, labels `[batch, labels]` and the embeddings of a batch, on the device.
 
         Args:
@@ -109,7 +109,7 @@ class EmbeddingReader:
             for name, array, mask in zip(self._names, values, masks, strict=True)
         }
 
-    def _rows(self, entry: Entry, source: RowSource) -> Packed[np.float32]:
+    def _rows(self, entry: Entry, source: RowLookup) -> Packed[np.float32]:
         """Returns the rows of the distinct ids, which are sorted by table, and those of a table by partition."""
         ids = entry.ids
         widths = [self._dims[name] for name in ids.names]

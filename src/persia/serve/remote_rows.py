@@ -178,23 +178,23 @@ class RemoteRows:
 
     @property
     def partitions(self) -> int:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         return len(self.servers)
 
     @property
     def whole(self) -> Rows | None:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         return None
 
     def read(self, ids: Packed[np.uint64], bounds: Int64Array, rows: Packed[np.float32]) -> None:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         parts = [batching.take_part(ids, bounds, number) for number in range(self.partitions)]
         for number, answer in enumerate(self.servers.lookup(self.run, self.step, self.dims, parts)):
             if answer is not None:
                 batching.put_part(rows, bounds, number, answer.rows.buffer)
 
     def lookup(self, ids: Packed[np.uint64]) -> FoundRows:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         owners = {name: batching.owners(name, mine, self.partitions) for name, mine in ids.items()}
         parts = [
             Packed.of({name: mine[owners[name] == number] for name, mine in ids.items()}, np.uint64)
@@ -213,11 +213,11 @@ class RemoteRows:
         return FoundRows(found, rows)
 
     def steps(self) -> dict[int, int]:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         return {number: epoch.step for number, epoch in enumerate(self.servers.epochs(self.run))}
 
     def time(self) -> float:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         return min((epoch.time for epoch in self.servers.epochs(self.run)), default=0.0)
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ from persia.checks import check_integer, check_kind, check_seconds, plain_fields
 from persia.errors import CheckpointError, ConfigError, PublishError, StoreError
 from persia.publish import RowsUpdate, follow
 from persia.serve.cache import SnapshotCache
-from persia.serve.epoch_rows import EpochRows, Partition, RowReading
+from persia.serve.epoch_rows import EpochRows, RowPart, RowReading
 from persia.serve.polling import LogPoller
 from persia.services import FoundRows, RowServerState, RowsVersion, ServedEpoch
 from persia.types import Packed
@@ -88,7 +88,7 @@ class RowServer:
         check_integer("part", part, 0, parts - 1)
         check_kind("options", options, (RowServerOptions, NoneType), "a RowServerOptions, or None")
         options = options or RowServerOptions()
-        self._part = Partition(part, parts)
+        self._part = RowPart(part, parts)
         self._grace = options.grace_seconds
         self._follower = follow(url, network=False)
         self._stop = threading.Event()

@@ -12,13 +12,13 @@ from persia.services import FoundRows
 from persia.store.served import ServedTable, lookup_packed
 from persia.types import Int64Array, Packed
 
-__all__ = ["LocalRows", "RowSource", "Rows", "ServerRows"]
+__all__ = ["LocalRows", "RowLookup", "Rows", "ServerRows"]
 
 Rows: TypeAlias = Mapping[str, ServedTable]
 """The rows of one PS, by table."""
 
 
-class RowSource(Protocol):
+class RowLookup(Protocol):
     """The rows of one epoch of the log. Thread-safe. Two of them are equal if a view of one may stay for the other."""
 
     @property
@@ -83,12 +83,12 @@ class LocalRows:
 
     @property
     def partitions(self) -> int:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         return len(self._servers)
 
     @property
     def whole(self) -> Rows | None:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         return self._tables[0] if len(self._tables) == 1 else None
 
     def __eq__(self, other: object) -> bool:
@@ -98,13 +98,13 @@ class LocalRows:
         return hash(self._servers)
 
     def read(self, ids: Packed[np.uint64], bounds: Int64Array, rows: Packed[np.float32]) -> None:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         tables = [tables[name] for name in ids.names for tables in self._tables]
         counts: list[int] = np.diff(bounds).reshape(-1).tolist()
         lookup_packed(tables, counts, ids.buffer, rows.buffer)
 
     def lookup(self, ids: Packed[np.uint64]) -> FoundRows:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         widths = [self._tables[0][name].dim for name in ids.names]
         total = sum(count * width for count, width in zip(ids.counts, widths, strict=True))
         found = Packed(ids.names, ids.counts, np.zeros(len(ids.buffer), np.bool_))
@@ -122,11 +122,11 @@ class LocalRows:
         return FoundRows(found, rows)
 
     def steps(self) -> dict[int, int]:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         return {number: server.step for number, server in enumerate(self._servers)}
 
     def time(self) -> float:
-        """See `RowSource`."""
+        """See `RowLookup`."""
         return min(server.time for server in self._servers)
 
     def __len__(self) -> int:

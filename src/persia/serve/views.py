@@ -13,7 +13,7 @@ from persia.nn.transfer import Staging
 from persia.schema import Schema
 from persia.serve.network import Network
 from persia.serve.reading import EmbeddingReader, part_of
-from persia.serve.sources import RowSource
+from persia.serve.sources import RowLookup
 
 __all__ = ["Readers", "View"]
 
@@ -26,7 +26,7 @@ class Readers:
 
     Args:
         schema: of all features.
-        partitions: of the ids, as in `RowSource`.
+        partitions: of the ids, as in `RowLookup`.
         staging: of the device.
         threads: of each request.
     """
@@ -60,7 +60,7 @@ class View:
         readers: of its schema.
     """
 
-    def __init__(self, epoch: int, network: Network, rows: RowSource, readers: Readers) -> None:
+    def __init__(self, epoch: int, network: Network, rows: RowLookup, readers: Readers) -> None:
         self.epoch = epoch
         self.network = network
         self.rows = rows

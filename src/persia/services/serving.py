@@ -58,7 +58,7 @@ class ServedEpoch(NamedTuple):
 
 
 class RowServerState(NamedTuple):
-    """What a row server has at present.
+    """The rows that a row server has at present.
 
     Attributes:
         part: number of its part.
