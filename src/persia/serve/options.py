@@ -67,7 +67,7 @@ class ServeState(NamedTuple):
         epoch: number of the epoch.
         network_step: global step of the network.
         row_steps: by PS, or by row server, the global steps that its rows contain, at least.
-        rows_age_seconds: since the oldest rows of a PS were as they are served.
+        rows_age_seconds: since the oldest rows of a PS were as they are served; infinite if no row server has them.
         network_age_seconds: since the network was as it is served.
         rows: number of rows of all tables.
         updates: entries of the log that were applied so far, of rows and of the network.

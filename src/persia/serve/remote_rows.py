@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -85,11 +86,12 @@ class RowServers:
     def contained(self, run: str) -> int | None:
         """Returns the global steps that all rows of an epoch contain; None unless all row servers have said so."""
         found = self.epochs(run)
-        return min(epoch.step for epoch in found) if len(found) == len(self) and all(self._answered) else None
+        return min(epoch.step for epoch in found.values()) if len(found) == len(self) and all(self._answered) else None
 
-    def epochs(self, run: str) -> list[ServedEpoch]:
-        """Returns what the row servers that have an epoch have said of it."""
-        return [epoch for state in self._states if state is not None for epoch in state.epochs if epoch.run == run]
+    def epochs(self, run: str) -> dict[int, ServedEpoch]:
+        """Returns what the row servers that have an epoch have said of it, by part."""
+        states = [state for state in self._states if state is not None]
+        return {state.part: epoch for state in states for epoch in state.epochs if epoch.run == run}
 
     def lookup(
         self, run: str, step: int, dims: Mapping[str, int], parts: Sequence[Packed[np.uint64]]
@@ -214,11 +216,11 @@ class RemoteRows:
 
     def steps(self) -> dict[int, int]:
         """See `RowLookup`."""
-        return {number: epoch.step for number, epoch in enumerate(self.servers.epochs(self.run))}
+        return {part: epoch.step for part, epoch in self.servers.epochs(self.run).items()}
 
     def time(self) -> float:
         """See `RowLookup`."""
-        return min((epoch.time for epoch in self.servers.epochs(self.run)), default=0.0)
+        return min((epoch.time for epoch in self.servers.epochs(self.run).values()), default=-math.inf)
 
     def __len__(self) -> int:
-        return sum(epoch.rows for epoch in self.servers.epochs(self.run))
+        return sum(epoch.rows for epoch in self.servers.epochs(self.run).values())

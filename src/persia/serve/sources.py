@@ -46,10 +46,10 @@ class RowLookup(Protocol):
         """Returns the rows of ids in any order. Raises as `read` does."""
 
     def steps(self) -> dict[int, int]:
-        """Returns the global steps that the rows contain, at least, by PS or by row server."""
+        """Returns the global steps that the rows contain, at least, by PS or by row server that has them."""
 
     def time(self) -> float:
-        """Returns the seconds since 1970, when the oldest rows were as they are."""
+        """Returns the seconds since 1970, when the oldest rows were as they are; minus infinity if not known."""
 
     def __len__(self) -> int:
         """Returns the number of rows."""
