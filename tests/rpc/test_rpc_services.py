@@ -25,6 +25,8 @@ from persia.services import (
     RecordableTokens,
     RecordableWorker,
     RowChunk,
+    RowsVersion,
+    ServedRows,
     StatePiece,
     Tokens,
     TrainingPhase,
@@ -325,6 +327,7 @@ CALLS = {
         "cancel": (1, 0),
         "summary": (),
     },
+    ServedRows: {"state": (), "lookup": (RowsVersion(0, 2, "0" * 32, 7), IDS)},
     RecordableRows: {"begin_recording": (0,), "end_recording": (), "recorded_lookup": (IDS, 1)},
     RecordableWorker: {"recorded_lookup": (1,)},
     RecordableTokens: {

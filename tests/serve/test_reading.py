@@ -10,6 +10,7 @@ import persia
 from persia import batching
 from persia.nn.transfer import CpuStaging
 from persia.serve.reading import EmbeddingReader
+from persia.serve.sources import LocalRows, ServerRows
 from persia.store.served import ServedTable
 
 SCHEMA = persia.Schema(
@@ -40,7 +41,7 @@ def served(servers):
         owners = batching.owners(name, ids, servers)
         for server, tables in enumerate(found):
             tables[name].set(ids[owners == server], values[owners == server])
-    return found
+    return LocalRows([ServerRows(tables, 0, 0.0) for tables in found])
 
 
 @pytest.mark.parametrize("servers", [1, 3])

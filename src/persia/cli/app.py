@@ -22,6 +22,7 @@ from persia.cli.plan import plan, rates
 from persia.cli.regions import cluster_app
 from persia.cli.report import report
 from persia.cli.serve import serve
+from persia.cli.serve_rows import serve_rows
 from persia.cli.top import top
 from persia.cli.trace import trace
 from persia.errors import CheckpointError, ConfigError, MissingExtraError, PersiaError
@@ -53,6 +54,7 @@ app.command()(top)
 app.command()(trace)
 app.command()(report)
 app.command()(serve)
+app.command("serve-rows")(serve_rows)
 control_app = typer.Typer(no_args_is_help=True, help="Control a running job.")
 app.add_typer(control_app, name="control")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure rates, compare training modes, and rehearse mode choice.")

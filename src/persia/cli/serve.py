@@ -53,6 +53,15 @@ def serve(
         ),
     ] = None,
     poll_seconds: Annotated[float, typer.Option(help="Seconds between two looks at the log.")] = 1.0,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address of a row server (`persia serve-rows`), as tcp://host:port. Repeatable: give all of them, in "
+            "the order of their parts.",
+            metavar="ADDRESS",
+        ),
+    ] = None,
+    rows_seconds: Annotated[float, typer.Option(help="Deadline of a lookup at the row servers.")] = 1.0,
     max_batch: Annotated[int, typer.Option(help="Samples that are computed at once.", rich_help_panel=LIMITS)] = 1024,
     max_wait_ms: Annotated[
         float, typer.Option(help="Time for which a batch waits for more samples.", rich_help_panel=LIMITS)
@@ -158,7 +167,14 @@ def serve(
         import torch
 
         torch.set_num_threads(threads)
-    serving = ServeOptions(poll_seconds=poll_seconds, device=device, cache_dir=cache_dir, imports=tuple(imports or ()))
+    serving = ServeOptions(
+        poll_seconds=poll_seconds,
+        device=device,
+        cache_dir=cache_dir,
+        imports=tuple(imports or ()),
+        rows=tuple(rows or ()),
+        rows_seconds=rows_seconds,
+    )
     log = logging.getLogger("persia.serve")
     run_server(Predictor(url, network, serving), options, lambda at: log.info("%s serves %s", at.url, url))
 

@@ -146,14 +146,19 @@ class NetworkUpdate:
     tensors: dict[str, TensorView]
 
 
-def follow(url: str) -> Follower:
+def follow(url: str, *, rows: bool = True, network: bool = True) -> Follower:
     """Returns a follower of the log of changes in a directory: a path, or any URL that fsspec supports.
+
+    Args:
+        url: of the log.
+        rows: whether to read the rows. Without them, there are only updates of the network.
+        network: whether to read the network.
 
     Raises:
         CheckpointError: the URL is not valid.
         MissingExtraError: a package for the URL's file system is not installed.
     """
-    return Follower(url)
+    return Follower(url, rows=rows, network=network)
 
 
 class Follower:
@@ -164,13 +169,16 @@ class Follower:
 
     Args:
         url: where the log is.
+        rows: whether to read the rows.
+        network: whether to read the network.
 
     Attributes:
         problem: what was wrong at the last call of `updates`; empty if nothing was.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, rows: bool = True, network: bool = True) -> None:
         self._storage = Storage(url)
+        self._reads_rows, self._reads_network = rows, network
         self._epoch: Epoch | None = None
         self._description: tuple[Epoch, Description | None] | None = None
         """The content of `model.json` of an epoch."""
@@ -234,9 +242,11 @@ class Follower:
             self._find_epoch()
             if self._epoch is None:
                 return
-            for server in range(self._epoch.servers):
-                yield from self._rows(self._epoch, server)
-            yield from self._network(self._epoch)
+            if self._reads_rows:
+                for server in range(self._epoch.servers):
+                    yield from self._rows(self._epoch, server)
+            if self._reads_network:
+                yield from self._network(self._epoch)
         except CheckpointError as error:
             self._note(str(error))
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from persia.serve.retrieval import IndexOptions, ItemIndex, Retrieved
     from persia.serve.retrieval_http import retrieval_router
     from persia.serve.retriever import Retriever
+    from persia.serve.row_server import RowServer, RowServerOptions
 
 __all__ = [
     "Client",
@@ -27,6 +28,8 @@ __all__ = [
     "Predictor",
     "Retrieved",
     "Retriever",
+    "RowServer",
+    "RowServerOptions",
     "ServeOptions",
     "ServeState",
     "compile_network",
@@ -43,6 +46,8 @@ _HOMES = {
     "Predictor": "persia.serve.predictor",
     "Retrieved": "persia.serve.retrieval",
     "Retriever": "persia.serve.retriever",
+    "RowServer": "persia.serve.row_server",
+    "RowServerOptions": "persia.serve.row_server",
     "ServeOptions": "persia.serve.options",
     "ServeState": "persia.serve.options",
     "compile_network": "persia.serve.compiled",

@@ -28,6 +28,9 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         compile: whether to compile the network; see `compile_network`. True waits for the compiler at the start, "auto"
             serves eagerly until it is done. `rank` runs eagerly in any case. Code goes to `cache_dir`, if there is one,
             and is then there at the next start.
+        rows: addresses of row servers, in the order of their parts, such as "tcp://10.0.0.1:7000": rows are looked up
+            there, for tables that do not fit this host. Empty to keep all rows in this process.
+        rows_seconds: deadline of a lookup at the row servers.
     """
 
     poll_seconds: float = 1.0
@@ -36,6 +39,8 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_dir: str | None = None
     imports: tuple[str, ...] = ()
     compile: bool | Literal["auto"] = False
+    rows: tuple[str, ...] = ()
+    rows_seconds: float = 1.0
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -47,6 +52,10 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_kind("imports", self.imports, (tuple, list), "a tuple of names of modules")
         for name in self.imports:
             check_kind("imports", name, str, "a tuple of names of modules")
+        check_kind("rows", self.rows, (tuple, list), "a tuple of addresses of row servers")
+        for address in self.rows:
+            check_kind("rows", address, str, "a tuple of addresses of row servers")
+        check_seconds("rows_seconds", self.rows_seconds)
         if self.compile != "auto":
             check_flag("compile", self.compile)
 
@@ -57,8 +66,8 @@ class ServeState(NamedTuple):
     Attributes:
         epoch: number of the epoch.
         network_step: global step of the network.
-        row_steps: by PS, the global steps that its rows contain, at least.
-        rows_age_seconds: since the oldest rows of a PS were as they are served.
+        row_steps: by PS, or by row server, the global steps that its rows contain, at least.
+        rows_age_seconds: since the oldest rows of a PS were as they are served; infinite if no row server has them.
         network_age_seconds: since the network was as it is served.
         rows: number of rows of all tables.
         updates: entries of the log that were applied so far, of rows and of the network.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
-import threading
 import time
 from types import TracebackType
 from typing import NamedTuple
@@ -12,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from persia import batching
 from persia.batching.batch import Batch
 from persia.errors import ClosedError, ConfigError, DeadlineError, PublishError
 from persia.nn.arguments import check_arguments, options_of
@@ -20,14 +16,13 @@ from persia.nn.output import probabilities_of
 from persia.schema import Schema
 from persia.serve.network import ModelSource
 from persia.serve.options import ServeOptions, ServeState
+from persia.serve.polling import LogPoller
 from persia.serve.ranking import rank
 from persia.serve.updating import ChangeListener, Updater
 from persia.serve.views import View
-from persia.types import Ids
+from persia.types import Ids, Packed
 
 __all__ = ["Prediction", "Predictor"]
-
-LOG = logging.getLogger("persia.serve")
 
 START_POLL_SECONDS = 0.1
 """Between two looks at a log that is not complete yet."""
@@ -81,9 +76,7 @@ class Predictor:
         self._url = str(url)
         self._updater = Updater(self._url, model, self._options)
         self._stop = self._updater.stop
-        self._thread: threading.Thread | None = None
-        self._failure = ""
-        """Why the last refresh of the thread has failed."""
+        self._poller = LogPoller(self._updater.refresh, self._options.poll_seconds, self._stop, self._url)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -96,6 +89,7 @@ class Predictor:
         Raises:
             PublishError: the epoch in the log cannot be served; the message says why.
             DeadlineError: there is no complete epoch, or it cannot be read.
+            ConfigError: a row server has another part than its place in `ServeOptions.rows` says.
         """
         deadline = time.monotonic() + timeout
         while not self._updater.ready():
@@ -113,15 +107,14 @@ class Predictor:
                 )
             if self._stop.wait(START_POLL_SECONDS):
                 raise ClosedError("The predictor was closed while it started.")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._follow, name="persia-serve", daemon=True)
-            self._thread.start()
-            atexit.register(self._end_thread)  # A thread in the core when Python ends would abort the process.
+        self._poller.start()
 
     def close(self) -> None:
-        """Ends the thread and frees the rows. Requests that have begun end; later ones raise ClosedError."""
-        self._end_thread()
-        atexit.unregister(self._end_thread)
+        """Ends the thread and frees the rows. Requests that have begun end; later ones raise ClosedError.
+
+        So do those that wait for a row server.
+        """
+        self._poller.end()
         self._updater.release()
 
     def __enter__(self) -> Predictor:
@@ -132,24 +125,6 @@ class Predictor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _end_thread(self) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _follow(self) -> None:
-        while not self._stop.wait(self._options.poll_seconds):
-            try:
-                self._updater.refresh()
-                self._failure = ""
-            except ClosedError:
-                return
-            except Exception as error:  # It serves what it has, and tries again.
-                if not self._failure:
-                    LOG.exception("The log of changes in %s cannot be read at present.", self._url)
-                self._failure = f"{type(error).__name__}: {error}"
 
     def refresh(self) -> None:
         """Applies what is new in the log now. The thread does so every `ServeOptions.poll_seconds`. Blocks."""
@@ -175,6 +150,8 @@ class Predictor:
         Raises:
             DataError: the batch does not fit the schema.
             ClosedError: the predictor has not started, or is closed.
+            DeadlineError: a row server did not answer in time; see `ServeOptions.rows`.
+            PublishError: a row server does not have the rows that belong to the network.
         """
         view = self._view()
         with view.in_use():
@@ -194,21 +171,17 @@ class Predictor:
         Raises:
             ConfigError: there is no such table.
             ClosedError: the predictor has not started, or is closed.
+            DeadlineError: a row server did not answer in time.
+            PublishError: a row server does not have the rows.
         """
         view = self._view()
         tables = view.schema.resolved_tables()
         if table not in tables:
             raise ConfigError(f"There is no table {table!r}; the schema has {', '.join(tables)}.", field="table")
         ids = np.ascontiguousarray(ids, np.uint64).reshape(-1)
-        found, rows = np.zeros(len(ids), np.bool_), np.zeros((len(ids), tables[table].dim), np.float32)
         with view.in_use():
-            owners = batching.owners(table, ids, len(view.rows))
-            for number, server in enumerate(view.rows):
-                mine = np.flatnonzero(owners == number)
-                here, values = np.zeros(len(mine), np.bool_), np.empty((len(mine), tables[table].dim), np.float32)
-                server[table].lookup(ids[mine], values, here)
-                found[mine], rows[mine] = here, values
-        return found, rows
+            found, rows = view.rows.lookup(Packed([table], [len(ids)], ids))
+        return found[table], rows[table]
 
     def rank(self, user: Batch, items: Batch) -> Prediction:
         """Returns the probabilities of one user with each of many items. Blocks for the computation only.
@@ -223,6 +196,8 @@ class Predictor:
         Raises:
             DataError: the batches do not fit the schema, or one another.
             ClosedError: the predictor has not started, or is closed.
+            DeadlineError: a row server did not answer in time.
+            PublishError: a row server does not have the rows.
         """
         view = self._view()
         with view.in_use():
@@ -238,7 +213,7 @@ class Predictor:
         found = self._updater.state()
         if found is None:
             raise self._closed()
-        return found._replace(problem=found.problem or self._failure)
+        return found._replace(problem=found.problem or self._poller.failure)
 
     def current(self) -> View:
         """Returns the rows and the network of this moment, for parts of a server that compute with them.
@@ -249,7 +224,17 @@ class Predictor:
         return self._view()
 
     def listen(self, listener: ChangeListener) -> None:
-        """Tells a listener of rows that have changed, from now on, after requests see them. Call it before `start`."""
+        """Tells a listener of rows that have changed, from now on, after requests see them. Call it before `start`.
+
+        Raises:
+            ConfigError: the rows are at row servers, which do not tell what has changed.
+        """
+        if self._options.rows:
+            raise ConfigError(
+                "Row servers do not tell which rows have changed, so an index of items cannot follow them; start a "
+                "predictor without ServeOptions.rows for it.",
+                field="rows",
+            )
         self._updater.listeners.append(listener)
 
     def _view(self) -> View:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
-from typing import TypeAlias, cast
+from collections.abc import Collection, Sequence
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -16,14 +16,12 @@ from persia.batching.batch import Batch, IdColumn
 from persia.nn.pooling import Embeddings, Expander, SequenceEmbedding
 from persia.nn.transfer import Staging, Transfer, copied_array
 from persia.schema import Pooling, Schema
-from persia.store.served import ServedTable, lookup_packed
+from persia.serve.sources import RowLookup, Rows
+from persia.store.served import lookup_packed
 from persia.types import LookedUp, Packed
 from persia.worker.routing import Entry, Router
 
-__all__ = ["EmbeddingReader", "Rows", "part_of"]
-
-Rows: TypeAlias = Mapping[str, ServedTable]
-"""The rows of one PS, by table."""
+__all__ = ["EmbeddingReader", "part_of"]
 
 
 class EmbeddingReader:
@@ -31,17 +29,17 @@ class EmbeddingReader:
 
     Args:
         schema: the features to read.
-        servers: number of PSs, over which the rows are partitioned.
+        partitions: of the ids, as in `RowLookup`.
         staging: brings tensors to the device of the network.
         threads: of each call.
     """
 
-    def __init__(self, schema: Schema, servers: int, staging: Staging, threads: int) -> None:
+    def __init__(self, schema: Schema, partitions: int, staging: Staging, threads: int) -> None:
         # The log has values as float32, whatever the dtype of a table is in training.
         tables = {name: msgspec.structs.replace(t, dtype="float32") for name, t in schema.resolved_tables().items()}
         self.schema = schema
         self._dims = {name: table.dim for name, table in tables.items()}
-        self._router = Router(schema, servers, threads)
+        self._router = Router(schema, partitions, threads)
         self._scratch = batching.Scratch()
         self._names = [feature.name for feature in schema.id_features]
         self._on_host = staging.device.type == "cpu"
@@ -60,19 +58,24 @@ class EmbeddingReader:
             self._expander = Expander(schema, staging.device, threads)
             self._transfer = Transfer(staging, False, tables)
 
-    def read(self, batch: Batch, servers: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor, Embeddings]:
+    def read(self, batch: Batch, source: RowLookup) -> tuple[torch.Tensor, torch.Tensor, Embeddings]:
         """Returns dense features `[batch, n]`, labels `[batch, labels]` and the embeddings of a batch, on the device.
 
         Args:
             batch: valid, with the features of the schema.
-            servers: rows by PS.
+            source: of the rows.
+
+        Raises:
+            DeadlineError: a row server did not answer in time.
+            PublishError: a row server does not have these rows.
         """
-        if self._on_host and self._pools_all and len(servers) == 1:
+        whole = source.whole
+        if self._on_host and self._pools_all and whole is not None:
             columns = [batch.id_features[name] for name in self._names]
             if all(column.offsets is None for column in columns):
-                return _tensor(batch.dense), _tensor(batch.labels), self._rows_of_single_ids(columns, servers[0])
+                return _tensor(batch.dense), _tensor(batch.labels), self._rows_of_single_ids(columns, whole)
         entry = self._router.entry(batch.id_features)
-        rows = self._rows(entry, servers)
+        rows = self._rows(entry, source)
         if self._on_host:
             return _tensor(batch.dense), _tensor(batch.labels), self._pooled(entry, rows, len(batch))
         _, _, narrow, wide = entry.found
@@ -106,15 +109,14 @@ class EmbeddingReader:
             for name, array, mask in zip(self._names, values, masks, strict=True)
         }
 
-    def _rows(self, entry: Entry, servers: Sequence[Rows]) -> Packed[np.float32]:
-        """Returns the rows of the distinct ids, which are sorted by table, and those of a table by PS."""
+    def _rows(self, entry: Entry, source: RowLookup) -> Packed[np.float32]:
+        """Returns the rows of the distinct ids, which are sorted by table, and those of a table by partition."""
         ids = entry.ids
         widths = [self._dims[name] for name in ids.names]
         buffer = self._scratch.floats(sum(map(operator.mul, ids.counts, widths)))
-        tables = [rows[name] for name in ids.names for rows in servers]
-        counts: list[int] = np.diff(entry.found.bounds).reshape(-1).tolist()
-        lookup_packed(tables, counts, ids.buffer, buffer)
-        return Packed(ids.names, ids.counts, buffer, widths)
+        rows = Packed(ids.names, ids.counts, buffer, widths)
+        source.read(ids, entry.found.bounds, rows)
+        return rows
 
 
 def _tensor(array: NDArray[np.float32]) -> torch.Tensor:

@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.checkpoint.compatibility import schema_differences
-from persia.errors import CheckpointError, ClosedError, PublishError
+from persia.errors import CheckpointError, PublishError
 from persia.nn.transfer import staging_for
 from persia.publish import Change, Description, ModelDescription, NetworkUpdate, RowsUpdate, follow
-from persia.schema import Schema
-from persia.serve.cache import SnapshotCache, SnapshotKey
+from persia.serve.cache import SnapshotCache
 from persia.serve.compiling import Compiler, CompilerOptions
 from persia.serve.drift import ServingDrift
+from persia.serve.epoch_rows import EpochRows, RowReading
 from persia.serve.network import ModelSource, Network, NetworkBuilder
 from persia.serve.options import ServeOptions, ServeState
-from persia.serve.views import Readers, ServedRows, View
-from persia.store.served import ServedTable
+from persia.serve.remote_rows import RemoteEpoch, RowServers
+from persia.serve.views import Readers, View
 
 __all__ = ["ChangeListener", "Updater"]
 
@@ -42,12 +42,12 @@ class ChangeListener(Protocol):
 
 
 class _Epoch:
-    """An epoch of the log: its rows by PS, its network, and the versions that wait for rows.
+    """An epoch of the log: its rows, its network, and the versions that wait for rows.
 
     Args:
         run: random identifier of the epoch.
-        update: an update of it.
-        schema: of the epoch.
+        number: of the epoch.
+        rows: of the epoch, in this process or at row servers.
         builder: of its networks.
         readers: of its schema.
         compiler: of its networks.
@@ -56,20 +56,18 @@ class _Epoch:
     def __init__(
         self,
         run: str,
-        update: RowsUpdate | NetworkUpdate,
-        schema: Schema,
+        number: int,
+        rows: EpochRows | RemoteEpoch,
         builder: NetworkBuilder,
         readers: Readers,
         compiler: Compiler,
     ) -> None:
         self.run = run
-        self.number = update.epoch
-        self.count = update.servers
-        self.dims = {name: table.dim for name, table in schema.resolved_tables().items()}
+        self.number = number
+        self.rows = rows
         self.builder = builder
         self.readers = readers
         self.compiler = compiler
-        self.servers: dict[int, ServedRows] = {}
         self.network: Network | None = None
         self.waiting: list[NetworkUpdate] = []
 
@@ -77,9 +75,8 @@ class _Epoch:
         """Adds a version that waits for rows. At most two wait: the first, so that one gets its turn, and the last."""
         self.waiting[1:] = [update]
 
-    def take_network(self) -> NetworkUpdate | None:
-        """Returns the newest version whose step the rows of all PSs contain, if one waits; older ones are dropped."""
-        contained = min(server.step for server in self.servers.values())
+    def take_network(self, contained: int) -> NetworkUpdate | None:
+        """Returns the newest version whose step the rows contain, if one waits; older ones are dropped."""
         ready = [update for update in self.waiting if update.step <= contained]
         self.waiting = [update for update in self.waiting if update.step > contained]
         return ready[-1] if ready else None
@@ -104,11 +101,10 @@ class Updater:
     """
 
     def __init__(self, url: str, model: ModelSource, options: ServeOptions) -> None:
-        self._follower = follow(url)
+        self._follower = follow(url, rows=not options.rows)
         self._model = model
         self._options = options
         self._staging = staging_for(options.device)
-        self._cache = None if options.cache_dir is None else SnapshotCache(options.cache_dir, url)
         self._lock = threading.Lock()
         self._epoch: _Epoch | None = None
         self._next: _Epoch | None = None
@@ -121,6 +117,9 @@ class Updater:
         """Earlier views, which requests may still use."""
         self._updates = self._snapshots = 0
         self.stop = threading.Event()
+        cache = None if options.cache_dir is None or options.rows else SnapshotCache(options.cache_dir, url)
+        self._reading = RowReading(cache, self.stop)
+        self._servers = RowServers(options.rows, options.rows_seconds) if options.rows else None
         self.view: View | None = None
         self.drift: ServingDrift | None = None
         """Compares requests with training; None before the first epoch."""
@@ -149,10 +148,11 @@ class Updater:
                 try:
                     epoch = self._epoch_of(update)
                     changes: list[Change] | None = []
-                    if isinstance(update, RowsUpdate):
-                        changes = self._apply(epoch, update)
-                    else:
+                    if isinstance(update, NetworkUpdate):
                         epoch.offer(update)
+                    elif isinstance(epoch.rows, EpochRows):
+                        changes = epoch.rows.apply(update)
+                        self._snapshots += update.whole
                 except (PublishError, CheckpointError) as error:
                     problem = problem or error.message
                     if self.refusal or not isinstance(update, RowsUpdate):
@@ -162,6 +162,9 @@ class Updater:
                     self._updates += 1
                     self._adopt(epoch)
                     self._tell(changes)
+            if self._servers is not None:
+                self._ask(self._servers)
+                problem = problem or self._servers.problem
             self._problem = problem or self._network_problem or self._follower.problem
             self._free_views()
             self._compare()
@@ -174,15 +177,26 @@ class Updater:
         return ServeState(
             view.epoch,
             view.network.step,
-            {number: server.step for number, server in enumerate(view.servers)},
-            max(0.0, now - min(server.time for server in view.servers)),
+            view.rows.steps(),
+            max(0.0, now - view.rows.time()),
             max(0.0, now - view.network.time),
-            sum(len(table) for server in view.servers for table in server.tables.values()),
+            len(view.rows),
             self._updates,
             self._snapshots,
             self._problem,
             {} if self.drift is None else self.drift.result,
         )
+
+    def _ask(self, servers: RowServers) -> None:
+        """Asks the row servers which rows they have, and adopts what has waited for them.
+
+        Raises:
+            ConfigError: a row server has another part than it should.
+        """
+        servers.poll()
+        for epoch in (self._epoch, self._next):
+            if epoch is not None:
+                self._adopt(epoch)
 
     def _tell(self, changes: list[Change] | None) -> None:
         """Tells listeners of changes; None if all rows of a PS may have changed."""
@@ -215,6 +229,8 @@ class Updater:
         with self._lock:
             self.view = self._epoch = self._next = None
             self._retired.clear()
+            if self._servers is not None:
+                self._servers.close()
 
     # --- epochs -------------------------------------------------------------------------------------------------
 
@@ -257,67 +273,28 @@ class Updater:
                 )
         options = self._options
         builder = NetworkBuilder(self._model, description, self._staging.device, options.imports)
-        readers = Readers(description.schema, update.servers, self._staging, options.threads)
+        schema = description.schema
+        rows: EpochRows | RemoteEpoch
+        if self._servers is None:
+            rows, partitions = EpochRows(run, update, schema, self._reading), update.servers
+        else:
+            dims = {name: table.dim for name, table in schema.resolved_tables().items()}
+            rows, partitions = RemoteEpoch(self._servers, run, dims), len(self._servers)
+        readers = Readers(schema, partitions, self._staging, options.threads)
         how = CompilerOptions(options.compile, options.cache_dir, self._staging.device, description.precision)
         made_of = description.model, description.precision
         if self._compiler is None or self._compiler[0] != made_of:  # Else its code fits the new epoch, too.
             self._compiler = made_of, Compiler(description.schema, how)
         if self.drift is None:
             self.drift = ServingDrift(description.schema)
-        return _Epoch(run, update, description.schema, builder, readers, self._compiler[1])
-
-    # --- rows ---------------------------------------------------------------------------------------------------
-
-    def _apply(self, epoch: _Epoch, update: RowsUpdate) -> list[Change] | None:
-        """Applies the rows of an update: those of a whole one to new tables, which then replace those of its PS.
-
-        Returns:
-            The changes of an increment; None for a whole update.
-        """
-        if update.whole:
-            tables = self._read(epoch, update) if self._cache is None else self._cached(self._cache, epoch, update)
-            epoch.servers[update.server] = ServedRows(tables, update.step, update.time)
-            self._snapshots += 1
-            return None
-        served = epoch.servers[update.server]
-        changes = list(update.changes)  # In memory anyway. It is checked before any of it is applied.
-        for change in changes:
-            _check(change, epoch)
-        for change in changes:
-            served.tables[change.table].remove(change.removed)
-            served.tables[change.table].set(change.ids, change.values)
-        served.step, served.time = max(served.step, update.step), update.time
-        return changes
-
-    def _read(self, epoch: _Epoch, update: RowsUpdate) -> dict[str, ServedTable]:
-        """Returns new tables with the rows of a whole update."""
-        tables = {name: ServedTable(dim) for name, dim in epoch.dims.items()}
-        for change in update.changes:
-            self._check_open()
-            _check(change, epoch)
-            tables[change.table].set(change.ids, change.values)
-        return tables
-
-    def _cached(self, cache: SnapshotCache, epoch: _Epoch, update: RowsUpdate) -> dict[str, ServedTable]:
-        """Returns the same, as files that are shared with other processes of this host."""
-        key = SnapshotKey(epoch.run, epoch.number, update.server, update.sequence)
-        with cache.locked(update.server, self._check_open):
-            found = cache.open(key, epoch.dims)
-            if found is not None:
-                update.changes.skip()
-                return found
-            tables = self._read(epoch, update)
-            return cache.keep(key, tables) or tables
-
-    def _check_open(self) -> None:
-        if self.stop.is_set():
-            raise ClosedError("The predictor was closed while it read a snapshot.")
+        return _Epoch(run, update.epoch, rows, builder, readers, self._compiler[1])
 
     def _adopt(self, epoch: _Epoch) -> None:
         """Makes the view of an epoch, if all of it is there and anything but the values of rows has changed."""
-        if len(epoch.servers) < epoch.count:
+        contained = epoch.rows.contained()
+        if contained is None:
             return
-        update = epoch.take_network()
+        update = epoch.take_network(contained)
         if update is not None:
             try:
                 epoch.network = epoch.builder.load(update)
@@ -327,11 +304,10 @@ class Updater:
                 self._network_problem = error.message
         if epoch.network is None:
             return
-        servers = [epoch.servers[number] for number in range(epoch.count)]
-        view = self.view
-        if view is not None and view.network is epoch.network and view.servers == tuple(servers):
+        rows, view = epoch.rows.source(epoch.network.step), self.view
+        if view is not None and view.network is epoch.network and view.rows == rows:
             return
-        self.view = View(epoch.number, epoch.network, servers, epoch.readers)
+        self.view = View(epoch.number, epoch.network, rows, epoch.readers)
         if view is not None:
             self._retired.append(view)
         if epoch is self._next:
@@ -339,11 +315,3 @@ class Updater:
 
     def _free_views(self) -> None:
         self._retired = [view for view in self._retired if view.used]
-
-
-def _check(change: Change, epoch: _Epoch) -> None:
-    """Raises PublishError if a change does not fit the schema of its epoch."""
-    dim = epoch.dims.get(change.table)
-    if dim is None or change.values.shape[1] != dim:
-        has = "is unknown to" if dim is None else f"has dim {change.values.shape[1]}, not {dim}, as in"
-        raise PublishError(f"Table {change.table!r} {has} the schema of epoch {epoch.number}.", table=change.table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -12,27 +12,13 @@ from persia.batching.batch import Batch
 from persia.nn.transfer import Staging
 from persia.schema import Schema
 from persia.serve.network import Network
-from persia.serve.reading import EmbeddingReader, Rows, part_of
+from persia.serve.reading import EmbeddingReader, part_of
+from persia.serve.sources import RowLookup
 
-__all__ = ["Readers", "ServedRows", "View"]
+__all__ = ["Readers", "View"]
 
 MOST_PARTS = 32
 """Sets of features for which a reader is kept."""
-
-
-class ServedRows:
-    """The rows of one PS. Changed by the thread of updates, which never lets them go back.
-
-    Args:
-        tables: by name.
-        step: global steps that they contain, at least.
-        time: seconds since 1970, when they were as they are.
-    """
-
-    def __init__(self, tables: Rows, step: int, time: float) -> None:
-        self.tables = tables
-        self.step = step
-        self.time = time
 
 
 class Readers:
@@ -40,14 +26,14 @@ class Readers:
 
     Args:
         schema: of all features.
-        servers: number of PSs.
+        partitions: of the ids, as in `RowLookup`.
         staging: of the device.
         threads: of each request.
     """
 
-    def __init__(self, schema: Schema, servers: int, staging: Staging, threads: int) -> None:
-        self.whole = EmbeddingReader(schema, servers, staging, threads)
-        self._arguments = (servers, staging, threads)
+    def __init__(self, schema: Schema, partitions: int, staging: Staging, threads: int) -> None:
+        self.whole = EmbeddingReader(schema, partitions, staging, threads)
+        self._arguments = (partitions, staging, threads)
         self._parts: dict[frozenset[str], EmbeddingReader] = {}
         self._lock = threading.Lock()
 
@@ -70,16 +56,15 @@ class View:
     Args:
         epoch: number of the epoch.
         network: the version.
-        servers: rows by PS, which contain at least the step of the network.
+        rows: of the epoch, which contain at least the step of the network.
         readers: of its schema.
     """
 
-    def __init__(self, epoch: int, network: Network, servers: Sequence[ServedRows], readers: Readers) -> None:
+    def __init__(self, epoch: int, network: Network, rows: RowLookup, readers: Readers) -> None:
         self.epoch = epoch
         self.network = network
-        self.servers = tuple(servers)
+        self.rows = rows
         self.readers = readers
-        self.rows = tuple(server.tables for server in servers)
         self._requests = 0
         self._lock = threading.Lock()
 

@@ -11,6 +11,7 @@ from persia.services.data import DataLoader, Seekable, Sharded
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, SnapshotInfo, StatePiece
 from persia.services.recording import ReadObserver, Recordable, RecordableRows, RecordableTokens, RecordableWorker
+from persia.services.serving import FoundRows, RowServerState, RowsVersion, ServedEpoch, ServedRows
 from persia.services.streams import (
     FedStream,
     NewBatch,
@@ -34,6 +35,7 @@ __all__ = [
     "EmbeddingPS",
     "EmbeddingWorker",
     "FedStream",
+    "FoundRows",
     "NewBatch",
     "Observable",
     "ProcessCluster",
@@ -43,7 +45,11 @@ __all__ = [
     "RecordableTokens",
     "RecordableWorker",
     "RowChunk",
+    "RowServerState",
+    "RowsVersion",
     "Seekable",
+    "ServedEpoch",
+    "ServedRows",
     "Sharded",
     "SharedStream",
     "SnapshotInfo",

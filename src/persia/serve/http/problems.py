@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from persia.errors import ClosedError, DataError, OverloadedError, PersiaError, PublishError, StoreError
+from persia.errors import ClosedError, DataError, DeadlineError, OverloadedError, PersiaError, PublishError, StoreError
 from persia.serve.http.bodies import MalformedBodyError
 
 __all__ = ["RefusedError", "problem_response", "response_of"]
@@ -57,7 +57,7 @@ def response_of(error: Exception) -> Response:
         return problem_response(400, "DataError", error.message, error.fields)
     if isinstance(error, DataError):
         return problem_response(422, "DataError", error.message, error.fields)
-    if isinstance(error, (ClosedError, PublishError, StoreError)):
+    if isinstance(error, (ClosedError, DeadlineError, PublishError, StoreError)):
         LOG.warning("a request failed: %s", error.message)
         return problem_response(503, type(error).__name__, error.message, headers={"Retry-After": "1"})
     if isinstance(error, PersiaError):

@@ -1,0 +1,153 @@
+"""The rows of an epoch of the log of changes, to which its updates are applied."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from persia import batching
+from persia.errors import ClosedError, PublishError
+from persia.publish import Change, NetworkUpdate, RowsUpdate
+from persia.schema import Schema
+from persia.serve.cache import SnapshotCache, SnapshotKey
+from persia.serve.sources import LocalRows, ServerRows
+from persia.store.served import ServedTable
+
+__all__ = ["EpochRows", "RowPart", "RowReading"]
+
+
+class RowPart(NamedTuple):
+    """A part of all ids: those that would be of one embedding PS, if there were so many.
+
+    Attributes:
+        part: number of the part.
+        parts: number of parts.
+    """
+
+    part: int
+    parts: int
+
+    def of(self, change: Change) -> Change:
+        """Returns the changes of the ids of this part."""
+        if self.parts == 1:
+            return change
+        kept = batching.owners(change.table, change.ids, self.parts) == self.part
+        gone = batching.owners(change.table, change.removed, self.parts) == self.part
+        return change._replace(ids=change.ids[kept], values=change.values[kept], removed=change.removed[gone])
+
+    def meets(self, server: int, servers: int) -> bool:
+        """Returns whether a PS of so many can have ids of this part: both are ranges of one hash."""
+        return self.part * servers < (server + 1) * self.parts and server * self.parts < (self.part + 1) * servers
+
+
+class RowReading(NamedTuple):
+    """How the rows of epochs are read.
+
+    Attributes:
+        cache: keeps rows of snapshots as files; None for none.
+        stop: once set, reading raises ClosedError.
+        partition: which ids are kept.
+    """
+
+    cache: SnapshotCache | None
+    stop: threading.Event
+    partition: RowPart = RowPart(0, 1)
+
+    def check_open(self) -> None:
+        """Raises ClosedError once reading is to stop."""
+        if self.stop.is_set():
+            raise ClosedError("Reading a snapshot ended, as its reader was closed.")
+
+
+class EpochRows:
+    """The rows of an epoch, by PS. One thread applies updates; any number reads the rows.
+
+    Args:
+        run: random identifier of the epoch.
+        update: any update of the epoch.
+        schema: of the epoch.
+        reading: how its rows are read.
+
+    Attributes:
+        run: as given.
+        number: of the epoch.
+        dims: of the tables, by name.
+        snapshots: whole updates that were applied.
+    """
+
+    def __init__(self, run: str, update: RowsUpdate | NetworkUpdate, schema: Schema, reading: RowReading) -> None:
+        self.run = run
+        self.number = update.epoch
+        self.dims = {name: table.dim for name, table in schema.resolved_tables().items()}
+        self.snapshots = 0
+        self._count = update.servers
+        self._reading = reading
+        self._servers: dict[int, ServerRows] = {}
+
+    def contained(self) -> int | None:
+        """Returns the global steps that all rows contain, at least; None while rows of a PS are missing."""
+        if len(self._servers) < self._count:
+            return None
+        return min(server.step for server in self._servers.values())
+
+    def source(self, _step: int = 0) -> LocalRows:
+        """Returns the rows of all PSs, which stay up to date until a whole update replaces those of a PS."""
+        return LocalRows([self._servers[number] for number in range(self._count)])
+
+    def apply(self, update: RowsUpdate) -> list[Change] | None:
+        """Applies the rows of an update: those of a whole one to new tables, which then replace those of its PS.
+
+        Returns:
+            The changes of an increment; None for a whole update.
+
+        Raises:
+            PublishError: the update is damaged, or does not fit the schema. No row has changed.
+            ClosedError: the reader was closed.
+        """
+        if update.whole:
+            cache = self._reading.cache
+            tables = self._read(update) if cache is None else self._cached(cache, update)
+            self._servers[update.server] = ServerRows(tables, update.step, update.time)
+            self.snapshots += 1
+            return None
+        served = self._servers[update.server]
+        changes = list(update.changes)  # In memory anyway. It is checked before any of it is applied.
+        for change in changes:
+            self._check(change)
+        for change in map(self._reading.partition.of, changes):
+            served.tables[change.table].remove(change.removed)
+            served.tables[change.table].set(change.ids, change.values)
+        served.step, served.time = max(served.step, update.step), update.time
+        return changes
+
+    def _read(self, update: RowsUpdate) -> dict[str, ServedTable]:
+        """Returns new tables with the rows of a whole update."""
+        tables = {name: ServedTable(dim) for name, dim in self.dims.items()}
+        partition = self._reading.partition
+        if not partition.meets(update.server, self._count):
+            update.changes.skip()
+            return tables
+        for change in update.changes:
+            self._reading.check_open()
+            self._check(change)
+            mine = partition.of(change)
+            tables[change.table].set(mine.ids, mine.values)
+        return tables
+
+    def _cached(self, cache: SnapshotCache, update: RowsUpdate) -> dict[str, ServedTable]:
+        """Returns the same, as files that are shared with other processes of this host."""
+        key = SnapshotKey(self.run, self.number, update.server, update.sequence)
+        with cache.locked(update.server, self._reading.check_open):
+            found = cache.open(key, self.dims)
+            if found is not None:
+                update.changes.skip()
+                return found
+            tables = self._read(update)
+            return cache.keep(key, tables) or tables
+
+    def _check(self, change: Change) -> None:
+        """Raises PublishError if a change does not fit the schema."""
+        dim = self.dims.get(change.table)
+        if dim is None or change.values.shape[1] != dim:
+            has = "is unknown to" if dim is None else f"has dim {change.values.shape[1]}, not {dim}, as in"
+            raise PublishError(f"Table {change.table!r} {has} the schema of epoch {self.number}.", table=change.table)

@@ -1,0 +1,237 @@
+"""`RowServer`: a part of all rows of a log of changes, for predictors of other processes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from types import NoneType, TracebackType
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from persia.checks import check_integer, check_kind, check_seconds, plain_fields, plain_paths
+from persia.errors import CheckpointError, ConfigError, PublishError, StoreError
+from persia.publish import RowsUpdate, follow
+from persia.serve.cache import SnapshotCache
+from persia.serve.epoch_rows import EpochRows, RowPart, RowReading
+from persia.serve.polling import LogPoller
+from persia.services import FoundRows, RowServerState, RowsVersion, ServedEpoch
+from persia.types import Packed
+
+__all__ = ["MAX_PARTS", "RowServer", "RowServerOptions"]
+
+LOG = logging.getLogger("persia.serve")
+
+MAX_PARTS = 1024
+"""Largest number of row servers of a predictor."""
+
+MAX_ANSWER_BYTES = 1 << 28
+"""Rows of an answer: each lookup in work takes as much memory as its answer."""
+
+
+class RowServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of a `RowServer`.
+
+    Args:
+        poll_seconds: between two looks at the log of changes.
+        grace_seconds: for which the rows of an epoch are kept once those of the next one are complete, so that
+            predictors can change to it together.
+        cache_dir: local directory for rows of snapshots as files; a server that restarts maps them. None keeps rows in
+            memory only.
+    """
+
+    poll_seconds: float = 1.0
+    grace_seconds: float = 300.0
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        plain_paths(self, "cache_dir")
+        check_seconds("poll_seconds", self.poll_seconds)
+        check_seconds("grace_seconds", self.grace_seconds)
+        check_kind("cache_dir", self.cache_dir, (str, NoneType), "a path, or None")
+
+
+class _Earlier(NamedTuple):
+    """The epoch before the newest one, and until when it is kept, by the monotonic clock."""
+
+    rows: EpochRows
+    until: float
+
+
+class RowServer:
+    """Follows a log of changes, and serves the rows of one part. Implements `persia.services.ServedRows`. Thread-safe.
+
+    The ids of part i of n are those that embedding PS i of n would own, whatever the number of PSs that publish.
+    Lookups never wait for an update.
+
+        with RowServer("s3://bucket/changes", 0, 2) as server:
+            with rpc.serve(server, "tcp://127.0.0.1:7000", protocol=ServedRows):
+                ...
+
+    Args:
+        url: of the log of changes: a path, or any URL that fsspec supports.
+        part: number of the part, from 0.
+        parts: number of parts.
+        options: interval, cache, ...
+
+    Raises:
+        CheckpointError: the URL is not valid.
+        MissingExtraError: a package for the URL's file system is not installed.
+        ConfigError: an argument is not valid.
+    """
+
+    def __init__(self, url: str, part: int, parts: int, options: RowServerOptions | None = None) -> None:
+        check_integer("parts", parts, 1, MAX_PARTS)
+        check_integer("part", part, 0, parts - 1)
+        check_kind("options", options, (RowServerOptions, NoneType), "a RowServerOptions, or None")
+        options = options or RowServerOptions()
+        self._part = RowPart(part, parts)
+        self._grace = options.grace_seconds
+        self._follower = follow(url, network=False)
+        self._stop = threading.Event()
+        # Parts of one log may share a directory.
+        cache = None if options.cache_dir is None else SnapshotCache(options.cache_dir, f"{url}#{part}/{parts}")
+        self._reading = RowReading(cache, self._stop, self._part)
+        self._poller = LogPoller(self.refresh, options.poll_seconds, self._stop, url)
+        self._lock = threading.Lock()
+        self._next: EpochRows | None = None
+        """The epoch that is being read, before all of it is there."""
+        self._newest: EpochRows | None = None
+        self._earlier: _Earlier | None = None
+        self._problem = ""
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to follow the log in a thread. Returns at once; `state` says which rows are there."""
+        self._poller.start(at_once=True)
+
+    def close(self) -> None:
+        """Ends the thread and frees the rows. Close the `rpc.Server` first."""
+        self._poller.end()
+        with self._lock:
+            self._next = self._newest = self._earlier = None
+
+    def __enter__(self) -> RowServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- updates ------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Applies what is new in the log now. The thread does so every `RowServerOptions.poll_seconds`. Blocks."""
+        with self._lock:
+            problem = ""
+            for update in self._follower.updates():
+                if not isinstance(update, RowsUpdate):
+                    continue
+                try:
+                    epoch = self._epoch_of(update)
+                except (PublishError, CheckpointError) as error:
+                    problem = error.message
+                    break  # The update comes again.
+                try:
+                    epoch.apply(update)
+                except (PublishError, CheckpointError) as error:
+                    problem = problem or error.message
+                    update.changes.reject(error.message)
+                else:
+                    self._adopt(epoch)
+            self._problem = problem or self._follower.problem
+            if self._earlier is not None and time.monotonic() >= self._earlier.until:
+                self._earlier = None
+
+    def _epoch_of(self, update: RowsUpdate) -> EpochRows:
+        """Returns the epoch of an update, which is a new one if it is the first."""
+        run = self._follower.run
+        for known in (self._newest, self._next):
+            if known is not None and known.run == run:
+                return known
+        self._next = None  # Of an epoch that was never complete.
+        description = self._follower.description()
+        if description is None:
+            raise PublishError(
+                f"Epoch {update.epoch} is not served: it has no model.json, so its schema is not known: it was written "
+                "by an earlier version of persia. Publish again with this one.",
+                epoch=update.epoch,
+            )
+        self._next = EpochRows(run, update, description.schema, self._reading)
+        return self._next
+
+    def _adopt(self, epoch: EpochRows) -> None:
+        """Serves an epoch once it is complete; the one before stays for the time of grace."""
+        if epoch is not self._next or epoch.contained() is None:
+            return
+        if self._newest is not None:
+            self._earlier = _Earlier(self._newest, time.monotonic() + self._grace)
+        self._newest, self._next = epoch, None
+        LOG.info("part %d/%d has the rows of epoch %d", *self._part, epoch.number)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def state(self) -> RowServerState:
+        """See `ServedRows.state`."""
+        return RowServerState(
+            *self._part, [_described(epoch) for epoch in self._epochs()], self._problem or self._poller.failure
+        )
+
+    def lookup(self, version: RowsVersion, ids: Packed[np.uint64]) -> FoundRows:
+        """See `ServedRows.lookup`."""
+        if (version.part, version.parts) != self._part:
+            raise ConfigError(
+                f"This row server has part {self._part.part}/{self._part.parts}, not {version.part}/{version.parts}; "
+                "correct the addresses of row servers, or the part of this one.",
+                field="part",
+            )
+        epoch = next((epoch for epoch in self._epochs() if epoch.run == version.run), None)
+        if epoch is None:
+            raise PublishError(
+                f"It does not have the epoch {version.run[:32]!r} of the log: it still reads it, has dropped it after "
+                "the time of grace, or reads another log.",
+                run=version.run[:32],
+            )
+        contained = epoch.contained()
+        if contained is None or contained < version.step:
+            raise PublishError(
+                f"Its rows contain step {contained}, and step {version.step} is asked for; it has yet to read what is "
+                "newer in the log.",
+                step=version.step,
+            )
+        self._check(epoch, ids)
+        return epoch.source().lookup(ids)
+
+    def _check(self, epoch: EpochRows, ids: Packed[np.uint64]) -> None:
+        """Raises StoreError if ids cannot be looked up."""
+        unknown = next((name for name in ids.names if name not in epoch.dims), None)
+        if unknown is not None:
+            raise StoreError(
+                f"There is no table {unknown[:200]!r}; the schema has {', '.join(epoch.dims)}.", table=unknown[:200]
+            )
+        if ids.widths is not None:
+            raise StoreError("Ids must be uint64 of one dimension, by table.")
+        answer = sum(4 * count * epoch.dims[name] for name, count in zip(ids.names, ids.counts, strict=True))
+        if answer > MAX_ANSWER_BYTES:
+            raise StoreError(
+                f"The rows of {len(ids.buffer)} ids have {answer} bytes, and {MAX_ANSWER_BYTES} are allowed; ask for "
+                "fewer at a time."
+            )
+
+    def _epochs(self) -> list[EpochRows]:
+        """Returns the epochs that are served, the newest first."""
+        newest = self._newest  # Read first: an epoch becomes the earlier one before it is replaced as the newest.
+        earlier = self._earlier
+        found = [newest, None if earlier is None else earlier.rows]
+        return list(dict.fromkeys(epoch for epoch in found if epoch is not None))
+
+
+def _described(epoch: EpochRows) -> ServedEpoch:
+    rows = epoch.source()
+    return ServedEpoch(epoch.run, epoch.number, min(rows.steps().values()), rows.time(), len(rows))

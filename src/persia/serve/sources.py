@@ -1,0 +1,133 @@
+"""Where the rows of a version come from: tables of this process, or row servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from persia import batching
+from persia.services import FoundRows
+from persia.store.served import ServedTable, lookup_packed
+from persia.types import Int64Array, Packed
+
+__all__ = ["LocalRows", "RowLookup", "Rows", "ServerRows"]
+
+Rows: TypeAlias = Mapping[str, ServedTable]
+"""The rows of one PS, by table."""
+
+
+class RowLookup(Protocol):
+    """The rows of one epoch of the log. Thread-safe. Two of them are equal if a view of one may stay for the other."""
+
+    @property
+    def partitions(self) -> int:
+        """Number of partitions of the ids, as of `batching.owners`."""
+
+    @property
+    def whole(self) -> Rows | None:
+        """All rows, if they are in tables of one PS in this process."""
+
+    def read(self, ids: Packed[np.uint64], bounds: Int64Array, rows: Packed[np.float32]) -> None:
+        """Reads the rows of ids that are sorted by partition.
+
+        Args:
+            ids: by table.
+            bounds: of each table and partition, as in `batching.PackedBatch`.
+            rows: by table, float32 `[n, dim]` to write to; zeros where there is no row.
+
+        Raises:
+            DeadlineError: a row server did not answer in time.
+            PublishError: a row server does not have these rows.
+        """
+
+    def lookup(self, ids: Packed[np.uint64]) -> FoundRows:
+        """Returns the rows of ids in any order. Raises as `read` does."""
+
+    def steps(self) -> dict[int, int]:
+        """Returns the global steps that the rows contain, at least, by PS or by row server that has them."""
+
+    def time(self) -> float:
+        """Returns the seconds since 1970, when the oldest rows were as they are; minus infinity if not known."""
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+
+
+class ServerRows:
+    """The rows of one PS. Changed by the thread of updates, which never lets them go back.
+
+    Args:
+        tables: by name.
+        step: global steps that they contain, at least.
+        time: seconds since 1970, when they were as they are.
+    """
+
+    def __init__(self, tables: Rows, step: int, time: float) -> None:
+        self.tables = tables
+        self.step = step
+        self.time = time
+
+
+class LocalRows:
+    """Rows in tables of this process.
+
+    Args:
+        servers: rows by PS.
+    """
+
+    def __init__(self, servers: Sequence[ServerRows]) -> None:
+        self._servers = tuple(servers)
+        self._tables = tuple(server.tables for server in servers)
+
+    @property
+    def partitions(self) -> int:
+        """See `RowLookup`."""
+        return len(self._servers)
+
+    @property
+    def whole(self) -> Rows | None:
+        """See `RowLookup`."""
+        return self._tables[0] if len(self._tables) == 1 else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LocalRows) and other._servers == self._servers
+
+    def __hash__(self) -> int:
+        return hash(self._servers)
+
+    def read(self, ids: Packed[np.uint64], bounds: Int64Array, rows: Packed[np.float32]) -> None:
+        """See `RowLookup`."""
+        tables = [tables[name] for name in ids.names for tables in self._tables]
+        counts: list[int] = np.diff(bounds).reshape(-1).tolist()
+        lookup_packed(tables, counts, ids.buffer, rows.buffer)
+
+    def lookup(self, ids: Packed[np.uint64]) -> FoundRows:
+        """See `RowLookup`."""
+        widths = [self._tables[0][name].dim for name in ids.names]
+        total = sum(count * width for count, width in zip(ids.counts, widths, strict=True))
+        found = Packed(ids.names, ids.counts, np.zeros(len(ids.buffer), np.bool_))
+        rows = Packed(ids.names, ids.counts, np.zeros(total, np.float32), widths)
+        if self.whole is not None:
+            lookup_packed([self.whole[name] for name in ids.names], ids.counts, ids.buffer, rows.buffer, found.buffer)
+            return FoundRows(found, rows)
+        for name, mine in ids.items():
+            owners = batching.owners(name, mine, self.partitions)
+            for number, tables in enumerate(self._tables):
+                places = np.flatnonzero(owners == number)
+                here, values = np.zeros(len(places), np.bool_), np.empty((len(places), tables[name].dim), np.float32)
+                tables[name].lookup(mine[places], values, here)
+                found[name][places], rows[name][places] = here, values
+        return FoundRows(found, rows)
+
+    def steps(self) -> dict[int, int]:
+        """See `RowLookup`."""
+        return {number: server.step for number, server in enumerate(self._servers)}
+
+    def time(self) -> float:
+        """See `RowLookup`."""
+        return min(server.time for server in self._servers)
+
+    def __len__(self) -> int:
+        return sum(len(table) for tables in self._tables for table in tables.values())
