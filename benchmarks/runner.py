@@ -5,7 +5,7 @@ A module in `MODULES` registers its functions with all names that they may print
     @runner.measures("store.insert")
     def insert(preset: str) -> runner.Measure: ...  # one Measure, several, or None if it cannot run here
 
-A function with a second parameter gets the names that are selected of those, so that it can leave out what they do not
+A function with a parameter `selected` gets the names that are to be printed, so that it can leave out what they do not
 need.
 
 Two candidates are compared in alternation within one run, and their ratio is reported, so that a slow, a busy or a
@@ -96,7 +96,7 @@ class Measure:
 
 
 Function = Callable[..., Measure | Iterable[Measure] | None]
-"""Called with the preset, and where it has a second parameter, with the set of selected names."""
+"""Called with the preset, and where it has a parameter `selected`, with the set of selected names."""
 
 
 class Benchmark(NamedTuple):
@@ -167,8 +167,8 @@ def run(patterns: Sequence[str], preset: str) -> Iterator[Measure]:
 
 
 def _printed(benchmark: Benchmark, preset: str, selected: set[str]) -> Iterator[Measure]:
-    asks = len(inspect.signature(benchmark.function).parameters) > 1
-    found = benchmark.function(preset, selected) if asks else benchmark.function(preset)
+    asks = "selected" in inspect.signature(benchmark.function).parameters
+    found = benchmark.function(preset, selected=selected) if asks else benchmark.function(preset)
     for measure in [found] if isinstance(found, Measure) else found or []:
         if measure.name not in benchmark.names:
             raise RuntimeError(f"{measure.name} is printed but not registered; add it to `@runner.measures`.")

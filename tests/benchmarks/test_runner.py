@@ -1,5 +1,6 @@
 """The benchmark runner: selection, declared names, signs, units, spreads and aggregates."""
 
+import functools
 import json
 import math
 import re
@@ -64,6 +65,15 @@ def test_a_function_may_ask_which_names_are_selected(monkeypatch):
     monkeypatch.setattr(runner, "benchmarks", lambda: found)
     assert selected("fake.t*") == ["fake.three", "fake.two"]
     assert asked == [("smoke", {"fake.two", "fake.three"})]
+
+
+def test_other_parameters_keep_their_defaults(monkeypatch):
+    def one(preset, name="fake.one", *, unit="s"):
+        return runner.Measure(name, 1.0, unit)
+
+    found = (runner.Benchmark(("fake.one",), functools.partial(one, unit="rows")),)
+    monkeypatch.setattr(runner, "benchmarks", lambda: found)
+    assert selected("fake.one") == ["fake.one"]
 
 
 def test_a_name_that_selects_nothing_is_an_error(registered):
