@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from persia.checks import without_userinfo
 from persia.errors import ConfigError, MissingExtraError
 
 __all__ = ["serve"]
@@ -159,8 +160,8 @@ def serve(
 
         torch.set_num_threads(threads)
     serving = ServeOptions(poll_seconds=poll_seconds, device=device, cache_dir=cache_dir, imports=tuple(imports or ()))
-    log = logging.getLogger("persia.serve")
-    run_server(Predictor(url, network, serving), options, lambda at: log.info("%s serves %s", at.url, url))
+    log, shown = logging.getLogger("persia.serve"), without_userinfo(url)
+    run_server(Predictor(url, network, serving), options, lambda at: log.info("%s serves %s", at.url, shown))
 
 
 def _network(name: str | None) -> Any:

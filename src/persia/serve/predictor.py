@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from persia import batching
 from persia.batching.batch import Batch
+from persia.checks import without_userinfo
 from persia.errors import ClosedError, ConfigError, DeadlineError, PublishError
 from persia.nn.arguments import check_arguments, options_of
 from persia.nn.output import probabilities_of
@@ -21,6 +22,7 @@ from persia.schema import Schema
 from persia.serve.network import ModelSource
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.ranking import rank
+from persia.serve.table_rows import TableRows
 from persia.serve.updating import ChangeListener, Updater
 from persia.serve.views import View
 from persia.types import Ids
@@ -78,14 +80,14 @@ class Predictor:
             )
         check_arguments(options=(options, options_of(ServeOptions)))
         self._options = options or ServeOptions()
-        self._url = str(url)
-        self._updater = Updater(self._url, model, self._options)
+        self._url = without_userinfo(str(url))
+        self._updater = Updater(str(url), model, self._options)
         self._stop = self._updater.stop
         self._thread: threading.Thread | None = None
         self._failure = ""
         """Why the last refresh of the thread has failed."""
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- start and close -----------------------------------------------------------------------------------------
 
     def start(self, timeout: float = 60.0) -> None:
         """Reads the newest snapshots and network, then follows the log in a thread. Blocks until it can predict.
@@ -118,6 +120,13 @@ class Predictor:
             self._thread.start()
             atexit.register(self._end_thread)  # A thread in the core when Python ends would abort the process.
 
+    def stop(self) -> None:
+        """Stops to follow the log, and makes a `start` in another thread raise ClosedError. Returns at once.
+
+        Requests are answered until `close`.
+        """
+        self._stop.set()
+
     def close(self) -> None:
         """Ends the thread and frees the rows. Requests that have begun end; later ones raise ClosedError."""
         self._end_thread()
@@ -149,7 +158,7 @@ class Predictor:
             except Exception as error:  # It serves what it has, and tries again.
                 if not self._failure:
                     LOG.exception("The log of changes in %s cannot be read at present.", self._url)
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failure = without_userinfo(f"{type(error).__name__}: {error}")
 
     def refresh(self) -> None:
         """Applies what is new in the log now. The thread does so every `ServeOptions.poll_seconds`. Blocks."""
@@ -195,7 +204,13 @@ class Predictor:
             ConfigError: there is no such table.
             ClosedError: the predictor has not started, or is closed.
         """
+        found, rows, _, _ = self.table_rows(table, ids)
+        return found, rows
+
+    def table_rows(self, table: str, ids: Ids) -> TableRows:
+        """Returns the same as `embeddings`, and step and epoch of the rows. Raises as it does."""
         view = self._view()
+        step = min(server.step for server in view.servers)  # Before the lookup: rows get newer meanwhile.
         tables = view.schema.resolved_tables()
         if table not in tables:
             raise ConfigError(f"There is no table {table!r}; the schema has {', '.join(tables)}.", field="table")
@@ -208,7 +223,7 @@ class Predictor:
                 here, values = np.zeros(len(mine), np.bool_), np.empty((len(mine), tables[table].dim), np.float32)
                 server[table].lookup(ids[mine], values, here)
                 found[mine], rows[mine] = here, values
-        return found, rows
+        return TableRows(found, rows, step, view.epoch)
 
     def rank(self, user: Batch, items: Batch) -> Prediction:
         """Returns the probabilities of one user with each of many items. Blocks for the computation only.

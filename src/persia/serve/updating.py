@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.checkpoint.compatibility import schema_differences
+from persia.checks import without_userinfo
 from persia.errors import CheckpointError, ClosedError, PublishError
 from persia.nn.transfer import staging_for
 from persia.publish import Change, Description, ModelDescription, NetworkUpdate, RowsUpdate, follow
@@ -162,7 +163,7 @@ class Updater:
                     self._updates += 1
                     self._adopt(epoch)
                     self._tell(changes)
-            self._problem = problem or self._network_problem or self._follower.problem
+            self._problem = without_userinfo(problem or self._network_problem or self._follower.problem)
             self._free_views()
             self._compare()
 
@@ -283,6 +284,7 @@ class Updater:
         changes = list(update.changes)  # In memory anyway. It is checked before any of it is applied.
         for change in changes:
             _check(change, epoch)
+        changes = _without_readmitted(changes)
         for change in changes:
             served.tables[change.table].remove(change.removed)
             served.tables[change.table].set(change.ids, change.values)
@@ -300,7 +302,7 @@ class Updater:
 
     def _cached(self, cache: SnapshotCache, epoch: _Epoch, update: RowsUpdate) -> dict[str, ServedTable]:
         """Returns the same, as files that are shared with other processes of this host."""
-        key = SnapshotKey(epoch.run, epoch.number, update.server, update.sequence)
+        key = SnapshotKey(epoch.run, epoch.number, update.server, update.sequence, epoch.count)
         with cache.locked(update.server, self._check_open):
             found = cache.open(key, epoch.dims)
             if found is not None:
@@ -347,3 +349,16 @@ def _check(change: Change, epoch: _Epoch) -> None:
     if dim is None or change.values.shape[1] != dim:
         has = "is unknown to" if dim is None else f"has dim {change.values.shape[1]}, not {dim}, as in"
         raise PublishError(f"Table {change.table!r} {has} the schema of epoch {epoch.number}.", table=change.table)
+
+
+def _without_readmitted(changes: list[Change]) -> list[Change]:
+    """Returns the changes without removals of rows that they set again: requests would miss these in between."""
+    later: dict[str, list[NDArray[np.uint64]]] = {}
+    kept = []
+    for change in reversed(changes):
+        later.setdefault(change.table, []).append(change.ids)
+        if len(change.removed):
+            gone = np.isin(change.removed, np.concatenate(later[change.table]), invert=True)
+            change = change._replace(removed=change.removed[gone])
+        kept.append(change)
+    return kept[::-1]
