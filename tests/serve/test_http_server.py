@@ -144,13 +144,16 @@ def test_a_client_that_pipelines_and_does_not_read_keeps_nobody_out():
                     return False
 
         until(answered)
+        ids = {"table": "user", "ids": list(range(1_000_000, 1_008_192, 2))}
+        body = msgspec.json.encode(ids)
+        request = HEAD.replace(b"predict", b"embeddings") + b"Content-Length: %d\r\n\r\n" % len(body) + body
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             until(lambda: not connection.connect_ex((host, int(port))))
             connection.settimeout(0.1)
             try:
                 while True:
-                    connection.sendall(b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+                    connection.sendall(request)
             except OSError:  # Its buffers are full, or the server has had enough.
                 pass
             until(answered)

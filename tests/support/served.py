@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 import persia
-from persia.serve.table_rows import TableRows
+from persia.serve.found_rows import FoundRows
 
 SCHEMA = persia.Schema(
     [
@@ -102,7 +102,7 @@ class FakePredictor:
         dim = self.schema.resolved_tables()[table].dim
         found = ids % np.uint64(2) == 0
         rows = np.where(found[:, None], ids[:, None].astype(np.float32), 0) * np.ones((1, dim), np.float32)
-        return TableRows(found, rows, 13, 3)
+        return FoundRows(found, rows, 13, 3)
 
     def state(self):
         return self.current

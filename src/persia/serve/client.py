@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from persia.checks import check_seconds
 from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, OverloadedError, PersiaError, ServeError
 from persia.retry import Backoff, Deadline, retry
+from persia.serve.found_rows import FoundRows
 from persia.serve.http.wire import JSON, MSGPACK, Array, array_of, values_of
-from persia.serve.table_rows import TableRows
 
 __all__ = ["Client", "Scores"]
 
@@ -104,7 +104,7 @@ class Client:
         """
         return self._scores("/rank", {"user": _samples(user), "items": _samples(items)})
 
-    def embeddings(self, table: str, ids: Any) -> TableRows:
+    def embeddings(self, table: str, ids: Any) -> FoundRows:
         """Returns the rows of a table. Blocks, and raises as `predict` does.
 
         Args:
@@ -112,7 +112,7 @@ class Client:
             ids: ids `[n]`, or other values of a feature of this table.
         """
         answer = self._call("/embeddings", {"table": table, "ids": _column("ids", ids)}, _EmbeddingsAnswer)
-        return TableRows(values_of("found", answer.found), values_of("rows", answer.rows), answer.step, answer.epoch)
+        return FoundRows(values_of("found", answer.found), values_of("rows", answer.rows), answer.step, answer.epoch)
 
     def health(self) -> dict[str, Any]:
         """Returns the state of the server, also if it is not ready. Blocks, and raises as `predict` does."""

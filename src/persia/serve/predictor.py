@@ -19,10 +19,10 @@ from persia.errors import ClosedError, ConfigError, DeadlineError, PublishError
 from persia.nn.arguments import check_arguments, options_of
 from persia.nn.output import probabilities_of
 from persia.schema import Schema
+from persia.serve.found_rows import FoundRows
 from persia.serve.network import ModelSource
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.ranking import rank
-from persia.serve.table_rows import TableRows
 from persia.serve.updating import ChangeListener, Updater
 from persia.serve.views import View
 from persia.types import Ids
@@ -207,7 +207,7 @@ class Predictor:
         found, rows, _, _ = self.table_rows(table, ids)
         return found, rows
 
-    def table_rows(self, table: str, ids: Ids) -> TableRows:
+    def table_rows(self, table: str, ids: Ids) -> FoundRows:
         """Returns the same as `embeddings`, and step and epoch of the rows. Raises as it does."""
         view = self._view()
         step = min(server.step for server in view.servers)  # Before the lookup: rows get newer meanwhile.
@@ -223,7 +223,7 @@ class Predictor:
                 here, values = np.zeros(len(mine), np.bool_), np.empty((len(mine), tables[table].dim), np.float32)
                 server[table].lookup(ids[mine], values, here)
                 found[mine], rows[mine] = here, values
-        return TableRows(found, rows, step, view.epoch)
+        return FoundRows(found, rows, step, view.epoch)
 
     def rank(self, user: Batch, items: Batch) -> Prediction:
         """Returns the probabilities of one user with each of many items. Blocks for the computation only.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from persia.batching.batch import Batch
     from persia.schema import Schema
-    from persia.serve.table_rows import TableRows
+    from persia.serve.found_rows import FoundRows
 
 __all__ = ["PredictionService", "Scored", "ServedState"]
 
@@ -102,7 +102,7 @@ class PredictionService(Protocol):
         Each has the ID-type features that the other one lacks, and all dense features, NaN where the other has them.
         """
 
-    def table_rows(self, table: str, ids: NDArray[np.uint64]) -> TableRows:
+    def table_rows(self, table: str, ids: NDArray[np.uint64]) -> FoundRows:
         """Returns the rows of some ids, and the step and epoch that they are of."""
 
     def state(self) -> ServedState:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TableRows"]
+__all__ = ["FoundRows"]
 
 
-class TableRows(NamedTuple):
+class FoundRows(NamedTuple):
     """Rows of a table.
 
     Attributes:
