@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
+import math
 import os
 import re
 import socket
@@ -33,6 +35,7 @@ from benchmarks.publish import FEATURES, folder, trainer_of
 from persia.publish import PublishOptions
 from persia.serve import Predictor
 from persia.serve.client import _samples
+from persia.serve.http.app import INLINE_BYTES
 from persia.serve.http.wire import MSGPACK
 
 BATCH = {"smoke": 16, "laptop": 256, "full": 256}
@@ -44,6 +47,15 @@ LOAD = 0.7
 """Share of the highest rate at which latencies are measured."""
 
 OVERLOAD = 3.0
+OFFERED = 2.5
+"""Times the highest rate that clients must have sent, for the load to count as one of `OVERLOAD`."""
+
+LARGE_ROWS = 2048
+"""Samples of a request whose body is converted in a thread."""
+
+GOODPUT = 0.7
+"""Share of the highest rate at which an overloaded server still answers in time."""
+
 DEADLINE = 1.0
 """Seconds within which an accepted request must be answered; `deadline_ms` of the server."""
 
@@ -273,24 +285,81 @@ def overload(preset: str) -> Iterator[runner.Measure]:
                 times = arrivals(OVERLOAD * rate, seconds)
                 ask(server.port, bodies, times, OVERLOAD_CLIENTS[preset])  # Buffers of connections are there after it.
                 before = server.memory()
-                began = time.perf_counter()
-                answers = ask(server.port, bodies, times, OVERLOAD_CLIENTS[preset])
-                sent = len(answers) / (time.perf_counter() - began)
+                load = offered(server.port, bodies, times, OVERLOAD_CLIENTS[preset])
                 after = server.memory()
                 recovered = highest_rate(server.port, bodies, seconds / 4)
         finally:
             server.close()
-    accepted = [answer for answer in answers if answer.status != 503]
-    in_time = [answer for answer in accepted if answer.status == 200 and answer.seconds <= DEADLINE]
-    said = {
-        "of": "answers within the deadline, of requests that were not refused with 503",
-        "deadline_s": DEADLINE,
-        "requests_per_s": sent,
-        "highest_rate": rate,
-        "rate_afterwards": recovered,
-        "accepted": len(accepted) / len(answers),
-        "p99_ms": 1000 * float(np.percentile([answer.seconds for answer in accepted], 99)),
-    }
-    yield runner.Measure("serve.overload", len(in_time) / len(accepted), "fraction", at_least=0.99, details=said)
+    said = {**said_of(load, rate), "rate_afterwards": recovered}
+    yield runner.Measure("serve.overload", in_time(load, rate, preset), "fraction", at_least=0.99, details=said)
     grown = {"of": "memory of the server after an overload, over that after another one before", "bytes": after}
     yield runner.Measure("serve.overload_memory", after / before, "ratio", at_most=1.02, details=grown)
+
+
+@runner.measures("serve.overload_large_bodies", "serve.overload_large_bodies_rate")
+def overload_large_bodies(preset: str) -> Iterator[runner.Measure]:
+    """The same with bodies that are converted in a thread; and the rate of answers in time, over the highest one."""
+    core, others = cores()
+    seconds = SECONDS[preset]
+    with served(preset) as (url, batches):
+        large = persia.Batch.concat(list(itertools.islice(itertools.cycle(batches), LARGE_ROWS // BATCH[preset])))
+        with Predictor(url, network) as predictor:
+            bodies = [body_of(large, predictor.schema)]
+        assert len(bodies[0]) > INLINE_BYTES
+        server = Server(url, core)
+        try:
+            with held_to(others):
+                rate = highest_rate(server.port, bodies, seconds / 4)
+                times = arrivals(OVERLOAD * rate, seconds)
+                load = offered(server.port, bodies, times, OVERLOAD_CLIENTS[preset])
+        finally:
+            server.close()
+    said = {**said_of(load, rate), "bytes": len(bodies[0])}
+    share = in_time(load, rate, preset)
+    yield runner.Measure("serve.overload_large_bodies", share, "fraction", at_least=0.99, details=said)
+    good = sum(answer.status == 200 and answer.seconds <= DEADLINE for answer in load.answers) / load.seconds
+    yield runner.Measure(
+        "serve.overload_large_bodies_rate", good / rate, "ratio",
+        at_least=None if preset == "smoke" else GOODPUT, details=said | {"of": "answers/s in time, over the highest"},
+    )  # fmt: skip
+
+
+class Load(NamedTuple):
+    """Answers to an overload.
+
+    Attributes:
+        answers: those that came.
+        seconds: from the first request to the last answer.
+    """
+
+    answers: list[Answer]
+    seconds: float
+
+
+def offered(port: int, bodies: list[bytes], times: np.ndarray, clients: int) -> Load:
+    """Returns what `ask` does, and how long it took."""
+    began = time.perf_counter()
+    answers = ask(port, bodies, times, clients)
+    return Load(answers, time.perf_counter() - began)
+
+
+def said_of(load: Load, rate: float) -> dict[str, object]:
+    """Returns the details of an overload."""
+    accepted = [answer.seconds for answer in load.answers if answer.status != 503]
+    return {
+        "of": "answers within the deadline, of requests that were not refused with 503",
+        "deadline_s": DEADLINE,
+        "requests_per_s": len(load.answers) / load.seconds,
+        "highest_rate": rate,
+        "offered": len(load.answers) / load.seconds / rate,
+        "accepted": len(accepted) / len(load.answers),
+        "p99_ms": 1000 * float(np.percentile(accepted, 99)) if accepted else math.nan,
+    }
+
+
+def in_time(load: Load, rate: float, preset: str) -> float:
+    """Returns the share of accepted requests that were answered in time; NaN, which fails, if it was no overload."""
+    accepted = [answer for answer in load.answers if answer.status != 503]
+    if not accepted or (preset != "smoke" and len(load.answers) / load.seconds < OFFERED * rate):
+        return math.nan
+    return sum(answer.status == 200 and answer.seconds <= DEADLINE for answer in accepted) / len(accepted)

@@ -171,7 +171,7 @@ void ServedTable::reclaim() {
 }
 
 // The index of a shard, with an empty slot to spare: if need be another one, of the rows that there are.
-ServedTable::Index& ServedTable::with_room(Shard& shard) {
+ServedTable::Index& ServedTable::with_capacity(Shard& shard) {
   Index* const old = shard.index.load(std::memory_order_relaxed);
   if (old != nullptr && (old->used + 1) * 4 <= old->count() * 3) return *old;
   std::uint64_t kept = 0;
@@ -217,7 +217,7 @@ void ServedTable::set_row(std::uint64_t id, const float* values) {
   std::uint64_t covered = ServedFile::kNone;
   if (slot == nullptr) {
     covered = seen_row(id);
-    Index& index = with_room(shard);
+    Index& index = with_capacity(shard);
     std::uint64_t at = index.home(hash);
     while (index.slots[at].values.load(std::memory_order_relaxed) != nullptr) at = (at + 1) & (index.count() - 1);
     slot = &index.slots[at];

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +27,11 @@ __all__ = [
     "check_number",
     "check_seconds",
     "described",
+    "is_loopback",
     "plain",
     "plain_fields",
     "plain_paths",
+    "without_userinfo",
 ]
 
 MAX_COUNT = (1 << 31) - 1
@@ -142,3 +146,16 @@ def _is_float(value: float) -> bool:
     except OverflowError:
         return False
     return True
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this host can reach an address or name of an interface."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def without_userinfo(text: str) -> str:
+    """Returns a URL, or a message with URLs, without user names and passwords."""
+    return re.sub(r"(?<=://)[^/?#\s]*@", "", text)

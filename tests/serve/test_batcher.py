@@ -13,8 +13,8 @@ import pytest
 import persia
 from persia.errors import ClosedError, DataError, OverloadedError
 from persia.serve.http.batcher import Batcher, PredictionJob
+from persia.serve.http.compute_times import ComputeTimes
 from persia.serve.http.limits import ServeLimits
-from persia.serve.http.pace import Pace
 from support.served import SCHEMA, FakePredictor, expected
 
 FAR = float("inf")
@@ -132,7 +132,7 @@ def test_a_full_queue_refuses_at_once_and_recovers(limits):
 def test_a_request_that_would_wait_past_its_deadline_is_refused():
     predictor = FakePredictor()
     with batcher(predictor, max_batch=1) as made:
-        made._pace.add(1, 100.0)
+        made._times.add(1, 100.0)
         blocked(predictor, made)
         with pytest.raises(OverloadedError, match="too near to the deadline"):
             made.submit(job(1, deadline=time.monotonic() + 300))  # 100 s for the one before, 100 s, twice.
@@ -142,7 +142,7 @@ def test_a_request_that_would_wait_past_its_deadline_is_refused():
 def test_a_bad_estimate_refuses_nothing_while_the_server_is_idle():
     predictor = FakePredictor()
     with batcher(predictor) as made:
-        made._pace.add(1, 1e6)
+        made._times.add(1, 1e6)
         first = job(1, deadline=time.monotonic() + 60)
         made.submit(first)
         first.future.result(30)
@@ -208,12 +208,12 @@ def test_many_threads_get_their_own_answers():
     assert sum(predictor.sizes) == 400
 
 
-def test_pace_of_sizes_that_were_not_seen():
-    pace = Pace()
-    assert pace.seconds(100) == 0
-    pace.add(1, 0.001)
-    pace.add(64, 0.010)
-    assert pace.seconds(1) == pace.seconds(1) == 0.001
-    assert pace.seconds(33) == 0.001
-    assert pace.seconds(5000) == 0.010
-    assert pace.queue(130, 64) == pytest.approx(0.021)
+def test_times_of_sizes_that_were_not_seen():
+    times = ComputeTimes()
+    assert times.seconds(100) == 0
+    times.add(1, 0.001)
+    times.add(64, 0.010)
+    assert times.seconds(1) == times.seconds(31) == 0.001
+    assert times.seconds(33) == 0.001
+    assert times.seconds(5000) == 0.010
+    assert times.queue(130, 64) == pytest.approx(0.021)

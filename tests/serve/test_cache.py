@@ -14,7 +14,7 @@ from persia.errors import CheckpointError
 from persia.serve import Predictor, ServeOptions
 from persia.serve.cache import SnapshotCache, SnapshotKey
 from persia.store.served import ServedTable
-from support.written_log import IDS, Steps, batch
+from support.written_log import IDS, Steps, WrittenLog, batch
 
 
 def rows_of(predictor):
@@ -56,8 +56,26 @@ def test_a_second_process_maps_what_the_first_has_read(log, serve, tmp_path):
     assert files(tmp_path / "cache") == [f"rows-{n}/epoch-0000000001-0000000000" for n in range(2)]
 
 
-def test_processes_that_start_at_once_write_once(log, tmp_path):
-    results = []
+def test_snapshots_of_another_log_and_of_servers_that_are_gone_are_removed(log, serve, tmp_path):
+    for step in (4, 5):
+        log.begin(step)
+    serve(log, cache_dir=str(tmp_path / "cache"))
+    assert files(tmp_path / "cache") == [f"rows-{n}/epoch-0000000002-0000000000" for n in range(2)]
+    shutil.rmtree(log.url)
+    again = WrittenLog(log.url, servers=1)
+    again.begin(1)
+    assert rows_of(serve(again, cache_dir=str(tmp_path / "cache"))) == {1}
+    assert files(tmp_path / "cache") == ["rows-0/epoch-0000000000-0000000000"]
+
+
+def test_processes_that_start_at_once_write_once(log, tmp_path, monkeypatch):
+    results, written, write = [], [], ServedTable.write_snapshot
+
+    def counted(table, path, name=""):
+        written.append(name)
+        write(table, path, name)
+
+    monkeypatch.setattr(ServedTable, "write_snapshot", counted)
 
     def start():
         with Predictor(log.url, Steps, ServeOptions(cache_dir=str(tmp_path / "cache"))) as predictor:
@@ -69,6 +87,7 @@ def test_processes_that_start_at_once_write_once(log, tmp_path):
     for thread in threads:
         thread.join()
     assert results == [{3}] * 4
+    assert sorted(written) == ["item", "item", "user", "user"]  # One of the threads, for both PSs.
     assert len(files(tmp_path / "cache")) == 2
 
 
@@ -115,5 +134,5 @@ def test_a_lock_is_free_once_its_owner_is_gone(tmp_path):
             pass
     with other.locked(0, give_up):
         pass
-    assert cache.open(SnapshotKey("0" * 32, 0, 0, 0), {"item": 4}) is None
+    assert cache.open(SnapshotKey("0" * 32, 0, 0, 0, 1), {"item": 4}) is None
     shutil.rmtree(tmp_path)

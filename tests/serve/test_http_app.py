@@ -138,7 +138,7 @@ def test_a_failing_predictor_is_no_traceback(caplog):
         def predict(self, batch):
             raise KeyError("a secret of the code")
 
-        def embeddings(self, table, ids):
+        def table_rows(self, table, ids):
             raise PublishError("The log is damaged; wait for the next snapshot.")
 
     async def test(client):
@@ -156,7 +156,7 @@ def test_a_failing_predictor_is_no_traceback(caplog):
 
 def test_health_tells_until_and_after_it_is_ready(caplog):
     predictor = FakePredictor()
-    predictor.may_start = [DeadlineError("There was nothing to serve.")]
+    predictor.may_start = [DeadlineError("There was nothing to serve in s3://logs.")]
 
     async def test(client):
         answer = await client.get("/health")
@@ -165,6 +165,7 @@ def test_health_tells_until_and_after_it_is_ready(caplog):
             answer = await (client.post(path, json=BODY) if path == "/predict" else client.get(path))
             assert (answer.status_code, answer.json()["error"]) == (503, "OverloadedError")
             assert "not ready" in answer.json()["message"]
+            assert "s3://" not in answer.text
         assert "persia_serve_ready{" in (await client.get("/metrics")).text
         deadline = time.monotonic() + 30
         while (answer := await client.get("/health")).status_code != 200:
@@ -184,7 +185,7 @@ def test_health_tells_until_and_after_it_is_ready(caplog):
     with caplog.at_level(logging.INFO, "persia.serve"):
         run(test, predictor, wait=False)
     assert predictor.closed
-    assert "not ready: There was nothing to serve." in caplog.text
+    assert "not ready: There was nothing to serve in s3://logs." in caplog.text
     assert "ready: epoch 3, network of step 12" in caplog.text
 
 
@@ -216,6 +217,68 @@ def test_a_queued_request_is_given_up_at_its_deadline():
 
     run(test, predictor, limits=ServeLimits(max_queue=3, max_wait_ms=0, deadline_ms=60_000))
     assert sum(predictor.sizes) == 8
+
+
+class SlowTable(FakePredictor):
+    """Looks rows up once it is let to; requests of one row are told apart by it."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def table_rows(self, table, ids):
+        self.asked.append(ids[0])
+        self.computing.set()
+        assert self.go.wait(60)
+        return super().table_rows(table, ids)
+
+
+@pytest.mark.parametrize("path", ["/embeddings", "/predict"])
+def test_conversions_have_a_queue_with_a_limit_and_deadlines(path):
+    predictor = SlowTable()
+
+    def ask(client, number, deadline=60_000):
+        headers = {"Persia-Deadline-Ms": str(deadline), "Content-Type": JSON}
+        content = msgspec.json.encode({"table": "user", "ids": [number]})
+        if path == "/predict" and number:
+            content = msgspec.json.encode(BODY) + b" " * (1 << 17)
+        return client.post(path if number else "/embeddings", content=content, headers=headers)
+
+    async def test(client):
+        predictor.go.clear()
+        first = asyncio.create_task(ask(client, 0))
+        assert await asyncio.to_thread(predictor.computing.wait, 30)
+        late = asyncio.create_task(ask(client, 1, deadline=200))
+        server = client._transport.app.state.server
+        while len(server._conversion._pending) < 2:
+            await asyncio.sleep(0.001)
+        answer = await ask(client, 2)
+        assert (answer.status_code, answer.json()["error"]) == (503, "OverloadedError")
+        assert "wait for their conversion" in answer.json()["message"]
+        time.sleep(0.25)  # Past the deadline of the second one, which is in the queue.
+        predictor.go.set()
+        assert (await first).status_code == 200
+        assert (await late).status_code == 503
+        assert "deadline of the request passed" in (await late).json()["message"]
+        assert (predictor.asked, predictor.sizes) == ([0], [])
+        assert (await ask(client, 3)).status_code == 200
+        metrics = (await client.get("/metrics")).text
+        assert 'persia_serve_expired_total{rank="0",role="server"} 1.0' in metrics
+        assert 'persia_serve_overloaded_total{rank="0",role="server"} 1.0' in metrics
+
+        # What pending conversions take is asked for before the body is read.
+        predictor.go.clear()
+        predictor.computing.clear()
+        first = asyncio.create_task(ask(client, 0))
+        assert await asyncio.to_thread(predictor.computing.wait, 30)
+        server._conversion._times._seconds = dict.fromkeys(range(64), 1e9)
+        answer = await ask(client, 4)
+        assert answer.status_code == 503
+        assert "the conversion of the body would end in" in answer.json()["message"]
+        predictor.go.set()
+        assert (await first).status_code == 200
+
+    run(test, predictor, limits=ServeLimits(max_queue=2, deadline_ms=60_000))
 
 
 def test_bodies_that_are_held_are_limited():

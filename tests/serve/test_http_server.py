@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, OverloadedError, ServeError
+from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, OverloadedError, PersiaError, ServeError
 from persia.serve import Client
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.run import HttpOptions, _bound, run_server
@@ -129,6 +129,34 @@ def test_connections_are_limited():
         with pytest.raises(OverloadedError, match="answered with status 503"):
             Client(url).health()
         assert client.predict(columns(1)).step == 12
+
+
+def test_a_client_that_pipelines_and_does_not_read_keeps_nobody_out():
+    limits = ServeLimits(max_connections=1, body_seconds=0.5)
+    with serving(FakePredictor(), limits=limits) as url:
+        host, port = url.rpartition("/")[2].split(":")
+
+        def answered():
+            with Client(url) as client:
+                try:
+                    return client.health()["status"] == "ready"
+                except PersiaError:
+                    return False
+
+        until(answered)
+        ids = {"table": "user", "ids": list(range(1_000_000, 1_008_192, 2))}
+        body = msgspec.json.encode(ids)
+        request = HEAD.replace(b"predict", b"embeddings") + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            until(lambda: not connection.connect_ex((host, int(port))))
+            connection.settimeout(0.1)
+            try:
+                while True:
+                    connection.sendall(request)
+            except OSError:  # Its buffers are full, or the server has had enough.
+                pass
+            until(answered)
 
 
 def test_small_answers_do_not_wait_for_acknowledgements():

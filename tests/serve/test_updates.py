@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 import persia
+from persia.checks import without_userinfo
 from persia.errors import ClosedError, DeadlineError, PublishError
 from persia.publish.format import MODEL_FILE, epoch_name
 from persia.serve import Predictor, ServeOptions
+from persia.store.served import ServedTable
 from support.written_log import IDS, SCHEMA, Steps, WrittenLog, batch
 
 
@@ -55,6 +57,54 @@ def test_removed_rows_are_gone(log, serve):
     assert found.tolist() == [True, False, False, True]
     assert rows[:, 0].tolist() == [4, 0, 0, 4]
     assert predictor.state().rows == 124
+
+
+def test_rows_that_were_evicted_and_admitted_again_are_there_all_the_time(log, serve, monkeypatch):
+    predictor, gone, told = serve(log), set(), []
+
+    class Listener:
+        def note_changes(self, table, ids, removed):
+            told.extend(removed.tolist())
+
+    monkeypatch.setattr(ServedTable, "remove", lambda _table, ids: gone.update(ids.tolist()))
+    predictor.listen(Listener())
+    for server in range(2):
+        log.rows(server, 4, removed=[5, 6, 1000], readmitted=True)
+    predictor.refresh()
+    assert gone == {1000}
+    assert told.count(1000) == 2
+    assert set(told) == {1000}
+    found, rows = predictor.embeddings("item", [5, 6])
+    assert found.all()
+    assert (rows == 4).all()
+
+
+def test_rows_come_with_the_step_and_epoch_of_their_view(log, serve, monkeypatch):
+    predictor = serve(log)
+    lookup = ServedTable.lookup
+
+    def slow(table, *arguments):
+        monkeypatch.undo()
+        log.begin(9)
+        predictor.refresh()
+        return lookup(table, *arguments)
+
+    monkeypatch.setattr(ServedTable, "lookup", slow)
+    found = predictor.table_rows("item", IDS)
+    assert found.found.all()
+    assert (found.step, found.epoch, {*found.rows.flat}) == (3, 0, {3})
+    assert predictor.table_rows("item", IDS)[2:] == (9, 1)
+
+
+def test_passwords_of_urls_are_not_shown(tmp_path):
+    with pytest.raises(DeadlineError) as error:
+        Predictor("memory://me:secret@/nothing", Steps).start(timeout=0.0)
+    assert "secret" not in f"{error.value} {error.value.fields}"
+    closed = Predictor("memory://me:secret@/nothing", Steps)
+    with pytest.raises(ClosedError, match="has not started") as error:
+        closed.state()
+    assert "secret" not in str(error.value)
+    assert without_userinfo("simplecache::s3://a:b@c@host/x@y") == "simplecache::s3://host/x@y"
 
 
 def test_a_network_waits_until_the_rows_of_all_servers_contain_its_step(log, serve):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 import persia
+from persia.serve.table_embeddings import TableEmbeddings
 
 SCHEMA = persia.Schema(
     [
@@ -55,6 +56,7 @@ class FakePredictor:
         go: cleared, computations wait.
         computing: set while one runs or waits.
         sizes: samples of each computation.
+        stopped: set by `stop`.
         may_start: `start` raises this, one after another, before it succeeds.
     """
 
@@ -66,12 +68,16 @@ class FakePredictor:
         self.computing = threading.Event()
         self.sizes = []
         self.may_start = []
+        self.stopped = threading.Event()
         self.closed = False
         self.current = State()
 
     def start(self, timeout):
         if self.may_start:
             raise self.may_start.pop(0)
+
+    def stop(self):
+        self.stopped.set()
 
     def close(self):
         self.closed = True
@@ -92,10 +98,11 @@ class FakePredictor:
         assert np.isfinite(dense).all()
         return Scored(expected(ids, dense[:, 0]), 12, 3)
 
-    def embeddings(self, table, ids):
+    def table_rows(self, table, ids):
         dim = self.schema.resolved_tables()[table].dim
         found = ids % np.uint64(2) == 0
-        return found, np.where(found[:, None], ids[:, None].astype(np.float32), 0) * np.ones((1, dim), np.float32)
+        rows = np.where(found[:, None], ids[:, None].astype(np.float32), 0) * np.ones((1, dim), np.float32)
+        return TableEmbeddings(found, rows, 13, 3)
 
     def state(self):
         return self.current

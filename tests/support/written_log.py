@@ -56,19 +56,22 @@ class WrittenLog:
             self.rows(server, step, whole=whole)
         self.network(step)
 
-    def rows(self, server, step, *, whole=False, removed=(), dims=None):
-        tables, part = [], {}
+    def rows(self, server, step, *, whole=False, removed=(), readmitted=False, dims=None):
+        """Writes an entry; `readmitted` rows are set again in a later part than that which removes them."""
+        tables, part, first = [], {}, {}
         gone = np.array(removed, np.uint64)
         for place, name in enumerate(sorted(self.schema.resolved_tables())):
             dim = (dims or {}).get(name) or self.schema.resolved_tables()[name].dim
             ids = IDS[batching.owners(name, IDS, self.servers) == server]
             mine = gone[batching.owners(name, gone, self.servers) == server]
-            ids = np.setdiff1d(ids, mine)
+            ids = ids if readmitted else np.setdiff1d(ids, mine)
             part |= {f"{place}.ids": ids, f"{place}.values": self.values(ids, dim, step)}
             if len(mine):
-                part[f"{place}.removed"] = mine
+                (first if readmitted else part)[f"{place}.removed"] = mine
             tables.append(TableChanges(name=name, dim=dim, rows=len(ids), removed=len(mine)))
-        self.streams[server].add_part(part)
+        for each in (first, part):
+            if each:
+                self.streams[server].add_part(each)
         self.streams[server].commit("snapshot" if whole else "increment", step, time.monotonic(), tables)
 
     def values(self, ids, dim, step):

@@ -126,7 +126,7 @@ class ServedTable {
   void hide(std::uint64_t row);
   void set_row(std::uint64_t id, const float* values);
   bool remove_row(std::uint64_t id);
-  Index& with_room(Shard& shard);
+  Index& with_capacity(Shard& shard);
   void retire(const float* row);
   void reclaim();
   std::vector<ServedFile::Row> overlay_rows() const;

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from persia.checks import without_userinfo
 from persia.errors import ConfigError, MissingExtraError
 
 __all__ = ["serve"]
@@ -175,8 +176,8 @@ def serve(
         rows=tuple(rows or ()),
         rows_seconds=rows_seconds,
     )
-    log = logging.getLogger("persia.serve")
-    run_server(Predictor(url, network, serving), options, lambda at: log.info("%s serves %s", at.url, url))
+    log, shown = logging.getLogger("persia.serve"), without_userinfo(url)
+    run_server(Predictor(url, network, serving), options, lambda at: log.info("%s serves %s", at.url, shown))
 
 
 def _network(name: str | None) -> Any:

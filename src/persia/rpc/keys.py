@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import stat
 import tomllib
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 import zmq
 
+from persia.checks import is_loopback
 from persia.errors import ConfigError
 
 __all__ = ["KEYS_VARIABLE", "Keys", "check_address", "find_keys", "make_keys"]
@@ -83,10 +83,7 @@ def check_address(address: str, keys: Keys | None, insecure: bool) -> None:
     if scheme == "ipc" or keys is not None or insecure:
         return
     host = rest.rpartition(":")[0].strip("[]")
-    try:
-        local = scheme == "tcp" and (host == "localhost" or ipaddress.ip_address(host).is_loopback)
-    except ValueError:
-        local = False
+    local = scheme == "tcp" and is_loopback(host)
     if not local:
         raise ConfigError(
             f"{address} can be reached from other hosts without keys, so anyone could read and change the embeddings. "

@@ -36,12 +36,14 @@ class SnapshotKey(NamedTuple):
         epoch: number of the epoch.
         server: number of the PS.
         sequence: number of the entry.
+        servers: number of PSs.
     """
 
     run: str
     epoch: int
     server: int
     sequence: int
+    servers: int
 
     @property
     def name(self) -> str:
@@ -53,8 +55,9 @@ class SnapshotCache:
     """Files with the rows of snapshots. Any number of processes may use the directory.
 
     A snapshot is there once its directory has its name, which it gets when all of it is written. One process at a time
-    writes the snapshots of a PS; others wait for it, and map what it has written. Older snapshots of the PS are removed
-    then; a process that has mapped them keeps them.
+    writes the snapshots of a PS; others wait for it, and map what it has written. Older snapshots of the PS, those
+    of other epochs, and those of PSs that there are no more, are removed then; a process that has mapped them keeps
+    them.
 
     Args:
         directory: on a local disk, or in memory; made if it does not exist.
@@ -113,7 +116,7 @@ class SnapshotCache:
             LOG.warning("%s is not used, and the snapshot is read from the log: %s", place, error)
             shutil.rmtree(place, ignore_errors=True)
             return None
-        self._remove_older(key)
+        self._remove_others(key)
         return tables
 
     def keep(self, key: SnapshotKey, tables: Mapping[str, ServedTable]) -> dict[str, ServedTable] | None:
@@ -144,11 +147,16 @@ class SnapshotCache:
     def _place(self, key: SnapshotKey) -> Path:
         return self._directory / f"rows-{key.server}" / key.name
 
-    def _remove_older(self, key: SnapshotKey) -> None:
+    def _remove_others(self, key: SnapshotKey) -> None:
+        """Removes what is not needed any more. An epoch may have a lower number than those of an earlier log here."""
         for other in self._place(key).parent.iterdir():
             found = _NAME.fullmatch(other.name)
-            if found and (int(found[1]), int(found[2])) < (key.epoch, key.sequence):
+            if found and (found[3] != key.run or int(found[2]) < key.sequence):
                 shutil.rmtree(other, ignore_errors=True)
+        for rows in self._directory.glob("rows-*"):
+            number = rows.name.removeprefix("rows-")
+            if number.isdecimal() and int(number) >= key.servers:
+                shutil.rmtree(rows, ignore_errors=True)
 
 
 def _file(number: int) -> str:

@@ -20,8 +20,9 @@ from persia.checks import check_seconds
 from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, OverloadedError, PersiaError, ServeError
 from persia.retry import Backoff, Deadline, retry
 from persia.serve.http.wire import JSON, MSGPACK, Array, array_of, values_of
+from persia.serve.table_embeddings import TableEmbeddings
 
-__all__ = ["Client", "Embeddings", "Scores"]
+__all__ = ["Client", "Scores"]
 
 Columns: TypeAlias = Mapping[str, Any]
 
@@ -42,22 +43,6 @@ class Scores(NamedTuple):
 
     probabilities: NDArray[np.float32]
     labels: tuple[str, ...]
-    step: int
-    epoch: int
-
-
-class Embeddings(NamedTuple):
-    """Rows of a table.
-
-    Attributes:
-        found: bool `[n]`: whether each id has a row.
-        rows: float32 `[n, dim]`; zeros where there is none.
-        step: global steps that the rows contain, at least.
-        epoch: their epoch of the log of changes.
-    """
-
-    found: NDArray[np.bool_]
-    rows: NDArray[np.float32]
     step: int
     epoch: int
 
@@ -119,7 +104,7 @@ class Client:
         """
         return self._scores("/rank", {"user": _samples(user), "items": _samples(items)})
 
-    def embeddings(self, table: str, ids: Any) -> Embeddings:
+    def embeddings(self, table: str, ids: Any) -> TableEmbeddings:
         """Returns the rows of a table. Blocks, and raises as `predict` does.
 
         Args:
@@ -127,7 +112,9 @@ class Client:
             ids: ids `[n]`, or other values of a feature of this table.
         """
         answer = self._call("/embeddings", {"table": table, "ids": _column("ids", ids)}, _EmbeddingsAnswer)
-        return Embeddings(values_of("found", answer.found), values_of("rows", answer.rows), answer.step, answer.epoch)
+        return TableEmbeddings(
+            values_of("found", answer.found), values_of("rows", answer.rows), answer.step, answer.epoch
+        )
 
     def health(self) -> dict[str, Any]:
         """Returns the state of the server, also if it is not ready. Blocks, and raises as `predict` does."""
@@ -315,4 +302,6 @@ def _decoded(kind: str, body: bytes, form: Any, url: str) -> Any:
 
 def _readable(sock: socket.socket) -> bool:
     """Returns whether an idle connection has something to read: its end, or what nobody asked for."""
-    return bool(select.select([sock], [], [], 0)[0])
+    poller = select.poll()  # Not select.select, which takes no descriptors from 1024 on.
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(0))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from persia import batching
 from persia.errors import ClosedError, PublishError
 from persia.publish import Change, NetworkUpdate, RowsUpdate
@@ -114,7 +117,7 @@ class EpochRows:
         changes = list(update.changes)  # In memory anyway. It is checked before any of it is applied.
         for change in changes:
             self._check(change)
-        for change in map(self._reading.partition.of, changes):
+        for change in map(self._reading.partition.of, _without_readmitted(changes)):
             served.tables[change.table].remove(change.removed)
             served.tables[change.table].set(change.ids, change.values)
         served.step, served.time = max(served.step, update.step), update.time
@@ -136,7 +139,7 @@ class EpochRows:
 
     def _cached(self, cache: SnapshotCache, update: RowsUpdate) -> dict[str, ServedTable]:
         """Returns the same, as files that are shared with other processes of this host."""
-        key = SnapshotKey(self.run, self.number, update.server, update.sequence)
+        key = SnapshotKey(self.run, self.number, update.server, update.sequence, self._count)
         with cache.locked(update.server, self._reading.check_open):
             found = cache.open(key, self.dims)
             if found is not None:
@@ -151,3 +154,16 @@ class EpochRows:
         if dim is None or change.values.shape[1] != dim:
             has = "is unknown to" if dim is None else f"has dim {change.values.shape[1]}, not {dim}, as in"
             raise PublishError(f"Table {change.table!r} {has} the schema of epoch {self.number}.", table=change.table)
+
+
+def _without_readmitted(changes: list[Change]) -> list[Change]:
+    """Returns the changes without removals of rows that they set again: requests would miss these in between."""
+    later: dict[str, list[NDArray[np.uint64]]] = {}
+    kept = []
+    for change in reversed(changes):
+        later.setdefault(change.table, []).append(change.ids)
+        if len(change.removed):
+            gone = np.isin(change.removed, np.concatenate(later[change.table]), invert=True)
+            change = change._replace(removed=change.removed[gone])
+        kept.append(change)
+    return kept[::-1]

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from persia.checks import without_userinfo
 from persia.errors import ClosedError
 
 __all__ = ["LogPoller"]
@@ -69,4 +70,4 @@ class LogPoller:
             except Exception as error:  # What is there stays, and is tried again.
                 if not self.failure:
                     LOG.exception("The log of changes in %s cannot be read at present.", self._url)
-                self.failure = f"{type(error).__name__}: {error}"
+                self.failure = without_userinfo(f"{type(error).__name__}: {error}")

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
+from persia.checks import without_userinfo
 from persia.errors import ClosedError, ConfigError, DeadlineError, PublishError
 from persia.nn.arguments import check_arguments, options_of
 from persia.nn.output import probabilities_of
@@ -18,6 +19,7 @@ from persia.serve.network import ModelSource
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.polling import LogPoller
 from persia.serve.ranking import rank
+from persia.serve.table_embeddings import TableEmbeddings
 from persia.serve.updating import ChangeListener, Updater
 from persia.serve.views import View
 from persia.types import Ids, Packed
@@ -73,12 +75,12 @@ class Predictor:
             )
         check_arguments(options=(options, options_of(ServeOptions)))
         self._options = options or ServeOptions()
-        self._url = str(url)
-        self._updater = Updater(self._url, model, self._options)
+        self._url = without_userinfo(str(url))
+        self._updater = Updater(str(url), model, self._options)
         self._stop = self._updater.stop
         self._poller = LogPoller(self._updater.refresh, self._options.poll_seconds, self._stop, self._url)
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- start and close -----------------------------------------------------------------------------------------
 
     def start(self, timeout: float = 60.0) -> None:
         """Reads the newest snapshots and network, then follows the log in a thread. Blocks until it can predict.
@@ -108,6 +110,13 @@ class Predictor:
             if self._stop.wait(START_POLL_SECONDS):
                 raise ClosedError("The predictor was closed while it started.")
         self._poller.start()
+
+    def stop(self) -> None:
+        """Stops to follow the log, and makes a `start` in another thread raise ClosedError. Returns at once.
+
+        Requests are answered until `close`.
+        """
+        self._stop.set()
 
     def close(self) -> None:
         """Ends the thread and frees the rows. Requests that have begun end; later ones raise ClosedError.
@@ -174,14 +183,20 @@ class Predictor:
             DeadlineError: a row server did not answer in time.
             PublishError: a row server does not have the rows.
         """
+        found, rows, _, _ = self.table_rows(table, ids)
+        return found, rows
+
+    def table_rows(self, table: str, ids: Ids) -> TableEmbeddings:
+        """Returns the same as `embeddings`, and step and epoch of the rows. Raises as it does."""
         view = self._view()
+        step = min(view.rows.steps().values())  # Before the lookup: rows get newer meanwhile.
         tables = view.schema.resolved_tables()
         if table not in tables:
             raise ConfigError(f"There is no table {table!r}; the schema has {', '.join(tables)}.", field="table")
         ids = np.ascontiguousarray(ids, np.uint64).reshape(-1)
         with view.in_use():
             found, rows = view.rows.lookup(Packed([table], [len(ids)], ids))
-        return found[table], rows[table]
+        return TableEmbeddings(found[table], rows[table], step, view.epoch)
 
     def rank(self, user: Batch, items: Batch) -> Prediction:
         """Returns the probabilities of one user with each of many items. Blocks for the computation only.

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.checkpoint.compatibility import schema_differences
+from persia.checks import without_userinfo
 from persia.errors import CheckpointError, PublishError
 from persia.nn.transfer import staging_for
 from persia.publish import Change, Description, ModelDescription, NetworkUpdate, RowsUpdate, follow
@@ -165,7 +166,7 @@ class Updater:
             if self._servers is not None:
                 self._ask(self._servers)
                 problem = problem or self._servers.problem
-            self._problem = problem or self._network_problem or self._follower.problem
+            self._problem = without_userinfo(problem or self._network_problem or self._follower.problem)
             self._free_views()
             self._compare()
 

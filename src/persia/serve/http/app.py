@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -17,10 +16,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 
-from persia.errors import ConfigError, OverloadedError, PersiaError
+from persia.errors import ClosedError, ConfigError, OverloadedError, PersiaError
 from persia.serve.http.answers import AnswerBody, accepted, content_kind, embeddings_answer, predictions_answer
 from persia.serve.http.batcher import Batcher, PredictionJob, expired
 from persia.serve.http.bodies import Bodies
+from persia.serve.http.conversion import ConversionThread
+from persia.serve.http.daemon import in_daemon_thread
 from persia.serve.http.gate import Gate
 from persia.serve.http.lag import Lag
 from persia.serve.http.limits import ServeLimits
@@ -93,7 +94,9 @@ class PredictionServer:
         self._held = HeldBytes(limits.max_held_bytes)
         self._model: _Model | None = None
         self._batcher: Batcher | None = None
-        self._threads: ThreadPoolExecutor | None = None
+        self._conversion: ConversionThread | None = None
+        self._answers: ConversionThread | None = None
+        self._forced: asyncio.Event | None = None
         self._process = ObservedProcess("server", 0, self._observe)
         self._exposition = exposition(self._process.health)
 
@@ -101,8 +104,10 @@ class PredictionServer:
     async def running(self) -> AsyncIterator[None]:
         """Starts the threads and the predictor, which may take minutes; requests are answered with 503 meanwhile."""
         self.stopping = False
+        self._forced = asyncio.Event()
         self._batcher = Batcher(self._service.predict, self._limits, self.metrics.timed)
-        self._threads = ThreadPoolExecutor(1, "persia-convert")
+        self._conversion = ConversionThread(self._limits.max_queue)
+        self._answers = ConversionThread(self._limits.max_queue)  # What is computed does not wait behind bodies.
         starting = asyncio.create_task(self._start())
         self._lag.start()
         try:
@@ -110,10 +115,32 @@ class PredictionServer:
         finally:
             self.stopping = True
             self._lag.stop()
-            await starting
-            await asyncio.to_thread(self._batcher.close)
-            self._threads.shutdown()
-            await asyncio.to_thread(self._service.close)
+            self._service.stop()
+            if not self._forced.is_set():
+                closing = asyncio.create_task(self._close(starting))
+                forced = asyncio.create_task(self._forced.wait())
+                await asyncio.wait({closing, forced}, return_when=asyncio.FIRST_COMPLETED)
+                forced.cancel()
+                if closing.done():
+                    closing.result()
+
+    def force(self) -> None:
+        """Makes the end of `running` wait for nothing: neither the predictor nor what it computes."""
+        self.stopping = True
+        self._service.stop()
+        if self._forced is not None:
+            self._forced.set()
+
+    async def _close(self, starting: asyncio.Task[None]) -> None:
+        """Ends the threads and the predictor, once what they do is done."""
+        assert self._batcher is not None
+        assert self._conversion is not None
+        assert self._answers is not None
+        await starting
+        await in_daemon_thread(self._batcher.close)
+        await in_daemon_thread(self._conversion.close)
+        await in_daemon_thread(self._answers.close)
+        await in_daemon_thread(self._service.close)
 
     async def predict(self, request: Request) -> Response:
         """Handles `POST /predict`."""
@@ -158,7 +185,9 @@ class PredictionServer:
     async def _start(self) -> None:
         while not self.stopping:
             try:
-                await asyncio.to_thread(self._service.start, START_SECONDS)
+                await in_daemon_thread(self._service.start, START_SECONDS)
+            except ClosedError:  # By `stop`.
+                return
             except (PersiaError, OSError) as error:
                 if isinstance(error, ConfigError):
                     self._fail(error)
@@ -181,14 +210,16 @@ class PredictionServer:
         self.on_failure()
 
     def _current(self) -> _Model:
-        """Returns the model that is served; a new epoch may have another schema.
+        """Returns the model that is served; a new epoch may have another schema object.
 
         Raises:
             OverloadedError: the predictor has not started.
         """
         if not self._ready:
-            reason = self._waits_for or "The first snapshot is being read."
-            raise OverloadedError(f"The server is not ready: {reason} Try again later.", retry_after=1)
+            # Not why: that names the log, which is none of the clients' business. The log of the server has it.
+            raise OverloadedError(
+                "The server is not ready: it has read no complete snapshot yet. Try again later.", retry_after=1
+            )
         schema = self._service.schema
         if self._model is None or self._model.schema is not schema:
             document = openapi(schema, self._limits, self._secured)
@@ -215,7 +246,7 @@ class PredictionServer:
                 raise RefusedError(406, f"The answer has one of the forms {JSON}, {MSGPACK}, {ARROW}; accept one.")
             deadline = time.monotonic() + self._seconds(request)
             model = self._current()
-            self._check(deadline)
+            self._check(deadline, _size_in_thread(request))
             with self._held.share() as share:
                 body = await read_body(request, self._limits, share)
                 answer: AnswerBody = await compute(model, kind, wanted, body, deadline)
@@ -227,28 +258,31 @@ class PredictionServer:
             return response_of(error)
 
     async def _predict(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
-        batch = await self._converted(len(body), model.bodies.samples, kind, body)
+        batch = await self._converted(deadline, model.bodies.samples, kind, body)
         return await self._scores(model, wanted, PredictionJob(len(batch), batch, deadline))
 
     async def _rank(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
-        user, items = await self._converted(len(body), model.bodies.user_and_items, kind, body)
+        user, items = await self._converted(deadline, model.bodies.user_and_items, kind, body)
         job = PredictionJob(len(items), lambda: self._service.rank(user, items), deadline)
         return await self._scores(model, wanted, job)
 
     async def _scores(self, model: _Model, wanted: str, job: PredictionJob) -> AnswerBody:
         found = await self._computed(job)
-        scores = found.probabilities, found.step, found.epoch
+        arguments = wanted, model.schema.labels, found.probabilities, found.step, found.epoch
         size = 16 * found.probabilities.size
-        return await self._converted(size, predictions_answer, wanted, model.schema.labels, *scores)
+        if size <= INLINE_BYTES:
+            return predictions_answer(*arguments)
+        assert self._answers is not None
+        return await self._answers.run(size, math.inf, predictions_answer, *arguments)  # It has been computed anyway.
 
-    async def _embeddings(self, model: _Model, kind: str, wanted: str, body: bytes, _deadline: float) -> AnswerBody:
+    async def _embeddings(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
         def found() -> AnswerBody:
             table, ids = model.bodies.ids(kind, body)
-            present, rows = self._service.embeddings(table, ids)
-            state = self._service.state()
-            return embeddings_answer(wanted, table, present, rows, least_step(state), state.epoch)
+            rows = self._service.table_rows(table, ids)
+            return embeddings_answer(wanted, table, rows.found, rows.rows, rows.step, rows.epoch)
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, found)
+        assert self._conversion is not None
+        return await self._conversion.run(len(body), deadline, found)
 
     async def _computed(self, job: PredictionJob) -> Any:
         """Waits for the result of a request, or for its deadline if it still waits for computation by then."""
@@ -260,16 +294,24 @@ class PredictionServer:
             raise expired()
         return await result
 
-    async def _converted(self, size: int, convert: Callable[..., T], *arguments: Any) -> T:
-        if size <= INLINE_BYTES:
-            return convert(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, convert, *arguments)
+    async def _converted(self, deadline: float, convert: Callable[[str, bytes], T], kind: str, body: bytes) -> T:
+        """Converts the body of a request: here if it is small, else in the thread."""
+        if len(body) <= INLINE_BYTES:
+            return convert(kind, body)
+        assert self._conversion is not None
+        return await self._conversion.run(len(body), deadline, convert, kind, body)
 
-    def _check(self, deadline: float) -> None:
-        """Raises OverloadedError if a request cannot be answered at present, before its body is read."""
+    def _check(self, deadline: float, size: int) -> None:
+        """Raises OverloadedError if a request cannot be answered at present, before its body is read.
+
+        Args:
+            deadline: of the request.
+            size: bytes of its body if it is converted in the thread, else 0.
+        """
         if self.stopping:
             raise OverloadedError("The server is shutting down; send the request to another one.", retry_after=1)
         assert self._batcher is not None
+        assert self._conversion is not None
         # The loop comes to the request for the rest of its body, and for its answer.
         reserve = LAGS * self._lag.seconds
         if time.monotonic() + reserve > deadline:
@@ -278,6 +320,9 @@ class PredictionServer:
                 "again later, or add servers.",
                 retry_after=1,
             )
+        if size:
+            self._conversion.check(size, deadline - reserve)
+            reserve += self._conversion.wait()
         self._batcher.check(1, deadline - reserve)
 
     def _seconds(self, request: Request) -> float:
@@ -313,7 +358,12 @@ class PredictionServer:
     def _observe(self) -> Readings:
         assert self._batcher is not None
         ready = self._ready and not self.stopping
-        return self.metrics.readings(self._batcher.counts(), self._held.total, ready, self._service.state)
+        counts = self._batcher.counts()
+        for thread in (self._conversion, self._answers):
+            if thread is not None:
+                overloaded, late = counts.overloaded + thread.overloaded, counts.expired + thread.expired
+                counts = counts._replace(overloaded=overloaded, expired=late)
+        return self.metrics.readings(counts, self._held.total, ready, self._service.state)
 
 
 def create_app(
@@ -357,6 +407,13 @@ def create_app(
     app.add_exception_handler(HTTPException, _refused)
     app.add_middleware(Gate, server.metrics, keys, local)
     return app
+
+
+def _size_in_thread(request: Request) -> int:
+    """Returns the bytes of a body that is converted in the thread; 0 if it is not, or its length is not known yet."""
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else 0
+    return max(1, size) if size > INLINE_BYTES or request.url.path == "/embeddings" else 0
 
 
 def _refused(request: Request, error: Exception) -> Response:

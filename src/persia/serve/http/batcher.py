@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from persia.batching.batch import Batch
 from persia.errors import ClosedError, DataError, OverloadedError
-from persia.serve.http.pace import Pace
+from persia.serve.http.compute_times import ComputeTimes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from persia.serve.http.limits import ServeLimits
     from persia.serve.http.service import Scored
 
-__all__ = ["Batcher", "BatcherCounts", "PredictionJob", "Predictions", "expired"]
+__all__ = ["Batcher", "BatcherCounts", "JobResult", "PredictionJob", "expired"]
 
 RESERVE = 2.0
 """A request is accepted if this many times the expected time of queue and computation are left until its deadline: the
 estimate may be off, and the request has its way through the event loop before and after."""
 
 
-class Predictions(NamedTuple):
+class JobResult(NamedTuple):
     """Predictions of the samples of one request.
 
     Attributes:
@@ -107,7 +107,7 @@ class Batcher:
         self._rows = 0
         self._running: tuple[int, float] | None = None
         """Samples that are computed, and since when."""
-        self._pace = Pace()
+        self._times = ComputeTimes()
         self._counts = dict.fromkeys(("rows", "batches", "expired", "overloaded"), 0)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="persia-predict", daemon=True)
@@ -158,7 +158,7 @@ class Batcher:
         if not self._queue and self._running is None:  # Also where estimates are bad: they get better by computing.
             return
         limits = self._limits
-        wait = self._wait() + self._pace.seconds(rows)
+        wait = self._wait() + self._times.seconds(rows)
         full = len(self._queue) >= limits.max_queue or self._rows + rows > limits.max_queue_rows
         if not full and time.monotonic() + RESERVE * wait <= deadline:
             return
@@ -175,10 +175,10 @@ class Batcher:
 
     def _wait(self) -> float:
         """Returns the expected time until a new request would be computed."""
-        wait = self._pace.queue(self._rows, self._limits.max_batch)
+        wait = self._times.queue(self._rows, self._limits.max_batch)
         if self._running is not None:
             rows, began = self._running
-            wait += max(0.0, self._pace.seconds(rows) - (time.monotonic() - began))
+            wait += max(0.0, self._times.seconds(rows) - (time.monotonic() - began))
         return wait
 
     def _run(self) -> None:
@@ -200,7 +200,7 @@ class Batcher:
                 self._observe("compute", seconds)
                 with self._changed:
                     self._running = None
-                    self._pace.add(rows, seconds)
+                    self._times.add(rows, seconds)
                     self._counts["rows"] += rows
                     self._counts["batches"] += 1
 
@@ -260,7 +260,7 @@ class Batcher:
             start = 0
             for job in jobs:
                 part = scored.probabilities[start : start + job.rows]
-                job.future.set_result(Predictions(part, scored.step, scored.epoch))
+                job.future.set_result(JobResult(part, scored.step, scored.epoch))
                 start += job.rows
 
 

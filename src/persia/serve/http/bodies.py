@@ -19,9 +19,9 @@ from persia.serve.http.wire import (
     Array,
     EmbeddingsRequest,
     JsonEmbeddingsRequest,
+    JsonRecords,
     JsonSamples,
     RankRequest,
-    Records,
     Samples,
     values_of,
 )
@@ -127,7 +127,7 @@ class Bodies:
 
     def _part(self, columns: Mapping[str, Any], part: str) -> Batch:
         """Returns a part of the features, with all dense features: those of the other part are NaN."""
-        batch = self._batch(columns, part_of(self._schema, columns), f"the part {part!r}")
+        batch = self._batch(columns, schema_of_columns(self._schema, columns), f"the part {part!r}")
         names = list(self._schema.dense_features)
         dense = np.full((len(batch), len(names)), np.nan, np.float32)
         dense[:, [i for i, name in enumerate(names) if name in columns]] = batch.dense
@@ -157,7 +157,7 @@ class Bodies:
     def _columns(self, kind: str, body: bytes, dense_names: Sequence[str] | None) -> dict[str, Any]:
         """Returns columns by name from columns or records."""
         if _starts_array(kind, body):
-            return self._of_records(_decode(kind, body, Records))
+            return self._of_records(_decode(kind, body, JsonRecords))
         samples: Samples | JsonSamples = _decode(kind, body, JsonSamples if kind == JSON else Samples)
         columns: dict[str, Any] = {name: self._column(name, column) for name, column in samples.features.items()}
         dense: Any = samples.dense
@@ -249,7 +249,7 @@ class Bodies:
         return Batch.from_columns(schema, wanted, require_labels=False)
 
 
-def part_of(schema: Schema, names: Mapping[str, Any]) -> Schema:
+def schema_of_columns(schema: Schema, names: Mapping[str, Any]) -> Schema:
     """Returns the schema of the columns that are there, for a part of the features.
 
     Computed features are in it if all that they are computed from is.

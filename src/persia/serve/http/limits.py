@@ -24,7 +24,8 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         max_queue_rows: samples that wait for computation.
         deadline_ms: time within which a request is to be answered. It is refused at once if that is not expected, and
             is not computed if its deadline passes while it waits. The header `Persia-Deadline-Ms` can shorten it.
-        body_seconds: time within which the body of a request must arrive.
+        body_seconds: time within which the body of a request must arrive, and for which a client may leave more than
+            64 KiB of answers unread.
         head_seconds: time within which the head of a request must arrive.
         max_connections: open connections.
 

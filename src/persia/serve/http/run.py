@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
 import uvicorn
 
-from persia.checks import check_flag, check_seconds, plain_fields
+from persia.checks import check_flag, check_seconds, is_loopback, plain_fields
 from persia.errors import ConfigError, PersiaError
 from persia.serve.http.app import create_app
 from persia.serve.http.keys import read_keys
@@ -30,6 +30,9 @@ __all__ = ["HttpOptions", "Listening", "run_server"]
 LOG = logging.getLogger("persia.serve")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+QUIET_SECONDS = 60.0
+"""Between two warnings of uvicorn that say the same."""
 
 
 class HttpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -79,7 +82,7 @@ class Listening(NamedTuple):
 
     Attributes:
         url: address of the server.
-        stop: drains and ends the server, as a signal does; from any thread.
+        stop: drains and ends the server, as a signal does, and at once when called again; from any thread.
     """
 
     url: str
@@ -92,7 +95,8 @@ def run_server(
     """Serves until SIGINT or SIGTERM. Blocks. Outside of the main thread only `Listening.stop` ends it.
 
     The first signal drains: `/health` says 503, no new connections are accepted, requests that have begun are answered.
-    A second one ends the server at once.
+    A second one ends the server at once: it waits neither for requests nor for the predictor, which is told to stop,
+    and is not closed.
 
     Args:
         service: predictor, which is started and closed.
@@ -104,7 +108,7 @@ def run_server(
         PersiaError: the predictor cannot start.
     """
     keys = read_keys(options.key_file)
-    local = _is_loopback(options.host)
+    local = is_loopback(options.host)
     if not local and keys is None and not options.insecure:
         raise ConfigError(
             f"host = {options.host!r} lets other hosts in without a key. Give keys (--key-file, PERSIA_SERVE_KEYS), or "
@@ -120,7 +124,7 @@ def run_server(
         host, port = listener.getsockname()[:2]
         config = uvicorn.Config(
             app,
-            http=limited_protocol(options.limits.head_seconds),
+            http=limited_protocol(options.limits.head_seconds, options.limits.body_seconds),
             ws="none",
             loop="asyncio",
             lifespan="on",
@@ -139,12 +143,12 @@ def run_server(
             config.load()
         except OSError as error:  # ssl.SSLError is one.
             raise ConfigError(f"Cannot use the certificate {options.tls_cert}: {error}.", field="tls_cert") from error
-        _quiet_uvicorn()
-        runner = _Server(config, lambda: setattr(server, "stopping", True))
+        runner = _Server(config, lambda: setattr(server, "stopping", True), server.force)
         server.on_failure = runner.stop
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         runner.on_listening = lambda stop: listening(Listening(url, stop))
-        asyncio.run(runner.serve(sockets=[listener]))
+        with _quiet_uvicorn():
+            asyncio.run(runner.serve(sockets=[listener]))
     if server.failed is not None:
         if isinstance(server.failed, PersiaError):
             raise server.failed
@@ -154,10 +158,11 @@ def run_server(
 class _Server(uvicorn.Server):
     """Drains at the first signal; exits with status 0 after it, where uvicorn raises the signal again."""
 
-    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], object]) -> None:
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], object], on_force: Callable[[], object]) -> None:
         super().__init__(config)
         self.on_listening: Callable[[Callable[[], object]], object] = lambda _stop: None
         self._on_stop = on_stop
+        self._on_force = on_force
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -179,10 +184,11 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Drains and ends the server."""
+        """Drains and ends the server; called again, it ends at once."""
         self._on_stop()
         if self.should_exit:
             self.force_exit = True
+            self._on_force()
         self.should_exit = True
 
     def _stopped_by(self, number: int) -> None:
@@ -212,14 +218,29 @@ def _bound(options: HttpOptions) -> Iterator[socket.socket]:
         listener.close()
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+class _Rarely(logging.Filter):
+    """Lets each message through once in `QUIET_SECONDS`: clients can cause one with every request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._due: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if record.levelno > logging.WARNING or now >= self._due.get(str(record.msg), now):
+            self._due[str(record.msg)] = now + QUIET_SECONDS
+            return True
+        return False
 
 
-def _quiet_uvicorn() -> None:
-    """Leaves warnings and errors of uvicorn only: the server logs what happens in its own words."""
+@contextlib.contextmanager
+def _quiet_uvicorn() -> Iterator[None]:
+    """Leaves errors of uvicorn and some warnings only: the server logs what happens in its own words."""
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logger, rarely = logging.getLogger("uvicorn.error"), _Rarely()
+    logger.addFilter(rarely)
+    try:
+        yield
+    finally:
+        logger.removeFilter(rarely)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from persia.batching.batch import Batch
     from persia.schema import Schema
+    from persia.serve.table_embeddings import TableEmbeddings
 
 __all__ = ["PredictionService", "Scored", "ServedState"]
 
@@ -70,11 +71,14 @@ class ServedState(Protocol):
 
 
 class PredictionService(Protocol):
-    """A predictor. All methods but `start` and `close` may be called from several threads at once."""
+    """A predictor. All methods but `start` and `close` may be called from several threads at once.
+
+    `persia.serve.Predictor` is one.
+    """
 
     @property
     def schema(self) -> Schema:
-        """The input of the network, once started. Another object if a new epoch has another one."""
+        """The input of the network, once started. Another object, of the same features, in a new epoch."""
 
     def start(self, timeout: float) -> Any:
         """Begins to follow the log, and blocks until there is something to serve.
@@ -83,8 +87,11 @@ class PredictionService(Protocol):
             PersiaError: there was nothing within `timeout` seconds; it is called again, unless this is a ConfigError.
         """
 
+    def stop(self) -> None:
+        """Stops to follow, and makes a `start` in another thread give up. Returns at once; `close` follows."""
+
     def close(self) -> None:
-        """Stops to follow."""
+        """Stops to follow, and frees the rows."""
 
     def predict(self, batch: Batch) -> Scored:
         """Returns the predictions of a batch."""
@@ -95,8 +102,8 @@ class PredictionService(Protocol):
         Each has the ID-type features that the other one lacks, and all dense features, NaN where the other has them.
         """
 
-    def embeddings(self, table: str, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
-        """Returns whether each id has a row, `[n]`, and the rows, `[n, dim]`."""
+    def table_rows(self, table: str, ids: NDArray[np.uint64]) -> TableEmbeddings:
+        """Returns the rows of some ids, and the step and epoch that they are of."""
 
     def state(self) -> ServedState:
         """Returns what is served at present."""

@@ -1,4 +1,4 @@
-"""Uvicorn's HTTP protocol with limits on the heads of requests, which it does not have of its own."""
+"""Uvicorn's HTTP protocol with limits on heads and on unread answers, which it does not have of its own."""
 
 from __future__ import annotations
 
@@ -12,45 +12,75 @@ __all__ = ["MAX_HEAD_BYTES", "limited_protocol"]
 MAX_HEAD_BYTES = 1 << 16
 
 
-def limited_protocol(seconds: float) -> type[HttpToolsProtocol]:
-    """Returns a protocol that closes connections whose request's head is late or large.
+def limited_protocol(head_seconds: float, answer_seconds: float) -> type[HttpToolsProtocol]:
+    """Returns a protocol that ends connections whose request's head is late or large, or that do not read answers.
 
     Args:
-        seconds: from the connection, or the first byte of a further request, to the end of the head.
+        head_seconds: from the connection, or the first byte of a further request, to the end of the head.
+        answer_seconds: for which a client may leave more than 64 KiB of answers unread.
     """
 
     class LimitedProtocol(HttpToolsProtocol):
         _late: asyncio.TimerHandle | None = None
+        _unread: asyncio.TimerHandle | None = None
         _head_bytes = 0
+        _head_began = False
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._late = self.loop.call_later(seconds, transport.close)
+            self._late = self.loop.call_later(head_seconds, self._end)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._in_time()
+            self._is_read()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
+            self._head_began = False
             super().data_received(data)
-            if self._late is not None:
+            # Before the head that began in these bytes there may have been others, and bodies.
+            if self._late is not None and not self._head_began:
                 self._head_bytes += len(data)
                 if self._head_bytes > MAX_HEAD_BYTES:
-                    self.transport.close()
+                    self._end()
 
         def on_message_begin(self) -> None:
-            self._head_bytes = 0
+            self._head_bytes, self._head_began = 0, True
             if self._late is None:
-                self._late = self.loop.call_later(seconds, self.transport.close)
+                self._late = self.loop.call_later(head_seconds, self._end)
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:
             self._in_time()
             super().on_headers_complete()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            if self._unread is None:
+                self._unread = self.loop.call_later(answer_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._is_read()
+            super().resume_writing()
+
+        def timeout_keep_alive_handler(self) -> None:
+            self._end()
+
+        def _end(self) -> None:
+            """Ends the connection now: what is closed with answers in its buffer waits until they are read."""
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()
+            elif not self.transport.is_closing():
+                self.transport.close()
+
         def _in_time(self) -> None:
             if self._late is not None:
                 self._late.cancel()
                 self._late = None
+
+        def _is_read(self) -> None:
+            if self._unread is not None:
+                self._unread.cancel()
+                self._unread = None
 
     return LimitedProtocol

@@ -19,9 +19,9 @@ __all__ = [
     "Column",
     "EmbeddingsRequest",
     "JsonEmbeddingsRequest",
+    "JsonRecords",
     "JsonSamples",
     "RankRequest",
-    "Records",
     "Samples",
     "array_of",
     "values_of",
@@ -57,7 +57,7 @@ Scalar: TypeAlias = int | float | str | None
 Value: TypeAlias = Scalar | list[Scalar]
 JsonColumn: TypeAlias = list[Value]
 Column: TypeAlias = Array | list[Value]
-Records: TypeAlias = list[dict[str, Value]]
+JsonRecords: TypeAlias = list[dict[str, Value]]
 
 
 class JsonSamples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["Pace"]
+__all__ = ["ComputeTimes"]
 
 WEIGHT = 0.2
 """Weight of the newest time in the running mean."""
 
 
-class Pace:
+class ComputeTimes:
     """Running means of the time that a computation takes, by number of samples in powers of two.
 
     Not thread-safe.

@@ -1,0 +1,26 @@
+"""Rows of a table by id, as servers and clients return them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["TableEmbeddings"]
+
+
+class TableEmbeddings(NamedTuple):
+    """Rows of a table.
+
+    Attributes:
+        found: bool `[n]`: whether each id has a row.
+        rows: float32 `[n, dim]`; zeros where there is none.
+        step: global steps that the rows contain, at least.
+        epoch: their epoch of the log of changes.
+    """
+
+    found: NDArray[np.bool_]
+    rows: NDArray[np.float32]
+    step: int
+    epoch: int
