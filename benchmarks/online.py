@@ -9,6 +9,7 @@ process of its own, and all on this machine.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def run(preset: str, **options: float) -> dict[str, Any]:
 def freshness(preset: str) -> runner.Measure:
     """From a click of a new user to the row that the server has of it: training on Ray with 2 PSs."""
     found = run(preset, rate=RATE[preset], seconds=SECONDS[preset], ps=0 if preset == "smoke" else 2)
-    seconds = found["freshness_s"]
+    seconds = found["freshness_s"] or [math.inf]
     if preset != "smoke" and (len(seconds) < 50 or found["clicks_per_s"] < 0.9 * RATE[preset]):
         raise RuntimeError(f"Too few new users ({len(seconds)}), or clicks ({found['clicks_per_s']:.0f}/s), to tell.")
     details = {

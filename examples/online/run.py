@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 import persia
-from persia.errors import ServeError
+from persia.errors import OverloadedError, PersiaError
 from persia.metrics import AUC
 from persia.serve import Client, Predictor, ServeOptions
 
@@ -93,7 +93,10 @@ class Freshness:
                     waiting = dict(self._waiting)
                 if not waiting:
                     continue
-                found = self._client.embeddings("user_id", list(waiting)).found
+                try:
+                    found = self._client.embeddings("user_id", list(waiting)).found
+                except OverloadedError:  # Later, then.
+                    continue
                 now = time.monotonic()
                 for (user, since), there in zip(waiting.items(), found, strict=True):
                     if there:
@@ -172,7 +175,7 @@ def send(
     """Sends clicks at a constant rate, and asks about some of them before. Returns what was measured."""
     intervals: list[dict[str, Any]] = []
     whole = [AUC(), AUC()]
-    began, sent = time.monotonic(), 0
+    began, sent, refused = time.monotonic(), 0, 0
     asked_every = max(1, round(arguments.rate / ROWS / arguments.asks))
     for number, part in enumerate(stream):
         place = int((time.monotonic() - began) / arguments.interval)
@@ -183,14 +186,17 @@ def send(
         now = intervals[place]
         if number % asked_every == 0:
             columns, labels = news.columns(part), part["label"].to_numpy().astype(np.float32)
-            served = client.predict(columns).probabilities[:, 0]
             batch = persia.Batch.from_columns(frozen.schema, columns, require_labels=False)
-            for which, found in enumerate((served, frozen.predict(batch).probabilities[:, 0])):
+            try:
+                both = client.predict(columns).probabilities[:, 0], frozen.predict(batch).probabilities[:, 0]
+            except OverloadedError:
+                both, refused = (), refused + len(part)
+            for which, found in enumerate(both):
                 scores = found.clip(1e-6, 1 - 1e-6)
                 logits = np.log(scores) - np.log1p(-scores)
                 now["aucs"][which].update(logits, labels)
                 whole[which].update(logits, labels)
-            now["asked"] += len(part)
+            now["asked"] += len(part) if both else 0
         freshness.sending(part)
         producer.produce(topic, news.message(part), partition=number % 4)
         producer.poll(0)
@@ -203,6 +209,7 @@ def send(
     return {
         "clicks": sent,
         "clicks_per_s": sent / seconds,
+        "refused": refused,
         "auc_served": whole[0].result(),
         "auc_frozen": whole[1].result(),
         "freshness_s": sorted(freshness.seconds),
@@ -226,6 +233,8 @@ def show(found: dict[str, Any], interval: float) -> None:
         f"{found['clicks']:,} clicks at {found['clicks_per_s']:,.0f}/s: "
         f"AUC {found['auc_served']:.4f} served, {gain:+.4f} over the frozen model"
     )
+    if found["refused"]:
+        console.print(f"The server had too much to do for {found['refused']:,} more.")
     fresh = found["freshness_s"]
     if fresh:
         console.print(
@@ -277,7 +286,7 @@ def main() -> None:
         def served() -> bool:
             try:
                 return bool(client.health().get("epoch") == frozen.state().epoch)
-            except ServeError:  # Its port is not open yet.
+            except PersiaError:  # Its port is not open yet, or it starts.
                 return False
 
         wait_for("Training on the stream", trainer, streaming)
