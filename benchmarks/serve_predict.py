@@ -51,6 +51,7 @@ def served(
             schema,
             optimizer=lambda params: torch.optim.Adam(params, 1e-3),
             embedding_optimizer=Adagrad(lr=0.05),
+            mode=persia.modes.Sync(),
             options=persia.TrainerOptions(device="cpu", progress=False, publish=PublishOptions(url)),
         )
         trainer.fit(data)

@@ -462,14 +462,19 @@ def test_configurations_reach_the_readers(files: Path, form: str) -> None:
 
 
 def test_texts_are_not_ordered_where_numbers_or_times_are_meant(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("row,rating,a,b,t\n0,1,9,10,31.01.2024\n1,1,10,9,02.12.2024\n")
+    (tmp_path / "a.csv").write_text("row,rating,a,b,t\n0,1,9,10,31/01/2024\n1,1,10,9,02/12/2024\n")
     for rule in ("a >= b", 'a < "10"'):
         with pytest.raises(DataError, match="compared by order"):
             list(data.csv(tmp_path / "a.csv", SCHEMA, where=rule, require_labels=False))
     for where, kept in (("a + 0 >= b + 0", [1]), ("a > b + 0", [1]), ("a != b", [0, 1])):
         assert rows_of(data.csv(tmp_path / "a.csv", SCHEMA, where=where, require_labels=False)) == kept
-    with pytest.raises(DataError, match=r"'t' has '31\.01\.2024' at row 0; it takes whole numbers, or dates"):
+    with pytest.raises(DataError, match=r"'t' has '31/01/2024' at row 0; it takes whole numbers, or dates"):
         list(data.csv(tmp_path / "a.csv", SCHEMA, where='t >= "2024-12-01"', require_labels=False))
+
+
+def test_dates_with_points_are_ordered_as_dates(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("row,rating,t\n0,1,31.01.2024\n1,1,02.12.2024\n")
+    assert rows_of(data.csv(tmp_path / "a.csv", SCHEMA, where='t >= "2024-12-01"', require_labels=False)) == [1]
 
 
 def test_times_of_a_csv_are_ordered_as_times(tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ class EpochRows:
         changes = list(update.changes)  # In memory anyway. It is checked before any of it is applied.
         for change in changes:
             self._check(change)
-        for change in map(self._reading.partition.of, _without_readmitted(changes)):
+        changes = _without_readmitted(changes)
+        for change in map(self._reading.partition.of, changes):
             served.tables[change.table].remove(change.removed)
             served.tables[change.table].set(change.ids, change.values)
         served.step, served.time = max(served.step, update.step), update.time
