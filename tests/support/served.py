@@ -49,6 +49,17 @@ def expected(users, prices):
     return np.stack([click, np.tanh(np.abs(np.asarray(prices, np.float32)))], axis=1)
 
 
+def first_users(batch):
+    """The first user of each sample; 0 for a sample without."""
+    column = batch.id_features["user"]
+    if column.offsets is None:
+        return column.values
+    found = np.zeros(len(batch), np.uint64)
+    some = np.diff(column.offsets) > 0
+    found[some] = column.values[column.offsets[:-1][some]]
+    return found
+
+
 class FakePredictor:
     """Returns `expected`, once it is let to.
 
@@ -88,11 +99,11 @@ class FakePredictor:
         self.computing.clear()
         self.sizes.append(len(batch))
         batch.validate(SCHEMA, require_labels=False)
-        return Scored(expected(batch.id_features["user"].values, batch.dense[:, 0]), 12, 3)
+        return Scored(expected(first_users(batch), batch.dense[:, 0]), 12, 3)
 
     def rank(self, user, items):
         assert len(user) == 1
-        ids = np.repeat(user.id_features["user"].values, len(items))
+        ids = np.repeat(first_users(user), len(items))
         assert {*user.id_features, *items.id_features} == {feature.name for feature in SCHEMA.id_features}
         dense = np.where(np.isnan(items.dense), user.dense, items.dense)
         assert np.isfinite(dense).all()
