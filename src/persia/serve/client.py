@@ -301,7 +301,7 @@ def _decoded(kind: str, body: bytes, form: Any, url: str) -> Any:
 
 
 def _readable(sock: socket.socket) -> bool:
-    """Returns whether an idle connection has something to read: its end, or what nobody asked for."""
+    """Returns whether an idle connection has something to read: its end, or bytes without a request."""
     poller = select.poll()  # Not select.select, which takes no descriptors from 1024 on.
     poller.register(sock, select.POLLIN)
     return bool(poller.poll(0))

@@ -127,7 +127,7 @@ def compile_network(
     Args:
         model: the network; its device is that of the code. A copy in evaluation mode is used.
         example: `dense` and embeddings of a batch, of any number of rows.
-        cache_dir: directory of compiled code, made if it does not exist. Code from there is run: let nobody else write
+        cache_dir: directory of compiled code, made if it does not exist. Code from there is run: let no one else write
             to it.
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)

@@ -77,7 +77,7 @@ class Retriever:
         self._version: tuple[int, int] = (-1, -1)
         self._index: ItemIndex | None = None
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- start and close ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Computes the vectors of all items, and follows the predictor from then on. Blocks for the computation.
