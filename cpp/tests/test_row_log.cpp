@@ -743,12 +743,13 @@ TEST(segments_are_used_again) {
   for (int s = 0; s < 6; ++s) segments.push_back(fill(log, of_segment, 80, 10000 * s));
   CHECK(log.oldest() == 0 && log.generation(0) == 1 && log.candidate() == RowLog::kNone);
   const std::uint64_t six = log.disk_bytes();
+  const std::uint64_t lists = 4 * 4096;  // What a file system may take for its own list of the file's parts.
   CHECK(six >= 6 * 2 * 65536);
   release(log, segments[1]);
   release(log, segments[0]);
-  CHECK(log.disk_bytes() == six && log.oldest() == 2);  // They keep their space ...
+  CHECK(log.disk_bytes() + lists >= six && log.oldest() == 2);  // They keep their space ...
   release(log, segments[2]);
-  CHECK(log.disk_bytes() <= six - 2 * 65536);  // ... up to a number.
+  CHECK(log.disk_bytes() <= six - 2 * 65536 + lists);  // ... up to a number.
   CHECK(log.generation(0) == 1 && log.generation(1) == 1 && log.generation(2) == 2);
   CHECK(fill(log, 1, 80).front() == 0 && log.generation(0) == 2 && log.end_record() == 6 * of_segment);
   CHECK(!log.full(0) && log.oldest() == 3);
@@ -756,7 +757,7 @@ TEST(segments_are_used_again) {
   CHECK(log.full(0) && log.oldest() == 3);
   CHECK(fill(log, of_segment, 80).front() == of_segment);
   CHECK(fill(log, of_segment, 80, 77).front() == 2 * of_segment);
-  CHECK(log.generation(2) == 3 && log.disk_bytes() >= six);
+  CHECK(log.generation(2) == 3 && log.disk_bytes() + lists >= six);
   CHECK(holds(log, 2 * of_segment, 77, 80) && holds(log, 3 * of_segment, 30000, 80));
   for (int s = 3; s < 6; ++s) release(log, segments[s]);
   CHECK(log.oldest() == 0);
