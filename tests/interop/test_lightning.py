@@ -132,7 +132,7 @@ def test_checkpoints_continue_where_they_were_written(tmp_path):
 
 
 def test_rows_are_as_new_as_the_network_of_their_checkpoint(tmp_path, monkeypatch):
-    module = make(Hybrid(4))
+    module = make(Hybrid(4, warmup=0))  # Else the second lookup waits for the first push.
     worker, wait = type(module.embeddings.connection.worker), module.embeddings.await_pushes
     push, applied, waiting = worker.push, [], threading.Event()
 
@@ -152,7 +152,9 @@ def test_rows_are_as_new_as_the_network_of_their_checkpoint(tmp_path, monkeypatc
             assert len(applied) == trainer.global_step
 
         def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step % 2:  # After the others there is a validation.
+            if trainer.global_step % 2:  # After step 3 there is a validation.
+                if trainer.global_step == trainer.max_steps:
+                    waiting.set()
                 return
             trainer.save_checkpoint(tmp_path / "now.ckpt")
             assert len(applied) == trainer.global_step
