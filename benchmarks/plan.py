@@ -359,15 +359,14 @@ def compared(name: str, run: RunConfig, chunks: int, steps: int) -> Iterator[run
     samples = request.workload.batch.samples
     limits = {limit.resource: limit.samples_per_second for limit in plan.limits[:3]}
     found = sorted(speed for speed, _ in measured)
-    facts = {"median": found[len(found) // 2], "lowest": found[0]}
+    facts = {"median": found[len(found) // 2], "lowest": found[0], "sharing": rates.sharing}
     yield near(
         f"plan.rate.{name}", plan.samples_per_second, found[-1], 0.3, bottleneck=plan.bottleneck.resource,
         limits=limits, **facts,
     )  # fmt: skip
     # What a call of `fit` costs by itself is in both.
     used = (longer - min(cores for _, cores in measured)) / (3 * steps)
-    loads = role_loads(request.tables, rates, request.workload, request.topology)
-    each = {role: load.core_seconds for role, load in loads.items()}
+    each = {role.role: role.load.core_seconds for role in plan.roles}
     yield near(
         f"plan.cores.{name}", samples / sum(each.values()), samples / used, 0.3, **{"core seconds by role": each}
     )  # fmt: skip
@@ -388,21 +387,21 @@ def core_seconds(trainer: Any) -> float:
 
 def costs_of(request: PlanRequest) -> BatchCosts:
     """The costs of a batch, for the simulation."""
-    workload, wire = request.workload, request.rates.wire
+    workload, wire, shared = request.workload, request.rates.wire, request.rates.sharing or 1.0
     assert wire is not None
     unique = workload.batch.unique
     rates = [(unique[table.config.name], request.rates.row(table.config)) for table in request.tables]
     return BatchCosts(
         samples=workload.batch.samples,
         traffic=batch_traffic(request.tables, workload.batch, request.topology),
-        reader=workload.reader,
-        worker=workload.worker,
-        request=workload.server,
-        lookup=sum(rows * rate.lookup for rows, rate in rates),
-        update=sum(rows * rate.update for rows, rate in rates),
-        step=workload.step.seconds,
-        call=wire.call,
-        byte=wire.byte,
+        reader=workload.reader * shared,
+        worker=workload.worker * shared,
+        request=workload.server * shared,
+        lookup=sum(rows * rate.lookup for rows, rate in rates) * shared,
+        update=sum(rows * rate.update for rows, rate in rates) * shared,
+        step=workload.step.seconds * shared,
+        call=wire.call * shared,
+        byte=wire.byte * shared,
     )
 
 

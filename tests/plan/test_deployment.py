@@ -4,6 +4,7 @@ import math
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from persia import IdFeature, Schema
 from persia.cluster.ray.placement import read_place
@@ -42,6 +43,19 @@ def request(rows=1_000_000, hosts=None, counts=ONE, rate=None, **changes):
 
 def limits(plan):
     return {limit.resource: limit.samples_per_second for limit in plan.limits}
+
+
+@pytest.mark.parametrize(
+    ("device", "apart", "steps", "cores"),
+    [("cpu", True, 1.5, 1.5), ("cuda", True, 1.0, 1.5), ("cpu", False, 1.0, 1.0)],
+)
+def test_processes_that_share_a_machine_cost_more(device, apart, steps, cores):
+    workload = structs.replace(WORK, step=StepRate(device, 0.01, 0.01))
+    alone = request(workload=workload, topology=Topology(ONE, apart))
+    shared = alone._replace(rates=structs.replace(alone.rates, sharing=1.5))
+    before, after = limits(plan_deployment(alone)), limits(plan_deployment(shared))
+    assert before["steps of NN workers"] / after["steps of NN workers"] == pytest.approx(steps)
+    assert before["cores of host"] / after["cores of host"] == pytest.approx(cores)
 
 
 def test_the_rate_of_the_processes_in_the_configuration():

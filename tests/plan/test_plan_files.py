@@ -63,9 +63,9 @@ def test_hosts_that_are_not_there(tmp_path):
     assert this_host().cores >= 1
 
 
-def rates(machine="a", rows=None, disk=None):
+def rates(machine="a", rows=None, disk=None, sharing=None):
     source = RateSource(machine, 2, "0.1.0", "2026-01-01T00:00:00+00:00", "persia bench rates")
-    return Rates(1, [source], rows or {}, disk=disk)
+    return Rates(1, [source], rows or {}, disk=disk, sharing=sharing)
 
 
 def test_rates_are_added_to_a_file(tmp_path):
@@ -73,8 +73,10 @@ def test_rates_are_added_to_a_file(tmp_path):
     first, second = RowRate(1.0, 2.0, 10), RowRate(3.0, 4.0, 10)
     disk = DiskRate("/ssd", 1e5, 1e9)
     save_rates(path, rates(rows={"16/float32/adagrad": first, "8/float32/adagrad": first}, disk=disk))
+    save_rates(path, rates(sharing=1.5))
     save_rates(path, rates(rows={"8/float32/adagrad": second}))
     found = load_rates([path])
+    assert found.sharing == 1.5
     assert found.rows == {"16/float32/adagrad": first, "8/float32/adagrad": second}
     assert found.disk == disk
     assert [source.file for source in found.sources] == [path]

@@ -22,6 +22,23 @@ if TYPE_CHECKING:
 
 __all__ = ["measure_rates", "plan", "rates", "request_of", "run_key"]
 
+SHARED_IDS = 100_000
+SHARED_STEPS = 40
+SHARED_RUN: dict[str, Any] = {
+    "data": {
+        "kind": "synthetic",
+        "batch_size": 2048,
+        "options": {"rows": 1 << 30, "id_features": 8, "ids_per_feature": SHARED_IDS, "zipf": 0.0},
+    },
+    "model": {"kind": "ffnn", "options": {"hidden": [16]}},
+    "optimizer": {"kind": "adam"},
+    "embedding_optimizer": {"kind": "adagrad", "lr": 0.05},
+    "mode": {"kind": "sync"},
+    "cluster": {"kind": "ray"},
+    "trainer": {"progress": False, "device": "cpu"},
+}
+"""The training that `measure_sharing` runs."""
+
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a field of CONFIG. Repeatable.", metavar="KEY=VALUE"),
@@ -90,8 +107,8 @@ def rates(
 ) -> None:
     """Measure this machine's rates for `persia plan`: rows, calls, steps, checkpoints, disk.
 
-    Takes about half a minute and up to 500 MB of memory. Run it on a machine like those of the plan, with the network
-    of CONFIG on the device that NN workers will have.
+    Takes about half a minute, or a minute if CONFIG runs on Ray, and up to 500 MB of memory. Run it on a machine like
+    those of the plan, with the network of CONFIG on the device that NN workers will have.
     """
     from persia.plan import save_rates
 
@@ -106,6 +123,8 @@ def rates(
     for workload in measured.workloads.values():
         step = workload.step
         typer.echo(f"steps of {workload.batch.samples:,} samples on {step.device}: {step.seconds * 1e3:,.1f} ms")
+    if measured.sharing is not None:
+        typer.echo(f"roles that share this machine: {measured.sharing:.2f} times the core seconds of each alone")
     typer.echo(f"Saved the rates to {save}")
 
 
@@ -113,7 +132,7 @@ def measure_rates(run: RunConfig, name: str, command: str, disk: str | None = No
     """Measures all rates that a configuration needs on this machine.
 
     Args:
-        run: the configuration.
+        run: the configuration. If its roles are processes, a small training of them is measured as well.
         name: of its file.
         command: to record.
         disk: directory on an SSD to measure; None to leave it out.
@@ -123,27 +142,78 @@ def measure_rates(run: RunConfig, name: str, command: str, disk: str | None = No
     import platform
 
     from persia import __version__
-    from persia.plan import Rates, RateSource, planned_tables, row_key
-    from persia.plan.measure import measure_checkpoint, measure_disk, measure_rows, measure_wire
+    from persia.plan import Rates, RateSource
+    from persia.plan.measure import measure_checkpoint, measure_disk
+
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    machine = f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
+    found = _rates_of(run, name)
+    return Rates(
+        1,
+        [RateSource(machine, os.cpu_count() or 1, __version__, now, command)],
+        found.rows,
+        found.workloads,
+        found.wire,
+        measure_checkpoint(),
+        None if disk is None else measure_disk(disk),
+        measure_sharing() if run.cluster.kind == "ray" else None,
+    )
+
+
+def _rates_of(run: RunConfig, name: str) -> Rates:
+    """Returns the rates of a configuration's rows, roles and calls, each of them alone."""
+    from persia.plan import Rates, planned_tables, row_key
+    from persia.plan.measure import measure_rows, measure_wire
 
     reader = run.reader()
     schema = reader.schema
     tables = planned_tables(schema, run.embedding_optimizer, dict.fromkeys(schema.resolved_tables(), 1), False)
-    workload = _workload(run, name, schema, reader)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    machine = f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
     return Rates(
         1,
-        [RateSource(machine, os.cpu_count() or 1, __version__, now, command)],
+        [],
         {
             row_key(table.config): measure_rows(table.config)
             for table in {row_key(t.config): t for t in tables}.values()
         },
-        {run_key(run): workload},
+        {run_key(run): _workload(run, name, schema, reader)},
         measure_wire(),
-        measure_checkpoint(),
-        None if disk is None else measure_disk(disk),
     )
+
+
+def measure_sharing() -> float:
+    """Returns what a small training costs whose roles are processes of this machine, over the sum of its roles alone.
+
+    Both in core seconds. Starts a cluster of one process for each role, and takes about half a minute.
+    """
+    from persia.cli.run_config import RunConfig
+    from persia.config import convert
+    from persia.plan import role_loads
+
+    run = convert(SHARED_RUN, RunConfig, "the training that measures sharing")
+    alone = _rates_of(run, "sharing")
+    reader = run.reader()
+    request = request_of(run, alone, dict.fromkeys(reader.schema.resolved_tables(), SHARED_IDS))
+    loads = role_loads(request.tables, alone, request.workload, request.topology)
+    trainer = run.build_trainer(reader.schema)
+
+    def spent(steps: int) -> float:
+        before = _spent(trainer.cluster)
+        trainer.fit(reader, max_steps=steps)
+        return _spent(trainer.cluster) - before
+
+    try:
+        spent(2 * SHARED_STEPS)  # Processes start, and rows come.
+        short = min(spent(SHARED_STEPS) for _ in range(3))
+        # What a call of `fit` costs by itself is in both.
+        together = (spent(4 * SHARED_STEPS) - short) / (3 * SHARED_STEPS)
+    finally:
+        trainer.cluster.close()
+    return max(1.0, together / sum(load.core_seconds for load in loads.values()))
+
+
+def _spent(cluster: Any) -> float:
+    """Core seconds of all processes of a cluster so far."""
+    return sum(counters.get("cpu_seconds", 0.0) for counters in cluster.statistics().values())
 
 
 def request_of(run: RunConfig, measured: Rates, rows: dict[str, int]) -> PlanRequest:
@@ -252,6 +322,11 @@ def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates) -> None
 
     for source in measured.sources:
         typer.echo(f"Rates: {source.file}, measured {source.measured} on {source.machine}")
+    if request.topology.apart and measured.sharing is None:
+        typer.echo(
+            "What roles cost one another on one machine was not measured: rates may be half as high. Measure it where "
+            "Ray is installed: persia bench rates CONFIG --save FILE"
+        )
     tables = Table(title="tables")
     for column in ("table", "rows", "in memory", "memory", "SSD", "checkpoint"):
         tables.add_column(column, justify="left" if column == "table" else "right")

@@ -40,7 +40,8 @@ def check_group(group: dict[str, Any], device: torch.device) -> None:
 
 def refuse_ddp(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Raises ConfigError if a DistributedDataParallel of this process holds one of the parameters."""
-    if not dist.is_initialized():  # It needs a process group; and a look at all objects takes 0.1 s where there are many.
+    # A wrapper needs a process group; and a look at all objects takes 0.1 s where there are many.
+    if not dist.is_initialized():
         return
     objects = gc.get_objects()
     # By type: `isinstance` asks the object, and proxies answer with work or warnings. Types first: they are few, and

@@ -178,6 +178,8 @@ class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         wire: of calls.
         checkpoint: of checkpoints and restarts.
         disk: of an SSD.
+        sharing: core seconds that roles spend as processes of one machine, over the sum of what each spends alone: they
+            wake one another, and evict what others have in the caches. None: not measured, taken as 1.
     """
 
     version: int
@@ -187,6 +189,7 @@ class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wire: WireRate | None = None
     checkpoint: CheckpointRate | None = None
     disk: DiskRate | None = None
+    sharing: float | None = None
 
     def row(self, table: TableConfig) -> RowRate:
         """Returns the rate of a table's rows.
@@ -269,6 +272,7 @@ def merge_rates(first: Rates, second: Rates, file: str) -> Rates:
         second.wire or first.wire,
         second.checkpoint or first.checkpoint,
         second.disk or first.disk,
+        second.sharing or first.sharing,
     )
 
 
