@@ -207,13 +207,15 @@ def measure_sharing() -> float:
         # What a call of `fit` costs by itself is in both.
         together = (spent(4 * SHARED_STEPS) - short) / (3 * SHARED_STEPS)
     finally:
-        trainer.cluster.close()
-    return max(1.0, together / sum(load.core_seconds for load in loads.values()))
+        if (close := getattr(trainer.cluster, "close", None)) is not None:
+            close()
+    alone_seconds = sum(load.core_seconds for load in loads.values())
+    return max(1.0, together / alone_seconds)
 
 
 def _spent(cluster: Any) -> float:
     """Core seconds of all processes of a cluster so far."""
-    return sum(counters.get("cpu_seconds", 0.0) for counters in cluster.statistics().values())
+    return sum(float(counters.get("cpu_seconds", 0.0)) for counters in cluster.statistics().values())
 
 
 def request_of(run: RunConfig, measured: Rates, rows: dict[str, int]) -> PlanRequest:
