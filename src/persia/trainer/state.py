@@ -123,6 +123,8 @@ class TrainingState:
         """The state that makes recorded batches of `stream` dispensable, as no restart goes back to before it."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs. Not in checkpoints."""
+        self.loaded = False
+        """Whether a checkpoint was loaded since the last call of `fit`. Not in checkpoints."""
         self.rank = embeddings.connection.rank
         """Rank of this NN worker."""
 
