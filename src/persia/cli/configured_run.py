@@ -1,4 +1,4 @@
-"""What commands that take a CONFIG share: their arguments, how they read it, and how they end."""
+"""The arguments of commands that take a CONFIG, how it is read, and how a command ends."""
 
 from __future__ import annotations
 

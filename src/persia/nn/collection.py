@@ -31,10 +31,11 @@ from persia.nn.evaluation import EvaluationReader
 from persia.nn.feature_costs import feature_costs
 from persia.nn.gate import Staleness, StalenessGate
 from persia.nn.options import CollectionOptions, check_gpus
+from persia.nn.outbox import Outbox, PushCounts
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pooling import Embeddings, Expander
 from persia.nn.prepared import PreparedBatch, dummy_batch, loss_scale
-from persia.nn.pushing import Outbox, PushCounts, Pusher, StepPusher, TokenPusher, named
+from persia.nn.pushing import Pusher, StepPusher, TokenPusher, named
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
 from persia.nn.row_cache import CacheCounts, RowCache

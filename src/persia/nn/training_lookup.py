@@ -9,9 +9,9 @@ from typing import Protocol
 from persia.batching.batch import Batch
 from persia.errors import StaleBatchError
 from persia.nn.gate import StalenessGate
+from persia.nn.outbox import Outbox
 from persia.nn.pooling import Expander
 from persia.nn.prepared import PreparedBatch
-from persia.nn.pushing import Outbox
 from persia.nn.row_cache import CachePlan, RowCache
 from persia.nn.transfer import Ready, Transfer, nothing_to_do
 from persia.schema import Schema

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from persia.nn.outbox import Outbox, run_now
 from persia.nn.pipeline import Pipeline
 from persia.nn.prepared import PreparedBatch
-from persia.nn.pushing import Outbox, Pusher, run_now
+from persia.nn.pushing import Pusher
 from persia.nn.replicas import EqualSteps
 from persia.telemetry.metrics import Histogram
 

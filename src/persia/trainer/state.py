@@ -18,7 +18,7 @@ from persia.modes import decode as decode_mode
 from persia.modes import encode as encode_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.nn.pushing import PushCounts
+from persia.nn.outbox import PushCounts
 from persia.services import StreamPosition
 from persia.types import Offsets
 
