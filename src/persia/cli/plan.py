@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from persia.cli.configured_run import read_config
+from persia.cli.configured_run import Set, read_config
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,15 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["measure_rates", "plan", "rates", "request_of", "run_key"]
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override a field of CONFIG. Repeatable.", metavar="KEY=VALUE"),
-]
-
 
 def plan(
     config: Annotated[str, typer.Argument(help="TOML file of the run, as for `persia train`.", metavar="CONFIG")],
-    overrides: Overrides = None,
+    overrides: Set = None,
     rows: Annotated[
         list[str] | None,
         typer.Option(help="Rows that a table will have: `item=1.2e9`. Default: its capacity. Repeatable."),
@@ -84,7 +79,7 @@ def plan(
 def rates(
     config: Annotated[str, typer.Argument(help="TOML file of the run.", metavar="CONFIG")],
     save: Annotated[str, typer.Option(help="JSON file that the rates are added to.", metavar="FILE")],
-    overrides: Overrides = None,
+    overrides: Set = None,
     disk: Annotated[
         str | None, typer.Option(help="Directory on the SSD for rows beyond memory, to measure it.", metavar="DIR")
     ] = None,
