@@ -43,6 +43,13 @@ def test_a_plan_needs_rates(run):
     assert "Invalid --rows id_0" in persia("plan", "run.toml", "--rows", "id_0", cwd=run, status=1)
 
 
+def test_modules_are_found_beside_the_configuration(run):
+    (run / "configs").mkdir()
+    (run / "configs" / "beside.py").write_text("")
+    (run / "configs" / "run.toml").write_text(f'imports = ["beside"]\n{RUN}')
+    assert "rates.json cannot be read" in persia("plan", "configs/run.toml", cwd=run, status=1)
+
+
 def test_a_plan_of_saved_rates(run, monkeypatch):
     from persia.cli.plan import run_key
     from persia.cli.run_config import RunConfig

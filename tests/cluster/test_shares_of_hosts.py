@@ -16,7 +16,7 @@ from persia.cluster.ray.roles import Roles
 from persia.errors import ConfigError, DeadlineError, PersiaError
 from persia.memory import Memory
 from persia.modes import Sync
-from persia.ps.sizes import Shares
+from persia.ps.shares import Shares
 from persia.schema import SGD, IdFeature, Schema, Table
 
 

@@ -267,7 +267,7 @@ def test_the_failure_of_a_push_is_told_with_that_of_the_loop():
     cluster.worker.push = mock.Mock(side_effect=KeyError("of the push"))
     passed = embeddings.prefetch(batches(3))
     backward(embeddings, next(passed))
-    until(lambda: embeddings._pipeline.push_failure)
+    until(lambda: embeddings._pass.pipeline.push_failure)
     with pytest.raises(ZeroDivisionError) as failure:
         passed.throw(ZeroDivisionError("of the loop"))
     assert failure.value.__notes__ == ["A push has failed, too (KeyError: 'of the push')."]

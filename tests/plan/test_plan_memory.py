@@ -19,7 +19,7 @@ from persia.plan.rates import (
     WireRate,
     WorkloadRate,
 )
-from persia.ps.sizes import Shares, divide_tables
+from persia.ps.shares import Shares, divide_tables
 from persia.schema import Adagrad, Table
 
 ADAGRAD = Adagrad(0.05)

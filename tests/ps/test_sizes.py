@@ -18,17 +18,9 @@ from persia.modes import Sync
 from persia.nn import EmbeddingCollection
 from persia.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.sizes import (
-    MIN_SHARE,
-    Shares,
-    TableSize,
-    check_free,
-    check_share,
-    declared_sizes,
-    divide,
-    divide_here,
-    text_of_bytes,
-)
+from persia.ps.memory_checks import check_free, check_share
+from persia.ps.shares import Shares, divide, divide_here
+from persia.ps.sizes import MIN_SHARE, TableSize, declared_sizes, text_of_bytes
 from persia.ps.tables import table_config
 from persia.schema import IdFeature, Schema, Table
 from persia.store import MAX_ROWS, ROW_OVERHEAD

@@ -22,7 +22,8 @@ from persia.modes import Hybrid, Sync
 from persia.nn import EmbeddingCollection
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import leftovers
-from persia.ps.sizes import Shares, declared_sizes, divide_tables
+from persia.ps.shares import Shares, divide_tables
+from persia.ps.sizes import declared_sizes
 from persia.ps.space import SpaceWait
 from persia.schema import SGD, IdFeature, Schema, Steps, Table, Zeros
 from persia.services import RowChunk

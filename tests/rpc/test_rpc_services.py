@@ -173,7 +173,7 @@ def test_state_moves_in_pieces_of_bounded_size(how, monkeypatch):
         for _ in range(2):
             ps.lookup({"item": IDS["item"]}, train=True)
         (whole,) = ps.export_state()
-        monkeypatch.setattr("persia.ps.server.CHUNK_BYTES", 4096)
+        monkeypatch.setattr("persia.ps.state_transfer.CHUNK_BYTES", 4096)
         chunks = list(ps.export_state())
         assert len(chunks) > 1
         assert all(sum(piece.values.nbytes for piece in pieces) <= 4096 for pieces in chunks)

@@ -110,7 +110,7 @@ def test_nothing_is_counted_without_publishing():
         embedding_optimizer=persia.optim.Adagrad(lr=0.1),
         options=persia.TrainerOptions(progress=False),
     )
-    assert trainer._publishing.drift is None
+    assert trainer._components.publishing.drift is None
     trainer.fit([batch()])
 
 

@@ -1,7 +1,7 @@
 """Several embedding PSs in this process."""
 
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.sizes import divide_here
+from persia.ps.shares import divide_here
 from persia.services import Connection
 from persia.worker import Worker
 

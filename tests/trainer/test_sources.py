@@ -33,7 +33,7 @@ def test_an_iterator_gives_again_what_is_not_trained():
 def test_an_item_that_is_no_batch_is_refused_after_rewinding_too():
     batch = Batch({}, np.zeros((2, 0), np.float32), np.zeros((2, 1), np.float32))
     state, connection = SimpleNamespace(epoch=0, position=1), SimpleNamespace(loader=None)
-    own = source_of([batch, batch, batch, None], state, connection, None, loaded=False)
+    own = source_of([batch, batch, batch, None], state, connection, None)
     assert own.read(2) is batch
     own.forget(3)
     assert own.read(1) is batch

@@ -15,7 +15,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.errors import StaleBatchError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.nn import transfer
-from persia.nn.pushing import PushCounts
+from persia.nn.outbox import PushCounts
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection, EmbeddingWorker

@@ -8,7 +8,8 @@ from persia.checkpoint.compatibility import check_values, same_rule
 from persia.checkpoint.exporting import export
 from persia.checkpoint.format import Base, Manifest, Part, RemovedPart, RowsPart, StatePart, TableRecord, TensorsPart
 from persia.checkpoint.inspection import Inspection, format_inspection, inspect
-from persia.checkpoint.reader import CheckpointEntry, CheckpointReader, list_checkpoints
+from persia.checkpoint.listing import CheckpointEntry, list_checkpoints
+from persia.checkpoint.reader import CheckpointReader
 from persia.checkpoint.resharding import ReshardOptions, compact, reshard
 from persia.checkpoint.servers import (
     CAPACITY_SCOPE,

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,28 +17,25 @@ from persia.checkpoint.compatibility import differences, features_with_kind
 from persia.checkpoint.format import (
     LATEST,
     MANIFEST,
-    MAX_MANIFEST_BYTES,
     Base,
-    Manifest,
     Part,
     RemovedPart,
     RowsPart,
     StatePart,
     TensorsPart,
-    checksum_text,
-    decode_manifest,
     parse_step,
     step_name,
 )
+from persia.checkpoint.listing import complete_steps, latest_step
 from persia.checkpoint.packing import unpack
+from persia.checkpoint.parts import PartReader
 from persia.checkpoint.storage import Storage
-from persia.checkpoint.tensors import TensorView, decode, header_length, parse_header
-from persia.checkpoint.writer import ROW_ARRAYS
+from persia.checkpoint.tensors import TensorView
 from persia.errors import CheckpointError, PersiaError
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.types.values import from_halves
 
-__all__ = ["CheckpointEntry", "CheckpointReader", "list_checkpoints"]
+__all__ = ["CheckpointReader"]
 
 _log = logging.getLogger("persia.checkpoint")
 
@@ -46,28 +43,6 @@ _P = TypeVar("_P", TensorsPart, StatePart)
 
 READERS = 3
 """Number of parts in memory: those being read and checked, and the one in use."""
-
-
-class CheckpointEntry(NamedTuple):
-    """A complete checkpoint in a directory: its step, its path, and whether LATEST names it."""
-
-    step: int
-    path: str
-    latest: bool
-
-
-def list_checkpoints(url: str | os.PathLike[str]) -> list[CheckpointEntry]:
-    """Lists the complete checkpoints of a directory by step. If LATEST is damaged or missing, none is marked latest.
-
-    Raises:
-        CheckpointError: the directory cannot be listed.
-    """
-    storage = Storage(url)
-    try:
-        latest = _latest(storage)
-    except CheckpointError:
-        latest = None
-    return [CheckpointEntry(s, storage.full(step_name(s)), s == latest) for s in _complete(storage)]
 
 
 class CheckpointReader:
@@ -95,7 +70,8 @@ class CheckpointReader:
         self._prefix = self._resolve(step)
         self.links: list[CheckpointReader] = [self]
         self.path = self._storage.full(self._prefix.rstrip("/"))
-        self.manifest: Manifest[dict[str, Any]] = self._read_manifest()
+        self._part_reader = PartReader(self._storage, self._prefix)
+        self.manifest = self._part_reader.manifest
         try:
             self.schema = msgspec.convert(self.manifest.schema, Schema)
         except (ValueError, TypeError, OverflowError, RecursionError, PersiaError, msgspec.MsgspecError) as error:
@@ -189,7 +165,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: the part is missing or damaged.
         """
-        arrays = self._read_rows(part)
+        arrays = self._part_reader.rows(part)
         arrays["embeddings"] = from_halves(arrays["embeddings"])
         return arrays
 
@@ -227,7 +203,7 @@ class CheckpointReader:
     def _removed(self, table: str) -> Iterator[NDArray[np.uint64]]:
         for part in self.manifest.parts:
             if isinstance(part, RemovedPart) and part.table == table:
-                yield self._read_removed(part)
+                yield self._part_reader.removed(part)
 
     def _follow(self, base: Base | None) -> None:
         """Opens the checkpoints that this one builds on, down to a full one."""
@@ -282,7 +258,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: the name does not exist, the part is missing or damaged, or numpy lacks a dtype.
         """
-        views = self._read(self._find(TensorsPart, name))
+        views = self._part_reader.tensors(self._find(TensorsPart, name))
         return {key: view.torch() if framework == "torch" else view.numpy() for key, view in views.items()}
 
     def state(self, name: str) -> Any:
@@ -292,7 +268,7 @@ class CheckpointReader:
             CheckpointError: the name does not exist, or the part is missing or damaged.
         """
         part = self._find(StatePart, name)
-        return unpack(self._read(part), self._full(part))
+        return unpack(self._part_reader.tensors(part), self._part_reader.full(part))
 
     def views(self, part: TensorsPart | StatePart) -> dict[str, TensorView]:
         """Reads the tensors of a part as bytes, for `CheckpointWriter.copy`.
@@ -300,7 +276,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: the part is missing or damaged.
         """
-        return self._read(part)
+        return self._part_reader.tensors(part)
 
     def describe(self, part: Part) -> list[tuple[str, str, tuple[int, ...], int]]:
         """Returns name, dtype, shape and bytes of each tensor of a part. Reads its header only.
@@ -308,13 +284,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: the part is missing, or its header is invalid.
         """
-        path, full = self._prefix + part.path, self._full(part)
-        if self._storage.size(path) != part.bytes:
-            raise CheckpointError(f"{full} is missing or truncated.", path=full)
-        start = 8 + header_length(self._storage.head(path, 0, 8), full)
-        header = self._storage.head(path, 8, start)
-        entries = parse_header(header, part.bytes - start, full)
-        return [(k, e.dtype, e.shape, e.data_offsets[1] - e.data_offsets[0]) for k, e in entries.items()]
+        return self._part_reader.describe(part)
 
     def verify(self, progress: Callable[[int], object] = lambda _: None) -> int:
         """Reads and checks every part, including those of the checkpoints that this one builds on.
@@ -331,7 +301,7 @@ class CheckpointReader:
         parts = self.all_parts()
         problems: list[str] = []
         with ThreadPoolExecutor(READERS, "persia-checkpoint-read") as pool:
-            found = pool.map(lambda pair: pair[0]._problem(pair[1]), parts)
+            found = pool.map(lambda pair: pair[0]._part_reader.problem(pair[1]), parts)
             for (_, part), problem in zip(parts, found, strict=True):
                 if problem is not None:
                     problems.append(problem)
@@ -349,28 +319,14 @@ class CheckpointReader:
             if isinstance(part, RowsPart | RemovedPart)
         ]
 
-    def _problem(self, part: Part) -> str | None:
-        """Reads a part; returns the error text, or None if the part is intact."""
-        try:
-            match part:
-                case RowsPart():
-                    self._read_rows(part)
-                case RemovedPart():
-                    self._read_removed(part)
-                case _:
-                    self._read(part)
-        except CheckpointError as error:
-            return error.message
-        return None
-
     def _resolve(self, step: int | None) -> str:
         """Returns the path prefix of the step directory, relative to the given directory."""
         if step is None and self._storage.size(MANIFEST) is not None:
             return ""
-        found = _complete(self._storage)
+        found = complete_steps(self._storage)
         have = f"Complete steps are {', '.join(map(str, found[-8:]))}: name one by step=." if found else ""
         if step is None:
-            step = _latest(self._storage)
+            step = latest_step(self._storage)
             if step is None:
                 where = self._storage.full()
                 raise CheckpointError(f"{where} holds no checkpoint: there is no {LATEST}. {have}".strip(), path=where)
@@ -378,14 +334,6 @@ class CheckpointReader:
             path = self._storage.full(step_name(step) if isinstance(step, int) else str(step))
             raise CheckpointError(f"{path} holds no complete checkpoint. {have}".strip(), path=path, step=step)
         return f"{step_name(step)}/"
-
-    def _read_manifest(self) -> Manifest[dict[str, Any]]:
-        path = self._prefix + MANIFEST
-        size = self._storage.size(path)
-        if size is None or size > MAX_MANIFEST_BYTES:
-            full = self._storage.full(path)
-            raise CheckpointError(f"{full} is missing or larger than {MAX_MANIFEST_BYTES} bytes.", path=full)
-        return decode_manifest(self._storage.head(path, 0, size), self._storage.full(path))
 
     def _find(self, kind: type[_P], name: str) -> _P:
         parts = {part.name: part for part in self.manifest.parts if isinstance(part, kind)}
@@ -395,81 +343,9 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path} has no {what} {name!r}; it has {known}.", path=self.path, name=name)
         return parts[name]
 
-    def _full(self, part: Part) -> str:
-        return self._storage.full(self._prefix + part.path)
-
-    def _read(self, part: Part) -> dict[str, TensorView]:
-        """Reads the tensors of a part after checking its length and checksum."""
-        path, full = self._prefix + part.path, self._full(part)
-        size = self._storage.size(path)
-        remedy = "Use another checkpoint, or copy this one again."
-        if size is None:
-            raise CheckpointError(f"{full} is missing. {remedy}", path=full)
-        if size != part.bytes:
-            fault = "truncated" if size < part.bytes else "too long"
-            raise CheckpointError(f"{full} is {fault}: {size} of {part.bytes} bytes. {remedy}", path=full)
-        data, crc = self._storage.load(path, size)
-        if checksum_text(crc) != part.checksum:
-            raise CheckpointError(f"{full} is damaged: its checksum does not match. {remedy}", path=full)
-        return decode(data, full)
-
-    def _read_rows(self, part: RowsPart) -> dict[str, NDArray[Any]]:
-        table = self.manifest.tables[part.table]
-        views = self._read(part)
-        shapes = {"embeddings": (part.rows, table.dim), "state": (part.rows, table.state_width)}
-        if set(views) != set(ROW_ARRAYS):
-            raise CheckpointError(
-                f"{self._full(part)} lacks the arrays of rows, {', '.join(ROW_ARRAYS)}. Use another checkpoint.",
-                path=self._full(part),
-            )
-        arrays: dict[str, NDArray[Any]] = {}
-        for name, (dtype, _) in ROW_ARRAYS.items():
-            bits = views[name].dtype == "BF16"  # numpy has no such dtype
-            array = (views[name]._replace(dtype="U16") if bits else views[name]).numpy()
-            found = "bfloat16" if bits else array.dtype.name
-            wanted = table.dtype if name == "embeddings" else dtype
-            if found != wanted or array.shape != shapes.get(name, (part.rows,)):
-                raise CheckpointError(
-                    f"{self._full(part)}: {name} is {found} {list(array.shape)}, which contradicts the manifest. "
-                    "Use another checkpoint.",
-                    path=self._full(part),
-                )
-            arrays[name] = array
-        return arrays
-
-    def _read_removed(self, part: RemovedPart) -> NDArray[np.uint64]:
-        views = self._read(part)
-        ids: NDArray[Any] = views["ids"].numpy() if set(views) == {"ids"} else np.empty(0)
-        if ids.dtype != np.uint64 or ids.shape != (part.ids,):
-            raise CheckpointError(f"{self._full(part)} does not hold {part.ids} ids.", path=self._full(part))
-        return ids
-
 
 class _Link(CheckpointReader):
     """A checkpoint within a chain. It does not open its own base, as the chain does."""
 
     def _follow(self, base: Base | None) -> None:
         pass
-
-
-def _complete(storage: Storage) -> list[int]:
-    """Returns the steps that have a manifest."""
-    steps = [step for name in storage.names() if (step := parse_step(name)) is not None]
-    return [step for step in steps if storage.size(f"{step_name(step)}/{MANIFEST}") is not None]
-
-
-def _latest(storage: Storage) -> int | None:
-    """Returns the step that LATEST names; None if there is no LATEST."""
-    if storage.size(LATEST) is None:
-        return None
-    content = storage.head(LATEST, 0, 64)
-    name, end = content[:-1], content[-1:]
-    step = parse_step(name.decode("ascii", "replace")) if end == b"\n" else None
-    if step is None:
-        path = storage.full(LATEST)
-        raise CheckpointError(
-            f"{path} is damaged: {content[:32]!r} is not the name of a step. "
-            "Name the step to read by step=; the next checkpoint replaces the file.",
-            path=path,
-        )
-    return step

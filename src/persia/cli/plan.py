@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from persia.cli.configured_run import Set, read_config
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,15 +40,10 @@ SHARED_RUN: dict[str, Any] = {
 }
 """The training that `measure_sharing` runs."""
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override a field of CONFIG. Repeatable.", metavar="KEY=VALUE"),
-]
-
 
 def plan(
     config: Annotated[str, typer.Argument(help="TOML file of the run, as for `persia train`.", metavar="CONFIG")],
-    overrides: Overrides = None,
+    overrides: Set = None,
     rows: Annotated[
         list[str] | None,
         typer.Option(help="Rows that a table will have: `item=1.2e9`. Default: its capacity. Repeatable."),
@@ -83,7 +79,7 @@ def plan(
         if not equals:
             raise ConfigError(f"Invalid --rows {item}; expected TABLE=N.", field="rows")
         wanted[name] = parse_count(count, f"--rows {name}")
-    run = _read(config, overrides)
+    run = read_config(config, overrides)
     measured = load_rates(rates or ["rates.json"])
     rate = None if samples_per_second is None else float(parse_count(samples_per_second, "--samples-per-second"))
     request = request_of(run, measured, wanted)._replace(
@@ -100,7 +96,7 @@ def plan(
 def rates(
     config: Annotated[str, typer.Argument(help="TOML file of the run.", metavar="CONFIG")],
     save: Annotated[str, typer.Option(help="JSON file that the rates are added to.", metavar="FILE")],
-    overrides: Overrides = None,
+    overrides: Set = None,
     disk: Annotated[
         str | None, typer.Option(help="Directory on the SSD for rows beyond memory, to measure it.", metavar="DIR")
     ] = None,
@@ -112,7 +108,7 @@ def rates(
     """
     from persia.plan import save_rates
 
-    run = _read(config, overrides)
+    run = read_config(config, overrides)
     command = shlex.join(["persia", *sys.argv[1:]])
     measured = measure_rates(run, config, command, disk)
     save_rates(save, measured)
@@ -256,16 +252,6 @@ def request_of(run: RunConfig, measured: Rates, rows: dict[str, int]) -> PlanReq
     return PlanRequest(
         tables, [this_host()], measured, workload, topology, depth, threads=threads, memory_rows=declared
     )
-
-
-def _read(config: str, overrides: list[str] | None) -> RunConfig:
-    from persia.cli.imports import Imports, import_modules
-    from persia.cli.run_config import RunConfig
-    from persia.config import convert, load
-
-    tree = load(config, overrides or [])
-    import_modules(convert(tree, Imports, config).imports)
-    return convert(tree, RunConfig, config)
 
 
 def run_key(run: RunConfig) -> str:

@@ -10,7 +10,7 @@ from persia.checks import MAX_THREADS, check_flag, check_integer, plain
 from persia.coordinator import TokenScheduler
 from persia.modes import Mode
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.sizes import divide_here
+from persia.ps.shares import divide_here
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS
 from persia.telemetry.metrics import Health, Readings

@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
@@ -32,21 +31,23 @@ from persia.nn.evaluation import EvaluationReader
 from persia.nn.feature_costs import feature_costs
 from persia.nn.gate import Staleness, StalenessGate
 from persia.nn.options import CollectionOptions, check_gpus
+from persia.nn.outbox import Outbox, PushCounts
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pooling import Embeddings, Expander
 from persia.nn.prepared import PreparedBatch, dummy_batch, loss_scale
-from persia.nn.pushing import Outbox, PushCounts, Pusher, StepPusher, TokenPusher, named, run_now
+from persia.nn.pushing import Pusher, StepPusher, TokenPusher, named
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
-from persia.nn.row_cache import CacheCounts, CachePlan, RowCache
+from persia.nn.row_cache import CacheCounts, RowCache
 from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
-from persia.nn.transfer import Encoded, Ready, Transfer, nothing_to_do, staging_for
+from persia.nn.training_lookup import TrainingLookup
+from persia.nn.training_pass import TrainingPass, finish
+from persia.nn.transfer import Encoded, Transfer, staging_for
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.metrics import Histogram
 from persia.telemetry.run_record import FeatureCost
-from persia.telemetry.tracing import Tracer
 from persia.types import FedBatch, Ids, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
@@ -121,13 +122,12 @@ class EmbeddingCollection(torch.nn.Module):
         """The pushes so far."""
         self._cache = RowCache(schema.resolved_tables(), warns=self.connection.rank == 0)
         self._steps = StepPusher(self.outbox, self.gate, self.options.accumulation_steps)
-        self._pusher: Pusher = self._steps
-        self._pipeline: Pipeline | None = None
+        self._pass: TrainingPass | None = None
+        """The training pass that is under way."""
         self._inline: PreparedBatch | None = None
         """The batch that was called last without `prefetch`."""
         self._push_failure: BaseException | None = None
-        self._compressed = False
-        self.tracer = self.connection.tracer or Tracer()
+        self.tracer = self.outbox.tracer
         """Records what the threads of this process do, while a trace is taken."""
         self.waits = Histogram()
         """Time that the network has waited for batches."""
@@ -224,8 +224,8 @@ class EmbeddingCollection(torch.nn.Module):
                 batch_id=batch.batch_id,
             )
         with self.tracer.span("pool", batch=batch.batch_id or 0):
-            if batch.trains and self._pipeline is not None and torch.is_grad_enabled():
-                self._pipeline.check_others()
+            if batch.trains and self._pass is not None and torch.is_grad_enabled():
+                self._pass.pipeline.check_others()
             if batch.pooled is not None:
                 return batch.pooled.embeddings()
             return self._expander(batch.rows, batch.inverse, batch.offsets)
@@ -238,7 +238,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._raise_push_failure()
         self._steps.check_applied()
         if self._inline is not None:
-            self._finish(self._inline)
+            finish(self._inline, self.outbox, self._steps)
             self._inline = None
         self._steps.flush()
 
@@ -251,10 +251,10 @@ class EmbeddingCollection(torch.nn.Module):
             DeadlineError: they are not applied in time.
             Exception: the failure of a push.
         """
-        if self._pipeline is None:
+        if self._pass is None:
             self.flush()
         else:
-            self._pipeline.await_pushes()
+            self._pass.pipeline.await_pushes()
 
     # --- measurements ----------------------------------------------------------------------------------------
 
@@ -285,8 +285,8 @@ class EmbeddingCollection(torch.nn.Module):
     @property
     def ready(self) -> int:
         """Number of batches that are looked up and wait for the network."""
-        pipeline = self._pipeline
-        return pipeline.ready if pipeline is not None else 0
+        current = self._pass
+        return current.pipeline.ready if current is not None else 0
 
     @property
     def pushed(self) -> PushCounts:
@@ -309,7 +309,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     def set_rows(self, table: str, ids: ArrayLike, values: ArrayLike, *, state: RowState | None = None) -> RowsSet:
         """Inserts or overwrites rows by id; refused in a training pass. Blocks. See `nn.row_access.RowAccess.set`."""
-        if self._pipeline is not None:
+        if self._pass is not None:
             raise PersiaError("Rows cannot be set during a training pass. Leave the `prefetch` loop first.")
         self.flush()
         return self._rows.set(table, ids, values, state)
@@ -329,47 +329,24 @@ class EmbeddingCollection(torch.nn.Module):
         endless: bool,
     ) -> Generator[PreparedBatch, None, None]:
         self._check_process()
-        if self._pipeline is not None:
+        if self._pass is not None:
             raise PersiaError(
                 "A training pass over this EmbeddingCollection is under way. Finish or close its prefetch iterator "
                 "first (`del` it, or leave its loop)."
             )
         self.flush()
-        pusher.open(start)
-        dummy_rows = equal_steps.dummy_rows if equal_steps else 1
-        look_up = functools.partial(self._look_up, dummy_rows=dummy_rows, cache=self._open_cache())
-        stages = Stages(
-            self._register,
-            pusher.may_look_up,
-            functools.partial(pusher.look_up, look_up),
-            pusher.drawn,
-            pusher.close,
-            self._transfer.begin_beside_network,
-        )
-        own_loop = equal_steps is None and pusher.equal_steps
-        counts = batch_counts(self.connection, self.options.timeout) if own_loop else None
-        pipeline = Pipeline(
-            source,
-            stages,
-            self.options.timeout,
-            read_ahead=pusher.read_ahead,
-            counts=counts,
-            pushing=pusher.most_pushes,
-            tracer=self.tracer,
-            endless=endless,
-        )
-        self._pipeline, self._pusher, self.outbox.submit = pipeline, pusher, pipeline.push
+        current = self._pass = self._begin_pass(source, pusher, equal_steps, start, endless)
         batch: PreparedBatch | None = None
         complete = False
         failure: BaseException | None = None
         try:
             while True:
-                batch = self._next(pipeline, equal_steps)
+                batch = current.draw()
                 if batch is None:
                     break
                 if equal_steps is not None or not batch.dummy:
                     yield batch
-                self._finish(batch)
+                finish(batch, self.outbox, pusher)
                 batch = None
             complete = True
         except GeneratorExit:  # The loop was left, by a `break` or an error.
@@ -380,24 +357,13 @@ class EmbeddingCollection(torch.nn.Module):
         finally:
             if sys.is_finalizing():  # At the exit of a program: the threads have ended, and torch is being taken down.
                 raise
-            # Also when the loop is left early: batches with a gradient are applied, others are released.
-            if batch is not None and batch.close():
-                self.outbox.released += 1
-            pusher.end(complete, batch)
-            self._pipeline = None
+            self._pass = None
             try:
-                failed = failure is not None or pipeline.failed
-                pipeline.close(finish=not (failed and pusher.combined))
-                if pipeline.push_failure is None:
-                    pusher.abandon()
+                current.end(batch, complete=complete, failure=failure)
             finally:
                 self._steps.sequence = pusher.sequence
-                self._pusher, self.outbox.submit = self._steps, run_now
-                self.outbox.release_all()
                 if failure is None:
-                    self._push_failure = pipeline.push_failure
-                elif (push_failure := pipeline.push_failure) not in (None, failure):
-                    failure.add_note(f"A push has failed, too ({type(push_failure).__name__}: {push_failure}).")
+                    self._push_failure = current.pipeline.push_failure
                 if missing := self._steps.not_applied:
                     LOG.warning(
                         "The training pass has failed before its pushes of %s had returned. Rows may never get these "
@@ -406,31 +372,40 @@ class EmbeddingCollection(torch.nn.Module):
                     )
         self._raise_push_failure()
 
-    def _next(self, pipeline: Pipeline, equal_steps: EqualSteps | None) -> PreparedBatch | None:
-        """Returns the next batch; after the last one dummy batches while other NN workers have data, then None."""
-        self._pusher.want()
-        try:
-            with self.waits.timed(), self.tracer.span("wait"):
-                batch = pipeline.draw()
-        except StopIteration:
-            if equal_steps is None:
-                return None
-            equal_steps.start(0, has_data=False)
-            if equal_steps.over():
-                return None
-            return dummy_batch(self.schema, equal_steps.dummy_rows, self._staging.device)
-        if equal_steps is not None:
-            equal_steps.start(batch.weight, has_data=True)
-        batch.began = time.monotonic()
-        return batch
-
-    def _register(self, batch: Batch | FedBatch) -> FedBatch:
-        """Registers a batch, unless a data loader has."""
-        if isinstance(batch, Batch):
-            batch.validate(self.schema)
-            batch = FedBatch(self._worker.register(batch.id_features), batch.dense, batch.labels, batch.day)
-        self.outbox.registered.add(batch.batch_id)
-        return batch
+    def _begin_pass(
+        self,
+        source: Iterator[Batch | FedBatch],
+        pusher: Pusher,
+        equal_steps: EqualSteps | None,
+        start: int,
+        endless: bool,
+    ) -> TrainingPass:
+        """Starts the threads of a training pass."""
+        pusher.open(start)
+        dummy = functools.partial(
+            dummy_batch, self.schema, equal_steps.dummy_rows if equal_steps else 1, self._staging.device
+        )
+        lookup = self._lookup(dummy, self._open_cache())
+        stages = Stages(
+            lookup.register,
+            pusher.may_look_up,
+            functools.partial(pusher.look_up, lookup.look_up),
+            pusher.drawn,
+            pusher.close,
+            self._transfer.begin_beside_network,
+        )
+        own_loop = equal_steps is None and pusher.equal_steps
+        pipeline = Pipeline(
+            source,
+            stages,
+            self.options.timeout,
+            read_ahead=pusher.read_ahead,
+            counts=batch_counts(self.connection, self.options.timeout) if own_loop else None,
+            pushing=pusher.most_pushes,
+            tracer=self.tracer,
+            endless=endless,
+        )
+        return TrainingPass(pipeline, pusher, self.outbox, self.waits, equal_steps, dummy)
 
     def _open_cache(self) -> RowCache | None:
         """Returns the cache for a pass, without copies; None if there is none, or no copy could serve a batch."""
@@ -438,43 +413,31 @@ class EmbeddingCollection(torch.nn.Module):
         self.gate.reserves = self._cache.open(self.mode, self._staging.free_bytes, recording=recording)
         return self._cache if self.gate.reserves else None
 
-    def _look_up(self, batch: FedBatch, dummy_rows: int, cache: RowCache | None = None) -> tuple[PreparedBatch, Ready]:
-        """Looks up the rows of a batch; returns a dummy batch if it was lost with its embedding worker."""
-        plan: CachePlan | None = None
-        try:
-            with self.tracer.span("lookup", batch=batch.batch_id):
-                if cache is None:
-                    found = (self.outbox.observer or self._worker).lookup(batch.batch_id)
-                else:
-                    plan = cache.plan(self._worker.distinct_ids(batch.batch_id), self.gate.last_lookup)
-                    found = self._worker.lookup_part(batch.batch_id, plan.wanted)
-        except StaleBatchError:
-            self._cache.clear()
-            self.outbox.lost(batch)
-            return dummy_batch(self.schema, dummy_rows, self._staging.device), nothing_to_do
-        self._compressed = found.scales is not None
-        with self.tracer.span("transfer", batch=batch.batch_id):
-            prepared, ready = self._transfer.rows(batch, found, plan)
-        if plan is not None:
-            self.gate.aged(plan.oldest)
-        if self._expander.on_host:
-            prepared.pooled = self._expander.ahead(prepared.rows, prepared.inverse, prepared.offsets)
-            if prepared.pooled.fits(self.ready):
-                with self.tracer.span("pool", batch=batch.batch_id):
-                    prepared.pooled.pool()
-        prepared.await_gradient(batch.batch_id, self._end_of_backward)
-        return prepared, ready
+    def _lookup(self, dummy: Callable[[], PreparedBatch], cache: RowCache | None) -> TrainingLookup:
+        return TrainingLookup(
+            self.schema,
+            self.outbox,
+            self._transfer,
+            self._expander,
+            self.gate,
+            dummy=dummy,
+            cache=cache,
+            ready=lambda: self.ready,
+            end_of_backward=self._end_of_backward,
+        )
 
-    def _end_of_backward(self, batch: PreparedBatch) -> None:
+    def _end_of_backward(self, batch: PreparedBatch, *, compressed: bool) -> None:
         scale = loss_scale(self.grad_scaler, self._staging.device)
+        current = self._pass
         # Sums take less memory than the gradients of features.
-        waiting = self._pipeline.unpushed if self._pipeline is not None else 0
+        waiting = current.pipeline.unpushed if current is not None else 0
         crowded = batch.pooled is not None and not batch.pooled.fits(waiting)
         sum_now = self.options.accumulation_steps > 1 or crowded
-        gradients = self._transfer.gradients_of(batch, scale, self._compressed, sum_now=sum_now)
+        gradients = self._transfer.gradients_of(batch, scale, compressed, sum_now=sum_now)
         if self.step_timings is not None:
             gradients = self._timed(self.step_timings, batch, gradients)
-        self._pusher.computed((batch, gradients))
+        pusher = current.pusher if current is not None else self._steps
+        pusher.computed((batch, gradients))
 
     def _timed(
         self, timings: StepTimings, batch: PreparedBatch, gradients: Callable[[], Encoded]
@@ -491,14 +454,6 @@ class EmbeddingCollection(torch.nn.Module):
 
         return wait
 
-    def _finish(self, batch: PreparedBatch) -> None:
-        """Ends a drawn batch; one without a gradient still counts."""
-        if batch.close():
-            self.outbox.release(batch)
-        elif not batch.dummy:
-            return  # Its gradient is on the way.
-        self._pusher.skipped(batch)
-
     # --- without a pipeline -----------------------------------------------------------------------------------
 
     def _prepare_now(self, batch: Batch) -> PreparedBatch:
@@ -506,17 +461,18 @@ class EmbeddingCollection(torch.nn.Module):
         if self.training and torch.is_grad_enabled():
             if self.mode.dense() is Dense.SERVER:
                 raise self._needs_trainer()
-            if self._pipeline is not None:
+            if self._pass is not None:
                 raise PersiaError(
                     "This EmbeddingCollection is in a `prefetch` loop; call it with the batches that the loop "
                     "yields, or switch to `.eval()` to read other ones."
                 )
             self._steps.check_applied()
-            prepared, ready = self._look_up(self._register(batch), dummy_rows=1)
+            lookup = self._lookup(functools.partial(dummy_batch, self.schema, 1, self._staging.device), cache=None)
+            prepared, ready = lookup.look_up(lookup.register(batch))
             if prepared.dummy:
                 raise StaleBatchError("The batch was lost between its registration and its lookup; call again.")
             if self._inline is not None:
-                self._finish(self._inline)
+                finish(self._inline, self.outbox, self._steps)
             self._inline = prepared
         else:
             prepared, ready = self._reading.now(batch)

@@ -1,8 +1,8 @@
 """APMSqueeze: Adam until v has stabilised, then momentum SGD preconditioned by v, which sends one bit per parameter.
 
 "APMSqueeze: A Communication Efficient Adam-Preconditioned Momentum SGD Algorithm", arXiv 2008.11343, Algorithm 1.
-Lines 6, 7, 9, 10 and 11 are methods of :class:`persia.optim.buckets.Bucket`; `_squeeze` below has them in order.
-:mod:`persia.optim.apmsqueeze_reference` is the readable twin.
+Lines 6, 7, 9, 10 and 11 are methods of :class:`persia.optim.buckets.Bucket`; :mod:`persia.optim.updates` has them in
+order. :mod:`persia.optim.apmsqueeze_reference` is the readable twin.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -21,12 +21,13 @@ from persia.batching.native import ThreadPool
 from persia.checks import check_kind
 from persia.errors import ConfigError
 from persia.optim import averaged, optimizer_state
+from persia.optim.agreement import Agreement, agree
 from persia.optim.buckets import Rule
 from persia.optim.checks import check_group, refuse_ddp, same_everywhere, same_parameters
 from persia.optim.cohort import Cohort, Phase
 from persia.optim.exchange import Exchange
-from persia.optim.native import squares, sum_of_squares
 from persia.optim.options import APMSqueezeOptions
+from persia.optim.updates import update_at_full_precision, update_compressed
 
 __all__ = ["APMSqueeze"]
 
@@ -34,24 +35,6 @@ _log = logging.getLogger("persia.optim")
 
 SKIPS = 20
 """Number of consecutive skipped steps that is too high for a search for a loss scale, which halves from 65,536."""
-
-
-class _Agreed(NamedTuple):
-    """Facts about a step that all workers agree on.
-
-    Attributes:
-        finite: whether all gradients of all workers are finite.
-        norm: root mean square of the norms of the workers' gradients, unscaled.
-        ready: by cohort, whether all would end the warm-up.
-        active: by parameter, whether any worker has a gradient for it.
-        squares: by parameter, mean of the squared norms of the workers' gradients, unscaled; empty unless tracked.
-    """
-
-    finite: bool
-    norm: float
-    ready: list[bool]
-    active: list[bool]
-    squares: list[float]
 
 
 class APMSqueeze(torch.optim.Optimizer):
@@ -148,24 +131,36 @@ class APMSqueeze(torch.optim.Optimizer):
         exchange = self._connected()
         before = exchange.sent
         gradients = [self._gradient(p) for p in self._parameters()]
-        agreed = self._agree(gradients, scale := self._unscaling())
+        scale = self._unscaling()
+        agreed = agree(
+            gradients,
+            self._cohorts,
+            exchange,
+            self._pool,
+            scale=scale,
+            overflow=bool(getattr(self, "found_inf", 0.0)),
+            track_scale=self.options.track_scale,
+            what=f"begin of step {self._steps + 1}",
+        )
         if not agreed.finite:
             self._skip()
             return loss
         self._skipped_in_a_row = 0
         self._enrol(agreed)
-        clip, clipped = self.options.clip_norm, 1.0
-        if clip is not None and self.phase == "compressed":
+        clip, clipped, warm_up = self.options.clip_norm, 1.0, self.phase == "warmup"
+        if clip is not None and not warm_up:
             clipped = min(1.0, clip / (agreed.norm + 1e-6))
         work = [(c, self._rules(c, gradients, agreed.active, scale * clipped)) for c in self._cohorts]
         full = [(c, c.full_rules(r)) for c, r in work if c.full]
         compressed = [(c, r) for c, r in work if not c.full]
-        clipped *= self._average(full)
+        rates = [float(group["lr"]) for group in self.param_groups]
+        clipped *= update_at_full_precision(full, exchange, rates, clip if warm_up else None, self._pool)
         if self.options.track_scale:
             mean = {id(p): s * clipped**2 for p, s in zip(self._parameters(), agreed.squares, strict=True)}
             for cohort, rules in work:
                 cohort.track(rules, mean)
-        self._squeeze([(c, c.scaled(r)) for c, r in compressed])
+        momentum = self.options.communicate == "momentum"
+        update_compressed([(c, c.scaled(r)) for c, r in compressed], exchange, momentum, self._steps)
         self._steps += 1
         self._last_sent = exchange.sent - before
         self._last_full = 8 * (exchange.size - 1) * sum(c.flat.size for c in self._cohorts) // exchange.size
@@ -188,54 +183,14 @@ class APMSqueeze(torch.optim.Optimizer):
                 longer,
             )
 
-    def _average(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> float:
-        """Runs line 2: Adam with the average of the gradients, float32. Returns the factor by which it was clipped."""
-        exchange = self._connected()
-        work = [(bucket, rules, cohort.scratch(bucket)) for cohort, rules in cohorts for bucket in cohort.buckets]
-        waits = [
-            exchange.start_sum(bucket.collect(rules, gradients), f"gradients of bucket {i}")
-            for i, (bucket, rules, gradients) in enumerate(work)
-        ]
-        for wait in waits:
-            wait()
-        factor, clipped = 1.0 / exchange.size, 1.0
-        if self.options.clip_norm is not None and self.phase == "warmup" and work:
-            total = sum_of_squares([gradients for _, _, gradients in work], self._pool)
-            # Workers may round a norm differently, but its average is the same for all.
-            norm = float(exchange.sum(torch.tensor([total**0.5], dtype=torch.float64), "norm")) * factor**2
-            clipped = min(1.0, self.options.clip_norm / (norm + 1e-6))
-            factor *= clipped
-        for bucket, rules, gradients in work:
-            bucket.adam(rules, gradients, factor)
-        for cohort, rules in cohorts:
-            cohort.end_full([rule.bias2 for rule in rules], [float(group["lr"]) for group in self.param_groups])
-        return clipped
-
-    def _squeeze(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> None:
-        """Runs lines 6 to 11. Sends one bucket while packing the next one."""
-        exchange, momentum = self._connected(), self.options.communicate == "momentum"
-        work = [(bucket, rules) for cohort, rules in cohorts for bucket in cohort.buckets]
-        scattered, gathered = [], []
-        for i, (bucket, rules) in enumerate(work):
-            bucket.compress(rules, momentum, self._key(i, 0))
-            scattered.append(exchange.start_all_to_all(bucket.sent, bucket.received, f"chunks of bucket {i}"))
-        for i, (bucket, _) in enumerate(work):
-            scattered[i]()
-            bucket.average(self._key(i, 1))
-            gathered.append(exchange.start_all_gather(bucket.averaged, bucket.gathered, f"averages of bucket {i}"))
-        for i, (bucket, rules) in enumerate(work):
-            gathered[i]()
-            bucket.apply(rules, momentum)
-
-    def _key(self, bucket: int, stage: int) -> int:
-        """Returns a random key per step, worker, bucket and stage; `Bucket.compress` adds the chunk."""
-        exchange = self._connected()
-        return (((self._steps * exchange.size + exchange.rank) * 65536 + bucket) * 2 + stage) * 65536
-
     # --- parts of a step --------------------------------------------------------------------------------------
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
+
+    def _groups(self) -> dict[int, dict[str, Any]]:
+        """Returns the parameter group of each parameter, by id of the parameter."""
+        return {id(p): group for group in self.param_groups for p in group["params"]}
 
     @staticmethod
     def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -252,44 +207,19 @@ class APMSqueeze(torch.optim.Optimizer):
         if self._scaler is None and self._connected().size > 1:
             raise ConfigError(
                 "Gradients come from a GradScaler that APMSqueeze does not know; the workers' scales would drift "
-                "apart. Call "
-                "optimizer.attach_scaler(scaler) once.",
+                "apart. Call optimizer.attach_scaler(scaler) once.",
                 field="scaler",
             )
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else 1.0 / float(scale)
 
-    def _agree(self, gradients: Sequence[torch.Tensor | None], scale: float) -> _Agreed:
-        """Computes by one small sum all facts that workers must agree on before a buffer changes."""
-        exchange = self._connected()
-        each = [square * scale**2 for square in squares([g for g in gradients if g is not None], self._pool)]
-        total_square = sum(each)
-        bad = not math.isfinite(total_square) or bool(getattr(self, "found_inf", 0.0))
-        numbers = [float(bad), 0.0 if bad else total_square]
-        numbers += [float(cohort.ready()) for cohort in self._cohorts]
-        numbers += [float(g is not None) for g in gradients]
-        if self.options.track_scale:
-            found = iter(each)
-            numbers += [0.0 if g is None or bad else next(found) for g in gradients]
-        total = exchange.sum(torch.tensor(numbers, dtype=torch.float64), f"begin of step {self._steps + 1}").tolist()
-        count = 2 + len(self._cohorts)
-        last = count + len(gradients)
-        return _Agreed(
-            finite=total[0] == 0.0,
-            norm=(total[1] / exchange.size) ** 0.5,
-            ready=[number == exchange.size for number in total[2:count]],
-            active=[number > 0.0 for number in total[count:last]],
-            squares=[number / exchange.size for number in total[last:]],
-        )
-
-    def _enrol(self, agreed: _Agreed) -> None:
+    def _enrol(self, agreed: Agreement) -> None:
         """Freezes cohorts whose warm-up is over; makes a cohort of parameters with their first gradient."""
-        beta2 = {id(p): group["betas"][1] for group in self.param_groups for p in group["params"]}
+        groups = self._groups()
         for cohort, ready in zip(self._cohorts, agreed.ready, strict=True):
             if ready:
-                cohort.freeze(
-                    [1.0 - beta2[id(p)] ** n for p, n in zip(cohort.flat.parameters, cohort.updates, strict=True)]
-                )
+                decays = [groups[id(p)]["betas"][1] for p in cohort.flat.parameters]
+                cohort.freeze([1.0 - beta2**n for beta2, n in zip(decays, cohort.updates, strict=True)])
         known = {id(p) for cohort in self._cohorts for p in cohort.flat.parameters}
         new = [p for p, active in zip(self._parameters(), agreed.active, strict=True) if active and id(p) not in known]
         if new:
@@ -297,8 +227,9 @@ class APMSqueeze(torch.optim.Optimizer):
 
     def _new_cohort(self, parameters: Sequence[torch.nn.Parameter]) -> Cohort:
         assert self._exchange is not None
-        beta2 = {id(p): group["betas"][1] for group in self.param_groups for p in group["params"]}
-        return Cohort(parameters, max(beta2[id(p)] for p in parameters), self.options, self._exchange, self._pool)
+        groups = self._groups()
+        beta2 = max(groups[id(p)]["betas"][1] for p in parameters)
+        return Cohort(parameters, beta2, self.options, self._exchange, self._pool)
 
     def _rules(
         self, cohort: Cohort, gradients: Sequence[torch.Tensor | None], active: Sequence[bool], scale: float
@@ -306,7 +237,7 @@ class APMSqueeze(torch.optim.Optimizer):
         """Makes the rules of this step by parameter of the cohort, and counts the step."""
         cohort.steps += 1
         index = {id(p): i for i, p in enumerate(self._parameters())}
-        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        groups = self._groups()
         rules = []
         for number, parameter in enumerate(cohort.flat.parameters):
             group, i = groups[id(parameter)], index[id(parameter)]
@@ -379,10 +310,10 @@ class APMSqueeze(torch.optim.Optimizer):
     def _flush(self) -> None:
         """Adds the compression errors to the momentum."""
         exchange = self._connected()
-        beta1 = {id(p): group["betas"][0] for group in self.param_groups for p in group["params"]}
+        groups = self._groups()
         for cohort in self._cohorts:
-            betas = [beta1[id(p)] for p in cohort.flat.parameters]
-            averaged.flush(cohort, betas, self.options.communicate == "momentum", exchange)
+            beta1 = [groups[id(p)]["betas"][0] for p in cohort.flat.parameters]
+            averaged.flush(cohort, beta1, self.options.communicate == "momentum", exchange)
 
     # --- state ------------------------------------------------------------------------------------------------
 

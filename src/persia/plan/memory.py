@@ -12,7 +12,8 @@ from persia.errors import ConfigError
 from persia.memory import Memory
 from persia.plan.hosts import HostKind
 from persia.plan.tables import PlannedTable, TableBytes, bytes_of
-from persia.ps.sizes import MEMORY_SHARE, declared_sizes, divide_tables, needed_bytes, takes_what_it_finds
+from persia.ps.shares import MEMORY_SHARE, divide_tables
+from persia.ps.sizes import declared_sizes, needed_bytes, takes_what_it_finds
 from persia.schema import SGD, Table
 
 __all__ = ["PlacedTables", "hosts_for", "place_tables", "whole_bytes"]

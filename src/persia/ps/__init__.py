@@ -1,5 +1,6 @@
 """The embedding parameter server role."""
 
-from persia.ps.server import EmbeddingServer, ServerOptions
+from persia.ps.options import ServerOptions
+from persia.ps.server import EmbeddingServer
 
 __all__ = ["EmbeddingServer", "ServerOptions"]

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from persia import batching
 from persia.errors import StoreError
-from persia.memory import host_memory
 from persia.modes import Dense, Mode, RowLimit, decode, encode
 from persia.ps.ages import RowAges
+from persia.ps.opening import open_tables
+from persia.ps.options import ServerOptions
 from persia.ps.publishing import RowPublishing
-from persia.ps.regions import Regions, taken_space
-from persia.ps.row_access import RowSetter, chunk_rows, row_chunk
-from persia.ps.sizes import Shares, check_free, check_share, divide_tables, table_sizes
+from persia.ps.regions import Regions
+from persia.ps.row_access import RowSetter, chunk_rows
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.space import SpaceWait
-from persia.ps.spill import SpillPlaces, warn_of_disks
-from persia.ps.tables import learning_rate, table_config
+from persia.ps.state_transfer import export_rows, export_state, import_state
+from persia.ps.table_numbers import TableNumbers
+from persia.ps.tables import learning_rate
 from persia.pushes.accumulator import GradientAccumulator, average_step
 from persia.pushes.journal import JournaledServer
 from persia.pushes.sequencer import PushSequencer
 from persia.pushes.step_barrier import ArrivedPush, StepBarrier, completes_step
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import RowChunk, SnapshotInfo, StatePiece
-from persia.store import EmbeddingStore, NativeStore
 from persia.telemetry.metrics import Readings, figures
 from persia.types import (
     MERGED,
@@ -39,7 +38,6 @@ from persia.types import (
     Gradients,
     Ids,
     Packed,
-    PackedGradients,
     PublishOrder,
     PublishStatus,
     PushHeader,
@@ -51,37 +49,8 @@ from persia.types import (
     sum_counts,
 )
 
-__all__ = ["EmbeddingServer", "ServerOptions"]
+__all__ = ["EmbeddingServer"]
 
-
-class ServerOptions(msgspec.Struct, frozen=True):
-    """Options of an embedding PS.
-
-    Args:
-        nn_workers: number of NN workers that push.
-        timeout: seconds that a push waits for those of the other NN workers, and any call for space for rows.
-        regions: directory of this PS alone for rows that outlive its process, such as "/dev/shm/persia-example/ps-0";
-            None keeps rows in the memory of the process. Rows on disk outlive it with the regions, not without.
-        neighbours: number of PSs of the same tables, this one included, that share the memory of this host.
-        capacities: rows that this PS keeps of each table with a declared capacity, by name; see `persia.ps.sizes`. None
-            if it is the only PS, which keeps all.
-        store: makes the store, given the threads of the PS.
-        overcommit: accept tables whose capacity exceeds the memory of this host, with a warning.
-        memory_rows: likewise, rows in memory of each table with `spill`.
-    """
-
-    nn_workers: int = 1
-    timeout: float = 600.0
-    regions: str | None = None
-    neighbours: int = 1
-    capacities: Mapping[str, int] | None = None
-    store: Callable[[batching.ThreadPool], EmbeddingStore] = NativeStore
-    overcommit: bool = False
-    memory_rows: Mapping[str, int] | None = None
-
-
-CHUNK_BYTES = 64 << 20
-"""Approximate size of an exported chunk. It bounds the memory of a checkpoint, and how long a shard is locked."""
 
 DISK_COUNTS = {
     "rows": "disk_rows",
@@ -92,9 +61,6 @@ DISK_COUNTS = {
     "compacted": "compacted",
 }
 """Names of metrics by those of `EmbeddingStore.tier_counts`."""
-
-MOST_PIECES = 1000
-"""Maximum number of pieces of state in one list: the size of a message is limited."""
 
 
 class EmbeddingServer(JournaledServer):
@@ -135,54 +101,16 @@ class EmbeddingServer(JournaledServer):
         }
         self._regions = Regions(self._options.regions) if self._options.regions is not None else None
         self._space = SpaceWait(self._options.timeout)
-        self._create_tables(self._shares(optimizer), optimizer, seed)
-        self._index = {name: number for number, name in enumerate(self._tables)}
+        open_tables(self._store, self._tables, optimizer, seed, self._options, self._regions)
+        self._numbers = TableNumbers(self._store, self._tables)
+        self._index = self._numbers.by_name
         ttls = {self._index[name]: table.ttl for name, table in self._tables.items() if table.ttl is not None}
         self._ages = RowAges(self._store, ttls)
-        self._last_places: tuple[Sequence[str], list[int], list[int], list[int]] = ([], [], [], [])
         self._snapshots = StoreSnapshots(self._store, self._index)
         self._publishing = RowPublishing(self._store, self._index)
         self._setter = RowSetter(self._store, self._space)
         kept = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(kept) if kept else mode)
-
-    def _shares(self, optimizer: EmbeddingOptimizer) -> Shares:
-        """Returns the rows of each table that this PS keeps, and checks that there is memory for them."""
-        place = self._options.regions
-        spills = any(table.spill is not None for table in self._tables.values())
-        if place is None and not spills and all(table.capacity is None for table in self._tables.values()):
-            return Shares({}, {})
-        memory = host_memory(place).shared(self._options.neighbours, taken_space(place) if place else 0)
-        attaches = self._regions is not None and self._regions.complete
-        if self._options.capacities is None:
-            shares = divide_tables(self._tables, optimizer, [memory], attaches or self._options.overcommit)[0]
-        else:
-            shares = Shares(dict(self._options.capacities), dict(self._options.memory_rows or {}))
-        if not attaches:
-            sizes = table_sizes(self._tables, optimizer, shares)
-            if not self._options.overcommit:
-                check_share(sizes, memory)
-            check_free(sizes, memory, place)
-        return shares
-
-    def _create_tables(self, shares: Shares, optimizer: EmbeddingOptimizer, seed: int) -> None:
-        """Creates the tables, or attaches to those in the regions."""
-        configs = {
-            name: table_config(table, seed, shares.capacities.get(name), shares.memory_rows.get(name, 0))
-            for name, table in self._tables.items()
-        }
-        roots = {name: table.spill for name, table in self._tables.items() if table.spill is not None}
-        places = SpillPlaces(roots, self._regions.directory if self._regions is not None else None)
-        attached = False
-        if self._regions is not None:
-            attached = self._regions.create_tables(self._store, list(configs.values()), roots)
-        else:
-            places.create()
-            for number, (name, config) in enumerate(configs.items()):
-                self._store.create_table(config, spill=places.path(number, name))
-        if roots and not attached:
-            sizes = table_sizes(self._tables, optimizer, shares)
-            warn_of_disks(places, sizes, configs, self._options.neighbours)
 
     def _adopt(self, mode: Mode, before: tuple[int, int] | None = None) -> None:
         """Starts a mode, or continues in the one of the process before.
@@ -231,7 +159,7 @@ class EmbeddingServer(JournaledServer):
                 ids = Packed.of(ids, np.uint64)
             except ValueError as error:
                 raise StoreError(f"lookup: {error}; ids are uint64 [n].") from error
-        numbers, _, words = self._places(ids.names)
+        numbers, _, words = self._numbers.places(ids.names)
         rows = self._scratch.floats(sum(map(operator.mul, ids.counts, words)))
         self._space.retry(lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train), "lookup")
         return Packed(ids.names, ids.counts, rows, words)
@@ -249,7 +177,7 @@ class EmbeddingServer(JournaledServer):
 
     def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
         """Applies gradients, each once; see `persia.services.EmbeddingPS`."""
-        packed = self._packed(gradients)
+        packed = self._numbers.packed(gradients)
         if header.slot >= 0:
             return self._push_token(header, packed)
         if not self._barrier_per_rank:
@@ -345,8 +273,8 @@ class EmbeddingServer(JournaledServer):
     def _update(
         self, client: int, sequence: int, gradients: Mapping[str, Gradients], step: int
     ) -> dict[str, UpdateCounts]:
-        ids, rows = (packed := self._packed(gradients)).ids, packed.rows
-        numbers, _, _ = self._places(ids.names)
+        ids, rows = (packed := self._numbers.packed(gradients)).ids, packed.rows
+        numbers, _, _ = self._numbers.places(ids.names)
         rates = [learning_rate(self._tables[name], step) for name in ids.names]
 
         def update() -> list[UpdateCounts]:  # A tracked push continues where it was when the disk was full.
@@ -390,27 +318,25 @@ class EmbeddingServer(JournaledServer):
 
     def contains(self, ids: Packed[np.uint64]) -> Packed[np.bool_]:
         """Returns by table whether each id has a row."""
-        return Packed.of({name: self._store.contains(self._number(name), mine) for name, mine in ids.items()}, np.bool_)
+        return Packed.of(
+            {name: self._store.contains(self._numbers.number(name), mine) for name, mine in ids.items()}, np.bool_
+        )
 
     def read_rows(self, table: str, ids: Ids, state: bool) -> StoredRows:
         """Returns rows of ids, and changes nothing; see `persia.services.EmbeddingPS`."""
-        found, rows = self._store.peek(self._number(table), ids)
+        found, rows = self._store.peek(self._numbers.number(table), ids)
         kept = RowState(rows.state, rows.update_count, rows.last_step) if state else None
         return StoredRows(ids, found, rows.embeddings, kept)
 
     def set_rows(self, call: int, table: str, ids: Ids, values: Floats, state: RowState | None) -> RowsSet:
         """Inserts or overwrites rows, once per call; see `persia.services.EmbeddingPS`."""
-        return self._setter.set(call, self._number(table), ids, values, state)
+        return self._setter.set(call, self._numbers.number(table), ids, values, state)
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     def export_rows(self) -> Iterator[RowChunk]:
         """Yields all rows, in chunks of about 64 MiB; each row is of one moment."""
-        for index in self._index.values():
-            config = self._store.config(index)
-            most = max(1, CHUNK_BYTES // (24 + 4 * (config.dim + config.state_width)))
-            for shard, rows in self._store.iterate_rows(index, max_rows=most):
-                yield row_chunk(config, shard, rows)
+        return export_rows(self._store, self._index.values())
 
     def begin_snapshot(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
         """Begins a store snapshot; see `persia.services.EmbeddingPS`."""
@@ -442,7 +368,7 @@ class EmbeddingServer(JournaledServer):
 
     def import_rows(self, chunk: RowChunk) -> None:
         """Imports rows; rows of the same ids are replaced. See `persia.services.EmbeddingPS`."""
-        index = self._number(chunk.table)
+        index = self._numbers.number(chunk.table)
         config = self._store.config(index)
         rows = chunk_rows(config, chunk)
         self._publishing.go_back()
@@ -453,16 +379,7 @@ class EmbeddingServer(JournaledServer):
 
         The pushes that were applied are left out: a resumed run has new clients.
         """
-        pieces: list[StatePiece] = []
-        nbytes = 0
-        for piece in self._pieces():
-            if pieces and (nbytes + piece.values.nbytes > CHUNK_BYTES or len(pieces) >= MOST_PIECES):
-                yield pieces
-                pieces, nbytes = [], 0
-            pieces.append(piece)
-            nbytes += piece.values.nbytes
-        if pieces:
-            yield pieces
+        return export_state(self._store, self._index)
 
     def import_state(self, pieces: Sequence[StatePiece]) -> None:
         """Imports state after the rows, into a quiescent PS.
@@ -472,69 +389,5 @@ class EmbeddingServer(JournaledServer):
                 admission. Pieces of other shards may have been imported.
         """
         self._publishing.go_back()
-        for (name, shard), group in itertools.groupby(pieces, key=lambda piece: (piece.table, piece.shard)):
-            index = self._number(name)
-            if not 0 <= shard < self._store.config(index).resolved_shards:
-                raise StoreError(f"Table {name!r} has no shard {shard}; use the same shards.", table=name)
-            state = self._store.export_state(index, shard)
-            for piece in group:
-                array = state.get(piece.array) if piece.array != "clients" else None
-                end = piece.start + len(piece.values)
-                if array is None or piece.start < 0 or end > len(array) or piece.values.dtype != array.dtype:
-                    raise StoreError(
-                        f"Table {name!r}: {piece.array!r} of shard {shard} has no {piece.values.dtype} values from "
-                        f"{piece.start} to {end}; use the same capacity, shards and admission.",
-                        table=name,
-                    )
-                array[piece.start : end] = piece.values
-            self._store.import_state(index, shard, state)
+        import_state(self._store, self._numbers, pieces)
         self._ages.renumber()
-
-    def _pieces(self) -> Iterator[StatePiece]:
-        for name, index in self._index.items():
-            for shard in range(self._store.config(index).resolved_shards):
-                for array, values in self._store.export_state(index, shard).items():
-                    if array == "clients" or (array == "ages" and not self._store.config(index).ttl):
-                        continue
-                    most = CHUNK_BYTES // values.itemsize
-                    for start in range(0, len(values), most):
-                        yield StatePiece(name, shard, array, start, values[start : start + most])
-
-    def _packed(self, gradients: Mapping[str, Gradients]) -> PackedGradients:
-        """Returns the gradients in two buffers, checked: what a step holds must not fail other NN workers later."""
-        if not isinstance(gradients, PackedGradients):
-            try:
-                gradients = PackedGradients.of(gradients)
-            except ValueError as error:
-                raise StoreError(f"Gradients: {error}; ids are uint64 [n], values float32 [n, dim].") from error
-        ids, rows = gradients.ids, gradients.rows
-        _, dims, _ = self._places(ids.names)
-        if rows.names != ids.names or rows.counts != ids.counts or (dims and rows.widths != dims) or ids.widths:
-            raise StoreError(
-                "Gradients must be ids uint64 [n] and values float32 [n, dim] for the same tables; got "
-                f"{ids!r}, and {rows!r} with columns {rows.widths}, where the tables have {dims}."
-            )
-        return gradients
-
-    def _places(self, names: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
-        """Returns numbers of tables, dims, and words of a row.
-
-        The last ones are kept, as nearly all calls are for the same tables.
-        """
-        known, numbers, dims, words = self._last_places
-        if known != names:
-            numbers = [self._number(name) for name in names]
-            dims = [self._tables[name].dim for name in names]
-            words = [self._store.config(number).row_words for number in numbers]
-            self._last_places = list(names), numbers, dims, words
-        return numbers, dims, words
-
-    def _number(self, table: str) -> int:
-        index = self._index.get(table)
-        if index is None:
-            raise StoreError(
-                f"There is no table {table!r}; this server has {', '.join(self._index)}. "
-                "Train and serve with the same schema.",
-                table=table,
-            )
-        return index

@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 from persia.errors import StoreError
-from persia.ps.sizes import TableSize, fits_disk
+from persia.ps.memory_checks import fits_disk
+from persia.ps.sizes import TableSize
 from persia.store import TableConfig
 
 __all__ = ["SpillPlaces", "cold_files", "free_bytes", "spill_places", "warn_of_disks"]

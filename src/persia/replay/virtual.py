@@ -22,7 +22,7 @@ from persia.modes import Hybrid
 from persia.nn.output import logits_of, loss_of
 from persia.nn.pooling import Expander
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.sizes import divide_here
+from persia.ps.shares import divide_here
 from persia.replay import (
     ReplayDense,
     ReplayRows,

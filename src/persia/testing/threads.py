@@ -14,7 +14,7 @@ from persia.dense import DenseServer
 from persia.errors import ConfigError
 from persia.modes import Mode
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.sizes import divide_here
+from persia.ps.shares import divide_here
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import (
     Connection,

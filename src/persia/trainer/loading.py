@@ -138,6 +138,7 @@ def load(
         _import_rows(connection.servers, reader, list(connection.servers[0].tables()), state=True)
     network.model.load_state_dict(tensors)
     state.load_state_dict(training, trains_in_other_processes=options.trains_in_other_processes)
+    state.loaded = True
     scheduled = declared.auto is not None or declared.options.mode_schedule
     if first and not scheduled and state.mode != declared.first_mode:
         LOG.warning(

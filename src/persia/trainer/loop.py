@@ -7,8 +7,8 @@ There are two kinds of loop; `Mode.dense()` decides which one a mode has:
 - `TrainingLoop.token_driven` (Async, Bsp, HopBs, HopBw, Gba): dense PSs hold the network. An NN worker that is ready
   draws a batch and a token, computes gradients with the parameters of that moment, and pushes them.
 
-Both train one phase: batches in one mode, between two points at which all NN workers have quiesced. `Trainer.fit_here`
-runs one phase after the other, with checkpoints in between; `phases.py` decides on the mode of each.
+Both train one phase: batches in one mode, between two points at which all NN workers have quiesced. `FitCall` runs one
+phase after the other, with checkpoints in between; `phases.py` decides on the mode of each.
 """
 
 from __future__ import annotations

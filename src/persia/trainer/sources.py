@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from persia.batching.batch import Batch
 from persia.batching.validation import checked_items
-from persia.errors import ConfigError, DataError
+from persia.errors import DataError
 from persia.modes import Gba, Mode
 from persia.nn.replicas import Replicas
-from persia.services import Connection, DataLoader, FedStream, Seekable, SharedStream, Stream, StreamDataLoader
+from persia.services import Connection, DataLoader, FedStream, Seekable, StreamDataLoader
 from persia.trainer.state import TrainingState
 from persia.types import FedBatch, Feed
 
@@ -22,7 +22,6 @@ __all__ = [
     "LoaderSource",
     "LocalSource",
     "StreamSource",
-    "check_stream",
     "declared_batch_size",
     "largest_batch",
     "set_local_batch",
@@ -223,40 +222,6 @@ def largest_batch(data: Any, mode: Mode) -> int:
     return max(rows, default=0)
 
 
-def check_stream(data: object, epochs: int, connection: Connection, *, in_other_processes: bool) -> None:
-    """Checks that a stream, if the data are one, can be trained on.
-
-    Args:
-        data: of `fit`.
-        epochs: number of passes.
-        connection: of this process.
-        in_other_processes: whether NN workers train in other processes.
-
-    Raises:
-        ConfigError: there are several epochs; or the stream cannot be shared, and would have to.
-    """
-    if not isinstance(data, Stream):
-        return
-    if epochs > 1:
-        raise ConfigError(
-            f"epochs = {epochs}, and train_data is a stream, which has one pass; call `fit` again to go on with it.",
-            field="epochs",
-        )
-    if (in_other_processes or connection.nn_workers > 1) and not isinstance(data, SharedStream):
-        raise ConfigError(
-            f"train_data is a {type(data).__name__}, a stream that only a single NN worker can read, in its own "
-            "process. Train with cluster=persia.cluster.Embedded(), give it a method `share` (see "
-            "persia.services.SharedStream), or write the stream to files first.",
-            field="train_data",
-        )
-    if connection.nn_workers > 1 and connection.stream is None and not in_other_processes:
-        raise ConfigError(
-            "train_data is a stream, and the NN workers of this run have no data loaders that read it. Call `fit` in "
-            "the program that made the cluster, rather than within `run`.",
-            field="train_data",
-        )
-
-
 def set_local_batch(data: Iterable[Batch] | None, state: TrainingState) -> None:
     """Sets `state.local_batch` at the start of a `fit` call, if the data declare a batch size or are a list.
 
@@ -275,17 +240,15 @@ def source_of(
     connection: Connection,
     replicas: Replicas,
     *,
-    loaded: bool,
     fed: FedStream | None = None,
 ) -> BatchSource:
     """Opens the rest of the current pass over the data.
 
     Args:
         data: see `Trainer.fit`; None where data loaders read.
-        state: has the epoch and the position.
+        state: has the epoch and the position. After it has been loaded, an iterator is at its beginning.
         connection: has the data loaders, if any.
         replicas: of all NN workers; the first one makes data loaders begin.
-        loaded: whether a checkpoint was loaded since the last call of `fit`, so that an iterator is at its beginning.
         fed: a stream that data loaders read.
     """
     loader = fed.loader if fed is not None else connection.loader
@@ -306,7 +269,7 @@ def source_of(
         stream = state if state.stream is not None else None
         return _local(lambda n: data.batches(epoch, n), data.batches(epoch, position), position, stream)
     if isinstance(data, Iterator):  # The call before has read it up to `position`, except after a resume.
-        return _local(None, itertools.islice(data, position if loaded else 0, None), position)
+        return _local(None, itertools.islice(data, position if state.loaded else 0, None), position)
     return _local(
         lambda n: itertools.islice(iter(data), n, None), itertools.islice(iter(data), position, None), position
     )

@@ -18,7 +18,7 @@ from persia.modes import decode as decode_mode
 from persia.modes import encode as encode_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.nn.pushing import PushCounts
+from persia.nn.outbox import PushCounts
 from persia.services import StreamPosition
 from persia.types import Offsets
 
@@ -123,6 +123,8 @@ class TrainingState:
         """The state that makes recorded batches of `stream` dispensable, as no restart goes back to before it."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs. Not in checkpoints."""
+        self.loaded = False
+        """Whether a checkpoint was loaded since the last call of `fit`. Not in checkpoints."""
         self.rank = embeddings.connection.rank
         """Rank of this NN worker."""
 

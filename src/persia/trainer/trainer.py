@@ -1,10 +1,9 @@
-"""`Trainer`: the parts of a training run, and `Trainer.fit_here`, which runs its phases one after the other."""
+"""`Trainer`: trains, evaluates, saves and resumes a recommender."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType
@@ -16,8 +15,6 @@ from numpy.typing import NDArray
 from persia.batching.batch import Batch
 from persia.batching.validation import check_data
 from persia.checks import MAX_STEPS, check_integer, plain
-from persia.dense import AllReduce, AllReduceOptions
-from persia.dense.torch_threads import choose_torch_threads
 from persia.errors import ConfigError
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Auto, Hybrid, Mode
@@ -31,27 +28,18 @@ from persia.nn.arguments import (
     check_arguments,
     options_of,
 )
-from persia.nn.collection import EmbeddingCollection
-from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
-from persia.nn.options import CollectionOptions, check_gpus
+from persia.nn.dense_step import OptimizerFactory
 from persia.nn.output import probabilities_of
-from persia.nn.transfer import staging_for
-from persia.optim import APMSqueeze
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.trace_events import tracing_to
 from persia.trainer import driver, loading, signals
-from persia.trainer.checkpointing import Checkpointing
-from persia.trainer.evaluation import Evaluator
-from persia.trainer.intervals import Bounds
-from persia.trainer.loop import TrainingLoop
-from persia.trainer.monitor import Monitor
+from persia.trainer.components import assemble
+from persia.trainer.data_checks import check_train_data
+from persia.trainer.fit_call import FitCall
 from persia.trainer.options import Declared, TrainerOptions
-from persia.trainer.phases import ModeSwitch, Phases
-from persia.trainer.progress import FitProgress, FitResult, TrainedRows
-from persia.trainer.publishing import Publishing
-from persia.trainer.sources import check_stream, set_local_batch, source_of
-from persia.trainer.state import TrainingState
+from persia.trainer.phases import ModeSwitch
+from persia.trainer.progress import FitResult, TrainedRows
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
 
@@ -107,58 +95,18 @@ class Trainer:
             if getattr(options, name) is not None and options.checkpoint_dir is None:
                 raise ConfigError(f"{name} needs checkpoint_dir.", field="checkpoint_dir")
         self._trains_in_other_processes = isinstance(cluster, ProcessCluster)
-        if isinstance(cluster, ProcessCluster):
-            check_gpus(options.device, cluster.gpus)  # Before processes are started.
-        # NN workers resolve the device where they run; this process may have others.
-        self._staging = staging_for("cpu" if self._trains_in_other_processes else options.device)
-        device = self._staging.device
-        self.step = DenseStep(
-            model,
-            optimizer,
-            device,
-            StepOptions(options.schedule, options.precision, options.accumulation_steps, options.clip_norm),
-        )
+        self._components = components = assemble(model, optimizer, self.declared, cluster)
+        self.step = components.network
         self.model = self.step.model
-        self.embeddings = EmbeddingCollection(
-            schema,
-            optimizer=embedding_optimizer,
-            mode=self.declared.first_mode,
-            cluster=cluster,
-            grad_scaler=self.step.scaler,
-            options=CollectionOptions(str(device), options.seed, options.accumulation_steps, options.timeout),
-        )
-        connection = self.embeddings.connection
-        self.step.tracer = self.embeddings.tracer
-        if device.type == "cpu":
-            choose_torch_threads(connection.nn_workers if connection.replicas is not None else 1)
-        if connection.replicas is not None:
-            self.step.replicas = connection.replicas(self.model, options.timeout)
-        elif connection.nn_workers > 1:
-            average = not isinstance(self.step.optimizer, APMSqueeze)  # APMSqueeze averages gradients itself.
-            replicas = AllReduce(self.model, connection.nn_workers, AllReduceOptions(options.timeout, average=average))
-            replicas.tracer = self.embeddings.tracer
-            self.step.replicas = replicas
-        self.state = TrainingState(self.step, self.embeddings, schema.labels, self.declared.first_mode, options.seed)
-        self.phases = Phases(
-            self.state,
-            self.step,
-            self.embeddings,
-            self.declared,
-            trains_in_other_processes=self._trains_in_other_processes,
-        )
-        self.checkpointing = Checkpointing(self.step, self.state, connection.servers, self.declared)
-        self._publishing = Publishing(self.declared, self.step, self.state, connection.servers)
-        self.monitor = Monitor(self.state, self.step, self.embeddings, self.checkpointing, self._publishing)
-        if connection.observe is not None:
-            connection.observe(self.monitor.observe)
-        self._evaluator = Evaluator(self.step, self.embeddings)
+        self.embeddings = components.embeddings
+        self.state = components.state
+        self.phases = components.phases
+        self.checkpointing = components.checkpointing
+        self.monitor = components.monitor
         self.trained_here = TrainedRows(0, 0.0)
         """Rows that this NN worker trained in the last call of `fit`, and the seconds that it took."""
         self.resume_line: Callable[[str, int], str] = self._resume_line
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
-        self._trackers = options.make_trackers()
-        self._loaded = False
-        """Whether a checkpoint was loaded since the last call of `fit`."""
         self._stopping = False
 
     @property
@@ -271,17 +219,10 @@ class Trainer:
         check_integer("epochs", epochs, 1, MAX_STEPS)
         if max_steps is not None:
             check_integer("max_steps", max_steps, 1, MAX_STEPS)
-        connection = self.embeddings.connection
-        for name, data in (("train_data", train_data), ("eval_data", eval_data)):
-            if data is not None:
-                check_data(name, data)
-        if (epochs > 1 or connection.nn_workers > 1) and isinstance(train_data, Iterator):
-            raise ConfigError(
-                "train_data is an iterator and cannot be read twice; give a reader or a list.", field="train_data"
-            )
-        check_stream(train_data, epochs, connection, in_other_processes=self._trains_in_other_processes)
-        if train_data is None and connection.loader is None:
-            raise ConfigError("train_data is None, and the cluster has no data loaders.", field="train_data")
+        in_other_processes = self._trains_in_other_processes
+        check_train_data(train_data, epochs, self.embeddings.connection, in_other_processes=in_other_processes)
+        if eval_data is not None:
+            check_data("eval_data", eval_data)
         self._stopping = False
         if isinstance(self.cluster, ProcessCluster) and train_data is not None:
             remote, data, bounds = self._driver(self.cluster), train_data, {"epochs": epochs, "max_steps": max_steps}
@@ -292,85 +233,11 @@ class Trainer:
         self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
     ) -> FitResult:
         """Trains on this NN worker; the arguments of `fit` have been checked."""
-        state, connection, replicas = self.state, self.embeddings.connection, self.step.replicas
-        directory, keep_best = self.options.checkpoint_dir, self.options.keep_best
-        set_local_batch(train_data, state)
-        fed = connection.stream(train_data) if connection.stream is not None else None
-        state.begin_data(train_data if fed is None else fed.stream, lambda: self.stopping)
-        if keep_best is not None and eval_data is None:
-            raise ConfigError("keep_best needs eval_data.", field="eval_data")
-        recovery = connection.save_recovery_point is not None
-        state.record_covered_by = "recovery point" if recovery else "checkpoint" if directory else "training"
-        bounds = Bounds(state, self.step, self.options, max_steps, recovery, lambda: self.stopping)
-        progress = FitProgress(
-            state, self.step, self.embeddings, self.monitor, self._staging, self.options, self._trackers
-        )
-        publishing = self._publishing if connection.rank == 0 else None
-        drift = self._publishing.drift
-        if drift is not None:
-            progress.on_scored = drift.scored
-        loop = TrainingLoop(state, self.step, self.embeddings, progress, lambda: self.stopping, self._publishing)
-        saved_step: int | None = None  # Of the last checkpoint of this call.
-        self.phases.begin()
-        self.model.train()
-        self.embeddings.train()
-
-        def evaluate() -> MetricsResult | None:
-            return self._evaluated(bounds, eval_data)
-
-        with progress.tracked(self.declared):
-            if publishing is not None:
-                publishing.begin()
-            trained = False
-            try:
-                with progress.line:
-                    while state.epoch < epochs and not bounds.reached():
-                        source = source_of(train_data, state, connection, replicas, loaded=self._loaded, fed=fed)
-                        self._loaded = False
-                        while not bounds.reached():
-                            if self.phases.adopt_next_mode():
-                                if recovery:  # Else a restart after a death would bring back the mode before.
-                                    driver.save_recovery_point(self.step, state, connection, progress)
-                                self.phases.confirm_mode()
-                            steps = bounds.steps_left(self.phases.next_switch)
-                            ended = self.phases.train(loop, source, steps) and not state.interrupted
-                            if ended:
-                                progress.check_pass()
-                                state.end_pass()
-                            self.phases.raise_if_nn_workers_died()
-                            if bounds.stop_requested() or ended:
-                                break
-                            if bounds.checkpoints.due() and self.checkpointing.begin_periodic(evaluate):
-                                saved_step = state.global_step
-                            if bounds.recovery_points.due():
-                                driver.save_recovery_point(self.step, state, connection, progress)
-                if drift is not None:
-                    drift.merge(replicas.gather, keep=connection.rank == 0)
-                trained = True
-            except Exception:
-                with contextlib.suppress(Exception):  # The first error says more than that of a checkpoint.
-                    self.checkpointing.wait()
-                raise
-            finally:
-                progress.close()
-                self.trained_here = progress.trained_here
-                if publishing is not None:
-                    publishing.end(last=trained)
-            progress.check_trained(epochs)
-            if self.checkpointing.await_periodic():
-                saved_step = None
-            evaluation = None
-            try:
-                if keep_best is not None:
-                    evaluation = evaluate()
-            finally:  # Also if the evaluation has failed.
-                if directory is not None and saved_step != state.global_step:
-                    self.checkpointing.save_last(evaluation)
-            # Set only after the save: if that fails, the next call saves again, rather than train from epoch 0.
-            state.finished = state.epoch >= epochs
-            replicas.settle()
-            evaluation = evaluation or evaluate()
-            return progress.result(evaluation, self.phases.report(), self.phases.mode_choices())
+        call = FitCall(self._components, train_data, eval_data, epochs, max_steps, lambda: self.stopping)
+        try:
+            return call.run()
+        finally:
+            self.trained_here = call.trained_here
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -413,14 +280,14 @@ class Trainer:
             DataError: a batch does not fit the schema, has no labels, or has no groups.
             DivergedError: logits are not finite.
         """
-        return self._evaluator.evaluate(data, group_by, at)
+        return self._components.evaluator.evaluate(data, group_by, at)
 
     def predict(self, data: Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
         """Yields probabilities float32 `[batch, labels]`, batch by batch; read-only. The data need no labels.
 
         They come in the order of the data: a reader with `shuffle_rows` gives its rows shuffled.
         """
-        for _, logits in self._evaluator.scored(data):
+        for _, logits in self._components.evaluator.scored(data):
             yield probabilities_of(logits)
 
     # --- checkpoints ------------------------------------------------------------------------------------------
@@ -465,7 +332,6 @@ class Trainer:
         if self.embeddings.connection.rank > 0:
             load()
         replicas.gather(b"")
-        self._loaded = True
 
     def load_rows(
         self, directory: str, tables: Iterable[str] | None = None, *, step: int | None = None, state: bool = True
@@ -541,13 +407,6 @@ class Trainer:
         )
         servers = self.embeddings.connection.servers
         return driver.Driver(cluster, make, self.step, self.state, servers, self.declared)
-
-    def _evaluated(self, bounds: Bounds, data: Iterable[Batch] | None) -> MetricsResult | None:
-        """Evaluates within `fit`; returns None if there are no data, or the call was asked to stop."""
-        if data is None or bounds.stop_requested():
-            return None
-        result = self.evaluate(itertools.takewhile(lambda _: not self.stopping, data))
-        return None if bounds.stop_requested() else result
 
     def _stoppable(self, fit: Callable[[], FitResult]) -> FitResult:
         directory, line = self.options.checkpoint_dir, self.resume_line

@@ -10,7 +10,7 @@ from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import Service, seat_of
 from persia.cluster.ray.processes import run_on_all
 from persia.memory import Memory, host_memory
-from persia.ps.sizes import Shares, divide_tables
+from persia.ps.shares import Shares, divide_tables
 
 __all__ = ["server_capacities"]
 

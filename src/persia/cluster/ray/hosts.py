@@ -27,7 +27,7 @@ from persia.membership.listener import Listener
 from persia.modes import decode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions, remove_leftovers
-from persia.ps.sizes import Shares
+from persia.ps.shares import Shares
 from persia.retry import Backoff, Deadline, retry
 from persia.rpc.interface import describe
 from persia.services import (

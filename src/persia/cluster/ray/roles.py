@@ -23,7 +23,7 @@ from persia.cluster.ray.processes import Process, Processes, connect, make_plan
 from persia.cluster.ray.runs import RESTARTED
 from persia.errors import ClosedError, ConfigError, RoleDiedError
 from persia.ps.regions import remove_leftovers
-from persia.ps.sizes import Shares
+from persia.ps.shares import Shares
 from persia.services import Coordinator, DenseMaker, StreamLog, Tokens
 from persia.types import Feed
 

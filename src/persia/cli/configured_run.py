@@ -1,0 +1,104 @@
+"""The arguments of commands that take a CONFIG, how it is read, and how a command ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json as jsonlib
+import os
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from persia.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from persia.cli.run_config import RunConfig
+    from persia.trainer import Trainer
+
+__all__ = ["Checkpoint", "Config", "Set", "check_unused", "closing_cluster", "command_line", "read_config"]
+
+Config = Annotated[str, typer.Argument(help="TOML file; see examples/*.toml.", metavar="CONFIG")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Override a field, for example `--set mode.kind=sync`. Repeatable.", metavar="KEY=VALUE"
+    ),
+]
+Checkpoint = Annotated[
+    str, typer.Option(help="Checkpoint directory written by `train --output` or `trainer.save`.", metavar="DIR")
+]
+
+
+def read_config(config: str, overrides: list[str] | None, output: str | None = None) -> RunConfig:
+    """Reads a configuration, after importing the modules that it names.
+
+    Args:
+        config: path of the file.
+        overrides: values of --set.
+        output: directory for checkpoints, instead of that of the file.
+
+    Raises:
+        ConfigError: a field is invalid, or a module cannot be imported; the message names it.
+    """
+    from persia.cli.imports import Imports, add_folder, import_modules
+    from persia.cli.run_config import RunConfig
+    from persia.config import convert, load
+
+    changes = list(overrides or [])
+    if output is not None:
+        changes.append(f"trainer.checkpoint_dir={jsonlib.dumps(output)}")
+    tree = load(config, changes)
+    add_folder(config)
+    import_modules(convert(tree, Imports, config).imports)
+    return convert(tree, RunConfig, config)
+
+
+@contextlib.contextmanager
+def closing_cluster(trainer: Trainer, trains: bool = False) -> Iterator[None]:
+    """Closes the trainer's cluster after the block.
+
+    SIGINT and SIGTERM end the program with status 130 and 143. If the command trains, it also prints which state has
+    been saved.
+    """
+    from persia.services import ProcessCluster
+    from persia.trainer import signals
+
+    with signals.terminable():
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit) as error:
+            if trains and signals.REPORTED not in getattr(error, "__notes__", []):  # Not within `fit`.
+                signals.say(f"Stopped. {signals.saved(trainer.options.checkpoint_dir, trainer.resume_line)}")
+            if isinstance(error, KeyboardInterrupt):
+                raise SystemExit(130) from None
+            raise
+        finally:
+            if isinstance(trainer.cluster, ProcessCluster):
+                trainer.cluster.close()
+
+
+def command_line(words: list[str], overrides: list[str], json: str | None) -> str:
+    """Formats a command of `persia` for the shell, with its options --set and --json."""
+    options = [word for override in overrides for word in ("--set", override)]
+    return shlex.join(["persia", *words, *options, *(["--json", json] if json is not None else [])])
+
+
+def check_unused(output: str | None, resume: str | None) -> None:
+    """Rejects a directory with checkpoints of a run other than the resumed one, as the two would mix.
+
+    Raises:
+        CheckpointError: the directory holds another run.
+    """
+    from persia.checkpoint import list_checkpoints
+
+    # `realpath` treats a URL as a relative path, so equal URLs stay equal.
+    if output is None or (resume is not None and os.path.realpath(resume) == os.path.realpath(output)):
+        return
+    if found := list_checkpoints(output):
+        raise CheckpointError(
+            f"{output} holds another run, trained to step {found[-1].step}. Continue that run with --resume {output}, "
+            "or give another directory as --output (or trainer.checkpoint_dir).",
+            path=output,
+        )

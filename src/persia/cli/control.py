@@ -1,0 +1,66 @@
+"""The commands of `persia control`, for a running job."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import Annotated, Any
+
+import typer
+
+from persia.errors import ConfigError
+
+__all__ = ["control_app"]
+
+CONTROL_SECONDS = 10.0
+"""Deadline of a request to the job."""
+
+control_app = typer.Typer(no_args_is_help=True, help="Control a running job.")
+
+
+@control_app.command()
+def switch(
+    address: Annotated[str, typer.Argument(help="`cluster.control_address` of the run: tcp://host:port.")],
+    kind: Annotated[
+        str,
+        typer.Argument(help="sync, hybrid, async, bsp, hop_bs, hop_bw, gba, or one of --import.", metavar="MODE"),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Set an argument of the mode: `--set global_batch_size=4096`. Repeatable."),
+    ] = None,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            help="Import a module with a mode of your own; the job must import it too. Repeatable.",
+            metavar="MODULE",
+        ),
+    ] = None,
+) -> None:
+    """Switch a running job to another mode at its next step boundary.
+
+    Rows, hyper-parameters and optimizer state are kept. If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the
+    cluster does.
+    """
+    from persia import rpc
+    from persia.cli.imports import import_modules
+    from persia.modes import decode
+    from persia.services import Tokens
+
+    arguments: dict[str, Any] = {"kind": kind}
+    for override in overrides or []:
+        name, found, value = override.partition("=")
+        if not found:
+            raise ConfigError(f"Invalid --set {override}; expected NAME=VALUE.", field="set")
+        try:
+            arguments[name] = jsonlib.loads(value)
+        except jsonlib.JSONDecodeError:
+            arguments[name] = value
+    import_modules(modules or [])
+    mode = decode(jsonlib.dumps(arguments))
+    tokens = rpc.connect(address, Tokens, peer="the run", timeout=CONTROL_SECONDS)
+    try:
+        tokens.request(mode)
+    finally:
+        rpc.close(tokens)
+    typer.echo(f"The run at {address} switches to {mode} at its next step boundary.")

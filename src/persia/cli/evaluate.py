@@ -1,0 +1,69 @@
+"""The commands `persia evaluate` and `persia predict`, which score data with a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from persia.cli.configured_run import Checkpoint, Config, Set, closing_cluster, read_config
+
+if TYPE_CHECKING:
+    from persia.trainer import Trainer
+
+__all__ = ["evaluate", "predict"]
+
+
+def evaluate(
+    config: Config,
+    checkpoint: Checkpoint,
+    overrides: Set = None,
+    group_by: Annotated[
+        str | None,
+        typer.Option(help="Also GAUC, recall@k and NDCG@k within each id of this feature.", metavar="FEATURE"),
+    ] = None,
+    at: Annotated[list[int] | None, typer.Option(help="k of these (repeatable; 10 by default).", metavar="K")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the result to this file as JSON.", metavar="FILE")] = None,
+) -> None:
+    """Evaluate a checkpoint on `eval_data`, or on `data` if there is none.
+
+    The checkpoint is not modified. All samples are read: `drop_last` and `shuffle_rows` are ignored.
+    """
+    from persia.cli import ui as out
+
+    trainer, reader = _restored(config, overrides, checkpoint)
+    with closing_cluster(trainer):
+        result = trainer.evaluate(reader, group_by=group_by, at=at or (10,))
+    out.print_metrics("evaluation", result)
+    if json is not None:
+        out.write_json(json, out.metrics_record(result))
+
+
+def predict(
+    config: Config,
+    checkpoint: Checkpoint,
+    output: Annotated[str, typer.Option(help="File for the probabilities: .csv, else Parquet.", metavar="FILE")],
+    overrides: Set = None,
+) -> None:
+    """Write predicted probabilities for `eval_data`, or for `data` if there is none.
+
+    The file has a column per label and a row per sample, in the order of the source: `drop_last` and `shuffle_rows`
+    are ignored.
+    """
+    from persia.cli import ui as out
+
+    trainer, reader = _restored(config, overrides, checkpoint)
+    with closing_cluster(trainer):
+        rows = out.write_predictions(output, list(trainer.schema.labels), trainer.predict(reader))
+    typer.echo(f"Wrote {rows:,} predictions to {output}")
+
+
+def _restored(config: str, overrides: list[str] | None, checkpoint: str) -> tuple[Trainer, Any]:
+    """Returns a trainer with the checkpoint, and a reader of all samples to score, in order."""
+    run = read_config(config, overrides)
+    source = (run.eval_data or run.data).in_order()
+    schema = run.schema if run.schema is not None or run.eval_data is None else run.reader().schema
+    reader = source.reader(schema, "eval_data" if run.eval_data else "data")
+    trainer = run.build_trainer(reader.schema)
+    trainer.load(checkpoint)
+    return trainer, reader

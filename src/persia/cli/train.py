@@ -1,0 +1,127 @@
+"""The command `persia train`: one run, or with --sweep the trials of a search."""
+
+from __future__ import annotations
+
+import contextlib
+import json as jsonlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from persia.cli.configured_run import Config, Set, check_unused, closing_cluster, command_line, read_config
+from persia.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from persia.trainer import Trainer
+
+__all__ = ["train"]
+
+
+def train(
+    config: Config,
+    overrides: Set = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory for checkpoints. Defaults to that of --resume. Must not hold another run.", metavar="DIR"
+        ),
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="Write the result to this file as JSON.", metavar="FILE")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Continue from the latest checkpoint in this directory.", metavar="DIR")
+    ] = None,
+    ui: Annotated[
+        bool, typer.Option("--ui", help="Show the run on a page at 127.0.0.1, while it trains; see `observe.ui_port`.")
+    ] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Run the trials of [sweep] in folders of --output, and keep the best.")
+    ] = False,
+    dump_config: Annotated[
+        bool, typer.Option("--dump-config", help="Print the resolved configuration with all defaults, and exit.")
+    ] = False,
+) -> None:
+    """Train a model; report progressive AUC and rows per second.
+
+    Progressive metrics score each batch before training on it, so they measure quality on unseen data.
+    """
+    from persia.cli import ui as out
+
+    run = read_config(config, overrides, output or resume)
+    if dump_config:
+        out.print_toml(run.dump())
+        return
+    check_unused(run.trainer.checkpoint_dir, resume)
+    if json is not None:
+        out.check_writable(json)
+    if sweep:
+        _sweep(config, overrides, output, resume, json)
+        return
+    reader = run.reader()
+    trainer = run.build_trainer(reader.schema)
+    with closing_cluster(trainer, trains=True):
+        if run.cluster.kind == "ray":
+            typer.echo(
+                f"Control address for `persia health` and `persia control`: {_control_address(trainer)}", err=True
+            )
+        if resume is not None:
+            trainer.load(resume)
+        trainer.resume_line = _resume_line(trainer.global_step, run.train.max_steps, config, overrides, json)
+        evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
+        with _page(trainer, run.observe.ui_port) if ui else contextlib.nullcontext():
+            result = trainer.fit(reader, evaluation, epochs=run.train.epochs, max_steps=run.train.max_steps)
+    out.print_fit(result, trainer.options.checkpoint_dir)
+    if json is not None:
+        out.write_json(json, out.fit_record(result))
+
+
+def _sweep(config: str, overrides: list[str] | None, output: str | None, resume: str | None, json: str | None) -> None:
+    from persia.cli import ui as out
+    from persia.config import load
+
+    if output is None or resume is not None:
+        raise ConfigError("--sweep needs --output, and does not go with --resume.", field="sweep")
+    try:
+        from persia.cli.sweep import Sweep
+    except ImportError as error:
+        raise MissingExtraError('--sweep needs Optuna: pip install "persia[optuna]".', extra="optuna") from error
+    trials = Sweep(load(config, overrides or []), output, closing_cluster)
+    trials.run(lambda r: typer.echo(f"trial {r.number} {r.state}: {r.metric:.4f} with {jsonlib.dumps(r.values)}"))
+    out.CONSOLE.print(trials.table())
+    if trials.best is not None:
+        typer.echo(f"Best configuration: {output}/best.toml, trained in {trials.folder(trials.best.number)}/checkpoint")
+    if json is not None:
+        out.write_json(json, [record._asdict() for record in trials.records])
+
+
+def _resume_line(
+    first: int, most: int | None, config: str, overrides: list[str] | None, json: str | None
+) -> Callable[[str, int], str]:
+    """Formats the command that resumes a `persia train` which started at step `first` with `max_steps` = `most`."""
+
+    def line(directory: str, step: int) -> str:
+        changes = [o for o in overrides or [] if not o.startswith("train.max_steps=")]
+        if most is not None:
+            changes.append(f"train.max_steps={max(1, first + most - step)}")
+        return command_line(["train", config, "--resume", directory], changes, json)
+
+    return line
+
+
+def _control_address(trainer: Trainer) -> str:
+    from persia.cluster import Ray
+
+    assert isinstance(trainer.cluster, Ray)
+    return trainer.cluster.control_address
+
+
+@contextlib.contextmanager
+def _page(trainer: Trainer, port: int) -> Iterator[None]:
+    """Serves the page of the trainer's cluster, and prints its address."""
+    from persia.dashboard.server import serve_page
+    from persia.dashboard.view import asking
+
+    assert trainer.cluster is not None
+    with serve_page(asking(trainer.cluster), port) as url:
+        typer.echo(f"Page of this run: {url}", err=True)
+        yield

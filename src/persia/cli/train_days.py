@@ -1,0 +1,55 @@
+"""The command `persia continual`: training day by day."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from persia.cli.configured_run import Config, Set, closing_cluster, command_line, read_config
+
+__all__ = ["continual"]
+
+
+def continual(
+    config: Config,
+    days: Annotated[str, typer.Option(help="First and last day to train, inclusive: `0..6`.", metavar="A..B")],
+    output: Annotated[str, typer.Option(help="Directory for checkpoints and the results of each day.", metavar="DIR")],
+    overrides: Set = None,
+    inherit: Annotated[
+        str | None,
+        typer.Option(
+            help="Start the first day from the latest checkpoint of another run, in this directory.", metavar="DIR"
+        ),
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="Write the table to this file as JSON.", metavar="FILE")] = None,
+) -> None:
+    """Train day by day; test on each next day before training on it.
+
+    This is how production systems keep a model fresh. The reader needs a `day` option, and the data must be sorted by
+    day. Rows, network and optimizer state carry over from day to day, and each day ends with a checkpoint. Run the
+    same command again to resume after an interruption. Run it with `--days 7..13` and the same `--output` to add days.
+
+    `continual.modes` sets the mode from a given day on. The GBA paper switches modes in this way, without re-tuning.
+
+        persia continual run.toml --days 0..15 --output runs/c --set mode.kind=sync
+            --set 'continual.modes.8={kind="gba", global_batch_size=8192}'
+    """
+    from persia.cli import continual as recipe
+    from persia.cli import ui as out
+
+    wanted = recipe.parse_days(days)
+    run = read_config(config, overrides, output)
+    if json is not None:
+        out.check_writable(json)
+    todo = recipe.Recipe(run, output)
+    trainer = run.build_trainer(run.reader().schema)
+    again = ["continual", config, "--days", days, "--output", output, *(["--inherit", inherit] if inherit else [])]
+    trainer.resume_line = lambda *_: command_line(again, overrides or [], json)
+    with closing_cluster(trainer, trains=True):
+        for record in todo.run(trainer, wanted, inherit):
+            typer.echo(f"day {record.day} is trained in {type(record.mode).__name__}")
+    out.CONSOLE.print(recipe.table(todo.records))
+    if json is not None:
+        out.write_json(json, [msgspec.to_builtins(record) for record in todo.records])

@@ -1,0 +1,90 @@
+"""Exports and imports what a PS has for checkpoints: its rows, and its state besides rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from persia.errors import StoreError
+from persia.ps.row_access import row_chunk
+from persia.ps.table_numbers import TableNumbers
+from persia.services import RowChunk, StatePiece
+from persia.store import EmbeddingStore
+
+__all__ = ["export_rows", "export_state", "import_state"]
+
+CHUNK_BYTES = 64 << 20
+"""Approximate size of an exported chunk. It bounds the memory of a checkpoint, and how long a shard is locked."""
+
+MOST_PIECES = 1000
+"""Maximum number of pieces of state in one list: the size of a message is limited."""
+
+
+def export_rows(store: EmbeddingStore, tables: Iterable[int]) -> Iterator[RowChunk]:
+    """Yields all rows of tables, in chunks of about 64 MiB; each row is of one moment.
+
+    Args:
+        store: with the tables.
+        tables: their numbers.
+    """
+    for index in tables:
+        config = store.config(index)
+        most = max(1, CHUNK_BYTES // (24 + 4 * (config.dim + config.state_width)))
+        for shard, rows in store.iterate_rows(index, max_rows=most):
+            yield row_chunk(config, shard, rows)
+
+
+def export_state(store: EmbeddingStore, tables: Mapping[str, int]) -> Iterator[list[StatePiece]]:
+    """Yields the state besides rows in lists of about 64 MiB; see `EmbeddingServer.export_state`.
+
+    Args:
+        store: with the tables.
+        tables: their numbers by name.
+    """
+    pieces: list[StatePiece] = []
+    nbytes = 0
+    for piece in _pieces(store, tables):
+        if pieces and (nbytes + piece.values.nbytes > CHUNK_BYTES or len(pieces) >= MOST_PIECES):
+            yield pieces
+            pieces, nbytes = [], 0
+        pieces.append(piece)
+        nbytes += piece.values.nbytes
+    if pieces:
+        yield pieces
+
+
+def import_state(store: EmbeddingStore, tables: TableNumbers, pieces: Sequence[StatePiece]) -> None:
+    """Imports state after the rows; see `EmbeddingServer.import_state`.
+
+    Args:
+        store: with the tables.
+        tables: their numbers.
+        pieces: of the state.
+    """
+    for (name, shard), group in itertools.groupby(pieces, key=lambda piece: (piece.table, piece.shard)):
+        index = tables.number(name)
+        if not 0 <= shard < store.config(index).resolved_shards:
+            raise StoreError(f"Table {name!r} has no shard {shard}; use the same shards.", table=name)
+        state = store.export_state(index, shard)
+        for piece in group:
+            array = state.get(piece.array) if piece.array != "clients" else None
+            end = piece.start + len(piece.values)
+            if array is None or piece.start < 0 or end > len(array) or piece.values.dtype != array.dtype:
+                raise StoreError(
+                    f"Table {name!r}: {piece.array!r} of shard {shard} has no {piece.values.dtype} values from "
+                    f"{piece.start} to {end}; use the same capacity, shards and admission.",
+                    table=name,
+                )
+            array[piece.start : end] = piece.values
+        store.import_state(index, shard, state)
+
+
+def _pieces(store: EmbeddingStore, tables: Mapping[str, int]) -> Iterator[StatePiece]:
+    for name, index in tables.items():
+        for shard in range(store.config(index).resolved_shards):
+            for array, values in store.export_state(index, shard).items():
+                if array == "clients" or (array == "ages" and not store.config(index).ttl):
+                    continue
+                most = CHUNK_BYTES // values.itemsize
+                for start in range(0, len(values), most):
+                    yield StatePiece(name, shard, array, start, values[start : start + most])

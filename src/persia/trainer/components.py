@@ -1,0 +1,131 @@
+"""The components of a training run on one NN worker, and how they are connected."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from persia.dense import AllReduce, AllReduceOptions
+from persia.dense.torch_threads import choose_torch_threads
+from persia.nn.collection import EmbeddingCollection
+from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
+from persia.nn.options import CollectionOptions, check_gpus
+from persia.nn.transfer import Staging, staging_for
+from persia.optim import APMSqueeze
+from persia.services import Cluster, ProcessCluster
+from persia.telemetry.tracking import Tracker
+from persia.trainer.checkpointing import Checkpointing
+from persia.trainer.evaluation import Evaluator
+from persia.trainer.monitor import Monitor
+from persia.trainer.options import Declared
+from persia.trainer.phases import Phases
+from persia.trainer.publishing import Publishing
+from persia.trainer.state import TrainingState
+
+__all__ = ["Components", "assemble"]
+
+
+class Components(NamedTuple):
+    """The components of a training run on one NN worker.
+
+    Attributes:
+        declared: the declarations of the run.
+        staging: moves tensors to the device of the network and back.
+        network: the dense network, its optimizer, and its replicas.
+        embeddings: the embedding tables, and the connection to the other roles.
+        state: what training changes, besides rows and the network's tensors.
+        phases: runs the phases of the run, each in one mode.
+        checkpointing: writes checkpoints.
+        publishing: publishes rows and the network, if the options say so.
+        monitor: collects the metrics of this NN worker.
+        evaluator: scores data without training.
+        trackers: receive metrics.
+    """
+
+    declared: Declared
+    staging: Staging
+    network: DenseStep
+    embeddings: EmbeddingCollection
+    state: TrainingState
+    phases: Phases
+    checkpointing: Checkpointing
+    publishing: Publishing
+    monitor: Monitor
+    evaluator: Evaluator
+    trackers: list[Tracker]
+
+
+def assemble(
+    model: torch.nn.Module, optimizer: OptimizerFactory, declared: Declared, cluster: Cluster | None
+) -> Components:
+    """Makes the components of a run, and connects this process to the cluster.
+
+    Args:
+        model: the user's network.
+        optimizer: makes the dense optimizer.
+        declared: the declarations of the run.
+        cluster: where the roles run; None for this process.
+
+    Raises:
+        ConfigError: the cluster or the device cannot run what is declared.
+    """
+    options = declared.options
+    trains_in_other_processes = isinstance(cluster, ProcessCluster)
+    if isinstance(cluster, ProcessCluster):
+        check_gpus(options.device, cluster.gpus)  # Before processes are started.
+    # NN workers resolve the device where they run; this process may have others.
+    staging = staging_for("cpu" if trains_in_other_processes else options.device)
+    network = DenseStep(
+        model,
+        optimizer,
+        staging.device,
+        StepOptions(options.schedule, options.precision, options.accumulation_steps, options.clip_norm),
+    )
+    embeddings = EmbeddingCollection(
+        declared.schema,
+        optimizer=declared.embedding_optimizer,
+        mode=declared.first_mode,
+        cluster=cluster,
+        grad_scaler=network.scaler,
+        options=CollectionOptions(str(staging.device), options.seed, options.accumulation_steps, options.timeout),
+    )
+    _connect_replicas(network, embeddings, staging.device, options.timeout)
+    servers = embeddings.connection.servers
+    state = TrainingState(network, embeddings, declared.schema.labels, declared.first_mode, options.seed)
+    phases = Phases(state, network, embeddings, declared, trains_in_other_processes=trains_in_other_processes)
+    checkpointing = Checkpointing(network, state, servers, declared)
+    publishing = Publishing(declared, network, state, servers)
+    monitor = Monitor(state, network, embeddings, checkpointing, publishing)
+    if embeddings.connection.observe is not None:
+        embeddings.connection.observe(monitor.observe)
+    return Components(
+        declared=declared,
+        staging=staging,
+        network=network,
+        embeddings=embeddings,
+        state=state,
+        phases=phases,
+        checkpointing=checkpointing,
+        publishing=publishing,
+        monitor=monitor,
+        evaluator=Evaluator(network, embeddings),
+        trackers=options.make_trackers(),
+    )
+
+
+def _connect_replicas(
+    network: DenseStep, embeddings: EmbeddingCollection, device: torch.device, timeout: float
+) -> None:
+    """Connects the network to its replicas on the other NN workers, and chooses the number of torch threads."""
+    connection = embeddings.connection
+    network.tracer = embeddings.tracer
+    if device.type == "cpu":
+        choose_torch_threads(connection.nn_workers if connection.replicas is not None else 1)
+    if connection.replicas is not None:
+        network.replicas = connection.replicas(network.model, timeout)
+    elif connection.nn_workers > 1:
+        average = not isinstance(network.optimizer, APMSqueeze)  # APMSqueeze averages gradients itself.
+        replicas = AllReduce(network.model, connection.nn_workers, AllReduceOptions(timeout, average=average))
+        replicas.tracer = embeddings.tracer
+        network.replicas = replicas

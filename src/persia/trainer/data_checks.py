@@ -1,0 +1,74 @@
+"""Checks that `Trainer.fit` can train on its data, before anything begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from persia.batching.batch import Batch
+from persia.batching.validation import check_data
+from persia.errors import ConfigError
+from persia.services import Connection, SharedStream, Stream
+
+__all__ = ["check_stream", "check_train_data"]
+
+
+def check_train_data(
+    data: Iterable[Batch] | None, epochs: int, connection: Connection, *, in_other_processes: bool
+) -> None:
+    """Checks that `fit` can train on data.
+
+    Args:
+        data: see `Trainer.fit`; None where data loaders read.
+        epochs: number of passes.
+        connection: of this process.
+        in_other_processes: whether NN workers train in other processes.
+
+    Raises:
+        ConfigError: an iterator would have to be read twice; a stream cannot be trained on; or there are no data, and
+            no data loaders that have some.
+        DataError: the data are not iterable.
+    """
+    if data is None:
+        if connection.loader is None:
+            raise ConfigError("train_data is None, and the cluster has no data loaders.", field="train_data")
+        return
+    check_data("train_data", data)
+    if (epochs > 1 or connection.nn_workers > 1) and isinstance(data, Iterator):
+        raise ConfigError(
+            "train_data is an iterator and cannot be read twice; give a reader or a list.", field="train_data"
+        )
+    check_stream(data, epochs, connection, in_other_processes=in_other_processes)
+
+
+def check_stream(data: object, epochs: int, connection: Connection, *, in_other_processes: bool) -> None:
+    """Checks that a stream, if the data are one, can be trained on.
+
+    Args:
+        data: of `fit`.
+        epochs: number of passes.
+        connection: of this process.
+        in_other_processes: whether NN workers train in other processes.
+
+    Raises:
+        ConfigError: there are several epochs; or the stream cannot be shared, and would have to.
+    """
+    if not isinstance(data, Stream):
+        return
+    if epochs > 1:
+        raise ConfigError(
+            f"epochs = {epochs}, and train_data is a stream, which has one pass; call `fit` again to go on with it.",
+            field="epochs",
+        )
+    if (in_other_processes or connection.nn_workers > 1) and not isinstance(data, SharedStream):
+        raise ConfigError(
+            f"train_data is a {type(data).__name__}, a stream that only a single NN worker can read, in its own "
+            "process. Train with cluster=persia.cluster.Embedded(), give it a method `share` (see "
+            "persia.services.SharedStream), or write the stream to files first.",
+            field="train_data",
+        )
+    if connection.nn_workers > 1 and connection.stream is None and not in_other_processes:
+        raise ConfigError(
+            "train_data is a stream, and the NN workers of this run have no data loaders that read it. Call `fit` in "
+            "the program that made the cluster, rather than within `run`.",
+            field="train_data",
+        )

@@ -1,0 +1,169 @@
+"""`FitCall`: one call of `Trainer.fit` on an NN worker, phase after phase, with checkpoints in between."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable
+
+from persia.batching.batch import Batch
+from persia.errors import ConfigError
+from persia.metrics import MetricsResult
+from persia.trainer.components import Components
+from persia.trainer.driver import save_recovery_point
+from persia.trainer.intervals import Bounds
+from persia.trainer.loop import TrainingLoop
+from persia.trainer.progress import FitProgress, FitResult, TrainedRows
+from persia.trainer.sources import BatchSource, set_local_batch, source_of
+
+__all__ = ["FitCall"]
+
+
+class FitCall:
+    """One call of `fit` on this NN worker. All NN workers make it with the same arguments.
+
+    Args:
+        components: of the run.
+        train_data: see `Trainer.fit`, which has checked it.
+        eval_data: likewise.
+        epochs: passes over the data.
+        max_steps: most global steps of this call; None for no bound.
+        should_stop: whether this NN worker was asked to stop.
+
+    Raises:
+        ConfigError: the best checkpoint is to be kept, and there are no data to evaluate.
+    """
+
+    def __init__(
+        self,
+        components: Components,
+        train_data: Iterable[Batch] | None,
+        eval_data: Iterable[Batch] | None,
+        epochs: int,
+        max_steps: int | None,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        network, embeddings, state = components.network, components.embeddings, components.state
+        connection, options, publishing = embeddings.connection, components.declared.options, components.publishing
+        self._components = components
+        self._connection = connection
+        self._directory = options.checkpoint_dir
+        self._keep_best = options.keep_best is not None
+        self._train_data = train_data
+        self._eval_data = eval_data
+        self._epochs = epochs
+        self._should_stop = should_stop
+        self._saved_step: int | None = None
+        """Step of the last checkpoint of this call."""
+        set_local_batch(train_data, state)
+        self._fed = connection.stream(train_data) if connection.stream is not None else None
+        state.begin_data(train_data if self._fed is None else self._fed.stream, should_stop)
+        if self._keep_best and eval_data is None:
+            raise ConfigError("keep_best needs eval_data.", field="eval_data")
+        self._keeps_recovery_points = connection.save_recovery_point is not None
+        if self._keeps_recovery_points:
+            state.record_covered_by = "recovery point"
+        else:
+            state.record_covered_by = "checkpoint" if self._directory else "training"
+        self._bounds = Bounds(state, network, options, max_steps, self._keeps_recovery_points, should_stop)
+        self._progress = FitProgress(
+            state, network, embeddings, components.monitor, components.staging, options, components.trackers
+        )
+        if publishing.drift is not None:
+            self._progress.on_scored = publishing.drift.scored
+        self._loop = TrainingLoop(state, network, embeddings, self._progress, should_stop, publishing)
+
+    @property
+    def trained_here(self) -> TrainedRows:
+        """Rows that this NN worker has trained in this call, and the seconds that it took."""
+        return self._progress.trained_here
+
+    def run(self) -> FitResult:
+        """Trains, writes the last checkpoint, and evaluates; see `Trainer.fit`."""
+        components = self._components
+        components.phases.begin()
+        components.network.model.train()
+        components.embeddings.train()
+        with self._progress.tracked(components.declared):
+            self._train_and_publish()
+            self._progress.check_trained(self._epochs)
+            return self._finish()
+
+    def _train_and_publish(self) -> None:
+        """Trains, and publishes meanwhile; the first NN worker does that for all."""
+        publishing, rank = self._components.publishing, self._connection.rank
+        if rank == 0:
+            publishing.begin()
+        trained = False
+        try:
+            with self._progress.line:
+                self._train()
+            if publishing.drift is not None:
+                publishing.drift.merge(self._components.network.replicas.gather, keep=rank == 0)
+            trained = True
+        except Exception:
+            with contextlib.suppress(Exception):  # The first error says more than that of a checkpoint.
+                self._components.checkpointing.wait()
+            raise
+        finally:
+            self._progress.close()
+            if rank == 0:
+                publishing.end(last=trained)
+
+    def _train(self) -> None:
+        """Trains one pass over the data after the other."""
+        components, state = self._components, self._components.state
+        while state.epoch < self._epochs and not self._bounds.reached():
+            source = source_of(self._train_data, state, self._connection, components.network.replicas, fed=self._fed)
+            state.loaded = False
+            self._train_pass(source)
+
+    def _train_pass(self, source: BatchSource) -> None:
+        """Trains the rest of a pass, one phase after the other. Each may end at a checkpoint or a switch of mode."""
+        phases, state, bounds = self._components.phases, self._components.state, self._bounds
+        while not bounds.reached():
+            if phases.adopt_next_mode():
+                if self._keeps_recovery_points:  # Else a restart after a death would bring back the mode before.
+                    self._save_recovery_point()
+                phases.confirm_mode()
+            steps = bounds.steps_left(phases.next_switch)
+            ended = phases.train(self._loop, source, steps) and not state.interrupted
+            if ended:
+                self._progress.check_pass()
+                state.end_pass()
+            phases.raise_if_nn_workers_died()
+            if bounds.stop_requested() or ended:
+                return
+            if bounds.checkpoints.due() and self._components.checkpointing.begin_periodic(self._evaluate):
+                self._saved_step = state.global_step
+            if bounds.recovery_points.due():
+                self._save_recovery_point()
+
+    def _save_recovery_point(self) -> None:
+        components = self._components
+        save_recovery_point(components.network, components.state, self._connection, self._progress)
+
+    def _finish(self) -> FitResult:
+        """Writes the last checkpoint, unless a periodic one has the same step, and evaluates."""
+        state, phases, checkpointing = self._components.state, self._components.phases, self._components.checkpointing
+        if checkpointing.await_periodic():
+            self._saved_step = None
+        evaluation = None
+        try:
+            if self._keep_best:
+                evaluation = self._evaluate()
+        finally:  # Also if the evaluation has failed.
+            if self._directory is not None and self._saved_step != state.global_step:
+                checkpointing.save_last(evaluation)
+        # Set only after the save: if that fails, the next call saves again, rather than train from epoch 0.
+        state.finished = state.epoch >= self._epochs
+        self._components.network.replicas.settle()
+        return self._progress.result(evaluation or self._evaluate(), phases.report(), phases.mode_choices())
+
+    def _evaluate(self) -> MetricsResult | None:
+        """Evaluates on `eval_data`; returns None if there are none, or the call was asked to stop."""
+        if self._eval_data is None or self._bounds.stop_requested():
+            return None
+        data = itertools.takewhile(lambda _: not self._should_stop(), self._eval_data)
+        result = self._components.evaluator.evaluate(data)
+        return None if self._bounds.stop_requested() else result
