@@ -77,6 +77,9 @@ def test_a_server_answers_what_the_trainer_predicts_and_ends_with_sigterm(tmp_pa
         (["--max-body-bytes", "much"], "Invalid max_body_bytes = 'much'"),
         (["--key-file", "nowhere"], "Cannot read the keys in nowhere"),
         (["--tls-cert", "cert.pem"], "TLS needs a certificate and its key"),
+        (["--item-key", "item"], "--item-key needs --items"),
+        (["--items", "items.parquet", "--rows", "tcp://127.0.0.1:1"], "--items needs the rows in this process"),
+        (["--max-k", "0"], "Invalid max_k = 0"),
         (["--poll-seconds", "0"], "Invalid poll_seconds"),
     ],
 )

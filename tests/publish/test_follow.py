@@ -11,7 +11,7 @@ from persia.errors import PublishError
 from persia.publish import ModelDescription, Replica, RowsUpdate, follow
 from persia.publish.epochs import begin_epoch
 from persia.publish.format import EPOCH_FILE, MAX_MODEL_BYTES, MODEL_FILE, LogEntry, epoch_name
-from support.change_log import ChangeLog, assert_equal_rows
+from support.change_log import ChangeLog, advance, assert_equal_rows
 
 SCHEMA = persia.Schema([persia.IdFeature("item", 3), persia.IdFeature("user", 2, pooling=None, max_length=4)])
 
@@ -22,12 +22,6 @@ def replica(log):
     found.refresh()
     assert_equal_rows(found, log)
     return found
-
-
-def advance(log, entries=1):
-    for _ in range(entries):
-        log.train()
-        log.publish()
 
 
 def outgrow(log):

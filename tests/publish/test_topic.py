@@ -1,12 +1,10 @@
-"""A topic of Kafka as the place of a log: where readers begin, retention, outages, and messages that are not of a log."""
+"""A topic of Kafka as the place of a log: URLs, files, where readers begin, retention, outages."""
 
 from __future__ import annotations
 
 import builtins
 import logging
-import pickle
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import persia
-from persia.checkpoint.format import checksum_text
 from persia.checkpoint.storage import crc32
 from persia.errors import ConfigError, MissingExtraError, PublishError
 from persia.publish import Publisher, PublishOptions, PublishOrder, Replica, follow, publish_checkpoint
@@ -24,22 +21,12 @@ from persia.publish.topic import client, storage
 from persia.publish.topic.address import parse_address
 from persia.publish.topic.client import TopicClient
 from persia.publish.topic.index import TopicIndex
-from persia.publish.topic.records import CHUNK, HEADER, RECORD, FileRecord, RemovalRecord, decode_record, encode_record
+from persia.publish.topic.records import CHUNK, FileRecord, RemovalRecord
 from persia.serve import Predictor
-from support.change_log import ChangeLog, assert_equal_rows
-from support.kafka import Kafka, Outages, until
+from support.change_log import ChangeLog, advance, assert_equal_rows, begun, outgrow, replica_of
+from support.kafka import Outages, until
 
 SCHEMA = persia.Schema([persia.IdFeature("item", 3)])
-
-
-@pytest.fixture
-def kafka():
-    return Kafka()
-
-
-@pytest.fixture
-def url(kafka):
-    return f"kafka://{kafka.bootstrap}/{kafka.topic}"
 
 
 @pytest.fixture
@@ -49,38 +36,12 @@ def eager(monkeypatch):
     monkeypatch.setattr(storage, "RENEW_SECONDS", 0.0)
 
 
-def begun(url, **options):
-    log = ChangeLog(url, **options)
-    log.train(3)
-    log.begin()
-    return log
-
-
-def advance(log, entries=1):
-    for _ in range(entries):
-        log.train()
-        log.publish()
-
-
-def outgrow(log):
-    """Publishes until there is another snapshot, and the first one is removed."""
-    publisher = log.publishers[0]
-    while publisher._writer._entries[0][0] == 0:
-        advance(log)
-
-
-def replica_of(log):
-    replica = Replica(follow(log.url))
-    replica.refresh()
-    return replica
-
-
 def flood(log, partition):
     """Has the topic's retention delete what is in a partition: the mock keeps 5 MiB."""
     log.storage._client.write(partition, CHUNK, [("flood", bytes(900_000))] * 7)
 
 
-# --- URL ----------------------------------------------------------------------------------------------------------------
+# --- URL ----------------------------------------------------------------------------------------------------
 
 
 def test_an_address_has_brokers_topic_and_settings(tmp_path):
@@ -95,7 +56,7 @@ def test_an_address_has_brokers_topic_and_settings(tmp_path):
     with pytest.raises(ConfigError, match="'acks', which persia sets"):
         parse_address(f"kafka://a:1/t?config={file}")
     file.write_text("\nno setting")
-    with pytest.raises(ConfigError, match="Line 2 of .* has another form"):
+    with pytest.raises(ConfigError, match=r"Line 2 of .* has another form"):
         parse_address(f"kafka://a:1/t?config={file}")
 
 
@@ -123,9 +84,9 @@ def test_addresses_that_are_refused(wrong, said):
     assert "=pass" not in str(failed.value)
 
 
-def test_settings_that_librdkafka_refuses(url):
+def test_settings_that_librdkafka_refuses(topic):
     with pytest.raises(ConfigError, match="No such configuration property"):
-        list(follow(f"{url}?no.such.setting=1").updates())
+        follow(f"{topic}?no.such.setting=1")
 
 
 def test_the_package_is_an_extra(monkeypatch):
@@ -140,13 +101,13 @@ def test_the_package_is_an_extra(monkeypatch):
         follow("kafka://a:1/t")
 
 
-# --- files --------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 4])
-def test_files_are_split_into_messages(url, partitions, monkeypatch):
+def test_files_are_split_into_messages(topic, partitions, monkeypatch):
     monkeypatch.setattr(TopicClient, "partitions", lambda self: partitions)
-    log = begun(f"{url}?message.max.bytes=5200")
+    log = begun(f"{topic}?message.max.bytes=5200")
     advance(log, 2)
     assert len(log.storage._index.get(log.place("0000000000.00000.safetensors")).chunks) > 1
     assert_equal_rows(replica_of(log), log)
@@ -169,9 +130,9 @@ def test_files_are_split_into_messages(url, partitions, monkeypatch):
         place.load("a/b/1", 2)
 
 
-def test_a_message_that_the_brokers_refuse(url):
-    place = open_storage(f"{url}?message.max.bytes=1000")
-    with pytest.raises(PublishError, match="Cannot write to kafka://.*too large"):
+def test_a_message_that_the_brokers_refuse(topic):
+    place = open_storage(f"{topic}?message.max.bytes=1000")
+    with pytest.raises(PublishError, match=r"Cannot write to kafka://.*too large"):
         place.write("a", [memoryview(bytes(10_000))])
     place.put("b", b"1")  # With another producer.
     place.refresh()
@@ -202,15 +163,13 @@ def test_the_index_is_that_of_a_directory(records, low):
         assert all((index.get(path) is not None) == (path in files) for path, _ in records)
 
 
-# --- where readers begin ------------------------------------------------------------------------------------------------
+# --- where readers begin ------------------------------------------------------------------------------------
 
 
-def test_a_late_reader_begins_at_the_newest_snapshot(url, eager, monkeypatch):
-    log = begun(url, keep=1)
+def test_a_late_reader_begins_at_the_newest_snapshot(topic, eager, monkeypatch):
+    log = begun(topic, keep=1)
     outgrow(log)
-    outgrow_again = log.publishers[0]._writer._entries[0][0]
-    while log.publishers[0]._writer._entries[0][0] == outgrow_again:
-        advance(log)
+    outgrow(log)
     read = []
     messages = TopicClient.messages
 
@@ -229,8 +188,8 @@ def test_a_late_reader_begins_at_the_newest_snapshot(url, eager, monkeypatch):
     assert all(begin >= log.storage._index.begin(0) for partition, begin, _ in read if partition == 0)
 
 
-def test_an_epoch_that_nobody_has_removed_is_read_from_its_beginning(url):
-    log = begun(url)
+def test_an_epoch_that_nobody_has_removed_is_read_from_its_beginning(topic):
+    log = begun(topic)
     advance(log, 3)
     log.epoch += 1
     log.run = f"{log.epoch:032x}"
@@ -240,8 +199,8 @@ def test_an_epoch_that_nobody_has_removed_is_read_from_its_beginning(url):
     assert late.steps == {0: log.step}
 
 
-def test_what_retention_deletes_is_read_again_from_the_next_snapshot(url, eager):
-    log = begun(url)
+def test_what_retention_deletes_is_read_again_from_the_next_snapshot(topic, eager):
+    log = begun(topic)
     replica = replica_of(log)
     advance(log, 2)
     replica.refresh()
@@ -261,11 +220,11 @@ def test_what_retention_deletes_is_read_again_from_the_next_snapshot(url, eager)
         assert not reader.problem
 
 
-def test_the_files_of_an_epoch_outlive_retention(url, eager):
-    log = begun(url)
+def test_the_files_of_an_epoch_outlive_retention(topic, eager):
+    log = begun(topic)
     advance(log)
     flood(log, 0)
-    lagging = follow(url)
+    lagging = follow(topic)
     assert not list(lagging.updates())
     assert "there is no epoch" in lagging.problem
     outgrow(log)
@@ -274,8 +233,8 @@ def test_the_files_of_an_epoch_outlive_retention(url, eager):
     assert_equal_rows(late, log)
 
 
-def test_records_that_were_deleted_before_they_were_read_are_a_gap(url, eager):
-    log = begun(url)
+def test_records_that_were_deleted_before_they_were_read_are_a_gap(topic, eager):
+    log = begun(topic)
     replica = replica_of(log)
     advance(log, 2)
     flood(log, 0)
@@ -288,21 +247,21 @@ def test_records_that_were_deleted_before_they_were_read_are_a_gap(url, eager):
     assert_equal_rows(replica, log)
 
 
-def test_a_topic_that_was_created_again(url, kafka):
-    log = begun(url)
+def test_a_topic_that_was_created_again(topic, kafka):
+    log = begun(topic)
     advance(log, 3)
-    follower = follow(url)
+    follower = follow(topic)
     replica = Replica(follower)
     replica.refresh()
-    new = begun(f"{url}-2")
+    new = begun(f"{topic}-2")
     follower._storage._client = TopicClient(parse_address(new.url))
     replica.refresh()
     assert replica.steps == {0: 3}
     assert_equal_rows(replica, new)
 
 
-def test_a_stream_that_has_begun_is_left_alone(url):
-    log = begun(url)
+def test_a_stream_that_has_begun_is_left_alone(topic):
+    log = begun(topic)
     log.publishers = []
     again = Publisher(
         log.stores[0], {"item": 0, "user": 1}, PublishOrder(log.options, log.epoch, log.run, 0, 0), lambda: log.step
@@ -311,10 +270,10 @@ def test_a_stream_that_has_begun_is_left_alone(url):
     until(lambda: again.status.epoch == -1)
     again.stop(last=True)
     assert "0000000001-increment.json" not in log.names()
-    assert begin_epoch(open_storage(url), 1, SCHEMA).epoch == 1
+    assert begin_epoch(open_storage(topic), 1, SCHEMA).epoch == 1
 
 
-# --- outages ------------------------------------------------------------------------------------------------------------
+# --- outages ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -356,148 +315,27 @@ def test_brokers_that_are_away_make_rows_older_and_nothing_else(outages, monkeyp
     assert publisher.status.step == 8
 
 
-# --- messages that are not of a log -------------------------------------------------------------------------------------
+# --- training and serving -----------------------------------------------------------------------------------
 
 
-class Bomb:
-    def __reduce__(self):
-        return (pytest.fail, ("unpickled",))
-
-
-def file_record(path="epoch-0000000000/epoch.json", **fields):
-    data = b"{}"
-    whole = {"path": path, "begin": 0, "size": 2, "checksum": checksum_text(crc32(memoryview(data))), "data": data}
-    return msgspec.msgpack.encode({"type": "file", **whole, **fields})
-
-
-HOSTILE = [
-    ([], b"{}", "is not of a log of changes"),
-    ([("other", RECORD)], b"{}", "is not of a log of changes"),
-    ([(HEADER, b"2/record")], file_record(), "of another version of persia"),
-    ([(HEADER, RECORD), (HEADER, CHUNK)], file_record(), "of another version of persia"),
-    ([(HEADER, RECORD)], None, "has no record"),
-    ([(HEADER, RECORD)], b"", "damaged"),
-    ([(HEADER, RECORD)], file_record()[:-1], "damaged"),
-    ([(HEADER, RECORD)], pickle.dumps(Bomb()), "damaged"),
-    ([(HEADER, RECORD)], bytes(range(256)), "damaged"),
-    ([(HEADER, RECORD)], file_record(more=1), "unknown field"),
-    ([(HEADER, RECORD)], file_record("../etc/passwd"), "path"),
-    ([(HEADER, RECORD)], file_record("epoch-0000000000/../../x"), "path"),
-    ([(HEADER, RECORD)], file_record(begin=1 << 40), "contradicts itself"),
-    ([(HEADER, RECORD)], file_record(size=3), "contradicts itself"),
-    ([(HEADER, RECORD)], file_record(data=b"[]"), "contradicts itself"),
-    ([(HEADER, RECORD)], file_record(data=None), "contradicts itself"),
-    ([(HEADER, RECORD)], file_record(data=None, chunks=[2, 2]), "contradicts itself"),
-    ([(HEADER, RECORD)], file_record(size=1 << 60), "size"),
-]
-
-
-def test_hostile_messages_are_refused_one_by_one(url, kafka):
-    log = begun(url)
-    replica = replica_of(log)
-    for headers, value, said in HOSTILE:
-        kafka.write([value], headers=headers)
-        advance(log)
-        replica.refresh()
-        assert said in replica.problem
-        assert f"in partition 0 of {url}" in replica.problem
-        assert replica.steps == {0: log.step}
-    assert_equal_rows(replica, log)
-    replica.refresh()
-    assert not replica.problem
-    late = Replica(follow(url))
-    late.refresh()
-    assert late.problem
-    assert_equal_rows(late, log)
-    assert begin_epoch(open_storage(url), 1, SCHEMA).epoch == 1  # Writers leave them out, too.
-
-
-@given(
-    st.binary(max_size=80)
-    | st.builds(lambda cut, at, by: _flipped(cut, at, by), st.integers(0, 90), st.integers(0, 89), st.integers(1, 255))
-)
-def test_any_bytes_are_a_record_or_refused(data):
-    try:
-        record = decode_record(data, 7)
-    except ValueError:
-        return
-    assert decode_record(encode_record(record), 7) == record
-
-
-def _flipped(cut, at, by):
-    data = bytearray(file_record())
-    data[at % len(data)] ^= by
-    return bytes(data[:cut])
-
-
-@pytest.mark.parametrize("chunks", ["of another file", "beyond the end", "too many", "too few"])
-def test_records_whose_chunks_are_not_theirs(url, chunks):
-    log = begun(f"{url}?message.max.bytes=5200")
-    replica = replica_of(log)
-    advance(log)
-    path = log.place("0000000001.00000.safetensors")
-    log.storage.refresh()
-    record = log.storage._index.get(path)
-    other = log.storage._index.get(log.place("0000000000.00000.safetensors"))
-    offsets = {
-        "of another file": other.chunks,
-        "beyond the end": [*record.chunks, 10_000],
-        "too many": sorted({*record.chunks, *other.chunks}),
-        "too few": record.chunks[:1] if len(record.chunks) > 1 else other.chunks[:1],
-    }[chunks]
-    log.storage._record(msgspec.structs.replace(record, chunks=offsets))
-    replica.refresh()
-    assert "is damaged: its chunks" in replica.problem
-    assert replica.steps == {0: 3}
-    log.storage._record(record)
-    replica.refresh()
-    assert_equal_rows(replica, log)
-
-
-def test_records_that_come_twice_or_too_early(url):
-    log = begun(url)
-    replica = replica_of(log)
-    advance(log, 2)
-    log.storage.refresh()
-    names = ["0000000001.00000.safetensors", "0000000001-increment.json", "0000000002.00000.safetensors"]
-    records = [log.storage._index.get(log.place(name)) for name in names]
-    log.storage.remove(log.place(names[0]))
-    replica.refresh()
-    assert "is missing; its manifest says" in replica.problem
-    assert replica.steps == {0: 3}
-    for record in records:  # The part comes after its manifest, and all of them come twice.
-        log.storage._record(record)
-    replica.refresh()
-    assert_equal_rows(replica, log)
-    for record in records:
-        log.storage._record(record)
-    advance(log)
-    replica.refresh()
-    assert_equal_rows(replica, log)
-    assert not replica.problem
-
-
-# --- training and serving -----------------------------------------------------------------------------------------------
-
-
-def test_a_run_and_a_checkpoint_are_served(url, tmp_path):
+def test_a_run_and_a_checkpoint_are_served(topic, tmp_path):
     data = persia.data.synthetic(600, id_features=2, ids_per_feature=40, dim=4, batch_size=200)
     trainer = persia.Trainer(
         persia.nn.models.FFNN(data.schema, hidden=(8,)),
         data.schema,
         optimizer=lambda params: torch.optim.Adam(params, 1e-3),
         embedding_optimizer=persia.optim.Adagrad(lr=0.05),
-        options=persia.TrainerOptions(progress=False, publish=PublishOptions(url, seconds=0.05)),
+        options=persia.TrainerOptions(progress=False, publish=PublishOptions(topic, seconds=0.05)),
     )
     trainer.fit(data)
     batch = next(iter(data))
-    with Predictor(url, lambda schema: persia.nn.models.FFNN(schema, hidden=(8,))) as predictor:
+    with Predictor(topic, lambda schema: persia.nn.models.FFNN(schema, hidden=(8,))) as predictor:
         found = predictor.predict(batch)
         assert (found.step, predictor.state().problem) == (3, "")
         (expected,) = trainer.predict([batch])
         np.testing.assert_array_equal(found.probabilities, expected)
         trainer.save(tmp_path)
-        epoch = publish_checkpoint(tmp_path, url)
+        epoch = publish_checkpoint(tmp_path, topic)
         predictor.refresh()
         assert predictor.predict(batch).epoch == epoch
         np.testing.assert_array_equal(predictor.predict(batch).probabilities, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from persia.publish import PublishOptions, PublishOrder
+from persia.publish import PublishOptions, PublishOrder, Replica, follow
 from persia.publish.format import EPOCH_FILE, FORMAT, NETWORK, VERSION, Epoch, epoch_name
 from persia.publish.publisher import Publisher
 from persia.publish.storage import open_storage
@@ -91,3 +91,31 @@ def assert_equal_rows(replica, log, atol=0.0):
         assert mine.keys() == theirs.keys()
         for id_, row in theirs.items():
             np.testing.assert_allclose(mine[id_], row, rtol=0, atol=atol)
+
+
+def begun(url, servers=1, **options):
+    """Returns a log with an epoch."""
+    log = ChangeLog(url, servers, **options)
+    log.train(3)
+    log.begin()
+    return log
+
+
+def advance(log, entries=1):
+    for _ in range(entries):
+        log.train()
+        log.publish()
+
+
+def outgrow(log):
+    """Publishes until the first PS has removed its oldest snapshot."""
+    entries = log.publishers[0]._writer._entries
+    oldest = entries[0][0]
+    while entries[0][0] == oldest:
+        advance(log)
+
+
+def replica_of(log):
+    found = Replica(follow(log.url))
+    found.refresh()
+    return found

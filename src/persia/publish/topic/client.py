@@ -23,8 +23,8 @@ ANSWER_SECONDS = 10.0
 
 POLL_SECONDS = 0.1
 
-FETCH = 500
-"""Maximum number of messages to fetch at once."""
+FETCH = 32
+"""Maximum number of messages to fetch at once; it bounds the memory of a reader."""
 
 IN_FLIGHT = 16
 """Maximum number of messages that are not acknowledged yet; it bounds the memory of a writer."""
@@ -47,21 +47,36 @@ class Message(NamedTuple):
 
 
 class TopicClient:
-    """Messages of a topic. Connects when it is first used. Not thread-safe.
+    """Messages of a topic. Begins to connect at once, in the background. Not thread-safe.
 
     Every method blocks for `ANSWER_SECONDS` at most, or so long without progress, and raises PublishError if the
     brokers have not answered by then, or have refused.
 
     Args:
         address: of the topic.
+
+    Raises:
+        ConfigError: librdkafka rejects a setting.
     """
 
     def __init__(self, address: TopicAddress) -> None:
         self._address = address
-        self._consumer: Any = None
-        self._producer: Any = None
         self._error: Any = None
         """Last error of a connection."""
+        self._reader = self._client(
+            "Consumer",
+            {
+                # Nothing is committed, and no group assigns partitions: librdkafka wants a name.
+                "group.id": f"persia-{uuid.uuid4().hex}",
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "enable.partition.eof": True,
+                "auto.offset.reset": "error",
+                "fetch.wait.max.ms": 10,  # Only messages that are there are asked for.
+                "queued.max.messages.kbytes": 16384,
+            },
+        )
+        self._producer: Any = None
 
     # --- read ---------------------------------------------------------------------------------------------------
 
@@ -71,11 +86,12 @@ class TopicClient:
 
         where = TopicPartition(self._address.topic, partition)
         try:
-            low, high = self._ask("read", lambda: self._reader().get_watermark_offsets(where, timeout=ANSWER_SECONDS))
+            low, high = self._ask("read", lambda: self._reader.get_watermark_offsets(where, timeout=ANSWER_SECONDS))
         except PublishError as error:
             if error.fields["code"] in (KafkaError._UNKNOWN_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART):
                 return 0, 0
             raise
+        self._error = None
         return int(low), int(high)
 
     def messages(self, partition: int, begin: int, end: int) -> Iterator[Message]:
@@ -84,7 +100,7 @@ class TopicClient:
 
         if begin >= end:
             return
-        reader = self._reader()
+        reader = self._reader
         self._ask("read", lambda: reader.assign([TopicPartition(self._address.topic, partition, begin)]))
         position, due = begin, time.monotonic() + ANSWER_SECONDS
         try:
@@ -180,27 +196,10 @@ class TopicClient:
 
     # --- connections --------------------------------------------------------------------------------------------
 
-    def _reader(self) -> Any:
-        if self._consumer is None:
-            self._consumer = self._client(
-                "Consumer",
-                {
-                    # Nothing is committed, and no group assigns partitions: librdkafka wants a name.
-                    "group.id": f"persia-{uuid.uuid4().hex}",
-                    "enable.auto.commit": False,
-                    "enable.auto.offset.store": False,
-                    "enable.partition.eof": True,
-                    "auto.offset.reset": "error",
-                    "fetch.wait.max.ms": 10,  # Only messages that are there are asked for.
-                    "queued.max.messages.kbytes": 16384,
-                },
-            )
-        return self._consumer
-
     def _writer(self) -> Any:
         if self._producer is None:
             timeout = round(1000 * ANSWER_SECONDS)
-            self._producer = self._client("Producer", {"acks": "all", "message.timeout.ms": timeout})
+            self._producer = self._client("Producer", {"acks": "all", "linger.ms": 0, "message.timeout.ms": timeout})
         return self._producer
 
     def _client(self, kind: str, settings: dict[str, Any]) -> Any:
@@ -220,7 +219,10 @@ class TopicClient:
             raise self._failure(action, failed.args[0]) from failed
 
     def _failure(self, action: str, error: Any) -> PublishError:
-        said = "no answer" if error is None else error.str()
+        if action == "read":
+            self._reader.poll(0)  # Calls `_note` if there is something.
+        reasons = dict.fromkeys(each.str() for each in (error, self._error) if each is not None)
+        said = "; ".join(reasons) or "no answer"
         return PublishError(
             f"Cannot {action} {self._address.url}: {said}. See whether the brokers run and can be reached from here, "
             "whether there is the topic, and the rights of this client.",

@@ -45,7 +45,7 @@ TAIL = 32
 
 
 class TopicStorage:
-    """Files in a topic; see `persia.publish.storage.LogStorage`. Connects when it is first used. For one thread.
+    """Files in a topic; see `persia.publish.storage.LogStorage`. Begins to connect at once, in the background.
 
     The first partition has a record of each file, and the contents of small ones. Contents of others are in chunks, in
     the other partitions if there are any. A file is there once its record is. Every record has the offset of the oldest
@@ -55,7 +55,7 @@ class TopicStorage:
         url: see `parse_address`.
 
     Raises:
-        ConfigError: the URL is not valid.
+        ConfigError: the URL is not valid, or librdkafka rejects a setting.
         MissingExtraError: confluent-kafka is not installed.
     """
 
