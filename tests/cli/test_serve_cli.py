@@ -88,3 +88,19 @@ def test_bad_options_are_refused(tmp_path, monkeypatch, arguments, message):
     result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", *arguments])
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
+
+
+def test_items_make_a_retriever(tmp_path, monkeypatch):
+    given = {}
+
+    def run_server(predictor, options, listening, retriever):
+        given.update(predictor=predictor, options=options, retriever=retriever)
+
+    monkeypatch.setattr("persia.serve.http.run.run_server", run_server)
+    arguments = ["serve", str(tmp_path), "--items", "items.parquet", "--item-key", "item", "--max-k", "50"]
+    assert CliRunner().invoke(app, arguments).exception is None
+    found = given["retriever"]
+    assert (found._predictor, found._items, found._key) == (given["predictor"], "items.parquet", "item")
+    assert given["options"].limits.max_k == 50
+    assert CliRunner().invoke(app, ["serve", str(tmp_path)]).exception is None
+    assert given["retriever"] is None

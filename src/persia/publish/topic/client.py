@@ -82,16 +82,27 @@ class TopicClient:
 
     def bounds(self, partition: int) -> tuple[int, int]:
         """Returns the first offset that is there, and that of the next message; zeros if there is no such topic."""
-        from confluent_kafka import KafkaError, TopicPartition
+        from confluent_kafka import KafkaError
+
+        unknown = (KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC, KafkaError.UNKNOWN_TOPIC_OR_PART)
+        try:
+            found = self._watermarks(partition)
+        except PublishError as error:
+            if error.fields["code"] not in unknown:
+                raise
+            topic = self._address.topic  # librdkafka may remember that it was not there.
+            now = self._ask("find", lambda: self._reader.list_topics(topic, timeout=ANSWER_SECONDS)).topics[topic]
+            if now.error is not None and now.error.code() in unknown:
+                return 0, 0
+            found = self._watermarks(partition)
+        self._error = None
+        return found
+
+    def _watermarks(self, partition: int) -> tuple[int, int]:
+        from confluent_kafka import TopicPartition
 
         where = TopicPartition(self._address.topic, partition)
-        try:
-            low, high = self._ask("read", lambda: self._reader.get_watermark_offsets(where, timeout=ANSWER_SECONDS))
-        except PublishError as error:
-            if error.fields["code"] in (KafkaError._UNKNOWN_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART):
-                return 0, 0
-            raise
-        self._error = None
+        low, high = self._ask("read", lambda: self._reader.get_watermark_offsets(where, timeout=ANSWER_SECONDS))
         return int(low), int(high)
 
     def messages(self, partition: int, begin: int, end: int) -> Iterator[Message]:
