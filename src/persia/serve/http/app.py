@@ -22,7 +22,6 @@ from persia.serve.http.answers import (
     accepted,
     content_kind,
     embeddings_answer,
-    found_answer,
     predictions_answer,
 )
 from persia.serve.http.batcher import Batcher, PredictionJob, expired
@@ -37,6 +36,7 @@ from persia.serve.http.openapi import openapi
 from persia.serve.http.page import PAGE_HEADERS, page
 from persia.serve.http.problems import RefusedError, problem_response, response_of
 from persia.serve.http.reading import HeldBytes, read_body
+from persia.serve.http.retrieval import ItemSearch
 from persia.serve.http.wire import ARROW, JSON, MSGPACK
 from persia.telemetry.process import ObservedProcess
 from persia.telemetry.prometheus import exposition
@@ -113,7 +113,7 @@ class PredictionServer:
         self._batcher: Batcher | None = None
         self._conversion: ConversionThread | None = None
         self._answers: ConversionThread | None = None
-        self._searches: ConversionThread | None = None
+        self._search: ItemSearch | None = None
         self._forced: asyncio.Event | None = None
         self._process = ObservedProcess("server", 0, self._observe)
         self._exposition = exposition(self._process.health)
@@ -126,7 +126,8 @@ class PredictionServer:
         self._batcher = Batcher(self._service.predict, self._limits, self.metrics.timed)
         self._conversion = ConversionThread(self._limits.max_queue)
         self._answers = ConversionThread(self._limits.max_queue)  # What is computed does not wait behind bodies.
-        self._searches = ConversionThread(self._limits.max_queue)
+        if self._retriever is not None:
+            self._search = ItemSearch(self._retriever, self._limits.max_queue)
         starting = asyncio.create_task(self._start())
         self._lag.start()
         try:
@@ -160,14 +161,12 @@ class PredictionServer:
         assert self._batcher is not None
         assert self._conversion is not None
         assert self._answers is not None
-        assert self._searches is not None
         await starting
         await in_daemon_thread(self._batcher.close)
         await in_daemon_thread(self._conversion.close)
         await in_daemon_thread(self._answers.close)
-        await in_daemon_thread(self._searches.close)
-        if self._retriever is not None:
-            await in_daemon_thread(self._retriever.close)
+        if self._search is not None:
+            await self._search.close()
         await in_daemon_thread(self._service.close)
 
     async def predict(self, request: Request) -> Response:
@@ -235,22 +234,12 @@ class PredictionServer:
                 self._ready, self._waits_for = True, ""
                 state = self._service.state()
                 LOG.info("ready: epoch %d, network of step %d", state.epoch, state.network_step)
-                await self._start_retriever()
-                return
-
-    async def _start_retriever(self) -> None:
-        retriever = self._retriever
-        if retriever is None or self.stopping:
-            return
-        try:
-            await in_daemon_thread(retriever.start)
-        except ClosedError:  # By `stop`.
-            return
-        except Exception as error:
-            self._fail(error)
-        else:
-            found = retriever.state()
-            LOG.info("finds %d items, with the network of step %d", *((found.items, found.step) if found else (0, -1)))
+                break
+        if self._search is not None and not self.stopping:
+            try:
+                await self._search.start()
+            except Exception as error:
+                self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         self.failed = error
@@ -269,7 +258,7 @@ class PredictionServer:
             )
         schema = self._service.schema
         if self._model is None or self._model.schema is not schema:
-            users = None if self._retriever is None else self._retriever.user_features
+            users = None if self._search is None else self._search.user_features
             document = openapi(schema, self._limits, self._secured, users)
             self._model = _Model(schema, Bodies(schema, self._limits), document)
         return self._model
@@ -294,11 +283,7 @@ class PredictionServer:
                 raise RefusedError(406, f"The answer has one of the forms {JSON}, {MSGPACK}, {ARROW}; accept one.")
             deadline = time.monotonic() + self._seconds(request)
             model = self._current()
-            if request.url.path == "/retrieve":
-                assert self._searches is not None
-                self._check(deadline, _declared_size(request), self._searches)
-            else:
-                self._check(deadline, _size_in_thread(request), self._conversion)
+            self._check(deadline, request)
             with self._held.share() as share:
                 body = await read_body(request, self._limits, share)
                 answer: AnswerBody = await compute(model, kind, wanted, body, deadline)
@@ -339,17 +324,8 @@ class PredictionServer:
         return await self._conversion.run(len(body), deadline, found)
 
     async def _retrieve(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
-        assert self._searches is not None
-        retriever = self._retriever
-        if retriever is None or retriever.state() is None:
-            raise OverloadedError("The index of items is being built. Try again later.", retry_after=1)
-
-        def found() -> AnswerBody:
-            users, k = model.bodies.users(kind, body, retriever.user_features)
-            nearest = retriever.search(users, k)
-            return found_answer(wanted, nearest.ids, nearest.scores, nearest.step)
-
-        return await self._searches.run(len(body), deadline, found)
+        assert self._search is not None
+        return await self._search.answer(model.bodies, kind, wanted, body, deadline)
 
     async def _computed(self, job: PredictionJob) -> Any:
         """Waits for the result of a request, or for its deadline if it still waits for computation by then."""
@@ -368,18 +344,12 @@ class PredictionServer:
         assert self._conversion is not None
         return await self._conversion.run(len(body), deadline, convert, kind, body)
 
-    def _check(self, deadline: float, size: int, thread: ConversionThread | None) -> None:
-        """Raises OverloadedError if a request cannot be answered at present, before its body is read.
-
-        Args:
-            deadline: of the request.
-            size: bytes of its body if it goes through a thread, else 0.
-            thread: that it goes through.
-        """
+    def _check(self, deadline: float, request: Request) -> None:
+        """Raises OverloadedError if a request cannot be answered at present, before its body is read."""
         if self.stopping:
             raise OverloadedError("The server is shutting down; send the request to another one.", retry_after=1)
         assert self._batcher is not None
-        assert thread is not None
+        assert self._conversion is not None
         # The loop comes to the request for the rest of its body, and for its answer.
         reserve = LAGS * self._lag.seconds
         if time.monotonic() + reserve > deadline:
@@ -388,11 +358,14 @@ class PredictionServer:
                 "again later, or add servers.",
                 retry_after=1,
             )
-        if size:
-            thread.check(size, deadline - reserve)
-            reserve += thread.wait()
-        if thread is not self._searches:
-            self._batcher.check(1, deadline - reserve)
+        if request.url.path == "/retrieve":
+            assert self._search is not None
+            self._search.thread.check(_declared_size(request), deadline - reserve)
+            return
+        if size := _size_in_thread(request):
+            self._conversion.check(size, deadline - reserve)
+            reserve += self._conversion.wait()
+        self._batcher.check(1, deadline - reserve)
 
     def _seconds(self, request: Request) -> float:
         """Returns the seconds that a request allows."""
@@ -422,20 +395,14 @@ class PredictionServer:
             "rows": state.rows,
             "problem": state.problem,
             "psi": dict(state.drift),
-            **({} if self._retriever is None else {"index": self._index_details(self._retriever)}),
+            **({} if self._search is None else {"index": self._search.details()}),
         }
-
-    def _index_details(self, retriever: RetrievalService) -> dict[str, Any]:
-        found = retriever.state()
-        if found is None:
-            return {"problem": "it is being built"}
-        return {"step": found.step, "items": found.items, "waiting": found.waiting, "problem": found.problem}
 
     def _observe(self) -> Readings:
         assert self._batcher is not None
         ready = self._ready and not self.stopping
         counts = self._batcher.counts()
-        for thread in (self._conversion, self._answers, self._searches):
+        for thread in (self._conversion, self._answers, self._search and self._search.thread):
             if thread is not None:
                 overloaded, late = counts.overloaded + thread.overloaded, counts.expired + thread.expired
                 counts = counts._replace(overloaded=overloaded, expired=late)
