@@ -29,6 +29,7 @@ from persia.serve.http.bodies import Bodies
 from persia.serve.http.conversion import ConversionThread
 from persia.serve.http.daemon import in_daemon_thread
 from persia.serve.http.gate import Gate
+from persia.serve.http.item_search import ItemSearch
 from persia.serve.http.lag import Lag
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.observing import ServerMetrics, least_step
@@ -36,7 +37,6 @@ from persia.serve.http.openapi import openapi
 from persia.serve.http.page import PAGE_HEADERS, page
 from persia.serve.http.problems import RefusedError, problem_response, response_of
 from persia.serve.http.reading import HeldBytes, read_body
-from persia.serve.http.retrieval import ItemSearch
 from persia.serve.http.wire import ARROW, JSON, MSGPACK
 from persia.telemetry.process import ObservedProcess
 from persia.telemetry.prometheus import exposition
