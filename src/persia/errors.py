@@ -76,7 +76,7 @@ class CheckpointError(PersiaError):
 
 
 class PublishError(PersiaError):
-    """The log of changes cannot be read. A reader keeps what it has."""
+    """The log of changes cannot be read, or its topic cannot be written. A reader keeps what it has."""
 
 
 class ServeError(PersiaError):

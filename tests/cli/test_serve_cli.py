@@ -77,6 +77,9 @@ def test_a_server_answers_what_the_trainer_predicts_and_ends_with_sigterm(tmp_pa
         (["--max-body-bytes", "much"], "Invalid max_body_bytes = 'much'"),
         (["--key-file", "nowhere"], "Cannot read the keys in nowhere"),
         (["--tls-cert", "cert.pem"], "TLS needs a certificate and its key"),
+        (["--item-key", "item"], "--item-key needs --items"),
+        (["--items", "items.parquet", "--rows", "tcp://127.0.0.1:1"], "--items needs the rows in this process"),
+        (["--max-k", "0"], "Invalid max_k = 0"),
         (["--poll-seconds", "0"], "Invalid poll_seconds"),
     ],
 )
@@ -85,3 +88,19 @@ def test_bad_options_are_refused(tmp_path, monkeypatch, arguments, message):
     result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", *arguments])
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
+
+
+def test_items_make_a_retriever(tmp_path, monkeypatch):
+    given = {}
+
+    def run_server(predictor, options, listening, retriever):
+        given.update(predictor=predictor, options=options, retriever=retriever)
+
+    monkeypatch.setattr("persia.serve.http.run.run_server", run_server)
+    arguments = ["serve", str(tmp_path), "--items", "items.parquet", "--item-key", "item", "--max-k", "50"]
+    assert CliRunner().invoke(app, arguments).exception is None
+    found = given["retriever"]
+    assert (found._predictor, found._items, found._key) == (given["predictor"], "items.parquet", "item")
+    assert given["options"].limits.max_k == 50
+    assert CliRunner().invoke(app, ["serve", str(tmp_path)]).exception is None
+    assert given["retriever"] is None

@@ -2,12 +2,27 @@ from __future__ import annotations
 
 import pytest
 
-from support.change_log import ChangeLog
+from support.change_log import begun
+from support.kafka import Kafka
 
 
 @pytest.fixture
-def log(tmp_path):
-    found = ChangeLog(tmp_path / "log")
-    found.train(3)
-    found.begin()
-    return found
+def kafka():
+    return Kafka()
+
+
+@pytest.fixture
+def topic(kafka):
+    """The URL of a topic."""
+    return f"kafka://{kafka.bootstrap}/{kafka.topic}"
+
+
+@pytest.fixture(params=["directory", "topic"])
+def url(request, tmp_path):
+    """The URL of a place for a log."""
+    return str(tmp_path / "log") if request.param == "directory" else request.getfixturevalue("topic")
+
+
+@pytest.fixture
+def log(url):
+    return begun(url)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import pytest
 
 import persia
-from persia.checkpoint.storage import Storage
 from persia.errors import PublishError
 from persia.publish import ModelDescription, Replica, RowsUpdate, follow
 from persia.publish.epochs import begin_epoch
 from persia.publish.format import EPOCH_FILE, MAX_MODEL_BYTES, MODEL_FILE, LogEntry, epoch_name
-from support.change_log import ChangeLog, assert_equal_rows
+from support.change_log import ChangeLog, advance, assert_equal_rows
 
 SCHEMA = persia.Schema([persia.IdFeature("item", 3), persia.IdFeature("user", 2, pooling=None, max_length=4)])
 
@@ -29,12 +24,6 @@ def replica(log):
     return found
 
 
-def advance(log, entries=1):
-    for _ in range(entries):
-        log.train()
-        log.publish()
-
-
 def outgrow(log):
     """Publishes until there is another snapshot."""
     publisher = log.publishers[0]
@@ -44,8 +33,8 @@ def outgrow(log):
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_it_follows_snapshots_and_increments(tmp_path, servers):
-    log = ChangeLog(tmp_path / "log", servers)
+def test_it_follows_snapshots_and_increments(url, servers):
+    log = ChangeLog(url, servers)
     log.train(3)
     log.begin()
     replica = Replica(follow(log.url))
@@ -82,23 +71,23 @@ def test_removed_rows_are_gone_after_the_next_increment(log, replica):
     assert gone
 
 
-def test_an_empty_place_and_one_that_has_not_begun(tmp_path):
-    replica = Replica(follow(str(tmp_path / "log")))
+def test_an_empty_place_and_one_that_has_not_begun(url):
+    replica = Replica(follow(url))
     replica.refresh()
     assert "no epoch" in replica.problem
     assert replica.epoch == -1
-    log = ChangeLog(tmp_path / "log")
+    log = ChangeLog(url)
     log.train()
     log.begin()
-    os.remove(log.path("0000000000-snapshot.json"))
+    log.storage.remove(log.place("0000000000-snapshot.json"))
     replica.refresh()
     assert replica.epoch == -1
 
 
-def damage(path, how):
-    data = bytearray(Path(path).read_bytes())
+def damage(log, path, how):
+    data = bytearray(log.read(path))
     if how == "missing":
-        os.remove(path)
+        log.storage.remove(path)
         return
     if how == "truncated":
         data = data[: len(data) // 2]
@@ -106,7 +95,11 @@ def damage(path, how):
         data[len(data) // 2] ^= 4
     elif how == "empty":
         data = bytearray()
-    Path(path).write_bytes(data)
+    log.storage.put(path, bytes(data))
+
+
+def change(log, path, fields):
+    log.storage.put(path, msgspec.json.encode({**msgspec.json.decode(log.read(path)), **fields}))
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "empty"])
@@ -114,7 +107,7 @@ def damage(path, how):
 def test_a_damaged_increment_is_replaced_by_the_next_snapshot(log, replica, file, how):
     kept = {id_: row.copy() for id_, row in replica.rows("item").items()}
     advance(log, 2)
-    damage(log.path(file), how)
+    damage(log, log.place(file), how)
     replica.refresh()
     assert replica.problem
     assert replica.steps == {0: 3}  # It serves on what it had.
@@ -131,9 +124,9 @@ def test_a_damaged_increment_is_replaced_by_the_next_snapshot(log, replica, file
 @pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "empty"])
 def test_a_damaged_snapshot_is_replaced_by_the_one_before(log, how):
     outgrow(log)
-    snapshots = sorted(name for name in os.listdir(log.path()) if name.endswith("snapshot.json"))
+    snapshots = [name for name in log.names() if name.endswith("snapshot.json")]
     assert len(snapshots) == 2
-    damage(log.path(snapshots[-1].replace("-snapshot.json", ".00000.safetensors")), how)
+    damage(log, log.place(snapshots[-1].replace("-snapshot.json", ".00000.safetensors")), how)
     replica = Replica(follow(log.url))
     replica.refresh()
     assert replica.problem
@@ -146,9 +139,8 @@ def test_a_damaged_snapshot_is_replaced_by_the_one_before(log, how):
 def test_a_repeated_increment_is_not_applied_twice(log, replica):
     advance(log)
     replica.refresh()
-    manifest = Path(log.path("0000000001-increment.json"))
-    Path(log.path("0000000002-increment.json")).write_bytes(manifest.read_bytes())
-    shutil.copy(log.path("0000000001.00000.safetensors"), log.path("0000000002.00000.safetensors"))
+    for name in ("0000000001.00000.safetensors", "0000000001-increment.json"):
+        log.storage.put(log.place(name.replace("01", "02", 1)), log.read(log.place(name)))
     replica.refresh()
     assert "belongs elsewhere" in replica.problem
     assert replica.steps == {0: 4}
@@ -156,10 +148,10 @@ def test_a_repeated_increment_is_not_applied_twice(log, replica):
 
 def test_increments_in_the_wrong_order_are_refused(log, replica):
     advance(log, 2)
-    first, second = (Path(log.path(f"000000000{n}-increment.json")) for n in (1, 2))
-    contents = first.read_bytes(), second.read_bytes()
-    first.write_bytes(contents[1])
-    second.write_bytes(contents[0])
+    first, second = (log.place(f"000000000{n}-increment.json") for n in (1, 2))
+    contents = log.read(first), log.read(second)
+    log.storage.put(first, contents[1])
+    log.storage.put(second, contents[0])
     replica.refresh()
     assert "belongs elsewhere" in replica.problem
     assert replica.steps == {0: 3}
@@ -167,14 +159,13 @@ def test_increments_in_the_wrong_order_are_refused(log, replica):
 
 def test_files_of_another_run_are_refused(log, replica):
     advance(log)
-    data = msgspec.json.decode(Path(log.path("0000000001-increment.json")).read_bytes())
-    Path(log.path("0000000001-increment.json")).write_bytes(msgspec.json.encode({**data, "run": "f" * 32}))
+    change(log, log.place("0000000001-increment.json"), {"run": "f" * 32})
     replica.refresh()
     assert "belongs elsewhere" in replica.problem
 
 
-def test_a_new_epoch_replaces_everything_at_once(tmp_path):
-    log = ChangeLog(tmp_path / "log", 2)
+def test_a_new_epoch_replaces_everything_at_once(url):
+    log = ChangeLog(url, 2)
     log.train(3)
     log.begin()
     replica = Replica(follow(log.url))
@@ -187,18 +178,21 @@ def test_a_new_epoch_replaces_everything_at_once(tmp_path):
     log.step = 1
     log.train(1)
     log.begin()
-    for name in ("0000000000-snapshot.json", "0000000000.00000.safetensors"):
-        os.rename(log.path(name, server=1), f"{log.url}/{name}")
+    parts = {
+        name: log.read(log.place(name, 1)) for name in ("0000000000.00000.safetensors", "0000000000-snapshot.json")
+    }
+    for name in reversed(parts):
+        log.storage.remove(log.place(name, 1))
     replica.refresh()
     assert replica.epoch == 0
     assert set(replica.rows("item")) == undone
-    for name in ("0000000000.00000.safetensors", "0000000000-snapshot.json"):
-        os.rename(f"{log.url}/{name}", log.path(name, server=1))
+    for name, data in parts.items():
+        log.storage.put(log.place(name, 1), data)
     replica.refresh()
     assert replica.epoch == 1
     assert replica.steps == {0: 2, 1: 2}
     assert_equal_rows(replica, log)
-    shutil.rmtree(f"{log.url}/{epoch_name(0)}")
+    log.storage.remove(epoch_name(0))
     advance(log)
     replica.refresh()
     assert_equal_rows(replica, log)
@@ -233,8 +227,7 @@ HOSTILE = [
 @pytest.mark.parametrize("fields", HOSTILE)
 def test_hostile_manifests_are_refused(log, replica, fields):
     advance(log)
-    path = Path(log.path("0000000001-increment.json"))
-    path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **fields}))
+    change(log, log.place("0000000001-increment.json"), fields)
     replica.refresh()
     assert replica.problem
     assert replica.steps == {0: 3}
@@ -242,17 +235,17 @@ def test_hostile_manifests_are_refused(log, replica, fields):
 
 def test_rows_that_the_manifest_does_not_announce_are_refused(log, replica):
     advance(log)
-    path = Path(log.path("0000000001-increment.json"))
-    entry = msgspec.json.decode(path.read_bytes(), type=LogEntry)
+    path = log.place("0000000001-increment.json")
+    entry = msgspec.json.decode(log.read(path), type=LogEntry)
     tables = [msgspec.structs.replace(table, rows=table.rows + 1) for table in entry.tables]
-    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(entry, tables=tables)))
+    change(log, path, {"tables": msgspec.to_builtins(tables)})
     replica.refresh()
     assert "its manifest says" in replica.problem
 
 
 def test_a_damaged_epoch_file_leaves_the_reader_where_it_is(log, replica):
     log.begin()
-    Path(f"{log.url}/{epoch_name(1)}/{EPOCH_FILE}").write_bytes(b"{}")
+    log.storage.put(f"{epoch_name(1)}/{EPOCH_FILE}", b"{}")
     replica.refresh()
     assert "epoch.json" in replica.problem
     assert replica.epoch == 0
@@ -293,10 +286,11 @@ def test_the_description_of_an_epoch(log):
     assert follower.description() is None
     list(follower.updates())
     assert follower.description() is None  # It has none, as those of earlier versions.
-    number = begin_epoch(Storage(log.url), 1, SCHEMA, "bf16", ModelDescription("din", {"hidden": [8]})).epoch
-    epoch = Path(f"{log.url}/{epoch_name(number)}")
+    number = begin_epoch(log.storage, 1, SCHEMA, "bf16", ModelDescription("din", {"hidden": [8]})).epoch
+    epoch = epoch_name(number)
     for stream in ("rows-0", "network"):
-        shutil.copytree(f"{log.url}/{epoch_name(0)}/{stream}", epoch / stream)
+        for name in log.names(f"{epoch_name(0)}/{stream}"):
+            log.storage.put(f"{epoch}/{stream}/{name}", log.read(f"{epoch_name(0)}/{stream}/{name}"))
     list(follower.updates())
     found = follower.description()
     assert (found.precision, found.model.kind, found.model.options) == ("bf16", "din", {"hidden": [8]})
@@ -308,12 +302,12 @@ def test_the_description_of_an_epoch(log):
         ({"model": {"kind": 1}}, "model"),
     ):
         whole = msgspec.json.encode(found)
-        (epoch / MODEL_FILE).write_bytes(msgspec.json.encode({**msgspec.json.decode(whole), **data}))
+        log.storage.put(f"{epoch}/{MODEL_FILE}", msgspec.json.encode({**msgspec.json.decode(whole), **data}))
         late = follow(log.url)
         list(late.updates())
         with pytest.raises(PublishError, match=said):
             late.description()
-    (epoch / MODEL_FILE).write_bytes(b" " * (MAX_MODEL_BYTES + 1))
+    log.storage.put(f"{epoch}/{MODEL_FILE}", b" " * (MAX_MODEL_BYTES + 1))
     late = follow(log.url)
     list(late.updates())
     with pytest.raises(PublishError, match="at most"):

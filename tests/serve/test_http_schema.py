@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from support.served import FakePredictor
+from support.served import FakePredictor, FakeRetriever
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -22,16 +22,26 @@ from persia.serve.http.limits import ServeLimits  # noqa: E402
 KEY = "a-key-of-some-length"
 
 
-OPERATIONS = [("/predict", "POST"), ("/rank", "POST"), ("/embeddings", "POST"), ("/health", "GET"), ("/metrics", "GET")]
+OPERATIONS = [
+    ("/predict", "POST"),
+    ("/rank", "POST"),
+    ("/embeddings", "POST"),
+    ("/retrieve", "POST"),
+    ("/health", "GET"),
+    ("/metrics", "GET"),
+]
 
 
 @pytest.fixture
 def document():
-    app = create_app(FakePredictor(), limits=ServeLimits(max_rows=50, deadline_ms=60_000), keys=ClientKeys([KEY]))
+    limits, retriever = ServeLimits(max_rows=50, deadline_ms=60_000), FakeRetriever()
+    app = create_app(FakePredictor(), limits=limits, keys=ClientKeys([KEY]), retriever=retriever)
     authorization = {"Authorization": f"Bearer {KEY}"}
     with asgi.get_client(app) as client:
         deadline = time.monotonic() + 30
         while client.get("http://testserver/health").status_code != 200:
+            assert time.monotonic() < deadline
+        while retriever.state() is None:
             assert time.monotonic() < deadline
     yield schemathesis.openapi.from_asgi("/openapi.json", app, headers=authorization)
     asgi.shutdown_lifespans()

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import httpx
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from fastapi import FastAPI
 
 import persia
 from persia.batching.batch import Batch, IdColumn
-from persia.errors import ClosedError
+from persia.errors import ClosedError, DataError
 from persia.nn.models import TwoTower
 from persia.publish import PublishOptions
 from persia.schema import IdFeature, Schema
 from persia.serve import Predictor, ServeOptions
-from persia.serve.retrieval_http import MOST_BYTES, retrieval_router
+from persia.serve.catalogue import TowerFeatures
+from persia.serve.http.app import create_app
+from persia.serve.http.limits import ServeLimits
+from persia.serve.item_files import read_items
 from persia.serve.retriever import Retriever
+from persia.serve.schema_parts import columns_of
 
 ITEMS, USERS = 60, 30
 SCHEMA = Schema(
@@ -101,45 +107,83 @@ def _removed(item):
     return none, np.empty((0, 8), np.float32), np.array([item], np.uint64), 9
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.anyio
-async def test_over_http(run, tmp_path, anyio_backend):
+def test_over_http_with_items_of_a_file(run, tmp_path):
+    """As `persia serve URL --items FILE` does."""
+    ids = np.arange(ITEMS)
+    pq.write_table(
+        pa.table({"price": ids / ITEMS, "item": ids, "name": list(map(str, ids))}), tmp_path / "items.parquet"
+    )
     run.fit([batch(seed) for seed in range(3)])
-    with Predictor(str(tmp_path), network()) as predictor, Retriever(predictor, catalogue()) as retriever:
-        app = FastAPI()
-        app.include_router(retrieval_router(retriever))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            body = {"users": {"user": [3, 4], "seen": [[1, 2], []], "age": [0.1, 0.2]}, "k": 4}
-            answer = await client.post("/retrieve", json=body)
+    predictor = Predictor(str(tmp_path), network())
+    retriever = Retriever(predictor, tmp_path / "items.parquet")
+    users = {"features": {"user": [3, 4], "seen": [[1, 2], []]}, "dense": {"age": [0.1, 0.2]}}
+
+    async def main():
+        app = create_app(predictor, retriever=retriever, limits=ServeLimits(deadline_ms=60_000))
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+        ):
+            deadline = time.monotonic() + 60
+            while "step" not in (await client.get("/health")).json().get("index", {}):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            assert (await client.get("/health")).json()["index"] == {
+                "step": 3, "items": len(retriever.index), "waiting": 0, "problem": ""
+            }  # fmt: skip
+            answer = await client.post("/retrieve", json={"users": users, "k": 4})
             assert answer.status_code == 200, answer.text
-            users = Batch.from_columns(
-                Schema(SCHEMA.id_features[:2], dense_features=SCHEMA.dense_features, tables=[persia.Table("item", 8)]),
-                {"user": [3, 4], "seen": [[1, 2], []], "age": [0.1, 0.2], "price": [0.0, 0.0]},
-                require_labels=False,
-            )
-            expected = retriever.search(users, 4)
-            assert answer.json() == {
-                "ids": expected.ids.tolist(),
-                "scores": expected.scores.tolist(),
-                "step": 3,
-            }
-            for wrong, status, message in (
-                (b"{", 422, "another form"),
-                ({"users": {}}, 422, "is missing; give it"),
-                ({**body, "k": 0}, 422, "another form"),
-                ({**body, "more": 1}, 422, "another form"),
-                ({"users": {**body["users"], "price": [1, 2]}}, 422, "'price' is no feature of the user"),
-                ({"users": {**body["users"], "age": [1]}}, 422, "age"),
-                (b" " * (MOST_BYTES + 1), 413, "The body has more than"),
-            ):
-                content = {"content": wrong} if isinstance(wrong, bytes) else {"json": wrong}
-                answer = await client.post("/retrieve", **content)
-                assert answer.status_code == status, answer.text
-                assert message in answer.json()["message"]
-            assert (await client.get("/retrieve")).status_code == 405
-        closed = Retriever(predictor, catalogue())
-        app = FastAPI()
-        app.include_router(retrieval_router(closed))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            answer = await client.post("/retrieve", json=body)
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            expected = retriever.search(_users(), 4)
+            assert answer.json() == {"ids": expected.ids.tolist(), "scores": expected.scores.tolist(), "step": 3}
+            with Retriever(predictor, catalogue()) as other:
+                np.testing.assert_array_equal(other.search(_users(), 4).ids, expected.ids)
+        with pytest.raises(ClosedError):
+            retriever.search(_users(), 4)
+
+    asyncio.run(main())
+
+
+def _users():
+    schema = Schema(SCHEMA.id_features[:2], dense_features=SCHEMA.dense_features, tables=[persia.Table("item", 8)])
+    columns = {"user": [3, 4], "seen": [[1, 2], []], "age": [0.1, 0.2], "price": [0.0, 0.0]}
+    return Batch.from_columns(schema, columns, require_labels=False)
+
+
+def test_files_of_items_that_do_not_fit(run, tmp_path):
+    run.fit([batch()])
+    pq.write_table(pa.table({"item": [1, 2]}), tmp_path / "items.parquet")
+    with Predictor(str(tmp_path), network()) as predictor:
+        with pytest.raises(DataError, match="price"):
+            Retriever(predictor, str(tmp_path / "items.parquet")).start()
+        with pytest.raises(DataError, match="none"):
+            Retriever(predictor, str(tmp_path / "none.parquet")).start()
+        stopped = Retriever(predictor, catalogue())
+        stopped.stop()
+        with pytest.raises(ClosedError, match="The retriever is closed"):
+            stopped.start()
+
+
+def test_columns_of_items_that_are_computed(tmp_path):
+    schema = Schema(
+        [
+            IdFeature("user", dim=4),
+            IdFeature("item", dim=4),
+            IdFeature("shop", dim=4),
+            IdFeature("item_shop", dim=4, cross=("item", "shop")),
+            IdFeature("item_b", dim=4, of="item", mapping=persia.Remainder(10)),
+        ],
+        dense_features=["age", "price"],
+        labels=["click"],
+    )
+    columns = {"item": [7, 8], "shop": [1, 2], "price": [0.5, 1.5], "more": [0, 0]}
+    pq.write_table(pa.table(columns), tmp_path / "items.parquet")
+    assert columns_of(schema, ["item_shop", "item_b"]) == {"item", "shop"}
+    found = TowerFeatures(("item_shop", "item_b"), ("price",))
+    (items,) = read_items(tmp_path / "items.parquet", schema, found)
+    whole = {**columns, "user": [1, 1], "age": [0, 0]}
+    del whole["more"]
+    expected = Batch.from_columns(schema, whole, require_labels=False)
+    for name in found.ids:
+        np.testing.assert_array_equal(items.id_features[name].values, expected.id_features[name].values)
+    np.testing.assert_array_equal(items.dense, expected.dense)

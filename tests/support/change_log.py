@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from persia.checkpoint.storage import Storage
-from persia.publish import PublishOptions, PublishOrder
+from persia.publish import PublishOptions, PublishOrder, Replica, follow
 from persia.publish.format import EPOCH_FILE, FORMAT, NETWORK, VERSION, Epoch, epoch_name
 from persia.publish.publisher import Publisher
+from persia.publish.storage import open_storage
 from persia.publish.stream import StreamWriter
 from persia.store import NativeStore, TableConfig
 from support.stores import contents, lookup, update
@@ -20,6 +20,7 @@ class ChangeLog:
     def __init__(self, url, servers=1, **options):
         self.url, self.options, self.servers = str(url), PublishOptions(str(url), seconds=3600.0, **options), servers
         self.stores = [self.new_store() for _ in range(servers)]
+        self.storage = open_storage(self.url)
         self.step, self.epoch = 0, -1
         self.random = np.random.default_rng(1)
 
@@ -32,11 +33,10 @@ class ChangeLog:
     def begin(self):
         """Begins an epoch, with a snapshot of each PS and a network."""
         self.epoch, self.run = self.epoch + 1, f"{self.epoch + 1:032x}"
-        storage = Storage(self.url)
         epoch = Epoch(format=FORMAT, version=VERSION, epoch=self.epoch, run=self.run, servers=self.servers)
-        storage.put(f"{epoch_name(self.epoch)}/{EPOCH_FILE}", msgspec.json.encode(epoch))
+        self.storage.put(f"{epoch_name(self.epoch)}/{EPOCH_FILE}", msgspec.json.encode(epoch))
         self.publishers = [self.publisher(server) for server in range(self.servers)]
-        self.network = StreamWriter(storage, self.epoch, self.run, NETWORK, keep=2)
+        self.network = StreamWriter(self.storage, self.epoch, self.run, NETWORK, keep=2)
         self.publish()
 
     def publisher(self, server):
@@ -69,8 +69,20 @@ class ChangeLog:
             for id_, row in zip(rows.ids, rows.embeddings, strict=True)
         }
 
+    def place(self, name="", server=0, epoch=None):
+        """The path of a file of a PS in the storage."""
+        return f"{epoch_name(self.epoch if epoch is None else epoch)}/rows-{server}/{name}".rstrip("/")
+
     def path(self, name="", server=0, epoch=None):
-        return f"{self.url}/{epoch_name(self.epoch if epoch is None else epoch)}/rows-{server}/{name}"
+        return f"{self.url}/{self.place(name, server, epoch)}"
+
+    def names(self, path=None):
+        self.storage.refresh()
+        return self.storage.names(self.place() if path is None else path)
+
+    def read(self, path):
+        self.storage.refresh()
+        return self.storage.head(path, 0, self.storage.size(path))
 
 
 def assert_equal_rows(replica, log, atol=0.0):
@@ -79,3 +91,31 @@ def assert_equal_rows(replica, log, atol=0.0):
         assert mine.keys() == theirs.keys()
         for id_, row in theirs.items():
             np.testing.assert_allclose(mine[id_], row, rtol=0, atol=atol)
+
+
+def begun(url, servers=1, **options):
+    """Returns a log with an epoch."""
+    log = ChangeLog(url, servers, **options)
+    log.train(3)
+    log.begin()
+    return log
+
+
+def advance(log, entries=1):
+    for _ in range(entries):
+        log.train()
+        log.publish()
+
+
+def outgrow(log):
+    """Publishes until the first PS has removed its oldest snapshot."""
+    entries = log.publishers[0]._writer._entries
+    oldest = entries[0][0]
+    while entries[0][0] == oldest:
+        advance(log)
+
+
+def replica_of(log):
+    found = Replica(follow(log.url))
+    found.refresh()
+    return found

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 import persia
+from persia.errors import ClosedError
 from persia.serve.table_embeddings import TableEmbeddings
 
 SCHEMA = persia.Schema(
@@ -58,6 +59,66 @@ def first_users(batch):
     some = np.diff(column.offsets) > 0
     found[some] = column.values[column.offsets[:-1][some]]
     return found
+
+
+class Features(NamedTuple):
+    ids: tuple[str, ...] = ("user", "user_b")
+    dense: tuple[str, ...] = ("age",)
+
+
+class Nearest(NamedTuple):
+    ids: np.ndarray
+    scores: np.ndarray
+    step: int
+
+
+class IndexState(NamedTuple):
+    step: int = 11
+    items: int = 6
+    waiting: int = 1
+    problem: str = ""
+
+
+class FakeRetriever:
+    """Finds the items from 2^63 on, whose scores are the age of the user minus their place.
+
+    Attributes:
+        go: cleared, `start` waits.
+        fails: what `start` raises; None if it succeeds.
+    """
+
+    user_features = Features()
+
+    def __init__(self):
+        self.go, self.fails = threading.Event(), None
+        self.go.set()
+        self.current = None
+        self.stopped, self.closed = threading.Event(), False
+
+    def start(self):
+        assert self.go.wait(60)
+        if self.stopped.is_set():
+            raise ClosedError("stopped")
+        if self.fails is not None:
+            raise self.fails
+        self.current = IndexState()
+
+    def stop(self):
+        self.stopped.set()
+        self.go.set()
+
+    def close(self):
+        self.closed = True
+
+    def state(self):
+        return self.current
+
+    def search(self, users, k):
+        assert {"user", "user_b"} <= set(users.id_features)
+        count = min(k, self.current.items)
+        places = np.arange(count)
+        ids = np.broadcast_to(2**63 + places.astype(np.uint64), (len(users), count))
+        return Nearest(ids, (users.dense[:, 1:] - places).astype(np.float32), self.current.step)
 
 
 class FakePredictor:

@@ -63,6 +63,18 @@ def serve(
         ),
     ] = None,
     rows_seconds: Annotated[float, typer.Option(help="Deadline of a lookup at the row servers.")] = 1.0,
+    items: Annotated[
+        str | None,
+        typer.Option(
+            help="Parquet files with the features of the items, as a file, directory, glob or URL. A model with two "
+            "towers then answers /retrieve.",
+            metavar="FILES",
+        ),
+    ] = None,
+    item_key: Annotated[
+        str | None,
+        typer.Option(help="Feature that identifies an item, if it has several ID-type features.", metavar="NAME"),
+    ] = None,
     max_batch: Annotated[int, typer.Option(help="Samples that are computed at once.", rich_help_panel=LIMITS)] = 1024,
     max_wait_ms: Annotated[
         float, typer.Option(help="Time for which a batch waits for more samples.", rich_help_panel=LIMITS)
@@ -78,6 +90,9 @@ def serve(
     max_values: Annotated[
         int, typer.Option(help="Values of one feature of a request.", rich_help_panel=LIMITS)
     ] = 131072,
+    max_k: Annotated[
+        int, typer.Option(help="Items that /retrieve finds for one user.", rich_help_panel=LIMITS)
+    ] = 10000,
     max_queue: Annotated[int, typer.Option(help="Requests that wait.", rich_help_panel=LIMITS)] = 512,
     max_queue_rows: Annotated[int, typer.Option(help="Samples that wait.", rich_help_panel=LIMITS)] = 16384,
     max_body_bytes: Annotated[
@@ -135,7 +150,7 @@ def serve(
         from persia.serve.http.run import HttpOptions, run_server
     except ImportError as error:
         raise MissingExtraError('persia serve needs FastAPI: pip install "persia[serve]".', extra="serve") from error
-    from persia.serve import Predictor, ServeOptions
+    from persia.serve import Predictor, Retriever, ServeOptions
     from persia.units import parse_bytes
 
     limits = ServeLimits(
@@ -143,6 +158,7 @@ def serve(
         max_held_bytes=parse_bytes(max_held_bytes, "max_held_bytes"),
         max_rows=max_rows,
         max_values=max_values,
+        max_k=max_k,
         max_batch=max_batch,
         max_wait_ms=max_wait_ms,
         max_queue=max_queue,
@@ -176,8 +192,18 @@ def serve(
         rows=tuple(rows or ()),
         rows_seconds=rows_seconds,
     )
+    if item_key is not None and items is None:
+        raise ConfigError("--item-key needs --items, the files with the items.", field="item_key")
+    if items is not None and rows:
+        raise ConfigError(
+            "--items needs the rows in this process, as row servers do not tell which rows have changed; leave --rows "
+            "out.",
+            field="items",
+        )
     log, shown = logging.getLogger("persia.serve"), without_userinfo(url)
-    run_server(Predictor(url, network, serving), options, lambda at: log.info("%s serves %s", at.url, shown))
+    predictor = Predictor(url, network, serving)
+    retriever = None if items is None else Retriever(predictor, items, key=item_key)
+    run_server(predictor, options, lambda at: log.info("%s serves %s", at.url, shown), retriever)
 
 
 def _network(name: str | None) -> Any:

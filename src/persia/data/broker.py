@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from persia.data.messages import MessageDecoder, StreamMessage
-from persia.errors import DataError, DeadlineError, MissingExtraError, PersiaError
+from persia.errors import ConfigError, DataError, DeadlineError, PersiaError
+from persia.kafka_client import make_client
 from persia.retry import Deadline
 from persia.types import Offsets, Partition
 
-__all__ = ["POLL_SECONDS", "Broker", "BrokerOptions", "Buffer", "Stopped", "client", "committed", "require_library"]
+__all__ = ["POLL_SECONDS", "Broker", "BrokerOptions", "Buffer", "Stopped", "client", "committed"]
 
 T = TypeVar("T")
 
@@ -99,31 +100,18 @@ class Buffer:
         return taken
 
 
-def require_library() -> None:
-    """Raises MissingExtraError if confluent-kafka is not installed."""
-    try:
-        import confluent_kafka  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError('Reading from Kafka needs confluent-kafka: pip install "persia[kafka]".') from error
-
-
 def client(kind: str, options: BrokerOptions, **settings: Any) -> Any:
     """Returns a `Consumer` or a `Producer` of confluent-kafka.
 
     Raises:
         DataError: librdkafka refuses a setting.
     """
-    import confluent_kafka
-
     try:
-        # Lost connections are reported here, once, not with each attempt.
-        quiet = {"log_level": 2, "log.connection.close": False}
-        config = {"bootstrap.servers": options.bootstrap, **quiet, **options.config, **settings}
-        return getattr(confluent_kafka, kind)(config, logger=LOG)
-    except (confluent_kafka.KafkaException, TypeError, ValueError) as error:
-        raise DataError(f"Kafka at {options.bootstrap}: {error}; correct `config`.", bootstrap=options.bootstrap) from (
-            error
-        )
+        return make_client(kind, options.bootstrap, {**options.config, **settings}, LOG)
+    except ConfigError as error:
+        raise DataError(
+            f"Kafka at {options.bootstrap}: {error.__cause__}; correct `config`.", bootstrap=options.bootstrap
+        ) from error
 
 
 class Broker:

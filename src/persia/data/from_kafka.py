@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from persia.checks import check_integer, check_number, plain
-from persia.data.broker import BrokerOptions, committed, require_library
+from persia.data.broker import BrokerOptions, committed
 from persia.data.expressions import Rule
 from persia.data.kafka_events import KafkaEvents
 from persia.data.kafka_options import Begin, EventTime, KafkaOptions, StreamCounts, Until
@@ -19,6 +19,7 @@ from persia.data.recorded_stream import LoggedStream
 from persia.data.rows import Conversion, DayUnit
 from persia.data.stream_rows import MessageConverter
 from persia.errors import ConfigError
+from persia.kafka_client import require_library
 from persia.schema import Schema
 from persia.services import StreamLog
 from persia.streams import OffsetLog

@@ -6,7 +6,6 @@ import secrets
 
 import msgspec
 
-from persia.checkpoint.storage import Storage
 from persia.metrics.drift import DriftReference
 from persia.publish.format import (
     DRIFT_FILE,
@@ -21,6 +20,7 @@ from persia.publish.format import (
     epoch_name,
     parse_epoch,
 )
+from persia.publish.storage import LogStorage
 from persia.schema import Schema
 from persia.types.publishing import ModelDescription
 
@@ -28,7 +28,7 @@ __all__ = ["begin_epoch", "remove_older_epochs", "write_drift"]
 
 
 def begin_epoch(
-    storage: Storage,
+    storage: LogStorage,
     servers: int,
     schema: Schema,
     precision: Precision = "float32",
@@ -44,7 +44,8 @@ def begin_epoch(
         model: how to build it; None if that is not known.
 
     Raises:
-        CheckpointError: they cannot be written.
+        CheckpointError: they cannot be written to the file system.
+        PublishError: they cannot be written to the topic.
     """
     storage.refresh()
     used = [number for name in storage.names() if (number := parse_epoch(name)) is not None]
@@ -58,21 +59,23 @@ def begin_epoch(
     return epoch
 
 
-def write_drift(storage: Storage, epoch: Epoch, reference: DriftReference) -> None:
+def write_drift(storage: LogStorage, epoch: Epoch, reference: DriftReference) -> None:
     """Writes `drift.json` of an epoch, in place of the one before. Blocks.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: it cannot be written to the file system.
+        PublishError: it cannot be written to the topic.
     """
     drift = Drift(format=FORMAT, version=VERSION, epoch=epoch.epoch, run=epoch.run, training=reference)
     storage.put(f"{epoch_name(epoch.epoch)}/{DRIFT_FILE}", msgspec.json.encode(drift))
 
 
-def remove_older_epochs(storage: Storage, epoch: int) -> None:
+def remove_older_epochs(storage: LogStorage, epoch: int) -> None:
     """Removes the epochs before `epoch`, once all its streams have begun.
 
     Raises:
-        CheckpointError: one cannot be removed.
+        CheckpointError: one cannot be removed from the file system.
+        PublishError: one cannot be removed from the topic.
     """
     for name in storage.names():
         if (number := parse_epoch(name)) is not None and number < epoch:

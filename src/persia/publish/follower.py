@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.checkpoint.format import checksum_text
-from persia.checkpoint.storage import Storage
 from persia.checkpoint.tensors import TensorView
 from persia.checkpoint.tensors import decode as decode_tensors
 from persia.errors import CheckpointError, PublishError
@@ -38,6 +37,7 @@ from persia.publish.format import (
     part_name,
     stream_of,
 )
+from persia.publish.storage import open_storage
 from persia.publish.values import NAMES, decode_values
 
 __all__ = ["Change", "Changes", "Follower", "NetworkUpdate", "RowsUpdate", "follow"]
@@ -147,16 +147,17 @@ class NetworkUpdate:
 
 
 def follow(url: str, *, rows: bool = True, network: bool = True) -> Follower:
-    """Returns a follower of the log of changes in a directory: a path, or any URL that fsspec supports.
+    """Returns a follower of the log of changes in a directory or a topic.
 
     Args:
-        url: of the log.
+        url: of the log: a path, any URL that fsspec supports, or `kafka://HOST:PORT/TOPIC`; see `PublishOptions`.
         rows: whether to read the rows. Without them, there are only updates of the network.
         network: whether to read the network.
 
     Raises:
-        CheckpointError: the URL is not valid.
-        MissingExtraError: a package for the URL's file system is not installed.
+        CheckpointError: the URL is not that of a file system.
+        ConfigError: the URL is not that of a topic.
+        MissingExtraError: a package for the URL is not installed.
     """
     return Follower(url, rows=rows, network=network)
 
@@ -177,7 +178,7 @@ class Follower:
     """
 
     def __init__(self, url: str, *, rows: bool = True, network: bool = True) -> None:
-        self._storage = Storage(url)
+        self._storage = open_storage(url)
         self._reads_rows, self._reads_network = rows, network
         self._epoch: Epoch | None = None
         self._description: tuple[Epoch, Description | None] | None = None
@@ -202,7 +203,7 @@ class Follower:
         Reads a file at the first call in an epoch. Logs of versions of persia without `model.json` lack it.
 
         Raises:
-            PublishError: the file is damaged, or of another epoch.
+            PublishError: the file is damaged, or of another epoch; or the brokers do not answer.
             CheckpointError: the file system has failed.
         """
         epoch = self._epoch
@@ -218,7 +219,7 @@ class Follower:
         Reads a file in each call: it changes as training goes on.
 
         Raises:
-            PublishError: the file is damaged, or of another epoch.
+            PublishError: the file is damaged, or of another epoch; or the brokers do not answer.
             CheckpointError: the file system has failed.
         """
         epoch = self._epoch
@@ -232,13 +233,14 @@ class Follower:
         return found.training
 
     def updates(self) -> Iterator[RowsUpdate | NetworkUpdate]:
-        """Yields what is new, and ends when there is nothing more. Blocks for the file system only.
+        """Yields what is new, and ends when there is nothing more. Blocks for the file system or the brokers only.
 
         An update counts as read once the next one is asked for; if it was not read to its end, it comes again.
         """
         self.problem = ""
-        self._storage.refresh()
         try:
+            self._storage.refresh()
+            self._note(self._storage.problem)
             self._find_epoch()
             if self._epoch is None:
                 return
@@ -247,8 +249,8 @@ class Follower:
                     yield from self._rows(self._epoch, server)
             if self._reads_network:
                 yield from self._network(self._epoch)
-        except CheckpointError as error:
-            self._note(str(error))
+        except (PublishError, CheckpointError) as error:
+            self._note(error.message)
 
     def _note(self, problem: str) -> None:
         if not self.problem:

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.checkpoint.reader import CheckpointReader
-from persia.checkpoint.storage import Storage
 from persia.checks import check_choice
 from persia.errors import CheckpointError
 from persia.publish.epochs import begin_epoch, remove_older_epochs
 from persia.publish.format import NETWORK, Precision, TableChanges, stream_of
 from persia.publish.publisher import PART_BYTES
+from persia.publish.storage import open_storage
 from persia.publish.stream import StreamWriter
 from persia.publish.values import encode_values
 from persia.types.publishing import ModelDescription, PublishDtype
@@ -40,7 +40,7 @@ def publish_checkpoint(
 
     Args:
         checkpoint: directory of checkpoints, or of one step.
-        url: of the log: a path, or any URL that fsspec supports. Nothing else may publish there.
+        url: of the log, as in `PublishOptions`. Nothing else may publish there.
         step: step to publish; None for the latest.
         dtype: of published values; see `PublishOptions`.
         model: how to build the network; None for what the checkpoint says, which `persia train` has recorded.
@@ -52,11 +52,12 @@ def publish_checkpoint(
     Raises:
         ConfigError: `dtype` is not valid.
         CheckpointError: there is no such checkpoint, a part is damaged, or the log cannot be written.
-        MissingExtraError: a package for a URL's file system is not installed.
+        PublishError: the log cannot be written to its topic.
+        MissingExtraError: a package for a URL is not installed.
     """
     check_choice("dtype", dtype, get_args(PublishDtype))
     reader = CheckpointReader(checkpoint, step)
-    storage = Storage(url)
+    storage = open_storage(url)
     network = reader.tensors("model")
     began, at = time.monotonic(), reader.manifest.global_step
     epoch = begin_epoch(storage, 1, reader.schema, _precision(reader), model or _model(reader))

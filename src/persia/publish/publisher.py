@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.storage import Storage
-from persia.errors import CheckpointError, PersiaError
+from persia.errors import CheckpointError, PersiaError, PublishError
 from persia.publish.format import TableChanges, stream_of
+from persia.publish.storage import open_storage
 from persia.publish.stream import StreamWriter
 from persia.publish.values import encode_values
 from persia.retry import Backoff, Deadline, retry
@@ -62,8 +62,9 @@ class Publisher:
         step: returns the number of global steps whose gradients are applied.
 
     Raises:
-        CheckpointError: the URL is not valid.
-        MissingExtraError: a package for the URL's file system is not installed.
+        CheckpointError: the URL is not that of a file system.
+        ConfigError: the URL is not that of a topic.
+        MissingExtraError: a package for the URL is not installed.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Publisher:
         self._order = order
         self._step = step
         self._writer = StreamWriter(
-            Storage(options.url), order.epoch, order.run, stream_of(order.server), options.dtype, options.keep
+            open_storage(options.url), order.epoch, order.run, stream_of(order.server), options.dtype, options.keep
         )
         shards = sum(store.config(index).resolved_shards for index in self._tables.values())
         self._removed_limit = max(1024, REMOVED_BYTES // 8 // shards)
@@ -242,7 +243,7 @@ class Publisher:
 
         retry(
             write,
-            transient=lambda error: isinstance(error, CheckpointError),
+            transient=lambda error: isinstance(error, CheckpointError | PublishError),
             deadline=Deadline(math.inf),
             backoff=BACKOFF,
             on_wait=self._failed,
@@ -266,5 +267,7 @@ class Publisher:
 
 
 def reason(error: Exception) -> str:
-    """Returns why the file system has failed."""
-    return str(error.__cause__ or error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    """Returns why the file system or the topic has failed."""
+    if isinstance(error, CheckpointError):
+        return str(error.__cause__ or error)
+    return error.message if isinstance(error, PublishError) else f"{type(error).__name__}: {error}"

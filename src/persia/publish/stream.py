@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from persia.checkpoint.format import checksum_text
-from persia.checkpoint.storage import Storage
 from persia.checkpoint.tensors import encode, view
 from persia.publish.format import (
     FORMAT,
@@ -23,6 +22,7 @@ from persia.publish.format import (
     parse_entry,
     part_name,
 )
+from persia.publish.storage import LogStorage
 from persia.types.publishing import PublishDtype
 
 __all__ = ["StreamWriter"]
@@ -31,7 +31,7 @@ __all__ = ["StreamWriter"]
 class StreamWriter:
     """Writes the entries of one stream of an epoch, one at a time, and removes old ones. Used by one thread.
 
-    A call that has raised CheckpointError may be repeated; readers have seen nothing of it.
+    A call that has raised CheckpointError or PublishError may be repeated; readers have seen nothing of it.
 
     Args:
         storage: of the log.
@@ -49,7 +49,7 @@ class StreamWriter:
     """
 
     def __init__(
-        self, storage: Storage, epoch: int, run: str, stream: str, dtype: PublishDtype = "float32", keep: int = 1
+        self, storage: LogStorage, epoch: int, run: str, stream: str, dtype: PublishDtype = "float32", keep: int = 1
     ) -> None:
         self._storage = storage
         self._epoch = epoch
@@ -65,6 +65,7 @@ class StreamWriter:
 
     def begun(self) -> bool:
         """Returns whether the stream has entries, which another writer must have written."""
+        self._storage.refresh()
         return any(parse_entry(name) for name in self._storage.names(f"{epoch_name(self._epoch)}/{self._stream}"))
 
     def add_part(self, tensors: Mapping[str, Any]) -> None:

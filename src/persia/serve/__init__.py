@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from persia.serve.client import Client
     from persia.serve.compiled import CompiledNetwork, compile_network
+    from persia.serve.item_index import IndexOptions, ItemIndex, Retrieved
     from persia.serve.onnx_export import export_onnx
     from persia.serve.options import ServeOptions, ServeState
     from persia.serve.predictor import Prediction, Predictor
-    from persia.serve.retrieval import IndexOptions, ItemIndex, Retrieved
-    from persia.serve.retrieval_http import retrieval_router
-    from persia.serve.retriever import Retriever
+    from persia.serve.retriever import Retriever, RetrieverState
     from persia.serve.row_server import RowServer, RowServerOptions
 
 __all__ = [
@@ -28,31 +27,31 @@ __all__ = [
     "Predictor",
     "Retrieved",
     "Retriever",
+    "RetrieverState",
     "RowServer",
     "RowServerOptions",
     "ServeOptions",
     "ServeState",
     "compile_network",
     "export_onnx",
-    "retrieval_router",
 ]
 
 _HOMES = {
     "Client": "persia.serve.client",  # Without torch, which programs that only ask a server do not need.
     "CompiledNetwork": "persia.serve.compiled",
-    "IndexOptions": "persia.serve.retrieval",
-    "ItemIndex": "persia.serve.retrieval",
+    "IndexOptions": "persia.serve.item_index",
+    "ItemIndex": "persia.serve.item_index",
     "Prediction": "persia.serve.predictor",
     "Predictor": "persia.serve.predictor",
-    "Retrieved": "persia.serve.retrieval",
+    "Retrieved": "persia.serve.item_index",
     "Retriever": "persia.serve.retriever",
+    "RetrieverState": "persia.serve.retriever",
     "RowServer": "persia.serve.row_server",
     "RowServerOptions": "persia.serve.row_server",
     "ServeOptions": "persia.serve.options",
     "ServeState": "persia.serve.options",
     "compile_network": "persia.serve.compiled",
     "export_onnx": "persia.serve.onnx_export",
-    "retrieval_router": "persia.serve.retrieval_http",
 }
 
 

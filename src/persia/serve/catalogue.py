@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from persia.errors import ConfigError, DataError
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
 
-__all__ = ["Catalogue", "CurrentRows", "Towers", "only"]
+__all__ = ["Catalogue", "CurrentRows", "TowerFeatures", "Towers", "item_features", "only", "towers_of", "user_features"]
 
 CHUNK = 4096
 """Items whose vectors are computed at a time."""
@@ -35,6 +35,18 @@ class Towers(Protocol):
 
     def items(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns the items' vectors, float32 `[batch, dim]`."""
+
+
+class TowerFeatures(NamedTuple):
+    """What a tower computes vectors from.
+
+    Attributes:
+        ids: names of ID-type features.
+        dense: names of dense features.
+    """
+
+    ids: tuple[str, ...]
+    dense: tuple[str, ...]
 
 
 class CurrentRows(Protocol):
@@ -126,6 +138,39 @@ class Catalogue:
                 vectors = tower(*rows.read(self._rows.take(part))).float().cpu()
             finite = vectors.isfinite().all(1)
             yield part[finite.numpy()], vectors[finite]
+
+
+def towers_of(model: torch.nn.Module | Towers) -> Towers:
+    """Returns a model as a network of two towers.
+
+    Raises:
+        ConfigError: it has no towers, or is in training mode.
+    """
+    if not all(hasattr(model, name) for name in ("features", "users", "items")):
+        raise ConfigError(
+            f"{type(model).__name__} has no towers; give a TwoTower, or a module with `features`, `users` and `items`.",
+            field="model",
+        )
+    if isinstance(model, torch.nn.Module) and model.training:
+        raise ConfigError("The model is in training mode; call `model.eval()` first.", field="model")
+    return cast("Towers", model)
+
+
+def user_features(towers: Towers, schema: Schema) -> TowerFeatures:
+    """Returns the features of the user's tower."""
+    return TowerFeatures(tuple(towers.features[0]), _dense(towers, "user_columns", schema))
+
+
+def item_features(towers: Towers, schema: Schema) -> TowerFeatures:
+    """Returns the features of the item's tower."""
+    return TowerFeatures(tuple(towers.features[1]), _dense(towers, "item_columns", schema))
+
+
+def _dense(towers: Towers, columns: str, schema: Schema) -> tuple[str, ...]:
+    """Returns the dense features of a tower: those of its columns, or all if it does not say."""
+    found = getattr(towers, columns, None)
+    names = schema.dense_features
+    return tuple(names) if found is None else tuple(names[number] for number in found.tolist())
 
 
 def only(schema: Schema, batch: Batch, features: Sequence[str]) -> Batch:

@@ -22,7 +22,7 @@ from persia.retry import Backoff, Deadline, retry
 from persia.serve.http.wire import JSON, MSGPACK, Array, array_of, values_of
 from persia.serve.table_embeddings import TableEmbeddings
 
-__all__ = ["Client", "Scores"]
+__all__ = ["Client", "NearestItems", "Scores"]
 
 Columns: TypeAlias = Mapping[str, Any]
 
@@ -45,6 +45,20 @@ class Scores(NamedTuple):
     labels: tuple[str, ...]
     step: int
     epoch: int
+
+
+class NearestItems(NamedTuple):
+    """The nearest items of each user.
+
+    Attributes:
+        ids: uint64 `[users, k]`, nearest first; fewer columns if there are fewer items.
+        scores: float32 `[users, k]`: products of the vectors of user and item.
+        step: global step of the network that made both.
+    """
+
+    ids: NDArray[np.uint64]
+    scores: NDArray[np.float32]
+    step: int
 
 
 class Client:
@@ -115,6 +129,16 @@ class Client:
         return TableEmbeddings(
             values_of("found", answer.found), values_of("rows", answer.rows), answer.step, answer.epoch
         )
+
+    def retrieve(self, users: Columns, k: int = 10) -> NearestItems:
+        """Returns the nearest items of users, of a server with an index. Blocks, and raises as `predict` does.
+
+        Args:
+            users: features of the users, all of one length.
+            k: number of items of each.
+        """
+        answer = self._call("/retrieve", {"users": _samples(users), "k": k}, _NearestAnswer)
+        return NearestItems(values_of("ids", answer.ids), values_of("scores", answer.scores), answer.step)
 
     def health(self) -> dict[str, Any]:
         """Returns the state of the server, also if it is not ready. Blocks, and raises as `predict` does."""
@@ -272,6 +296,12 @@ class _EmbeddingsAnswer(msgspec.Struct):
     rows: Array
     step: int
     epoch: int
+
+
+class _NearestAnswer(msgspec.Struct):
+    ids: Array
+    scores: Array
+    step: int
 
 
 def _samples(columns: Columns) -> dict[str, Any]:

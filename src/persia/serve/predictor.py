@@ -55,7 +55,7 @@ class Predictor:
             print(predictor.predict(batch).probabilities)
 
     Args:
-        url: of the log of changes: a path, or any URL that fsspec supports.
+        url: of the log of changes, as in `PublishOptions`.
         model: the network, as an `nn.Module` like the one that was trained, or a function that makes it from the
             schema. None builds it from its description in the log, which is there if `persia train` has published it.
         options: device, interval, cache, ...

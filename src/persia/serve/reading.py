@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
@@ -21,7 +21,7 @@ from persia.store.served import lookup_packed
 from persia.types import LookedUp, Packed
 from persia.worker.routing import Entry, Router
 
-__all__ = ["EmbeddingReader", "part_of"]
+__all__ = ["EmbeddingReader"]
 
 
 class EmbeddingReader:
@@ -122,27 +122,3 @@ class EmbeddingReader:
 def _tensor(array: NDArray[np.float32]) -> torch.Tensor:
     """Returns the array as a tensor; a copy if it is read-only, which torch has not."""
     return torch.from_numpy(array) if array.flags.writeable else copied_array(array)
-
-
-def part_of(schema: Schema, features: Collection[str]) -> Schema:
-    """Returns the schema of some ID-type features, whose ids are there: nothing is left to be computed.
-
-    Args:
-        schema: of all features.
-        features: names of the ID-type features to keep. All dense features and labels stay.
-    """
-    kept = [
-        msgspec.structs.replace(
-            feature,
-            cross=(),
-            of=None,
-            mapping=None,
-            age_since=None,
-            aligned_with=feature.aligned_with if feature.aligned_with in features else None,
-        )
-        for feature in schema.id_features
-        if feature.name in features
-    ]
-    used = {feature.table_name for feature in kept}
-    tables = [table for name, table in schema.resolved_tables().items() if name in used]
-    return Schema(kept, schema.dense_features, schema.labels, tables)

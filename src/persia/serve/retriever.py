@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,22 +17,48 @@ from persia.batching.batch import Batch
 from persia.errors import ClosedError
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
+from persia.serve.catalogue import TowerFeatures, item_features, towers_of, user_features
+from persia.serve.item_files import read_items
+from persia.serve.item_index import IndexOptions, ItemIndex, Retrieved
 from persia.serve.predictor import Predictor
-from persia.serve.retrieval import IndexOptions, ItemIndex, Retrieved
 from persia.types import Ids
 
-__all__ = ["Retriever"]
+__all__ = ["Retriever", "RetrieverState"]
 
 LOG = logging.getLogger("persia.serve")
 
 
-class _ServedRows:
-    """The rows that a predictor serves at present, for an index."""
+class RetrieverState(NamedTuple):
+    """State of a `Retriever`.
 
-    def __init__(self, predictor: Predictor) -> None:
+    Attributes:
+        step: global step of the network that made the vectors.
+        items: number of items that can be found.
+        waiting: number of items whose vectors are to be computed again.
+        problem: why the index is not up to date; empty if nothing is wrong.
+    """
+
+    step: int
+    items: int
+    waiting: int
+    problem: str
+
+
+class _ServedRows:
+    """The rows that a predictor serves at present, for an index.
+
+    Args:
+        predictor: has the rows.
+        stop: once it is set, reading raises ClosedError, so that an index that is being built is given up.
+    """
+
+    def __init__(self, predictor: Predictor, stop: threading.Event) -> None:
         self._predictor = predictor
+        self._stop = stop
 
     def read(self, batch: Batch) -> tuple[Tensor, Embeddings]:
+        if self._stop.is_set():
+            raise ClosedError("The retriever is closed.")
         view = self._predictor.current()
         with view.in_use():
             dense, _, embeddings = view.readers.whole.read(batch, view.rows)
@@ -52,7 +80,7 @@ class Retriever:
 
     Args:
         predictor: started before this is, and closed after it. Its network is a `TwoTower`, or has such towers.
-        items: the catalogue; see `ItemIndex`.
+        items: the catalogue; see `ItemIndex`. Or the path or URL of Parquet files with the items' features.
         key: ID-type feature that identifies an item; see `ItemIndex`.
         options: of the index.
         seconds: between two looks for changes.
@@ -61,7 +89,7 @@ class Retriever:
     def __init__(
         self,
         predictor: Predictor,
-        items: Batch | Iterable[Batch],
+        items: Batch | Iterable[Batch] | str | os.PathLike[str],
         *,
         key: str | None = None,
         options: IndexOptions | None = None,
@@ -76,6 +104,8 @@ class Retriever:
         self._threads: list[threading.Thread] = []
         self._version: tuple[int, int] = (-1, -1)
         self._index: ItemIndex | None = None
+        self._problems: dict[str, str] = {}
+        """Why each thread has failed; empty if it has not."""
 
     # --- start and close ----------------------------------------------------------------------------------------
 
@@ -85,16 +115,19 @@ class Retriever:
         Raises:
             MissingExtraError: usearch is not installed.
             ConfigError: the network has no towers, or `key` does not fit.
-            DataError: the items do not fit the schema.
-            ClosedError: the predictor has not started.
+            DataError: the items do not fit the schema, or their files cannot be read.
+            ClosedError: the predictor has not started, or `stop` was called.
         """
         view = self._predictor.current()
         self._version = view.epoch, view.network.step
+        items = self._items
+        if isinstance(items, str | os.PathLike):
+            items = read_items(items, view.schema, item_features(towers_of(view.network.module), view.schema))
         index = ItemIndex(
             view.network.module,
             view.schema,
-            self._items,
-            _ServedRows(self._predictor),
+            items,
+            _ServedRows(self._predictor, self._stop),
             key=self._key,
             options=self._options,
             step=view.network.step,
@@ -103,18 +136,22 @@ class Retriever:
         index.note_all()  # What has changed while it was built.
         index.refresh()
         self._index = index
-        self._stop.clear()
         for name, work in (("persia-index", self.refresh), ("persia-index-build", self.rebuild)):
-            thread = threading.Thread(target=self._follow, args=(work,), name=name, daemon=True)
+            thread = threading.Thread(target=self._follow, args=(name, work, self._stop), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
+    def stop(self) -> None:
+        """Makes the threads, and a `start` in another thread, give up soon. Returns at once; `close` follows."""
+        self._stop.set()
+
     def close(self) -> None:
-        """Ends the threads, once what they compute at present is done."""
+        """Ends the threads. Later searches raise ClosedError."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
         self._threads.clear()
+        self._stop = threading.Event()  # It may be started again.
 
     def __enter__(self) -> Retriever:
         self.start()
@@ -125,16 +162,17 @@ class Retriever:
     ) -> None:
         self.close()
 
-    def _follow(self, work: Callable[[], None]) -> None:
-        failing = False
-        while not self._stop.wait(self._seconds):
+    def _follow(self, name: str, work: Callable[[], None], stop: threading.Event) -> None:
+        while not stop.wait(self._seconds):
             try:
                 work()
-                failing = False
+                self._problems[name] = ""
             except Exception as error:  # It serves what it has, and tries again.
-                if not failing:
+                if stop.is_set():
+                    return
+                if not self._problems.get(name):
                     LOG.warning("The index of items is not up to date: %s", error)
-                failing = True
+                self._problems[name] = str(error) or type(error).__name__
 
     def refresh(self) -> None:
         """Computes the vectors of items whose rows have changed. A thread does so every `seconds`. Blocks."""
@@ -156,6 +194,20 @@ class Retriever:
     def schema(self) -> Schema:
         """The input of the network."""
         return self._predictor.schema
+
+    @property
+    def user_features(self) -> TowerFeatures:
+        """The features that the vector of a user is computed from."""
+        view = self._predictor.current()
+        return user_features(towers_of(view.network.module), view.schema)
+
+    def state(self) -> RetrieverState | None:
+        """Returns the state of the index; None before it has been built."""
+        index = self._index
+        if index is None:
+            return None
+        problem = next(filter(None, list(self._problems.values())), "")
+        return RetrieverState(index.step, len(index), index.waiting, problem)
 
     @property
     def index(self) -> ItemIndex:

@@ -72,7 +72,7 @@ class RowServer:
                 ...
 
     Args:
-        url: of the log of changes: a path, or any URL that fsspec supports.
+        url: of the log of changes, as in `PublishOptions`.
         part: number of the part, from 0.
         parts: number of parts.
         options: interval, cache, ...

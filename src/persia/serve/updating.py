@@ -96,7 +96,7 @@ class Updater:
         view: the newest view; None before the first.
 
     Raises:
-        CheckpointError: the URL is not valid.
+        CheckpointError: the URL is not that of a file system.
         MissingExtraError: a package for the URL's file system is not installed.
         ConfigError: the device does not exist.
     """

@@ -12,7 +12,8 @@ from persia.batching.batch import Batch
 from persia.nn.transfer import Staging
 from persia.schema import Schema
 from persia.serve.network import Network
-from persia.serve.reading import EmbeddingReader, part_of
+from persia.serve.reading import EmbeddingReader
+from persia.serve.schema_parts import part_of
 from persia.serve.sources import RowLookup
 
 __all__ = ["Readers", "View"]

@@ -11,13 +11,13 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from persia.batching.batch import Batch
-from persia.checkpoint.storage import Storage
 from persia.metrics.drift import DriftReference
 from persia.nn.dense_step import DenseStep
 from persia.nn.models.registry import description_of
 from persia.publish.epochs import begin_epoch, remove_older_epochs, write_drift
 from persia.publish.format import NETWORK, Epoch
 from persia.publish.publisher import reason
+from persia.publish.storage import open_storage
 from persia.publish.stream import StreamWriter
 from persia.services import EmbeddingPS
 from persia.trainer.drift import DriftRecorder
@@ -87,8 +87,9 @@ class Publishing:
         """Begins a new epoch, in the background.
 
         Raises:
-            CheckpointError: the URL is not valid.
-            MissingExtraError: a package for the URL's file system is not installed.
+            CheckpointError: the URL is not that of a file system.
+            ConfigError: the URL is not that of a topic.
+            MissingExtraError: a package for the URL is not installed.
         """
         if self._options is None:
             return
@@ -210,7 +211,7 @@ class _Run:
         self._model = model
         self._step = step
         """Global steps that the rows of all PSs contain."""
-        self._storage = Storage(options.url)
+        self._storage = open_storage(options.url)
         self._servers = servers
         self._epoch: Epoch | None = None
         self._writer: StreamWriter | None = None

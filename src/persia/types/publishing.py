@@ -29,7 +29,8 @@ class PublishOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a training run publishes the changes of its rows, and its network, and how often.
 
     Args:
-        url: a directory of its own: a path, or any URL that fsspec supports. One run at a time publishes there.
+        url: a directory of its own: a path, or any URL that fsspec supports; or a topic of its own,
+            `kafka://HOST:PORT[,HOST:PORT]/TOPIC`. One run at a time publishes there.
         seconds: between two increments of a PS, and between two versions of the network.
         rows: a PS also publishes once so many gradients of rows were applied; None for no such bound.
         dtype: of published values. float16 rounds to the nearest; int8 has a scale for each row, and an error of at

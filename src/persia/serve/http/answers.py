@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from persia.serve.http.wire import ARROW, JSON, MSGPACK, MSGPACK_NAMES, array_of
 
-__all__ = ["AnswerBody", "accepted", "content_kind", "embeddings_answer", "predictions_answer"]
+__all__ = ["AnswerBody", "accepted", "content_kind", "embeddings_answer", "found_answer", "predictions_answer"]
 
 _KINDS = {JSON: JSON, ARROW: ARROW, **dict.fromkeys(MSGPACK_NAMES, MSGPACK)}
 
@@ -23,13 +23,13 @@ class AnswerBody(NamedTuple):
         kind: its media type.
         body: the bytes.
         step: global step of the network or rows that it was computed with.
-        epoch: their epoch of the log of changes.
+        epoch: their epoch of the log of changes; None if it is not known.
     """
 
     kind: str
     body: bytes
     step: int
-    epoch: int
+    epoch: int | None
 
 
 def content_kind(header: str | None) -> str | None:
@@ -94,9 +94,19 @@ def embeddings_answer(
     return _encoded(kind, {**parts, "step": step, "epoch": epoch})
 
 
+def found_answer(kind: str, ids: NDArray[np.uint64], scores: NDArray[np.float32], step: int) -> AnswerBody:
+    """Returns the answer with ids and scores of items `[users, k]`, nearest first."""
+    if kind == ARROW:
+        from persia.serve.http.arrow_bodies import write_lists
+
+        return AnswerBody(kind, write_lists({"ids": ids, "scores": scores}, {"persia.step": str(step)}), step, None)
+    values = [each.tolist() if kind == JSON else array_of(each) for each in (ids, scores)]
+    return _encoded(kind, {"ids": values[0], "scores": values[1], "step": step})
+
+
 def _encoded(kind: str, content: dict[str, Any]) -> AnswerBody:
     encode = msgspec.json.encode if kind == JSON else msgspec.msgpack.encode
-    return AnswerBody(kind, encode(content), content["step"], content["epoch"])
+    return AnswerBody(kind, encode(content), content["step"], content.get("epoch"))
 
 
 def _metadata(step: int, epoch: int) -> dict[str, str]:

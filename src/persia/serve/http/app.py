@@ -17,12 +17,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 
 from persia.errors import ClosedError, ConfigError, OverloadedError, PersiaError
-from persia.serve.http.answers import AnswerBody, accepted, content_kind, embeddings_answer, predictions_answer
+from persia.serve.http.answers import (
+    AnswerBody,
+    accepted,
+    content_kind,
+    embeddings_answer,
+    predictions_answer,
+)
 from persia.serve.http.batcher import Batcher, PredictionJob, expired
 from persia.serve.http.bodies import Bodies
 from persia.serve.http.conversion import ConversionThread
 from persia.serve.http.daemon import in_daemon_thread
 from persia.serve.http.gate import Gate
+from persia.serve.http.item_search import ItemSearch
 from persia.serve.http.lag import Lag
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.observing import ServerMetrics, least_step
@@ -37,7 +44,7 @@ from persia.telemetry.prometheus import exposition
 if TYPE_CHECKING:
     from persia.schema import Schema
     from persia.serve.http.keys import ClientKeys
-    from persia.serve.http.service import PredictionService
+    from persia.serve.http.service import PredictionService, RetrievalService
     from persia.telemetry.metrics import Readings
 
 __all__ = ["PredictionServer", "create_app"]
@@ -73,19 +80,29 @@ class PredictionServer:
         service: predictor, started and closed with the application.
         limits: of requests.
         keys: keys of clients; None if none is needed.
+        retriever: started after the predictor, and closed before it; None for a server without `/retrieve`.
 
     Attributes:
-        failed: why the predictor cannot start at all; None if it can.
+        failed: why the predictor or the retriever cannot start at all; None if it can.
         stopping: whether the server shuts down, and says so to load balancers.
         on_failure: called once `failed` is set.
+        routes: paths that are answered.
     """
 
-    def __init__(self, service: PredictionService, limits: ServeLimits, keys: ClientKeys | None) -> None:
+    def __init__(
+        self,
+        service: PredictionService,
+        limits: ServeLimits,
+        keys: ClientKeys | None,
+        retriever: RetrievalService | None = None,
+    ) -> None:
         self.failed: Exception | None = None
         self.stopping = False
         self.on_failure: Callable[[], object] = lambda: None
-        self.metrics = ServerMetrics(ROUTES)
+        self.routes = ROUTES if retriever is None else ROUTES | {"/retrieve"}
+        self.metrics = ServerMetrics(self.routes)
         self._service = service
+        self._retriever = retriever
         self._limits = limits
         self._secured = keys is not None
         self._ready = False
@@ -96,6 +113,7 @@ class PredictionServer:
         self._batcher: Batcher | None = None
         self._conversion: ConversionThread | None = None
         self._answers: ConversionThread | None = None
+        self._search: ItemSearch | None = None
         self._forced: asyncio.Event | None = None
         self._process = ObservedProcess("server", 0, self._observe)
         self._exposition = exposition(self._process.health)
@@ -108,6 +126,8 @@ class PredictionServer:
         self._batcher = Batcher(self._service.predict, self._limits, self.metrics.timed)
         self._conversion = ConversionThread(self._limits.max_queue)
         self._answers = ConversionThread(self._limits.max_queue)  # What is computed does not wait behind bodies.
+        if self._retriever is not None:
+            self._search = ItemSearch(self._retriever, self._limits.max_queue)
         starting = asyncio.create_task(self._start())
         self._lag.start()
         try:
@@ -115,7 +135,7 @@ class PredictionServer:
         finally:
             self.stopping = True
             self._lag.stop()
-            self._service.stop()
+            self._stop()
             if not self._forced.is_set():
                 closing = asyncio.create_task(self._close(starting))
                 forced = asyncio.create_task(self._forced.wait())
@@ -127,9 +147,14 @@ class PredictionServer:
     def force(self) -> None:
         """Makes the end of `running` wait for nothing: neither the predictor nor what it computes."""
         self.stopping = True
-        self._service.stop()
+        self._stop()
         if self._forced is not None:
             self._forced.set()
+
+    def _stop(self) -> None:
+        if self._retriever is not None:
+            self._retriever.stop()
+        self._service.stop()
 
     async def _close(self, starting: asyncio.Task[None]) -> None:
         """Ends the threads and the predictor, once what they do is done."""
@@ -140,6 +165,8 @@ class PredictionServer:
         await in_daemon_thread(self._batcher.close)
         await in_daemon_thread(self._conversion.close)
         await in_daemon_thread(self._answers.close)
+        if self._search is not None:
+            await self._search.close()
         await in_daemon_thread(self._service.close)
 
     async def predict(self, request: Request) -> Response:
@@ -153,6 +180,10 @@ class PredictionServer:
     async def embeddings(self, request: Request) -> Response:
         """Handles `POST /embeddings`."""
         return await self._answer(request, self._embeddings, (JSON, MSGPACK))
+
+    async def retrieve(self, request: Request) -> Response:
+        """Handles `POST /retrieve`."""
+        return await self._answer(request, self._retrieve, (JSON, MSGPACK))
 
     async def health(self, request: Request) -> Response:
         """Handles `GET /health`."""
@@ -203,7 +234,12 @@ class PredictionServer:
                 self._ready, self._waits_for = True, ""
                 state = self._service.state()
                 LOG.info("ready: epoch %d, network of step %d", state.epoch, state.network_step)
-                return
+                break
+        if self._search is not None and not self.stopping:
+            try:
+                await self._search.start()
+            except Exception as error:
+                self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         self.failed = error
@@ -222,7 +258,8 @@ class PredictionServer:
             )
         schema = self._service.schema
         if self._model is None or self._model.schema is not schema:
-            document = openapi(schema, self._limits, self._secured)
+            users = None if self._search is None else self._search.user_features
+            document = openapi(schema, self._limits, self._secured, users)
             self._model = _Model(schema, Bodies(schema, self._limits), document)
         return self._model
 
@@ -246,11 +283,13 @@ class PredictionServer:
                 raise RefusedError(406, f"The answer has one of the forms {JSON}, {MSGPACK}, {ARROW}; accept one.")
             deadline = time.monotonic() + self._seconds(request)
             model = self._current()
-            self._check(deadline, _size_in_thread(request))
+            self._check(deadline, request)
             with self._held.share() as share:
                 body = await read_body(request, self._limits, share)
                 answer: AnswerBody = await compute(model, kind, wanted, body, deadline)
-            made_with = {"Persia-Step": str(answer.step), "Persia-Epoch": str(answer.epoch)}
+            made_with = {"Persia-Step": str(answer.step)}
+            if answer.epoch is not None:
+                made_with["Persia-Epoch"] = str(answer.epoch)
             return Response(answer.body, 200, made_with, answer.kind)
         except ClientDisconnect:
             return Response(status_code=499)  # The client has gone.
@@ -284,6 +323,10 @@ class PredictionServer:
         assert self._conversion is not None
         return await self._conversion.run(len(body), deadline, found)
 
+    async def _retrieve(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
+        assert self._search is not None
+        return await self._search.answer(model.bodies, kind, wanted, body, deadline)
+
     async def _computed(self, job: PredictionJob) -> Any:
         """Waits for the result of a request, or for its deadline if it still waits for computation by then."""
         assert self._batcher is not None
@@ -301,13 +344,8 @@ class PredictionServer:
         assert self._conversion is not None
         return await self._conversion.run(len(body), deadline, convert, kind, body)
 
-    def _check(self, deadline: float, size: int) -> None:
-        """Raises OverloadedError if a request cannot be answered at present, before its body is read.
-
-        Args:
-            deadline: of the request.
-            size: bytes of its body if it is converted in the thread, else 0.
-        """
+    def _check(self, deadline: float, request: Request) -> None:
+        """Raises OverloadedError if a request cannot be answered at present, before its body is read."""
         if self.stopping:
             raise OverloadedError("The server is shutting down; send the request to another one.", retry_after=1)
         assert self._batcher is not None
@@ -320,7 +358,11 @@ class PredictionServer:
                 "again later, or add servers.",
                 retry_after=1,
             )
-        if size:
+        if request.url.path == "/retrieve":
+            assert self._search is not None
+            self._search.thread.check(_declared_size(request), deadline - reserve)
+            return
+        if size := _size_in_thread(request):
             self._conversion.check(size, deadline - reserve)
             reserve += self._conversion.wait()
         self._batcher.check(1, deadline - reserve)
@@ -353,13 +395,14 @@ class PredictionServer:
             "rows": state.rows,
             "problem": state.problem,
             "psi": dict(state.drift),
+            **({} if self._search is None else {"index": self._search.details()}),
         }
 
     def _observe(self) -> Readings:
         assert self._batcher is not None
         ready = self._ready and not self.stopping
         counts = self._batcher.counts()
-        for thread in (self._conversion, self._answers):
+        for thread in (self._conversion, self._answers, self._search and self._search.thread):
             if thread is not None:
                 overloaded, late = counts.overloaded + thread.overloaded, counts.expired + thread.expired
                 counts = counts._replace(overloaded=overloaded, expired=late)
@@ -372,21 +415,24 @@ def create_app(
     limits: ServeLimits | None = None,
     keys: ClientKeys | None = None,
     local: bool = False,
+    retriever: RetrievalService | None = None,
 ) -> FastAPI:
     """Returns the application of a prediction server, for any ASGI server; `persia serve` runs it on uvicorn.
 
-    It starts and closes the predictor. `app.state.server` is its `PredictionServer`. Routes of your own may be added.
+    It starts and closes the predictor and the retriever. `app.state.server` is its `PredictionServer`. Routes of your
+    own may be added.
 
     Args:
         service: predictor.
         limits: of requests; the defaults if None.
         keys: keys that clients must have; None lets everyone in who can connect.
         local: whether to refuse requests whose Host header is not this host; for servers that only listen to it.
+        retriever: of this predictor, not started; answers `/retrieve`. None for a server without.
 
     Raises:
         MissingExtraError: prometheus_client is not installed.
     """
-    server = PredictionServer(service, limits or ServeLimits(), keys)
+    server = PredictionServer(service, limits or ServeLimits(), keys, retriever)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -400,6 +446,8 @@ def create_app(
     app.add_route("/predict", server.predict, methods=["POST"])
     app.add_route("/rank", server.rank, methods=["POST"])
     app.add_route("/embeddings", server.embeddings, methods=["POST"])
+    if retriever is not None:
+        app.add_route("/retrieve", server.retrieve, methods=["POST"])
     app.add_route("/health", server.health, methods=["GET"])
     app.add_route("/metrics", server.expose, methods=["GET"])
     app.add_route("/openapi.json", server.describe, methods=["GET"])
@@ -411,15 +459,20 @@ def create_app(
 
 def _size_in_thread(request: Request) -> int:
     """Returns the bytes of a body that is converted in the thread; 0 if it is not, or its length is not known yet."""
+    size = _declared_size(request)
+    return size if size > INLINE_BYTES or request.url.path == "/embeddings" else 0
+
+
+def _declared_size(request: Request) -> int:
+    """Returns the bytes of a body, as far as is known; 1 at least."""
     declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() else 0
-    return max(1, size) if size > INLINE_BYTES or request.url.path == "/embeddings" else 0
+    return max(1, int(declared)) if declared.isdecimal() else 1
 
 
 def _refused(request: Request, error: Exception) -> Response:
     """Answers requests for which there is no route."""
     assert isinstance(error, HTTPException)
-    known = ", ".join(sorted(ROUTES))
+    known = ", ".join(sorted(request.app.state.server.routes))
     message = {
         404: f"There is no {request.url.path[:200]!r}; there are {known}.",
         405: f"{request.url.path} does not take {request.method[:20]}; see the header Allow, and /docs.",

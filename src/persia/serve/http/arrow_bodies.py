@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from persia.errors import DataError
 
-__all__ = ["read_table", "value_counts", "write_columns", "write_embeddings"]
+__all__ = ["read_table", "value_counts", "write_columns", "write_embeddings", "write_lists"]
 
 _RECORD_BATCH = 3
 _COMPRESSION = 3
@@ -89,6 +89,17 @@ def write_embeddings(found: NDArray[np.bool_], rows: NDArray[np.float32], metada
     """Returns an IPC stream with the columns `found` and `row`, lists of fixed size."""
     values = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
     return _stream(pa.record_batch({"found": found, "row": values}).replace_schema_metadata(metadata))
+
+
+def write_lists(columns: dict[str, NDArray[Any]], metadata: dict[str, str]) -> bytes:
+    """Returns an IPC stream of one batch with these columns `[n, k]`, as lists of fixed size."""
+    lists = {
+        name: pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+        if values.shape[1]
+        else pa.array([[]] * len(values), pa.list_(pa.from_numpy_dtype(values.dtype), 0))
+        for name, values in columns.items()
+    }
+    return _stream(pa.record_batch(lists).replace_schema_metadata(metadata))
 
 
 def _stream(batch: Any) -> bytes:

@@ -22,14 +22,17 @@ from persia.serve.http.wire import (
     JsonRecords,
     JsonSamples,
     RankRequest,
+    RetrieveRequest,
     Samples,
     values_of,
 )
+from persia.serve.schema_parts import columns_of, schema_of_columns, with_all_dense
 
 if TYPE_CHECKING:
     from persia.serve.http.limits import ServeLimits
+    from persia.serve.http.service import FeatureNames
 
-__all__ = ["Bodies", "IdsOfTable", "MalformedBodyError"]
+__all__ = ["Bodies", "IdsOfTable", "MalformedBodyError", "UsersAndCount"]
 
 T = TypeVar("T")
 
@@ -48,6 +51,18 @@ class IdsOfTable(NamedTuple):
 
     table: str
     ids: NDArray[np.uint64]
+
+
+class UsersAndCount(NamedTuple):
+    """Users whose nearest items are wanted.
+
+    Attributes:
+        users: with the features of users, and all dense features.
+        k: number of items of each.
+    """
+
+    users: Batch
+    k: int
 
 
 class Bodies:
@@ -114,6 +129,42 @@ class Bodies:
         if len(made[0]) != 1:
             raise DataError(f"The user has {len(made[0])} rows; give one, and rank for each user by itself.")
         return made[0], self._with_crosses(made[0], made[1])
+
+    def users(self, kind: str, body: bytes, features: FeatureNames) -> UsersAndCount:
+        """Returns the users of a `/retrieve` request, in JSON or msgpack.
+
+        Args:
+            kind: media type of the body.
+            body: the body.
+            features: of users.
+
+        Raises:
+            MalformedBodyError: as in `samples`.
+            DataError: as in `samples`; a feature of users is missing, or another one is given; or too many items are
+                asked for.
+        """
+        request = _decode(kind, body, RetrieveRequest)
+        if request.k > self._limits.max_k:
+            raise DataError(
+                f"k = {request.k}; the server finds {self._limits.max_k} items at most (--max-k).", k=request.k
+            )
+        columns = self._columns(kind, bytes(request.users), None)
+        wanted = columns_of(self._schema, features.ids) | set(features.dense)
+        for name in columns.keys() - wanted:
+            self._check_name(name)
+            known = ", ".join(map(repr, sorted(wanted)))
+            raise DataError(f"{name!r} is not a feature of the user; leave it out, and give {known}.", feature=name)
+        if missing := wanted - columns.keys():
+            raise DataError(f"Feature {min(missing)!r} of the user is missing; give it.", feature=min(missing))
+        schema = schema_of_columns(self._schema, columns)
+        users = self._batch(columns, schema, "'users'")
+        if len(users) * request.k > self._limits.max_values:
+            raise DataError(
+                f"{request.k} items for each of {len(users)} users are more than {self._limits.max_values}, which the "
+                "server finds at once (--max-values). Send fewer users, or ask for fewer items.",
+                k=request.k,
+            )
+        return UsersAndCount(with_all_dense(users, schema.dense_features, self._schema), request.k)
 
     def _with_crosses(self, user: Batch, items: Batch) -> Batch:
         """Returns the items with the features that are computed from some of the user and some of the items."""
@@ -247,32 +298,6 @@ class Bodies:
             raise DataError(f"There are no columns in {part}; give the features of the model.")
         wanted = {name: column for name, column in columns.items() if name not in self._ignored}
         return Batch.from_columns(schema, wanted, require_labels=False)
-
-
-def schema_of_columns(schema: Schema, names: Mapping[str, Any]) -> Schema:
-    """Returns the schema of the columns that are there, for a part of the features.
-
-    Computed features are in it if all that they are computed from is.
-    """
-    features = [
-        f for f in schema.id_features if (f.name in names if not f.computed else _has_sources(schema, f, names))
-    ]
-    kept = {f.name for f in features}
-    loose = [
-        msgspec.structs.replace(f, aligned_with=None, dim=schema.resolved_tables()[f.table_name].dim)
-        if f.aligned_with not in kept
-        else f
-        for f in features
-    ]
-    tables = [table for table in schema.tables if table.name in {f.table_name for f in loose}]
-    return Schema(loose, [name for name in schema.dense_features if name in names], schema.labels, tables)
-
-
-def _has_sources(schema: Schema, feature: Any, names: Mapping[str, Any]) -> bool:
-    if feature.of is not None:
-        source = schema.feature(feature.of)
-        return _has_sources(schema, source, names) if source.computed else source.name in names
-    return all(part in names for part in feature.cross)
 
 
 def _starts_array(kind: str, body: bytes) -> bool:

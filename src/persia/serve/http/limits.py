@@ -16,7 +16,8 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         max_body_bytes: largest body of a request.
         max_held_bytes: bodies that are being read, converted or waited for, in bytes of all requests.
         max_rows: samples, items or ids of a request.
-        max_values: ids of one feature of a request.
+        max_values: ids of one feature of a request, and items that `/retrieve` finds for all its users.
+        max_k: items that `/retrieve` finds for one user.
         max_batch: samples that are computed at once. A request with more is computed by itself.
         max_wait_ms: time for which a batch waits for more samples. 0 computes at once what is there; while a batch is
             computed, the next one forms in any case.
@@ -37,6 +38,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_held_bytes: int = 128 << 20
     max_rows: int = 4096
     max_values: int = 1 << 17
+    max_k: int = 10_000
     max_batch: int = 1024
     max_wait_ms: float = 1.0
     max_queue: int = 512
@@ -48,7 +50,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        for name in ("max_rows", "max_values", "max_batch", "max_queue", "max_queue_rows", "max_connections"):
+        for name in ("max_rows", "max_values", "max_k", "max_batch", "max_queue", "max_queue_rows", "max_connections"):
             check_integer(name, getattr(self, name), 1)
         for name in ("max_body_bytes", "max_held_bytes"):
             check_integer(name, getattr(self, name), 1, 1 << 40)

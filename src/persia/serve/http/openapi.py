@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from persia import __version__
 from persia.serve.http.wire import ARROW, JSON, MSGPACK
+from persia.serve.schema_parts import columns_of
 
 if TYPE_CHECKING:
     from persia.schema import IdFeature, Schema
     from persia.serve.http.limits import ServeLimits
+    from persia.serve.http.service import FeatureNames
 
 __all__ = ["openapi"]
 
@@ -26,13 +28,14 @@ _ERRORS = {
 }
 
 
-def openapi(schema: Schema, limits: ServeLimits, secured: bool) -> dict[str, Any]:
+def openapi(schema: Schema, limits: ServeLimits, secured: bool, users: FeatureNames | None = None) -> dict[str, Any]:
     """Returns the document.
 
     Args:
         schema: of the model.
         limits: of requests.
         secured: whether keys are needed.
+        users: features of users, for a server that retrieves items; None for one without.
     """
     read = [f for f in schema.id_features if not f.computed]
     times = dict.fromkeys(f.age_since for f in read if f.age_since is not None)
@@ -71,6 +74,7 @@ def openapi(schema: Schema, limits: ServeLimits, secured: bool) -> dict[str, Any
         "/embeddings": _post(
             "embeddings", "Rows of a table by id; zeros for ids without a row", wanted, embeddings, secured
         ),
+        **({} if users is None else {"/retrieve": _retrieve(schema, limits, secured, users, ids, dense)}),
         "/health": {
             "get": {
                 "summary": "State of the server",
@@ -106,6 +110,27 @@ def openapi(schema: Schema, limits: ServeLimits, secured: bool) -> dict[str, Any
         "paths": paths,
         "components": schemes,
     }
+
+
+def _retrieve(
+    schema: Schema,
+    limits: ServeLimits,
+    secured: bool,
+    users: FeatureNames,
+    ids: dict[str, Any],
+    dense: dict[str, Any],
+) -> dict[str, Any]:
+    columns = columns_of(schema, users.ids)
+    names = [name for name in ids if name in columns]
+    samples = _samples(
+        {name: ids[name] for name in names}, {name: dense[name] for name in users.dense}, names, list(users.dense)
+    )
+    count = {"type": "integer", "minimum": 1, "maximum": limits.max_k, "default": 10}
+    body = _object({"users": samples, "k": count}, ["users"])
+    lists = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}
+    scores = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
+    answer = _object({"ids": lists, "scores": scores, "step": {"type": "integer"}}, ["ids", "scores", "step"])
+    return _post("retrieve", "Find the nearest items of users", body, answer, secured)
 
 
 _ID: dict[str, Any] = {"type": ["integer", "string"]}

@@ -21,7 +21,7 @@ from persia.errors import ConfigError, PersiaError
 from persia.serve.http.app import create_app
 from persia.serve.http.keys import read_keys
 from persia.serve.http.limits import ServeLimits
-from persia.serve.http.service import PredictionService
+from persia.serve.http.service import PredictionService, RetrievalService
 from persia.serve.http.uvicorn_protocol import limited_protocol
 from persia.telemetry.process import LOOPBACK, check_port
 
@@ -90,7 +90,10 @@ class Listening(NamedTuple):
 
 
 def run_server(
-    service: PredictionService, options: HttpOptions, listening: Callable[[Listening], object] = lambda _: None
+    service: PredictionService,
+    options: HttpOptions,
+    listening: Callable[[Listening], object] = lambda _: None,
+    retriever: RetrievalService | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM. Blocks. Outside of the main thread only `Listening.stop` ends it.
 
@@ -102,6 +105,7 @@ def run_server(
         service: predictor, which is started and closed.
         options: of the server.
         listening: called once the port is open.
+        retriever: of this predictor, which is started and closed, too; None for a server without `/retrieve`.
 
     Raises:
         ConfigError: an option is invalid, or the port is taken.
@@ -117,7 +121,7 @@ def run_server(
         )
     if options.insecure and keys is not None:
         LOG.warning("insecure is set, but keys are needed all the same")
-    app = create_app(service, limits=options.limits, keys=keys, local=local and keys is None)
+    app = create_app(service, limits=options.limits, keys=keys, local=local and keys is None, retriever=retriever)
     server = app.state.server
     with _bound(options) as listener:
         scheme = "http" if options.tls_cert is None else "https"
@@ -152,7 +156,7 @@ def run_server(
     if server.failed is not None:
         if isinstance(server.failed, PersiaError):
             raise server.failed
-        raise RuntimeError("The predictor could not start.") from server.failed
+        raise RuntimeError("The server could not start.") from server.failed
 
 
 class _Server(uvicorn.Server):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from persia.schema import Schema
     from persia.serve.table_embeddings import TableEmbeddings
 
-__all__ = ["PredictionService", "Scored", "ServedState"]
+__all__ = ["FeatureNames", "Found", "IndexState", "PredictionService", "RetrievalService", "Scored", "ServedState"]
 
 
 class Scored(Protocol):
@@ -107,3 +107,86 @@ class PredictionService(Protocol):
 
     def state(self) -> ServedState:
         """Returns what is served at present."""
+
+
+class Found(Protocol):
+    """The nearest items of users."""
+
+    @property
+    def ids(self) -> NDArray[np.uint64]:
+        """uint64 `[users, k]`, nearest first."""
+
+    @property
+    def scores(self) -> NDArray[np.float32]:
+        """float32 `[users, k]`."""
+
+    @property
+    def step(self) -> int:
+        """Global step of the network that made both vectors."""
+
+
+class FeatureNames(Protocol):
+    """Names of features."""
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Of ID-type features."""
+
+    @property
+    def dense(self) -> Sequence[str]:
+        """Of dense features."""
+
+
+class IndexState(Protocol):
+    """State of an index of items; `persia.serve.RetrieverState` is one, and describes the attributes."""
+
+    @property
+    def step(self) -> int:
+        """See `RetrieverState`."""
+
+    @property
+    def items(self) -> int:
+        """See `RetrieverState`."""
+
+    @property
+    def waiting(self) -> int:
+        """See `RetrieverState`."""
+
+    @property
+    def problem(self) -> str:
+        """See `RetrieverState`."""
+
+
+class RetrievalService(Protocol):
+    """Finds the nearest items of users. All methods but `start` and `close` may be called from several threads at once.
+
+    `persia.serve.Retriever` is one.
+    """
+
+    @property
+    def user_features(self) -> FeatureNames:
+        """The features that the vector of a user is computed from, once the predictor has started."""
+
+    def start(self) -> None:
+        """Builds the index, once the predictor has started. Blocks.
+
+        Raises:
+            Exception: it cannot be built.
+        """
+
+    def stop(self) -> None:
+        """Makes a `start` in another thread give up. Returns at once; `close` follows."""
+
+    def close(self) -> None:
+        """Stops to follow the predictor."""
+
+    def state(self) -> IndexState | None:
+        """Returns the state of the index; None before it has been built."""
+
+    def search(self, users: Batch, k: int) -> Found:
+        """Returns the `k` nearest items of users.
+
+        Raises:
+            ClosedError: the index has not been built.
+            DataError: the batch does not fit the model.
+        """

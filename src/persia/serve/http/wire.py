@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ __all__ = [
     "JsonRecords",
     "JsonSamples",
     "RankRequest",
+    "RetrieveRequest",
     "Samples",
     "array_of",
     "values_of",
@@ -91,6 +92,18 @@ class RankRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     user: msgspec.Raw
     items: msgspec.Raw
+
+
+class RetrieveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Users whose nearest items are wanted.
+
+    Attributes:
+        users: samples with the features of the users.
+        k: number of items of each.
+    """
+
+    users: msgspec.Raw
+    k: Annotated[int, msgspec.Meta(ge=1)] = 10
 
 
 class JsonEmbeddingsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.nn.models import FFNN, TwoTower
 from persia.schema import IdFeature, Schema
-from persia.serve.retrieval import IndexOptions, ItemIndex
+from persia.serve.item_index import IndexOptions, ItemIndex
 
 SCHEMA = Schema(
     [

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from persia.batching.batch import Batch
 from persia.checks import MAX_THREADS, check_choice, check_integer, plain, plain_fields
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.schema import Schema
-from persia.serve.catalogue import Catalogue, CurrentRows, Towers, only
+from persia.serve.catalogue import Catalogue, CurrentRows, Towers, only, towers_of
 
 if TYPE_CHECKING:
     from usearch.index import Index
@@ -133,7 +133,7 @@ class ItemIndex:
             raise MissingExtraError(
                 'ItemIndex needs usearch: pip install "persia[usearch]".', extra="usearch"
             ) from error
-        towers = _towers(model)
+        towers = towers_of(model)
         features = towers.features[1]
         if key is None:
             if len(features) != 1:
@@ -162,14 +162,6 @@ class ItemIndex:
         """Returns the number of items that can be found."""
         state = self._state
         return int(np.count_nonzero(~state.hidden & ~self._gone)) + int(np.count_nonzero(~self._gone[state.fresh]))
-
-    @property
-    def user_features(self) -> tuple[list[str], list[str]]:
-        """Names of the ID-type and of the dense features that the vector of a user is made of."""
-        towers = self._state.towers
-        columns = getattr(towers, "user_columns", None)
-        dense = self._schema.dense_features
-        return list(towers.features[0]), list(dense) if columns is None else [dense[i] for i in columns.tolist()]
 
     @property
     def step(self) -> int:
@@ -247,7 +239,7 @@ class ItemIndex:
         Raises:
             ConfigError: it has other features.
         """
-        towers = _towers(model)
+        towers = towers_of(model)
         if towers.features != self._state.towers.features:
             raise ConfigError("The towers of the new version have other features; make another index.", field="model")
         with self._building:
@@ -368,14 +360,3 @@ class ItemIndex:
             if asked == size or (scores > -np.inf).sum(1).min() >= k:
                 return items, scores
             asked *= 2  # Some were hidden.
-
-
-def _towers(model: torch.nn.Module | Towers) -> Towers:
-    if not all(hasattr(model, name) for name in ("features", "users", "items")):
-        raise ConfigError(
-            f"{type(model).__name__} has no towers; give a TwoTower, or a module with `features`, `users` and `items`.",
-            field="model",
-        )
-    if isinstance(model, torch.nn.Module) and model.training:
-        raise ConfigError("The model is in training mode; call `model.eval()` first.", field="model")
-    return cast("Towers", model)

@@ -1,0 +1,42 @@
+"""Clients of Kafka, by confluent-kafka, which is imported when the first one is made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from persia.errors import ConfigError, MissingExtraError
+
+__all__ = ["make_client", "require_library"]
+
+QUIET = {"log_level": 2, "log.connection.close": False}
+"""Lost connections are reported by those who use a client, once, not with each attempt."""
+
+
+def require_library() -> None:
+    """Raises MissingExtraError if confluent-kafka is not installed."""
+    try:
+        import confluent_kafka  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError('Kafka needs confluent-kafka: pip install "persia[kafka]".', extra="kafka") from error
+
+
+def make_client(kind: str, bootstrap: str, settings: Mapping[str, Any], log: logging.Logger) -> Any:
+    """Returns a `Consumer` or a `Producer` of confluent-kafka. Does not wait for a connection.
+
+    Args:
+        kind: name of the class.
+        bootstrap: addresses of some brokers, `host:port,host:port`.
+        settings: of librdkafka.
+        log: gets its messages.
+
+    Raises:
+        ConfigError: librdkafka rejects a setting.
+    """
+    import confluent_kafka
+
+    try:
+        return getattr(confluent_kafka, kind)({"bootstrap.servers": bootstrap, **QUIET, **settings}, logger=log)
+    except (confluent_kafka.KafkaException, TypeError, ValueError) as error:
+        raise ConfigError(f"Kafka at {bootstrap}: {error}; correct the settings.", bootstrap=bootstrap) from error

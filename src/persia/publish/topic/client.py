@@ -1,0 +1,254 @@
+"""Writes and reads the messages of one topic of Kafka."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from persia.errors import PublishError
+from persia.kafka_client import make_client
+from persia.publish.topic.address import TopicAddress
+from persia.publish.topic.records import HEADER
+
+__all__ = ["Message", "TopicClient"]
+
+LOG = logging.getLogger("persia.publish")
+
+ANSWER_SECONDS = 10.0
+"""Maximum wait for an answer of the brokers, and for the next message."""
+
+POLL_SECONDS = 0.1
+
+FETCH = 32
+"""Maximum number of messages to fetch at once; it bounds the memory of a reader."""
+
+IN_FLIGHT = 16
+"""Maximum number of messages that are not acknowledged yet; it bounds the memory of a writer."""
+
+T = TypeVar("T")
+
+
+class Message(NamedTuple):
+    """A message that was read.
+
+    Attributes:
+        offset: of the message.
+        headers: by name, in order.
+        value: content.
+    """
+
+    offset: int
+    headers: list[tuple[str, bytes]] | None
+    value: bytes | None
+
+
+class TopicClient:
+    """Messages of a topic. Begins to connect at once, in the background. Not thread-safe.
+
+    Every method blocks for `ANSWER_SECONDS` at most, or so long without progress, and raises PublishError if the
+    brokers have not answered by then, or have refused.
+
+    Args:
+        address: of the topic.
+
+    Raises:
+        ConfigError: librdkafka rejects a setting.
+    """
+
+    def __init__(self, address: TopicAddress) -> None:
+        self._address = address
+        self._error: Any = None
+        """Last error of a connection."""
+        self._reader = self._client(
+            "Consumer",
+            {
+                # Nothing is committed, and no group assigns partitions: librdkafka wants a name.
+                "group.id": f"persia-{uuid.uuid4().hex}",
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "enable.partition.eof": True,
+                "auto.offset.reset": "error",
+                "fetch.wait.max.ms": 10,  # Only messages that are there are asked for.
+                "queued.max.messages.kbytes": 16384,
+            },
+        )
+        self._producer: Any = None
+
+    # --- read ---------------------------------------------------------------------------------------------------
+
+    def bounds(self, partition: int) -> tuple[int, int]:
+        """Returns the first offset that is there, and that of the next message; zeros if there is no such topic."""
+        from confluent_kafka import KafkaError
+
+        unknown = (KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC, KafkaError.UNKNOWN_TOPIC_OR_PART)
+        try:
+            found = self._watermarks(partition)
+        except PublishError as error:
+            if error.fields["code"] not in unknown:
+                raise
+            topic = self._address.topic  # librdkafka may remember that it was not there.
+            now = self._ask("find", lambda: self._reader.list_topics(topic, timeout=ANSWER_SECONDS)).topics[topic]
+            if now.error is not None and now.error.code() in unknown:
+                return 0, 0
+            found = self._watermarks(partition)
+        self._error = None
+        return found
+
+    def _watermarks(self, partition: int) -> tuple[int, int]:
+        from confluent_kafka import TopicPartition
+
+        where = TopicPartition(self._address.topic, partition)
+        low, high = self._ask("read", lambda: self._reader.get_watermark_offsets(where, timeout=ANSWER_SECONDS))
+        return int(low), int(high)
+
+    def messages(self, partition: int, begin: int, end: int) -> Iterator[Message]:
+        """Yields the messages with offsets from `begin` on, below `end`, which must be there."""
+        from confluent_kafka import TopicPartition
+
+        if begin >= end:
+            return
+        reader = self._reader
+        self._ask("read", lambda: reader.assign([TopicPartition(self._address.topic, partition, begin)]))
+        position, due = begin, time.monotonic() + ANSWER_SECONDS
+        try:
+            while position < end:
+                fetched = reader.consume(min(FETCH, end - position), POLL_SECONDS)
+                for message in fetched:
+                    position = max(position, self._position(message))
+                    if message.error() is None and message.offset() < end:
+                        yield Message(message.offset(), message.headers(), message.value())
+                if fetched:
+                    due = time.monotonic() + ANSWER_SECONDS
+                elif time.monotonic() > due:
+                    raise self._failure("read", self._error)
+        finally:
+            reader.unassign()
+
+    def _position(self, message: Any) -> int:
+        """Returns the offset up to which messages have been read, after this one or an event in its place."""
+        from confluent_kafka import KafkaError
+
+        error = message.error()
+        if error is None:
+            return int(message.offset()) + 1
+        if error.code() == KafkaError._PARTITION_EOF:
+            return int(message.offset())
+        if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+            raise PublishError(
+                f"{self._address.url}: a message has been deleted before it was read. Raise the topic's retention.",
+                topic=self._address.topic,
+            )
+        if not _passes(error):
+            raise self._failure("read", error)
+        self._error = error
+        return 0
+
+    # --- write --------------------------------------------------------------------------------------------------
+
+    def partitions(self) -> int:
+        """Returns the number of partitions. Brokers that create topics on demand create it."""
+        topic = self._address.topic
+        found = self._ask("find", lambda: self._writer().list_topics(topic, timeout=ANSWER_SECONDS)).topics[topic]
+        if found.error is not None or not found.partitions:
+            raise self._failure("find", found.error)
+        return len(found.partitions)
+
+    def write(self, partition: int, kind: bytes, messages: Iterable[tuple[str, bytes]]) -> list[int]:
+        """Writes messages, and returns their offsets once all in-sync replicas have them.
+
+        Args:
+            partition: number.
+            kind: of the messages.
+            messages: keys and values.
+        """
+        writer, offsets, failures = self._writer(), dict[int, int](), list[Any]()
+
+        def delivered(number: int, error: Any, message: Any) -> None:
+            if error is None:
+                offsets[number] = int(message.offset())
+            else:
+                failures.append(error)
+
+        def wait(most: int, sent: int) -> None:
+            due = time.monotonic() + 2 * ANSWER_SECONDS  # Messages time out before.
+            while not failures and sent - len(offsets) > most:
+                if time.monotonic() > due:
+                    failures.append(self._error)
+                writer.poll(POLL_SECONDS)
+
+        sent = 0
+        for key, value in messages:
+            self._ask(
+                "write to",
+                functools.partial(
+                    writer.produce,
+                    self._address.topic,
+                    value=value,
+                    key=key,
+                    partition=partition,
+                    headers=[(HEADER, kind)],
+                    on_delivery=functools.partial(delivered, sent),
+                ),
+            )
+            sent += 1
+            wait(IN_FLIGHT, sent)
+            if failures:
+                break
+        wait(0, sent)
+        if failures:
+            self._producer = None  # With what it would still send.
+            writer.purge()
+            raise self._failure("write to", failures[0])
+        return [offsets[number] for number in range(sent)]
+
+    # --- connections --------------------------------------------------------------------------------------------
+
+    def _writer(self) -> Any:
+        if self._producer is None:
+            timeout = round(1000 * ANSWER_SECONDS)
+            self._producer = self._client("Producer", {"acks": "all", "linger.ms": 0, "message.timeout.ms": timeout})
+        return self._producer
+
+    def _client(self, kind: str, settings: dict[str, Any]) -> Any:
+        defaults = {"reconnect.backoff.max.ms": 2000, "error_cb": self._note}
+        return make_client(kind, self._address.bootstrap, {**defaults, **settings, **self._address.settings}, LOG)
+
+    def _note(self, error: Any) -> None:
+        """Notes an error of a connection; librdkafka tries again by itself."""
+        self._error = error
+
+    def _ask(self, action: str, call: Callable[[], T]) -> T:
+        from confluent_kafka import KafkaException
+
+        try:
+            return call()
+        except KafkaException as failed:
+            raise self._failure(action, failed.args[0]) from failed
+
+    def _failure(self, action: str, error: Any) -> PublishError:
+        if action == "read":
+            self._reader.poll(0)  # Calls `_note` if there is something.
+        reasons = dict.fromkeys(each.str() for each in (error, self._error) if each is not None)
+        said = "; ".join(reasons) or "no answer"
+        return PublishError(
+            f"Cannot {action} {self._address.url}: {said}. See whether the brokers run and can be reached from here, "
+            "whether there is the topic, and the rights of this client.",
+            topic=self._address.topic,
+            code=None if error is None else error.code(),
+        )
+
+
+def _passes(error: Any) -> bool:
+    """Returns whether librdkafka goes on by itself after an error."""
+    from confluent_kafka import KafkaError
+
+    return error.retriable() or error.code() in (
+        KafkaError._ALL_BROKERS_DOWN,
+        KafkaError._TRANSPORT,
+        KafkaError._TIMED_OUT,
+        KafkaError._RESOLVE,
+    )

@@ -1,0 +1,91 @@
+"""`/retrieve` of a prediction server: the index of items, and the thread that searches it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from persia.errors import ClosedError, OverloadedError
+from persia.serve.http.answers import AnswerBody, found_answer
+from persia.serve.http.conversion import ConversionThread
+from persia.serve.http.daemon import in_daemon_thread
+
+if TYPE_CHECKING:
+    from persia.serve.http.bodies import Bodies
+    from persia.serve.http.service import FeatureNames, RetrievalService
+
+__all__ = ["ItemSearch"]
+
+LOG = logging.getLogger("persia.serve")
+
+
+class ItemSearch:
+    """Starts, searches and closes a retriever. Used from one event loop.
+
+    Args:
+        retriever: finds items.
+        max_pending: searches that may be pending.
+
+    Attributes:
+        thread: bodies are converted and items searched in it, in order.
+    """
+
+    def __init__(self, retriever: RetrievalService, max_pending: int) -> None:
+        self.thread = ConversionThread(max_pending)
+        self._retriever = retriever
+
+    @property
+    def user_features(self) -> FeatureNames:
+        """The features that the vector of a user is computed from."""
+        return self._retriever.user_features
+
+    async def start(self) -> None:
+        """Builds the index, unless the retriever is told to stop. Waits for it.
+
+        Raises:
+            Exception: it cannot be built.
+        """
+        try:
+            await in_daemon_thread(self._retriever.start)
+        except ClosedError:
+            return
+        found = self._retriever.state()
+        if found is not None:
+            LOG.info("finds %d items, with the network of step %d", found.items, found.step)
+
+    async def close(self) -> None:
+        """Ends the thread and the retriever, once what they do is done."""
+        await in_daemon_thread(self.thread.close)
+        await in_daemon_thread(self._retriever.close)
+
+    def details(self) -> dict[str, Any]:
+        """Returns the state of the index, for `/health`."""
+        found = self._retriever.state()
+        if found is None:
+            return {"problem": "it is being built"}
+        return {"step": found.step, "items": found.items, "waiting": found.waiting, "problem": found.problem}
+
+    async def answer(self, bodies: Bodies, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
+        """Returns the answer to a request.
+
+        Args:
+            bodies: converts bodies.
+            kind: media type of the body.
+            wanted: media type of the answer.
+            body: the body.
+            deadline: `time.monotonic()` by which the request is to be answered.
+
+        Raises:
+            OverloadedError: the index has not been built, or the deadline is too near.
+            DataError: the users do not fit the model.
+        """
+        retriever = self._retriever
+        if retriever.state() is None:
+            raise OverloadedError("The index of items is being built. Try again later.", retry_after=1)
+
+        def found() -> AnswerBody:
+            users, k = bodies.users(kind, body, retriever.user_features)
+            nearest = retriever.search(users, k)
+            return found_answer(wanted, nearest.ids, nearest.scores, nearest.step)
+
+        return await self.thread.run(len(body), deadline, found)

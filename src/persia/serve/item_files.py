@@ -1,0 +1,34 @@
+"""Reads the catalogue of items from Parquet files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from persia.batching.batch import Batch
+from persia.schema import Schema
+from persia.serve.catalogue import TowerFeatures
+from persia.serve.schema_parts import columns_of, schema_of_columns, with_all_dense
+
+__all__ = ["read_items"]
+
+BATCH_ROWS = 65536
+
+
+def read_items(paths: str | os.PathLike[str], schema: Schema, features: TowerFeatures) -> Iterator[Batch]:
+    """Yields the items of Parquet files, with the features of their tower. Blocks for the file system.
+
+    Args:
+        paths: file, directory, glob or URL, as in `persia.data.parquet`.
+        schema: of the model.
+        features: of the items. Features that are computed are not read: what they are computed from is.
+
+    Raises:
+        DataError: there is no such file, or it lacks a column or has invalid values.
+        MissingExtraError: a package for the URL's file system is not installed.
+    """
+    from persia.data import parquet
+
+    wanted = schema_of_columns(schema, columns_of(schema, features.ids) | set(features.dense))
+    for batch in parquet(os.fspath(paths), wanted, BATCH_ROWS, require_labels=False):
+        yield with_all_dense(batch, wanted.dense_features, schema)

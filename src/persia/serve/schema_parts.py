@@ -1,0 +1,91 @@
+"""Parts of a schema: some features of a model, for samples that lack the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import msgspec
+import numpy as np
+
+from persia.batching.batch import Batch
+from persia.schema import IdFeature, Schema
+
+__all__ = ["columns_of", "part_of", "schema_of_columns", "with_all_dense"]
+
+
+def part_of(schema: Schema, features: Collection[str]) -> Schema:
+    """Returns the schema of some ID-type features, whose ids are there: nothing is left to be computed.
+
+    Args:
+        schema: of all features.
+        features: names of the ID-type features to keep. All dense features and labels stay.
+    """
+    kept = [
+        msgspec.structs.replace(
+            feature,
+            cross=(),
+            of=None,
+            mapping=None,
+            age_since=None,
+            aligned_with=feature.aligned_with if feature.aligned_with in features else None,
+        )
+        for feature in schema.id_features
+        if feature.name in features
+    ]
+    used = {feature.table_name for feature in kept}
+    tables = [table for name, table in schema.resolved_tables().items() if name in used]
+    return Schema(kept, schema.dense_features, schema.labels, tables)
+
+
+def schema_of_columns(schema: Schema, names: Collection[str]) -> Schema:
+    """Returns the schema of the columns that are there, for a part of the features.
+
+    Computed features are in it if all that they are computed from is.
+    """
+    features = [
+        f for f in schema.id_features if (f.name in names if not f.computed else _has_sources(schema, f, names))
+    ]
+    kept = {f.name for f in features}
+    loose = [
+        msgspec.structs.replace(f, aligned_with=None, dim=schema.resolved_tables()[f.table_name].dim)
+        if f.aligned_with not in kept
+        else f
+        for f in features
+    ]
+    tables = [table for table in schema.tables if table.name in {f.table_name for f in loose}]
+    return Schema(loose, [name for name in schema.dense_features if name in names], schema.labels, tables)
+
+
+def _has_sources(schema: Schema, feature: IdFeature, names: Collection[str]) -> bool:
+    if feature.of is not None:
+        source = schema.feature(feature.of)
+        return _has_sources(schema, source, names) if source.computed else source.name in names
+    return all(part in names for part in feature.cross)
+
+
+def columns_of(schema: Schema, features: Iterable[str]) -> set[str]:
+    """Returns the columns that some ID-type features are made from."""
+    found: set[str] = set()
+    for name in features:
+        feature = schema.feature(name)
+        if feature.of is not None:
+            found |= columns_of(schema, [feature.of])
+        elif feature.cross:
+            found |= columns_of(schema, feature.cross)
+        else:
+            found |= {name} if feature.age_since is None else {name, feature.age_since}
+    return found
+
+
+def with_all_dense(batch: Batch, names: Iterable[str], schema: Schema) -> Batch:
+    """Returns a batch with all dense features of a schema: zeros in place of those that it lacks, and no labels.
+
+    Args:
+        batch: with some features.
+        names: of its dense features.
+        schema: of all features.
+    """
+    places = {name: place for place, name in enumerate(schema.dense_features)}
+    dense = np.zeros((len(batch), len(places)), np.float32)
+    dense[:, [places[name] for name in names]] = batch.dense
+    return Batch(batch.id_features, dense, np.empty((len(batch), 0), np.float32))
