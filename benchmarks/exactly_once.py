@@ -108,7 +108,7 @@ def measured(name: str, plan: Plan, seed: int, smoke: bool) -> runner.Measure:
                 trainer.stop()
 
         faults = draw(seed, plan.faults, SMOKE_FAULTS if smoke else kinds)
-        storm = Storm(cluster, broker, server, plan.seconds, faults, after)
+        storm = Storm(cluster, clicks, broker, server, plan.seconds, faults, after)
         say(f"{name}: {', '.join(faults)}")
         clicks.start()
         storm.start()

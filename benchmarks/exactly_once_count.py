@@ -61,6 +61,7 @@ def deviations(times: Any, partitions: Any, offsets: Any, repeats: Sequence[Repe
         repeats: one for each restart from a recovery point.
         lost: number of batches that are counted as lost.
     """
+    times = np.asarray(times, np.int64)
     untrained = (times == 0).sum(axis=1)
     incomplete = np.sort(untrained[untrained > 0])[::-1]
     allowed = np.ones(len(times), np.int64)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks.exactly_once_broker import Broker
-from benchmarks.exactly_once_training import WatchedRay, columns, say
+from benchmarks.exactly_once_training import Clicks, WatchedRay, columns, say
 from persia.errors import PersiaError
 from persia.serve import Client
 
@@ -27,6 +27,9 @@ OUTAGE_SECONDS = 3.0
 
 WAIT_SECONDS = 120.0
 """Maximum wait for a process to be there, or to answer."""
+
+BURST = 120
+"""Batches that are sent at once before a fault, so that it meets all roles at work."""
 
 ASK_SECONDS = 0.2
 """Between two requests for predictions."""
@@ -110,6 +113,7 @@ class Storm(threading.Thread):
 
     Args:
         cluster: trains.
+        clicks: come in a burst before each fault.
         broker: has the stream.
         server: follows.
         seconds: over which faults are made.
@@ -120,6 +124,7 @@ class Storm(threading.Thread):
     def __init__(
         self,
         cluster: WatchedRay,
+        clicks: Clicks,
         broker: Broker,
         server: Server,
         seconds: float,
@@ -127,7 +132,7 @@ class Storm(threading.Thread):
         after: Callable[[], None],
     ) -> None:
         super().__init__(name="storm")
-        self._cluster, self._broker, self._server = cluster, broker, server
+        self._cluster, self._clicks, self._broker, self._server = cluster, clicks, broker, server
         self._seconds, self._faults, self._after = seconds, faults, after
         self._over = threading.Event()
         self.made: list[str] = []
@@ -140,13 +145,15 @@ class Storm(threading.Thread):
     def run(self) -> None:
         """Makes the faults."""
         try:
-            self._await_batches(20)
+            self._await_batches(BURST // 4)
             self._server.await_answer()
             began = time.monotonic()
             for number, kind in enumerate(self._faults):
                 at = self._seconds * (number + 0.5) / len(self._faults)
                 if self._over.wait(max(0.0, began + at - time.monotonic())):
                     return
+                self._clicks.burst(BURST)
+                self._await_batches(BURST // 4)
                 found = self._make(kind)
                 self.made.append(kind)
                 read = sum(self._cluster.read().values())
@@ -196,9 +203,10 @@ class Storm(threading.Thread):
         return self._kill(kind)
 
     def _await_batches(self, count: int) -> None:
-        end = time.monotonic() + WAIT_SECONDS
-        while sum(self._cluster.read().values()) < count:
+        """Waits until so many more batches are read."""
+        end, before = time.monotonic() + WAIT_SECONDS, sum(self._cluster.read().values())
+        while sum(self._cluster.read().values()) < before + count:
             if time.monotonic() > end:
-                raise RuntimeError(f"Training has not begun within {WAIT_SECONDS:g} s.")
+                raise RuntimeError(f"Not a batch was read within {WAIT_SECONDS:g} s.")
             if self._over.wait(0.1):
                 return

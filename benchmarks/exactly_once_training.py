@@ -101,7 +101,7 @@ def times_trained(trainer: persia.Trainer, batches: int, at_once: int = 1_000) -
 
 
 class Clicks(threading.Thread):
-    """Sends batches of clicks to all partitions in turn, at a constant rate, until `end`.
+    """Sends batches of clicks to all partitions in turn, at a constant rate and in bursts, until `end`.
 
     The producer is idempotent: a broker that goes away gets each message once.
 
@@ -118,6 +118,8 @@ class Clicks(threading.Thread):
             {"bootstrap.servers": broker.bootstrap, "enable.idempotence": True, "linger.ms": 5, "log_level": 2}
         )
         self._over = threading.Event()
+        self._extra = 0
+        """Batches of bursts."""
         self._failure: BaseException | None = None
         self.offsets: dict[int, int] = {}
         """Offset of each batch, by number."""
@@ -131,13 +133,18 @@ class Clicks(threading.Thread):
         """Sends."""
         try:
             began, number = time.monotonic(), 0
-            while not self._over.wait(max(0.0, began + number / self._per_second - time.monotonic())):
-                self._send(number)
-                number += 1
+            while not self._over.wait(0.02):
+                while number < self._extra + (time.monotonic() - began) * self._per_second:
+                    self._send(number)
+                    number += 1
             if self._producer.flush(120.0):
                 raise RuntimeError("The broker has not taken all clicks within two minutes.")
         except BaseException as error:
             self._failure = error
+
+    def burst(self, batches: int) -> None:
+        """Sends so many batches at once."""
+        self._extra += batches
 
     def _send(self, number: int) -> None:
         def delivered(error: Any, sent: Any) -> None:

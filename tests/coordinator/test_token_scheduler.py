@@ -14,7 +14,7 @@ from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.modes import Async, Auto, Bsp, Gba, HopBs, HopBw
 from persia.services import TrainingPhase
-from persia.types import Caller, StepTiming
+from persia.types import NO_LOSSES, Caller, Losses, StepTiming
 
 DEADLINE = 10.0
 ROWS = 8
@@ -324,6 +324,28 @@ def test_the_dead_stay_dead_in_the_next_phase(tokens):
     again.arrive()
     tokens.stop()
     assert again.quiesce().dead == [1]
+
+
+def test_what_a_dead_nn_worker_had_lost_is_told_to_the_others(tokens):
+    """What it lost after its last call is in pushes that are abandoned. Losses are those since it started."""
+    tokens.begin(phase(Async()))
+    a, dead = two(tokens)
+    for worker in (a, dead):
+        worker.take()
+    tokens.draw(dead.caller, 1, 1, ROWS, 0, 0, Losses(2, 16, 1))
+    assert tokens.arrive(dead.caller, 1, 0, 0).header.step == 0
+    assert tokens.draw(a.caller, 1, 0, ROWS, 0, 0, Losses(8, 64, 8)).value is not None
+    tokens.arrive(a.caller, 1, ROWS, 0)
+    tokens.stop()
+    with ThreadPoolExecutor(1) as threads:
+        pending = threads.submit(tokens.quiesce, dead.caller, 1, 0, Losses(3, 24, 1))
+        assert tokens.quiesce(a.caller, 1, 0).lost == pending.result(DEADLINE).lost == NO_LOSSES  # Nobody has died.
+    tokens.drained(a.caller, 2)
+    tokens.begin(phase(Async(), number=2, position=2, step=2))
+    assert tokens.cancel(1, 1)
+    tokens.stop()
+    end = tokens.quiesce(Caller(1, 2, 0), 1, 0, Losses(8, 64, 8))
+    assert (end.dead, end.lost) == ([1], Losses(3, 24, 1))
 
 
 def test_a_dead_nn_worker_that_was_waiting_for_a_batch_gets_none(tokens):

@@ -16,8 +16,10 @@ from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError
 from persia.modes import Action, Arrival, Auto, AutoEvidence, Mode
 from persia.services import TrainingPhase
 from persia.types import (
+    NO_LOSSES,
     ArrivalRecord,
     Caller,
+    Losses,
     PushHeader,
     QuiesceResult,
     StepTiming,
@@ -79,7 +81,11 @@ class TokenScheduler(RecordedArrivals):
             returned = [n for n in state.returned if n < phase.position] if same_pass else []
             state.report.lost_batches += len(state.returned) - len(returned)
             # A dead NN worker stays dead until all restart, which begins another generation.
-            dead = {rank for rank, w in state.workers.items() if not w.alive} if same_generation else set()
+            before = state.workers if same_generation else {}
+            workers = {}
+            for rank in range(phase.nn_workers):
+                was = before.get(rank, WorkerState())
+                workers[rank] = WorkerState(alive=was.alive, ended=not was.alive, lost=was.lost)
             self._state = SchedulerState(
                 phase=phase,
                 quiesced=None,
@@ -87,7 +93,7 @@ class TokenScheduler(RecordedArrivals):
                 step=phase.step,
                 following=phase.position,
                 returned=returned,
-                workers={r: WorkerState(alive=r not in dead, ended=r in dead) for r in range(phase.nn_workers)},
+                workers=workers,
                 report=state.report,
                 requested=state.requested,
                 stopped=state.requested is not None,
@@ -155,11 +161,13 @@ class TokenScheduler(RecordedArrivals):
             self._state.stopped = True
             self._save()
 
-    def draw(self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int) -> Token:
+    def draw(
+        self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int, lost: Losses = NO_LOSSES
+    ) -> Token:
         """Draws the token of a batch; see `persia.services.Tokens`."""
         with self._changed:
             worker = self._enter(caller)
-            self._state.confirm(worker, done, filled)
+            self._state.confirm(worker, done, filled, lost)
             if worker.came(sequence):
                 return worker.token_of(sequence)
             mode = self._known_mode()
@@ -248,11 +256,11 @@ class TokenScheduler(RecordedArrivals):
             self._save()
             return found
 
-    def quiesce(self, caller: Caller, done: int, filled: int) -> QuiesceResult:
+    def quiesce(self, caller: Caller, done: int, filled: int, lost: Losses = NO_LOSSES) -> QuiesceResult:
         """Waits until all NN workers have finished the phase; see `persia.services.Tokens`."""
         with self._changed:
             worker = self._enter(caller)
-            self._state.confirm(worker, done, filled)
+            self._state.confirm(worker, done, filled, lost)
             worker.ended = worker.waiting = True
             worker.taken.clear()
             self._save()
@@ -279,7 +287,9 @@ class TokenScheduler(RecordedArrivals):
             dead = sorted(rank for rank, w in state.workers.items() if not w.alive)
             # Batches of dead NN workers are trained in another phase of the pass.
             ended = state.end is not None and trained >= state.end and not state.returned
-            return QuiesceResult(state.leader or 0, state.step, state.held, trained, ended, abandoned, dead)
+            return QuiesceResult(
+                state.leader or 0, state.step, state.held, trained, ended, abandoned, dead, state.lost_by_dead()
+            )
 
     def drained(self, caller: Caller, step: int) -> int:
         """Ends a phase; see `persia.services.Tokens`."""

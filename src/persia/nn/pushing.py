@@ -18,7 +18,7 @@ from persia.nn.token_client import DrawnToken, TokenClient
 from persia.nn.transfer import Encoded, Ready
 from persia.services import Connection, ReadObserver
 from persia.telemetry.tracing import Tracer
-from persia.types import Contribution, FedBatch, PushHeader, ReadRecord, UpdateCounts, sum_counts
+from persia.types import Contribution, FedBatch, Losses, PushHeader, ReadRecord, UpdateCounts, sum_counts
 
 __all__ = [
     "MOST_PUSHES",
@@ -67,6 +67,11 @@ class PushCounts(NamedTuple):
     lost_rows: int = 0
     lost_gradients: int = 0
 
+    @classmethod
+    def of(cls, lost: Losses) -> PushCounts:
+        """Returns counts of nothing but these losses."""
+        return cls(lost_batches=lost.batches, lost_rows=lost.rows, lost_gradients=lost.gradients)
+
 
 class Outbox:
     """The pushes of an NN worker: where they go, and what is counted from pass to pass.
@@ -110,6 +115,12 @@ class Outbox:
             self._lost_rows,
             lost_gradients,
         )
+
+    def losses(self) -> Losses:
+        """Returns the batches that this NN worker has lost with embedding workers. For any thread."""
+        # `EmbeddingWorkers`, the facade of several processes, counts gradients; a worker in this process loses none.
+        gradients = getattr(self.connection.worker, "lost_gradients", 0)
+        return Losses(self._lost_batches, self._lost_rows, gradients)
 
     def lost(self, batch: FedBatch) -> None:
         """Counts a batch that was lost with its embedding worker before its lookup."""
