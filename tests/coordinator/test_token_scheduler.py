@@ -27,9 +27,9 @@ def phase(mode, nn_workers=2, number=1, position=0, step=0, steps=None, generati
 class Worker:
     """An NN worker without a network."""
 
-    def __init__(self, tokens, rank, number=1, sequence=0):
+    def __init__(self, tokens, rank, number=1, sequence=0, generation=1):
         self.tokens = tokens
-        self.caller = Caller(1, number, rank)
+        self.caller = Caller(generation, number, rank)
         self.sequence = sequence
         self.requests = self.filled = 0
         self.taken = []
@@ -326,6 +326,31 @@ def test_the_dead_stay_dead_in_the_next_phase(tokens):
     assert again.quiesce().dead == [1]
 
 
+def test_batches_of_the_dead_are_left_or_counted_when_all_restart_before_the_phase_ends(tokens):
+    """Of the batches 0, 1 and 2, NN worker 1 dies with all; then a PS dies while 0 has arrived and 1 is drawn."""
+    tokens.begin(phase(Gba(8 * ROWS)))
+    a, dead = two(tokens)
+    assert [dead.take() for _ in range(3)] == [0, 1, 2]
+    assert tokens.cancel(1, 1)
+    tokens.stop()
+    assert a.quiesce().position == 3
+    tokens.drained(a.caller, 0)
+    assert tokens.summary().lost_batches == 0
+    tokens.begin(phase(Gba(8 * ROWS), position=3, generation=2))
+    b = Worker(tokens, 0, generation=2)
+    b.train()
+    assert [b.take(), b.take(), b.take()] == [1, 2, 3]
+    b.draw()
+    tokens.begin(phase(Gba(8 * ROWS), position=3, generation=3))  # Not quiesced: from the recovery point.
+    assert tokens.summary().lost_batches == 1  # Its gradient may have been lost with the PS.
+    c = Worker(tokens, 0, generation=3)
+    assert [c.take(), c.take(), c.take()] == [1, 2, 3]
+    assert tokens.cancel(3, 0)
+    tokens.begin(phase(Gba(8 * ROWS), position=1, generation=4))  # From an older one: 1 and 2 are read again.
+    assert Worker(tokens, 1, generation=4).take() == 1
+    assert tokens.summary().lost_batches == 1
+
+
 def test_what_a_dead_nn_worker_had_lost_is_told_to_the_others(tokens):
     """What it lost after its last call is in pushes that are abandoned. Losses are those since it started."""
     tokens.begin(phase(Async()))
@@ -401,6 +426,7 @@ def test_an_abandoned_push_is_abandoned_again(tokens):
     a.sequence += 1
     assert tokens.draw(a.caller, 1, 0, ROWS, 0, 0).abandoned == [slot]
     assert tokens.draw(a.caller, 1, 0, ROWS, 0, 1).value == 0
+    assert tokens.summary().abandoned == 1
 
 
 def test_a_switch_is_asked_for_once_and_checked(tokens):

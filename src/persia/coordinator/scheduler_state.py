@@ -94,6 +94,8 @@ class SchedulerState(msgspec.Struct):
     """Number of the next batch that is handed out."""
     returned: list[int] = msgspec.field(default_factory=list)
     """Numbers of batches of dead NN workers, which are handed out first."""
+    again: list[int] = msgspec.field(default_factory=list)
+    """Numbers of those from before the phase that are handed out in it."""
     end: int | None = None
     stopped: bool = False
     workers: dict[int, WorkerState] = msgspec.field(default_factory=dict)
@@ -154,13 +156,30 @@ class SchedulerState(msgspec.Struct):
         if self.stopped:
             return None
         if self.returned and self.lacking():
-            return self.returned.pop(0)
+            number = self.returned.pop(0)
+            if number < self.current.position:
+                self.again.append(number)
+            return number
         if self.end is not None and self.following >= self.end:
             return None
         if self.current.steps is not None and self.group and not self.lacking():
             return None
         self.following += 1
         return self.following - 1
+
+    def untrained(self, position: int) -> tuple[list[int], int]:
+        """Returns which batches below a position, at which training begins again, are left to be handed out.
+
+        The second result is how many more may not have been trained. After a restart from a recovery point, batches
+        from the position on are handed out in any case.
+        """
+        if self.quiesced is not None:
+            return [n for n in self.returned if n < position], 0
+        # The phase was not ended, so its last steps may be lost with a PS. What is taken or drawn was not trained.
+        taken = {n for w in self.workers.values() for n in (*w.taken, *(token.number for token in w.drawn.values()))}
+        again = [n for n in self.again if n < position]
+        left = {n for n in self.returned if n < position} | taken.intersection(again)
+        return sorted(left), sum(n not in left for n in again)
 
     def gate(self, mode: Mode, rank: int, waiting: Collection[int], taking: Collection[int]) -> bool:
         """Returns whether this NN worker may draw a token.

@@ -76,10 +76,11 @@ class TokenScheduler(RecordedArrivals):
             same_generation = old is not None and phase.generation == old.generation
             if old is not None and same_generation and state.quiesced is None:
                 raise PersiaError(f"Phase {phase.number} cannot begin: phase {old.number} is not quiesced.")
-            # After a restart from a recovery point, batches from `position` on are handed out in any case.
-            same_pass = old is not None and old.epoch == phase.epoch
-            returned = [n for n in state.returned if n < phase.position] if same_pass else []
-            state.report.lost_batches += len(state.returned) - len(returned)
+            if old is not None and old.epoch == phase.epoch:
+                returned, lost = state.untrained(phase.position)
+            else:
+                returned, lost = [], len(state.returned)
+            state.report.lost_batches += lost
             # A dead NN worker stays dead until all restart, which begins another generation.
             before = state.workers if same_generation else {}
             workers = {}
@@ -404,9 +405,10 @@ class TokenScheduler(RecordedArrivals):
             state.spare += len(lost)
             state.report.lost_tokens += len(lost)
             state.returned = sorted([*state.returned, *worker.taken, *(drawn.number for drawn in lost)])
+            abandoned = len(worker.pushes)  # Those that it had to fill are counted already.
             state.abandoned += [*worker.pushes.values(), *worker.assigned[worker.filled :]]
             worker.taken, worker.drawn, worker.pushes, worker.assigned = [], {}, {}, []
-            state.report.abandoned += len(state.abandoned)
+            state.report.abandoned += abandoned
             self._save()
             return others_continue
 

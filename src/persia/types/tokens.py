@@ -253,7 +253,7 @@ class TokenReport(msgspec.Struct):
         staleness_max: maximum of these steps.
         token_staleness_max: maximum number of steps between token and application, of gradients of weight 1.
         lost_tokens: number of tokens of dead NN workers.
-        lost_batches: number of batches of dead NN workers that were not trained.
+        lost_batches: number of batches of dead NN workers that were not trained, or may not have been.
         abandoned: number of pushes of dead NN workers that others have filled.
         since: time at which the current phase began, or was last counted; None between phases.
     """
