@@ -63,7 +63,7 @@ class Plan(NamedTuple):
     per_second: float = 20.0
 
 
-PLANS = {"smoke": Plan(10, 2), "laptop": Plan(120, 9), "full": Plan(450, 30)}
+PLANS = {"smoke": Plan(4, 2), "laptop": Plan(120, 9), "full": Plan(450, 30)}
 SMOKE_MODES = ("hybrid",)
 SMOKE_FAULTS = ("embedding_ps", "embedding_worker")
 SERVED_SECONDS = 30.0

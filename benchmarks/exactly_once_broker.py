@@ -98,8 +98,10 @@ def main() -> None:
     library.rd_kafka_conf_new.restype = library.rd_kafka_new.restype = ctypes.c_void_p
     library.rd_kafka_mock_cluster_new.restype = ctypes.c_void_p
     library.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
+    conf = ctypes.c_void_p(library.rd_kafka_conf_new())
+    library.rd_kafka_conf_set(conf, b"log_level", b"2", None, ctypes.c_size_t(0))
     producer = 0
-    handle = library.rd_kafka_new(producer, ctypes.c_void_p(library.rd_kafka_conf_new()), None, 0)
+    handle = library.rd_kafka_new(producer, conf, None, ctypes.c_size_t(0))
     cluster = ctypes.c_void_p(library.rd_kafka_mock_cluster_new(ctypes.c_void_p(handle), 1))
     print(library.rd_kafka_mock_cluster_bootstraps(cluster).decode(), flush=True)
     changes = {"down": library.rd_kafka_mock_broker_set_down, "up": library.rd_kafka_mock_broker_set_up}
