@@ -44,12 +44,16 @@ SCALING_FEATURES = 1
 
 
 @contextmanager
-def ray_here() -> Iterator[None]:
-    """One Ray for all clusters of a measure."""
+def ray_here(log_to_driver: bool = True) -> Iterator[None]:
+    """One Ray for all clusters of a measure.
+
+    Args:
+        log_to_driver: whether it shows what its processes print, also that they were killed.
+    """
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(address="local", include_dashboard=False, logging_level="error")
+    ray.init(address="local", include_dashboard=False, logging_level="error", log_to_driver=log_to_driver)
     try:
         yield
     finally:

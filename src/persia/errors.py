@@ -124,7 +124,7 @@ class RoleDiedError(PersiaError):
 class NNWorkersDiedError(PersiaError):
     """Other NN workers died, and this one stopped at a step boundary. On a cluster, `fit` restarts the NN workers.
 
-    Fields: `ranks`.
+    Fields: `ranks`, `lost` (their `persia.types.Losses`, on one of the others).
     """
 
 

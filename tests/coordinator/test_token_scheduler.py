@@ -14,7 +14,7 @@ from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.modes import Async, Auto, Bsp, Gba, HopBs, HopBw
 from persia.services import TrainingPhase
-from persia.types import Caller, StepTiming
+from persia.types import NO_LOSSES, Caller, Losses, StepTiming
 
 DEADLINE = 10.0
 ROWS = 8
@@ -27,9 +27,9 @@ def phase(mode, nn_workers=2, number=1, position=0, step=0, steps=None, generati
 class Worker:
     """An NN worker without a network."""
 
-    def __init__(self, tokens, rank, number=1, sequence=0):
+    def __init__(self, tokens, rank, number=1, sequence=0, generation=1):
         self.tokens = tokens
-        self.caller = Caller(1, number, rank)
+        self.caller = Caller(generation, number, rank)
         self.sequence = sequence
         self.requests = self.filled = 0
         self.taken = []
@@ -326,6 +326,53 @@ def test_the_dead_stay_dead_in_the_next_phase(tokens):
     assert again.quiesce().dead == [1]
 
 
+def test_batches_of_the_dead_are_left_or_counted_when_all_restart_before_the_phase_ends(tokens):
+    """Of the batches 0, 1 and 2, NN worker 1 dies with all; then a PS dies while 0 has arrived and 1 is drawn."""
+    tokens.begin(phase(Gba(8 * ROWS)))
+    a, dead = two(tokens)
+    assert [dead.take() for _ in range(3)] == [0, 1, 2]
+    assert tokens.cancel(1, 1)
+    tokens.stop()
+    assert a.quiesce().position == 3
+    tokens.drained(a.caller, 0)
+    assert tokens.summary().lost_batches == 0
+    tokens.begin(phase(Gba(8 * ROWS), position=3, generation=2))
+    b = Worker(tokens, 0, generation=2)
+    b.train()
+    assert [b.take(), b.take(), b.take()] == [1, 2, 3]
+    b.draw()
+    tokens.begin(phase(Gba(8 * ROWS), position=3, generation=3))  # Not quiesced: from the recovery point.
+    assert tokens.summary().lost_batches == 1  # Its gradient may have been lost with the PS.
+    c = Worker(tokens, 0, generation=3)
+    assert [c.take(), c.take(), c.take()] == [1, 2, 3]
+    assert tokens.cancel(3, 0)
+    tokens.begin(phase(Gba(8 * ROWS), position=1, generation=4))  # From an older one: 1 and 2 are read again.
+    assert Worker(tokens, 1, generation=4).take() == 1
+    assert tokens.summary().lost_batches == 1
+
+
+def test_what_a_dead_nn_worker_had_lost_is_told_to_the_others(tokens):
+    """What it lost after its last call is in pushes that are abandoned. Losses are those since it started."""
+    tokens.begin(phase(Async()))
+    a, dead = two(tokens)
+    for worker in (a, dead):
+        worker.take()
+    tokens.draw(dead.caller, 1, 1, ROWS, 0, 0, Losses(2, 16, 1))
+    assert tokens.arrive(dead.caller, 1, 0, 0).header.step == 0
+    assert tokens.draw(a.caller, 1, 0, ROWS, 0, 0, Losses(8, 64, 8)).value is not None
+    tokens.arrive(a.caller, 1, ROWS, 0)
+    tokens.stop()
+    with ThreadPoolExecutor(1) as threads:
+        pending = threads.submit(tokens.quiesce, dead.caller, 1, 0, Losses(3, 24, 1))
+        assert tokens.quiesce(a.caller, 1, 0).lost == pending.result(DEADLINE).lost == NO_LOSSES  # Nobody has died.
+    tokens.drained(a.caller, 2)
+    tokens.begin(phase(Async(), number=2, position=2, step=2))
+    assert tokens.cancel(1, 1)
+    tokens.stop()
+    end = tokens.quiesce(Caller(1, 2, 0), 1, 0, Losses(8, 64, 8))
+    assert (end.dead, end.lost) == ([1], Losses(3, 24, 1))
+
+
 def test_a_dead_nn_worker_that_was_waiting_for_a_batch_gets_none(tokens):
     tokens.begin(phase(HopBw(1), nn_workers=3, steps=2))
     a, b, dead = (Worker(tokens, rank) for rank in range(3))
@@ -379,6 +426,7 @@ def test_an_abandoned_push_is_abandoned_again(tokens):
     a.sequence += 1
     assert tokens.draw(a.caller, 1, 0, ROWS, 0, 0).abandoned == [slot]
     assert tokens.draw(a.caller, 1, 0, ROWS, 0, 1).value == 0
+    assert tokens.summary().abandoned == 1
 
 
 def test_a_switch_is_asked_for_once_and_checked(tokens):

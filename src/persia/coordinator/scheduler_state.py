@@ -10,7 +10,7 @@ from persia.errors import StalePushError
 from persia.modes import Mode
 from persia.services import TrainingPhase
 from persia.telemetry.metrics import Readings, figures
-from persia.types import PushHeader, Ticket, Token, TokenReport
+from persia.types import NO_LOSSES, Losses, PushHeader, Ticket, Token, TokenReport
 
 __all__ = ["OpenToken", "SchedulerState", "WorkerState", "report_metrics"]
 
@@ -41,6 +41,7 @@ class WorkerState(msgspec.Struct):
         done: sequence number up to which all pushes have returned.
         assigned: abandoned pushes that it must fill.
         filled: number of those that it has filled.
+        lost: its losses since it started, as last reported.
     """
 
     alive: bool = True
@@ -57,6 +58,7 @@ class WorkerState(msgspec.Struct):
     done: int = 0
     assigned: list[PushHeader] = msgspec.field(default_factory=list)
     filled: int = 0
+    lost: Losses = NO_LOSSES
 
     def came(self, sequence: int) -> bool:
         """Returns whether a token was drawn for this push: a call may be repeated, and its repetition may be late."""
@@ -92,6 +94,8 @@ class SchedulerState(msgspec.Struct):
     """Number of the next batch that is handed out."""
     returned: list[int] = msgspec.field(default_factory=list)
     """Numbers of batches of dead NN workers, which are handed out first."""
+    again: list[int] = msgspec.field(default_factory=list)
+    """Numbers of those from before the phase that are handed out in it."""
     end: int | None = None
     stopped: bool = False
     workers: dict[int, WorkerState] = msgspec.field(default_factory=dict)
@@ -152,13 +156,30 @@ class SchedulerState(msgspec.Struct):
         if self.stopped:
             return None
         if self.returned and self.lacking():
-            return self.returned.pop(0)
+            number = self.returned.pop(0)
+            if number < self.current.position:
+                self.again.append(number)
+            return number
         if self.end is not None and self.following >= self.end:
             return None
         if self.current.steps is not None and self.group and not self.lacking():
             return None
         self.following += 1
         return self.following - 1
+
+    def untrained(self, position: int) -> tuple[list[int], int]:
+        """Returns which batches below a position, at which training begins again, are left to be handed out.
+
+        The second result is how many more may not have been trained. After a restart from a recovery point, batches
+        from the position on are handed out in any case.
+        """
+        if self.quiesced is not None:
+            return [n for n in self.returned if n < position], 0
+        # The phase was not ended, so its last steps may be lost with a PS. What is taken or drawn was not trained.
+        taken = {n for w in self.workers.values() for n in (*w.taken, *(token.number for token in w.drawn.values()))}
+        again = [n for n in self.again if n < position]
+        left = {n for n in self.returned if n < position} | taken.intersection(again)
+        return sorted(left), sum(n not in left for n in again)
 
     def gate(self, mode: Mode, rank: int, waiting: Collection[int], taking: Collection[int]) -> bool:
         """Returns whether this NN worker may draw a token.
@@ -197,12 +218,14 @@ class SchedulerState(msgspec.Struct):
         least = self.step if mode.waits_for_step else worker.least
         return OpenToken(number, value, max(least, self.current.step))
 
-    def confirm(self, worker: WorkerState, done: int, filled: int) -> None:
-        """Records that pushes up to `done` have returned, and that `filled` abandoned pushes are filled."""
+    def confirm(self, worker: WorkerState, done: int, filled: int, lost: Losses | None = None) -> None:
+        """Records that pushes up to `done` have returned, with these losses, and that `filled` pushes are filled."""
         for sequence in [s for s in worker.pushes if s <= done and worker.pushes[s].step < self.step]:
             del worker.pushes[sequence]
         worker.done = max(worker.done, done)
         worker.filled = max(worker.filled, filled)
+        if lost is not None:
+            worker.lost = Losses(*map(max, zip(worker.lost, lost, strict=True)))  # A repeated call may be late.
 
     def assign(self, worker: WorkerState) -> list[PushHeader]:
         """Returns the abandoned pushes that this NN worker must fill, the same ones until it has."""
@@ -214,6 +237,13 @@ class SchedulerState(msgspec.Struct):
     def leaderless(self) -> bool:
         """Returns whether the NN worker that drains the PSs is dead."""
         return self.leader is not None and not self.workers[self.leader].alive
+
+    def lost_by_dead(self) -> Losses:
+        """Returns the losses of dead NN workers."""
+        total = NO_LOSSES
+        for worker in self.workers.values():
+            total = total if worker.alive else total.plus(worker.lost)
+        return total
 
     def all_waiting(self) -> bool:
         """Returns whether all NN workers have finished the phase."""

@@ -16,8 +16,10 @@ from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError
 from persia.modes import Action, Arrival, Auto, AutoEvidence, Mode
 from persia.services import TrainingPhase
 from persia.types import (
+    NO_LOSSES,
     ArrivalRecord,
     Caller,
+    Losses,
     PushHeader,
     QuiesceResult,
     StepTiming,
@@ -74,12 +76,17 @@ class TokenScheduler(RecordedArrivals):
             same_generation = old is not None and phase.generation == old.generation
             if old is not None and same_generation and state.quiesced is None:
                 raise PersiaError(f"Phase {phase.number} cannot begin: phase {old.number} is not quiesced.")
-            # After a restart from a recovery point, batches from `position` on are handed out in any case.
-            same_pass = old is not None and old.epoch == phase.epoch
-            returned = [n for n in state.returned if n < phase.position] if same_pass else []
-            state.report.lost_batches += len(state.returned) - len(returned)
+            if old is not None and old.epoch == phase.epoch:
+                returned, lost = state.untrained(phase.position)
+            else:
+                returned, lost = [], len(state.returned)
+            state.report.lost_batches += lost
             # A dead NN worker stays dead until all restart, which begins another generation.
-            dead = {rank for rank, w in state.workers.items() if not w.alive} if same_generation else set()
+            before = state.workers if same_generation else {}
+            workers = {}
+            for rank in range(phase.nn_workers):
+                was = before.get(rank, WorkerState())
+                workers[rank] = WorkerState(alive=was.alive, ended=not was.alive, lost=was.lost)
             self._state = SchedulerState(
                 phase=phase,
                 quiesced=None,
@@ -87,7 +94,7 @@ class TokenScheduler(RecordedArrivals):
                 step=phase.step,
                 following=phase.position,
                 returned=returned,
-                workers={r: WorkerState(alive=r not in dead, ended=r in dead) for r in range(phase.nn_workers)},
+                workers=workers,
                 report=state.report,
                 requested=state.requested,
                 stopped=state.requested is not None,
@@ -155,11 +162,13 @@ class TokenScheduler(RecordedArrivals):
             self._state.stopped = True
             self._save()
 
-    def draw(self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int) -> Token:
+    def draw(
+        self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int, lost: Losses = NO_LOSSES
+    ) -> Token:
         """Draws the token of a batch; see `persia.services.Tokens`."""
         with self._changed:
             worker = self._enter(caller)
-            self._state.confirm(worker, done, filled)
+            self._state.confirm(worker, done, filled, lost)
             if worker.came(sequence):
                 return worker.token_of(sequence)
             mode = self._known_mode()
@@ -248,11 +257,11 @@ class TokenScheduler(RecordedArrivals):
             self._save()
             return found
 
-    def quiesce(self, caller: Caller, done: int, filled: int) -> QuiesceResult:
+    def quiesce(self, caller: Caller, done: int, filled: int, lost: Losses = NO_LOSSES) -> QuiesceResult:
         """Waits until all NN workers have finished the phase; see `persia.services.Tokens`."""
         with self._changed:
             worker = self._enter(caller)
-            self._state.confirm(worker, done, filled)
+            self._state.confirm(worker, done, filled, lost)
             worker.ended = worker.waiting = True
             worker.taken.clear()
             self._save()
@@ -279,7 +288,9 @@ class TokenScheduler(RecordedArrivals):
             dead = sorted(rank for rank, w in state.workers.items() if not w.alive)
             # Batches of dead NN workers are trained in another phase of the pass.
             ended = state.end is not None and trained >= state.end and not state.returned
-            return QuiesceResult(state.leader or 0, state.step, state.held, trained, ended, abandoned, dead)
+            return QuiesceResult(
+                state.leader or 0, state.step, state.held, trained, ended, abandoned, dead, state.lost_by_dead()
+            )
 
     def drained(self, caller: Caller, step: int) -> int:
         """Ends a phase; see `persia.services.Tokens`."""
@@ -394,9 +405,10 @@ class TokenScheduler(RecordedArrivals):
             state.spare += len(lost)
             state.report.lost_tokens += len(lost)
             state.returned = sorted([*state.returned, *worker.taken, *(drawn.number for drawn in lost)])
+            abandoned = len(worker.pushes)  # Those that it had to fill are counted already.
             state.abandoned += [*worker.pushes.values(), *worker.assigned[worker.filled :]]
             worker.taken, worker.drawn, worker.pushes, worker.assigned = [], {}, {}, []
-            state.report.abandoned += len(state.abandoned)
+            state.report.abandoned += abandoned
             self._save()
             return others_continue
 

@@ -12,7 +12,7 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Encoded
 from persia.services import Connection, ReadObserver
 from persia.telemetry.tracing import Tracer
-from persia.types import Contribution, FedBatch, ReadRecord, UpdateCounts, sum_counts
+from persia.types import Contribution, FedBatch, Losses, ReadRecord, UpdateCounts, sum_counts
 
 __all__ = ["Gradient", "Outbox", "PushCounts", "run_now"]
 
@@ -40,6 +40,11 @@ class PushCounts(NamedTuple):
     lost_batches: int = 0
     lost_rows: int = 0
     lost_gradients: int = 0
+
+    @classmethod
+    def of(cls, lost: Losses) -> PushCounts:
+        """Returns counts of nothing but these losses."""
+        return cls(lost_batches=lost.batches, lost_rows=lost.rows, lost_gradients=lost.gradients)
 
 
 class Outbox:
@@ -84,6 +89,12 @@ class Outbox:
             self._lost_rows,
             lost_gradients,
         )
+
+    def losses(self) -> Losses:
+        """Returns the batches that this NN worker has lost with embedding workers. For any thread."""
+        # `EmbeddingWorkers`, the facade of several processes, counts gradients; a worker in this process loses none.
+        gradients = getattr(self.connection.worker, "lost_gradients", 0)
+        return Losses(self._lost_batches, self._lost_rows, gradients)
 
     def lost(self, batch: FedBatch) -> None:
         """Counts a batch that was lost with its embedding worker before its lookup."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from persia.errors import DeadlineError
 from persia.services import EmbeddingWorker, Tokens
-from persia.types import Caller, Contribution, PushHeader, QuiesceResult, Ticket, UpdateCounts
+from persia.types import Caller, Contribution, Losses, PushHeader, QuiesceResult, Ticket, UpdateCounts
 
 __all__ = ["DenseParameters", "DrawnToken", "TokenClient"]
 
@@ -67,6 +67,7 @@ class TokenClient:
         sequence: sequence number of the last push of this NN worker.
         idle: whether some NN worker waits for data that may come at any time; the others then wait for it without a
             deadline.
+        losses: returns the batches that this NN worker has lost since it started.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class TokenClient:
         dense: DenseParameters,
         sequence: int,
         idle: Callable[[], bool] = lambda: False,
+        losses: Callable[[], Losses] = Losses,
     ) -> None:
+        self._losses = losses
         self._idle = idle
         self._tokens = tokens
         self._caller = caller
@@ -128,9 +131,7 @@ class TokenClient:
         """Draws the token of the next batch, which has so many rows, and pulls the parameters for it. Blocks."""
         number, sequence = self._numbers.popleft(), self.sequence + 1
         while True:
-            token = self._patiently(
-                lambda: self._tokens.draw(self._caller, sequence, number, rows, self._done, self._filled)
-            )
+            token = self._patiently(lambda: self._tokens.draw(self._caller, sequence, number, rows, *self._outcome()))
             if token.value is not None:
                 break
             self._fill(token.abandoned)
@@ -138,6 +139,10 @@ class TokenClient:
             self.sequence = sequence
             self._open.append(sequence)
         return DrawnToken(sequence, number, self.dense.pull(token.least, self._still_wanted))
+
+    def _outcome(self) -> tuple[int, int, Losses]:
+        """Returns the last push that returned, the number of pushes that were filled, and then the losses."""
+        return self._done, self._filled, self._losses()
 
     def _patiently(self, call: Callable[[], T], *, closed: bool = False) -> T:
         """Makes a call that waits for other NN workers; again, while one of them waits for data.
@@ -195,7 +200,7 @@ class TokenClient:
     def quiesce(self) -> QuiesceResult:
         """Waits until all NN workers are done with the phase."""
         while True:
-            result = self._patiently(lambda: self._tokens.quiesce(self._caller, self._done, self._filled), closed=True)
+            result = self._patiently(lambda: self._tokens.quiesce(self._caller, *self._outcome()), closed=True)
             if not result.abandoned:
                 return result
             self._fill(result.abandoned)

@@ -12,7 +12,9 @@ from persia.services.streams import StreamLog
 from persia.telemetry.metrics import Health
 from persia.telemetry.tracing import ProcessTrace
 from persia.types import (
+    NO_LOSSES,
     Caller,
+    Losses,
     Member,
     Membership,
     PushHeader,
@@ -110,7 +112,9 @@ class Tokens(Protocol):
         """Stops handing out batches in this phase."""
 
     @rpc.waits
-    def draw(self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int) -> Token:
+    def draw(
+        self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int, lost: Losses = NO_LOSSES
+    ) -> Token:
         """Draws the token of a batch, just before its lookup. Waits while the gate of the mode is closed.
 
         Args:
@@ -120,6 +124,7 @@ class Tokens(Protocol):
             rows: rows of the batch.
             done: sequence number up to which all pushes have returned.
             filled: number of abandoned pushes that it has filled in this phase, in the order in which it got them.
+            lost: its losses since it started, those of pushes up to `done` included.
 
         Raises:
             ConfigError: the mode cannot run with batches of this size.
@@ -140,7 +145,7 @@ class Tokens(Protocol):
         """Returns the pushes of dead NN workers that this one must fill, while it waits for a version."""
 
     @rpc.waits
-    def quiesce(self, caller: Caller, done: int, filled: int) -> QuiesceResult:
+    def quiesce(self, caller: Caller, done: int, filled: int, lost: Losses = NO_LOSSES) -> QuiesceResult:
         """Ends this NN worker's part of the phase; waits until all have ended theirs.
 
         Raises:

@@ -21,6 +21,7 @@ from persia.checkpoint import list_checkpoints
 from persia.errors import NNWorkersDiedError, RoleDiedError
 from persia.metrics import Metrics
 from persia.nn.dense_step import DenseStep
+from persia.nn.outbox import PushCounts
 from persia.nn.replicas import SingleReplica
 from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster
 from persia.trainer import loading
@@ -103,10 +104,11 @@ class _Work:
         _restore(network, state, self._state, trains_in_other_processes=False)
         try:
             result = trainer.fit_here(None, self._eval_data, **self._bounds)
-        except NNWorkersDiedError:
+        except NNWorkersDiedError as error:
             network.replicas = SingleReplica(network.model)
             if state.rank > 0:
                 state.earlier = RunTotals()  # NN worker 0 has the counts from before, and the metrics; see `_merged`.
+            state.earlier += RunTotals(pushed=PushCounts.of(error.fields["lost"]))
             return _Survived(_captured(network, state, trainer.trained_here))
         captured = _captured(network, state, TrainedRows(result.rows, result.seconds))  # A collective.
         return (result, captured) if state.rank == 0 else None
@@ -272,7 +274,7 @@ def _after_deaths(attempt: Attempt, state: RunState, labels: Sequence[str]) -> t
 def _merged(base: RunState, survived: dict[int, RunState], labels: Sequence[str]) -> RunState:
     """Merges the states of NN workers that quiesced without the others.
 
-    Counts of the dead since all started from `base` are lost.
+    Of the counts of the dead since all started from `base` only their losses are kept, by one of the survivors.
     """
     first = survived[min(survived)]
     metrics = Metrics(labels)

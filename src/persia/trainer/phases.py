@@ -31,7 +31,7 @@ from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.recording import ScheduleRecorder
 from persia.trainer.sources import BatchSource, LocalSource
 from persia.trainer.state import TrainingState
-from persia.types import Caller
+from persia.types import NO_LOSSES, Caller
 
 __all__ = ["ModeSwitch", "Phases", "scheduled"]
 
@@ -112,6 +112,10 @@ class Phases:
         """Whether the last phase stopped before its planned end, so that batches were read ahead of it."""
         self._dead: list[int] = []
         """NN workers that died in the last phase, while the others continued."""
+        self._lost = NO_LOSSES
+        """Losses of those."""
+        self._leader = 0
+        """Rank of the NN worker that drained the PSs after the last phase."""
         self._last_poll = 0.0
         self.switches: list[ModeSwitch] = []
         self._ended_phase: _EndedPhase | None = None
@@ -260,7 +264,9 @@ class Phases:
         """
         if self._dead and self._connection.replicas is None:
             ranks = ", ".join(map(str, self._dead))
-            raise NNWorkersDiedError(f"NN workers {ranks} have died.", ranks=self._dead)
+            # One of the others counts their losses.
+            lost = self._lost if self._connection.rank == self._leader else NO_LOSSES
+            raise NNWorkersDiedError(f"NN workers {ranks} have died.", ranks=self._dead, lost=lost)
 
     def _synchronous(self, loop: TrainingLoop, source: BatchSource, steps: int | None) -> bool:
         """Trains a phase with a replica of the network on each NN worker."""
@@ -309,7 +315,8 @@ class Phases:
         self._phase_began()
         caller = Caller(self._connection.generation, self._number, self._connection.rank)
         worker, pushes = self._connection.worker, self._embeddings.pushes
-        client = TokenClient(self._tokens, caller, worker, shared, pushes, source.idle)
+        losses = self._embeddings.outbox.losses
+        client = TokenClient(self._tokens, caller, worker, shared, pushes, source.idle, losses)
         loop.token_driven(source, client)
         return self._quiesce(client, shared, source)
 
@@ -356,7 +363,7 @@ class Phases:
         state.global_step, state.position = step, result.position
         source.forget(result.position)
         self._ended_phase = _EndedPhase(state.mode, stopped_at, quiesced_at)
-        self._dead = result.dead
+        self._dead, self._lost, self._leader = result.dead, result.lost, result.leader
         return result.ended
 
     def _rows_of_next_batch(self, source: BatchSource) -> int:

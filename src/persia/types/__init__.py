@@ -28,9 +28,11 @@ from persia.types.publishing import ModelDescription, PublishDtype, PublishOptio
 from persia.types.rows import RowsSet, RowState, StoredRows
 from persia.types.streams import OffsetRange, Partition, PartitionBounds, RecordedBatch, StreamStart, loader_of
 from persia.types.tokens import (
+    NO_LOSSES,
     ArrivalRecord,
     Caller,
     JournalRecord,
+    Losses,
     PhaseRecord,
     QuiesceResult,
     ReadRecord,
@@ -46,6 +48,7 @@ __all__ = [
     "COUNTER_BITS",
     "INCARNATION_BITS",
     "MERGED",
+    "NO_LOSSES",
     "RANK_BITS",
     "TITLES",
     "ArrivalRecord",
@@ -67,6 +70,7 @@ __all__ = [
     "Inverse",
     "JournalRecord",
     "LookedUp",
+    "Losses",
     "Member",
     "Membership",
     "ModelDescription",

@@ -13,9 +13,11 @@ from persia.types.arrays import BoolArray
 from persia.types.batches import PushHeader
 
 __all__ = [
+    "NO_LOSSES",
     "ArrivalRecord",
     "Caller",
     "JournalRecord",
+    "Losses",
     "PhaseRecord",
     "QuiesceResult",
     "ReadRecord",
@@ -70,6 +72,27 @@ class Caller(NamedTuple):
     rank: int
 
 
+class Losses(NamedTuple):
+    """Batches that an NN worker has lost with embedding workers since it started.
+
+    Attributes:
+        batches: those whose rows could not be looked up.
+        rows: samples of those.
+        gradients: batches whose gradient could not be pushed.
+    """
+
+    batches: int = 0
+    rows: int = 0
+    gradients: int = 0
+
+    def plus(self, other: Losses) -> Losses:
+        """Returns the sums."""
+        return Losses(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NO_LOSSES = Losses()
+
+
 class Token(NamedTuple):
     """Result of `Tokens.draw`.
 
@@ -109,6 +132,7 @@ class QuiesceResult(NamedTuple):
         ended: whether the pass has no more batches.
         abandoned: pushes of dead NN workers; if any, fill them and call again.
         dead: ranks of NN workers that died in the phase.
+        lost: losses of those, as far as they have reported them; what they had not is among their abandoned pushes.
     """
 
     leader: int
@@ -118,6 +142,7 @@ class QuiesceResult(NamedTuple):
     ended: bool
     abandoned: list[PushHeader]
     dead: list[int]
+    lost: Losses
 
 
 class ArrivalRecord(NamedTuple):
@@ -228,7 +253,7 @@ class TokenReport(msgspec.Struct):
         staleness_max: maximum of these steps.
         token_staleness_max: maximum number of steps between token and application, of gradients of weight 1.
         lost_tokens: number of tokens of dead NN workers.
-        lost_batches: number of batches of dead NN workers that were not trained.
+        lost_batches: number of batches of dead NN workers that were not trained, or may not have been.
         abandoned: number of pushes of dead NN workers that others have filled.
         since: time at which the current phase began, or was last counted; None between phases.
     """

@@ -1,0 +1,182 @@
+"""Clicks of a stream that are trained, while every role, the server and the broker fail: each once, or counted.
+
+    python -m benchmarks 'online.exactly_once*' [--preset smoke|laptop|full] [--json FILE]
+
+Each click has a number, which is an id of a table of its own, so its row counts how often it was trained. Training runs
+on Ray, publishes to a directory, and `persia serve` follows. Clicks come from librdkafka's mock cluster, a process of
+its own that is paused and refuses connections, or from KAFKA_BOOTSTRAP, which is left alone. At the end the stream is
+drained. A click that was never trained must be in a batch that is counted as lost; one that was trained several times,
+in steps that a restart has repeated from its recovery point.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import runner
+from persia.errors import MissingExtraError, PersiaError
+
+try:
+    import ray  # noqa: F401
+    from confluent_kafka import Producer  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError(
+        'online.exactly_once needs Kafka and Ray: pip install "persia[kafka,ray]"', extra="kafka"
+    ) from error
+
+from benchmarks.cluster import ray_here
+from benchmarks.exactly_once_broker import PARTITIONS, Broker
+from benchmarks.exactly_once_count import Deviations, deviations, lost_batches
+from benchmarks.exactly_once_faults import KINDS, ON_BROKER, Server, Storm, draw
+from benchmarks.exactly_once_training import (
+    MODES,
+    Clicks,
+    WatchedRay,
+    configured,
+    make_trainer,
+    reader,
+    say,
+    times_trained,
+)  # fmt: skip
+from persia.modes import Dense
+from persia.trainer.progress import FitResult
+
+
+class Plan(NamedTuple):
+    """One run of a mode.
+
+    Attributes:
+        seconds: over which faults are made.
+        faults: how many.
+        per_second: batches sent a second.
+    """
+
+    seconds: float
+    faults: int
+    per_second: float = 20.0
+
+
+PLANS = {"smoke": Plan(4, 2), "laptop": Plan(120, 9), "full": Plan(450, 30)}
+SMOKE_MODES = ("hybrid",)
+SMOKE_FAULTS = ("embedding_ps", "embedding_worker")
+SERVED_SECONDS = 30.0
+"""Within which the server must have the last clicks."""
+
+
+@runner.measures(*(f"online.exactly_once.{name}" for name in MODES), "online.exactly_once")
+def exactly_once(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
+    """Clicks missing or trained twice beyond what is counted, in each mode and in all."""
+    whole = "online.exactly_once" in selected
+    found = []
+    with ray_here(log_to_driver=False):
+        for seed, name in enumerate(SMOKE_MODES if preset == "smoke" else MODES):
+            if whole or f"online.exactly_once.{name}" in selected:
+                found.append(measured(name, PLANS[preset], seed, preset == "smoke"))
+                yield found[-1]
+    if whole:
+        names = ("clicks", "missing", "twice", "untrained", "repeated", "restarts", "faults")
+        total = {name: sum(each.details[name] for each in found) for name in names}
+        yield runner.Measure("online.exactly_once", sum(each.value for each in found), "rows", at_most=0, details=total)
+
+
+def measured(name: str, plan: Plan, seed: int, smoke: bool) -> runner.Measure:
+    """Trains in one mode through the faults of a plan."""
+    from_dense_ps = MODES[name].dense() is Dense.SERVER
+    kinds = tuple(kind for kind in KINDS if from_dense_ps or kind != "dense_ps")
+    if configured() is not None:
+        kinds = tuple(kind for kind in kinds if kind not in ON_BROKER)
+    with ExitStack() as used:
+        log = used.enter_context(tempfile.TemporaryDirectory(prefix="persia-exactly-once-"))
+        broker = used.enter_context(Broker(configured()))
+        topic = broker.create()
+        cluster = used.enter_context(WatchedRay(topic, ps=2, embedding_workers=2, data_loaders=2, nn_workers=2))
+        clicks = Clicks(broker, topic, plan.per_second)
+        server = used.enter_context(Server(log))
+        trainer = make_trainer(cluster, MODES[name], log)
+
+        def after() -> None:
+            try:
+                clicks.end()
+            finally:
+                trainer.stop()
+
+        faults = draw(seed, plan.faults, SMOKE_FAULTS if smoke else kinds)
+        storm = Storm(cluster, clicks, broker, server, plan.seconds, faults, after)
+        say(f"{name}: {', '.join(faults)}")
+        clicks.start()
+        storm.start()
+        try:
+            first = trainer.fit(reader(broker, topic))
+        finally:
+            storm.give_up()
+            storm.join()
+        if storm.failure is not None:
+            raise storm.failure
+        last = trainer.fit(reader(broker, topic, until="now"))
+        batches = clicks.sent
+        ends = {partition: len(range(partition, batches, PARTITIONS)) for partition in range(PARTITIONS)}
+        if trainer.state.offsets[topic] != ends:
+            raise RuntimeError(f"The stream ends at {ends}, but training did at {trainer.state.offsets[topic]}.")
+        times = times_trained(trainer, batches)
+        numbers = np.arange(batches)
+        lost = lost_batches(last)
+        counted = deviations(times, numbers % PARTITIONS, numbers // PARTITIONS, cluster.repeats, lost)
+        return _measure(name, counted, storm, server, (first, last), lost, times, len(cluster.repeats))
+
+
+def _measure(
+    name: str,
+    found: Deviations,
+    storm: Storm,
+    server: Server,
+    results: tuple[FitResult, FitResult],
+    lost: int,
+    times: Any,
+    repeats: int,
+) -> runner.Measure:
+    first, last = results
+    report = last.asynchronous
+    details = {
+        "missing": found.missing,
+        "twice": found.twice,
+        "clicks": times.size,
+        "untrained": found.untrained,
+        "repeated": found.repeated,
+        "incomplete_batches": found.batches,
+        "counted_batches": lost,
+        "lost_batches": last.lost_batches,
+        "lost_gradients": last.lost_gradients,
+        "abandoned": report.abandoned + report.lost_batches if report is not None else 0,
+        "restarts": first.failures + last.failures,
+        "restarts_from_recovery_points": repeats,
+        "faults": len(storm.made),
+        "faults_by_kind": dict(Counter(storm.made)),
+        "predictions": server.answered,
+        "unanswered": server.unanswered,
+        "unserved": unserved(server, np.flatnonzero(times.ravel() > 0)),
+    }
+    say(f"{name}: {details}")
+    return runner.Measure(
+        f"online.exactly_once.{name}", found.missing + found.twice, "rows", at_most=0, details=details
+    )
+
+
+def unserved(server: Server, clicks: Any, sample: int = 2_000) -> int:
+    """Returns how many of the trained clicks the server lacks, of a sample of them, once it has had time to follow."""
+    some = clicks[:: max(1, len(clicks) // sample)][:sample]
+    end = time.monotonic() + SERVED_SECONDS
+    while True:
+        try:
+            left = int((~server.client.embeddings("click", some).found).sum())
+        except PersiaError:
+            left = len(some)
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.5)

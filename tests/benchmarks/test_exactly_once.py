@@ -1,0 +1,55 @@
+"""The accounting of `online.exactly_once` finds a click that is missing, or trained twice, unless it is counted."""
+
+import numpy as np
+import pytest
+from benchmarks.exactly_once_count import Deviations, Repeat, deviations
+
+PARTITIONS = np.array([0, 1, 0, 1])
+OFFSETS = np.array([0, 0, 1, 1])
+
+
+def found(change=None, repeats=(), lost=0):
+    """The deviations of four batches of three clicks that are trained once but for a change."""
+    times = np.ones((4, 3), np.uint32)
+    for place, count in (change or {}).items():
+        times[place] = count
+    return deviations(times, PARTITIONS, OFFSETS, list(repeats), lost)
+
+
+def test_clicks_that_are_trained_once_are_no_deviations():
+    assert found() == Deviations(0, 0, 0, 0, 0)
+
+
+def test_a_click_that_is_missing_is_found_unless_its_batch_is_counted():
+    assert found({(2, 1): 0}) == Deviations(1, 1, 0, 0, 1)
+    assert found({(2, 1): 0}, lost=1) == Deviations(1, 0, 0, 0, 1)
+    # A counted batch explains the clicks of one batch, not as many clicks of several.
+    assert found({(2, 1): 0, (3, 1): 0, 0: 0}, lost=2) == Deviations(5, 3, 0, 0, 3)
+
+
+@pytest.mark.parametrize("place", [(2, 1), (1, 0)])
+def test_a_click_that_is_trained_twice_is_found_unless_a_restart_repeats_it(place):
+    repeat = Repeat({0: 1}, {0: 2, 1: 1})  # Offset 1 of partition 0, offset 0 of partition 1.
+    assert found({place: 2}) == Deviations(0, 0, 1, 1, 0)
+    assert found({place: 2}, [repeat]) == Deviations(0, 0, 1, 0, 0)
+    assert found({place: 3}, [repeat]) == Deviations(0, 0, 2, 1, 0)
+    assert found({place: 3}, [repeat, repeat]) == Deviations(0, 0, 2, 0, 0)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (3, 2)])
+def test_a_restart_explains_only_what_it_repeats(place):
+    """Batch 0 is before the recovery point, batch 3 was not read yet when training restarted."""
+    assert found({place: 2}, [Repeat({0: 1}, {0: 2, 1: 1})]) == Deviations(0, 0, 1, 1, 0)
+
+
+def test_a_lost_batch_explains_no_click_that_is_trained_twice():
+    assert found({(0, 0): 2}, lost=4).twice == 1
+
+
+def test_each_fault_comes_once_in_a_round():
+    pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
+    from benchmarks.exactly_once_faults import KINDS, draw
+
+    faults = draw(1, 2 * len(KINDS), KINDS)
+    assert faults == draw(1, 2 * len(KINDS), KINDS) != draw(2, 2 * len(KINDS), KINDS)
+    assert sorted(faults[: len(KINDS)]) == sorted(faults[len(KINDS) :]) == sorted(KINDS)
