@@ -25,6 +25,12 @@ LOG = logging.getLogger("persia.data")
 POLL_SECONDS = 0.1
 """Maximum wait for messages, before the caller looks whether it was asked to stop."""
 
+GATHER_SECONDS = 0.01
+"""Maximum wait for more messages once there is one."""
+
+FETCH_BACKOFF_MS = 10
+"""Time between two looks of librdkafka whether the messages of a partition that it has queued were taken."""
+
 METADATA_SECONDS = 30.0
 """Interval of looking for new partitions, and for topics that were deleted."""
 
@@ -143,6 +149,8 @@ class Broker:
                 "enable.auto.offset.store": False,
                 "enable.partition.eof": True,
                 "auto.offset.reset": "error",
+                # Once enough is queued, a partition is not fetched for so long, 1 s by default, however soon it is empty.
+                "fetch.queue.backoff.ms": options.config.get("fetch.queue.backoff.ms", FETCH_BACKOFF_MS),
                 "error_cb": self._failed,
             },
         )
@@ -215,7 +223,7 @@ class Broker:
             (self._consumer.pause if paused else self._consumer.resume)([_of(partition)])
 
     def poll(self, messages: int) -> None:
-        """Fetches messages into the buffers. Blocks until there are so many, for a short time at most.
+        """Fetches so many messages at most into the buffers. Blocks until there are some, for a short time at most.
 
         Raises:
             DataError: a topic or partition cannot be read, or an offset has been deleted.
@@ -224,7 +232,9 @@ class Broker:
         """
         if self._stopping():
             raise Stopped
-        fetched = self._consumer.consume(messages, POLL_SECONDS)
+        fetched = self._consumer.consume(1, POLL_SECONDS)
+        if fetched and messages > 1:
+            fetched += self._consumer.consume(messages - 1, GATHER_SECONDS)
         now = time.monotonic()
         for message in fetched:
             error = message.error()

@@ -272,9 +272,12 @@ class KafkaShare:
     def _poll(self, wanted: Partition | None) -> None:
         """Fetches messages; of partitions other than the wanted one, only as long as few are buffered."""
         for partition, buffer in self._broker.buffers.items():
+            bounds = self._next.get(partition)
+            # Brokers wait before they answer a request of partitions that have nothing, and so keep others waiting.
+            ended = bounds is not None and bounds.end is not None and buffer.position >= bounds.end
             full = buffer.rows >= MOST_BUFFERED * self._batch_size
             other = wanted is not None and partition != wanted and full
-            self._broker.pause(partition, other or (partition not in self._next and partition != wanted))
+            self._broker.pause(partition, other or ended or (bounds is None and partition != wanted))
         self._broker.poll(self._fetch)
 
     def _measure(self) -> None:
