@@ -64,6 +64,8 @@ class Plan(NamedTuple):
 
 
 PLANS = {"smoke": Plan(4, 2), "laptop": Plan(120, 9), "full": Plan(450, 30)}
+COUNTS = {"ps": 2, "embedding_workers": 2, "data_loaders": 2, "nn_workers": 2}
+SMOKE_COUNTS = {"ps": 2, "embedding_workers": 1, "data_loaders": 1, "nn_workers": 1}
 SMOKE_MODES = ("hybrid",)
 SMOKE_FAULTS = ("embedding_ps", "embedding_worker")
 SERVED_SECONDS = 30.0
@@ -96,7 +98,7 @@ def measured(name: str, plan: Plan, seed: int, smoke: bool) -> runner.Measure:
         log = used.enter_context(tempfile.TemporaryDirectory(prefix="persia-exactly-once-"))
         broker = used.enter_context(Broker(configured()))
         topic = broker.create()
-        cluster = used.enter_context(WatchedRay(topic, ps=2, embedding_workers=2, data_loaders=2, nn_workers=2))
+        cluster = used.enter_context(WatchedRay(topic, **(SMOKE_COUNTS if smoke else COUNTS)))
         clicks = Clicks(broker, topic, plan.per_second)
         server = used.enter_context(Server(log))
         trainer = make_trainer(cluster, MODES[name], log)

@@ -95,7 +95,7 @@ def test_messages_are_trained_once_beyond_what_is_counted(mode, role, tmp_path):
         elif isinstance(mode, Gba):
             report = result.asynchronous
             assert times.max() == 1
-            lost += (report.lost_tokens + report.lost_batches + report.abandoned) * 20 + report.dropped_rows
+            lost += (report.lost_batches + report.abandoned) * 20  # Rows of gradients that are dropped have changed.
             assert (times == 0).sum() <= lost
         else:
             assert times.max() == 1
