@@ -90,8 +90,8 @@ class TopicClient:
         except PublishError as error:
             if error.fields["code"] not in unknown:
                 raise
-            topic = self._address.topic  # librdkafka may remember that it was not there.
-            now = self._ask("find", lambda: self._reader.list_topics(topic, timeout=ANSWER_SECONDS)).topics[topic]
+            topic = self._address.topic  # Perhaps it is there now, or no broker is.
+            now = self._ask("read", lambda: self._reader.list_topics(topic, timeout=ANSWER_SECONDS)).topics[topic]
             if now.error is not None and now.error.code() in unknown:
                 return 0, 0
             found = self._watermarks(partition)
