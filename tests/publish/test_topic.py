@@ -322,6 +322,22 @@ def test_brokers_that_are_away_make_rows_older_and_nothing_else(outages, monkeyp
     assert publisher.status.step == 8
 
 
+def test_a_publisher_that_begins_while_brokers_are_away(outages, monkeypatch):
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("persia.publish.publisher.BACKOFF", persia.publish.publisher.BACKOFF._replace(longest=0.5))
+    log = ChangeLog(f"kafka://{outages.bootstrap}/changes")
+    log.train(2)
+    outages.down()
+    order = PublishOrder(PublishOptions(log.url, seconds=0.05), 0, "f" * 32, 0, 0)
+    publisher = Publisher(log.stores[0], {"item": 0, "user": 1}, order, lambda: log.step)
+    publisher.start()
+    until(lambda: publisher.status.error)
+    outages.up()
+    until(lambda: publisher.status.sequence == 0)
+    assert not publisher.status.error
+    publisher.stop(last=True)
+
+
 # --- training and serving -----------------------------------------------------------------------------------
 
 

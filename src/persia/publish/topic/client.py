@@ -14,7 +14,7 @@ from persia.kafka_client import make_client
 from persia.publish.topic.address import TopicAddress
 from persia.publish.topic.records import HEADER
 
-__all__ = ["Message", "TopicClient"]
+__all__ = ["TopicClient", "TopicMessage"]
 
 LOG = logging.getLogger("persia.publish")
 
@@ -32,7 +32,7 @@ IN_FLIGHT = 16
 T = TypeVar("T")
 
 
-class Message(NamedTuple):
+class TopicMessage(NamedTuple):
     """A message that was read.
 
     Attributes:
@@ -90,8 +90,8 @@ class TopicClient:
         except PublishError as error:
             if error.fields["code"] not in unknown:
                 raise
-            topic = self._address.topic  # librdkafka may remember that it was not there.
-            now = self._ask("find", lambda: self._reader.list_topics(topic, timeout=ANSWER_SECONDS)).topics[topic]
+            topic = self._address.topic  # Perhaps it is there now, or no broker is.
+            now = self._ask("read", lambda: self._reader.list_topics(topic, timeout=ANSWER_SECONDS)).topics[topic]
             if now.error is not None and now.error.code() in unknown:
                 return 0, 0
             found = self._watermarks(partition)
@@ -105,7 +105,7 @@ class TopicClient:
         low, high = self._ask("read", lambda: self._reader.get_watermark_offsets(where, timeout=ANSWER_SECONDS))
         return int(low), int(high)
 
-    def messages(self, partition: int, begin: int, end: int) -> Iterator[Message]:
+    def messages(self, partition: int, begin: int, end: int) -> Iterator[TopicMessage]:
         """Yields the messages with offsets from `begin` on, below `end`, which must be there."""
         from confluent_kafka import TopicPartition
 
@@ -120,7 +120,7 @@ class TopicClient:
                 for message in fetched:
                     position = max(position, self._position(message))
                     if message.error() is None and message.offset() < end:
-                        yield Message(message.offset(), message.headers(), message.value())
+                        yield TopicMessage(message.offset(), message.headers(), message.value())
                 if fetched:
                     due = time.monotonic() + ANSWER_SECONDS
                 elif time.monotonic() > due:

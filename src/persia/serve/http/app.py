@@ -402,7 +402,7 @@ class PredictionServer:
         assert self._batcher is not None
         ready = self._ready and not self.stopping
         counts = self._batcher.counts()
-        for thread in (self._conversion, self._answers, self._search and self._search.thread):
+        for thread in (self._conversion, self._answers, None if self._search is None else self._search.thread):
             if thread is not None:
                 overloaded, late = counts.overloaded + thread.overloaded, counts.expired + thread.expired
                 counts = counts._replace(overloaded=overloaded, expired=late)
