@@ -149,7 +149,7 @@ class Broker:
                 "enable.auto.offset.store": False,
                 "enable.partition.eof": True,
                 "auto.offset.reset": "error",
-                # Once enough is queued, a partition is not fetched for so long, by default 1 s, even if it is empty soon.
+                # By default, a partition of which enough is queued is not fetched for a second, even if it is empty soon.
                 "fetch.queue.backoff.ms": options.config.get("fetch.queue.backoff.ms", FETCH_BACKOFF_MS),
                 "error_cb": self._failed,
             },
