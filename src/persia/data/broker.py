@@ -149,7 +149,8 @@ class Broker:
                 "enable.auto.offset.store": False,
                 "enable.partition.eof": True,
                 "auto.offset.reset": "error",
-                # By default, a partition of which enough is queued is not fetched for a second, even if it is empty soon.
+                # By default, a partition of which enough is queued is not fetched for a second, though it may be empty
+                # soon.
                 "fetch.queue.backoff.ms": options.config.get("fetch.queue.backoff.ms", FETCH_BACKOFF_MS),
                 "error_cb": self._failed,
             },
