@@ -30,8 +30,8 @@ inline Store* crashing = nullptr;
 inline std::uint64_t memory_rows = 0;
 
 // Points from one crash to the next. Forks are slow with sanitizers, which look for other defects; without them a
-// process dies at each point. Where rows move to disk each word is one. These tests have one thread: a detector of races
-// finds nothing more at more points.
+// process dies at each point. Where rows move to disk each word is one. These tests have one thread: a detector of
+// races finds nothing more at more points.
 inline long stride() { return !kSanitized ? 1 : (memory_rows > 0 ? 29 : 5) * (kThreadSanitized ? 3 : 1); }
 
 // In another order than that in which rows were made, and so lie.
