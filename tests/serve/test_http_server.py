@@ -18,7 +18,7 @@ from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, Ov
 from persia.serve import Client
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.run import HttpOptions, _bound, run_server
-from support.served import FakePredictor, expected
+from support.served import FakePredictor, FakeRetriever, expected
 
 KEY = "a-key-of-some-length"
 
@@ -35,7 +35,7 @@ def columns(*users):
 
 
 @contextlib.contextmanager
-def serving(predictor, *, limits=None, wait=True, ca_file=None, **options):
+def serving(predictor, *, limits=None, wait=True, ca_file=None, retriever=None, **options):
     """Runs a server in a thread; yields its URL."""
     opened, failures, found = threading.Event(), [], []
 
@@ -45,7 +45,7 @@ def serving(predictor, *, limits=None, wait=True, ca_file=None, **options):
 
     def run():
         try:
-            run_server(predictor, HttpOptions(port=0, limits=limits or ServeLimits(), **options), listening)
+            run_server(predictor, HttpOptions(port=0, limits=limits or ServeLimits(), **options), listening, retriever)
         except BaseException as error:
             failures.append(error)
         opened.set()
@@ -347,3 +347,15 @@ def test_the_key_of_a_client_is_not_in_its_repr_or_errors():
     with pytest.raises(ServeError) as error:
         client.predict(columns(1))
     assert KEY not in str(error.value) + msgspec.json.encode(error.value.fields).decode()
+
+
+def test_a_client_retrieves_items():
+    retriever = FakeRetriever()
+    with serving(FakePredictor(), retriever=retriever) as url, Client(url, timeout=60) as client:
+        until(lambda: retriever.state() is not None)
+        found = client.retrieve({"user": [1, 2], "age": np.float32([0.5, 2])}, k=2)
+        np.testing.assert_array_equal(found.ids, np.full((2, 2), 2**63, np.uint64) + np.uint64([0, 1]))
+        np.testing.assert_array_equal(found.scores, np.float32([[0.5, -0.5], [2, 1]]))
+        assert (found.scores.dtype, found.step) == (np.float32, 11)
+        with pytest.raises(DataError, match="'user' of the user is missing"):
+            client.retrieve({"age": [1]})
