@@ -40,7 +40,7 @@ Model = Callable[[persia.Schema], torch.nn.Module]
 
 @contextlib.contextmanager
 def served(
-    model: Model, schema: persia.Schema, data: Sequence[persia.Batch]
+    model: Model, schema: persia.Schema, data: Sequence[persia.Batch], *, compiled: bool = False
 ) -> Iterator[tuple[persia.Trainer, Predictor]]:
     """Trains on the data, publishes, and serves what was published."""
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def served(
             options=persia.TrainerOptions(device="cpu", progress=False, publish=PublishOptions(url)),
         )
         trainer.fit(data)
-        with Predictor(url, model, ServeOptions(poll_seconds=3600.0)) as predictor:
+        with Predictor(url, model, ServeOptions(poll_seconds=3600.0, compile=compiled)) as predictor:
             yield trainer, predictor
 
 
@@ -83,24 +83,28 @@ def click_data(preset: str, batches: int) -> tuple[persia.Schema, list[persia.Ba
     return reader.schema, list(reader)
 
 
-@runner.measures("serve.equal", "serve.equal_other_size")
+@runner.measures("serve.equal", "serve.equal_other_size", "serve.equal_compiled")
 def equal(preset: str) -> Iterator[runner.Measure]:
-    """Largest difference of a served probability from the trainer's: of the same batch, and of one in other parts."""
+    """Largest difference of a served probability from the trainer's.
+
+    Of the same batch, of one in other parts, and of the same batch from compiled code.
+    """
     schema, data = click_data(preset, 20)
-    with served(network_of, schema, data) as (trainer, predictor):
-        expected = np.concatenate(list(trainer.predict(data)))
-        found = np.concatenate([predictor.predict(batch).probabilities for batch in data])
-        parts = np.concatenate(
-            [
-                predictor.predict(batch.slice(begin, begin + 100)).probabilities
-                for batch in data
-                for begin in range(0, len(batch), 100)
-            ]
-        )
-        rows = {"rows": len(expected), "step": trainer.global_step}
-    for name, values, most in (("serve.equal", found, 0.0), ("serve.equal_other_size", parts, 1e-6)):
-        differs = float(np.abs(values.astype(np.float64) - expected).max())
-        yield runner.Measure(name, differs, "fraction", at_most=most, details=rows)
+
+    def differs(name: str, batches: Sequence[persia.Batch], most: float, *, compiled: bool = False) -> runner.Measure:
+        with served(network_of, schema, data, compiled=compiled) as (trainer, predictor):
+            if compiled and isinstance(predictor.current().network.compute, torch.nn.Module):
+                raise RuntimeError("The network was not compiled; the log says why. A C++ compiler is needed.")
+            expected = np.concatenate(list(trainer.predict(data)))
+            found = np.concatenate([predictor.predict(batch).probabilities for batch in batches])
+            details = {"rows": len(expected), "step": trainer.global_step}
+        largest = float(np.abs(found.astype(np.float64) - expected).max())
+        return runner.Measure(name, largest, "fraction", at_most=most, details=details)
+
+    parts = [batch.slice(begin, begin + 100) for batch in data for begin in range(0, len(batch), 100)]
+    yield differs("serve.equal", data, 0.0)
+    yield differs("serve.equal_other_size", parts, 1e-6)
+    yield differs("serve.equal_compiled", data, 1e-6, compiled=True)
 
 
 def highest_rate(call: Callable[[int], object], requests: int) -> float:
