@@ -3,11 +3,13 @@ from __future__ import annotations
 import pytest
 
 from support.change_log import begun
-from support.kafka import Kafka
 
 
 @pytest.fixture
 def kafka():
+    pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
+    from support.kafka import Kafka
+
     return Kafka()
 
 

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
+
 import persia
 from persia.checkpoint.storage import crc32
 from persia.errors import ConfigError, MissingExtraError, PublishError

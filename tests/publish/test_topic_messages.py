@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
+
 import persia
 from persia.checkpoint.format import checksum_text
 from persia.checkpoint.storage import crc32
