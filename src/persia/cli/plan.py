@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["measure_rates", "plan", "rates", "request_of", "run_key"]
 
 SHARED_IDS = 100_000
-SHARED_STEPS = 60
+SHARED_STEPS = 25
 SHARED_ROUNDS = 3
 SHARED_RUN: dict[str, Any] = {
     "data": {
         "kind": "synthetic",
-        "batch_size": 2048,
-        "options": {"rows": 1 << 30, "id_features": 8, "ids_per_feature": SHARED_IDS, "zipf": 0.0},
+        "batch_size": 4096,
+        "options": {"rows": 1 << 30, "id_features": 26, "ids_per_feature": SHARED_IDS, "zipf": 0.0},
     },
     "model": {"kind": "ffnn", "options": {"hidden": [16]}},
     "optimizer": {"kind": "adam"},
