@@ -36,7 +36,7 @@ test-all: install test-cpp  ## unit tests and the slow ones
 	$(MAKE) -j2 test-processes test-rest PYTEST_OPTIONS='-m "slow or not slow"'
 
 # Beside each other: the first tests start processes, and wait for them most of the time.
-START_PROCESSES = tests/cluster tests/chaos
+START_PROCESSES = tests/cluster tests/chaos tests/cli tests/docs
 test-processes: install
 	$(BIN)/python -m pytest -q $(PYTEST_OPTIONS) $(START_PROCESSES)
 
