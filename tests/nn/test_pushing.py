@@ -103,7 +103,7 @@ def backward(embeddings, batch):
 
 
 def pushes(cluster):
-    """Of each push: sequence number, global step, number of batches, rows. In the order of the first, for threads overtake."""
+    """Of each push: sequence number, global step, number of batches, rows; by number, as threads overtake."""
     worker = cluster.worker
     found = sorted(zip(worker.headers, worker.pushed, strict=True), key=lambda push: push[0].sequence)
     return [(header.sequence, header.step, len(ids), header.weight) for header, ids in found]
