@@ -29,7 +29,7 @@ from benchmarks.store import ids_of, resident_bytes
 from benchmarks.traffic import message_bytes
 from persia import IdFeature, Schema
 from persia.checkpoint import CheckpointWriter
-from persia.cli.plan import measure_rates, request_of
+from persia.cli.plan import core_seconds_of, measure_rates, request_of
 from persia.cli.run_config import RunConfig
 from persia.cluster import Ray
 from persia.config import convert
@@ -380,14 +380,12 @@ def compared(name: str, run: RunConfig, chunks: int, steps: int) -> Iterator[run
 
 def core_seconds(trainer: Any) -> float:
     """Processor seconds of all processes of a run so far."""
-    if isinstance(trainer.cluster, Ray):
-        return sum(counters.get("cpu_seconds", 0.0) for counters in trainer.cluster.statistics().values())
-    return time.process_time()
+    return core_seconds_of(trainer.cluster) if isinstance(trainer.cluster, Ray) else time.process_time()
 
 
 def costs_of(request: PlanRequest) -> BatchCosts:
     """The costs of a batch, for the simulation."""
-    workload, wire, shared = request.workload, request.rates.wire, request.rates.sharing or 1.0
+    workload, wire, shared = request.workload, request.rates.wire, request.rates.shared
     assert wire is not None
     unique = workload.batch.unique
     rates = [(unique[table.config.name], request.rates.row(table.config)) for table in request.tables]

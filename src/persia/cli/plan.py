@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from persia.cli.configured_run import Set, read_config
+from persia.cli.configured_run import Set, closing_cluster, read_config
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from persia.plan.workload import FakeCluster
     from persia.schema import Schema
 
-__all__ = ["measure_rates", "plan", "rates", "request_of", "run_key"]
+__all__ = ["core_seconds_of", "measure_rates", "plan", "rates", "request_of", "run_key"]
 
 SHARED_IDS = 100_000
 SHARED_STEPS = 25
@@ -139,22 +139,20 @@ def measure_rates(run: RunConfig, name: str, command: str, disk: str | None = No
     import os
     import platform
 
+    import msgspec
+
     from persia import __version__
-    from persia.plan import Rates, RateSource
+    from persia.plan import RateSource
     from persia.plan.measure import measure_checkpoint, measure_disk
 
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     machine = f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
-    found = _rates_of(run, name)
-    return Rates(
-        1,
-        [RateSource(machine, os.cpu_count() or 1, __version__, now, command)],
-        found.rows,
-        found.workloads,
-        found.wire,
-        measure_checkpoint(),
-        None if disk is None else measure_disk(disk),
-        measure_sharing() if run.cluster.kind == "ray" else None,
+    return msgspec.structs.replace(
+        _rates_of(run, name),
+        sources=[RateSource(machine, os.cpu_count() or 1, __version__, now, command)],
+        checkpoint=measure_checkpoint(),
+        disk=None if disk is None else measure_disk(disk),
+        sharing=measure_sharing() if run.cluster.kind == "ray" else None,
     )
 
 
@@ -195,23 +193,20 @@ def measure_sharing() -> float:
     trainer = run.build_trainer(reader.schema)
 
     def spent(steps: int) -> float:
-        before = _spent(trainer.cluster)
+        before = core_seconds_of(trainer.cluster)
         trainer.fit(reader, max_steps=steps)
-        return _spent(trainer.cluster) - before
+        return core_seconds_of(trainer.cluster) - before
 
-    try:
+    with closing_cluster(trainer):
         spent(2 * SHARED_STEPS)  # Processes start, and rows come.
         # What a call of `fit` costs by itself is in both.
         pairs = [(spent(SHARED_STEPS), spent(5 * SHARED_STEPS)) for _ in range(SHARED_ROUNDS)]
-    finally:
-        if (close := getattr(trainer.cluster, "close", None)) is not None:
-            close()
     together = statistics.median((longer - short) / (4 * SHARED_STEPS) for short, longer in pairs)
     return max(1.0, together / sum(load.core_seconds for load in loads.values()))
 
 
-def _spent(cluster: Any) -> float:
-    """Core seconds of all processes of a cluster so far."""
+def core_seconds_of(cluster: Any) -> float:
+    """Returns the processor seconds of all processes of a cluster so far."""
     return sum(float(counters.get("cpu_seconds", 0.0)) for counters in cluster.statistics().values())
 
 

@@ -123,7 +123,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._cache = RowCache(schema.resolved_tables(), warns=self.connection.rank == 0)
         self._steps = StepPusher(self.outbox, self.gate, self.options.accumulation_steps)
         self._pass: TrainingPass | None = None
-        """The training pass that is under way."""
+        """The current training pass; None outside of one."""
         self._inline: PreparedBatch | None = None
         """The batch that was called last without `prefetch`."""
         self._push_failure: BaseException | None = None

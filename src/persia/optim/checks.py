@@ -43,15 +43,10 @@ def refuse_ddp(parameters: Sequence[torch.nn.Parameter]) -> None:
     # A wrapper needs a process group; and a look at all objects takes 0.1 s where there are many.
     if not dist.is_initialized():
         return
-    objects = gc.get_objects()
-    # By type: `isinstance` asks the object, and proxies answer with work or warnings. Types first: they are few, and
-    # mostly none of them is a wrapper.
-    wrappers = {kind for kind in set(map(type, objects)) if DistributedDataParallel in kind.__mro__}
-    if not wrappers:
-        return
     mine = {id(p) for p in parameters}
-    for found in objects:
-        if type(found) in wrappers and any(id(p) in mine for p in found.parameters()):
+    for found in gc.get_objects():
+        # By type: `isinstance` asks the object, and proxies answer with work or warnings.
+        if issubclass(type(found), DistributedDataParallel) and any(id(p) in mine for p in found.parameters()):
             raise ConfigError(
                 "The model is wrapped in DistributedDataParallel, and APMSqueeze averages by itself: gradients would "
                 "travel twice, once uncompressed. Leave the wrapper out.",

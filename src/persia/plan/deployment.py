@@ -243,8 +243,7 @@ def _processes(request: PlanRequest, loads: Mapping[str, RoleLoad], wanted: floa
 def _step_seconds(request: PlanRequest, loads: Mapping[str, RoleLoad]) -> float:
     """Returns the time between two steps of an NN worker: that of a step, or its share of the way of a batch."""
     step = request.workload.step
-    shared = request.rates.sharing if request.topology.apart and step.device == "cpu" else None
-    seconds = step.seconds * (shared or 1.0)
+    seconds = step.seconds * (request.rates.shared if request.topology.apart and step.device == "cpu" else 1.0)
     if request.depth is None:
         return seconds
     other = sum(load.core_seconds for role, load in loads.items() if role in ("embedding_ps", "embedding_worker"))

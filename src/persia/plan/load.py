@@ -104,7 +104,7 @@ def role_loads(
     loads = {}
     for role, (received, sent, calls) in _by_role(traffic, servers).items():
         wire = (calls * rates.wire.call + (received + sent) * rates.wire.byte) / 2  # The other half is the peer's.
-        loads[role] = RoleLoad((cores[role] + wire) * (rates.sharing or 1.0), received, sent, calls)
+        loads[role] = RoleLoad((cores[role] + wire) * rates.shared, received, sent, calls)
     return loads
 
 

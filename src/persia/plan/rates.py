@@ -179,7 +179,7 @@ class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         checkpoint: of checkpoints and restarts.
         disk: of an SSD.
         sharing: core seconds that roles spend as processes of one machine, over the sum of what each spends alone: they
-            wake one another, and evict what others have in the caches. None: not measured, taken as 1.
+            wake one another, and evict what others have in the caches. None: not measured.
     """
 
     version: int
@@ -190,6 +190,11 @@ class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint: CheckpointRate | None = None
     disk: DiskRate | None = None
     sharing: float | None = None
+
+    @property
+    def shared(self) -> float:
+        """Factor by which costs of a role alone are multiplied if roles are processes: `sharing`, or 1."""
+        return self.sharing or 1.0
 
     def row(self, table: TableConfig) -> RowRate:
         """Returns the rate of a table's rows.

@@ -24,7 +24,7 @@ class LogStorage(Protocol):
 
     @property
     def problem(self) -> str:
-        """What was refused at the last refresh, as it is not of a log of changes; empty if nothing was."""
+        """Messages of another kind that the last refresh rejected, as text; empty if there were none."""
 
     def refresh(self) -> None:
         """Makes what others have written visible."""

@@ -38,7 +38,7 @@ class Towers(Protocol):
 
 
 class TowerFeatures(NamedTuple):
-    """What a tower computes vectors from.
+    """Input of a tower.
 
     Attributes:
         ids: names of ID-type features.
