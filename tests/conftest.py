@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +18,11 @@ if "CI" not in os.environ:  # There hypothesis has a profile of its own, without
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests on Ray come last: its threads stay in this process until the end, and would slow all others down."""
     items.sort(key=lambda item: "ray_here" in getattr(item, "fixturenames", ()))
+
+
+def pytest_unconfigure() -> None:
+    """A thread or a child that never ends would keep Python here for good, after the last test: name it, and fail."""
+    faulthandler.dump_traceback_later(120.0, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="session")
