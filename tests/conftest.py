@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +25,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure() -> None:
     """A thread or a child that never ends would keep Python here for good, after the last test: name it, and fail."""
     faulthandler.dump_traceback_later(120.0, exit=True, file=sys.__stderr__)
+
+
+@pytest.fixture(autouse=True)
+def _threads_end() -> Iterator[None]:
+    """Fails a test that leaves a thread which the end of Python would wait for."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 10
+    while left := [t.name for t in threading.enumerate() if t not in before and not t.daemon]:
+        assert time.monotonic() < deadline, f"threads that do not end: {left}"
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")

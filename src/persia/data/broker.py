@@ -139,6 +139,8 @@ class Broker:
         """Deadline of the brokers to come back; None while they can be reached."""
         self._probe = self._metadata = time.monotonic()
         self.buffers: dict[Partition, Buffer] = {}
+        self._ends: dict[Partition, int] = {}
+        """Offset of the next message to be written to each partition when it was asked for last."""
         self._consumer = client(
             "Consumer",
             options,
@@ -178,6 +180,7 @@ class Broker:
             f"the offsets of {_name(partition)}",
             lambda: self._consumer.get_watermark_offsets(_of(partition), timeout=PROBE_SECONDS),
         )
+        self._ends[partition] = int(high)
         return int(low), int(high)
 
     def offsets_at(self, partitions: Iterable[Partition], milliseconds: int) -> dict[Partition, int]:
@@ -190,12 +193,14 @@ class Broker:
         return {p: offset if offset >= 0 else self.watermarks(p)[1] for p, offset in found.items()}
 
     def lag(self, partition: Partition, offset: int) -> int | None:
-        """Returns the number of offsets from `offset` to the end of a partition, as of its last fetch; else None."""
+        """Returns the number of offsets from `offset` to the end of a partition, as far as is known; None if it is not."""
         try:
-            _, high = self._consumer.get_watermark_offsets(_of(partition), cached=True)
+            _, end = self._consumer.get_watermark_offsets(_of(partition), cached=True)
         except Exception:  # Nothing was fetched yet.
-            return None
-        return max(0, high - offset) if high >= 0 else None
+            end = -1
+        if end < 0:
+            end = self._ends.get(partition, -1)
+        return max(0, end - offset) if end >= 0 else None
 
     # --- messages -----------------------------------------------------------------------------------------------
 
