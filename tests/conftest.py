@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import sys
@@ -17,14 +18,40 @@ if "CI" not in os.environ:  # There hypothesis has a profile of its own, without
     settings.load_profile("persia")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on Ray come last: its threads stay in this process until the end, and would slow all others down."""
-    items.sort(key=lambda item: "ray_here" in getattr(item, "fixturenames", ()))
+_process = os.getpid()
+_status: int | None = None
+
+
+def _end_process() -> None:
+    """Ends the process with the status of the tests, and without the end of Python.
+
+    Ray, librdkafka and others have threads of their own, which have kept processes from ending now and then. Programs
+    that end as usual are tests' subjects.
+    """
+    if _status is None or os.getpid() != _process:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_status)
+
+
+atexit.register(_end_process)  # Registered first, it is called last.
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(exitstatus: int) -> None:
+    global _status
+    _status = int(exitstatus)
 
 
 def pytest_unconfigure() -> None:
-    """A thread or a child that never ends would keep Python here for good, after the last test: name it, and fail."""
+    """A call at exit that does not return would keep the process after the last test: name it, and fail."""
     faulthandler.dump_traceback_later(120.0, exit=True, file=sys.__stderr__)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on Ray come last: its threads stay in this process until the end, and would slow all others down."""
+    items.sort(key=lambda item: "ray_here" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
 
+from confluent_kafka import KafkaError
+
 import persia
 from persia.checkpoint.storage import crc32
 from persia.errors import ConfigError, MissingExtraError, PublishError
@@ -338,6 +340,29 @@ def test_a_publisher_that_begins_while_brokers_are_away(outages, monkeypatch):
     until(lambda: publisher.status.sequence == 0)
     assert not publisher.status.error
     publisher.stop(last=True)
+
+
+def test_events_without_messages_are_no_progress(topic, monkeypatch):
+    class Flapping:
+        """The reader of a partition whose leader comes and goes."""
+
+        def consume(self, count, seconds):
+            return [self]
+
+        def error(self):
+            return KafkaError(KafkaError._TRANSPORT)
+
+        def assign(self, partitions): ...
+
+        def unassign(self): ...
+
+        def poll(self, seconds): ...
+
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.1)
+    reader = TopicClient(parse_address(topic))
+    reader._reader = Flapping()
+    with pytest.raises(PublishError, match="Cannot read"):
+        list(reader.messages(0, 0, 1))
 
 
 # --- training and serving -----------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_errors_that_cannot_be_described_cross(trouble):
                 stub.inline_fails()
         assert stub.ping() == 1
         wait_until(lambda: server.statistics()["requests_held"] == 0)
-        assert server.statistics()["threads"] <= 3
+        wait_until(lambda: server.statistics()["threads"] <= 3)  # Idle ones retire.
 
 
 def test_failures_fit_the_smallest_limits():
@@ -209,7 +209,7 @@ def test_iterators_that_fail_when_they_are_closed(trouble, kind, caplog):
         assert server.statistics()["streams_expired"] == 1
         assert stub.ping() == 1
         wait_until(lambda: server.statistics()["requests_held"] == 0)
-        assert server.statistics()["threads"] <= 3
+        wait_until(lambda: server.statistics()["threads"] <= 3)  # Idle ones retire.
     assert "when it was closed" in caplog.text
 
 

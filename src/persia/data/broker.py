@@ -193,7 +193,7 @@ class Broker:
         return {p: offset if offset >= 0 else self.watermarks(p)[1] for p, offset in found.items()}
 
     def lag(self, partition: Partition, offset: int) -> int | None:
-        """Returns the number of offsets from `offset` to the end of a partition, as far as is known; None if it is not."""
+        """Returns the number of offsets from `offset` to the end of a partition, as last known; None if unknown."""
         try:
             _, end = self._consumer.get_watermark_offsets(_of(partition), cached=True)
         except Exception:  # Nothing was fetched yet.

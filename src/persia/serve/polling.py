@@ -8,11 +8,17 @@ import threading
 from collections.abc import Callable
 
 from persia.checks import without_userinfo
-from persia.errors import ClosedError
+from persia.errors import ClosedError, DeadlineError
 
 __all__ = ["LogPoller"]
 
 LOG = logging.getLogger("persia.serve")
+
+END_SECONDS = 120.0
+"""Maximum wait for the call that runs: longer than the storages' own deadlines."""
+
+EXIT_SECONDS = 10.0
+"""The same when Python ends without a call of `end`."""
 
 
 class LogPoller:
@@ -33,7 +39,7 @@ class LogPoller:
         self._refresh = refresh
         self._seconds = seconds
         self._stop = stop
-        self._url = url
+        self._url = without_userinfo(url)
         self._thread: threading.Thread | None = None
 
     def start(self, *, at_once: bool = False) -> None:
@@ -46,17 +52,33 @@ class LogPoller:
             first = 0.0 if at_once else self._seconds
             self._thread = threading.Thread(target=self._follow, args=(first,), name="persia-serve", daemon=True)
             self._thread.start()
-            atexit.register(self._end)  # A thread in the core when Python ends would abort the process.
+            atexit.register(
+                self._end_with_the_process
+            )  # A thread in the core when Python ends would abort the process.
 
     def end(self) -> None:
-        """Sets `stop`, and waits for the thread."""
-        self._end()
-        atexit.unregister(self._end)
+        """Sets `stop`, and waits for the thread, which ends once the call that runs has returned.
 
-    def _end(self) -> None:
+        Raises:
+            DeadlineError: it has not within `END_SECONDS`.
+        """
+        thread = self._thread
+        self._end(END_SECONDS)
+        atexit.unregister(self._end_with_the_process)
+        if thread is not None and thread.is_alive():
+            raise DeadlineError(
+                f"Reading {self._url} did not stop within {END_SECONDS:g} s. Late: its storage. Check it.",
+                url=self._url,
+                seconds=END_SECONDS,
+            )
+
+    def _end_with_the_process(self) -> None:
+        self._end(EXIT_SECONDS)
+
+    def _end(self, seconds: float) -> None:
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
             self._thread = None
 
     def _follow(self, seconds: float) -> None:

@@ -117,11 +117,12 @@ class TopicClient:
         try:
             while position < end:
                 fetched = reader.consume(min(FETCH, end - position), POLL_SECONDS)
+                before = position
                 for message in fetched:
                     position = max(position, self._position(message))
                     if message.error() is None and message.offset() < end:
                         yield TopicMessage(message.offset(), message.headers(), message.value())
-                if fetched:
+                if position > before:
                     due = time.monotonic() + ANSWER_SECONDS
                 elif time.monotonic() > due:
                     raise self._failure("read", self._error)
