@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -64,6 +66,58 @@ def test_a_server_answers_what_the_trainer_predicts_and_ends_with_sigterm(tmp_pa
         assert process.wait(60) == 0
     assert "SIGTERM: requests that have begun are answered" in rest
     assert "Traceback" not in "".join(lines) + rest
+
+
+TOWERS = """
+import persia
+
+def network(schema):
+    return persia.nn.models.TwoTower(schema, item=["id_1", "dense_1"], hidden=(8,), dim=8)
+"""
+
+
+def test_a_server_with_items_answers_retrieve(tmp_path):
+    pytest.importorskip("usearch", reason='usearch is not installed: pip install "persia[retrieval]"')
+    url = str(tmp_path / "log")
+    data = persia.data.synthetic(600, id_features=2, dense_features=2, ids_per_feature=50, dim=4, batch_size=200)
+    trainer = persia.Trainer(
+        persia.nn.models.TwoTower(data.schema, item=["id_1", "dense_1"], hidden=(8,), dim=8),
+        data.schema,
+        optimizer=lambda params: torch.optim.Adam(params, 1e-2),
+        embedding_optimizer=persia.optim.Adagrad(lr=0.1),
+        options=persia.TrainerOptions(progress=False, publish=PublishOptions(url, seconds=0.05)),
+    )
+    trainer.fit(data)
+    batch = next(iter(data))
+    ids, places = np.unique(batch.id_features["id_1"].values, return_index=True)
+    pq.write_table(pa.table({"id_1": ids, "dense_1": batch.dense[places, 1]}), tmp_path / "items.parquet")
+    (tmp_path / "towers.py").write_text(TOWERS)
+    command = [sys.executable, "-m", "persia", "serve", url, "--model", "towers:network", "--port", "0"]
+    command += ["--items", "items.parquet", "--item-key", "id_1", "--threads", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "finds " in line:
+                break
+        try:
+            assert f"finds {len(ids)} items, with the network of step 3" in lines[-1]
+            address = re.search(r"INFO (http://127.0.0.1:\d+) serves", "".join(lines))[1]
+            with Client(address, timeout=60) as client:
+                users = {"id_0": batch.id_features["id_0"].values[:4], "dense_0": batch.dense[:4, 0]}
+                found = client.retrieve(users, 5)
+                assert client.health()["index"]["items"] == len(ids)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+        assert process.wait(60) == 0
+    assert "Traceback" not in "".join(lines) + rest
+    for row in range(4):  # As `predict` orders them.
+        user = batch.take(np.full(len(ids), row))
+        features = {"id_0": user.id_features["id_0"], "id_1": persia.IdColumn(ids)}
+        dense = np.stack([user.dense[:, 0], batch.dense[places, 1]], 1)
+        (scores,) = trainer.predict([persia.Batch(features, dense, user.labels)])
+        assert set(found.ids[row]) == set(ids[np.argsort(-scores[:, 0])[:5]])
 
 
 @pytest.mark.parametrize(

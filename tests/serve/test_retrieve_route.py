@@ -187,6 +187,23 @@ def test_the_document_names_the_features_of_users():
     run(test)
 
 
+def test_the_index_is_in_the_metrics():
+    retriever = FakeRetriever()
+    retriever.go.clear()
+
+    async def test(client):
+        assert "persia_serve_items" not in (await client.get("/metrics")).text
+        retriever.go.set()
+        await built(client)
+        metrics = (await client.get("/metrics")).text
+        for name, value in {"": 6, "_step": 11, "_waiting": 1, "_failing": 0}.items():
+            assert f'persia_serve_items{name}{{rank="0",role="server"}} {value}.0\n' in metrics
+        retriever.current = retriever.current._replace(problem="cannot be read")
+        assert 'persia_serve_items_failing{rank="0",role="server"} 1.0\n' in (await client.get("/metrics")).text
+
+    run(test, retriever)
+
+
 def test_keys_are_needed():
     async def test(client):
         assert (await client.post("/retrieve", json=BODY)).status_code == 401

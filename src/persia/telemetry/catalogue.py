@@ -130,6 +130,10 @@ CATALOGUE: dict[str, MetricKind] = {
     "serve_network_age_seconds": MetricKind("gauge", "since the network was as it is served"),
     "serve_stored_rows": MetricKind("gauge", "rows of all tables"),
     "serve_failing": MetricKind("gauge", "1 while the log of changes cannot be followed"),
+    "serve_items": MetricKind("gauge", "items that `/retrieve` can find"),
+    "serve_items_step": MetricKind("gauge", "global step of the network that made the vectors of items"),
+    "serve_items_waiting": MetricKind("gauge", "items whose vectors are to be computed again"),
+    "serve_items_failing": MetricKind("gauge", "1 while the index of items cannot be kept up to date"),
     "serve_psi": MetricKind("gauge", "PSI of requests against training, by feature; 0.25 or more is drift"),
     # Compressing optimizer.
     "apmsqueeze_steps": MetricKind("counter", "updates of the network"),

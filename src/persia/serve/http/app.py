@@ -406,7 +406,8 @@ class PredictionServer:
             if thread is not None:
                 overloaded, late = counts.overloaded + thread.overloaded, counts.expired + thread.expired
                 counts = counts._replace(overloaded=overloaded, expired=late)
-        return self.metrics.readings(counts, self._held.total, ready, self._service.state)
+        index = None if self._search is None else self._search.state()
+        return self.metrics.readings(counts, self._held.total, ready, self._service.state, index)
 
 
 def create_app(

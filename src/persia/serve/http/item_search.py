@@ -12,7 +12,7 @@ from persia.serve.http.daemon import in_daemon_thread
 
 if TYPE_CHECKING:
     from persia.serve.http.bodies import Bodies
-    from persia.serve.http.service import FeatureNames, RetrievalService
+    from persia.serve.http.service import FeatureNames, IndexState, RetrievalService
 
 __all__ = ["ItemSearch"]
 
@@ -38,6 +38,10 @@ class ItemSearch:
     def user_features(self) -> FeatureNames:
         """The features that the vector of a user is computed from."""
         return self._retriever.user_features
+
+    def state(self) -> IndexState | None:
+        """Returns the state of the index; None before it has been built."""
+        return self._retriever.state()
 
     async def start(self) -> None:
         """Builds the index, unless the retriever is told to stop. Waits for it.

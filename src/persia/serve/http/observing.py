@@ -12,7 +12,7 @@ from persia.telemetry.process import process_metrics
 
 if TYPE_CHECKING:
     from persia.serve.http.batcher import BatcherCounts
-    from persia.serve.http.service import ServedState
+    from persia.serve.http.service import IndexState, ServedState
 
 __all__ = ["ServerMetrics", "least_step"]
 
@@ -41,7 +41,12 @@ class ServerMetrics:
         self._parts[part].add(seconds)
 
     def readings(
-        self, counts: BatcherCounts, held_bytes: int, ready: bool, state: Callable[[], ServedState]
+        self,
+        counts: BatcherCounts,
+        held_bytes: int,
+        ready: bool,
+        state: Callable[[], ServedState],
+        index: IndexState | None = None,
     ) -> Readings:
         """Returns the metrics at this moment.
 
@@ -50,6 +55,7 @@ class ServerMetrics:
             held_bytes: bodies of requests.
             ready: whether there is something to serve.
             state: returns what is served.
+            index: of items; None without one.
         """
         requests = [
             Metric("serve_requests", float(count), {"route": route, "status": str(status)})
@@ -57,6 +63,8 @@ class ServerMetrics:
         ]
         values: dict[str, float] = {**counts._asdict(), "held_bytes": held_bytes, "ready": ready}
         found = [*requests, *figures("serve", values), *(_of_state(state()) if ready else ()), *process_metrics()]
+        if index is not None:
+            found += _of_index(index)
         latencies: list[Latency] = [
             histogram.latency("serve_request_seconds", {"route": route}) for route, histogram in self._seconds.items()
         ]
@@ -76,6 +84,16 @@ def _of_state(state: ServedState) -> list[Metric]:
     }
     psi = [Metric("serve_psi", index, {"feature": name}) for name, index in state.drift.items()]
     return [*figures("serve", {name: float(value) for name, value in values.items() if math.isfinite(value)}), *psi]
+
+
+def _of_index(index: IndexState) -> list[Metric]:
+    values = {
+        "items": index.items,
+        "items_step": index.step,
+        "items_waiting": index.waiting,
+        "items_failing": bool(index.problem),
+    }
+    return figures("serve", {name: float(value) for name, value in values.items()})
 
 
 def least_step(state: ServedState) -> int:
