@@ -77,7 +77,7 @@ def network(schema):
 
 
 def test_a_server_with_items_answers_retrieve(tmp_path):
-    pytest.importorskip("usearch", reason='usearch is not installed: pip install "persia[retrieval]"')
+    pytest.importorskip("usearch", reason='usearch is not installed: pip install "persia[usearch]"')
     url = str(tmp_path / "log")
     data = persia.data.synthetic(600, id_features=2, dense_features=2, ids_per_feature=50, dim=4, batch_size=200)
     trainer = persia.Trainer(
