@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,35 +15,24 @@ if "CI" not in os.environ:  # There hypothesis has a profile of its own, without
     settings.load_profile("persia")
 
 
-_process = os.getpid()
-_status: int | None = None
-
-
-def _end_process() -> None:
-    """Ends the process with the status of the tests, and without the end of Python.
-
-    Ray, librdkafka and others have threads of their own, which have kept processes from ending now and then. Programs
-    that end as usual are tests' subjects.
-    """
-    if _status is None or os.getpid() != _process:
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(_status)
-
-
-atexit.register(_end_process)  # Registered first, it is called last.
+_statuses: list[int] = []
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(exitstatus: int) -> None:
-    global _status
-    _status = int(exitstatus)
+    _statuses.append(int(exitstatus))
 
 
-def pytest_unconfigure() -> None:
-    """A call at exit that does not return would keep the process after the last test: name it, and fail."""
-    faulthandler.dump_traceback_later(120.0, exit=True, file=sys.__stderr__)
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the process with the status of the tests, and without the end of Python.
+
+    What tests leave behind is ended there with a wait for each, and Ray and librdkafka have threads of their own: both
+    have kept processes. That programs end is tested with programs.
+    """
+    if _statuses:
+        config.get_terminal_writer().flush()
+        os._exit(_statuses[-1])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
