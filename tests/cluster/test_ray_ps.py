@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import persia
+from persia.modes import Gba
 from persia.ps.regions import leftovers
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
+from persia.cluster.ray import processes
 from support.cluster_samples import eventually, kill_once_training, make_trainer, options, pids, reader, running
 
 pytestmark = pytest.mark.usefixtures("ray_here")
@@ -67,6 +70,26 @@ def test_a_ps_that_dies_has_its_rows_on_disk(tmp_path):
         assert {Path(one.path).name for one in leftovers(str(spill))} == {"ps-0", "ps-1"}
     assert not list(regions.iterdir())
     assert not list(spill.iterdir())
+
+
+@pytest.mark.parametrize("late", [pytest.param(0.0, id="noticed at once", marks=pytest.mark.slow), 8.0])
+def test_a_ps_that_dies_in_an_asynchronous_mode(late, tmp_path, monkeypatch):
+    """All restart from the last recovery point, also if its successor refuses pushes before its death is noticed."""
+    last_lines = processes.last_lines
+
+    def slowly(process):
+        time.sleep(late)
+        return last_lines(process)
+
+    monkeypatch.setattr(processes, "last_lines", slowly)
+    with persia.cluster.Ray(2, options=options(regions=str(tmp_path))) as cluster:
+        trainer = make_trainer(cluster, Gba(128), recovery_point_every_seconds=0.5)
+        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_ps", None))
+        killed.start()
+        result = trainer.fit(reader(BATCHES))
+        killed.join(60)
+        assert not killed.is_alive()
+        assert (result.failures, result.rows, trainer.finished) == (1, BATCHES * 64, True)
 
 
 def test_a_ps_that_is_dead_for_good_leaves_no_memory(tmp_path):

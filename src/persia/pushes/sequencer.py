@@ -176,8 +176,9 @@ class PushSequencer(Generic[T]):
         if generation > self._generation:
             raise StalePushError(
                 f"A push of generation {generation} of the NN workers arrived, but this server serves generation "
-                f"{self._generation}.",
+                f"{self._generation}: it has restarted, and has lost the gradients of the current step.",
                 generation=generation,
+                restarted=True,
             )
         if self._failure is not None:
             self._raise_failure()

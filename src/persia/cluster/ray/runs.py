@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
@@ -23,6 +24,9 @@ LOG = logging.getLogger("persia.cluster")
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 3.0
 """Time for the cause of a failure to become known: NN workers that fail because of it may fail earlier."""
+
+NOTICE_SECONDS = 30.0
+"""Time for the death of a PS to be noticed: its successor may refuse pushes earlier."""
 
 RESTARTED = ("nn_worker", "dense_ps")
 """Roles that restart together when one of them has died."""
@@ -210,6 +214,8 @@ class Recovery:
     def deaths(self, error: Exception) -> list[RoleDiedError]:
         """Returns the deaths that made an attempt fail, to recover from; empty if it cannot be repeated.
 
+        Blocks for `NOTICE_SECONDS` at most, where a PS must have died and its death has not been noticed.
+
         Args:
             error: one of CONSEQUENCES.
         """
@@ -217,4 +223,9 @@ class Recovery:
             if any(fields["role"] not in RECOVERABLE for fields in (error.fields, *error.fields.get("later", []))):
                 return []
             return [error] if error.fields["role"] == "embedding_ps" else self.replaced or [error]
-        return self.replaced or (list(self._ps_deaths) if isinstance(error, StalePushError) else [])
+        if self.replaced or not isinstance(error, StalePushError):
+            return self.replaced
+        deadline = Deadline(NOTICE_SECONDS)
+        while not self._ps_deaths and error.fields.get("restarted") and not deadline.passed:
+            time.sleep(POLL_SECONDS)
+        return list(self._ps_deaths)
