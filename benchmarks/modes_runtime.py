@@ -34,7 +34,6 @@ WORKERS = 8
 COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.1, "full": 0.1}
 BATCHES = {"smoke": 64, "laptop": 800, "full": 2400}
 TRACED_SECONDS = {"smoke": 0.5, "laptop": 8.0, "full": 120.0}
-ROUNDS = {"smoke": 5, "laptop": 5, "full": 5}
 PHASES = {"smoke": (2,), "laptop": (2, 10, 50), "full": (2, 10, 50)}
 SLOW_SHARE, FACTOR = 0.25, 4.0
 SWITCH_PARAMETERS = {"smoke": 100_000, "laptop": 12_000_000, "full": 12_000_000}
@@ -50,7 +49,7 @@ def gba_vs_sync_static(preset: str) -> runner.Measure:
     emulation = bench.Emulation(steady([FACTOR] * 2 + [1.0] * (WORKERS - 2)), COMPUTE_SECONDS[preset])
     pairs = [
         [bench.run(mode, emulation, BATCHES[preset] // over) for mode, over in ((gba(), 1), (Sync(), 2))]
-        for _ in range(ROUNDS[preset])
+        for _ in range(runner.rounds_of(preset))
     ]
     return runner.quantity(
         "modes.gba_vs_sync_static",
@@ -131,7 +130,7 @@ def vs_bound(preset: str) -> Iterator[runner.Measure]:
         emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
         for mode in bench.all_modes(WORKERS):
             name = f"{type(mode).__name__}_{length}"
-            runs = [of_bound(mode, emulation, TRACED_SECONDS[preset]) for _ in range(runner.MIN_ROUNDS)]
+            runs = [of_bound(mode, emulation, TRACED_SECONDS[preset]) for _ in range(runner.rounds_of(preset))]
             parts = {part: statistics.median(getattr(run, part) for run in runs) for part in OfBound._fields}
             reached = [run.time * run.share for run in runs]
             details = {"of": "rows/s, the event replay's", **parts}
@@ -148,7 +147,7 @@ def dropped(preset: str) -> Iterator[runner.Measure]:
         emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
         for mode, at_most in ((gba(), 0.03), (HopBw(2), None)):
             shares = []
-            for _ in range(runner.MIN_ROUNDS):
+            for _ in range(runner.rounds_of(preset)):
                 report = traced(mode, emulation, TRACED_SECONDS[preset]).trained.result.asynchronous
                 assert report is not None
                 shares.append(report.dropped_batches / (report.batches + report.dropped_batches))
@@ -210,7 +209,7 @@ QUIET, STRAINED = {"smoke": 1.0, "laptop": 30.0, "full": 120.0}, {"smoke": 1.0, 
 @runner.measures("modes.auto")
 def auto(preset: str) -> runner.Measure:
     """Samples/s of Auto over the better fixed mode's, in the worst phase; `rounds` has the details of each round."""
-    found = [auto_round(preset) for _ in range(runner.MIN_ROUNDS)]
+    found = [auto_round(preset) for _ in range(runner.rounds_of(preset))]
     details = {"of": "rows/s, the better fixed mode's", "rounds": [details for _, details in found]}
     return runner.quantity("modes.auto", [worst for worst, _ in found], "ratio", at_least=0.95, details=details)
 
@@ -279,7 +278,7 @@ def switch_seconds(preset: str) -> runner.Measure:
         trainer.fit(data)
         return [switch.seconds for switch in trainer.switches]
 
-    rounds = [Threads(4).run(work) for _ in range(runner.MIN_ROUNDS)]
+    rounds = [Threads(4).run(work) for _ in range(runner.rounds_of(preset))]
     slowest = [[max(seconds) for seconds in zip(*found, strict=True)] for found in rounds]
     details = {"parameters": size, "each": [[round(seconds, 3) for seconds in each] for each in slowest]}
     return runner.quantity("modes.switch_seconds", list(map(max, slowest)), "s", at_most=1.0, details=details)
@@ -299,7 +298,7 @@ def running_sums(preset: str) -> runner.Measure:
         weights = [np.ones(len(ids), np.float32) for ids in parts]
         sums = GradientAccumulator("per_id")
         rates[group] = []
-        for _ in range(ROUNDS[preset]):
+        for _ in range(runner.rounds_of(preset)):
             began = time.perf_counter()
             for gradient, counts in zip(gradients, weights, strict=True):
                 sums.add({"table": (gradient, counts)}, 128)

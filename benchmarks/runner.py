@@ -31,7 +31,7 @@ from persia.errors import MissingExtraError
 
 __all__ = [
     "MIN_ROUNDS", "MODULES", "PRESETS", "RESOURCES", "UNITS", "Benchmark", "Measure", "benchmarks", "measures", "names",
-    "paired", "paired_ratio", "quantity", "ratio", "run", "within", "worst",
+    "paired", "paired_ratio", "quantity", "ratio", "rounds_of", "run", "within", "worst",
 ]  # fmt: skip
 
 PRESETS = ("smoke", "laptop", "full")
@@ -45,6 +45,11 @@ MODULES = (
 )  # fmt: skip
 UNITS = ("ratio", "fraction", "s", "rows/s", "calls/s", "rows", "bytes", "MB", "bytes/s", "AUC", "loss", "norm", "bool")
 MIN_ROUNDS = 5
+
+
+def rounds_of(preset: str) -> int:
+    """How often to measure: once in a smoke run, whose figures mean nothing."""
+    return 1 if preset == "smoke" else MIN_ROUNDS
 
 
 @dataclass(frozen=True)
@@ -209,8 +214,8 @@ def quantity(
     at_most: float | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> Measure:
-    """Returns the median and the spread of repeated measurements; at least `MIN_ROUNDS` of them."""
-    if len(values) < MIN_ROUNDS:
+    """Returns the median and the spread of `MIN_ROUNDS` measurements or more; one in a smoke run, without a spread."""
+    if 1 != len(values) < MIN_ROUNDS:
         raise ValueError(f"{name} was measured {len(values)} times; a spread needs at least {MIN_ROUNDS}")
     return Measure(name, statistics.median(values), unit, at_least, at_most, _spread(values), details or {})
 
@@ -271,7 +276,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _spread(values: Sequence[float]) -> float:
+def _spread(values: Sequence[float]) -> float | None:
+    if len(values) == 1:
+        return None
     low, middle, high = statistics.quantiles(values, n=4)
     return (high - low) / 2 / abs(middle) if middle else 0.0
 

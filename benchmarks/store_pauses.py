@@ -171,7 +171,7 @@ def evict_pause(preset: str) -> Iterator[runner.Measure]:
         store, stream = in_use(rows, capacity_of_a_full_table(rows)), Stream(rows, REQUEST)
         out = [np.empty((REQUEST, DIM), np.float32)]
         rounds = []
-        for _ in range(runner.MIN_ROUNDS):
+        for _ in range(runner.rounds_of(preset)):
             times = []
             for _ in range(scale.requests):
                 ids = next(stream)
@@ -189,7 +189,7 @@ def grow_pause(preset: str) -> runner.Measure:
     first, last = SCALES[preset].grow
     out = [np.empty((REQUEST, DIM), np.float32)]
     rounds = []
-    for _ in range(runner.MIN_ROUNDS):
+    for _ in range(runner.rounds_of(preset)):
         store = filled(first)
         times = []
         for start in range(first, last, REQUEST):

@@ -136,6 +136,7 @@ def test_without_ray_the_list_has_the_other_benchmarks_and_says_what_is_skipped(
 def test_a_spread_needs_five_rounds():
     with pytest.raises(ValueError, match="measured 4 times"):
         runner.quantity("x", [1.0] * 4, "s")
+    assert runner.quantity("x", [1.0], "s").spread is None  # Of a smoke run.
     measure = runner.quantity("x", [1.0, 2.0, 3.0, 4.0, 5.0], "s", at_most=3.0)
     assert (measure.value, measure.spread, measure.holds) == (3.0, pytest.approx(0.5), True)
 
