@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -49,6 +50,14 @@ def _threads_end() -> Iterator[None]:
     while left := [t.name for t in threading.enumerate() if t not in before and not t.daemon]:
         assert time.monotonic() < deadline, f"threads that do not end: {left}"
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_files_left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Removes the temporary files of tests that have all passed, which pytest would do at the end of Python."""
+    yield
+    if not request.session.testsfailed:
+        shutil.rmtree(tmp_path_factory.getbasetemp(), ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
