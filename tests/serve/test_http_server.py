@@ -254,6 +254,7 @@ def test_a_call_ends_with_its_timeout_and_tries_a_refused_connection_again():
         until(lambda: client.health()["status"] == "ready")
         stop[0].stop()  # The connection that the client keeps is closed.
         runs.join(60)
+        assert not runs.is_alive()
         predictor = FakePredictor()
         runs = threading.Thread(target=run_server, args=(predictor, HttpOptions(port=port), stop.append))
         runs.start()
@@ -261,6 +262,7 @@ def test_a_call_ends_with_its_timeout_and_tries_a_refused_connection_again():
         until(lambda: len(stop) == 2)
         stop[1].stop()
         runs.join(60)
+        assert not runs.is_alive()
 
 
 def test_requests_that_have_begun_are_answered_before_the_end():
@@ -326,7 +328,9 @@ def test_an_answer_of_something_else_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
-            for body in (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", b"what?\r\n\r\n", b""):
+            # Closed and said so: a client could take a connection that is being closed for one that goes on.
+            hi = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
+            for body in (hi, b"what?\r\n\r\n", b""):
                 connection, _ = server.accept()
                 with connection:
                     connection.recv(1 << 16)
@@ -339,6 +343,7 @@ def test_an_answer_of_something_else_is_an_error():
             with pytest.raises(ServeError, match=message):
                 client.health()
         thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_the_key_of_a_client_is_not_in_its_repr_or_errors():
