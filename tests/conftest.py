@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,24 +17,9 @@ if "CI" not in os.environ:  # There hypothesis has a profile of its own, without
     settings.load_profile("persia")
 
 
-_statuses: list[int] = []
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(exitstatus: int) -> None:
-    _statuses.append(int(exitstatus))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends the process with the status of the tests, and without the end of Python.
-
-    What tests leave behind is ended there with a wait for each, and Ray and librdkafka have threads of their own: both
-    have kept processes. That programs end is tested with programs.
-    """
-    if _statuses:
-        config.get_terminal_writer().flush()
-        os._exit(_statuses[-1])
+def pytest_unconfigure() -> None:
+    """What keeps the process after the last test is named, and ends it."""
+    faulthandler.dump_traceback_later(120.0, exit=True, file=sys.__stderr__)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,14 +36,6 @@ def _threads_end() -> Iterator[None]:
     while left := [t.name for t in threading.enumerate() if t not in before and not t.daemon]:
         assert time.monotonic() < deadline, f"threads that do not end: {left}"
         time.sleep(0.01)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_files_left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Removes the temporary files of tests that have all passed, which pytest would do at the end of Python."""
-    yield
-    if not request.session.testsfailed:
-        shutil.rmtree(tmp_path_factory.getbasetemp(), ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
