@@ -5,13 +5,13 @@
 #include <unistd.h>
 
 #include <cstring>
-#include <filesystem>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "check.hpp"
+#include "directory.hpp"
 #include "persia/disk_faults.hpp"
 #include "persia/memory.hpp"
 #include "persia/region.hpp"
@@ -25,16 +25,6 @@ using Bytes = std::vector<std::byte>;
 inline constexpr std::size_t kRowBytes[] = {80, 144, 1536, 69992};  // records of 88, 152, 1,544 and 70,000 bytes
 inline constexpr DiskReader::Kind kKinds[] = {DiskReader::Kind::kUring, DiskReader::Kind::kThreads};
 inline constexpr std::uint64_t kId = 0x1234567890ABCDEF;
-
-struct Directory {
-  explicit Directory(const std::string& parent = "/tmp") {
-    std::string name = parent + "/persia-test-XXXXXX";
-    CHECK(mkdtemp(name.data()) != nullptr);
-    path = name;
-  }
-  ~Directory() { std::filesystem::remove_all(path); }
-  std::string path;
-};
 
 // Of segments of two blocks, eight of them.
 inline RowLog::Options options_in(const Directory& directory, std::size_t row_bytes, std::uint64_t segments = 8) {

@@ -17,7 +17,7 @@ TEST(records_lie_densely_and_blocks_are_pages) {
   CHECK(RowLog::block_records(80) == 744 && RowLog::block_records(144) == 431 && RowLog::block_records(1536) == 42);
   CHECK(RowLog::block_records(65528) == 1 && RowLog::block_records(65529) == 1 && RowLog::block_records(69992) == 1);
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   for (const std::size_t row_bytes : {80, 81, 1536, 40000, 69992}) {
     auto options = options_in(directory, row_bytes);
     const std::size_t count = 3 * RowLog::block_records(row_bytes);
@@ -38,7 +38,7 @@ TEST(records_lie_densely_and_blocks_are_pages) {
 
 TEST(a_batch_larger_than_the_window_is_read) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   auto options = options_in(directory, 1536);
   options.segment_blocks = 200;
   options.max_records = 200 * 42;
@@ -53,7 +53,7 @@ TEST(a_batch_larger_than_the_window_is_read) {
 
 TEST(several_logs_are_read_together) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   constexpr std::size_t kRowBytes[] = {1536, 40, 300};
   constexpr std::size_t kCount[] = {200 * 42, 1000, 0};  // 12.5 MiB, more than the window; and none at all
   std::vector<RowLog> logs;
@@ -83,7 +83,7 @@ TEST(several_logs_are_read_together) {
 
 TEST(what_is_not_flushed_is_not_there) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80);
   std::optional<RowLog> log = RowLog::create(options, reader);
   fill(*log, 10, 80);
@@ -113,7 +113,7 @@ TEST(a_file_that_is_not_kept_has_no_name) {
 
 TEST(a_changed_byte_anywhere_is_found) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80);
   RowLog log = RowLog::create(options, reader);
   fill(log, 10, 80);
@@ -144,7 +144,7 @@ TEST(a_changed_byte_anywhere_is_found) {
 
 TEST(a_file_of_another_table_is_refused) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80);
   const auto attach = [&](const RowLog::Options& other, std::uint64_t next) {
     return message_of([&] { RowLog::attach(other, next, reader); });
@@ -190,7 +190,7 @@ TEST(a_file_of_another_table_is_refused) {
 
 TEST(a_file_that_was_cut_short_is_refused) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80);
   Numbers records;
   {
@@ -220,7 +220,7 @@ TEST(a_file_that_was_cut_short_is_refused) {
 
 TEST(a_file_in_use_is_refused) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80);
   RowLog log = RowLog::create(options, reader);
   const Numbers records = fill(log, 10, 80);
@@ -244,7 +244,7 @@ TEST(a_file_in_use_is_refused) {
 
 TEST(invalid_options_are_refused) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   auto options = options_in(directory, 80);
   options.max_records = 2 * 744 - 1;
   CHECK(contains(message_of([&] { RowLog::create(options, reader); }), "Invalid max_records = 1487"));

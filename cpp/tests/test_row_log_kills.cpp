@@ -160,7 +160,7 @@ TEST(a_kill_at_any_time_leaves_what_was_flushed) {
 TEST(reads_run_beside_everything_else) {
   for (const auto kind : kKinds) {
     DiskReader reader(kind);
-    const Directory directory;
+    const Directory directory{temporary()};
     const auto options = options_in(directory, 80);
     RowLog log = RowLog::create(options, reader);
     std::mutex mutex;
@@ -232,7 +232,7 @@ TEST(reads_run_beside_everything_else) {
 
 TEST(a_forked_child_lets_go) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80);
   auto* log = new RowLog(RowLog::create(options, reader));
   fill(*log, 100, 80);

@@ -13,7 +13,7 @@ using namespace persia;
 
 TEST(segments_are_used_again) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80);
   RowLog log = RowLog::create(options, reader);
   const std::uint32_t of_segment = log.segment_records();
@@ -43,7 +43,7 @@ TEST(segments_are_used_again) {
 
 TEST(the_last_segment_is_left_for_compaction) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   RowLog log = RowLog::create(options_in(directory, 80, 3), reader);
   const std::uint32_t of_segment = log.segment_records();
   fill(log, 2 * of_segment, 80);
@@ -60,7 +60,7 @@ TEST(the_last_segment_is_left_for_compaction) {
 
 TEST(numbers_run_out) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80, 3);
   RowLog log = RowLog::create(options, reader);
   const std::uint32_t of_segment = log.segment_records();
@@ -83,7 +83,7 @@ TEST(numbers_run_out) {
 
 TEST(the_candidate_is_the_sparsest_once_a_third_is_dead) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80, 20);
   RowLog log = RowLog::create(options, reader);
   const std::uint32_t of_segment = log.segment_records();
@@ -112,7 +112,7 @@ TEST(the_candidate_is_the_sparsest_once_a_third_is_dead) {
 
 TEST(pinned_segments_stay) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80);
   RowLog log = RowLog::create(options, reader);
   const std::uint32_t of_segment = log.segment_records();
@@ -139,7 +139,7 @@ TEST(pinned_segments_stay) {
 
 TEST(clearing_frees_the_disk) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80);
   RowLog log = RowLog::create(options, reader);
   fill(log, 5000, 80);
@@ -155,7 +155,7 @@ TEST(clearing_frees_the_disk) {
 
 TEST(a_full_disk_changes_nothing) {
   DiskReader reader;
-  const Directory directory;
+  const Directory directory{temporary()};
   const auto options = options_in(directory, 80);
   RowLog log = RowLog::create(options, reader);
   const std::uint32_t of_segment = log.segment_records();
@@ -191,7 +191,7 @@ TEST(a_full_disk_changes_nothing) {
 
 // In a mount namespace of its own, of which nothing is left.
 TEST(a_small_file_system_fills_and_has_room_again) {
-  const Directory directory;
+  const Directory directory{temporary()};
   const int status = status_of_child([&] {
     if (unshare(CLONE_NEWNS) != 0 || mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
         mount("tmpfs", directory.path.c_str(), "tmpfs", 0, "size=600k") != 0) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -21,51 +22,62 @@ from persia.publish import PublishOptions
 from persia.serve import Client
 
 
-def test_a_server_answers_what_the_trainer_predicts_and_ends_with_sigterm(tmp_path):
-    url = str(tmp_path / "log")
-    data = persia.data.synthetic(600, id_features=2, dense_features=2, dim=4, batch_size=200)
-    torch.manual_seed(0)
-    trainer = persia.Trainer(
-        persia.nn.models.FFNN(data.schema),
-        data.schema,
+def publishing_trainer(network, schema, url):
+    return persia.Trainer(
+        network,
+        schema,
         optimizer=lambda params: torch.optim.Adam(params, 1e-2),
         embedding_optimizer=persia.optim.Adagrad(lr=0.1),
         options=persia.TrainerOptions(progress=False, publish=PublishOptions(url, seconds=0.05)),
     )
-    trainer.fit(data)
-    command = [sys.executable, "-m", "persia", "serve", url, "--model", "persia.nn.models:FFNN", "--port", "0"]
-    with subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True) as process:
+
+
+@contextlib.contextmanager
+def served(ready, *arguments, cwd=None):
+    """Runs `persia serve` until SIGTERM ends it; yields its log, at first up to `ready`."""
+    command = [sys.executable, "-m", "persia", "serve", *arguments, "--port", "0", "--threads", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=cwd) as process:
         lines = []
         for line in process.stderr:
             lines.append(line)
-            if "ready: " in line:
+            if ready in line:
                 break
         try:
-            address = re.search(rf"INFO (http://127.0.0.1:\d+) serves {re.escape(url)}\n", "".join(lines))[1]
-            with Client(address, timeout=60) as client:
-                batch = next(iter(data))
-                columns = {name: column.values for name, column in batch.id_features.items()}
-                columns |= dict(zip(data.schema.dense_features, batch.dense.T, strict=True))
-                found = client.predict(columns)
-                np.testing.assert_allclose(found.probabilities, next(iter(trainer.predict([batch]))), rtol=0, atol=1e-6)
-                assert found.step == trainer.global_step == 3
-                rows = client.embeddings("id_0", batch.id_features["id_0"].values)
-                np.testing.assert_array_equal(rows.rows, trainer.embeddings.rows("id_0", columns["id_0"]).values)
-                assert rows.found.all()
-                ranked = client.rank(
-                    {"id_0": columns["id_0"][:1], "dense_0": batch.dense[:1, 0]},
-                    {"id_1": columns["id_1"], "dense_1": batch.dense[:, 1]},
-                )
-                columns["id_0"] = np.repeat(columns["id_0"][:1], len(batch))
-                columns["dense_0"] = np.repeat(batch.dense[:1, 0], len(batch))
-                same = client.predict(columns).probabilities
-                np.testing.assert_allclose(ranked.probabilities, same, rtol=0, atol=1e-6)
+            yield lines
         finally:
             process.send_signal(signal.SIGTERM)
-            rest = process.stderr.read()
+            lines += process.stderr
         assert process.wait(60) == 0
-    assert "SIGTERM: requests that have begun are answered" in rest
-    assert "Traceback" not in "".join(lines) + rest
+    assert "Traceback" not in "".join(lines)
+
+
+def test_a_server_answers_what_the_trainer_predicts_and_ends_with_sigterm(tmp_path):
+    url = str(tmp_path / "log")
+    data = persia.data.synthetic(600, id_features=2, dense_features=2, dim=4, batch_size=200)
+    torch.manual_seed(0)
+    trainer = publishing_trainer(persia.nn.models.FFNN(data.schema), data.schema, url)
+    trainer.fit(data)
+    with served("ready: ", url, "--model", "persia.nn.models:FFNN") as lines:
+        address = re.search(rf"INFO (http://127.0.0.1:\d+) serves {re.escape(url)}\n", "".join(lines))[1]
+        with Client(address, timeout=60) as client:
+            batch = next(iter(data))
+            columns = {name: column.values for name, column in batch.id_features.items()}
+            columns |= dict(zip(data.schema.dense_features, batch.dense.T, strict=True))
+            found = client.predict(columns)
+            np.testing.assert_allclose(found.probabilities, next(iter(trainer.predict([batch]))), rtol=0, atol=1e-6)
+            assert found.step == trainer.global_step == 3
+            rows = client.embeddings("id_0", batch.id_features["id_0"].values)
+            np.testing.assert_array_equal(rows.rows, trainer.embeddings.rows("id_0", columns["id_0"]).values)
+            assert rows.found.all()
+            ranked = client.rank(
+                {"id_0": columns["id_0"][:1], "dense_0": batch.dense[:1, 0]},
+                {"id_1": columns["id_1"], "dense_1": batch.dense[:, 1]},
+            )
+            columns["id_0"] = np.repeat(columns["id_0"][:1], len(batch))
+            columns["dense_0"] = np.repeat(batch.dense[:1, 0], len(batch))
+            same = client.predict(columns).probabilities
+            np.testing.assert_allclose(ranked.probabilities, same, rtol=0, atol=1e-6)
+    assert "SIGTERM: requests that have begun are answered" in "".join(lines)
 
 
 TOWERS = """
@@ -80,38 +92,21 @@ def test_a_server_with_items_answers_retrieve(tmp_path):
     pytest.importorskip("usearch", reason='usearch is not installed: pip install "persia[usearch]"')
     url = str(tmp_path / "log")
     data = persia.data.synthetic(600, id_features=2, dense_features=2, ids_per_feature=50, dim=4, batch_size=200)
-    trainer = persia.Trainer(
-        persia.nn.models.TwoTower(data.schema, item=["id_1", "dense_1"], hidden=(8,), dim=8),
-        data.schema,
-        optimizer=lambda params: torch.optim.Adam(params, 1e-2),
-        embedding_optimizer=persia.optim.Adagrad(lr=0.1),
-        options=persia.TrainerOptions(progress=False, publish=PublishOptions(url, seconds=0.05)),
-    )
+    network = persia.nn.models.TwoTower(data.schema, item=["id_1", "dense_1"], hidden=(8,), dim=8)
+    trainer = publishing_trainer(network, data.schema, url)
     trainer.fit(data)
     batch = next(iter(data))
     ids, places = np.unique(batch.id_features["id_1"].values, return_index=True)
     pq.write_table(pa.table({"id_1": ids, "dense_1": batch.dense[places, 1]}), tmp_path / "items.parquet")
     (tmp_path / "towers.py").write_text(TOWERS)
-    command = [sys.executable, "-m", "persia", "serve", url, "--model", "towers:network", "--port", "0"]
-    command += ["--items", "items.parquet", "--item-key", "id_1", "--threads", "1"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if "finds " in line:
-                break
-        try:
-            assert f"finds {len(ids)} items, with the network of step 3" in lines[-1]
-            address = re.search(r"INFO (http://127.0.0.1:\d+) serves", "".join(lines))[1]
-            with Client(address, timeout=60) as client:
-                users = {"id_0": batch.id_features["id_0"].values[:4], "dense_0": batch.dense[:4, 0]}
-                found = client.retrieve(users, 5)
-                assert client.health()["index"]["items"] == len(ids)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            rest = process.stderr.read()
-        assert process.wait(60) == 0
-    assert "Traceback" not in "".join(lines) + rest
+    items = ["--items", "items.parquet", "--item-key", "id_1"]
+    with served("finds ", url, "--model", "towers:network", *items, cwd=tmp_path) as lines:
+        assert f"finds {len(ids)} items, with the network of step 3" in lines[-1]
+        address = re.search(r"INFO (http://127.0.0.1:\d+) serves", "".join(lines))[1]
+        with Client(address, timeout=60) as client:
+            users = {"id_0": batch.id_features["id_0"].values[:4], "dense_0": batch.dense[:4, 0]}
+            found = client.retrieve(users, 5)
+            assert client.health()["index"]["items"] == len(ids)
     for row in range(4):  # As `predict` orders them.
         user = batch.take(np.full(len(ids), row))
         features = {"id_0": user.id_features["id_0"], "id_1": persia.IdColumn(ids)}

@@ -87,13 +87,13 @@ def _of_state(state: ServedState) -> list[Metric]:
 
 
 def _of_index(index: IndexState) -> list[Metric]:
-    values = {
+    values: dict[str, float] = {
         "items": index.items,
         "items_step": index.step,
         "items_waiting": index.waiting,
         "items_failing": bool(index.problem),
     }
-    return figures("serve", {name: float(value) for name, value in values.items()})
+    return figures("serve", values)
 
 
 def least_step(state: ServedState) -> int:
