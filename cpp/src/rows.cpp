@@ -8,7 +8,7 @@
 namespace persia {
 namespace {
 
-constexpr std::size_t kGroup = 8;  // longer bursts of prefetches stall on the few misses a core has in flight
+constexpr std::size_t kGroup = 32;
 constexpr std::size_t kMaxPrefetch = 8 * kLine;  // the hardware follows a stream by itself from there on
 
 }  // namespace

@@ -12,7 +12,7 @@
 namespace persia {
 namespace {
 
-constexpr std::size_t kGroup = 32;                    // ids of a lookup whose cache lines are fetched at a time
+constexpr std::size_t kGroup = 128;                   // ids of a lookup whose cache lines are fetched at a time
 constexpr std::size_t kRowsPerReclaim = 64;           // changed rows between two attempts to free memory
 constexpr std::size_t kFirstRows = 64;                // of the first chunk; each further one doubles the memory, ...
 constexpr std::size_t kChunk = std::size_t{2} << 20;  // ... up to this size, of a huge page

@@ -346,6 +346,32 @@ def test_an_answer_of_something_else_is_an_error():
         assert not thread.is_alive()
 
 
+def test_a_request_on_a_connection_that_the_server_is_closing_is_sent_again():
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Type: application/json\r\n\r\n{}"
+
+    def answer_once_and_close_at_the_next(server):
+        first, _ = server.accept()
+        with first:
+            first.recv(1 << 16)
+            first.sendall(answer)
+            first.recv(1 << 16)  # The second request: the connection ends without an answer.
+        for body in (answer[:20], answer):  # An answer that ends too early is an error, as it may have been computed.
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(body)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        server.settimeout(60)
+        answered = threads.submit(answer_once_and_close_at_the_next, server)
+        client = Client(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert client.health() == {}
+        with pytest.raises(ServeError, match="cannot be reached"):
+            client.health()
+        assert client.health() == {}
+        answered.result(60)
+
+
 def test_the_key_of_a_client_is_not_in_its_repr_or_errors():
     client = Client("http://127.0.0.1:9", KEY, timeout=0.1)
     assert KEY not in repr(client)

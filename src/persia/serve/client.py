@@ -68,7 +68,8 @@ class Client:
         print(client.predict({"user": [1, 2], "item": [7, 8], "price": [0.5, 1.5]}).probabilities)
 
     Columns are NumPy arrays, lists, lists of lists for several ids, or pairs `(values, offsets)`. They travel as
-    msgpack. A request is sent once: only a refused connection is tried again, until the timeout.
+    msgpack. A refused connection is tried again until the timeout, and so is a request that was sent as the server
+    closed a connection that had been kept open. Any other request is sent once.
 
     Args:
         url: address of the server.
@@ -181,17 +182,12 @@ class Client:
     def _exchange(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, str, bytes]:
         deadline = Deadline(self._timeout)
         try:
-            connection = retry(
-                lambda: self._connected(deadline),
-                transient=lambda error: isinstance(error, ConnectionRefusedError),
+            return retry(
+                lambda: self._attempt(deadline, method, path, body, headers),
+                transient=lambda error: isinstance(error, (ConnectionRefusedError, _ClosedWhenIdleError)),
                 deadline=deadline,
                 backoff=BACKOFF,
             )
-            try:
-                answer = self._answer(connection, deadline, method, path, body, headers)
-            except BaseException:
-                connection.close()
-                raise
         except TimeoutError as error:
             raise DeadlineError(
                 f"The server at {self._url} did not answer {path} within {self._timeout:g} s. Ask for less at once, or "
@@ -206,6 +202,21 @@ class Client:
                 f"The server at {self._url} cannot be reached: {why}. Check the address and `persia serve`.",
                 url=self._url,
             ) from error
+
+    def _attempt(
+        self, deadline: Deadline, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, str, bytes]:
+        connection = self._idle_connection()
+        kept = connection is not None
+        if connection is None:
+            connection = self._new_connection(deadline)
+        try:
+            answer = self._answer(connection, deadline, method, path, body, headers)
+        except BaseException as error:
+            connection.close()
+            if kept and isinstance(error, (http.client.RemoteDisconnected, ConnectionResetError)):
+                raise _ClosedWhenIdleError(str(error)) from error
+            raise
         self._keep(connection)
         return answer
 
@@ -235,17 +246,17 @@ class Client:
             parts.append(part)
         return response.status, response.headers.get_content_type(), b"".join(parts)
 
-    def _connected(self, deadline: Deadline) -> http.client.HTTPConnection:
+    def _idle_connection(self) -> http.client.HTTPConnection | None:
         while True:
             with self._lock:
                 if self._closed:
                     raise ClosedError("The client is closed; make another one.")
                 connection = self._idle.pop() if self._idle else None
-            if connection is None:
-                break
-            if connection.sock is not None and not _readable(connection.sock):
+            if connection is None or (connection.sock is not None and not _readable(connection.sock)):
                 return connection
             connection.close()  # The server has closed it.
+
+    def _new_connection(self, deadline: Deadline) -> http.client.HTTPConnection:
         seconds = max(deadline.left, 1e-3)
         if self._tls is None:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
@@ -272,6 +283,10 @@ class Client:
         if problem.error == "DataError":
             return DataError(problem.message, **fields)
         return (OverloadedError if status == 503 else ServeError)(problem.message, **fields)
+
+
+class _ClosedWhenIdleError(ConnectionError):
+    """The server closed a connection that was kept open, before it answered: it need not have read the request."""
 
 
 class _Problem(msgspec.Struct):
