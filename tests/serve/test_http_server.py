@@ -355,7 +355,7 @@ def test_a_request_on_a_connection_that_the_server_is_closing_is_sent_again():
             first.recv(1 << 16)
             first.sendall(answer)
             first.recv(1 << 16)  # The second request: the connection ends without an answer.
-        for body in (answer[:20], answer):  # An answer that ends too early is an error, as it may have been computed.
+        for body in (answer[:-1], answer):  # An answer that has begun is not asked for again.
             connection, _ = server.accept()
             with connection:
                 connection.recv(1 << 16)
@@ -366,7 +366,7 @@ def test_a_request_on_a_connection_that_the_server_is_closing_is_sent_again():
         answered = threads.submit(answer_once_and_close_at_the_next, server)
         client = Client(f"http://127.0.0.1:{server.getsockname()[1]}")
         assert client.health() == {}
-        with pytest.raises(ServeError, match="cannot be reached"):
+        with pytest.raises(ServeError, match="cannot be read"):
             client.health()
         assert client.health() == {}
         answered.result(60)
