@@ -352,6 +352,7 @@ nb::dict tier_counts(Store& store, std::size_t index) {
   d["read"] = c.read;
   d["promoted"] = c.promoted;
   d["compacted"] = c.compacted;
+  d["unreadable"] = c.unreadable;
   return d;
 }
 

@@ -39,6 +39,7 @@ void RowLog::begin_segment(For what) {
   }
   Segment& segment = segments_[chosen];
   segment.writing = true;
+  segment.aside = false;
   segment.born = born_++;
   ++segment.generation;
   head_ = std::uint64_t{chosen} * segment_records_;
@@ -115,7 +116,7 @@ std::uint32_t RowLog::candidate(std::uint32_t spared) const {
   std::uint64_t all = 0, alive = 0;
   for (std::uint32_t s = 0; s < segments_.size(); ++s) {
     const Segment& segment = segments_[s];
-    if (segment.writing || segment.pins > 0 || segment.live == 0 || (s == spared && !scarce)) continue;
+    if (segment.writing || segment.aside || segment.pins > 0 || segment.live == 0 || (s == spared && !scarce)) continue;
     all += segment_records_;
     alive += segment.live;
     if (best == kNone || segment.live < segments_[best].live) best = s;
@@ -134,9 +135,15 @@ std::uint32_t RowLog::oldest() const {
   std::uint32_t first = kNone;
   for (std::uint32_t s = 0; s < segments_.size(); ++s) {
     const Segment& segment = segments_[s];
-    if (!segment.writing && segment.live > 0 && (first == kNone || segment.born < segments_[first].born)) first = s;
+    if (segment.writing || segment.aside || segment.live == 0) continue;
+    if (first == kNone || segment.born < segments_[first].born) first = s;
   }
   return first;
+}
+
+std::uint64_t RowLog::set_aside_segments() const {
+  return static_cast<std::uint64_t>(
+      std::count_if(segments_.begin(), segments_.end(), [](const Segment& s) { return s.aside && s.live > 0; }));
 }
 
 std::uint64_t RowLog::disk_bytes() const {
@@ -152,7 +159,7 @@ void RowLog::clear() {
   std::fill(live_bits_.begin(), live_bits_.end(), 0);
   for (std::uint32_t s = 0; s < segments_.size(); ++s) {
     Segment& segment = segments_[s];
-    segment.writing = false;
+    segment.writing = segment.aside = false;
     segment.live = 0;
     if (segment.pins == 0) {
       punch(s);

@@ -405,7 +405,8 @@ TierCounts Shard::tier_counts() {
   const std::lock_guard lock(mutex_);
   if (!tier_) return {};
   const Cold& c = header_->cold;
-  return {tier_->log.live_records(), tier_->log.disk_bytes(), c.spilled, c.read, c.promoted, c.compacted};
+  const RowLog& log = tier_->log;
+  return {log.live_records(), log.disk_bytes(), c.spilled, c.read, c.promoted, c.compacted, log.set_aside_segments()};
 }
 
 Counters Shard::counters() {

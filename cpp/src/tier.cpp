@@ -31,6 +31,7 @@ TierCounts& TierCounts::operator+=(const TierCounts& other) {
   read += other.read;
   promoted += other.promoted;
   compacted += other.compacted;
+  unreadable += other.unreadable;
   return *this;
 }
 

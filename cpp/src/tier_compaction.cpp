@@ -34,12 +34,15 @@ void Shard::compact() {
       if (!compact_block()) return;
       tier_->to_compact -= RowLog::block_records(stride_);
     }
-  } catch (const RegionFull&) {  // What asked for room has got it.
   } catch (const std::runtime_error&) {
-    // A segment that cannot be read is left alone. Whoever needs one of its rows gets the error.
-    if (tier_->compacting != RowLog::kNone) tier_->log.pin(tier_->compacting);
-    tier_->compacting = RowLog::kNone;
+    // What asked for room has got it. If the disk cannot be written, the next row that leaves memory says so.
   }
+}
+
+// A segment that cannot be read is left alone. Whoever needs one of its rows gets the error.
+void Shard::set_compacting_aside() {
+  tier_->log.set_aside(tier_->compacting);
+  tier_->compacting = RowLog::kNone;
 }
 
 // A segment whose rows have all left the table, or none.
@@ -47,9 +50,9 @@ std::uint32_t Shard::expired_segment() {
   const std::uint32_t left_before = header_->ages.left_before;
   if (left_before == tier_->looked_for) return RowLog::kNone;
   for (std::uint32_t segment = 0; segment < tier_->newest.size(); ++segment) {
-    if (tier_->newest[segment] < left_before && tier_->log.full(segment) && tier_->log.live_in(segment) > 0) {
-      return segment;
-    }
+    const RowLog& log = tier_->log;
+    if (tier_->newest[segment] >= left_before || !log.full(segment) || log.is_set_aside(segment)) continue;
+    if (log.live_in(segment) > 0) return segment;
   }
   tier_->looked_for = left_before;
   return RowLog::kNone;
@@ -91,14 +94,20 @@ bool Shard::compact_block() {
   const std::uint32_t end = (tier_->compacting + 1) * log.segment_records();
   const std::uint32_t from = tier_->cursor;
   const auto to = static_cast<std::uint32_t>(std::min<std::uint64_t>(end, from + RowLog::block_records(stride_)));
-  read_live(from, to);
+  std::vector<ColdRow> rows;
+  try {
+    read_live(from, to);
+    for (std::size_t i = 0; i < tier_->records.size(); ++i) rows.push_back(cold_row(i));
+  } catch (const std::runtime_error&) {
+    set_compacting_aside();
+    return true;
+  }
   struct Moved {
     ColdRow from;
     std::uint32_t record;
   };
   std::vector<Moved> moved;
-  for (std::size_t i = 0; i < tier_->records.size(); ++i) {
-    const ColdRow cold = cold_row(i);
+  for (const ColdRow& cold : rows) {
     if (!present(cold)) {
       drop_cold(cold.record, reinterpret_cast<const RowHeader*>(cold.row)->key());
     } else {
@@ -111,7 +120,9 @@ bool Shard::compact_block() {
   for (const Moved& m : moved) {
     const std::uint64_t id = reinterpret_cast<const RowHeader*>(m.from.row)->key();
     if (!index_.replace(Index::tag_of(hash_id(id)), number_of(m.from.record), number_of(m.record))) {
-      throw damaged(number_of(m.from.record));
+      const std::runtime_error error = damaged(number_of(m.from.record));
+      set_compacting_aside();
+      throw error;
     }
     barrier();
     log.revive(m.record);
@@ -129,12 +140,29 @@ bool Shard::compact_block() {
 void Shard::evict_cold() {
   RowLog& log = tier_->log;
   if (log.live_records() == 0) return;
-  const std::uint32_t full = log.oldest();
-  const std::uint32_t segment =
-      full != RowLog::kNone ? full : log.segment_of(static_cast<std::uint32_t>(header_->cold.next_record - 1));
+  for (;;) {
+    const std::uint32_t full = log.oldest();
+    const std::uint32_t segment =
+        full != RowLog::kNone ? full : log.segment_of(static_cast<std::uint32_t>(header_->cold.next_record - 1));
+    try {
+      if (evict_from(segment)) return;
+    } catch (const std::runtime_error&) {
+      if (full == RowLog::kNone) throw;
+    }
+    if (full == RowLog::kNone) break;
+    log.set_aside(segment);  // Otherwise one record that cannot be read would keep new rows out for good.
+  }
+  throw std::runtime_error("rows on disk " + log.path() +
+                           ": no row can leave to make room, as none of them can be read. Go on from a checkpoint, "
+                           "with an empty table");
+}
+
+// Drops rows of a segment; returns whether there were any.
+bool Shard::evict_from(std::uint32_t segment) {
   const auto of_block = static_cast<std::uint32_t>(RowLog::block_records(stride_));
-  for (std::uint32_t from = segment * log.segment_records();; from += of_block) {
-    read_live(from, std::min(from + of_block, (segment + 1) * log.segment_records()));
+  const std::uint32_t end = (segment + 1) * tier_->log.segment_records();
+  for (std::uint32_t from = segment * tier_->log.segment_records(); from < end; from += of_block) {
+    read_live(from, std::min(from + of_block, end));
     if (tier_->records.empty()) continue;
     const std::size_t most = std::max<std::uint64_t>(1, (tier_->capacity - header_->capacity) / kShareThatLeaves);
     for (std::size_t i = 0; i < std::min(most, tier_->records.size()); ++i) {
@@ -142,8 +170,9 @@ void Shard::evict_cold() {
       drop_cold(cold.record, reinterpret_cast<const RowHeader*>(cold.row)->key());
       ++header_->counters.evicted;
     }
-    return;
+    return true;
   }
+  return false;
 }
 
 }  // namespace persia

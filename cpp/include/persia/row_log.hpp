@@ -122,14 +122,20 @@ class RowLog {
   // Returns the number behind the last record of the last segment.
   std::uint64_t end_record() const { return segments_.size() * std::uint64_t{segment_records_}; }
   // Returns the segment that is cheapest to compact, that is to append the live records of again: of those that are
-  // full and not pinned, the one with the fewest. kNone unless more than a third of their records are dead, or numbers
+  // full and neither pinned nor set aside, the one with the fewest. kNone unless more than a third of their records are dead, or numbers
   // run out and it frees some. `spared` is left out, unless numbers run out.
   std::uint32_t candidate(std::uint32_t spared = kNone) const;
   // Returns whether no more segment may be begun but by compaction.
   bool exhausted() const;
-  // Returns the full segment with live records that was begun first, for eviction; kNone if empty. After `attach`, the
-  // order is that of their numbers.
+  // Returns the full segment with live records that was begun first and is not set aside, for eviction; kNone if there
+  // is none. After `attach`, the order is that of their numbers.
   std::uint32_t oldest() const;
+
+  // Leaves a segment that cannot be read to those who ask for one of its records, until it is begun again.
+  void set_aside(std::uint32_t segment) noexcept { segments_[segment].aside = true; }
+  bool is_set_aside(std::uint32_t segment) const { return segments_[segment].aside; }
+  // Returns the number of such segments with live records.
+  std::uint64_t set_aside_segments() const;
 
   // Keeps a segment from being used again although no record in it is live: an open snapshot reads it. Counts.
   void pin(std::uint32_t segment) noexcept { ++segments_[segment].pins; }
@@ -172,6 +178,7 @@ class RowLog {
     std::uint32_t pins = 0;
     bool writing = false;   // or there are records of it that have not been flushed
     bool has_space = true;  // on disk
+    bool aside = false;     // it could not be read
 
     bool is_free() const { return !writing && live == 0 && pins == 0; }
   };

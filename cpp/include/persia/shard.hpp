@@ -155,6 +155,7 @@ struct TierCounts {
   std::uint64_t read = 0;        // records that requests have read
   std::uint64_t promoted = 0;    // rows that have come back
   std::uint64_t compacted = 0;   // rows written again, to free the space of others
+  std::uint64_t unreadable = 0;  // segments of the files with rows that cannot be read now
 
   TierCounts& operator+=(const TierCounts& other);
 };
@@ -385,11 +386,13 @@ class Shard {
   void make_room();
   void spill_rows();
   void compact();
+  void set_compacting_aside();
   bool compact_block();
   std::uint32_t expired_segment();
   std::uint32_t append_to_log(const std::byte* row, std::uint32_t last_step, std::uint32_t stamp,
                               RowLog::For what = RowLog::For::kRows);
   void evict_cold();
+  bool evict_from(std::uint32_t segment);
   void read_live(std::uint32_t from, std::uint32_t end);
   void read_records();
   ColdRow cold_row(std::size_t i) const;

@@ -59,6 +59,7 @@ DISK_COUNTS = {
     "read": "disk_reads",
     "promoted": "promoted",
     "compacted": "compacted",
+    "unreadable": "disk_unreadable",
 }
 """Names of metrics by those of `EmbeddingStore.tier_counts`."""
 

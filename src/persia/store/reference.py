@@ -212,7 +212,7 @@ class ReferenceStore(EmbeddingStore):
         shards = self._shards(table)
         cold = sum(len(shard.cold or ()) for shard in shards)
         counts = {name: sum(shard.tier_counts[name] for shard in shards) for name in TIER_COUNTS}
-        return {"rows": cold, "disk_bytes": 0, **counts}
+        return {"rows": cold, "disk_bytes": 0, **counts, "unreadable": 0}
 
     def iterate_rows(self, table: int, *, max_rows: int = 65536) -> Iterator[tuple[int, Rows]]:
         """See `EmbeddingStore.iterate_rows`."""

@@ -39,6 +39,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "ps_disk_reads": MetricKind("counter", "rows read from disk for lookups, pushes and reads by id"),
     "ps_promoted": MetricKind("counter", "rows that came back to memory"),
     "ps_compacted": MetricKind("counter", "rows on disk written again, to free the space of others"),
+    "ps_disk_unreadable": MetricKind("gauge", "segments of their files that could not be read when rows were to move"),
     "ps_slot_rows": MetricKind("counter", "rows of gradients in asynchronous modes"),
     "ps_slot_stale": MetricKind("counter", "of those, rows dropped as the gradient was too old"),
     "ps_slot_staleness_sum": MetricKind("counter", "steps by which rows were newer than their gradient's"),
