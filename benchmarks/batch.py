@@ -20,7 +20,7 @@ FEATURES = 26
 SAMPLES = 4096
 DIM = 16
 VOCABULARY = 1_000_000
-ROUNDS = {"smoke": 5, "laptop": 15, "full": 31}
+ROUNDS = {"smoke": 1, "laptop": 15, "full": 31}
 REPEATS = 10
 
 

@@ -40,7 +40,7 @@ from persia.trainer.checkpointing import write_rows
 from persia.types import Gradients, PushHeader
 
 ROWS = {"smoke": 50_000, "laptop": 10_000_000, "full": 10_000_000}
-ROUNDS = {"smoke": 5, "laptop": 5, "full": 9}
+ROUNDS = {"smoke": 1, "laptop": 5, "full": 9}
 DIM = 16
 SCHEMA = Schema([IdFeature("item", dim=DIM)], [], ["click"])
 
@@ -337,7 +337,7 @@ def updates(preset: str) -> Iterator[runner.Measure]:
     first, again = [], []
     update()
     with folder() as path:
-        for _ in range(runner.MIN_ROUNDS):
+        for _ in range(runner.rounds_of(preset)):
             alone = timed(update)
             store.begin_snapshot(0, 0, Spill(str(path), 1 << 20, 0))
             first.append(alone / timed(update))

@@ -35,7 +35,7 @@ from persia.services import EmbeddingPS
 COMPUTE_SECONDS = 0.040
 LOOKUP_SECONDS = 0.030
 EMULATED_STEPS = {"smoke": 10, "laptop": 50, "full": 300}
-EMULATED_ROUNDS = {"smoke": 5, "laptop": 5, "full": 9}
+EMULATED_ROUNDS = {"smoke": 1, "laptop": 5, "full": 9}
 WARM_STEPS = 10
 MANY = {"smoke": 2, "laptop": 8, "full": 8}
 FEATURES, DIM, ROWS = 4, 8, 128
@@ -258,7 +258,7 @@ def cpu_seconds(before: dict[str, Any], after: dict[str, Any], count: int) -> di
 
 # --- start of a PS process --------------------------------------------------------------------------------------------
 
-RESTART_ROUNDS = {"smoke": 5, "laptop": 11, "full": 31}
+RESTART_ROUNDS = {"smoke": 1, "laptop": 11, "full": 31}
 DEADLINE = 30.0
 
 SERVE = """

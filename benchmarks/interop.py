@@ -32,7 +32,7 @@ from persia.schema import Adagrad, RowwiseAdagrad
 
 STEP = {"smoke": Workload(rows=20_000, batch=1024, batches=8), "laptop": Workload(), "full": Workload()}
 TIMED = {"smoke": 5, "laptop": 20, "full": 50}
-ROUNDS = {"smoke": 5, "laptop": 9, "full": 15}
+ROUNDS = {"smoke": 1, "laptop": 9, "full": 15}
 MODEL = {
     "smoke": Workload(features=4, rows=500, batch=64, batches=200),
     "laptop": Workload(rows=10_000, batch=512, batches=200),

@@ -24,7 +24,7 @@ from benchmarks import runner
 from benchmarks.reading import SCHEMA, rate, table
 
 ROWS = {"smoke": 5_000, "laptop": 1_200_000, "full": 2_000_000}
-ROUNDS = {"smoke": 5, "laptop": 7, "full": 7}
+ROUNDS = {"smoke": 1, "laptop": 7, "full": 7}
 BATCH = 4096
 MESSAGE_ROWS = 1024
 """Rows of an Arrow message."""

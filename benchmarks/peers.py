@@ -37,7 +37,7 @@ WORK = {
     "laptop": peer.Work(),
     "full": peer.Work(rows=10_000_000, batches=20),
 }
-ROUNDS = {"smoke": 5, "laptop": 7, "full": 15}
+ROUNDS = {"smoke": 1, "laptop": 7, "full": 15}
 READY_SECONDS, ANSWER_SECONDS = 300.0, 120.0
 AIM = 2.0
 

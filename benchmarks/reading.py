@@ -22,7 +22,7 @@ import persia
 from benchmarks import runner
 
 ROWS = {"smoke": 5_000, "laptop": 300_000, "full": 2_000_000}
-ROUNDS = {"smoke": 5, "laptop": 9, "full": 9}
+ROUNDS = {"smoke": 1, "laptop": 9, "full": 9}
 BATCH = 4096
 
 SCHEMA = persia.Schema(

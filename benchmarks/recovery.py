@@ -232,10 +232,10 @@ def others_answer(preset: str) -> runner.Measure:
             return calls / (time.perf_counter() - began)
 
         rate()
-        both = [rate() for _ in range(runner.MIN_ROUNDS)]
+        both = [rate() for _ in range(runner.rounds_of(preset))]
         servers[0].kill()
         waiting = rpc.start(stubs[0].lookup, probe, True)
-        alone = [rate() for _ in range(runner.MIN_ROUNDS)]
+        alone = [rate() for _ in range(runner.rounds_of(preset))]
         successor = Server(addresses[0], directory / "ps-0")
         stack.callback(successor.end)
         successor.begin()

@@ -20,7 +20,7 @@ from benchmarks.python_time import PythonTime
 
 TARGETS = {"embedding_ps": 0.3e-3, "embedding_worker": 0.5e-3, "nn_worker": 1.5e-3}
 STEPS = {"smoke": 10, "laptop": 60, "full": 1000}
-ROUNDS = {"smoke": 5, "laptop": 5, "full": 15}
+ROUNDS = {"smoke": 1, "laptop": 5, "full": 15}
 WARM = {"smoke": 10, "laptop": 130, "full": 130}
 DEADLINE = 60.0
 

@@ -27,7 +27,7 @@ from benchmarks import runner
 from persia import rpc
 from persia.types import Floats, Ids
 
-ROUNDS = {"smoke": 5, "laptop": 15, "full": 31}
+ROUNDS = {"smoke": 1, "laptop": 15, "full": 31}
 CALLS = {"smoke": 50, "laptop": 500, "full": 2000}
 IN_FLIGHT = 16
 TABLES = 26

@@ -32,7 +32,7 @@ from persia.types.values import Dtype
 
 WORK = {"smoke": Workload(rows=20_000, batch=1024, batches=8), "laptop": Workload(), "full": Workload()}
 STEPS = {"smoke": 5, "laptop": 20, "full": 50}
-ROUNDS = {"smoke": 5, "laptop": 9, "full": 15}
+ROUNDS = {"smoke": 1, "laptop": 9, "full": 15}
 DEADLINE = 60.0
 """Seconds that pushes may take to be applied."""
 FIRST = 0.01

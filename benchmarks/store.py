@@ -39,7 +39,7 @@ class Scale:
 
 
 SCALES = {
-    "smoke": Scale(300_000, 600_000, 100_000, (100_000, 400_000), 2, 5),
+    "smoke": Scale(300_000, 600_000, 100_000, (100_000, 400_000), 2, 1),
     "laptop": Scale(12_000_000, 20_000_000, 1_000_000, (1_000_000, 20_000_000), 20, 7),
     "full": Scale(12_000_000, 100_000_000, 1_000_000, (1_000_000, 20_000_000), 60, 15),
 }
@@ -202,7 +202,7 @@ def insert(preset: str) -> runner.Measure:
             store.lookup([0], [ids], True, out)
         return len(batches) * BATCH / (time.perf_counter() - start)
 
-    rates = [measure() for _ in range(runner.MIN_ROUNDS)]
+    rates = [measure() for _ in range(runner.rounds_of(preset))]
     return runner.quantity("store.insert", rates, "rows/s", at_least=9e6)
 
 

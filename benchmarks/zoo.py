@@ -121,7 +121,7 @@ def long_histories(preset: str) -> Iterator[runner.Measure]:
     rows, batch_size = LONG_ROWS[preset]
     data = long_sequences(rows, batch_size)
     for model in LONG_MODELS:
-        found = [compare(data, MODELS[model], seed) for seed in range(runner.MIN_ROUNDS)]
+        found = [compare(data, MODELS[model], seed) for seed in range(runner.rounds_of(preset))]
         rates = [one.rate for one in found]
         said = {
             "batch_size": batch_size,
