@@ -23,6 +23,7 @@ from persia.serve.catalogue import TowerFeatures
 from persia.serve.http.app import create_app
 from persia.serve.http.limits import ServeLimits
 from persia.serve.item_files import read_items
+from persia.serve.item_index import ItemIndex
 from persia.serve.retriever import Retriever
 from persia.serve.schema_parts import columns_of
 
@@ -142,6 +143,26 @@ def test_over_http_with_items_of_a_file(run, tmp_path):
             retriever.search(_users(), 4)
 
     asyncio.run(main())
+
+
+def test_a_closed_retriever_is_not_told_of_changes(run, tmp_path, monkeypatch):
+    run.fit([batch()])
+    with Predictor(str(tmp_path), network()) as predictor:
+        told = predictor._updater.listeners
+        retriever = Retriever(predictor, catalogue())
+        for _ in range(2):  # It may be started again.
+            with retriever:
+                assert told == [retriever.index]
+            assert not told
+        retriever.close()
+
+        def failing(index):
+            raise ClosedError("The retriever is closed.")
+
+        monkeypatch.setattr(ItemIndex, "refresh", failing)
+        with pytest.raises(ClosedError):
+            retriever.start()
+        assert not told
 
 
 def _users():

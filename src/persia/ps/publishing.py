@@ -47,12 +47,12 @@ class RowPublishing:
                 publisher = Publisher(self._store, self._tables, order, lambda: self._step)
                 self._run, self._publisher = order.run, publisher
                 publisher.start()
-            return self._status
+            return self.status()
 
     def status(self) -> PublishStatus:
-        """Returns how far it has published."""
-        with self._lock:
-            return self._status
+        """Returns how far it has published. Does not wait for a publisher that is ending."""
+        publisher = self._publisher
+        return PublishStatus() if publisher is None else publisher.status
 
     def end(self, *, last: bool) -> PublishStatus:
         """Ends publishing, if it has begun, and returns how far it came. Blocks."""
@@ -74,10 +74,6 @@ class RowPublishing:
             return []
         counts = {"age_seconds": status.age, "step": status.step, "rows": status.rows, "failing": bool(status.error)}
         return figures("ps_publish", counts)
-
-    @property
-    def _status(self) -> PublishStatus:
-        return PublishStatus() if self._publisher is None else self._publisher.status
 
     def _end(self, *, last: bool) -> None:
         if self._publisher is not None:

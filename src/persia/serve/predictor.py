@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import TracebackType
 from typing import NamedTuple
@@ -251,6 +252,11 @@ class Predictor:
                 field="rows",
             )
         self._updater.listeners.append(listener)
+
+    def unlisten(self, listener: ChangeListener) -> None:
+        """Tells a listener of nothing any more. No-op if it is not told."""
+        with contextlib.suppress(ValueError):
+            self._updater.listeners.remove(listener)
 
     def _view(self) -> View:
         view = self._updater.view

@@ -133,8 +133,12 @@ class Retriever:
             step=view.network.step,
         )
         self._predictor.listen(index)
-        index.note_all()  # What has changed while it was built.
-        index.refresh()
+        try:
+            index.note_all()  # What has changed while it was built.
+            index.refresh()
+        except BaseException:
+            self._predictor.unlisten(index)
+            raise
         self._index = index
         for name, work in (("persia-index", self.refresh), ("persia-index-build", self.rebuild)):
             thread = threading.Thread(target=self._follow, args=(name, work, self._stop), name=name, daemon=True)
@@ -151,6 +155,8 @@ class Retriever:
         for thread in self._threads:
             thread.join()
         self._threads.clear()
+        if self._index is not None:
+            self._predictor.unlisten(self._index)
         self._stop = threading.Event()  # It may be started again.
 
     def __enter__(self) -> Retriever:

@@ -201,7 +201,7 @@ class Updater:
 
     def _tell(self, changes: list[Change] | None) -> None:
         """Tells listeners of changes; None if all rows of a PS may have changed."""
-        for listener in self.listeners:
+        for listener in list(self.listeners):  # Other threads add and remove some.
             if changes is None:
                 listener.note_all()
                 continue
