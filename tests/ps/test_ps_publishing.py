@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ from persia.schema import Table
 from persia.services import EmbeddingPS
 from persia.store import NativeStore, ReferenceStore
 from persia.types import Gradients, PublishOptions, PublishOrder, PublishStatus, PushHeader
+from support.change_log import unwritable
 
 IDS = np.arange(20, dtype=np.uint64)
 
@@ -67,7 +69,8 @@ def test_epochs_begin_and_end(how, tmp_path):
         ps.publish(order(tmp_path, 1))
         assert published(ps, lambda status: status.sequence >= 0)[:4] == (1, 0, 2, 20)
         train(ps, 2)
-        assert ps.end_publishing(True).step == 3
+        ended = ps.end_publishing(True)
+        assert (ended.step, ended.complete) == (3, True)
         assert ps.published() == ps.end_publishing(True) == PublishStatus()
 
 
@@ -113,3 +116,22 @@ def test_metrics_say_how_old_published_rows_are(tmp_path):
 def test_a_place_that_cannot_be_is_refused_at_once():
     with served("here") as ps, pytest.raises(CheckpointError, match="file system"):
         ps.publish(order("nonsense://there"))
+
+
+def test_health_does_not_wait_for_the_last_entry(tmp_path, monkeypatch):
+    monkeypatch.setattr("persia.publish.publisher.LAST_SECONDS", 1.0)
+    with served("here") as ps:
+        ps.publish(order(tmp_path))
+        published(ps, lambda status: status.sequence >= 0)
+        with unwritable(tmp_path / "epoch-0000000000" / "rows-0"):
+            train(ps, 0)
+            ended: list[PublishStatus] = []
+            ending = threading.Thread(target=lambda: ended.append(ps.end_publishing(True)))
+            ending.start()
+            published(ps, lambda status: status.error)
+            ps.observe()
+            assert ending.is_alive()
+            ending.join(20)
+        (status,) = ended
+        assert not status.complete
+        assert "Not a directory" in status.error

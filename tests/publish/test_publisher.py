@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
 from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError
-from persia.publish import Publisher, PublishOptions, PublishOrder, Replica, follow
-from support.change_log import ChangeLog, assert_equal_rows
+from persia.publish import Publisher, PublishOptions, PublishOrder, Replica, follow, publisher
+from persia.retry import Backoff
+from support.change_log import ChangeLog, advance, assert_equal_rows, begun, replica_of, unwritable
 from support.stores import lookup, update
 
 
@@ -168,8 +171,161 @@ def test_a_publisher_that_cannot_write_stops_at_once(trained, monkeypatch):
     publisher.start()
     until(lambda: publisher.status.error)
     began = time.monotonic()
-    publisher.stop(last=True)
+    publisher.stop(last=False)
     assert time.monotonic() - began < 5.0
+
+
+# --- the last entry -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(trained, monkeypatch):
+    """A publisher that has written its snapshot, and rows that are to be in its last entry."""
+    monkeypatch.setattr(publisher, "LAST_PAUSE", 0.1)
+    found = publisher_of(trained, seconds=3600.0)
+    found.start()
+    until(lambda: found.status.sequence == 0)
+    trained.train()
+    yield found
+    found.stop(last=False)
+    until(lambda: not found._thread.is_alive())
+
+
+def test_the_last_entry_is_retried(trained, started):
+    with ExitStack() as broken:
+        broken.enter_context(unwritable(trained.path()))
+        repair = threading.Timer(0.7, broken.close)
+        repair.start()
+        started.stop(last=True)
+        repair.join()
+    assert started.status.complete
+    assert (started.status.step, started.status.error) == (3, "")
+    assert "0000000001-increment.json" in os.listdir(trained.path())
+
+
+def test_a_publisher_that_pauses_writes_the_last_entry_at_once(trained, monkeypatch):
+    monkeypatch.setattr(publisher, "BACKOFF", Backoff(25.0, 25.0))
+    paused = publisher_of(trained, seconds=0.02)
+    paused.start()
+    until(lambda: paused.status.sequence == 0)
+    with unwritable(trained.path()):
+        trained.train()
+        until(lambda: paused.status.error)
+    trained.train()
+    began = time.monotonic()
+    paused.stop(last=True)
+    assert time.monotonic() - began < 5.0
+    assert paused.status.complete
+    assert paused.status.step == 4
+
+
+def test_a_last_entry_that_fails_in_another_way_is_retried(trained, started, monkeypatch):
+    fail_once(monkeypatch, "encode")
+    started.stop(last=True)
+    assert started.status.complete
+    assert "0000000001-snapshot.json" in os.listdir(trained.path())
+
+
+def test_a_last_entry_that_cannot_be_written_is_named(trained, started, monkeypatch, caplog):
+    monkeypatch.setattr(publisher, "LAST_SECONDS", 0.5)
+    with unwritable(trained.path()), caplog.at_level(logging.WARNING, "persia.publish"):
+        began = time.monotonic()
+        started.stop(last=True)
+        assert 0.4 < time.monotonic() - began < 5.0
+        until(lambda: not started._thread.is_alive())
+    assert not started.status.complete
+    assert "Not a directory" in started.status.error
+    said = caplog.records[-1].getMessage()
+    assert said.startswith(f"PS 0 could not publish its last rows to {trained.url} within 0.5 s")
+    assert "readers keep those of step 2: " in said
+    assert "Not a directory" in said
+
+
+def test_a_last_entry_that_hangs_is_named(trained, started, monkeypatch, caplog):
+    monkeypatch.setattr(publisher, "LAST_SECONDS", 0.3)
+    pipe = trained.path("0000000001.00000.safetensors")
+    os.mkfifo(pipe)  # Opening it waits for a reader.
+    with caplog.at_level(logging.WARNING, "persia.publish"):
+        started.stop(last=True)
+    reader = os.open(pipe, os.O_RDWR)
+    until(lambda: not started._thread.is_alive())
+    os.close(reader)
+    assert not started.status.complete
+    assert "no answer within 0.3 s" in caplog.records[0].getMessage()
+    assert "0000000001-increment.json" not in os.listdir(trained.path())
+
+
+def test_old_entries_that_cannot_be_removed_do_not_keep_the_last_one(trained, monkeypatch):
+    def failing(self, path):
+        raise CheckpointError("cannot remove")
+
+    monkeypatch.setattr(publisher, "MOST_INCREMENTS", 0)
+    found = publisher_of(trained, seconds=0.02, keep=1)
+    found.start()
+    until(lambda: found.status.sequence >= 0)
+    monkeypatch.setattr(Storage, "remove", failing)
+    trained.train()
+    until(lambda: "cannot remove" in found.status.error)
+    trained.train()
+    began = time.monotonic()
+    found.stop(last=True)
+    assert time.monotonic() - began < 10.0
+    assert found.status.complete
+    assert found.status.step == 4
+
+
+# --- failures of any kind -----------------------------------------------------------------------------------
+
+
+def fail_once(monkeypatch, where):
+    """Has one call fail, as if memory or threads were short."""
+    holder, name, error = {
+        "encode": (publisher, "encode_values", MemoryError()),
+        "sync": (Storage, "sync", RuntimeError("can't start new thread")),
+        "put": (Storage, "put", RuntimeError("can't start new thread")),
+    }[where]
+    right = getattr(holder, name)
+
+    def failing(*args):
+        monkeypatch.setattr(holder, name, right)
+        if where == "put":
+            right(*args)  # Readers see the entry.
+        raise error
+
+    monkeypatch.setattr(holder, name, failing)
+
+
+@pytest.mark.parametrize("kind", ["increment", "snapshot"])
+@pytest.mark.parametrize("where", ["encode", "sync", "put"])
+def test_what_was_taken_from_the_store_is_in_the_next_entry(tmp_path, monkeypatch, where, kind):
+    log = begun(tmp_path / "log")
+    advance(log)
+    replica = replica_of(log)
+    if kind == "snapshot":
+        monkeypatch.setattr(publisher, "MOST_INCREMENTS", 1)
+    log.train()
+    fail_once(monkeypatch, where)
+    assert not log.publishers[0]._publish_or_warn()
+    monkeypatch.undo()
+    replica.refresh()
+    for _ in range(3):
+        advance(log)
+        replica.refresh()
+        assert_equal_rows(replica, log)
+    assert_equal_rows(replica_of(log), log)
+    replica.refresh()
+    assert not replica.problem
+
+
+def test_an_entry_that_may_have_been_seen_is_removed_with_the_others(tmp_path, monkeypatch):
+    log = begun(tmp_path / "log", keep=1)
+    log.train()
+    fail_once(monkeypatch, "put")
+    log.publishers[0]._publish_or_warn()
+    assert "0000000001-increment.json" in log.names()
+    advance(log)
+    assert [name for name in log.names() if name.endswith(".json")] == ["0000000002-snapshot.json"]
+    assert not [name for name in log.names() if name.startswith(("0000000000", "0000000001"))]
 
 
 def test_too_many_removed_rows_make_a_snapshot(trained):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from pathlib import Path
+
 import msgspec
 import numpy as np
+import pytest
 
 from persia.publish import PublishOptions, PublishOrder, Replica, follow
 from persia.publish.format import EPOCH_FILE, FORMAT, NETWORK, VERSION, Epoch, epoch_name
@@ -12,6 +16,17 @@ from persia.publish.storage import open_storage
 from persia.publish.stream import StreamWriter
 from persia.store import NativeStore, TableConfig
 from support.stores import contents, lookup, update
+
+
+def everywhere(*marks):
+    """Runs a test with a log in each kind of place; others take a local directory and a topic.
+
+    Args:
+        marks: of the places that are reached over HTTP.
+    """
+    quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # moto's
+    remote = [pytest.param("hdfs", marks=marks), pytest.param("bucket", marks=[quiet, *marks])]
+    return pytest.mark.parametrize("url", ["directory", "topic", *remote], indirect=True)
 
 
 class ChangeLog:
@@ -119,3 +134,16 @@ def replica_of(log):
     found = Replica(follow(log.url))
     found.refresh()
     return found
+
+
+@contextmanager
+def unwritable(directory):
+    """Has a file where a directory was, so that nothing can be written there."""
+    place, away = Path(directory), Path(f"{directory}-away")
+    place.rename(away)
+    place.touch()
+    try:
+        yield
+    finally:
+        place.unlink()
+        away.rename(place)

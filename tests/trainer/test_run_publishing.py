@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -16,10 +18,11 @@ from persia.errors import CheckpointError, ConfigError
 from persia.modes import Gba, Hybrid, Sync
 from persia.optim import Adagrad
 from persia.publish import PublishOptions, Replica, follow
+from support.change_log import unwritable
 from support.several_ps import Several
 
 
-def trainer(url, *, mode=None, cluster=None, **options):
+def trainer(url, *, mode=None, cluster=None, seconds=0.05, **options):
     schema = schema_of()
     return persia.Trainer(
         model(schema),
@@ -28,7 +31,7 @@ def trainer(url, *, mode=None, cluster=None, **options):
         embedding_optimizer=Adagrad(lr=0.1),
         mode=mode or Sync(),
         cluster=cluster,
-        options=persia.TrainerOptions(progress=False, publish=PublishOptions(str(url), seconds=0.05), **options),
+        options=persia.TrainerOptions(progress=False, publish=PublishOptions(str(url), seconds=seconds), **options),
     )
 
 
@@ -111,6 +114,73 @@ def test_a_place_that_cannot_be_written_does_not_end_training(tmp_path, monkeypa
     assert sum("Cannot publish the network" in line for line in lines) == 1
     found = {figure.name: figure.value for figure in run.monitor.observe().figures}
     assert found["nn_publish_failing"] == 1
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def batches_before(url, call):
+    """Yields batches, calls a function once an epoch has begun, and yields the last ones."""
+    data = list(reader())[:8]
+    yield from data[:4]
+    replica = Replica(follow(str(url)))
+    until(lambda: replica.refresh() or replica.epoch == 0)
+    call()
+    yield from data[4:]
+
+
+def test_the_last_rows_and_network_are_retried(tmp_path):
+    url = tmp_path / "log"
+    run = trainer(url)
+    with ExitStack() as broken:
+        repair = threading.Timer(1.5, broken.close)
+
+        def fail():
+            broken.enter_context(unwritable(url / "epoch-0000000000"))
+            repair.start()
+
+        run.fit(batches_before(url, fail))
+        repair.join()
+    assert_published(replica_of(url), run)
+
+
+def test_without_the_last_rows_the_last_network_is_not_published(tmp_path, monkeypatch, caplog):
+    """A server would wait for these rows, and not say so."""
+    monkeypatch.setattr("persia.publish.publisher.LAST_SECONDS", 0.5)
+    url = tmp_path / "log"
+    run = trainer(url, cluster=Several(2), seconds=3600.0)
+    rows = url / "epoch-0000000000" / "rows-1"
+    with ExitStack() as broken, caplog.at_level(logging.WARNING, "persia.publish"):
+        run.fit(batches_before(url, lambda: broken.enter_context(unwritable(rows))))
+    said = caplog.records[-1].getMessage()
+    assert said.startswith(f"The last changes are not published to {url}: PS 1 (")
+    assert "Not a directory" in said
+    assert f"so the network of step {run.global_step} is not published" in said
+    assert sum("PS 1 could not publish its last rows" in record.getMessage() for record in caplog.records) == 1
+    replica = replica_of(url)
+    assert replica.steps[0] == run.global_step
+    assert replica.steps[1] < run.global_step
+    assert replica.network.step < run.global_step
+    found = {figure.name: figure.value for figure in run.monitor.observe().figures}
+    assert found["nn_publish_failing"] == 1
+
+
+def test_a_place_that_hangs_at_the_end_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("persia.trainer.publishing.LAST_SECONDS", 0.5)
+    monkeypatch.setattr("persia.trainer.publishing.RETRY_SECONDS", 0.0)
+    url = tmp_path / "log"
+    pipe = url / "epoch-0000000000" / "network" / "0000000001.00000.safetensors"
+    with caplog.at_level(logging.WARNING, "persia.publish"):
+        # Opening the pipe waits for a reader.
+        trainer(url, seconds=3600.0).fit(batches_before(url, lambda: os.mkfifo(pipe)))
+    reader = os.open(pipe, os.O_RDWR)
+    until(lambda: not any(thread.name == "persia-publish-network" for thread in threading.enumerate()))
+    os.close(reader)
+    assert f"Publishing to {url} has not ended within 0.5 s" in caplog.records[0].getMessage()
 
 
 def test_an_invalid_place_ends_fit_at_once(tmp_path):

@@ -40,13 +40,16 @@ POLL_SECONDS = 0.1
 """Between two looks at the number of applied gradients."""
 
 LAST_SECONDS = 30.0
-"""Time that the last increment may take when a publisher stops."""
+"""Time that the last entry may take when a publisher stops, with retries."""
+
+LAST_PAUSE = 1.0
+"""Maximum pause between two attempts to write the last entry."""
 
 BACKOFF = Backoff(0.5, 30.0)
 
 
 class _StoppedError(PersiaError):
-    """The publisher was stopped while it could not write."""
+    """The publisher must not write any more."""
 
 
 class Publisher:
@@ -81,7 +84,11 @@ class Publisher:
         shards = sum(store.config(index).resolved_shards for index in self._tables.values())
         self._removed_limit = max(1024, REMOVED_BYTES // 8 // shards)
         self._stop = threading.Event()
-        self._last = False  # Write one more entry before the thread ends.
+        """Set when publishing is to end, perhaps with a last entry."""
+        self._ended = threading.Event()
+        """Set when nothing more may be written."""
+        self._lost = False
+        """Whether changes were taken from the store that no entry has."""
         self._status = PublishStatus(order.epoch)
         self._fresh: float | None = None
         """When the rows were as the last entry has them."""
@@ -96,19 +103,32 @@ class Publisher:
         """Ends publishing, and the marking of changes. Blocks for 30 s at most.
 
         Args:
-            last: publish what has changed until now before.
+            last: publish what has changed until now before, and retry for 30 s. `status.complete` says whether that
+                has succeeded.
         """
-        self._last = last
-        self._end_thread(LAST_SECONDS if last else 1.0)
+        self._end_thread(LAST_SECONDS if last else 1.0, last=last)
         atexit.unregister(self._end_thread)
+        if last and self._thread.is_alive():
+            error = self._status.error or f"no answer within {LAST_SECONDS:g} s"
+            self._status = self._status._replace(error=error)
+            LOG.warning(
+                "PS %d could not publish its last rows to %s within %g s; readers keep those of step %d: %s",
+                self._order.server,
+                self._order.options.url,
+                LAST_SECONDS,
+                self._status.step,
+                error,
+            )
         for index in self._tables.values():
             self._store.end_changes(index)
 
-    def _end_thread(self, seconds: float) -> None:
+    def _end_thread(self, seconds: float, *, last: bool = False) -> None:
+        if not last:
+            self._ended.set()
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(seconds)
-        self._last = False  # If it hangs in the file system, it must not take what another publisher is to have.
+        self._ended.set()  # If it hangs in the file system, it must not take what another publisher is to have.
 
     @property
     def status(self) -> PublishStatus:
@@ -126,8 +146,11 @@ class Publisher:
             self._publish_or_warn()
             while self._wait():
                 self._publish_or_warn()
-            if self._last:
-                self._publish_or_warn()
+            while not self._ended.is_set():
+                if self._publish_or_warn():
+                    self._status = self._status._replace(complete=True)
+                    return
+                self._ended.wait(LAST_PAUSE)
         except _StoppedError:
             pass
 
@@ -150,24 +173,27 @@ class Publisher:
     def _applied(self) -> int:
         return sum(self._store.statistics(index)["applied"] for index in self._tables.values())
 
-    def _publish_or_warn(self) -> None:
-        """Publishes one entry. Training must not end by what goes wrong here, nor publishing."""
+    def _publish_or_warn(self) -> bool:
+        """Publishes one entry, and returns whether it could. Training must not end by what goes wrong here."""
         try:
             self._publish()
+            return True
         except _StoppedError:
             raise
         except Exception as error:
             self._writer.discard()
-            if not self._stop.is_set():
+            if not self._ended.is_set():
                 self._failed(error)
+            return False
 
     def _publish(self) -> None:
         """Writes a snapshot, or what has changed since the last entry."""
         began, step, writer = time.monotonic(), self._step(), self._writer
         grown = writer.increment_bytes > writer.snapshot_bytes or writer.increments >= MOST_INCREMENTS
-        whole = writer.sequence < 0 or grown or not self._begin(whole=False)
+        whole = self._lost or writer.sequence < 0 or grown or not self._begin(whole=False)
         if whole:
             self._begin(whole=True)
+        self._lost = True  # The store forgets what is taken: if this fails, only all rows have it.
         totals = [[0, 0] for _ in self._tables]
         parts = 0
         for part in self._parts():
@@ -179,11 +205,20 @@ class Publisher:
                 for (name, index), (rows, removed) in zip(self._tables.items(), totals, strict=True)
             ]
             self._retried(lambda: writer.commit("snapshot" if whole else "increment", step, began, tables))
+        self._lost = False
         self._fresh = began
         rows = self._status.rows + sum(rows for rows, _ in totals)
         self._status = self._status._replace(sequence=writer.sequence, step=step, rows=rows)
         self._succeeded()
-        self._retried(writer.remove_old)
+        self._retried(self._remove_old)
+
+    def _remove_old(self) -> None:
+        """Removes old entries. A failure at the end is left, so that it delays nothing: they go with the epoch."""
+        try:
+            self._writer.remove_old()
+        except Exception:
+            if not self._stop.is_set():
+                raise
 
     def _begin(self, *, whole: bool) -> bool:
         """Begins a pass over all tables. Returns whether what has changed is known in all of them."""
@@ -199,7 +234,7 @@ class Publisher:
             for shard in range(config.resolved_shards):
                 more = True
                 while more:
-                    if self._stop.is_set() and not self._last:
+                    if self._ended.is_set():
                         raise _StoppedError("stopped")
                     changes, more = self._store.take_changes(index, shard, most)
                     if not len(changes.ids) and not len(changes.removed):
@@ -235,10 +270,14 @@ class Publisher:
     # --- failures -----------------------------------------------------------------------------------------------
 
     def _retried(self, write: Callable[[], None]) -> None:
-        """Writes until it succeeds, or the publisher is stopped."""
+        """Writes until it succeeds, or nothing more may be written."""
 
         def pause(seconds: float) -> None:
-            if self._stop.wait(seconds):
+            if self._stop.is_set():
+                self._ended.wait(min(seconds, LAST_PAUSE))
+            else:
+                self._stop.wait(seconds)
+            if self._ended.is_set():
                 raise _StoppedError("stopped")
 
         retry(

@@ -42,7 +42,7 @@ class StreamWriter:
         keep: snapshots, or versions of the network, to keep.
 
     Attributes:
-        sequence: number of the last complete entry; -1 before the first.
+        sequence: number of the last entry that is complete, or may be; -1 before the first.
         snapshot_bytes: of the last snapshot.
         increment_bytes: of the increments since.
         increments: number of these.
@@ -59,7 +59,9 @@ class StreamWriter:
         self._keep = keep
         self._parts: list[Part] = []
         self._entries: list[tuple[int, Kind, int]] = []
-        """Sequence, kind and number of parts of the entries that are there."""
+        """Sequence, kind and number of parts of the entries that are there, or may be."""
+        self._whole: list[int] = []
+        """Sequences of the complete snapshots, or networks, that are there."""
         self.sequence = -1
         self.snapshot_bytes = self.increment_bytes = self.increments = 0
 
@@ -75,7 +77,9 @@ class StreamWriter:
         self._parts.append(Part(bytes=size, checksum=checksum_text(crc)))
 
     def discard(self) -> None:
-        """Forgets the parts of the entry in work. Those of the next one take their place."""
+        """Gives up the entry in work. Its number is used again, unless readers may have seen it."""
+        if self._entries:
+            self.sequence = self._entries[-1][0]
         self._parts = []
 
     def commit(self, kind: Kind, step: int, began: float, tables: list[TableChanges]) -> None:
@@ -103,6 +107,8 @@ class StreamWriter:
             parts=self._parts,
         )
         self._storage.sync()
+        if not self._entries or self._entries[-1][0] != sequence:
+            self._entries.append((sequence, kind, len(self._parts)))  # It may be there, whatever `put` raises.
         self._storage.put(self._path(entry_name(sequence, kind)), msgspec.json.encode(entry))
         nbytes = sum(part.bytes for part in self._parts)
         if kind == "increment":
@@ -110,21 +116,22 @@ class StreamWriter:
             self.increments += 1
         else:
             self.snapshot_bytes, self.increment_bytes, self.increments = nbytes, 0, 0
-        self._entries.append((sequence, kind, len(self._parts)))
+        if kind != "increment":
+            self._whole.append(sequence)
         self.sequence, self._parts = sequence, []
 
     def remove_old(self) -> None:
         """Removes the entries before the oldest snapshot, or network, to keep."""
-        whole = [sequence for sequence, kind, _ in self._entries if kind != "increment"]
-        if len(whole) <= self._keep:
+        if len(self._whole) <= self._keep:
             return
-        oldest = whole[-self._keep]
+        oldest = self._whole[-self._keep]
         while self._entries[0][0] < oldest:
             sequence, kind, parts = self._entries[0]
             self._storage.remove(self._path(entry_name(sequence, kind)))  # First: an entry without it is none.
             for part in range(parts):
                 self._storage.remove(self._path(part_name(sequence, part)))
             del self._entries[0]
+        del self._whole[: -self._keep]
 
     def _path(self, name: str) -> str:
         return f"{epoch_name(self._epoch)}/{self._stream}/{name}"

@@ -175,7 +175,8 @@ class EmbeddingPS(Protocol):
         """Ends publishing, if it has begun, and returns how far it came.
 
         Args:
-            last: publish what has changed until now before; that takes 30 s at most.
+            last: publish what has changed until now before, and retry for 30 s. `PublishStatus.complete` says whether
+                that has succeeded.
         """
 
     def import_rows(self, chunk: RowChunk) -> None:

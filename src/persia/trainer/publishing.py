@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from persia.batching.batch import Batch
+from persia.errors import CheckpointError, PublishError
 from persia.metrics.drift import DriftReference
 from persia.nn.dense_step import DenseStep
 from persia.nn.models.registry import description_of
@@ -19,6 +21,8 @@ from persia.publish.format import NETWORK, Epoch
 from persia.publish.publisher import reason
 from persia.publish.storage import open_storage
 from persia.publish.stream import StreamWriter
+from persia.retry import Deadline, retry
+from persia.rpc.fan_out import call_all
 from persia.services import EmbeddingPS
 from persia.trainer.drift import DriftRecorder
 from persia.trainer.options import Declared
@@ -37,6 +41,9 @@ POLL_SECONDS = 0.2
 
 LAST_SECONDS = 60.0
 """Time that the last entries may take at the end of a `fit` call."""
+
+RETRY_SECONDS = 20.0
+"""The last network is retried for so long; the PSs retry their last rows by themselves."""
 
 
 _Read = TypeVar("_Read", bound=Batch | FedBatch | None)
@@ -135,6 +142,14 @@ class Publishing:
         self._last = last
         self._stop.set()
         thread.join(LAST_SECONDS)
+        if thread.is_alive():
+            assert self._options is not None
+            LOG.warning(
+                "Publishing to %s has not ended within %g s; its last rows and network may be missing. Look for what "
+                "hangs: the place, or an embedding PS.",
+                self._options.url,
+                LAST_SECONDS,
+            )
         self._thread = None
 
     def metrics(self) -> dict[str, float]:
@@ -190,6 +205,7 @@ class Publishing:
                 run.write_drift(self._reference())
         except Exception as error:
             LOG.warning("The last changes are not published to %s: %s", self._options.url, reason(error))
+            self._error = reason(error)
 
     def _reference(self) -> DriftReference | None:
         return None if self.drift is None else self.drift.reference()
@@ -267,10 +283,31 @@ class _Run:
         self._alone = True
 
     def end(self, network: _Network | None) -> None:
-        """Ends the publishing of all PSs, after the last changes and this network, if there is one."""
-        ended = [server.end_publishing(network is not None) for server in self._servers]
+        """Ends the publishing of all PSs, after the last changes and this network, if there is one.
+
+        Raises:
+            PublishError: a PS could not publish its last rows. Nor is the network then: readers would wait for them.
+        """
+        last = network is not None
+        ended = call_all([functools.partial(server.end_publishing, last) for server in self._servers])
         if network is None or self._epoch is None:
             return
-        self.write_network(network)
-        if not self._alone and all(status.sequence >= 0 for status in ended):
+        missing = [
+            f"PS {rank} ({status.error or 'it does not publish any more'})"
+            for rank, status in enumerate(ended)
+            if not status.complete or status.epoch != self._epoch.epoch
+        ]
+        if missing:
+            raise PublishError(
+                f"{', '.join(missing)} could not publish the last rows, so the network of step {network.step} is not "
+                "published, either. Readers keep what they have. Publish a checkpoint, or call fit again, once this "
+                "is repaired.",
+                missing=missing,
+            )
+        retry(
+            lambda: self.write_network(network),
+            transient=lambda error: isinstance(error, CheckpointError | PublishError),
+            deadline=Deadline(RETRY_SECONDS),
+        )
+        if not self._alone:
             self._remove_others()

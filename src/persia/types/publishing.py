@@ -83,6 +83,7 @@ class PublishStatus(NamedTuple):
         rows: rows published in this epoch.
         age: seconds since the rows were as they were published last; 0 before the first entry.
         error: why it cannot write at present; empty if it can.
+        complete: whether it has ended, and all changes until then are published.
     """
 
     epoch: int = -1
@@ -91,3 +92,4 @@ class PublishStatus(NamedTuple):
     rows: int = 0
     age: float = 0.0
     error: str = ""
+    complete: bool = False
