@@ -7,7 +7,6 @@ import logging
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ from confluent_kafka import KafkaError
 import persia
 from persia.checkpoint.storage import crc32
 from persia.errors import ConfigError, MissingExtraError, PublishError
-from persia.publish import Publisher, PublishOptions, PublishOrder, Replica, follow, publish_checkpoint
+from persia.publish import Publisher, PublishOptions, PublishOrder, Replica, follow
 from persia.publish.epochs import begin_epoch
 from persia.publish.format import NETWORK
 from persia.publish.storage import open_storage
@@ -28,7 +27,6 @@ from persia.publish.topic.address import parse_address
 from persia.publish.topic.client import TopicClient
 from persia.publish.topic.index import TopicIndex
 from persia.publish.topic.records import CHUNK, FileRecord, RemovalRecord
-from persia.serve import Predictor
 from support.change_log import ChangeLog, advance, assert_equal_rows, begun, outgrow, replica_of
 from support.kafka import Outages, until
 
@@ -253,9 +251,19 @@ def test_records_that_were_deleted_before_they_were_read_are_a_gap(topic, eager)
     assert_equal_rows(replica, log)
 
 
-def test_a_topic_that_was_created_again(topic, kafka):
+def test_a_queue_that_is_shorter_than_what_is_in_flight(topic):
+    log = begun(f"{topic}?message.max.bytes=5200&queue.buffering.max.messages=2")
+    advance(log, 2)
+    assert_equal_rows(replica_of(log), log)
+    place = open_storage(f"{topic}?queue.buffering.max.kbytes=1")
+    with pytest.raises(PublishError, match="Queue full"):  # A publisher tries it again.
+        place.write("a", [memoryview(bytes(10_000))])
+
+
+@pytest.mark.parametrize(("entries", "others"), [(3, 0), (1, 8)], ids=["shorter", "longer"])
+def test_a_topic_that_was_created_again(topic, kafka, entries, others):
     log = begun(topic)
-    advance(log, 3)
+    advance(log, entries)
     follower = follow(topic)
     replica = Replica(follower)
     replica.refresh()
@@ -263,9 +271,14 @@ def test_a_topic_that_was_created_again(topic, kafka):
     new.epoch = 3  # Its run is another one.
     new.train(2)
     new.begin()
+    advance(new, others)
+    new.storage.refresh()
+    follower._storage.refresh()
+    longer = new.storage._position > follower._storage._position
+    assert longer == bool(others)
     follower._storage._client = TopicClient(parse_address(new.url))
     replica.refresh()
-    assert (replica.epoch, replica.steps) == (4, {0: 2})
+    assert (replica.epoch, replica.steps) == (4, {0: 2 + others})
     assert_equal_rows(replica, new)
 
 
@@ -363,29 +376,3 @@ def test_events_without_messages_are_no_progress(topic, monkeypatch):
     reader._reader = Flapping()
     with pytest.raises(PublishError, match="Cannot read"):
         list(reader.messages(0, 0, 1))
-
-
-# --- training and serving -----------------------------------------------------------------------------------
-
-
-def test_a_run_and_a_checkpoint_are_served(topic, tmp_path):
-    data = persia.data.synthetic(600, id_features=2, ids_per_feature=40, dim=4, batch_size=200)
-    trainer = persia.Trainer(
-        persia.nn.models.FFNN(data.schema, hidden=(8,)),
-        data.schema,
-        optimizer=lambda params: torch.optim.Adam(params, 1e-3),
-        embedding_optimizer=persia.optim.Adagrad(lr=0.05),
-        options=persia.TrainerOptions(progress=False, publish=PublishOptions(topic, seconds=0.05)),
-    )
-    trainer.fit(data)
-    batch = next(iter(data))
-    with Predictor(topic, lambda schema: persia.nn.models.FFNN(schema, hidden=(8,))) as predictor:
-        found = predictor.predict(batch)
-        assert (found.step, predictor.state().problem) == (3, "")
-        (expected,) = trainer.predict([batch])
-        np.testing.assert_array_equal(found.probabilities, expected)
-        trainer.save(tmp_path)
-        epoch = publish_checkpoint(tmp_path, topic)
-        predictor.refresh()
-        assert predictor.predict(batch).epoch == epoch
-        np.testing.assert_array_equal(predictor.predict(batch).probabilities, expected)

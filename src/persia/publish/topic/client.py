@@ -37,11 +37,13 @@ class TopicMessage(NamedTuple):
 
     Attributes:
         offset: of the message.
+        time: when it was written, in milliseconds since 1970; -1 if the brokers do not say.
         headers: by name, in order.
         value: content.
     """
 
     offset: int
+    time: int
     headers: list[tuple[str, bytes]] | None
     value: bytes | None
 
@@ -121,7 +123,9 @@ class TopicClient:
                 for message in fetched:
                     position = max(position, self._position(message))
                     if message.error() is None and message.offset() < end:
-                        yield TopicMessage(message.offset(), message.headers(), message.value())
+                        yield TopicMessage(
+                            message.offset(), int(message.timestamp()[1]), message.headers(), message.value()
+                        )
                 if position > before:
                     due = time.monotonic() + ANSWER_SECONDS
                 elif time.monotonic() > due:
@@ -166,6 +170,8 @@ class TopicClient:
             kind: of the messages.
             messages: keys and values.
         """
+        from confluent_kafka import KafkaError
+
         writer, offsets, failures = self._writer(), dict[int, int](), list[Any]()
 
         def delivered(number: int, error: Any, message: Any) -> None:
@@ -183,18 +189,22 @@ class TopicClient:
 
         sent = 0
         for key, value in messages:
-            self._ask(
-                "write to",
-                functools.partial(
-                    writer.produce,
-                    self._address.topic,
-                    value=value,
-                    key=key,
-                    partition=partition,
-                    headers=[(HEADER, kind)],
-                    on_delivery=functools.partial(delivered, sent),
-                ),
+            produce = functools.partial(
+                writer.produce,
+                self._address.topic,
+                value=value,
+                key=key,
+                partition=partition,
+                headers=[(HEADER, kind)],
+                on_delivery=functools.partial(delivered, sent),
             )
+            try:
+                self._ask("write to", produce)
+            except PublishError as error:
+                if error.fields["code"] != KafkaError._QUEUE_FULL:
+                    raise
+                wait(0, sent)  # Settings in the URL can make librdkafka's queue shorter than `IN_FLIGHT`.
+                self._ask("write to", produce)
             sent += 1
             wait(IN_FLIGHT, sent)
             if failures:
@@ -223,12 +233,14 @@ class TopicClient:
         self._error = error
 
     def _ask(self, action: str, call: Callable[[], T]) -> T:
-        from confluent_kafka import KafkaException
+        from confluent_kafka import KafkaError, KafkaException
 
         try:
             return call()
         except KafkaException as failed:
             raise self._failure(action, failed.args[0]) from failed
+        except BufferError as failed:  # The producer's queue is full.
+            raise self._failure(action, KafkaError(KafkaError._QUEUE_FULL)) from failed
 
     def _failure(self, action: str, error: Any) -> PublishError:
         if action == "read":

@@ -10,7 +10,7 @@ from persia.checkpoint.storage import crc32
 from persia.errors import PublishError
 from persia.kafka_client import require_library
 from persia.publish.topic.address import parse_address
-from persia.publish.topic.client import TopicClient
+from persia.publish.topic.client import TopicClient, TopicMessage
 from persia.publish.topic.index import TopicIndex
 from persia.publish.topic.records import (
     CHUNK,
@@ -70,6 +70,8 @@ class TopicStorage:
         self._index = TopicIndex()
         self._position: int | None = None
         """Offset up to which records have been read; None before the first."""
+        self._last: TopicMessage | None = None
+        """The last message that was read. If another one is in its place, the topic was created again."""
         self._refreshed = 0.0
         self._partitions = 0
         self._renewed: dict[str, tuple[bytes, float]] = {}
@@ -80,38 +82,55 @@ class TopicStorage:
     def refresh(self) -> None:
         """Reads new records. Messages that are none are refused: `problem` says why."""
         low, high = self._client.bounds(0)
-        if self._position is None or high < self._position:  # It is new here, or the topic was created again.
-            self._index.clear()
-            self._position = self._start(low, high)
-        self.problem = ""
-        for offset, found in self._records(max(low, self._position), high):
-            if isinstance(found, str):
-                self.problem = self.problem or found
-            else:
-                self._index.apply(offset, found)
-            self._position = offset + 1
-        self._position = high
+        if self._position is None or high < self._position or not self._read(self._position, low, high):
+            self._index.clear()  # It is new here, or the topic was created again.
+            self._position = self._last = None
+            self._read(self._start(low, high), low, high)
         self._index.forget_before(low)
         self._refreshed = time.monotonic()
+
+    def _read(self, position: int, low: int, high: int) -> bool:
+        """Reads the records from a position on. Returns False if the last message before it is not there any more."""
+        self.problem = ""
+        begin, last = max(low, position), self._last
+        if last is not None and low <= last.offset and begin < high:
+            begin = last.offset
+        for message, found in self._records(begin, high):
+            if last is not None and message.offset <= last.offset:
+                if message != last:
+                    return False
+                continue
+            if isinstance(found, str):
+                self.problem = self.problem or found
+            elif found is not None:
+                self._index.apply(message.offset, found)
+            self._position, self._last = message.offset + 1, message
+        self._position = high
+        return True
 
     def _start(self, low: int, high: int) -> int:
         """Returns the offset from which to read, so that all files are known."""
         tail = TAIL
         while (begin := max(low, high - tail)) > low:
-            found = [record.begin for _, record in self._records(begin, high) if not isinstance(record, str)]
+            found = [
+                record.begin
+                for _, record in self._records(begin, high)
+                if isinstance(record, FileRecord | RemovalRecord)
+            ]
             if found:
                 return max(low, min(found))
             tail *= 8
         return low
 
-    def _records(self, begin: int, end: int) -> Iterator[tuple[int, Record | str]]:
-        """Yields offsets and records; for messages that are none, says why."""
+    def _records(self, begin: int, end: int) -> Iterator[tuple[TopicMessage, Record | str | None]]:
+        """Yields messages with their records; None for those of chunks, and why for those that are of no use."""
         for message in self._client.messages(0, begin, end):
             try:
-                if kind_of(message.headers) == "record":
-                    yield message.offset, decode_record(message.value, message.offset)
+                record = decode_record(message.value, message.offset) if kind_of(message.headers) == "record" else None
             except ValueError as error:
-                yield message.offset, f"Message {message.offset} in partition 0 of {self.url} {error}."
+                yield message, f"Message {message.offset} in partition 0 of {self.url} {error}."
+            else:
+                yield message, record
 
     def full(self, path: str = "") -> str:
         """Returns the path with the URL, for messages."""
