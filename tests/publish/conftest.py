@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from support import s3
 from support.change_log import begun
+from support.webhdfs import webhdfs
+
+bucket, endpoint = s3.bucket, s3.endpoint  # fixtures
 
 
 @pytest.fixture
@@ -19,10 +23,22 @@ def topic(kafka):
     return f"kafka://{kafka.bootstrap}/{kafka.topic}"
 
 
+@pytest.fixture
+def hdfs(tmp_path):
+    """The URL of a directory of a server of WebHDFS."""
+    with webhdfs(tmp_path) as root:
+        yield f"{root}/log"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return str(tmp_path / "log")
+
+
 @pytest.fixture(params=["directory", "topic"])
-def url(request, tmp_path):
-    """The URL of a place for a log."""
-    return str(tmp_path / "log") if request.param == "directory" else request.getfixturevalue("topic")
+def url(request):
+    """The URL of a place for a log; see `support.change_log.everywhere`."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from persia.errors import PublishError
 from persia.publish import ModelDescription, Replica, RowsUpdate, follow
 from persia.publish.epochs import begin_epoch
 from persia.publish.format import EPOCH_FILE, MAX_MODEL_BYTES, MODEL_FILE, LogEntry, epoch_name
-from support.change_log import ChangeLog, advance, assert_equal_rows
+from support.change_log import ChangeLog, advance, assert_equal_rows, everywhere
 
 SCHEMA = persia.Schema([persia.IdFeature("item", 3), persia.IdFeature("user", 2, pooling=None, max_length=4)])
 
@@ -32,6 +32,7 @@ def outgrow(log):
         advance(log)
 
 
+@everywhere()
 @pytest.mark.parametrize("servers", [1, 2])
 def test_it_follows_snapshots_and_increments(url, servers):
     log = ChangeLog(url, servers)
@@ -60,6 +61,7 @@ def test_a_lookup_says_which_ids_have_a_row(log, replica):
     np.testing.assert_array_equal(rows, [row, [0, 0, 0]])
 
 
+@everywhere(pytest.mark.slow)
 def test_removed_rows_are_gone_after_the_next_increment(log, replica):
     gone: set[int] = set()
     for _ in range(20):
@@ -71,6 +73,7 @@ def test_removed_rows_are_gone_after_the_next_increment(log, replica):
     assert gone
 
 
+@everywhere()
 def test_an_empty_place_and_one_that_has_not_begun(url):
     replica = Replica(follow(url))
     replica.refresh()
@@ -121,6 +124,7 @@ def test_a_damaged_increment_is_replaced_by_the_next_snapshot(log, replica, file
     assert not replica.problem
 
 
+@everywhere(pytest.mark.slow)
 @pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "empty"])
 def test_a_damaged_snapshot_is_replaced_by_the_one_before(log, how):
     outgrow(log)
@@ -164,6 +168,7 @@ def test_files_of_another_run_are_refused(log, replica):
     assert "belongs elsewhere" in replica.problem
 
 
+@everywhere()
 def test_a_new_epoch_replaces_everything_at_once(url):
     log = ChangeLog(url, 2)
     log.train(3)
@@ -243,9 +248,11 @@ def test_rows_that_the_manifest_does_not_announce_are_refused(log, replica):
     assert "its manifest says" in replica.problem
 
 
-def test_a_damaged_epoch_file_leaves_the_reader_where_it_is(log, replica):
+@everywhere()
+@pytest.mark.parametrize("data", [b"{}", b""])
+def test_a_damaged_epoch_file_leaves_the_reader_where_it_is(log, replica, data):
     log.begin()
-    log.storage.put(f"{epoch_name(1)}/{EPOCH_FILE}", b"{}")
+    log.storage.put(f"{epoch_name(1)}/{EPOCH_FILE}", data)
     replica.refresh()
     assert "epoch.json" in replica.problem
     assert replica.epoch == 0
@@ -281,6 +288,7 @@ def test_an_update_that_is_rejected_is_replaced_by_the_next_snapshot(log):
     assert sequences[-1][0] > 1
 
 
+@everywhere()
 def test_the_description_of_an_epoch(log):
     follower = follow(log.url)
     assert follower.description() is None

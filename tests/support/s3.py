@@ -9,14 +9,13 @@ from uuid import uuid4
 
 import pytest
 
-pytest.importorskip("s3fs")
-server = pytest.importorskip("moto.server")
-
 __all__ = ["bucket", "endpoint"]
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
