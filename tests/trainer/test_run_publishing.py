@@ -133,14 +133,15 @@ def batches_before(url, call):
     yield from data[4:]
 
 
-def test_the_last_rows_and_network_are_retried(tmp_path):
+@pytest.mark.parametrize("what", ["", "network"])
+def test_the_last_rows_and_network_are_retried(tmp_path, what):
     url = tmp_path / "log"
     run = trainer(url)
     with ExitStack() as broken:
         repair = threading.Timer(1.5, broken.close)
 
         def fail():
-            broken.enter_context(unwritable(url / "epoch-0000000000"))
+            broken.enter_context(unwritable(url / "epoch-0000000000" / what))
             repair.start()
 
         run.fit(batches_before(url, fail))
