@@ -1,6 +1,7 @@
 """`persia bench rates` and `persia plan`, as a user types them."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -55,7 +56,8 @@ def test_a_plan_of_saved_rates(run, monkeypatch):
     from persia.cli.run_config import RunConfig
     from persia.config import convert, load
     from persia.plan import Rates, RateSource, save_rates
-    from persia.plan.rates import BatchShape, CheckpointRate, RowRate, StepRate, WorkloadRate
+    from persia.plan.rates import BatchShape, CheckpointRate, RowRate, StepRate, WireRate, WorkloadRate
+    from persia.units import format_bytes
 
     monkeypatch.chdir(run)
     names = ("id_0", "id_1")
@@ -78,6 +80,16 @@ def test_a_plan_of_saved_rates(run, monkeypatch):
     # Processes need the costs of calls, which nobody has measured.
     on_ray = ["plan", "run.toml", "--rows", "id_0=1000", "--rows", "id_1=1e6", "--set", "cluster.kind=ray"]
     assert "cost of calls between processes" in str(CliRunner().invoke(app, on_ray).exception)
+    # With processes, the plan says what regions must hold.
+    save_rates("rates.json", Rates(1, [RateSource("here", 2, "0", "today", "")], wire=WireRate(1e-5, 1e-9, 1e9)))
+    assert "/dev/shm" not in shown.output
+    shown = CliRunner().invoke(app, [*on_ray, "--json", "plan.json"])
+    plan = json.loads((run / "plan.json").read_text())
+    reserved = format_bytes(plan["place"]["ps"]["memory"])
+    assert f"Embedding PSs need {reserved} of RayOptions.regions on each host of kind 'this-host'." in shown.output
+    assert "sudo mount -o remount,size=95% /dev/shm" in shown.output
+    system = os.statvfs("/dev/shm")
+    assert plan["hosts"][0]["kind"]["memory"] <= system.f_blocks * system.f_frsize
 
 
 @pytest.mark.slow

@@ -1,15 +1,31 @@
 """Plans: processes and hosts for a rate, what limits it, and what is refused."""
 
 import math
+import re
+from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec import structs
 
+import persia
 from persia import IdFeature, Schema
+from persia.cluster.ray.layout import REGIONS, HostLayout, RayNode, demands_of
 from persia.cluster.ray.placement import read_place
 from persia.errors import ConfigError
-from persia.plan import HostKind, PlanRequest, Rates, Topology, cluster_file, place_of, plan_deployment, planned_tables
+from persia.plan import (
+    ENLARGE_REGIONS,
+    HostKind,
+    PlanRequest,
+    Rates,
+    Topology,
+    cluster_file,
+    place_of,
+    plan_deployment,
+    planned_tables,
+)
+from persia.plan.placement import PLACE_ROLES
 from persia.plan.rates import (
     BatchShape,
     CheckpointRate,
@@ -207,17 +223,18 @@ def test_compression_and_several_nn_workers_change_traffic():
     assert short["embedding_ps"] == plain["embedding_ps"]
 
 
+GPU = HostKind("gpu", 96, 10**12, ("nn_worker",), network=12.5e9, gpus=8)
+
+
 def test_the_cluster_file_fits_the_schema_of_ray_up():
     import importlib.util
     import json
-    from pathlib import Path
 
     yaml = pytest.importorskip("yaml")
     jsonschema = pytest.importorskip("jsonschema")
     if (ray := importlib.util.find_spec("ray")) is None:
         pytest.skip('Ray is not installed: pip install "persia[ray]"')
-    gpu = HostKind("gpu", 96, 10**12, ("nn_worker",), network=12.5e9, gpus=8)
-    plan = plan_deployment(request(30_000_000, [gpu, HostKind("rest", 8, 10**9, network=1e9)], rate=2_000_000))
+    plan = plan_deployment(request(30_000_000, [GPU, HostKind("rest", 8, 10**9, network=1e9)], rate=2_000_000))
     config = yaml.safe_load(cluster_file(plan, "persia plan run.toml"))
     jsonschema.validate(config, json.loads((Path(ray.origin).parent / "autoscaler" / "ray-schema.json").read_text()))
     kinds = config["available_node_types"]
@@ -230,3 +247,68 @@ def test_the_cluster_file_fits_the_schema_of_ray_up():
     hosts = kinds["rest"]["min_workers"]
     assert place["ps"]["memory"] * processes <= hosts * kinds["rest"]["resources"]["memory"]
     assert place["ps"].keys() == {"resources", "memory"}
+
+
+def launched(text):
+    """The hosts that `ray up` starts with a cluster file; `/dev/shm` has half of the memory, unless the file says."""
+    yaml = pytest.importorskip("yaml")
+    config = yaml.safe_load(text)
+    enlarged = re.findall(r"mount -o remount,size=(\d+)% /dev/shm", "\n".join(config["worker_start_ray_commands"]))
+    share = int(enlarged[0]) / 100 if enlarged else 0.5
+    nodes = []
+    for name, kind in config["available_node_types"].items():
+        resources = {**kind["resources"], REGIONS: share * kind["resources"].get("memory", 10**10)}
+        for i in range(kind.get("min_workers", 1)):
+            nodes.append(RayNode(f"{name}/{i:03}", f"{name}/{i:03}", resources, resources, {}))
+    return nodes
+
+
+def written_cluster(text):
+    """The cluster in a comment of a cluster file."""
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+    (program,) = re.findall(r"^# (persia\.cluster\.Ray\(.*\))$", text, re.MULTILINE)
+    return eval(program, {"persia": persia}), dict(re.findall(r"(\w+s)=(\d+)", program))
+
+
+@pytest.mark.parametrize(
+    ("rows", "hosts", "changes", "expected"),
+    [
+        # Rows take three quarters of a host.
+        (30_000_000, [GPU, HostKind("rest", 8, 10**9, network=1e9)], {"rate": 2_000_000}, {"gpu": 4, "rest": 6}),
+        # Two PSs on each host, and all roles beside them.
+        (20_000_000, [HostKind("on", 8, 2 * 10**9, count=2)], {"counts": {**ONE, "embedding_ps": 4}}, {"on": 2}),
+        # Rows beyond memory: PSs reserve all that there is for rows.
+        (2_000_000, [HostKind("yes", 8, 2 * 10**8, count=1, disk=10**11)], {}, {"yes": 1}),
+        # Hosts for rows alone.
+        (1_000_000, [HostKind("null", 8, 10**9, ("embedding_ps",)), HostKind("y", 8, 10**9)], {}, {"null": 1, "y": 1}),
+    ],
+)
+def test_the_roles_of_a_plan_are_on_the_hosts_of_its_cluster_file(rows, hosts, changes, expected):
+    plan = plan_deployment(request(rows, hosts, **changes))
+    text = cluster_file(plan, "persia plan run.toml")
+    nodes = launched(text)
+    cluster, counts = written_cluster(text)
+    assert counts == {PLACE_ROLES[role.role]: str(role.processes) for role in plan.roles}
+    assert cluster.place == read_place(place_of(plan))
+    processes = {role.role: role.processes for role in plan.roles}
+    layout = HostLayout(demands_of(cluster.place, processes, cluster.options), nodes)
+    for host in plan.hosts:
+        assert host.number == expected[host.kind.name]
+        for role in host.roles:
+            chosen = Counter(layout.node_of(role, rank) for rank in range(processes[role]))
+            assert {node.split("/")[0] for node in chosen} == {host.kind.name}
+            assert max(chosen.values()) <= math.ceil(processes[role] / host.number)
+
+
+def test_hosts_of_the_cluster_file_start_as_those_of_the_guide():
+    yaml = pytest.importorskip("yaml")
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guide" / "cluster.md"
+    blocks = re.findall(r"```yaml\n(.*?)```", guide.read_text(), re.DOTALL)
+    (launcher,) = [config for config in map(yaml.safe_load, blocks) if "cluster_name" in config]
+    config = yaml.safe_load(cluster_file(plan_deployment(request()), "persia plan run.toml"))
+    for key in ("file_mounts", "setup_commands", "head_start_ray_commands", "worker_start_ray_commands"):
+        assert config[key] == launcher[key], key
+    (keys,) = config["file_mounts"]
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        assert f"export PERSIA_CURVE_KEYS={keys};" in config[key][-1]
+    assert ENLARGE_REGIONS in config["worker_start_ray_commands"]

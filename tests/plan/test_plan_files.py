@@ -4,12 +4,13 @@ import msgspec
 import pytest
 
 from persia.errors import ConfigError
+from persia.memory import host_memory
 from persia.plan import HostKind, Rates, RateSource, load_hosts, load_rates, save_rates, this_host
 from persia.plan.rates import DiskRate, RowRate
 
 HOSTS = """
 [[hosts]]
-name = "memory"
+name = "rows"
 roles = ["embedding_ps"]
 count = 30
 cores = 416
@@ -32,8 +33,8 @@ def hosts_of(tmp_path, text):
 
 
 def test_hosts(tmp_path):
-    memory, rest = hosts_of(tmp_path, HOSTS)
-    assert memory == HostKind("memory", 416, 12 * 10**12, ("embedding_ps",), 30, 10**12, 4e9, 0)
+    rows, rest = hosts_of(tmp_path, HOSTS)
+    assert rows == HostKind("rows", 416, 12 * 10**12, ("embedding_ps",), 30, 10**12, 4e9, 0)
     assert (rest.count, rest.disk, rest.network, rest.gpus) == (None, 0, None, 8)
     assert "embedding_ps" in rest.roles
 
@@ -43,7 +44,13 @@ def test_hosts(tmp_path):
     [
         (("cores = 416", "cores = 0"), r"hosts\[0\]\.cores = 0; expected at least 1"),
         (('["embedding_ps"]', '["ps"]'), r"hosts\[0\]\.roles: 'ps'; expected some of: embedding_ps"),
-        (('"rest"', '"memory"'), r"distinct names"),
+        (('"rest"', '"rows"'), r"distinct names"),
+        (('"rest"', '"memory"'), "Invalid name 'memory' of a kind of hosts; .* none of: head, memory, object_store"),
+        (('"rest"', '"object_store_memory"'), "Invalid name 'object_store_memory'"),
+        (('"rest"', '"head"'), "Invalid name 'head'"),
+        (('"rest"', '"GPU"'), "Invalid name 'GPU' of a kind of hosts; expected a lower-case letter"),
+        (('"rest"', '"a: 1"'), "Invalid name 'a: 1'"),
+        (('"rest"', '""'), "Invalid name ''"),
         (('"12TB"', '"12 boxes"'), r"hosts\[0\]\.memory"),
         (("gpus = 8", "gpu = 8"), "gpu"),
         (("cores = 30", ""), "cores"),
@@ -61,6 +68,12 @@ def test_hosts_that_are_not_there(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_hosts(str(tmp_path / "none.toml"))
     assert this_host().cores >= 1
+
+
+def test_regions_limit_the_memory_of_this_host(tmp_path):
+    # Of regions on a disk, their file system; so the test does not depend on the size of /dev/shm.
+    assert this_host(str(tmp_path)).memory == host_memory(str(tmp_path)).total
+    assert this_host("").memory == this_host().memory == host_memory().total
 
 
 def rates(machine="a", rows=None, disk=None, sharing=None):

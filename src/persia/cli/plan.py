@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 import sys
@@ -72,7 +73,7 @@ def plan(
     missing is an error that names the command.
     """
     from persia.cli import ui as out
-    from persia.plan import cluster_file, load_hosts, load_rates, plan_deployment, this_host
+    from persia.plan import cluster_file, load_hosts, load_rates, plan_deployment
     from persia.units import parse_count
 
     wanted = {}
@@ -84,9 +85,9 @@ def plan(
     run = read_config(config, overrides)
     measured = load_rates(rates or ["rates.json"])
     rate = None if samples_per_second is None else float(parse_count(samples_per_second, "--samples-per-second"))
-    request = request_of(run, measured, wanted)._replace(
-        hosts=load_hosts(hosts) if hosts else [this_host()], samples_per_second=rate, zipf=zipf
-    )
+    request = request_of(run, measured, wanted)._replace(samples_per_second=rate, zipf=zipf)
+    if hosts:
+        request = request._replace(hosts=load_hosts(hosts))
     found = plan_deployment(request)
     _print(found, request, measured)
     if ray_file is not None:
@@ -245,9 +246,8 @@ def request_of(run: RunConfig, measured: Rates, rows: dict[str, int]) -> PlanReq
     declared = {
         name: table.memory_rows for name, table in schema.resolved_tables().items() if table.memory_rows is not None
     }
-    return PlanRequest(
-        tables, [this_host()], measured, workload, topology, depth, threads=threads, memory_rows=declared
-    )
+    here = this_host(cluster.ray.regions if apart else "")
+    return PlanRequest(tables, [here], measured, workload, topology, depth, threads=threads, memory_rows=declared)
 
 
 def run_key(run: RunConfig) -> str:
@@ -302,6 +302,7 @@ def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates) -> None
     from rich.table import Table
 
     from persia.cli import ui as out
+    from persia.plan import ENLARGE_REGIONS
     from persia.units import format_bytes, format_count, format_seconds
 
     for source in measured.sources:
@@ -326,6 +327,14 @@ def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates) -> None
         sizes = [format_bytes(host.memory), format_bytes(host.disk)]
         hosts.add_row(host.kind.name, f"{host.number:,}", host.needed_for, *sizes, processes)
     out.CONSOLE.print(hosts)
+    servers = next((host for host in found.hosts if host.reserved), None)
+    if request.topology.apart and servers is not None:
+        of_each = math.ceil(servers.roles["embedding_ps"] / servers.number) * servers.reserved
+        typer.echo(
+            f"Embedding PSs need {format_bytes(of_each)} of RayOptions.regions on each host of kind "
+            f"{servers.kind.name!r}. Its default /dev/shm is often half of the memory: the file of --ray-file enlarges "
+            f"it; elsewhere run {ENLARGE_REGIONS}"
+        )
     roles = Table(title=f"roles at {found.samples_per_second:,.0f} samples/s")
     for column in ("role", "processes", "busy cores", "in, each", "out, each"):
         roles.add_column(column, justify="left" if column == "role" else "right")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,11 @@ from persia.units import parse_bandwidth, parse_bytes
 __all__ = ["ROLES", "HostKind", "host_of", "load_hosts", "this_host"]
 
 ROLES = ("embedding_ps", "embedding_worker", "data_loader", "nn_worker")
+
+NAME = re.compile(r"[a-z][a-z0-9_-]{0,62}")
+"""Names of kinds of hosts, as the labels of Google Cloud have them. So they are no `CPU` or `GPU`."""
+RESERVED = ("head", "memory", "object_store_memory")
+"""The type of the head in a cluster file, and resources of Ray."""
 
 
 class _HostFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +47,7 @@ class HostKind(msgspec.Struct, frozen=True):
     """Hosts that are alike.
 
     Attributes:
-        name: of the kind; also the resource by which Ray finds these hosts.
+        name: of the kind; also the resource by which Ray finds these hosts, and their type in a cluster file.
         cores: of each host, as the operating system counts them.
         memory: bytes of each host that processes may use.
         roles: the roles that may run there.
@@ -49,6 +55,9 @@ class HostKind(msgspec.Struct, frozen=True):
         disk: bytes of SSD of each host for rows beyond memory.
         network: bytes/s of each host, in each direction; None if the processes share one host.
         gpus: of each host.
+
+    Raises:
+        ConfigError: the name is not valid.
     """
 
     name: str
@@ -59,6 +68,15 @@ class HostKind(msgspec.Struct, frozen=True):
     disk: int = 0
     network: float | None = None
     gpus: int = 0
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name) or self.name in RESERVED:
+            raise ConfigError(
+                f"Invalid name {self.name!r} of a kind of hosts; expected a lower-case letter and up to 62 lower-case "
+                f"letters, digits, '-' or '_', and none of: {', '.join(RESERVED)}. It is a type of hosts in a cluster "
+                "file, and a resource of Ray.",
+                field="hosts",
+            )
 
 
 def load_hosts(path: str) -> list[HostKind]:
@@ -105,9 +123,13 @@ def _host_kind(fields: _HostFields, where: str) -> HostKind:
     )
 
 
-def this_host() -> HostKind:
-    """Returns this machine, on which all roles run. It has no disk for rows: name one in a hosts file."""
-    return HostKind("this-host", len(os.sched_getaffinity(0)), host_memory().total, count=1)
+def this_host(regions: str = "") -> HostKind:
+    """Returns this machine, on which all roles run. It has no disk for rows: name one in a hosts file.
+
+    Args:
+        regions: directory of the rows of PSs, which limits their memory; empty if rows are in that of the processes.
+    """
+    return HostKind("this-host", len(os.sched_getaffinity(0)), host_memory(regions or None).total, count=1)
 
 
 def host_of(kinds: Sequence[HostKind], role: str) -> HostKind:

@@ -7,7 +7,10 @@ from typing import Any
 
 from persia.plan.deployment import DeploymentPlan, HostPlan
 
-__all__ = ["PLACE_ROLES", "cluster_file", "place_of"]
+__all__ = ["ENLARGE_REGIONS", "PLACE_ROLES", "cluster_file", "place_of"]
+
+ENLARGE_REGIONS = "sudo mount -o remount,size=95% /dev/shm"
+"""Command for a host of PSs: regions may take the 90 % of memory that a plan gives to rows, beside files of Ray."""
 
 PLACE_ROLES = {
     "embedding_ps": "ps", "embedding_worker": "embedding_workers", "data_loader": "data_loaders",
@@ -15,8 +18,24 @@ PLACE_ROLES = {
 }  # fmt: skip
 """Names of the arguments of `persia.cluster.Ray` by role; `place` has the role `embedding_ps` as "ps"."""
 
+OPTIONS = 'options=persia.cluster.RayOptions(address="auto")'
+
 LITTLE = 0.001
 """Of a host's own resource, of which it has 1: any number of processes fit, and on no other host."""
+
+PREPARE = f"""\
+file_mounts: {{ ~/persia.keys: ./persia.keys }}
+setup_commands: ['pip install "persia[ray]"']
+head_start_ray_commands:
+  - ray stop
+  - export PERSIA_CURVE_KEYS=~/persia.keys; ulimit -n 65536;
+    ray start --head --port=6379 --autoscaling-config=~/ray_bootstrap_config.yaml
+worker_start_ray_commands:
+  - ray stop
+  - {ENLARGE_REGIONS}  # For rows; it is often half of the memory.
+  - export PERSIA_CURVE_KEYS=~/persia.keys; ulimit -n 65536; ray start --address=$RAY_HEAD_IP:6379
+"""
+"""End of a cluster file: keys, without which roles listen on no address that other hosts reach, and space for rows."""
 
 
 def place_of(plan: DeploymentPlan) -> dict[str, dict[str, Any]]:
@@ -47,7 +66,9 @@ def cluster_file(plan: DeploymentPlan, command: str) -> str:
     arguments = ", ".join(f"{name}={count}" for name, count in counts.items())
     lines = [
         f"# {command}",
-        f'# persia.cluster.Ray({arguments}, place={json.dumps(place_of(plan))}, options=RayOptions(address="auto"))',
+        f"# persia.cluster.Ray({arguments}, place={json.dumps(place_of(plan))}, {OPTIONS})",
+        "# Keys, made here once: python -c 'import persia.rpc; persia.rpc.make_keys(\"persia.keys\")'",
+        "# On the head, the program needs PERSIA_CURVE_KEYS=~/persia.keys",
         *_tables(plan),
         "cluster_name: persia",
         f"max_workers: {sum(host.number for host in plan.hosts)}",
@@ -60,11 +81,8 @@ def cluster_file(plan: DeploymentPlan, command: str) -> str:
     ]
     for host in plan.hosts:
         lines += _node_type(host)
-    lines += [
-        "head_node_type: head",
-        "setup_commands: ['pip install \"persia[ray]\"']",
-    ]
-    return "\n".join(lines) + "\n"
+    lines.append("head_node_type: head")
+    return "\n".join(lines) + "\n" + PREPARE
 
 
 def _tables(plan: DeploymentPlan) -> list[str]:
@@ -86,7 +104,7 @@ def _node_type(host: HostPlan) -> list[str]:
         resources["GPU"] = kind.gpus
     roles = ", ".join(f"{count} x {role}" for role, count in host.roles.items())
     return [
-        f"  {kind.name}:  # {roles}; as many for their {host.needed_for}",
+        f"  {json.dumps(kind.name)}:  # {roles}; as many for their {host.needed_for}",
         f"    min_workers: {host.number}",
         f"    max_workers: {host.number}",
         f"    resources: {json.dumps(resources)}",
