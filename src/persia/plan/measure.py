@@ -49,6 +49,8 @@ DEADLINE = 60.0
 CALL_BYTES = 4 << 20
 CHECKPOINT_ROWS = 1_000_000
 COLD_ROWS = 400_000
+MOVED_IDS = 1024
+"""Of a request for rows on disk: so few that each has a page of its own, as in the large files of training."""
 DISK_BYTES = 512 << 20
 READ_BYTES = 4096
 WRITE_BYTES = 64 << 10
@@ -304,12 +306,13 @@ def _moved_row(path: Path) -> float:
     store.create_table(TableConfig("rates", 16, capacity=COLD_ROWS, memory_rows=hot), spill=str(path / "rows"))
     out = np.empty((REQUEST_IDS, 16), np.float32)
     ids = np.arange(COLD_ROWS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    shuffled, spent, before = np.random.default_rng(0).permutation(ids), 0.0, 0
-    # The second pass over the shuffled rows is measured: by then there are records to compact.
-    for order in (ids, shuffled, shuffled):
+    rng, spent, before = np.random.default_rng(0), 0.0, 0
+    # The third pass is measured: by then there are records to compact. Its order is a new one: rows left in that of the
+    # second, and would come back from pages beside one another.
+    for order, count in ((ids, REQUEST_IDS), (rng.permutation(ids), REQUEST_IDS), (rng.permutation(ids), MOVED_IDS)):
         before, began = store.tier_counts(0)["promoted"], time.process_time()
-        for start in range(0, COLD_ROWS, REQUEST_IDS):
-            request = order[start : start + REQUEST_IDS]
+        for start in range(0, COLD_ROWS, count):
+            request = order[start : start + count]
             store.lookup([0], [request], True, [out[: len(request)]])
         spent = time.process_time() - began
     return spent / (store.tier_counts(0)["promoted"] - before)
