@@ -4,10 +4,11 @@
 
 The hosts and the model are those of the paper (arXiv 2111.05897, section 6): 30 m2-ultramem-416 as embedding PSs, 100
 c2-standard-30 as embedding workers, 8 a2-highgpu-8g with 8 A100 each; 6.25 to 100 trillion parameters in rows of 128.
-The costs of PSs, embedding workers and calls are measured on this machine, a moment before. Not in the paper, so
-assumed here, and said with each result: 26 ID-type features, batches of 4,096 samples, networks of 32 Gbit/s (100 for
-hosts with GPUs), fp16 between embedding workers and NN workers. No A100 was here: a step of the paper's network takes
-14 ms on an H100 (`gpu.ffnn_paper_vs_dense_only`), and results are given for other times, too.
+The costs of PSs, embedding workers, calls and rows that come from an SSD (PERSIA_SSD, else that of temporary files) are
+measured on this machine, a moment before, and so is the speed of a checkpoint. Not in the paper, so assumed here, and
+said with each result: 26 ID-type features, batches of 4,096 samples, networks of 32 Gbit/s (100 for hosts with GPUs),
+fp16 between embedding workers and NN workers, reads of SSDs. No A100 was here: a step of the paper's network takes 14
+ms on an H100 (`gpu.ffnn_paper_vs_dense_only`), and results are given for other times, too.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks import runner
+from benchmarks.ssd import ssd
 from persia import IdFeature, Schema
 from persia.batching.batch import Batch, IdColumn
 from persia.plan import PlannedTable, Topology, bytes_of, planned_tables
 from persia.plan.cache import distinct_ids, missing_share
 from persia.plan.load import batch_traffic
-from persia.plan.measure import measure_rows, measure_wire
+from persia.plan.measure import measure_checkpoint, measure_disk, measure_rows, measure_wire
 from persia.plan.rates import BatchShape
 from persia.plan.simulate import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
 from persia.plan.workload import measure_server, measure_worker
@@ -50,6 +52,8 @@ STEP_SECONDS = {
 STEPS = {"smoke": 8, "laptop": 12, "full": 40}
 STEP = 0.014
 """Seconds of a step, as on an H100."""
+SPILLED = 10
+"""Of so many rows of the table of `plan.paper` with rows on SSD, one is in memory."""
 SSD_MEMORY = 3e12
 """Bytes of memory of a host with an SSD tier, a quarter of the paper's."""
 READS = 1e6
@@ -95,10 +99,22 @@ def paper(preset: str) -> Iterator[runner.Measure]:
             "fits": fits[name],
         }
         yield runner.Measure(f"plan.paper.{name}", float(size), "bytes", details=details)
-    details = {"of": "bytes of bfloat16 rows with row-wise state over 360 TB", "fits": fits}
     _, (table,) = tables_of("bfloat16", RowwiseAdagrad(0.05), rows)
-    share = bytes_of(table, SERVERS).memory / (SERVERS * PAPER_MEMORY)
-    yield runner.Measure("plan.paper", share, "ratio", details=details)
+    whole, spilled = bytes_of(table, SERVERS), bytes_of(table, SERVERS, rows // SPILLED)
+    speed = measure_checkpoint().write
+    details = {
+        "of": "bytes of bfloat16 rows with row-wise state over 360 TB",
+        "fits": fits,
+        "with a tenth of the rows in memory": {
+            "bytes of memory": spilled.memory,
+            "hosts of 12 TB": -(-spilled.memory // int(0.9 * PAPER_MEMORY)),
+            "bytes of SSD": spilled.disk,
+        },
+        "checkpoint": {
+            "bytes": whole.checkpoint, "bytes/s here": speed, "days": whole.checkpoint / speed / 86_400,
+        },
+    }  # fmt: skip
+    yield runner.Measure("plan.paper", whole.memory / (SERVERS * PAPER_MEMORY), "ratio", details=details)
 
 
 def measured_costs(step: float) -> BatchCosts:
@@ -194,7 +210,8 @@ def modes(preset: str) -> Iterator[runner.Measure]:
 @runner.measures("capacity.simulated")
 def flat(preset: str) -> runner.Measure:
     """Figure 9, left: samples/s at 100 T over that at 6.25 T, in memory and with an SSD tier on smaller hosts."""
-    base, steps = measured_costs(STEP), STEPS[preset]
+    with ssd() as path:
+        base, steps = measured_costs(STEP)._replace(miss=measure_disk(str(path)).row), STEPS[preset]
     found: dict[str, list[tuple[float, float]]] = {}
     facts: list[dict[str, Any]] = []
     known: dict[tuple[BatchCosts, float], float] = {}
@@ -223,6 +240,7 @@ def flat(preset: str) -> runner.Measure:
     details = {
         "of": "samples/s at 100 T over that at 6.25 T, simulated", "step_ms": STEP * 1e3, "each": ratios,
         "by_size": found, "batches": facts, "assumed reads/s of a host": READS,
+        "core seconds of a row from SSD": base.miss,
     }  # fmt: skip
     return runner.Measure("capacity.simulated", ratios["memory, uniform"], "ratio", details=details)
 
