@@ -8,7 +8,7 @@ from typing import Any
 
 from persia.errors import ConfigError, MissingExtraError
 
-__all__ = ["make_client", "require_library"]
+__all__ = ["is_transient", "make_client", "require_library"]
 
 QUIET = {"log_level": 2, "log.connection.close": False}
 """Lost connections are reported by those who use a client, once, not with each attempt."""
@@ -40,3 +40,33 @@ def make_client(kind: str, bootstrap: str, settings: Mapping[str, Any], log: log
         return getattr(confluent_kafka, kind)({"bootstrap.servers": bootstrap, **QUIET, **settings}, logger=log)
     except (confluent_kafka.KafkaException, TypeError, ValueError) as error:
         raise ConfigError(f"Kafka at {bootstrap}: {error}; correct the settings.", bootstrap=bootstrap) from error
+
+
+def is_transient(error: Any) -> bool:
+    """Returns whether an error may be over soon: brokers out of reach, a leader that is being elected.
+
+    `KafkaError.retriable` does not tell: it is set for errors of transactions only.
+    """
+    from confluent_kafka import KafkaError
+
+    return error.code() in (
+        KafkaError._ALL_BROKERS_DOWN,
+        KafkaError._TRANSPORT,
+        KafkaError._TIMED_OUT,
+        KafkaError._TIMED_OUT_QUEUE,
+        KafkaError._RESOLVE,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.REQUEST_TIMED_OUT,
+        KafkaError.BROKER_NOT_AVAILABLE,
+        KafkaError.REPLICA_NOT_AVAILABLE,
+        KafkaError.NETWORK_EXCEPTION,
+        KafkaError.NOT_ENOUGH_REPLICAS,
+        KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
+        KafkaError.KAFKA_STORAGE_ERROR,
+        KafkaError.LISTENER_NOT_FOUND,
+        KafkaError.FENCED_LEADER_EPOCH,
+        KafkaError.UNKNOWN_LEADER_EPOCH,
+        KafkaError.OFFSET_NOT_AVAILABLE,
+        KafkaError.THROTTLING_QUOTA_EXCEEDED,
+    )

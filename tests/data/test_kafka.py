@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, TopicPartition
 
 import persia
 from persia.data import broker
@@ -328,6 +328,28 @@ def test_a_topic_that_is_deleted_while_it_is_read_is_named(outages, monkeypatch)
     outages.delete(kafka.topic)
     with pytest.raises(DataError, match=f"refused the partitions of topic '{kafka.topic}': .*has not been deleted"):
         next(stream)
+
+
+def test_a_leader_that_is_being_elected_is_waited_for(outages, monkeypatch):
+    monkeypatch.setattr(broker, "METADATA_SECONDS", 0.2)
+    listed, asked = broker.Broker.partitions, []
+    monkeypatch.setattr(broker.Broker, "partitions", lambda self: asked.append(self) or listed(self))
+    kafka = Kafka(outages.bootstrap)
+    kafka.write(clicks(range(3)))
+    stream = kafka.reader(3, until=None).batches()
+    next(stream)
+    outages.answer(kafka.topic, KafkaError.LEADER_NOT_AVAILABLE)
+    before, found = len(asked), []
+    reading = threading.Thread(target=lambda: found.append(items(next(stream))))
+    reading.start()
+    until(lambda: len(asked) > before)
+    time.sleep(0.3)
+    assert reading.is_alive()
+    outages.answer(kafka.topic, KafkaError.NO_ERROR)
+    kafka.write(clicks(range(3, 6)))
+    reading.join(20)
+    assert found == [[3, 4, 5]]
+    stream.close()
 
 
 def test_partitions_that_are_added_are_read_from_their_first_message(kafka, monkeypatch):

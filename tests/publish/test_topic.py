@@ -355,15 +355,19 @@ def test_a_publisher_that_begins_while_brokers_are_away(outages, monkeypatch):
     publisher.stop(last=True)
 
 
-def test_events_without_messages_are_no_progress(topic, monkeypatch):
+@pytest.mark.parametrize("code", [KafkaError._TRANSPORT, KafkaError.LEADER_NOT_AVAILABLE])
+def test_events_without_messages_are_no_progress(topic, monkeypatch, code):
     class Flapping:
         """The reader of a partition whose leader comes and goes."""
 
+        calls = 0
+
         def consume(self, count, seconds):
+            self.calls += 1
             return [self]
 
         def error(self):
-            return KafkaError(KafkaError._TRANSPORT)
+            return KafkaError(code)
 
         def assign(self, partitions): ...
 
@@ -376,3 +380,4 @@ def test_events_without_messages_are_no_progress(topic, monkeypatch):
     reader._reader = Flapping()
     with pytest.raises(PublishError, match="Cannot read"):
         list(reader.messages(0, 0, 1))
+    assert reader._reader.calls > 1  # It may be over soon.

@@ -19,7 +19,7 @@ import confluent_kafka
 import msgspec
 import numpy as np
 import pyarrow as pa
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
 import persia
@@ -79,8 +79,11 @@ class Outages:
         self._library.rd_kafka_mock_broker_set_up(self._cluster, 1)
 
     def delete(self, topic: str) -> None:
-        unknown_topic = 3
-        self._library.rd_kafka_mock_topic_set_error(self._cluster, topic.encode(), unknown_topic)
+        self.answer(topic, KafkaError.UNKNOWN_TOPIC_OR_PART)
+
+    def answer(self, topic: str, code: int) -> None:
+        """Gives an error to whoever asks for the partitions of a topic; NO_ERROR ends that."""
+        self._library.rd_kafka_mock_topic_set_error(self._cluster, topic.encode(), code)
 
 
 def row(item: int) -> dict[str, Any]:

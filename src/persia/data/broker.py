@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from persia.data.messages import MessageDecoder, StreamMessage
 from persia.errors import ConfigError, DataError, DeadlineError, PersiaError
-from persia.kafka_client import make_client
+from persia.kafka_client import is_transient, make_client
 from persia.retry import Deadline
 from persia.types import Offsets, Partition
 
@@ -317,7 +317,7 @@ class Broker:
                 return call()
             except KafkaException as failed:
                 error = failed.args[0]
-                if not _transient(error):
+                if not is_transient(error):
                     raise self._refused(what, error) from failed
                 self._error = error
             if deadline.passed:
@@ -327,10 +327,19 @@ class Broker:
 
     def _partitions(self, topic: str) -> list[Partition]:
         what = f"the partitions of topic {topic!r}"
-        found = self._ask(what, lambda: self._consumer.list_topics(topic, timeout=PROBE_SECONDS)).topics[topic]
-        if found.error is not None or not found.partitions:
-            raise self._refused(what, found.error)
-        return [Partition(topic, number) for number in sorted(found.partitions)]
+
+        def listed() -> list[int]:
+            from confluent_kafka import KafkaException
+
+            found = self._consumer.list_topics(topic, timeout=PROBE_SECONDS).topics[topic]
+            if found.error is not None:
+                raise KafkaException(found.error)
+            return sorted(found.partitions)
+
+        numbers = self._ask(what, listed)
+        if not numbers:
+            raise self._refused(what, None)
+        return [Partition(topic, number) for number in numbers]
 
     def _check(self, message: Any, error: Any) -> None:
         """Handles an event that is not a message."""
@@ -344,7 +353,7 @@ class Broker:
             buffer.position = max(buffer.position, buffer.end)
         elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
             raise self.deleted(partition, self.buffers[partition].position)
-        elif not _transient(error):
+        elif not is_transient(error):
             raise self._refused(where, error)
         else:
             self._error = error
@@ -387,20 +396,6 @@ def committed(options: BrokerOptions, offsets: Offsets, seconds: float) -> None:
         consumer.commit(offsets=positions, asynchronous=False)
     finally:
         consumer.close()
-
-
-def _transient(error: Any) -> bool:
-    from confluent_kafka import KafkaError
-
-    return error.code() in (
-        KafkaError._ALL_BROKERS_DOWN,
-        KafkaError._TRANSPORT,
-        KafkaError._TIMED_OUT,
-        KafkaError._RESOLVE,
-        KafkaError.LEADER_NOT_AVAILABLE,
-        KafkaError.NOT_LEADER_FOR_PARTITION,
-        KafkaError.REQUEST_TIMED_OUT,
-    )
 
 
 def _of(partition: Partition, offset: int | None = None) -> Any:

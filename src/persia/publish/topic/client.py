@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from persia.errors import PublishError
-from persia.kafka_client import make_client
+from persia.kafka_client import is_transient, make_client
 from persia.publish.topic.address import TopicAddress
 from persia.publish.topic.records import HEADER
 
@@ -147,7 +147,7 @@ class TopicClient:
                 f"{self._address.url}: a message has been deleted before it was read. Raise the topic's retention.",
                 topic=self._address.topic,
             )
-        if not _passes(error):
+        if not is_transient(error):
             raise self._failure("read", error)
         self._error = error
         return 0
@@ -253,15 +253,3 @@ class TopicClient:
             topic=self._address.topic,
             code=None if error is None else error.code(),
         )
-
-
-def _passes(error: Any) -> bool:
-    """Returns whether librdkafka goes on by itself after an error."""
-    from confluent_kafka import KafkaError
-
-    return error.retriable() or error.code() in (
-        KafkaError._ALL_BROKERS_DOWN,
-        KafkaError._TRANSPORT,
-        KafkaError._TIMED_OUT,
-        KafkaError._RESOLVE,
-    )
