@@ -418,7 +418,13 @@ def test_lag_is_what_is_not_read(kafka, monkeypatch):
         ({"batch_size": 0}, "batch_size"),
         ({"allowed_lateness": 1.0}, "event_time"),
         ({"event_time": "at", "allowed_lateness": -1.0}, "allowed_lateness"),
+        ({"event_time": "at", "allowed_lateness": 1e300}, "allowed_lateness"),
         ({"late": "never"}, "late"),
+        ({"linger": -1.0}, "linger"),
+        ({"linger": float("nan")}, "linger"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"timeout": "10"}, "timeout"),
         ({"event_time_unit": "h"}, "event_time_unit"),
     ],
 )

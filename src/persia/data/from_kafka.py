@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
-from persia.checks import check_integer, check_number, plain
+from persia.checks import MAX_SECONDS, check_integer, check_number, check_seconds, plain
 from persia.data.broker import BrokerOptions, committed
 from persia.data.expressions import Rule
 from persia.data.kafka_events import KafkaEvents
@@ -107,8 +107,10 @@ def kafka(
         DeadlineError: while iterating: no broker could be reached for `timeout` seconds.
     """
     names = (topics,) if isinstance(topics, str) else tuple(topics)
-    batch_size = plain(batch_size)
+    batch_size, linger, timeout = plain(batch_size), plain(linger), plain(timeout)
     check_integer("batch_size", batch_size, 1)
+    check_number("linger", linger, 0, MAX_SECONDS)
+    check_seconds("timeout", timeout)
     for name, value, choices in (
         ("values", values, ("json", "msgpack", "arrow")),
         ("poison", poison, ("error", "skip")),
@@ -127,7 +129,7 @@ def kafka(
     if dead_letters is not None and poison != "skip":
         raise ConfigError('dead_letters needs poison="skip".', field="dead_letters")
     if allowed_lateness is not None:
-        check_number("allowed_lateness", allowed_lateness, 0)
+        check_number("allowed_lateness", allowed_lateness, 0, MAX_SECONDS)
         if event_time is None:
             raise ConfigError("allowed_lateness needs event_time, the column with the time.", field="event_time")
     taken = {"bootstrap.servers", "group.id", "enable.auto.commit", "auto.offset.reset", "enable.partition.eof"}
