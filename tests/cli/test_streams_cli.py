@@ -73,4 +73,6 @@ def test_health_says_how_far_a_process_is_behind():
         "0 batches ready, 0 read; stream: 1,234 messages behind, 4,321 rows/s, 5 late"
     )
     assert line("nn_worker", figures).endswith("; stream: 1,234 messages behind, 4,321 rows/s, 5 late")
+    clicks = [Metric("join_clicks_late", 2, {}), Metric("join_clicks_poison", 1, {})]  # Of a joined stream.
+    assert line("nn_worker", [*figures, *clicks]).endswith(" rows/s, 7 late, 1 poison")
     assert "stream" not in line("data_loader", [])

@@ -212,6 +212,52 @@ def written(kafka, topic, rows, partition):
     kafka.write([json.dumps(row).encode() for row in rows], partition, topic)
 
 
+@pytest.mark.parametrize("late", ["correct", "drop"])
+def test_clicks_of_kafka_later_than_is_allowed_are_corrections_and_counted(late):
+    kafka = Kafka()
+    shown, clicked = kafka.topic, f"{kafka.topic}-clicks"
+    views = [{"item": n, "price": n / 4, "view": n, "at": at} for n, at in enumerate([0, 30])]
+    written(kafka, shown, views, 0)
+    # A click at 18 s, after which none before 13 s is expected, and so the window of the first impression ends.
+    written(kafka, clicked, [{"view": 7, "at": 18}, {"view": "poison", "at": "noon"}, {"view": 0, "at": 5}], 0)
+    options = {"bootstrap": kafka.bootstrap, "until": "now", "timeout": 10.0, "event_time": "at", "linger": 0.05}
+    options |= {"allowed_lateness": 5.0, "poison": "skip", "config": {"fetch.wait.max.ms": 20}}
+    one = join(
+        persia.data.kafka(shown, SCHEMA, 1, fill={"click": 0}, **options),
+        persia.data.kafka(clicked, persia.Schema([]), 1, **options),
+        on="view",
+        window=WINDOW,
+        late=late,
+        flush=True,
+    )
+    assert samples(one) == ([(0, 0), (0, 1), (1, 0)] if late == "correct" else [(0, 0), (1, 0)])
+    assert one.statistics()["late_clicks"] == 1
+    assert one.statistics()["corrections"] == (late == "correct")
+    found = {metric.name: metric.value for metric in one.observe() if not metric.labels}
+    assert (found["join_clicks_late"], found["join_clicks_poison"]) == (1, 1)
+    assert (found["stream_late"], found["stream_poison"]) == (0, 0)  # Of the impressions.
+
+
+def test_late_impressions_of_kafka_are_left_out_and_counted_as_their_reader_says():
+    kafka = Kafka()
+    shown, clicked = kafka.topic, f"{kafka.topic}-clicks"
+    views = [{"item": n, "price": n / 4, "view": n, "at": at} for n, at in enumerate([0, 30, 1])]
+    written(kafka, shown, views, 0)
+    written(kafka, clicked, [{"view": 2, "at": 2}], 0)
+    options = {"bootstrap": kafka.bootstrap, "until": "now", "timeout": 10.0, "event_time": "at", "linger": 0.05}
+    options |= {"allowed_lateness": 5.0, "config": {"fetch.wait.max.ms": 20}}
+    for late, expected in (("drop", [(0, 0), (1, 0)]), ("keep", [(0, 0), (2, 1), (1, 0)])):
+        one = join(
+            persia.data.kafka(shown, SCHEMA, 4, fill={"click": 0}, late=late, **options),
+            persia.data.kafka(clicked, persia.Schema([]), 4, **options),
+            on="view",
+            window=WINDOW,
+            flush=True,
+        )
+        assert samples(one) == expected
+        assert {metric.name: metric.value for metric in one.observe()}["stream_late"] == 1
+
+
 def test_clicks_of_kafka_are_joined_in_training_and_a_resumed_run_repeats_and_loses_nothing(tmp_path):
     kafka = Kafka()
     shown, clicked = kafka.topic, f"{kafka.topic}-clicks"

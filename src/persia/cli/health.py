@@ -138,10 +138,10 @@ def _stream(health: Health) -> str:
     total = health.total
     if not any(figure.name == "stream_rows_per_second" for figure in health.figures):
         return ""
-    late = f", {total('stream_late'):,.0f} late" if total("stream_late") else ""
-    poison = f", {total('stream_poison'):,.0f} poison" if total("stream_poison") else ""
+    counts = {name: total(f"stream_{name}") + total(f"join_clicks_{name}") for name in ("late", "poison")}
+    counted = "".join(f", {count:,.0f} {name}" for name, count in counts.items() if count)
     behind, rate = total("stream_lag"), total("stream_rows_per_second")
-    return f"; stream: {behind:,.0f} messages behind, {rate:,.0f} rows/s{late}{poison}"
+    return f"; stream: {behind:,.0f} messages behind, {rate:,.0f} rows/s{counted}"
 
 
 def _published(health: Health) -> str:

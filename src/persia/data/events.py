@@ -93,7 +93,7 @@ class EventStream(Protocol):
 
         Args:
             on: column with the key.
-            rows: whether events need their rows.
+            rows: whether events need their rows. Those that do not are clicks, of which late ones are kept, too.
             positions: where partitions are read on, and where they end, if they have been read.
             begun: offsets of partitions in an earlier run.
             stopping: polled while waiting; once true, calls raise `Stopped`.

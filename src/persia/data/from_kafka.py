@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -195,14 +196,16 @@ class KafkaReader(LoggedStream):
         Raises:
             ConfigError: it has no event time.
         """
-        if self._options.event_time is None:
+        options, event_time = self._options, self._options.event_time
+        if event_time is None:
             raise ConfigError("A stream that is joined needs event_time, the column with its time.", field="event_time")
-        converter = MessageConverter(self._conversion, self._options, self._counts, on, rows)
+        if not rows:  # Clicks: the join decides what becomes of late ones.
+            options = dataclasses.replace(options, event_time=event_time._replace(drop=False))
+        converter = MessageConverter(self._conversion, options, self._counts, on, rows)
         log = OffsetLog(0, {topic: begun[topic] for topic in begun if topic.partition("@")[0] in self.topics})
         log.assign(positions)
-        return KafkaEvents(
-            KafkaShare(self._options, self.batch_size, converter, self._counts, log, 0, 1, stopping), log
-        )
+        share = KafkaShare(options, self.batch_size, converter, self._counts, log, 0, 1, stopping)
+        return KafkaEvents(share, log)
 
     def commit(self, offsets: Offsets) -> None:
         """Commits offsets to the group, if there is one; logs a failure."""

@@ -35,6 +35,9 @@ TIME = "@join_time"
 EVENT_TIME = "@event_time"
 """See `persia.types.Offsets`."""
 
+OF_CLICKS = {"stream_lag": "stream_lag", "stream_late": "join_clicks_late", "stream_poison": "join_clicks_poison"}
+"""Names of the metrics of the clicks that are exported, by the name in their stream. Lag has the topic as a label."""
+
 
 def join(
     impressions: EventStream,
@@ -59,8 +62,10 @@ def join(
     checkpoints: a resumed run reads the open impressions and their clicks again, repeats nothing and loses nothing.
 
     Args:
-        impressions: stream with the samples, such as `kafka(..., event_time="time", fill={"click": 0})`.
-        clicks: stream with the clicks; only their keys and times are read.
+        impressions: stream with the samples, such as `kafka(..., event_time="time", fill={"click": 0})`. Its own `late`
+            tells what becomes of late impressions.
+        clicks: stream with the clicks; only their keys and times are read. Its own `late` has no effect: late clicks
+            are read.
         on: column of both with the key: numbers or texts. Impressions without a key are negatives, clicks are dropped.
         window: seconds after an impression in which a click counts.
         late: "correct" makes one more sample, with label 1, of an impression whose click is late by at most another
@@ -172,12 +177,16 @@ class JoinedStream:
         self._clicks.commit(offsets)
 
     def observe(self) -> list[Metric]:
-        """Returns metrics of the impressions, the lag of the clicks, and counts of the join. Thread-safe."""
-        lag = [metric for metric in self._clicks.observe() if metric.name == "stream_lag"]
+        """Returns metrics of the impressions, some of the clicks, and counts of the join. Thread-safe."""
+        clicks = [
+            metric._replace(name=OF_CLICKS[metric.name])
+            for metric in self._clicks.observe()
+            if metric.name in OF_CLICKS
+        ]
         with self._lock:
             names = ("positives", "negatives", "corrections", "late_clicks", "unmatched_clicks", "open")
             counts = [Metric(f"join_{name}", self._counts[name], {}) for name in names]
-        return [*self._impressions.observe(), *lag, *counts]
+        return [*self._impressions.observe(), *clicks, *counts]
 
     def statistics(self) -> dict[str, int]:
         """Returns the counts of the join. Thread-safe.

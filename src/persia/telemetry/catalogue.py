@@ -110,6 +110,8 @@ CATALOGUE: dict[str, MetricKind] = {
     "join_corrections": MetricKind("counter", "impressions emitted once more, as their click was late"),
     "join_late_clicks": MetricKind("counter", "impressions found by a click after they had been emitted as negatives"),
     "join_unmatched_clicks": MetricKind("counter", "clicks without an impression"),
+    "join_clicks_late": MetricKind("counter", "clicks older than the allowed lateness of their stream"),
+    "join_clicks_poison": MetricKind("counter", "messages of clicks skipped as they could not be converted"),
     "join_open": MetricKind("gauge", "impressions whose windows have not ended"),
     # Prediction server.
     "serve_requests": MetricKind("counter", "requests answered, by route and status"),
