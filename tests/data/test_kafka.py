@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 
@@ -176,6 +177,7 @@ def test_waiting_ends_when_it_is_asked_to(kafka):
 
 
 POISON = [b"{", b"[1]", b'{"item": 1, "price": "much", "click": 0}', b'{"item": 1}', None, b"", b"{},{}"]
+POISON += [b'{"item": ' + b"[" * 50_000]
 
 
 def test_poison_is_an_error_that_names_its_offset(kafka):
@@ -206,6 +208,31 @@ def test_poison_is_skipped_counted_and_kept_in_the_dead_letter_topic(kafka):
     assert headers["persia.topic"].decode() == kafka.topic
     assert (headers["persia.partition"], headers["persia.offset"]) == (b"0", b"8")
     assert [items(batch) for batch in reader.batches(0, 0)] == found
+
+
+def test_a_message_that_the_dead_letter_topic_does_not_take_is_named_and_not_skipped(kafka):
+    large = b'{"item": "' + b"x" * 5000
+    kafka.write([*clicks(range(5)), large, *clicks(range(5, 9))])
+    dead = f"{kafka.topic}-dead"
+    options = {"poison": "skip", "dead_letters": dead}
+    reader = kafka.reader(config={"fetch.wait.max.ms": 20, "message.max.bytes": 2000}, **options)
+    reader.begin(0, {}, lambda: False)
+    with pytest.raises(DataError, match=r"offset 5: .*too large\)\. They are not skipped\..* raise message.max.bytes"):
+        list(reader.batches())
+    assert {metric.name: metric.value for metric in reader.observe()}["stream_poison"] == 0
+    again = kafka.reader(**options)
+    again.begin(0, reader.offsets(0), lambda: False)
+    assert [items(batch) for batch in again.batches()] == [list(range(9))]
+    assert [letter.value() for letter in read_all(kafka, dead)] == [large]
+
+
+def test_more_dead_letters_than_librdkafka_holds_are_written(kafka):
+    kafka.write([*clicks(range(5)), *POISON])
+    dead = f"{kafka.topic}-dead"
+    config = {"fetch.wait.max.ms": 20, "queue.buffering.max.messages": 2}
+    (batch,) = kafka.reader(20, poison="skip", dead_letters=dead, config=config)
+    assert items(batch) == list(range(5))
+    assert [letter.value() for letter in read_all(kafka, dead)] == POISON
 
 
 def test_a_message_that_holds_two_rows_does_not_make_up_for_one_that_holds_none(kafka):
@@ -551,6 +578,40 @@ def test_times_are_timestamps_or_numbers_in_their_unit(kafka, unit, at, expected
     kafka.write([sink.getvalue().to_pybytes()])
     reader = kafka.reader(8, values="arrow", event_time_unit=unit, **LATENESS)
     assert [items(batch) for batch in reader] == [expected]
+
+
+@pytest.mark.parametrize("at", [2**63, 10**16, -(10**16), 5 * 10**15, 1e300])
+def test_a_message_with_a_time_that_is_too_large_is_poison(kafka, at):
+    timed(kafka, [(0, 10), (1, 11), (2, at), (3, 12)])
+    with pytest.raises(DataError, match=r"Offset 2 .* 'at', the event time, has a value that is no time .* since 1970"):
+        list(kafka.reader(8, **LATENESS))
+    reader = kafka.reader(8, poison="skip", **LATENESS)
+    assert [items(batch) for batch in reader] == [[0, 1, 3]]
+    counts = {metric.name: metric.value for metric in reader.observe()}
+    assert (counts["stream_poison"], counts["stream_late"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("times", "expected", "poison"),
+    [
+        (pa.array([10, 10**16, 12], pa.timestamp("s", "UTC")), [0, 2], 1),  # Beyond 64 bits in milliseconds.
+        (pa.array([10_999_999, 11_000_000, -1], pa.timestamp("us")), [0, 1], 0),
+        (pa.array([20.0, float("inf"), 9.0]), [0], 1),
+        (pa.array([20.0, float("nan"), None]), [0, 1, 2], 0),  # Rows without a time.
+        (pa.array([2**63, 2**63 + 1, 12], pa.uint64()), [2], 2),
+    ],
+)
+def test_times_of_arrow_columns_are_times_or_poison(kafka, times, expected, poison):
+    for number in range(3):
+        table = pa.Table.from_pylist([row(number)]).append_column("at", times[number : number + 1])
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        kafka.write([sink.getvalue().to_pybytes()])
+    reader = kafka.reader(8, values="arrow", poison="skip", **LATENESS)
+    assert [items(batch) for batch in reader] == [expected]
+    counts = {metric.name: metric.value for metric in reader.observe()}
+    assert (counts["stream_poison"], counts["stream_late"]) == (poison, 3 - len(expected) - poison)
 
 
 def test_an_event_time_that_is_none_is_an_error(kafka):

@@ -88,7 +88,7 @@ class MessageDecoder:
             raise DataError(f"A message has no value, or none that is {self._format}.")
         try:
             table = self._decoded(contents)
-        except (pa.ArrowException, msgspec.MsgspecError, ValueError, OverflowError) as error:
+        except (pa.ArrowException, msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
             raise DataError(f"A message is not {self._format}: {error}") from error
         if self._timestamp:
             times = np.repeat([m.time for m in messages], [m.rows for m in messages])

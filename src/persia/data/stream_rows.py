@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ LOG = logging.getLogger("persia.data")
 
 DEAD_LETTER_SECONDS = 30.0
 """Maximum time to write messages to the dead-letter topic."""
+
+LATEST = 1 << 62
+"""Largest event time of either sign, in milliseconds: lateness and windows can be added to it."""
 
 POISONED = 16
 """Messages of a batch of which not all can be poison: the schema is wrong then."""
@@ -114,10 +118,10 @@ class MessageConverter:
                 partition=partition.number,
                 offset=first.offset,
             ) from reason
-        self._counts.add("poison", len(bad))
-        LOG.warning("%s: %d messages are skipped; the first: %s", where, len(bad), reason.message)
         if self._options.dead_letters is not None:
             self._bury(self._options.dead_letters, partition, bad)
+        self._counts.add("poison", len(bad))
+        LOG.warning("%s: %d messages are skipped; the first: %s", where, len(bad), reason.message)
         batches = [part.batch for part in parts if part.batch is not None]
         times = [part.times for part in parts if part.times is not None]
         return Converted(
@@ -183,9 +187,16 @@ class MessageConverter:
         Raises:
             DataError: they could not be written.
         """
+        from confluent_kafka import KafkaException
+
         milliseconds = int(DEAD_LETTER_SECONDS * 1000)
         producer = client("Producer", self._options.broker, **{"message.timeout.ms": milliseconds})
         failures: list[str] = []
+
+        def delivered(offset: int, failed: Any, _: Any) -> None:
+            if failed is not None:
+                failures.append(f"offset {offset}: {failed.str()}")
+
         for message, error in bad:
             headers = {
                 "persia.topic": partition.topic,
@@ -193,18 +204,27 @@ class MessageConverter:
                 "persia.offset": str(message.offset),
                 "persia.error": error.message,
             }
-            producer.produce(
-                topic,
-                value=message.value,
-                headers=headers,
-                on_delivery=lambda failed, _: failures.append(failed.str()) if failed is not None else None,
-            )
+            callback = functools.partial(delivered, message.offset)
+            produce = functools.partial(producer.produce, topic, message.value, headers=headers, on_delivery=callback)
+            try:
+                try:
+                    produce()
+                except BufferError:  # As many wait to be sent as librdkafka holds.
+                    producer.flush(DEAD_LETTER_SECONDS)
+                    produce()
+            except (BufferError, KafkaException) as failed:
+                reason = failed.args[0].str() if isinstance(failed, KafkaException) else failed
+                failures.append(f"offset {message.offset}: {reason}")
+                break
         left = producer.flush(DEAD_LETTER_SECONDS)
         if left or failures:
             raise DataError(
-                f"{left + len(failures)} messages could not be written to the dead-letter topic "
-                f"{topic!r} ({'; '.join(failures[:1]) or 'no answer'}); check it, or leave it out.",
+                f"{left + len(failures)} messages of partition {partition.number} of topic {partition.topic!r} could "
+                f"not be written to the dead-letter topic {topic!r} ({(failures or ['no answer'])[0]}). They are not "
+                "skipped. Check that topic; for messages that are too large, raise message.max.bytes in `config` and "
+                "max.message.bytes of the topic; or leave dead_letters out. Then continue from the last checkpoint.",
                 topic=topic,
+                partition=partition.number,
             )
 
 
@@ -234,15 +254,31 @@ def _milliseconds(table: Any, event_time: EventTime) -> NDArray[np.int64]:
     if name not in table.column_names:
         raise DataError(f"There is no column {name!r}, the event time.", column=name)
     column = table.column(name)
-    if pa.types.is_timestamp(column.type):
-        column = pc.cast(pc.cast(column, pa.timestamp("ms"), safe=False), pa.int64())
-    elif pa.types.is_integer(column.type):
-        column = pc.multiply(pc.cast(column, pa.int64()), event_time.milliseconds)
-    elif pa.types.is_floating(column.type):
-        column = pc.cast(pc.round(pc.multiply(column, float(event_time.milliseconds))), pa.int64(), safe=False)
-    elif pa.types.is_null(column.type):
-        column = pc.cast(column, pa.int64())
-    else:
-        raise DataError(f"Column {name!r}, the event time, is {column.type}: give timestamps or numbers.", column=name)
+    try:
+        if pa.types.is_timestamp(column.type):
+            whole = pc.CastOptions(pa.timestamp("ms", column.type.tz), allow_time_truncate=True)
+            column = pc.cast(pc.cast(column, options=whole), pa.int64())
+        elif pa.types.is_integer(column.type):
+            column = pc.multiply_checked(pc.cast(column, pa.int64()), event_time.milliseconds)
+        elif pa.types.is_floating(column.type):
+            numbers = pc.round(pc.multiply(column, float(event_time.milliseconds)))
+            column = pc.cast(pc.if_else(pc.is_nan(numbers), None, numbers), pa.int64())  # NaN is a missing time.
+        elif pa.types.is_null(column.type):
+            column = pc.cast(column, pa.int64())
+        else:
+            raise _no_times(event_time, f"is {column.type}")
+    except pa.ArrowException as error:  # A number that 64 bits do not hold.
+        raise _no_times(event_time, f"has a value that is no time ({error})") from error
     values: NDArray[np.int64] = pc.fill_null(column, NO_TIME).to_numpy()
+    beyond = values[(values != NO_TIME) & ((values > LATEST) | (values < -LATEST))]
+    if len(beyond):
+        raise _no_times(event_time, f"has a value that is no time ({beyond[0]} ms since 1970)")
     return values
+
+
+def _no_times(event_time: EventTime, what: str) -> DataError:
+    unit = "milliseconds" if event_time.milliseconds == 1 else "seconds"
+    return DataError(
+        f"Column {event_time.column!r}, the event time, {what}: give timestamps or numbers of {unit} since 1970.",
+        column=event_time.column,
+    )
