@@ -505,6 +505,17 @@ def test_a_worker_that_fails_is_passed_over_and_tried_again(make, error):
         assert BatchId.unpack(waiting.result(DEADLINE).batch.batch_id).rank == 1
 
 
+def test_an_unexpected_exception_is_named_and_reading_goes_on_with_the_next_call(make, monkeypatch, caplog):
+    loader = make(Source(5))
+    with monkeypatch.context() as patched:
+        patched.setattr("persia.data.loader.sampled_ids", lambda *_: 1 / 0)
+        loader.begin(feed())
+        with pytest.raises(DataError, match=r"ZeroDivisionError while reading batch 0: division by zero.*\(Source\)"):
+            loader.take(0, 0, 0)
+    assert "Traceback" in caplog.text
+    assert [number_in(loader.take(0, 0, n)) for n in range(5)] == list(range(5))
+
+
 def test_a_batch_whose_pass_is_over_while_it_is_registered_is_released(make):
     worker = Buffering()
     worker.gate.clear()

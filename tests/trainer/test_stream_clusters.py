@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -15,7 +16,7 @@ from persia.errors import DataError
 from persia.modes import Async, Gba, Hybrid, Sync
 from persia.testing import Threads
 from persia.trainer.options import TrainerOptions
-from support.kafka import SCHEMA, Kafka, clicks, until
+from support.kafka import SCHEMA, Kafka, clicks, row, until
 
 MODES = [Sync(), Hybrid(2, warmup=0), Gba(20), Async()]
 BY_NAME = pytest.mark.parametrize("mode", MODES, ids=lambda m: type(m).__name__)
@@ -139,11 +140,20 @@ def test_nothing_is_lost_or_repeated_when_data_loaders_die(kafka, mode):
     assert deaths  # One for each batch of NN worker 0, of which it has any number in asynchronous modes.
 
 
-def test_what_a_data_loader_cannot_read_ends_training_with_its_reason(kafka):
+@pytest.mark.parametrize("poison", [b"poison", json.dumps({**row(1), "at": 2**63}).encode()])
+def test_what_a_data_loader_cannot_read_ends_training_with_its_reason(kafka, poison):
     kafka.write(clicks(range(40)))
-    kafka.write([b"poison"], 1)
+    kafka.write([poison], 1)
     with pytest.raises(DataError, match=r"Data loader .: .*partition 1 of topic .* cannot be converted"):
-        Threads(2, data_loaders=2).run(lambda member: trainer(member, Sync()).fit(kafka.reader(10)))
+        Threads(2, data_loaders=2).run(lambda member: trainer(member, Sync()).fit(kafka.reader(10, event_time="at")))
+
+
+@pytest.mark.parametrize("mode", [Sync(), Gba(20)], ids=lambda m: type(m).__name__)
+def test_an_unexpected_exception_in_a_data_loader_ends_training_with_its_name(kafka, mode, monkeypatch):
+    kafka.write(clicks(range(40)))
+    monkeypatch.setattr("persia.data.stream_rows.MessageConverter.convert", lambda *_: 1 / 0)
+    with pytest.raises(DataError, match=r"loader .: ZeroDivisionError while waiting for messages: division by zero"):
+        Threads(2, data_loaders=2).run(lambda member: trainer(member, mode).fit(kafka.reader(10)))
 
 
 @pytest.mark.parametrize("mode", [Sync(), Gba(20)], ids=lambda m: type(m).__name__)

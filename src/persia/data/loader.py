@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -23,6 +24,8 @@ from persia.telemetry.tracing import Tracer
 from persia.types import Delivery, FedBatch, Feed, Int64Array
 
 __all__ = ["Loader"]
+
+LOG = logging.getLogger("persia.data")
 
 
 class _Entry:
@@ -52,7 +55,7 @@ class _Failure(NamedTuple):
     """The error that stopped reading, and the number of its batch."""
 
     number: int
-    error: Exception
+    error: PersiaError
 
 
 class Loader:
@@ -375,17 +378,16 @@ class Loader:
         try:
             with self.tracer.span("read"):
                 batch = self._cursor.read(feed, number)
-        except PersiaError as error:
+            with self._changed:
+                if self._feed is feed:
+                    self._position = number + feed.loaders
+                    if batch is None:
+                        self._end = number
+                if batch is not None:
+                    self._add(feed, number, batch)
+                self._changed.notify_all()
+        except Exception as error:
             self._fail(feed, number, error)
-            return
-        with self._changed:
-            if self._feed is feed:
-                self._position = number + feed.loaders
-                if batch is None:
-                    self._end = number
-            if batch is not None:
-                self._add(feed, number, batch)
-            self._changed.notify_all()
 
     def _add(self, feed: Feed, number: int, batch: Batch) -> None:
         """Counts a batch that was read, and keeps it unless the feed has changed. Under the lock."""
@@ -419,11 +421,24 @@ class Loader:
             self._changed.notify_all()
 
     def _fail(self, feed: Feed, number: int, error: Exception) -> None:
+        failure = _Failure(number, self._named(error))
         with self._changed:
             if self._feed is feed:
-                self._failure = _Failure(number, error)
+                self._failure = failure
                 self._position = min(self._position, number)
                 self._changed.notify_all()
+
+    def _named(self, error: Exception) -> PersiaError:
+        """Returns the error for whoever waits for a batch. Of one that is not persia's, it logs the traceback."""
+        if isinstance(error, PersiaError):
+            return error
+        LOG.error("Unexpected error while %s:", self._doing, exc_info=error)
+        found = DataError(
+            f"{type(error).__name__} while {self._doing}: {error}. The log of the data loader has the traceback; "
+            f"correct the source ({self._source}) if it is from there, or else report it."
+        )
+        found.__cause__ = error
+        return found
 
 
 def _bytes(batch: Batch) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 
 from persia.batching.batch import Batch
 from persia.data.broker import Stopped
 from persia.data.loader import KEPT_ON_DEMAND, Loader
-from persia.errors import DataError, DeadlineError, PersiaError
+from persia.errors import DeadlineError
 from persia.membership.directory import Directory
 from persia.schema import Schema
 from persia.services import EmbeddingWorker, SharedStream, StreamLog, StreamShare
@@ -17,8 +18,13 @@ from persia.types import Feed, OffsetRange, loader_of
 
 __all__ = ["StreamLoader"]
 
+LOG = logging.getLogger("persia.data")
+
 LOOK_AHEAD = 64
 """Batches whose records are requested at once, when recorded batches are read again."""
+
+REPORT_SECONDS = 1.0
+"""Pause after a failure that could not be reported, before reading is tried again."""
 
 
 class StreamLoader(Loader):
@@ -116,15 +122,14 @@ class StreamLoader(Loader):
             found = self._recorded.pop(number, None) or self._find(feed, number)
             with self.tracer.span("read"):
                 batch = self._checked(self._opened(feed).read(found))
+            with self._changed:
+                self._again.add(number)
+            self._keep(feed, number, found, batch)
         except Stopped:
             return
-        except PersiaError as error:
+        except Exception as error:
             self._close()
             self._fail(feed, number, error)
-            return
-        with self._changed:
-            self._again.add(number)
-        self._keep(feed, number, found, batch)
 
     def _read_new(self, feed: Feed) -> None:
         try:
@@ -134,11 +139,22 @@ class StreamLoader(Loader):
                 self._keep(feed, new.number, new.range, self._checked(new.batch))
         except Stopped:
             return
-        except (DataError, DeadlineError) as error:
+        except Exception as error:
             self._close()
-            self._log.fail_stream(isinstance(error, DeadlineError), f"Data loader {feed.loader}: {error.message}")
+            self._report(feed, error)
+
+    def _report(self, feed: Feed, error: Exception) -> None:
+        """Reports that new batches cannot be read, to whoever waits for them; if that fails, reading is tried again."""
+        message = f"Data loader {feed.loader}: {self._named(error).message}"
+        try:
+            self._log.fail_stream(isinstance(error, DeadlineError), message)
+        except Exception as failed:
+            LOG.warning("Cannot report that reading has failed (%s), so it is tried again. %s", failed, message)
             with self._changed:
-                self._failed = feed
+                self._changed.wait(REPORT_SECONDS)
+            return
+        with self._changed:
+            self._failed = feed
 
     def _find(self, feed: Feed, number: int) -> OffsetRange:
         """Returns the range of a recorded batch; notes those that follow, which will be asked for next."""
@@ -176,9 +192,13 @@ class StreamLoader(Loader):
         return feed is None or _identity(feed) != share_of
 
     def _close(self) -> None:
-        if self._share is not None:
-            self._share.close()
-        self._share = None
+        share, self._share = self._share, None
+        if share is None:
+            return
+        try:
+            share.close()
+        except Exception:  # The next one is another connection.
+            LOG.warning("The connection of data loader %s could not be closed.", self._share_of, exc_info=True)
 
 
 def _identity(feed: Feed) -> tuple[int, ...]:
