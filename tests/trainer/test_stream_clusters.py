@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from confluent_kafka import KafkaException
 
 import persia
 from persia.checkpoint import CheckpointReader, list_checkpoints
@@ -16,7 +17,7 @@ from persia.errors import DataError
 from persia.modes import Async, Gba, Hybrid, Sync
 from persia.testing import Threads
 from persia.trainer.options import TrainerOptions
-from support.kafka import SCHEMA, Kafka, clicks, row, until
+from support.kafka import SCHEMA, Kafka, Outages, clicks, row, until
 
 MODES = [Sync(), Hybrid(2, warmup=0), Gba(20), Async()]
 BY_NAME = pytest.mark.parametrize("mode", MODES, ids=lambda m: type(m).__name__)
@@ -44,7 +45,7 @@ def trainer(member, mode, **options):
         embedding_optimizer=persia.optim.Adagrad(lr=0.1),
         mode=mode,
         cluster=member,
-        options=TrainerOptions(progress=False, timeout=30.0, **options),
+        options=TrainerOptions(progress=False, **{"timeout": 30.0, **options}),
     )
 
 
@@ -180,3 +181,57 @@ def test_a_stream_may_be_idle_for_longer_than_the_timeout(kafka, mode):
     rows = cluster.run(work)[0]
     writer.join()
     assert rows == 40
+
+
+CALL_SECONDS = 5.0
+AWAY_SECONDS = 17.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [Sync(), Gba(20)], ids=lambda m: type(m).__name__)
+def test_brokers_may_be_away_for_longer_than_any_call_may_take(mode):
+    outages = Outages()
+    kafka = Kafka(outages.bootstrap)
+    cluster = Threads(2, timeout=CALL_SECONDS, data_loaders=2)
+    trainers, unreachable = {}, []
+
+    def written(first):
+        for partition in range(3):  # Partition 3 is idle.
+            begin = first + 60 * partition
+            kafka.write(clicks(range(begin, begin + 60)), partition)
+
+    def trained():
+        return sum(one.monitor._rows for one in trainers.values())
+
+    def work(member):
+        one = trainers[member.rank] = trainer(member, mode, timeout=CALL_SECONDS)
+        one.fit(kafka.reader(10, until=None, linger=0.1, timeout=600.0))
+        return times_trained(one, 360).tolist(), one.state.offsets
+
+    def away():
+        try:
+            until(lambda: trained() >= 160, 60)
+            outages.down()
+            time.sleep(AWAY_SECONDS)
+            try:
+                kafka.producer.list_topics(timeout=1)
+            except KafkaException:
+                unreachable.append(True)
+            outages.up()
+            written(180)
+            until(lambda: trained() >= 340, 60)  # One batch may wait for another.
+            time.sleep(1.0)
+        finally:  # Else training never ends.
+            outages.up()
+            for one in trainers.values():
+                one.stop()
+
+    written(0)
+    outage = threading.Thread(target=away)
+    outage.start()
+    results = cluster.run(work)
+    outage.join()
+    assert unreachable
+    for times, offsets in results:
+        assert times == [1] * 360
+        assert offsets == {kafka.topic: {0: 120, 1: 120, 2: 120, 3: 0}}
