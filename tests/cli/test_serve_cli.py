@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,6 +131,7 @@ def test_a_server_with_items_answers_retrieve(tmp_path):
         (["--items", "items.parquet", "--rows", "tcp://127.0.0.1:1"], "--items needs the rows in this process"),
         (["--max-k", "0"], "Invalid max_k = 0"),
         (["--poll-seconds", "0"], "Invalid poll_seconds"),
+        (["--compile", "maybe"], "Invalid compile = 'maybe'; expected one of: false, auto, true."),
     ],
 )
 def test_bad_options_are_refused(tmp_path, monkeypatch, arguments, message):
@@ -153,3 +155,43 @@ def test_items_make_a_retriever(tmp_path, monkeypatch):
     assert given["options"].limits.max_k == 50
     assert CliRunner().invoke(app, ["serve", str(tmp_path)]).exception is None
     assert given["retriever"] is None
+
+
+@pytest.mark.parametrize(("arguments", "how"), [([], False), (["--compile", "auto"], "auto")])
+def test_whether_the_network_is_compiled_is_an_option(tmp_path, monkeypatch, arguments, how):
+    given = []
+    monkeypatch.setattr("persia.serve.http.run.run_server", lambda predictor, *_: given.append(predictor))
+    assert CliRunner().invoke(app, ["serve", str(tmp_path), *arguments]).exception is None
+    assert given[0]._options.compile == how
+
+
+@pytest.mark.slow
+def test_a_server_answers_from_compiled_code(tmp_path):
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    url, cache = str(tmp_path / "log"), tmp_path / "cache"
+    data = persia.data.synthetic(400, id_features=2, dense_features=2, dim=4, batch_size=200)
+    trainer = publishing_trainer(persia.nn.models.FFNN(data.schema, hidden=(8,)), data.schema, url)
+    trainer.fit(data)
+    (tmp_path / "narrow.py").write_text(NARROW)
+    compiling = ["--model", "narrow:network", "--compile", "true", "--cache-dir", str(cache)]
+    batch = next(iter(data))
+    columns = {name: column.values for name, column in batch.id_features.items()}
+    columns |= dict(zip(data.schema.dense_features, batch.dense.T, strict=True))
+    for already in (False, True):
+        with served("ready: ", url, *compiling, cwd=tmp_path) as lines:
+            assert ("Compiling the network" in "".join(lines)) != already
+            assert "runs eagerly" not in "".join(lines)
+            assert [path.suffix for path in (cache / "compiled").iterdir()] == [".pt2"]
+            address = re.search(r"INFO (http://127.0.0.1:\d+) serves", "".join(lines))[1]
+            with Client(address, timeout=60) as client:
+                found = client.predict(columns).probabilities
+        np.testing.assert_allclose(found, next(iter(trainer.predict([batch]))), rtol=0, atol=1e-6)
+
+
+NARROW = """
+import persia
+
+def network(schema):
+    return persia.nn.models.FFNN(schema, hidden=(8,))
+"""

@@ -5,16 +5,20 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from persia.checks import without_userinfo
+from persia.checks import check_choice, without_userinfo
 from persia.errors import ConfigError, MissingExtraError
 
 __all__ = ["serve"]
 
 LIMITS, SECURITY = "Limits", "Security"
+
+COMPILE: Final[Mapping[str, bool | Literal["auto"]]] = {"false": False, "auto": "auto", "true": True}
+"""Values of `ServeOptions.compile` by those of `--compile`."""
 
 
 def serve(
@@ -53,6 +57,15 @@ def serve(
             metavar="DIR",
         ),
     ] = None,
+    compiling: Annotated[
+        str,
+        typer.Option(
+            "--compile",
+            help="Run compiled code in place of the Python of the network: false, auto (serves without it until it is "
+            "there), true (waits for the compiler at the start). Needs g++; the code is kept in --cache-dir.",
+            metavar="HOW",
+        ),
+    ] = "false",
     poll_seconds: Annotated[float, typer.Option(help="Seconds between two looks at the log.")] = 1.0,
     rows: Annotated[
         list[str] | None,
@@ -179,6 +192,7 @@ def serve(
         insecure=insecure,
         drain_seconds=drain_seconds,
     )
+    check_choice("compile", compiling, list(COMPILE))
     network = _network(model)
     if threads is not None:
         import torch
@@ -189,6 +203,7 @@ def serve(
         device=device,
         cache_dir=cache_dir,
         imports=tuple(imports or ()),
+        compile=COMPILE[compiling],
         rows=tuple(rows or ()),
         rows_seconds=rows_seconds,
     )
