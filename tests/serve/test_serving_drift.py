@@ -19,6 +19,7 @@ from persia.publish import PublishOptions, follow
 from persia.schema import IdFeature, Schema
 from persia.serve import Predictor, ServeOptions
 from persia.serve.drift import WAITING, ServingDrift
+from persia.serve.ranking import expanded
 from support.several_ps import Several
 
 SCHEMA = Schema([IdFeature("item", dim=4), IdFeature("tags", dim=4)], dense_features=["age"], labels=["click"])
@@ -83,6 +84,56 @@ def test_a_run_publishes_its_distributions_and_a_server_compares(tmp_path, serve
         drift = predictor.state().drift
         assert min(drift["age"], drift["click.prediction"]) > SIGNIFICANT
         assert max(drift["item"], drift["tags"], drift["tags.length"]) < 0.1
+
+
+def ranking(seed, shift=0.0, items=20):
+    """One user with tags and an age, and items."""
+    rows = batch(items, seed, shift)
+    user = Batch({"tags": rows.id_features["tags"].slice(0, 1)}, rows.dense[:1], rows.labels[:1])
+    return user, Batch({"item": rows.id_features["item"]}, np.full((items, 1), np.nan, np.float32), rows.labels)
+
+
+def test_a_server_that_ranks_compares_too(tmp_path):
+    url = tmp_path / "log"
+    trained(url, [batch(800, seed) for seed in range(2 * EVERY + 1)])
+    options = ServeOptions(poll_seconds=3600.0)
+    with Predictor(str(url), persia.nn.models.FFNN(SCHEMA, hidden=(4,)), options) as predictor:
+
+        def rank(seeds, shift):
+            for number, seed in enumerate(seeds, 1):
+                predictor.rank(*ranking(seed, shift))
+                if number % WAITING == 0:
+                    predictor.refresh()
+            predictor.refresh()
+            return predictor.state().drift
+
+        drift = rank(range(100, 1164), 0.0)
+        assert set(drift) == {"item", "item.length", "tags", "tags.length", "age", "click.prediction"}
+        assert max(drift.values()) < 0.1
+        drift = rank(range(1164, 2228), 4.0)
+        assert min(drift["age"], drift["click.prediction"]) > SIGNIFICANT
+        assert max(drift["item"], drift["tags"], drift["tags.length"]) < 0.1
+
+
+def test_a_ranking_counts_as_one_of_its_rows():
+    user, items = ranking(0, items=3)
+    logits = np.array([[0.5], [1.5], [2.5]], np.float32)
+    rows = expanded(SCHEMA, user, items)
+    wanted = []
+    for row in range(3):
+        alone = ServingDrift(SCHEMA)
+        alone.note(rows.slice(row, row + 1), logits[row : row + 1])
+        alone.count()
+        wanted.append(alone._current.state_dict())
+    seen = set()
+    for _ in range(60):  # None of the items is left out.
+        drift = ServingDrift(SCHEMA)
+        drift.note_ranking(user, items, logits)
+        drift.count()
+        found = drift._current.state_dict()
+        (row,) = [row for row, state in enumerate(wanted) if all(np.array_equal(state[k], found[k]) for k in found)]
+        seen.add(row)
+    assert seen == {0, 1, 2}
 
 
 def test_a_damaged_file_is_an_error_of_its_own(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from persia.batching.batch import Batch
 from persia.batching.sampling import sampled_ids, sampled_rows
 from persia.metrics.drift import DriftCounts, DriftReference
 from persia.schema import Schema
+from persia.serve.ranking import expanded
 from persia.types import Floats
 
 __all__ = ["ServingDrift"]
@@ -25,10 +27,11 @@ WAITING = 64
 
 
 class _Noted(NamedTuple):
-    """A batch and its logits `[batch, labels]`."""
+    """A batch and its logits `[batch, labels]`; `user` has the features that the batch of a ranking lacks."""
 
     batch: Batch
     logits: Floats
+    user: Batch | None = None
 
 
 class ServingDrift:
@@ -45,6 +48,7 @@ class ServingDrift:
     def __init__(self, schema: Schema, window: int = WINDOW) -> None:
         self._ids = [feature.name for feature in schema.id_features]
         self._names = self._ids, schema.dense_features, schema.labels
+        self._schema = schema
         self._window = window
         self._noted: deque[_Noted] = deque(maxlen=WAITING)
         self._lock = threading.Lock()
@@ -66,11 +70,27 @@ class ServingDrift:
         """Leaves a batch to be counted, with its logits `[batch, labels]`. Returns at once."""
         self._noted.append(_Noted(batch, logits))
 
+    def note_ranking(self, user: Batch, items: Batch, logits: Floats) -> None:
+        """Leaves one row of a ranking to be counted, the user with one of the items. Returns at once.
+
+        A network is trained on such rows. All rows of a ranking have the features of one user, so those of a few
+        rankings would look like drift.
+
+        Args:
+            user: valid, as in `Predictor.rank`.
+            items: likewise.
+            logits: `[items, labels]`.
+        """
+        row = random.randrange(len(items))  # Items may be in any order, such as that of an earlier stage.
+        self._noted.append(_Noted(items.slice(row, row + 1), logits[row : row + 1], user))
+
     def count(self) -> None:
         """Counts the batches that were left, and compares."""
         with self._lock:
             while self._noted:
-                batch, logits = self._noted.popleft()
+                batch, logits, user = self._noted.popleft()
+                if user is not None:
+                    batch = expanded(self._schema, user, batch)
                 if self._current.rows >= self._window:
                     self._current, self._before = DriftCounts(*self._names), self._current
                 self._current.add_rows(sampled_rows(batch.dense), sampled_ids(batch, self._ids))

@@ -218,6 +218,8 @@ class Predictor:
         view = self._view()
         with view.in_use():
             logits = rank(view, user, items).cpu().numpy()
+        if self._updater.drift is not None:
+            self._updater.drift.note_ranking(user, items, logits)
         return Prediction(probabilities_of(logits), view.network.step, view.epoch)
 
     def state(self) -> ServeState:
