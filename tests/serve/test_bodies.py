@@ -174,6 +174,7 @@ REFUSED = [
         "has 4611686018427387904",
     ),
     (MSGPACK, as_msgpack(columns(user={"dtype": "uint8", "data": b"1", "shape": [1] * 3})), "one or two dimensions"),
+    (MSGPACK, as_msgpack(columns(user={"dtype": "uint8", "data": b"1", "shape": []})), "one or two dimensions"),
     (MSGPACK, as_msgpack(columns(user={"dtype": "uint8", "data": b"1", "offsets": b"1"})), "cannot be read"),
     (ARROW, b"", "not a valid Arrow IPC stream"),
     (ARROW, as_arrow(TABLE)[:-100], "not a valid Arrow IPC stream"),

@@ -149,7 +149,7 @@ def values_of(name: str, array: Array) -> Any:
     try:
         values = np.frombuffer(array.data, dtype)
         if array.shape is not None:
-            if len(array.shape) > 2 or min(array.shape, default=0) < 0:
+            if len(array.shape) not in (1, 2) or min(array.shape) < 0:
                 raise ValueError("shapes have one or two dimensions, which are not negative")
             values = values.reshape(array.shape)
         if array.dtype == "bool":
