@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from persia.serve import Predictor, ServeOptions
+from support.trained_logs import SCHEMAS, train
 from support.written_log import Steps, WrittenLog
 
 
@@ -24,3 +25,12 @@ def serve(request):
         return predictor
 
     return start
+
+
+@pytest.fixture(scope="session")
+def trained_logs(tmp_path_factory):
+    """URLs of the logs of small runs, by the name of their schema in `SCHEMAS`."""
+    urls = {name: str(tmp_path_factory.mktemp(name) / "log") for name in SCHEMAS}
+    for name, url in urls.items():
+        train(SCHEMAS[name], url)
+    return urls

@@ -39,8 +39,8 @@ def openapi(schema: Schema, limits: ServeLimits, secured: bool, users: FeatureNa
     """
     read = [f for f in schema.id_features if not f.computed]
     times = dict.fromkeys(f.age_since for f in read if f.age_since is not None)
-    ids = {**{f.name: _ids(f, limits) for f in read}, **{name: _column({"type": "integer"}, limits) for name in times}}
-    dense = {name: _column({"type": "number"}, limits) for name in schema.dense_features}
+    ids = {**{f.name: _ids(f, limits) for f in read}, **{name: _column(_WHOLE, limits) for name in times}}
+    dense = {name: _column(_NUMBER, limits) for name in schema.dense_features}
     samples = _samples(ids, dense, list(ids), list(dense))
     part = {**_samples(ids, dense, [], []), "description": "A part of the features; the other part has the others."}
     record = _object({**{n: c["items"] for n, c in ids.items()}, **{n: c["items"] for n, c in dense.items()}}, [])
@@ -60,8 +60,9 @@ def openapi(schema: Schema, limits: ServeLimits, secured: bool, users: FeatureNa
         },
         ["table", "found", "rows", *made_with],
     )
+    one_each = {"anyOf": [_ID, {"type": "array", "items": _ID, "minItems": 1, "maxItems": 1}]}
     wanted = _object(
-        {"table": {"enum": list(schema.resolved_tables())}, "ids": {**_column(_ID, limits), "minItems": 0}},
+        {"table": {"enum": list(schema.resolved_tables())}, "ids": {**_column(one_each, limits), "minItems": 0}},
         ["table", "ids"],
     )
     example = _example(read, schema)
@@ -133,7 +134,14 @@ def _retrieve(
     return _post("retrieve", "Find the nearest items of users", body, answer, secured)
 
 
-_ID: dict[str, Any] = {"type": ["integer", "string"]}
+_ID: dict[str, Any] = {"type": ["number", "string"]}
+_WHOLE: dict[str, Any] = {
+    "anyOf": [{"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, {"type": "string", "pattern": "^[0-9]{1,19}$"}]
+}
+_NUMBER: dict[str, Any] = {
+    "anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^-?[0-9]{1,19}(\.[0-9]{1,19})?$"}]
+}
+"""Numbers may be texts, as in training."""
 _ERROR: dict[str, Any] = {
     "type": "object",
     "properties": {"error": {"type": "string"}, "message": {"type": "string"}, "fields": {"type": "object"}},
@@ -156,8 +164,7 @@ def _column(items: dict[str, Any], limits: ServeLimits) -> dict[str, Any]:
 
 
 def _ids(feature: IdFeature, limits: ServeLimits) -> dict[str, Any]:
-    number: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
-    one = number if feature.kind == "number" or feature.age_since else {**_ID}
+    one = _WHOLE if feature.kind == "number" or feature.age_since else _ID
     several = {"type": "array", "items": one}
     return _column({"anyOf": [one, {"type": "null"}, several]}, limits)
 
