@@ -32,6 +32,7 @@ TYPE = {"Content-Type": JSON}
 
 @contextlib.asynccontextmanager
 async def serving(predictor, *, wait=True, host="127.0.0.1", **options):
+    options.setdefault("limits", ServeLimits(deadline_ms=30_000))  # Other work must not make answers late.
     app = create_app(predictor, **options)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
