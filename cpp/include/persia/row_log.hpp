@@ -122,8 +122,8 @@ class RowLog {
   // Returns the number behind the last record of the last segment.
   std::uint64_t end_record() const { return segments_.size() * std::uint64_t{segment_records_}; }
   // Returns the segment that is cheapest to compact, that is to append the live records of again: of those that are
-  // full and neither pinned nor set aside, the one with the fewest. kNone unless more than a third of their records are dead, or numbers
-  // run out and it frees some. `spared` is left out, unless numbers run out.
+  // full and neither pinned nor set aside, the one with the fewest. kNone unless more than a third of their records are
+  // dead, or numbers run out and it frees some. `spared` is left out, unless numbers run out.
   std::uint32_t candidate(std::uint32_t spared = kNone) const;
   // Returns whether no more segment may be begun but by compaction.
   bool exhausted() const;
