@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import shutil
 import stat
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import persia
+from persia import rpc
 from persia.errors import ConfigError, StoreError, StoreFullError
 from persia.memory import Memory
 from persia.modes import Hybrid, Sync
@@ -26,9 +27,10 @@ from persia.ps.shares import Shares, divide_tables
 from persia.ps.sizes import declared_sizes
 from persia.ps.space import SpaceWait
 from persia.schema import SGD, IdFeature, Schema, Steps, Table, Zeros
-from persia.services import RowChunk
+from persia.services import EmbeddingPS, RowChunk
 from persia.store import COLD_ROW_BYTES
 from persia.types import Gradients, PushHeader
+from support.disks import filled, freezing_disk, frozen, small_disk
 
 DEADLINE = 60.0
 DIM = 16
@@ -181,23 +183,9 @@ def test_a_directory_that_cannot_be_made(places, tmp_path):
 
 @pytest.fixture
 def mounted(tmp_path):
-    """A file system of 24 MiB, and how to fill it and to free it."""
-    place = tmp_path / "mounted"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    yield place
-    gc.collect()
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def filled(place):
-    filler = place / "filler"
-    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
-        while True:
-            assert file.write(bytes(65536))
-    return filler
+    """A file system of 24 MiB."""
+    with small_disk(tmp_path / "mounted") as place:
+        yield place
 
 
 def await_log(caplog, text, thread):
@@ -337,22 +325,64 @@ def test_training_in_this_process_waits_for_the_disk(mounted, caplog):
     embeddings = None
 
 
+@contextlib.contextmanager
+def reached(server, timeout):
+    """A stub of a PS; both have this timeout."""
+    with rpc.serve(server, protocol=EmbeddingPS) as served:
+        stub = rpc.connect(served.address, EmbeddingPS, timeout=timeout)
+        yield stub
+        rpc.close(stub)
+
+
+def test_a_caller_gets_the_error_of_the_disk_and_not_that_the_ps_is_late(mounted):
+    timeout = 2.0
+    server = started(mounted / "ssd", memory_rows=2000, timeout=timeout)
+    fill(server, 2000)
+    filled(mounted)
+    with reached(server, timeout) as stub:
+        expected = r"no room to grow .*{} waited [01]\.\d s for space"
+        with pytest.raises(StoreFullError, match=expected.format("lookup")):
+            fill(stub, 100_000)
+        ids = np.arange(10**6, 10**6 + 9000, dtype=np.uint64)
+
+        def set_rows(number):
+            stub.set_rows(number, "item", ids, np.ones((len(ids), DIM), np.float32), None)
+
+        # One after the other: the second has used up its time when it is its turn.
+        for call in [Call(lambda number=number: set_rows(number)) for number in range(2)]:
+            call.join(DEADLINE)
+            with pytest.raises(StoreFullError, match=expected.format("set_rows")):
+                raise call.error
+    server = stub = set_rows = call = None
+
+
+def test_the_push_that_has_waited_for_others_gets_the_error_of_the_disk(mounted):
+    timeout = 2.0
+    options = ServerOptions(2, timeout)
+    server = EmbeddingServer(tables(mounted / "ssd", memory_rows=2000), SGD(lr=1.0), Sync(), 3, 1, options)
+    fill(server, 30_000)
+    filled(mounted)
+    with pytest.raises(StoreFullError):
+        fill(server, 200_000)
+    ids = np.arange(5000, dtype=np.uint64)
+    gradients = {"item": Gradients(ids, np.full((len(ids), DIM), -1.0, np.float32))}
+    with reached(server, timeout) as stub:
+        calls = []
+        for rank in range(2):
+            calls.append(Call(lambda rank=rank: stub.push(PushHeader(1, rank, 1, 1, len(ids)), gradients)))
+            calls[0].join(0.4 * timeout)  # More than what the last to arrive gives up before its own deadline.
+        for call in calls:
+            call.join(DEADLINE)
+            with pytest.raises(StoreFullError, match=r"no room to grow .*push waited \d\.\d s for space"):
+                raise call.error
+    server = stub = calls = call = None
+
+
 @pytest.fixture
 def freezing(tmp_path):
     """A file system of its own, which holds back writes while it is frozen."""
-    image, place = tmp_path / "image", tmp_path / "freezing"
-    place.mkdir()
-    with image.open("wb") as file:
-        file.truncate(256 << 20)
-    if not all(map(shutil.which, ("mkfs.ext4", "mount", "fsfreeze"))):
-        pytest.skip("there is no mkfs.ext4, mount or fsfreeze")
-    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(place)]):
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("mounting is not allowed here")
-    yield place
-    subprocess.run(["fsfreeze", "-u", str(place)], capture_output=True, check=False)
-    gc.collect()
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with freezing_disk(tmp_path) as place:
+        yield place
 
 
 @pytest.mark.slow
@@ -360,11 +390,10 @@ def test_a_disk_that_stalls_for_20_seconds(freezing):
     """Calls wait, and nothing is lost."""
     server = started(freezing / "ssd", memory_rows=2000)
     fill(server, 10_000)
-    subprocess.run(["fsfreeze", "-f", str(freezing)], check=True)
-    working = Call(lambda: [fill(server, 60_000), push(server, 1, range(60_000))])
-    working.join(20.0)
-    assert working.is_alive()
-    subprocess.run(["fsfreeze", "-u", str(freezing)], check=True)
+    with frozen(freezing):
+        working = Call(lambda: [fill(server, 60_000), push(server, 1, range(60_000))])
+        working.join(20.0)
+        assert working.is_alive()
     working.join(DEADLINE)
     assert not working.is_alive()
     assert working.error is None

@@ -17,7 +17,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
 
     Args:
         nn_workers: number of NN workers that push.
-        timeout: seconds that a push waits for those of the other NN workers, and any call for space for rows.
+        timeout: seconds that a push waits for those of the other NN workers, and after which callers give up; calls
+            that wait for space for rows fail a little earlier.
         regions: directory of this PS alone for rows that outlive its process, such as "/dev/shm/persia-example/ps-0";
             None keeps rows in the memory of the process. Rows on disk outlive it with the regions, not without.
         neighbours: number of PSs of the same tables, this one included, that share the memory of this host.

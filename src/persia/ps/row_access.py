@@ -42,11 +42,19 @@ class RowSetter:
 
     def set(self, call: int, table: int, ids: Ids, values: Floats, state: RowState | None) -> RowsSet:
         """See `persia.services.EmbeddingPS.set_rows`."""
+        deadline = self._space.deadline()  # Before the lock: another call may hold it while it waits for space.
         with self._lock:
             known = self._answers.get(call)
             if known is not None:
                 return known
-            answer = set_rows(self._store, table, ids, values, state, lambda work: self._space.retry(work, "set_rows"))
+            answer = set_rows(
+                self._store,
+                table,
+                ids,
+                values,
+                state,
+                lambda work: self._space.retry(work, "set_rows", deadline),
+            )
             self._answers[call] = answer
             if len(self._answers) > KEPT_ANSWERS:
                 self._answers.popitem(last=False)

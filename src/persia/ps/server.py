@@ -28,6 +28,7 @@ from persia.pushes.accumulator import GradientAccumulator, average_step
 from persia.pushes.journal import JournaledServer
 from persia.pushes.sequencer import PushSequencer
 from persia.pushes.step_barrier import ArrivedPush, StepBarrier, completes_step
+from persia.retry import Deadline
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import RowChunk, SnapshotInfo, StatePiece
 from persia.telemetry.metrics import Readings, figures
@@ -181,28 +182,30 @@ class EmbeddingServer(JournaledServer):
         packed = self._numbers.packed(gradients)
         if header.slot >= 0:
             return self._push_token(header, packed)
+        arrived = ArrivedPush(header, packed, self._space.deadline())
         if not self._barrier_per_rank:
-            return self._barriers[0].push(header.step, ArrivedPush(header, packed))
+            return self._barriers[0].push(header.step, arrived)
         if header.parts == 1 and completes_step(self._mode.arrive, header.step):
-            return self._apply([ArrivedPush(header, packed)], header.client, header.sequence, packed, header.step)
+            return self._apply([arrived], header.client, header.sequence, packed, header.step)
         if header.rank >= len(self._barriers):
             raise StoreError(
                 f"Invalid rank {header.rank} in a push: this PS serves {len(self._barriers)} NN workers. Start PSs "
                 "and NN workers with the same number of NN workers.",
                 rank=header.rank,
             )
-        return self._barriers[header.rank].push(header.sequence, ArrivedPush(header, packed))
+        return self._barriers[header.rank].push(header.sequence, arrived)
 
     def switch(self, mode: Mode, generation: int, step: int) -> None:
         """Switches to another mode from `step` on; see `persia.services.EmbeddingPS`."""
         self._sequencer.begin(generation, step)
         for barrier in self._barriers:
             barrier.renew(generation, step)
+        deadline = self._space.deadline()
         # First what needs space: a process that starts in the remembered mode must not have to wait for it.
-        self._space.retry(lambda: self._prepare(mode), "switch")
+        self._space.retry(lambda: self._prepare(mode), "switch", deadline)
         if (regions := self._regions) is not None:
             regions.forget_steps()  # Training is quiesced: no answer is outstanding.
-            self._space.retry(lambda: regions.remember(encode(mode)), "switch")
+            self._space.retry(lambda: regions.remember(encode(mode)), "switch", deadline)
         self._adopt(mode, (generation, step - 1))
         self._ages.renumber()
 
@@ -267,12 +270,14 @@ class EmbeddingServer(JournaledServer):
         step: int,
     ) -> dict[str, UpdateCounts]:
         """Updates rows with the sum of some pushes; those in `arrived` are not in the journal yet."""
+        deadlines = [push.deadline for push in arrived if push.deadline is not None]
+        deadline = min(deadlines, key=lambda deadline: deadline.left, default=None)  # The first caller gives up first.
         if (journal := self.journal) is None:
-            return self._update(client, sequence, gradients, step)
-        return journal.apply(lambda: self._update(client, sequence, gradients, step), arrived)
+            return self._update(client, sequence, gradients, step, deadline)
+        return journal.apply(lambda: self._update(client, sequence, gradients, step, deadline), arrived)
 
     def _update(
-        self, client: int, sequence: int, gradients: Mapping[str, Gradients], step: int
+        self, client: int, sequence: int, gradients: Mapping[str, Gradients], step: int, deadline: Deadline | None
     ) -> dict[str, UpdateCounts]:
         ids, rows = (packed := self._numbers.packed(gradients)).ids, packed.rows
         numbers, _, _ = self._numbers.places(ids.names)
@@ -283,7 +288,7 @@ class EmbeddingServer(JournaledServer):
                 numbers, ids.counts, ids.buffer, rows.buffer, rates, step=step, client=client, sequence=sequence
             )
 
-        counts = self._space.retry(update, "push")
+        counts = self._space.retry(update, "push", deadline)
         self._ages.updated(step)
         self._publishing.applied(step)
         return dict(zip(ids.names, counts, strict=True))

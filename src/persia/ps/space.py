@@ -15,6 +15,12 @@ __all__ = ["SpaceWait"]
 
 T = TypeVar("T")
 
+GRACE_SECONDS = 5.0
+"""Time before the deadline of a caller at which its call gives up, so that the caller gets the error of the PS."""
+
+GRACE_SHARE = 0.25
+"""The same for short timeouts, as a share of them."""
+
 log = logging.getLogger("persia.ps")
 
 
@@ -24,21 +30,27 @@ class SpaceWait:
     However many calls wait, the log has one line when the first begins to, and one when all have gone on.
 
     Args:
-        timeout: seconds to try.
+        timeout: seconds after which callers in other processes give up. A call gives up a little earlier, as its error
+            says where there is no space, and theirs would only say that this PS is late.
     """
 
     def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
+        self._timeout = timeout - min(GRACE_SECONDS, GRACE_SHARE * timeout)
         self._lock = threading.Lock()
         self._waiting = 0
         self._began = 0.0
 
-    def retry(self, call: Callable[[], T], operation: str) -> T:
+    def deadline(self) -> Deadline:
+        """Returns the deadline of a call that arrives now, for calls that wait for others before they need space."""
+        return Deadline(self._timeout)
+
+    def retry(self, call: Callable[[], T], operation: str, deadline: Deadline | None = None) -> T:
         """Calls until there is space, and returns the result. Blocks.
 
         Args:
             call: may be repeated.
             operation: its name, for log and error.
+            deadline: of the call; None if it arrives now.
 
         Raises:
             StoreFullError: there was no space until the deadline.
@@ -55,7 +67,7 @@ class SpaceWait:
             found = retry(
                 call,
                 transient=lambda error: isinstance(error, StoreFullError),
-                deadline=Deadline(self._timeout),
+                deadline=deadline if deadline is not None else self.deadline(),
                 on_wait=begin_wait,
             )
         except BaseException as error:

@@ -51,7 +51,7 @@ class PushJournal:
         """Runs an update, which leads to the next version, and adds those of its pushes that were not added before."""
         with self._lock:
             result = update()
-            fresh = [self.add(header, empty=not gradients) for header, gradients in pushes]
+            fresh = [self.add(push.header, empty=not push.gradients) for push in pushes]
             self._version += all(fresh)  # Else the update is a repetition.
             return result
 

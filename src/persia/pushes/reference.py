@@ -21,7 +21,7 @@ def average_step(arrived: Sequence[ArrivedPush], reduction: Reduction) -> dict[s
     weights: dict[int, int] = defaultdict(int)
     pushed: dict[str, list[int]] = {}
     sums: dict[str, dict[int, dict[int, Floats]]] = {}  # table, id, rank: the sum of the rank's parts
-    for header, gradients in arrived:
+    for header, gradients, _ in arrived:
         weights[header.rank] += header.weight
         for table, (ids, values) in gradients.items():
             pushed.setdefault(table, []).append(header.rank)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from persia.errors import DeadlineError, StalePushError, StoreError
 from persia.modes import Action, Arrival, Decision
+from persia.retry import Deadline
 from persia.types import Gradients, PushHeader, UpdateCounts
 
 __all__ = ["MOST_OPEN", "ArrivedPush", "StepBarrier", "completes_step"]
@@ -24,10 +25,17 @@ MOST_REPEATED = 8
 
 
 class ArrivedPush(NamedTuple):
-    """A push, or one part of it."""
+    """A push, or one part of it.
+
+    Attributes:
+        header: its header.
+        gradients: its gradients, by table.
+        deadline: when it stops to wait for space, although others may have arrived later; None if it does not wait.
+    """
 
     header: PushHeader
     gradients: Mapping[str, Gradients]
+    deadline: Deadline | None = None
 
 
 Counts = dict[str, UpdateCounts]
