@@ -1,13 +1,23 @@
 """What `persia health` prints."""
 
 import io
+import re
+import threading
 
+import numpy as np
 from rich.console import Console
+from typer.testing import CliRunner
 
+from persia.cli.app import app
 from persia.cli.health import _doing, _table
 from persia.membership.observing import Answer
+from persia.modes import Hybrid
+from persia.ps import EmbeddingServer
+from persia.schema import SGD, Table
 from persia.telemetry.metrics import Health, Metric
 from persia.types import Member
+from support.disks import freezing_disk, frozen
+from support.observed_cluster import observed_cluster
 
 
 def test_the_last_lines_of_the_dead_are_printed_as_they_are():
@@ -28,6 +38,66 @@ def test_a_ps_with_rows_on_disk_says_what_is_there():
     expected = "on disk 700 rows, 2.0 GiB, 75.0% of hits in memory, 250 read, write amplification 1.30"
     assert expected in _doing(health)
     assert "on disk" not in _doing(health._replace(figures=figures[:3]))
+
+
+def ps_on_disk(spill):
+    tables = {"item": Table("item", 16, capacity=100_000, memory_rows=500, spill=str(spill))}
+    return EmbeddingServer(tables, SGD(lr=1.0), Hybrid(4), 3, 1)
+
+
+def look_up(ps, ids):
+    ps.lookup({"item": np.asarray(ids, np.uint64)}, True)
+
+
+def health_of(address, *options):
+    done = CliRunner().invoke(app, ["health", address, *options], env={"COLUMNS": "600"})
+    return done.exit_code, " ".join(done.output.split())
+
+
+def test_health_of_a_real_ps_with_rows_on_disk(tmp_path):
+    ps = ps_on_disk(tmp_path)
+    for start in (*range(0, 3000, 500), 0):
+        look_up(ps, range(start, start + 500))
+    counts = ps.statistics()["item"]
+    assert counts["disk_rows"] >= 2500
+    assert counts["disk_reads"] >= counts["promoted"] > 0
+    with observed_cluster(embedding_ps=ps.observe) as (address, _):
+        code, text = health_of(address)
+    assert code == 0
+    assert f"3,000 rows, {counts['bytes'] / 2**20:,.0f} MiB, {500 / 3500:.1%} hits, 0 evicted" in text
+    in_memory = 1 - counts["promoted"] / 500
+    assert (
+        f"on disk {counts['disk_rows']:,} rows, {counts['disk_bytes'] / 2**30:,.1f} GiB, {in_memory:.1%} of hits in "
+        f"memory, {counts['disk_reads']:,} read, write amplification"
+    ) in text
+    assert "waiting for" not in text
+
+
+def test_a_ps_whose_disk_stalls_is_alive(tmp_path):
+    with freezing_disk(tmp_path) as place:
+        ps = ps_on_disk(place)
+        look_up(ps, range(2000))
+        with observed_cluster(embedding_ps=ps.observe) as (address, _):
+            assert "2,000 rows" in health_of(address)[1]
+            working = threading.Thread(
+                target=lambda: [look_up(ps, range(n, n + 500)) for n in range(2000, 40_000, 500)], daemon=True
+            )
+            with frozen(place):
+                working.start()
+                code, text = health_of(address)
+                while "waiting for its disk or a lock for" not in text:  # The first writes may go to what is free.
+                    assert working.is_alive()
+                    assert code == 0
+                    code, text = health_of(address)
+            assert code == 0
+            expected = r"waiting for its disk or a lock for \d+ s; until then [\d,]+ rows, .* on disk [1-9][\d,]+ rows"
+            assert re.search(expected, text)
+            working.join(60.0)
+            assert not working.is_alive()
+            _, text = health_of(address)
+            assert "40,000 rows" in text
+            assert "waiting for" not in text
+        ps = working = None  # Their files keep the disk.
 
 
 def test_a_ps_that_publishes_says_how_old_that_is():

@@ -385,6 +385,45 @@ def freezing(tmp_path):
         yield place
 
 
+def metrics_of(server):
+    """By name; and the seconds that it took."""
+    found = {}
+    began = time.monotonic()
+    asking = Call(lambda: found.update((metric.name, metric.value) for metric in server.observe().figures))
+    asking.join(10.0)
+    assert not asking.is_alive()
+    return found, time.monotonic() - began
+
+
+def test_metrics_are_given_while_the_disk_stalls(freezing):
+    """The last ones known: health checks must not take the PS for dead."""
+    server = started(freezing / "ssd", memory_rows=2000)
+    fill(server, 10_000)
+    before, _ = metrics_of(server)
+    assert (before["ps_rows"], before["ps_metrics_late_seconds"]) == (10_000, 0)
+    with frozen(freezing):
+        working = Call(lambda: fill(server, 60_000))
+        late = 0.0
+        while working.is_alive() and not late:
+            during, seconds = metrics_of(server)
+            late = during["ps_metrics_late_seconds"]
+        assert 1 <= late <= seconds < 5
+        assert 10_000 <= during["ps_rows"] < 60_000
+        assert during.keys() == before.keys()
+        found = []
+        Call(lambda: found.append(server.latest_statistics()["item"]["rows"])).join(10.0)
+        assert found == [during["ps_rows"]]
+        during, seconds = metrics_of(server)
+        assert during["ps_metrics_late_seconds"] > late + 1.5  # Of the same reading, not of the last one.
+        assert len([t for t in threading.enumerate() if t.name == "persia-metrics"]) == 1
+    working.join(DEADLINE)
+    assert not working.is_alive()
+    assert working.error is None
+    after, _ = metrics_of(server)
+    assert (after["ps_rows"], after["ps_metrics_late_seconds"]) == (60_000, 0)
+    server = working = None
+
+
 @pytest.mark.slow
 def test_a_disk_that_stalls_for_20_seconds(freezing):
     """Calls wait, and nothing is lost."""

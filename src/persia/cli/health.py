@@ -28,6 +28,7 @@ def health(
     """Show the health of every process in a running cluster.
 
     Exits with status 1 if a process is dead and not replaced, or does not answer, so it can serve as a liveness probe.
+    An embedding PS that waits for its disk answers, with its last metrics.
     If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does.
     """
     from persia.cli import ui as out
@@ -94,6 +95,7 @@ def _doing(health: Health) -> str:
         case "embedding_ps":
             hits = total("ps_hits") / max(1.0, total("ps_lookups"))
             return (
+                f"{_waiting(health)}"
                 f"{total('ps_rows'):,.0f} rows, {total('ps_bytes') / 2**20:,.0f} MiB, {hits:.1%} hits, "
                 f"{total('ps_evicted'):,.0f} evicted, {total('ps_nonfinite'):,.0f} non-finite"
                 f"{_disk(health)}{_published(health)}"
@@ -117,6 +119,12 @@ def _doing(health: Health) -> str:
             )
         case _:
             return ""
+
+
+def _waiting(health: Health) -> str:
+    """Formats for how long the metrics of a PS have been held up; empty if they are of now."""
+    late = health.total("ps_metrics_late_seconds")
+    return f"waiting for its disk or a lock for {late:,.0f} s; until then " if late else ""
 
 
 def _disk(health: Health) -> str:

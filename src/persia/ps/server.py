@@ -14,6 +14,7 @@ from persia import batching
 from persia.errors import StoreError
 from persia.modes import Dense, Mode, RowLimit, decode, encode
 from persia.ps.ages import RowAges
+from persia.ps.latest_reading import LatestReading
 from persia.ps.opening import open_tables
 from persia.ps.options import ServerOptions
 from persia.ps.publishing import RowPublishing
@@ -64,6 +65,9 @@ DISK_COUNTS = {
 }
 """Names of metrics by those of `EmbeddingStore.tier_counts`."""
 
+Statistics = dict[str, dict[str, int]]
+"""Counters by table and name."""
+
 
 class EmbeddingServer(JournaledServer):
     """The rows of all tables in a partition. Safe to call from several threads; calls block for the work they do.
@@ -111,6 +115,7 @@ class EmbeddingServer(JournaledServer):
         self._snapshots = StoreSnapshots(self._store, self._index)
         self._publishing = RowPublishing(self._store, self._index)
         self._setter = RowSetter(self._store, self._space)
+        self._latest = LatestReading(lambda: (self.statistics(), self._publishing.figures()))
         kept = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(kept) if kept else mode)
 
@@ -174,6 +179,7 @@ class EmbeddingServer(JournaledServer):
 
     def close(self) -> None:
         """Removes the regions and the rows in them, if there are any. Call it last."""
+        self._latest.close()
         if self._regions is not None:
             self._regions.remove()
 
@@ -293,8 +299,11 @@ class EmbeddingServer(JournaledServer):
         self._publishing.applied(step)
         return dict(zip(ids.names, counts, strict=True))
 
-    def statistics(self) -> dict[str, dict[str, int]]:
-        """Returns counters by table, with `rows` and `bytes` in use, and those of rows on disk where there are some."""
+    def statistics(self) -> Statistics:
+        """Returns counters by table, with `rows` and `bytes` in use, and those of rows on disk where there are some.
+
+        Blocks while a call holds the lock of a shard: for as long as a disk does not answer.
+        """
         return {
             name: {
                 "rows": self._store.size(index),
@@ -310,11 +319,20 @@ class EmbeddingServer(JournaledServer):
             return {}
         return {DISK_COUNTS[name]: count for name, count in self._store.tier_counts(index).items()}
 
+    def latest_statistics(self) -> Statistics:
+        """Returns `statistics`, or the last ones known if new ones take longer than a second."""
+        return self._latest.get()[0][0]
+
     def observe(self) -> Readings:
-        """Returns `statistics` and `row_staleness` as metrics."""
-        found = [f for table, counts in self.statistics().items() for f in figures("ps", counts, table=table)]
+        """Returns `statistics` and `row_staleness` as metrics. Blocks for a second at most; see `LatestReading`.
+
+        `ps_metrics_late_seconds` says for how long new ones have been held up.
+        """
+        (statistics, published), late = self._latest.get()
+        found = [f for table, counts in statistics.items() for f in figures("ps", counts, table=table)]
         found += figures("ps_slot", dataclasses.asdict(self._row_staleness))
-        return Readings(found + self._publishing.figures(), [])
+        found += figures("ps", {"metrics_late_seconds": late})
+        return Readings(found + published, [])
 
     def row_staleness(self) -> RowStaleness:
         """Returns the staleness of rows in asynchronous modes."""

@@ -40,6 +40,9 @@ CATALOGUE: dict[str, MetricKind] = {
     "ps_promoted": MetricKind("counter", "rows that came back to memory"),
     "ps_compacted": MetricKind("counter", "rows on disk written again, to free the space of others"),
     "ps_disk_unreadable": MetricKind("gauge", "segments of their files that could not be read when rows were to move"),
+    "ps_metrics_late_seconds": MetricKind(
+        "gauge", "for how long the disk or a lock has held up the metrics of this PS; 0 if they are of now"
+    ),
     "ps_slot_rows": MetricKind("counter", "rows of gradients in asynchronous modes"),
     "ps_slot_stale": MetricKind("counter", "of those, rows dropped as the gradient was too old"),
     "ps_slot_staleness_sum": MetricKind("counter", "steps by which rows were newer than their gradient's"),

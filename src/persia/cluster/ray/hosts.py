@@ -306,8 +306,8 @@ class EmbeddingServerHost(Host):
             )
 
     def counters(self) -> dict[str, float]:
-        """Returns counters by table and name."""
-        tables = self.servant.statistics()
+        """Returns counters by table and name, those of a moment ago while a disk does not answer: reports go on."""
+        tables = self.servant.latest_statistics()
         return {f"{table}.{name}": float(value) for table, of in tables.items() for name, value in of.items()}
 
     def observe(self) -> Readings:
