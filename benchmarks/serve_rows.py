@@ -1,10 +1,11 @@
 """Rows of a prediction server: the delay that updates add to requests, the time to start, lookups.
 
-    python -m benchmarks serve.update_pause_p999 serve.start_s serve.lookup_vs_store [--preset smoke|laptop|full]
+    python -m benchmarks serve.rows_pause_p999 serve.start_s serve.lookup_vs_store [--preset smoke|laptop|full]
 
 Rows have 16 floats. A request looks up 256 ids in each of 26 tables, in one call of `persia.store.served`. One thread
-sends requests. In serve.update_pause_p999 another one applies 100,000 rows per second meanwhile, of which a tenth are
-new and as many older ones are removed. The tables are snapshots with changes, so rows come from both.
+sends requests. In serve.rows_pause_p999 another one applies 100,000 rows per second meanwhile, of which a tenth are
+new and as many older ones are removed. The tables are snapshots with changes, so rows come from both. That is the share
+of the tables in serve.update_pause_p999 (`serve_updates.py`), where a predictor follows a log of changes.
 
 Times are wall-clock times, so they contain what other processes take, and waits for the interpreter lock. The detail
 `cpu` is the same difference in processor time of the thread that sends requests.
@@ -128,8 +129,8 @@ def requests(tables: list[ServedTable], rows: int, count: int) -> np.ndarray:
     return seconds
 
 
-@runner.measures("serve.update_pause_p999")
-def update_pause(preset: str) -> runner.Measure:
+@runner.measures("serve.rows_pause_p999")
+def rows_pause(preset: str) -> runner.Measure:
     """The 99.9th percentile of the time of requests while rows change, less that while none do."""
     scale = SCALES[preset]
     with tempfile.TemporaryDirectory() as directory:
@@ -164,7 +165,7 @@ def update_pause(preset: str) -> runner.Measure:
     if preset != "smoke" and updates.rate() < APPLIED * UPDATES_PER_SECOND:
         pauses = np.full_like(pauses, math.nan)  # Which fails: fewer changes pause less.
     return runner.quantity(
-        "serve.update_pause_p999", pauses.tolist(), "s",
+        "serve.rows_pause_p999", pauses.tolist(), "s",
         at_most=None if preset == "smoke" else PAUSE, details=details,
     )  # fmt: skip
 
