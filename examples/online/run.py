@@ -7,7 +7,8 @@ changes, `persia serve` answers over HTTP, and Kafka is KAFKA_BOOTSTRAP, or libr
 Clicks are those of globo_ctr if PERSIA_DATA has it, else made up.
 
 It prints the AUC of what the server answers about clicks before they are sent, beside that of a model that stays as it
-was at the beginning, and the time from a click to the row that the server has of it.
+was at the beginning, and the time from a click to a prediction that has used the row that it has changed. Clicks are
+held back while training lags behind by more than the mock cluster keeps.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import news
 import numpy as np
@@ -48,63 +49,186 @@ HERE = Path(__file__).parent
 ROWS = 200
 """Clicks of a message."""
 
+PARTITIONS = 4
+"""Of the topic; the mock cluster has no other number."""
+
+LAG_BYTES = 3 << 20
+"""Of each partition, by which training may lag behind. The mock cluster deletes all but the last 5 MiB."""
+
+LAG_SECONDS = 60.0
+"""Maximum wait for training."""
+
+KINDS = ("known", "new")
+"""Of users whose clicks are watched."""
+
 WATCH_SECONDS = 0.2
-"""Between two users whose row is waited for."""
+"""Between two users of a kind who are watched."""
+
+SAME = 1e-6
+"""Maximum difference of two answers with the same network and rows: batches of other sizes are computed otherwise."""
+
+
+class Training:
+    """Follows what the training program prints, until it ends.
+
+    Args:
+        process: runs `train.py`.
+
+    Attributes:
+        begun: whether the clicks of the days before are trained.
+        waited: seconds that `await_lag` has waited.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._rows = 0
+        """Clicks of the stream that were read."""
+        self.begun = False
+        self.waited = 0.0
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            word, _, rest = line.partition(" ")
+            if word == "read":
+                self._rows = int(rest)
+            else:
+                print(line, end="", flush=True)
+            self.begun |= word == "trained"
+
+    def await_lag(self, rows: int, size: int) -> None:
+        """Waits until training lags behind by `LAG_BYTES` of each partition at most.
+
+        Args:
+            rows: clicks that were sent.
+            size: bytes of their messages.
+
+        Raises:
+            SystemExit: training has ended, or lags behind for `LAG_SECONDS`.
+        """
+        began = time.monotonic()
+        while (rows - self._rows) * size > PARTITIONS * LAG_BYTES * rows:
+            if self._process.poll() is not None:
+                raise SystemExit("Training has ended early; see its messages above.")
+            if time.monotonic() - began > LAG_SECONDS:
+                raise SystemExit(
+                    f"Training has read {self._rows:,} of {rows:,} clicks, and comes no nearer within "
+                    f"{LAG_SECONDS:g} s. See its messages above, or send fewer: --rate."
+                )
+            time.sleep(0.05)
+        self.waited += time.monotonic() - began
+
+
+class Watched(NamedTuple):
+    """A user whose click is to be served.
+
+    Attributes:
+        kind: "known", if clicks of the user were trained before the stream; else "new".
+        probe: the click.
+        row: of the user in the server before it was sent; zeros if there was none.
+        answer: prediction for the click before it was sent.
+        since: when it was sent.
+    """
+
+    kind: str
+    probe: pa.Table
+    row: np.ndarray
+    answer: float
+    since: float
 
 
 class Freshness:
-    """Measures the time from the first click of a user to the row that the server has of that user.
+    """Measures the time from a click of a user to a `/predict` that has used the row that it has changed.
 
-    From then on each `/predict` uses the row.
+    Users are watched from their first click in the stream on, so that no earlier click changes their row meanwhile.
+    Once the server has another row of the user than before the click, it is asked about the click itself. The answer
+    has used that row, as rows of a server do not go back; it counts if it differs from the one before the click.
+
+    Use it as a context manager, which ends its thread.
 
     Args:
         client: asks the server.
         known: users whose clicks were trained before.
+
+    Attributes:
+        seconds: by kind of user; infinite for clicks that were not served within 10 s of the last one.
     """
 
     def __init__(self, client: Client, known: np.ndarray) -> None:
         self._client = client
         self._known = set(known.tolist())
+        self._clicked: set[int] = set()
+        """Users who have come in the stream."""
         self._lock = threading.Lock()
-        self._waiting: dict[int, float] = {}
-        self._watched = 0.0
+        self._waiting: dict[int, Watched] = {}
+        self._last = dict.fromkeys(KINDS, 0.0)
         """Time of the last click that is watched."""
-        self.seconds: list[float] = []
-        """Infinite for users who were not served within 10 s of the last click."""
+        self.seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self._failure: BaseException | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Freshness:
         self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
 
     def sending(self, part: pa.Table) -> None:
-        """Notes clicks that are about to be sent, and watches one user of them whose first click this is."""
+        """Notes clicks that are about to be sent, and watches some users of them whose first click this is."""
         now = time.monotonic()
-        users = set(part["user_id"].to_numpy().tolist()) - self._known
-        self._known |= users
-        if users and now - self._watched >= WATCH_SECONDS:
-            self._watched = now
-            with self._lock:
-                self._waiting[min(users)] = now
+        users = set(part["user_id"].to_numpy().tolist()) - self._clicked
+        self._clicked |= users
+        found = {}
+        for kind, those in (("known", users & self._known), ("new", users - self._known)):
+            if those and now - self._last[kind] >= WATCH_SECONDS:
+                self._last[kind] = now
+                with suppress(OverloadedError):  # Another one, then.
+                    found[min(those)] = self._before(kind, min(those), part)
+        now = time.monotonic()
+        with self._lock:
+            self._waiting |= {user: each._replace(since=now) for user, each in found.items()}
+
+    def _before(self, kind: str, user: int, part: pa.Table) -> Watched:
+        """Asks for the row of a user, and about the click."""
+        probe = part.slice(part["user_id"].to_numpy().tolist().index(user), 1)
+        row = self._client.embeddings("user_id", [user]).rows[0]
+        answer = float(self._client.predict(news.columns(probe)).probabilities[0, 0])
+        return Watched(kind, probe, row, answer, 0.0)
 
     def _watch(self) -> None:
         try:
             while not self._stop.wait(0.05):
-                with self._lock:
-                    waiting = dict(self._waiting)
-                if not waiting:
-                    continue
-                try:
-                    found = self._client.embeddings("user_id", list(waiting)).found
-                except OverloadedError:  # Later, then.
-                    continue
-                now = time.monotonic()
-                for (user, since), there in zip(waiting.items(), found, strict=True):
-                    if there:
-                        with self._lock:
-                            del self._waiting[user]
-                        self.seconds.append(now - since)
+                with suppress(OverloadedError):  # Later, then.
+                    self._ask()
         except BaseException as error:
             self._failure = error
+
+    def _ask(self) -> None:
+        """Asks for the rows of all users that are watched, and about the clicks of those whose row has changed."""
+        with self._lock:
+            waiting = dict(self._waiting)
+        if not waiting:
+            return
+        rows = self._client.embeddings("user_id", list(waiting))
+        changed = {
+            user: each
+            for (user, each), there, row in zip(waiting.items(), rows.found, rows.rows, strict=True)
+            if there and not np.array_equal(row, each.row)
+        }
+        if not changed:
+            return
+        probes = pa.concat_tables([each.probe for each in changed.values()])
+        answers = self._client.predict(news.columns(probes)).probabilities[:, 0]
+        now = time.monotonic()
+        for (user, each), answer in zip(changed.items(), answers.tolist(), strict=True):
+            if abs(answer - each.answer) > SAME:
+                with self._lock:
+                    del self._waiting[user]
+                self.seconds[each.kind].append(now - each.since)
 
     def end(self) -> None:
         """Waits up to 10 s for the users that are watched."""
@@ -112,10 +236,11 @@ class Freshness:
         while self._waiting and self._failure is None and time.monotonic() < deadline:
             time.sleep(0.1)
         self._stop.set()
-        self._thread.join()
+        self._thread.join(30)
         if self._failure is not None:
             raise self._failure
-        self.seconds += [math.inf] * len(self._waiting)
+        for each in self._waiting.values():
+            self.seconds[each.kind].append(math.inf)
 
 
 def connect() -> tuple[Producer, str]:
@@ -131,23 +256,23 @@ def create(topic: str, producer: Producer, bootstrap: str) -> None:
     """Creates a topic; the mock cluster does so when it is asked for one."""
     if "KAFKA_BOOTSTRAP" in os.environ:
         admin = AdminClient({"bootstrap.servers": bootstrap})
-        for done in admin.create_topics([NewTopic(topic, num_partitions=4)]).values():
+        for done in admin.create_topics([NewTopic(topic, num_partitions=PARTITIONS)]).values():
             done.result(timeout=30)
     producer.list_topics(topic, timeout=10)
 
 
 @contextmanager
-def program(words: list[str], name: str) -> Iterator[subprocess.Popen[str]]:
+def program(words: list[str], name: str, output: int) -> Iterator[subprocess.Popen[str]]:
     """Runs a Python program of this example until the end of the block."""
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
-    process = subprocess.Popen([sys.executable, *words], env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, *words], env=environment, stdout=output, text=True)
     try:
         yield process
     finally:
         process.terminate()
         try:
-            process.communicate(timeout=60)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             print(f"{name} did not end within 60 s", file=sys.stderr)
@@ -170,12 +295,15 @@ def wait_for(what: str, process: subprocess.Popen[str], ready: Any, seconds: flo
 
 def send(
     arguments: argparse.Namespace, stream: Iterator[pa.Table], producer: Producer, topic: str, client: Client,
-    frozen: Predictor, freshness: Freshness,
+    frozen: Predictor, freshness: Freshness, training: Training,
 ) -> dict[str, Any]:  # fmt: skip
-    """Sends clicks at a constant rate, and asks about some of them before. Returns what was measured."""
+    """Sends clicks at a constant rate, and asks about some of them before. Returns what was measured.
+
+    It waits while training lags behind, and sends what it has missed at once then.
+    """
     intervals: list[dict[str, Any]] = []
     whole = [AUC(), AUC()]
-    began, sent, refused = time.monotonic(), 0, 0
+    began, sent, size, refused = time.monotonic(), 0, 0, 0
     asked_every = max(1, round(arguments.rate / ROWS / arguments.asks))
     for number, part in enumerate(stream):
         place = int((time.monotonic() - began) / arguments.interval)
@@ -197,11 +325,13 @@ def send(
                 now["aucs"][which].update(logits, labels)
                 whole[which].update(logits, labels)
             now["asked"] += len(part) if both else 0
+        training.await_lag(sent, size)
+        message = news.message(part)
         freshness.sending(part)
-        producer.produce(topic, news.message(part), partition=number % 4)
+        producer.produce(topic, message, partition=number % PARTITIONS)
         producer.poll(0)
         now["sent"] += len(part)
-        sent += len(part)
+        sent, size = sent + len(part), size + len(message)
         time.sleep(max(0.0, began + sent / arguments.rate - time.monotonic()))
     seconds = time.monotonic() - began
     producer.flush(30)
@@ -209,10 +339,11 @@ def send(
     return {
         "clicks": sent,
         "clicks_per_s": sent / seconds,
+        "waited_s": training.waited,
         "refused": refused,
         "auc_served": whole[0].result(),
         "auc_frozen": whole[1].result(),
-        "freshness_s": sorted(freshness.seconds),
+        "freshness_s": {kind: sorted(seconds) for kind, seconds in freshness.seconds.items()},
         "intervals": [{**each, "aucs": [one.result() for one in each["aucs"]]} for each in intervals if each["asked"]],
     }
 
@@ -235,12 +366,15 @@ def show(found: dict[str, Any], interval: float) -> None:
     )
     if found["refused"]:
         console.print(f"The server had too much to do for {found['refused']:,} more.")
-    fresh = found["freshness_s"]
-    if fresh:
-        console.print(
-            f"From a click to its row in the server: median {np.median(fresh):.1f} s, "
-            f"99th percentile {np.quantile(fresh, 0.99):.1f} s ({len(fresh)} new users)"
-        )
+    if found["waited_s"] > 1:
+        console.print(f"{found['waited_s']:.0f} s long no clicks were sent, as training lagged behind.")
+    for kind, fresh in found["freshness_s"].items():
+        if fresh:
+            median, p99 = np.quantile(fresh, [0.5, 0.99], method="higher")  # Not between a number and infinity.
+            console.print(
+                f"From a click to a prediction with its row: median {median:.1f} s, 99th percentile {p99:.1f} s "
+                f"({len(fresh)} {kind} users)"
+            )
 
 
 def main() -> None:
@@ -266,15 +400,12 @@ def main() -> None:
         create(topic, producer, bootstrap)
         words = [str(HERE / "train.py"), str(yesterday), bootstrap, topic, log]
         words += ["--ps", str(arguments.ps), "--seconds", str(arguments.publish_seconds)]
-        trainer = used.enter_context(program(words, "training"))
-        assert trainer.stdout is not None
-        line = trainer.stdout.readline().strip()
-        if not line:
-            raise SystemExit("Training has failed; see its messages above.")
-        print(line)
+        trainer = used.enter_context(program(words, "training", subprocess.PIPE))
+        training = Training(trainer)
+        wait_for("Training", trainer, lambda: training.begun, 600.0)
         port = free_port()
         words = ["-m", "persia", "serve", log, "--model", "news:Model", "--port", str(port), "--poll-seconds", "0.5"]
-        server = used.enter_context(program(words, "the server"))
+        server = used.enter_context(program(words, "the server", subprocess.DEVNULL))
         frozen = used.enter_context(Predictor(log, news.Model, ServeOptions(poll_seconds=1e8)))
         client = used.enter_context(Client(f"http://127.0.0.1:{port}"))
 
@@ -292,8 +423,8 @@ def main() -> None:
         wait_for("Training on the stream", trainer, streaming)
         wait_for("The server", server, served)
         print(f"http://127.0.0.1:{port}/docs answers predictions for {arguments.seconds:g} s")
-        freshness = Freshness(client, before["user_id"].to_numpy())
-        found = send(arguments, stream, producer, topic, client, frozen, freshness)
+        freshness = used.enter_context(Freshness(client, before["user_id"].to_numpy()))
+        found = send(arguments, stream, producer, topic, client, frozen, freshness, training)
         if trainer.poll() is not None:
             raise SystemExit("Training has ended early; see its messages above.")
     show(found, arguments.interval)

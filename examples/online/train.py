@@ -7,11 +7,45 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import news
 
 import persia
+from persia.errors import PersiaError
 from persia.publish import PublishOptions
+
+READ_SECONDS = 0.5
+"""Between two lines about what is read."""
+
+
+def rows_read(stream: Any, cluster: persia.cluster.Ray | None) -> int:
+    """Returns how many clicks of the stream were read."""
+    if cluster is None:
+        return sum(int(metric.value) for metric in stream.observe() if metric.name == "stream_rows")
+    found = cluster.statistics()
+    return sum(int(found[name].get("rows", 0)) for name in found if name.startswith("data_loader"))
+
+
+@contextlib.contextmanager
+def reporting(stream: Any, cluster: persia.cluster.Ray | None) -> Iterator[None]:
+    """Prints how many clicks were read, for the program that sends them, until the end of the block."""
+    over = threading.Event()
+
+    def report() -> None:
+        while not over.wait(READ_SECONDS):
+            with contextlib.suppress(PersiaError):  # A process restarts.
+                print("read", rows_read(stream, cluster), flush=True)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
 
 
 def main() -> None:
@@ -34,7 +68,8 @@ def main() -> None:
         stream = persia.data.kafka(
             arguments.topic, news.schema(), 1024, bootstrap=arguments.bootstrap, values="arrow", linger=0.2
         )
-        trainer.fit(stream)
+        with reporting(stream, cluster):
+            trainer.fit(stream)
 
 
 if __name__ == "__main__":

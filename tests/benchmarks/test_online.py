@@ -1,0 +1,147 @@
+"""The programs of examples/online: what counts as served, the wait for training, and that they end."""
+
+import contextlib
+import importlib
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from persia.serve import Client, Predictor, ServeOptions
+from persia.serve.http.run import HttpOptions, run_server
+from support import written_log
+from support.written_log import WrittenLog
+
+pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "online"
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """The modules `run` and `news` of the example."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    yield importlib.import_module("run"), importlib.import_module("news")
+    for name in ("run", "news"):
+        del sys.modules[name]
+
+
+@contextlib.contextmanager
+def serving(predictor):
+    """Runs a server in a thread; yields its URL."""
+    found, listens = [], threading.Event()
+
+    def listening(at):
+        found.append(at)
+        listens.set()
+
+    thread = threading.Thread(target=run_server, args=(predictor, HttpOptions(port=0), listening), daemon=True)
+    thread.start()
+    assert listens.wait(60)
+    try:
+        yield found[0].url
+    finally:
+        found[0].stop()
+        thread.join(60)
+
+
+def clicks(news, *users):
+    columns = {name: np.ones(len(users), np.int32) for name in news.COLUMNS if name != "history"}
+    columns |= {"user_id": np.array(users, np.int32), "history": pa.array([[1]] * len(users), pa.list_(pa.int32()))}
+    return pa.table({name: columns[name] for name in news.COLUMNS})
+
+
+def test_a_click_counts_once_a_prediction_has_used_the_row_that_it_has_changed(modules, tmp_path, monkeypatch):
+    run, news = modules
+    log = WrittenLog(tmp_path / "log", schema=news.schema())
+
+    def network(step):
+        torch.manual_seed(step)
+        log.network(step, **{name: each.numpy() for name, each in news.Model(news.schema()).state_dict().items()})
+
+    log.begin(1, network=False)  # With rows of the users 0 to 63.
+    network(1)
+    predictor = Predictor(log.url, news.Model, ServeOptions(poll_seconds=3600.0))
+    with serving(predictor) as url, Client(url) as client:
+        deadline = time.monotonic() + 60
+        while client.health()["status"] != "ready":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with run.Freshness(client, np.arange(64)) as freshness:
+            freshness.sending(clicks(news, 5, 5, 100, 100))
+            assert {user: each.kind for user, each in freshness._waiting.items()} == {5: "known", 100: "new"}
+            with monkeypatch.context() as same:
+                same.setattr(log, "values", lambda ids, dim, step: np.ones((len(ids), dim), np.float32))
+                log.rows(0, 2)
+                network(2)  # Which changes answers, but no row.
+            predictor.refresh()
+            assert client.predict(news.columns(clicks(news, 5))).step == 2
+            time.sleep(0.3)
+            assert freshness.seconds == {"known": [], "new": []}
+            monkeypatch.setattr(written_log, "IDS", np.arange(128, dtype=np.uint64))
+            log.rows(0, 3)
+            predictor.refresh()
+            freshness.end()
+            assert [len(each) for each in freshness.seconds.values()] == [1, 1]
+            assert all(0.3 < each[0] < 10 for each in freshness.seconds.values())
+
+
+def test_a_user_is_watched_from_the_first_click_of_the_stream_on(modules):
+    """A later click would not tell which one has changed the row."""
+    run, news = modules
+    with Client(NOWHERE) as client, run.Freshness(client, np.arange(64)) as freshness:
+        freshness._last = dict.fromkeys(run.KINDS, time.monotonic() + 60)  # Nobody is asked for.
+        freshness.sending(clicks(news, 5, 100))
+        freshness._last = dict.fromkeys(run.KINDS, 0.0)
+        freshness.sending(clicks(news, 5, 100))
+        assert freshness._waiting == {}
+
+
+def test_the_watching_thread_ends_if_sending_fails(modules):
+    run, _ = modules
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), Client(NOWHERE) as client, run.Freshness(client, np.arange(64)):
+        assert threading.active_count() == before + 1
+        raise KeyboardInterrupt
+    assert threading.active_count() == before
+
+
+@contextlib.contextmanager
+def printing(*lines, then="time.sleep(60)"):
+    """Runs a program that prints lines, half a second apart."""
+    source = f"import time\nfor line in {lines!r}:\n    time.sleep(0.5)\n    print(line, flush=True)\n{then}"
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_clicks_wait_while_training_lags_behind(modules, monkeypatch):
+    run, _ = modules
+    row = 1_000  # bytes
+    most = run.PARTITIONS * run.LAG_BYTES // row
+    with printing("trained 7 clicks", "read 100") as process:
+        training = run.Training(process)
+        training.await_lag(0, 0)
+        training.await_lag(most, most * row)
+        assert training.waited < 0.1
+        training.await_lag(most + 100, (most + 100) * row)
+        assert training.begun
+        assert training.waited > 0.5
+        monkeypatch.setattr(run, "LAG_SECONDS", 0.2)
+        with pytest.raises(SystemExit, match="has read 100 of"):
+            training.await_lag(most + 101, (most + 101) * row)
+
+
+def test_clicks_do_not_wait_for_training_that_has_ended(modules):
+    run, _ = modules
+    with printing("read 1", then="") as process, pytest.raises(SystemExit, match="ended early"):
+        run.Training(process).await_lag(1_000_000, 1 << 30)
