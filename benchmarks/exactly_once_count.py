@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from persia.modes import Auto, HopBw, Mode
 from persia.trainer.progress import FitResult
 
 
@@ -40,15 +41,17 @@ class Deviations(NamedTuple):
     batches: int
 
 
-def lost_batches(result: FitResult) -> int:
+def lost_batches(result: FitResult, mode: Mode | Auto) -> int:
     """Returns the number of batches whose clicks `fit` counts as lost, wholly or in part.
 
     Batches of tokens that were lost are handed out again, so they are not among them. Nor are those that Gba drops from
     the network's step as too old: it drops a row only if the row has changed meanwhile, and that of a click has not.
+    HopBw drops whole gradients.
     """
     report = result.asynchronous
     of_dead = report.lost_batches + report.abandoned if report is not None else 0
-    return result.lost_batches + result.lost_gradients + of_dead
+    dropped = report.dropped_batches if report is not None and isinstance(mode, HopBw) else 0
+    return result.lost_batches + result.lost_gradients + of_dead + dropped
 
 
 def deviations(times: Any, partitions: Any, offsets: Any, repeats: Sequence[Repeat], lost: int) -> Deviations:

@@ -21,7 +21,7 @@ import persia
 from benchmarks.exactly_once_broker import PARTITIONS, Broker
 from benchmarks.exactly_once_count import Repeat
 from persia.cluster import Ray, RayOptions
-from persia.modes import Async, Gba, Hybrid, Mode, Sync
+from persia.modes import Async, Auto, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync
 from persia.publish import PublishOptions
 from persia.services import Attempt
 from persia.types import StreamStart
@@ -29,8 +29,9 @@ from persia.types import StreamStart
 BATCH = 64
 """Clicks of a message, which is a batch of its own. A batch is then the same one whenever it is read."""
 
-MODES: dict[str, Mode] = {
-    "hybrid": Hybrid(2, warmup=0), "sync": Sync(), "gba": Gba(2 * BATCH), "async": Async(),
+MODES: dict[str, Mode | Auto] = {
+    "hybrid": Hybrid(2, warmup=0), "sync": Sync(), "gba": Gba(2 * BATCH), "async": Async(), "bsp": Bsp(2),
+    "hop_bs": HopBs(4), "hop_bw": HopBw(1), "auto": Auto(Gba(2 * BATCH)),
 }  # fmt: skip
 RECOVERY_SECONDS = 2.0
 """Between two recovery points."""
@@ -69,7 +70,7 @@ def reader(broker: Broker, topic: str, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def make_trainer(cluster: Any, mode: Mode, log: str) -> persia.Trainer:
+def make_trainer(cluster: Any, mode: Mode | Auto, log: str) -> persia.Trainer:
     torch.manual_seed(0)
     options = persia.TrainerOptions(
         progress=False,
