@@ -141,6 +141,10 @@ std::uint32_t RowLog::oldest() const {
   return first;
 }
 
+void RowLog::try_again() noexcept {
+  for (Segment& segment : segments_) segment.aside = false;
+}
+
 std::uint64_t RowLog::set_aside_segments() const {
   return static_cast<std::uint64_t>(
       std::count_if(segments_.begin(), segments_.end(), [](const Segment& s) { return s.aside && s.live > 0; }));

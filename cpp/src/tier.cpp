@@ -327,6 +327,10 @@ void Shard::make_room() {
     if (!tier_->log.exhausted()) throw;
   }
   compact_until_room();
+  if (tier_->log.exhausted()) {
+    tier_->log.try_again();
+    compact_until_room();
+  }
   if (tier_->log.exhausted() && cut_) {
     cut_->fail(
         "rows moved to disk until all records were in use, of which the snapshot kept those of rows that came "
@@ -422,6 +426,7 @@ bool Shard::export_cold_cut(Cut& cut, RowBatch& rows) {
 void Shard::end_cold_cut() {
   if (!tier_) return;
   tier_->log.unpin_all();
+  tier_->log.try_again();  // A disk may have been away for a while.
   tier_->cut = {};
   tier_->cut_next = tier_->cut_end = 0;
 }

@@ -109,7 +109,12 @@ bool Shard::compact_block() {
   std::vector<Moved> moved;
   for (const ColdRow& cold : rows) {
     if (!present(cold)) {
-      drop_cold(cold.record, reinterpret_cast<const RowHeader*>(cold.row)->key());
+      try {
+        drop_cold(cold.record, reinterpret_cast<const RowHeader*>(cold.row)->key());
+      } catch (const std::runtime_error&) {
+        set_compacting_aside();
+        throw;
+      }
     } else {
       moved.push_back({cold, append_to_log(cold.row, cold.last_step, stamp_of(cold), RowLog::For::kCompaction)});
     }
@@ -140,8 +145,13 @@ bool Shard::compact_block() {
 void Shard::evict_cold() {
   RowLog& log = tier_->log;
   if (log.live_records() == 0) return;
-  for (;;) {
+  for (bool again = false;;) {
     const std::uint32_t full = log.oldest();
+    if (full == RowLog::kNone && !again) {  // Those set aside come before rows that have just left memory.
+      log.try_again();
+      again = true;
+      continue;
+    }
     const std::uint32_t segment =
         full != RowLog::kNone ? full : log.segment_of(static_cast<std::uint32_t>(header_->cold.next_record - 1));
     try {

@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
@@ -68,6 +69,8 @@ std::vector<std::uint64_t> lost_of(Store& store, const Keys& keys) {
   return lost;
 }
 
+int unreadable_disk(DiskAccess access) { return access == DiskAccess::kRead ? EIO : 0; }
+
 int writes_before = 0;
 int write_that_fails(DiskAccess access) { return access == DiskAccess::kWrite && writes_before-- == 0 ? EIO : 0; }
 
@@ -105,6 +108,27 @@ TEST(a_table_at_its_capacity_takes_new_rows_though_those_on_disk_longest_cannot_
   CHECK(tested.unreadable() == 0);
   look(tested.store, range(0, 10'000));
   CHECK(lost_of(tested.store, range(0, 10'000)).empty());
+}
+
+// Rows that were there before are lost first, as without it.
+TEST(a_disk_that_cannot_be_read_for_a_while_leaves_no_trace) {
+  Tested tested(20'000, 500), twin(20'000, 500);
+  for (Tested* each : {&tested, &twin}) look(each->store, range(0, 20'000));
+  disk_hook = unreadable_disk;
+  for (int i = 0; i < 3; ++i) CHECK_THROWS(look(tested.store, range(20'000, 21'000)), std::runtime_error);
+  disk_hook = nullptr;
+  for (std::uint64_t from = 20'000; from < 60'000; from += 250) {
+    for (Tested* each : {&tested, &twin}) look(each->store, range(from, from + 250));
+  }
+  CHECK(tested.unreadable() == 0);
+  CHECK(tested.store.size(0) == twin.store.size(0));
+  const auto there = [](Store& store, std::uint64_t from, std::uint64_t to) {
+    std::vector<std::uint8_t> found(to - from);
+    store.peek(0, range(from, to), found.data());
+    return std::count(found.begin(), found.end(), 1);
+  };
+  CHECK(there(tested.store, 0, 40'000) == there(twin.store, 0, 40'000));
+  CHECK(there(tested.store, 45'000, 60'000) == 15'000);
 }
 
 TEST(a_segment_that_cannot_be_read_is_not_compacted_again_and_again) {

@@ -131,8 +131,10 @@ class RowLog {
   // is none. After `attach`, the order is that of their numbers.
   std::uint32_t oldest() const;
 
-  // Leaves a segment that cannot be read to those who ask for one of its records, until it is begun again.
+  // Leaves a segment that cannot be read to those who ask for one of its records, until it is begun again, or until
+  // `try_again`.
   void set_aside(std::uint32_t segment) noexcept { segments_[segment].aside = true; }
+  void try_again() noexcept;
   bool is_set_aside(std::uint32_t segment) const { return segments_[segment].aside; }
   // Returns the number of such segments with live records.
   std::uint64_t set_aside_segments() const;
