@@ -71,7 +71,9 @@ def test_epochs_begin_and_end(how, tmp_path):
         train(ps, 2)
         ended = ps.end_publishing(True)
         assert (ended.step, ended.complete) == (3, True)
-        assert ps.published() == ps.end_publishing(True) == PublishStatus()
+        assert ps.published() == PublishStatus()
+        again = ps.end_publishing(True)  # By a caller that lost the answer.
+        assert again._replace(age=0) == ended._replace(age=0)
 
 
 @pytest.mark.parametrize("what", ["rows", "state"])
@@ -86,7 +88,7 @@ def test_rows_that_go_back_end_the_epoch(what, tmp_path):
             ps.import_rows(chunk)
         else:
             ps.import_state(pieces)
-        assert ps.publish(order(tmp_path)).epoch == -1
+        assert ps.publish(order(tmp_path)).epoch == ps.end_publishing(True).epoch == -1
         assert ps.published().epoch == -1
         ps.publish(order(tmp_path, 1))
         assert published(ps, lambda status: status.sequence >= 0).step == 0

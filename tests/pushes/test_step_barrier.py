@@ -22,6 +22,7 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.accumulator import average_step
 from persia.pushes.reference import average_step as readable_average_step
 from persia.pushes.step_barrier import MOST_OPEN, MOST_REPEATED, ArrivedPush, StepBarrier
+from persia.retry import Deadline
 from persia.schema import Table
 from persia.types import Gradients, PushHeader, UpdateCounts
 
@@ -136,6 +137,25 @@ def test_the_deadline_names_the_ranks_that_are_missing(threads):
     for call in calls:
         call.result(TIMEOUT)
     assert len(applied) == 1
+
+
+def test_a_repetition_of_a_held_push_has_the_deadline_of_its_call(threads):
+    found = []
+
+    def apply(arrived):
+        found.extend(a.deadline for a in arrived)
+        return {}
+
+    held = StepBarrier(range(2), 0.05, hold_until_full, apply, applied=(1, 6))
+    with pytest.raises(DeadlineError):
+        held.push(7, ArrivedPush(header(0), {}, Deadline(0.05)))
+    held._timeout = TIMEOUT
+    later = Deadline(TIMEOUT)
+    call = threads.submit(held.push, 7, ArrivedPush(header(0), {}, later))
+    until(lambda: held._open[7].arrived[0, 0].deadline is later)
+    held.push(7, ArrivedPush(header(1), {}, later))
+    call.result(TIMEOUT)
+    assert found == [later, later]
 
 
 def test_a_new_generation_voids_what_the_old_one_had_under_way(threads):

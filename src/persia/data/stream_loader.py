@@ -146,6 +146,9 @@ class StreamLoader(Loader):
     def _report(self, feed: Feed, error: Exception) -> None:
         """Reports that new batches cannot be read, to whoever waits for them; if that fails, reading is tried again."""
         message = f"Data loader {feed.loader}: {self._named(error).message}"
+        with self._changed:
+            if self._feed is not feed:  # Another reading has begun, to which this is nothing.
+                return
         try:
             self._log.fail_stream(isinstance(error, DeadlineError), message)
         except Exception as failed:

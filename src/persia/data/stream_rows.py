@@ -192,8 +192,11 @@ class MessageConverter:
         milliseconds = int(DEAD_LETTER_SECONDS * 1000)
         producer = client("Producer", self._options.broker, **{"message.timeout.ms": milliseconds})
         failures: list[str] = []
+        written = 0
 
         def delivered(offset: int, failed: Any, _: Any) -> None:
+            nonlocal written
+            written += failed is None
             if failed is not None:
                 failures.append(f"offset {offset}: {failed.str()}")
 
@@ -216,10 +219,10 @@ class MessageConverter:
                 reason = failed.args[0].str() if isinstance(failed, KafkaException) else failed
                 failures.append(f"offset {message.offset}: {reason}")
                 break
-        left = producer.flush(DEAD_LETTER_SECONDS)
-        if left or failures:
+        producer.flush(DEAD_LETTER_SECONDS)
+        if written < len(bad):
             raise DataError(
-                f"{left + len(failures)} messages of partition {partition.number} of topic {partition.topic!r} could "
+                f"{len(bad) - written} messages of partition {partition.number} of topic {partition.topic!r} could "
                 f"not be written to the dead-letter topic {topic!r} ({(failures or ['no answer'])[0]}). They are not "
                 "skipped. Check that topic; for messages that are too large, raise message.max.bytes in `config` and "
                 "max.message.bytes of the topic; or leave dead_letters out. Then continue from the last checkpoint.",

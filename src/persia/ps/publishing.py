@@ -30,6 +30,8 @@ class RowPublishing:
         self._lock = threading.Lock()
         self._run = ""
         self._publisher: Publisher | None = None
+        self._ended = PublishStatus()
+        """Of the last publisher that ended: `end` may be called again, by a caller that lost the answer."""
         self._step = 0
 
     def applied(self, step: int) -> None:
@@ -43,6 +45,7 @@ class RowPublishing:
         with self._lock:
             if self._run != order.run:
                 self._end(last=False)
+                self._ended = PublishStatus()
                 self._step = max(self._step, order.step)
                 publisher = Publisher(self._store, self._tables, order, lambda: self._step)
                 self._run, self._publisher = order.run, publisher
@@ -59,12 +62,15 @@ class RowPublishing:
         with self._lock:
             publisher = self._publisher
             self._end(last=last)
-            return PublishStatus() if publisher is None else publisher.status
+            if publisher is not None:
+                self._ended = publisher.status
+            return self._ended
 
     def go_back(self) -> None:
         """Ends the epoch before rows go back to an earlier state: what was published is void."""
         with self._lock:
             self._end(last=False)
+            self._ended = PublishStatus()
             self._step = 0
 
     def figures(self) -> list[Metric]:

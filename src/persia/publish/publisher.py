@@ -204,6 +204,8 @@ class Publisher:
                 TableChanges(name=name, dim=self._store.config(index).dim, rows=rows, removed=removed)
                 for (name, index), (rows, removed) in zip(self._tables.items(), totals, strict=True)
             ]
+            if self._ended.is_set():
+                raise _StoppedError("stopped")
             self._retried(lambda: writer.commit("snapshot" if whole else "increment", step, began, tables))
         self._lost = False
         self._fresh = began

@@ -241,7 +241,10 @@ class StepBarrier:
 
     def _add(self, step: _Step, arrived: ArrivedPush) -> None:
         header = arrived.header
-        if step.complete or (header.rank, header.part) in step.arrived:
+        if step.complete:
+            return
+        if (known := step.arrived.get((header.rank, header.part))) is not None:  # Its caller waits anew.
+            step.arrived[header.rank, header.part] = known._replace(deadline=arrived.deadline)
             return
         if any(a.header.rank == header.rank and a.header.parts != header.parts for a in step.arrived.values()):
             raise StoreError(

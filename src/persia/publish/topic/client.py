@@ -204,6 +204,8 @@ class TopicClient:
                 if error.fields["code"] != KafkaError._QUEUE_FULL:
                     raise
                 wait(0, sent)  # Settings in the URL can make librdkafka's queue shorter than `IN_FLIGHT`.
+                if failures:
+                    break
                 self._ask("write to", produce)
             sent += 1
             wait(IN_FLIGHT, sent)
