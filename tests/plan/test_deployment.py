@@ -312,3 +312,13 @@ def test_hosts_of_the_cluster_file_start_as_those_of_the_guide():
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         assert f"export PERSIA_CURVE_KEYS={keys};" in config[key][-1]
     assert ENLARGE_REGIONS in config["worker_start_ray_commands"]
+
+
+@pytest.mark.parametrize("regions", ["", "/mnt/ssd/persia", "/dev/shm/a"])
+def test_the_cluster_file_has_the_regions_of_the_plan(regions):
+    yaml = pytest.importorskip("yaml")
+    text = cluster_file(plan_deployment(request()), "persia plan run.toml", regions)
+    assert f'RayOptions(address="auto", regions="{regions}"))' in text
+    commands = yaml.safe_load(text)["worker_start_ray_commands"]
+    assert (ENLARGE_REGIONS in commands) == (regions == "/dev/shm/a")
+    assert commands[-1].endswith("ray start --address=$RAY_HEAD_IP:6379")

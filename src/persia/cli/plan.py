@@ -89,9 +89,10 @@ def plan(
     if hosts:
         request = request._replace(hosts=load_hosts(hosts))
     found = plan_deployment(request)
-    _print(found, request, measured)
+    _print(found, request, measured, run.cluster.ray.regions)
     if ray_file is not None:
-        Path(ray_file).write_text(cluster_file(found, shlex.join(["persia", *sys.argv[1:]])), encoding="utf-8")
+        text = cluster_file(found, shlex.join(["persia", *sys.argv[1:]]), run.cluster.ray.regions)
+        Path(ray_file).write_text(text, encoding="utf-8")
     if json is not None:
         out.write_json(json, _record(found, measured))
 
@@ -298,11 +299,11 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates) -> None:
+def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates, regions: str) -> None:
     from rich.table import Table
 
     from persia.cli import ui as out
-    from persia.plan import ENLARGE_REGIONS
+    from persia.plan import ENLARGE_REGIONS, in_shared_memory
     from persia.units import format_bytes, format_count, format_seconds
 
     for source in measured.sources:
@@ -328,7 +329,7 @@ def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates) -> None
         hosts.add_row(host.kind.name, f"{host.number:,}", host.needed_for, *sizes, processes)
     out.CONSOLE.print(hosts)
     servers = next((host for host in found.hosts if host.reserved), None)
-    if request.topology.apart and servers is not None:
+    if request.topology.apart and servers is not None and in_shared_memory(regions):
         of_each = math.ceil(servers.roles["embedding_ps"] / servers.number) * servers.reserved
         typer.echo(
             f"Embedding PSs need {format_bytes(of_each)} of RayOptions.regions on each host of kind "

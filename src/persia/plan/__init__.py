@@ -6,7 +6,7 @@ Nothing here starts a process of a cluster. `persia plan` prints a plan, and `pe
 from persia.plan.deployment import DeploymentPlan, HostPlan, Limit, PlanRequest, RolePlan, plan_deployment
 from persia.plan.hosts import HostKind, load_hosts, this_host
 from persia.plan.load import RoleLoad, Topology, role_loads
-from persia.plan.placement import ENLARGE_REGIONS, cluster_file, place_of
+from persia.plan.placement import ENLARGE_REGIONS, cluster_file, in_shared_memory, place_of
 from persia.plan.rates import Rates, RateSource, load_rates, row_key, save_rates, workload_key
 from persia.plan.tables import PlannedTable, TableBytes, bytes_of, planned_tables
 
@@ -26,6 +26,7 @@ __all__ = [
     "Topology",
     "bytes_of",
     "cluster_file",
+    "in_shared_memory",
     "load_hosts",
     "load_rates",
     "place_of",

@@ -7,7 +7,7 @@ from typing import Any
 
 from persia.plan.deployment import DeploymentPlan, HostPlan
 
-__all__ = ["ENLARGE_REGIONS", "PLACE_ROLES", "cluster_file", "place_of"]
+__all__ = ["ENLARGE_REGIONS", "PLACE_ROLES", "cluster_file", "in_shared_memory", "place_of"]
 
 ENLARGE_REGIONS = "sudo mount -o remount,size=95% /dev/shm"
 """Command for a host of PSs: regions may take the 90 % of memory that a plan gives to rows, beside files of Ray."""
@@ -18,13 +18,14 @@ PLACE_ROLES = {
 }  # fmt: skip
 """Names of the arguments of `persia.cluster.Ray` by role; `place` has the role `embedding_ps` as "ps"."""
 
-OPTIONS = 'options=persia.cluster.RayOptions(address="auto")'
+SHARED_MEMORY = "/dev/shm"
+"""Default of `RayOptions.regions`."""
 
 LITTLE = 0.001
 """Of a host's own resource, of which it has 1: any number of processes fit, and on no other host."""
 
-PREPARE = f"""\
-file_mounts: {{ ~/persia.keys: ./persia.keys }}
+PREPARE = """\
+file_mounts: { ~/persia.keys: ./persia.keys }
 setup_commands: ['pip install "persia[ray]"']
 head_start_ray_commands:
   - ray stop
@@ -32,10 +33,11 @@ head_start_ray_commands:
     ray start --head --port=6379 --autoscaling-config=~/ray_bootstrap_config.yaml
 worker_start_ray_commands:
   - ray stop
-  - {ENLARGE_REGIONS}  # For rows; it is often half of the memory.
-  - export PERSIA_CURVE_KEYS=~/persia.keys; ulimit -n 65536; ray start --address=$RAY_HEAD_IP:6379
 """
-"""End of a cluster file: keys, without which roles listen on no address that other hosts reach, and space for rows."""
+"""Part of a cluster file: keys, without which roles listen on no address that other hosts reach."""
+
+ENLARGE = f"  - {ENLARGE_REGIONS}  # For rows; it is often half of the memory.\n"
+JOIN = "  - export PERSIA_CURVE_KEYS=~/persia.keys; ulimit -n 65536; ray start --address=$RAY_HEAD_IP:6379\n"
 
 
 def place_of(plan: DeploymentPlan) -> dict[str, dict[str, Any]]:
@@ -55,18 +57,26 @@ def place_of(plan: DeploymentPlan) -> dict[str, dict[str, Any]]:
     return found
 
 
-def cluster_file(plan: DeploymentPlan, command: str) -> str:
+def in_shared_memory(regions: str) -> bool:
+    """Returns whether rows are in /dev/shm, given `RayOptions.regions`."""
+    return regions == SHARED_MEMORY or regions.startswith(f"{SHARED_MEMORY}/")
+
+
+def cluster_file(plan: DeploymentPlan, command: str, regions: str = SHARED_MEMORY) -> str:
     """Returns a cluster file for `ray up`, in YAML. The provider and the types of machines are left to fill in.
 
     Args:
         plan: the plan.
         command: that made it, for the first line.
+        regions: `RayOptions.regions` of the plan.
     """
+    options = 'address="auto"' if regions == SHARED_MEMORY else f'address="auto", regions={json.dumps(regions)}'
     counts = {PLACE_ROLES[role.role]: role.processes for role in plan.roles}
     arguments = ", ".join(f"{name}={count}" for name, count in counts.items())
     lines = [
         f"# {command}",
-        f"# persia.cluster.Ray({arguments}, place={json.dumps(place_of(plan))}, {OPTIONS})",
+        f"# persia.cluster.Ray({arguments}, place={json.dumps(place_of(plan))}, "
+        f"options=persia.cluster.RayOptions({options}))",
         "# Keys, made here once: python -c 'import persia.rpc; persia.rpc.make_keys(\"persia.keys\")'",
         "# On the head, the program needs PERSIA_CURVE_KEYS=~/persia.keys",
         *_tables(plan),
@@ -82,7 +92,7 @@ def cluster_file(plan: DeploymentPlan, command: str) -> str:
     for host in plan.hosts:
         lines += _node_type(host)
     lines.append("head_node_type: head")
-    return "\n".join(lines) + "\n" + PREPARE
+    return "\n".join(lines) + "\n" + PREPARE + (ENLARGE if in_shared_memory(regions) else "") + JOIN
 
 
 def _tables(plan: DeploymentPlan) -> list[str]:
