@@ -68,8 +68,8 @@ class Client:
         print(client.predict({"user": [1, 2], "item": [7, 8], "price": [0.5, 1.5]}).probabilities)
 
     Columns are NumPy arrays, lists, lists of lists for several ids, or pairs `(values, offsets)`. They travel as
-    msgpack. A refused connection is tried again until the timeout, and so is a request that was sent as the server
-    closed a connection that had been kept open. Any other request is sent once.
+    msgpack. A refused connection is tried again until the timeout, and so is a request on a connection that had been
+    kept open, if the server closes it before an answer begins. Any other request is sent once.
 
     Args:
         url: address of the server.
@@ -211,29 +211,26 @@ class Client:
         if connection is None:
             connection = self._new_connection(deadline)
         try:
-            answer = self._answer(connection, deadline, method, path, body, headers)
-        except BaseException as error:
+            assert connection.sock is not None
+            connection.sock.settimeout(max(deadline.left, 1e-3))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # Refused before its end: answers follow.
+                connection.request(method, self._path + path, body, {**self._headers, **headers})
+            try:
+                response = connection.getresponse()
+            except ConnectionResetError as error:
+                if kept:
+                    raise _ClosedWhenIdleError(str(error)) from error
+                raise
+            answer = self._read(connection, response, deadline)
+        except BaseException:
             connection.close()
-            if kept and isinstance(error, (http.client.RemoteDisconnected, ConnectionResetError)):
-                raise _ClosedWhenIdleError(str(error)) from error
             raise
         self._keep(connection)
         return answer
 
-    def _answer(
-        self,
-        connection: http.client.HTTPConnection,
-        deadline: Deadline,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: dict[str, str],
+    def _read(
+        self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse, deadline: Deadline
     ) -> tuple[int, str, bytes]:
-        assert connection.sock is not None
-        connection.sock.settimeout(max(deadline.left, 1e-3))
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # Refused before its end: an answer follows.
-            connection.request(method, self._path + path, body, {**self._headers, **headers})
-        response = connection.getresponse()
         parts, length = [], 0
         while part := response.read(1 << 20):
             length += len(part)
@@ -286,7 +283,7 @@ class Client:
 
 
 class _ClosedWhenIdleError(ConnectionError):
-    """The server closed a connection that was kept open, before it answered: it need not have read the request."""
+    """The server closed a connection that was kept open before an answer began: it need not have read the request."""
 
 
 class _Problem(msgspec.Struct):
