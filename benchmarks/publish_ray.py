@@ -82,6 +82,8 @@ def slowdown_ray(preset: str) -> runner.Measure:
             "samples_per_s": [sorted(each)[len(each) // 2] for each in rates],
             "entries": entries(log),
         }
+    if not details["entries"]:
+        raise RuntimeError("Nothing was published, so there is nothing to measure; the log says why.")
     ratios = [ours / theirs for ours, theirs in zip(*rates, strict=True)]
     return runner.quantity("publish.slowdown_ray", ratios, "ratio", at_least=0.93, details=details)
 

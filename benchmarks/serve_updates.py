@@ -66,6 +66,16 @@ SCALES = {
 }
 
 
+class LaterStorage(Storage):
+    """A directory in which manifests get another name while `hiding`, which readers of a log do not know."""
+
+    hiding = False
+
+    def put(self, path: str, data: bytes) -> None:
+        """See `Storage.put`."""
+        super().put(str(hidden(Path(path))) if self.hiding else path, data)
+
+
 class Log:
     """A log of changes, whose entries are written first and become visible later.
 
@@ -77,7 +87,7 @@ class Log:
     def __init__(self, url: Path, scale: Scale) -> None:
         self._scale = scale
         self._random = np.random.default_rng(0)
-        storage = Storage(url)
+        self._storage = storage = LaterStorage(url)
         epoch = begin_epoch(storage, 1, SCHEMA)
         self._epoch = url / epoch_name(epoch.epoch)
         self._rows = StreamWriter(storage, epoch.epoch, epoch.run, stream_of(0), keep=3)
@@ -117,13 +127,13 @@ class Log:
         for place in range(FEATURES):
             part |= self._part(place, np.concatenate([known, fresh])) | {f"{place}.removed": ids_of(gone)}
         self._rows.add_part(part)
+        self._storage.hiding = True
         self._commit("increment", number + 1, self.changed, self._fresh)
+        self._storage.hiding = False
         manifests = [
             self._epoch / stream_of(0) / entry_name(self._rows.sequence, "increment"),
             self._epoch / NETWORK / entry_name(self._network.sequence, "network"),
         ]
-        for manifest in manifests:
-            manifest.rename(hidden(manifest))
         self._hidden.append(manifests)
 
     def show(self) -> None:
