@@ -21,7 +21,7 @@ __all__ = ["ROLES", "HostKind", "host_of", "load_hosts", "this_host"]
 ROLES = ("embedding_ps", "embedding_worker", "data_loader", "nn_worker")
 
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,62}")
-"""Names of kinds of hosts, as the labels of Google Cloud have them. So they are no `CPU` or `GPU`."""
+"""Names of kinds of hosts, as the labels of Google Cloud have them: in lower case, so never `CPU` or `GPU`."""
 RESERVED = ("head", "memory", "object_store_memory")
 """The type of the head in a cluster file, and resources of Ray."""
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from persia.plan.deployment import DeploymentPlan, HostPlan
+from persia.ps.regions import DEFAULT_ROOT
 
 __all__ = ["ENLARGE_REGIONS", "PLACE_ROLES", "cluster_file", "in_shared_memory", "place_of"]
 
@@ -17,9 +18,6 @@ PLACE_ROLES = {
     "nn_worker": "nn_workers",
 }  # fmt: skip
 """Names of the arguments of `persia.cluster.Ray` by role; `place` has the role `embedding_ps` as "ps"."""
-
-SHARED_MEMORY = "/dev/shm"
-"""Default of `RayOptions.regions`."""
 
 LITTLE = 0.001
 """Of a host's own resource, of which it has 1: any number of processes fit, and on no other host."""
@@ -59,10 +57,10 @@ def place_of(plan: DeploymentPlan) -> dict[str, dict[str, Any]]:
 
 def in_shared_memory(regions: str) -> bool:
     """Returns whether rows are in /dev/shm, given `RayOptions.regions`."""
-    return regions == SHARED_MEMORY or regions.startswith(f"{SHARED_MEMORY}/")
+    return regions == DEFAULT_ROOT or regions.startswith(f"{DEFAULT_ROOT}/")
 
 
-def cluster_file(plan: DeploymentPlan, command: str, regions: str = SHARED_MEMORY) -> str:
+def cluster_file(plan: DeploymentPlan, command: str, regions: str = DEFAULT_ROOT) -> str:
     """Returns a cluster file for `ray up`, in YAML. The provider and the types of machines are left to fill in.
 
     Args:
@@ -70,7 +68,7 @@ def cluster_file(plan: DeploymentPlan, command: str, regions: str = SHARED_MEMOR
         command: that made it, for the first line.
         regions: `RayOptions.regions` of the plan.
     """
-    options = 'address="auto"' if regions == SHARED_MEMORY else f'address="auto", regions={json.dumps(regions)}'
+    options = 'address="auto"' if regions == DEFAULT_ROOT else f'address="auto", regions={json.dumps(regions)}'
     counts = {PLACE_ROLES[role.role]: role.processes for role in plan.roles}
     arguments = ", ".join(f"{name}={count}" for name, count in counts.items())
     lines = [

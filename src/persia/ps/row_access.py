@@ -48,12 +48,7 @@ class RowSetter:
             if known is not None:
                 return known
             answer = set_rows(
-                self._store,
-                table,
-                ids,
-                values,
-                state,
-                lambda work: self._space.retry(work, "set_rows", deadline),
+                self._store, table, ids, values, state, lambda work: self._space.retry(work, "set_rows", deadline)
             )
             self._answers[call] = answer
             if len(self._answers) > KEPT_ANSWERS:

@@ -83,7 +83,7 @@ class StreamWriter:
         self._parts = []
 
     def commit(self, kind: Kind, step: int, began: float, tables: list[TableChanges]) -> None:
-        """Completes the entry in work. `remove_old` removes those that nobody needs.
+        """Completes the entry in work. Entries before it stay until `remove_old`.
 
         Args:
             kind: of the entry.

@@ -243,7 +243,7 @@ class StepBarrier:
         header = arrived.header
         if step.complete:
             return
-        if (known := step.arrived.get((header.rank, header.part))) is not None:  # Its caller waits anew.
+        if (known := step.arrived.get((header.rank, header.part))) is not None:  # A repetition, with a later deadline.
             step.arrived[header.rank, header.part] = known._replace(deadline=arrived.deadline)
             return
         if any(a.header.rank == header.rank and a.header.parts != header.parts for a in step.arrived.values()):
