@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -79,7 +80,7 @@ def slowdown_ray(preset: str) -> runner.Measure:
             "seconds": SECONDS[preset],
             "clicks": CLICKS[preset],
             "stored_rows": sum(table["rows"] for table in stored.values()),
-            "samples_per_s": [sorted(each)[len(each) // 2] for each in rates],
+            "samples_per_s": [statistics.median(each) for each in rates],
             "entries": entries(log),
         }
     if not details["entries"]:

@@ -367,7 +367,7 @@ def show(found: dict[str, Any], interval: float) -> None:
     if found["refused"]:
         console.print(f"The server had too much to do for {found['refused']:,} more.")
     if found["waited_s"] > 1:
-        console.print(f"{found['waited_s']:.0f} s long no clicks were sent, as training lagged behind.")
+        console.print(f"No clicks were sent for {found['waited_s']:.0f} s, as training lagged behind.")
     for kind, fresh in found["freshness_s"].items():
         if fresh:
             median, p99 = np.quantile(fresh, [0.5, 0.99], method="higher")  # Not between a number and infinity.

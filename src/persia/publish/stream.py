@@ -116,7 +116,6 @@ class StreamWriter:
             self.increments += 1
         else:
             self.snapshot_bytes, self.increment_bytes, self.increments = nbytes, 0, 0
-        if kind != "increment":
             self._whole.append(sequence)
         self.sequence, self._parts = sequence, []
 
