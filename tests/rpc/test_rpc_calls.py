@@ -86,9 +86,13 @@ def test_expired_calls_are_not_run(service):
         stub = rpc.connect(server.address, Sample, timeout=DEADLINE)
         first = rpc.start(stub.wait)
         wait_until(lambda: service.waiting == 1)
-        with pytest.raises(DeadlineError):
-            rpc.within(stub, 0.1).nothing(8)
+        patience = 0.3
+        late = rpc.start(rpc.within(stub, patience).nothing, 8)
+        wait_until(lambda: server.statistics()["requests_held"] == 2, "the arrival of both requests")
+        time.sleep(patience)  # A server counts from the arrival, which is later than the client's start.
         service.gate.set()
+        with pytest.raises(DeadlineError):
+            late.result()
         assert first.result() == 1
         assert stub.defaults(1) == "x"
         assert service.seen is None
