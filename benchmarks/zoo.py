@@ -2,10 +2,11 @@
 
     python -m benchmarks 'zoo.*' [--preset smoke|laptop|full] [--json FILE]
 
-zoo.auc.DATA.MODEL   Progressive AUC of one pass minus that of plain PyTorch with `nn.Embedding`, the same network and
-                     initial parameters of it, optimizers and rates; paired by seed. TwoTower's logits rank items
-                     by its softmax loss; the other models learn clicks. DATA is `globo`, `adult`, or `sequences`:
-                     generated clicks on items like the newest of a history, whose best possible AUC is known (`best`).
+zoo.auc.DATA.MODEL   Progressive AUC of one pass minus that of plain PyTorch with `nn.Embedding`, the same network,
+                     first values of it and of the rows, optimizers and rates; paired by seed. TwoTower's logits rank
+                     items by its softmax loss; the other models learn clicks. DATA is `globo`, `adult`, or
+                     `sequences`: generated clicks on items like the newest of a history, whose best possible AUC is
+                     known (`best`).
 zoo.rate.DATA.MODEL  Rows/s of the same runs over those of plain PyTorch, whose ids are numbered and sequences padded
                      before its time begins. Both in alternation, in mode Sync. The target is 1.0x, and 1.2x where
                      lookup, backward and update of embeddings take 40 % of PyTorch's step (`embedding_share`).

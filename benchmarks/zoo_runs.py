@@ -19,6 +19,7 @@ from persia.modes import Gba, Sync
 from persia.nn import models
 from persia.optim import Adagrad
 from persia.services import Cluster
+from persia.store import NativeStore, TableConfig
 from persia.testing import Threads
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "compare",
     "days_of",
     "embedding_share",
+    "first_values",
     "long_sequences",
     "sequences",
     "switched",
@@ -171,9 +173,19 @@ def embedding_share(clicks: Clicks, make: Make) -> float:
     """Returns the share of PyTorch's step that embeddings take."""
     torch.manual_seed(0)
     batches = clicks.batches[:SHARE_BATCHES]
-    inputs, sizes = zoo_torch.prepared(clicks.schema, batches)
+    inputs, ids = zoo_torch.prepared(clicks.schema, batches)
     model = make(clicks.schema, clicks.newest_first)
-    return zoo_torch.embedding_share(model, clicks.schema, inputs, sizes, *clicks.rates)
+    return zoo_torch.embedding_share(model, clicks.schema, inputs, first_values(clicks.schema, ids, 0), *clicks.rates)
+
+
+def first_values(schema: Schema, ids: Mapping[str, np.ndarray], seed: int) -> dict[str, torch.Tensor]:
+    """Returns the values with which the rows of ids start here, float32 [ids, dim] by table."""
+    store, found = NativeStore(), {}
+    for name, table in schema.resolved_tables().items():
+        number = store.create_table(TableConfig(name, table.dim, seed=seed))
+        (values,) = store.lookup([number], [ids[name]], True)
+        found[name] = torch.from_numpy(values)
+    return found
 
 
 def compare(clicks: Clicks, make: Make, seed: int) -> Compared:
@@ -188,8 +200,8 @@ def compare(clicks: Clicks, make: Make, seed: int) -> Compared:
     def theirs() -> zoo_torch.Result:
         torch.manual_seed(seed)
         model = make(clicks.schema, clicks.newest_first)
-        inputs, sizes = zoo_torch.prepared(clicks.schema, clicks.batches)
-        return zoo_torch.run(model, clicks.schema, inputs, sizes, *clicks.rates)
+        inputs, ids = zoo_torch.prepared(clicks.schema, clicks.batches)
+        return zoo_torch.run(model, clicks.schema, inputs, first_values(clicks.schema, ids, seed), *clicks.rates)
 
     if seed % 2:
         b, a = theirs(), ours()

@@ -1,7 +1,7 @@
 """Plain PyTorch with `nn.Embedding` around any network of `persia.nn.models`: the peer of `benchmarks/zoo.py`.
 
 Ids are numbered and sequences padded in advance, outside of the time that is measured. Embeddings have sparse gradients
-and torch's Adagrad, the network Adam; loss and network are those of persia.
+and torch's Adagrad, the network Adam; loss, network and the first values of rows are those of persia.
 """
 
 from __future__ import annotations
@@ -42,19 +42,14 @@ class Result(NamedTuple):
 
 
 class Embeddings(nn.Module):
-    """One `nn.Embedding` for each table, initialised as persia does by default."""
+    """One `nn.Embedding` for each table, with these first values, which are copied."""
 
-    def __init__(self, schema: Schema, sizes: Mapping[str, int]) -> None:
+    def __init__(self, schema: Schema, values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.schema = schema
         self.tables = nn.ModuleDict(
-            {
-                name: nn.Embedding(sizes[name], table.dim, sparse=True)
-                for name, table in schema.resolved_tables().items()
-            }
+            {name: nn.Embedding.from_pretrained(first.clone(), False, sparse=True) for name, first in values.items()}
         )
-        for table in self.tables.values():
-            nn.init.uniform_(table.weight, -0.01, 0.01)
 
     def forward(self, batch: Input) -> dict[str, Tensor | SequenceEmbedding]:
         found: dict[str, Tensor | SequenceEmbedding] = {}
@@ -74,8 +69,8 @@ class Embeddings(nn.Module):
         return found
 
 
-def prepared(schema: Schema, batches: Sequence[Batch]) -> tuple[list[Input], dict[str, int]]:
-    """Numbers the ids of each table, pads sequences, and returns the tables' sizes."""
+def prepared(schema: Schema, batches: Sequence[Batch]) -> tuple[list[Input], dict[str, np.ndarray]]:
+    """Numbers the ids of each table, pads sequences, and returns the ids in the order of their numbers."""
     known: dict[str, np.ndarray] = {}
     for table in schema.resolved_tables():
         names = [f.name for f in schema.id_features if f.table_name == table]
@@ -93,7 +88,7 @@ def prepared(schema: Schema, batches: Sequence[Batch]) -> tuple[list[Input], dic
             else:
                 one.bags[feature.name] = torch.from_numpy(index), torch.from_numpy(column.offsets)
         found.append(one)
-    return found, {table: max(1, len(ids)) for table, ids in known.items()}
+    return found, known
 
 
 def _padded(index: np.ndarray, column: IdColumn, rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -105,14 +100,14 @@ def _padded(index: np.ndarray, column: IdColumn, rows: int, length: int) -> tupl
 
 
 def embedding_share(
-    model: nn.Module, schema: Schema, inputs: Sequence[Input], sizes: Mapping[str, int], rows: Adagrad, lr: float
+    model: nn.Module, schema: Schema, inputs: Sequence[Input], values: Mapping[str, Tensor], rows: Adagrad, lr: float
 ) -> float:
     """Returns the share of a training step that embeddings take: lookup, backward, and update of their rows.
 
     The median over batches, after a first one. Arguments as for `run`, whose clock these stops would disturb.
     """
     torch.sparse.check_sparse_tensor_invariants.disable()
-    embeddings, network, tables = _made(model, schema, sizes, rows, lr)
+    embeddings, network, tables = _made(model, schema, values, rows, lr)
     model.train()
     shares = []
     for batch in inputs:
@@ -142,10 +137,10 @@ def embedding_share(
 
 
 def _made(
-    model: nn.Module, schema: Schema, sizes: Mapping[str, int], rows: Adagrad, lr: float
+    model: nn.Module, schema: Schema, values: Mapping[str, Tensor], rows: Adagrad, lr: float
 ) -> tuple[Embeddings, torch.optim.Optimizer, torch.optim.Optimizer]:
     """Returns the tables, and the optimizers of the network and of the tables."""
-    embeddings = Embeddings(schema, sizes)
+    embeddings = Embeddings(schema, values)
     network = torch.optim.Adam(model.parameters(), lr)
     tables = torch.optim.Adagrad(
         embeddings.parameters(), rows.lr, initial_accumulator_value=rows.initial_accumulator, eps=rows.eps
@@ -154,7 +149,7 @@ def _made(
 
 
 def run(
-    model: nn.Module, schema: Schema, inputs: Sequence[Input], sizes: Mapping[str, int], rows: Adagrad, lr: float
+    model: nn.Module, schema: Schema, inputs: Sequence[Input], values: Mapping[str, Tensor], rows: Adagrad, lr: float
 ) -> Result:
     """Trains for one pass and scores each batch before training on it.
 
@@ -162,12 +157,12 @@ def run(
         model: a network of persia.
         schema: of the batches.
         inputs: the batches.
-        sizes: of the tables.
+        values: first values of each table's rows, by the number of the id.
         rows: optimizer of the embeddings.
         lr: of Adam, on the network.
     """
     torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, or torch warns
-    embeddings, network, tables = _made(model, schema, sizes, rows, lr)
+    embeddings, network, tables = _made(model, schema, values, rows, lr)
     model.train()
     scores = []
     begin = time.perf_counter()

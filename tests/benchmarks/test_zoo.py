@@ -30,13 +30,13 @@ def test_the_peer_gives_the_network_the_same_embeddings():
         "click": [1, 0, 1],
     }
     batch = persia.Batch.from_columns(SCHEMA, columns)
-    (one,), sizes = zoo_torch.prepared(SCHEMA, [batch])
-    assert sizes == {"item": 3, "user": 2}
-    peer = zoo_torch.Embeddings(SCHEMA, sizes)
-    collection = persia.nn.EmbeddingCollection(SCHEMA, optimizer=persia.optim.Adagrad(lr=0.1), mode=persia.modes.Sync())
-    for table, ids in (("item", [5, 7, 900]), ("user", [3, 10**12])):
-        collection.set_rows(table, np.array(ids, np.uint64), peer.tables[table].weight.detach().numpy())
-    collection.eval()
+    (one,), ids = zoo_torch.prepared(SCHEMA, [batch])
+    assert {table: found.tolist() for table, found in ids.items()} == {"item": [5, 7, 900], "user": [3, 10**12]}
+    peer = zoo_torch.Embeddings(SCHEMA, zoo_runs.first_values(SCHEMA, ids, 7))
+    options = persia.nn.CollectionOptions(seed=7)
+    collection = persia.nn.EmbeddingCollection(
+        SCHEMA, optimizer=persia.optim.Adagrad(lr=0.1), mode=persia.modes.Sync(), options=options
+    )
     for name, ours in collection(batch).items():
         theirs = peer(one)[name]
         if isinstance(ours, SequenceEmbedding):
