@@ -14,6 +14,7 @@ from persia.errors import ConfigError, RoleDiedError
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
+from persia.cluster.ray.hosts import worker_options
 from persia.cluster.ray.processes import Processes
 from persia.cluster.ray.scaling import free_ranks
 from support.cluster_samples import bare_host, eventually, kill_once_training, make_trainer, options, reader
@@ -54,6 +55,13 @@ def test_ranks_are_reused_and_end():
     assert free_ranks("data_loader", {0, 1}, -1) == []
     with pytest.raises(ConfigError, match=r"2 more processes of the role embedding worker .* 255 are running"):
         free_ranks("embedding_worker", set(range(255)), 2)
+
+
+@pytest.mark.parametrize("seconds", [30.0, 600.0, 7200.0])
+def test_batches_outlive_a_push_that_waits(seconds):
+    waiting = worker_options(persia.cluster.RayOptions(timeout=seconds, compression="fp16"))
+    assert waiting.expiry > 2 * waiting.timeout == 2 * seconds
+    assert waiting.compression == "fp16"
 
 
 def test_what_is_ready_fits_the_embedding_workers():

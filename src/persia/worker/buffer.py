@@ -27,13 +27,14 @@ class WorkerOptions(msgspec.Struct, frozen=True):
             row (docs: lossy, about half the bytes).
         capacity: batches that are buffered at most; more wait in `register`.
         timeout: seconds that `register` waits while the buffer is full.
-        expiry: seconds without a call after which a batch is forgotten.
+        expiry: seconds without a call after which a batch is forgotten. More than a call of an NN worker may take:
+            while its push waits for space at a PS, nobody calls for the batches that it has read ahead.
     """
 
     compression: Literal["none", "fp16"] = "none"
     capacity: int = 4096
     timeout: float = 60.0
-    expiry: float = 600.0
+    expiry: float = 1800.0
 
     def __post_init__(self) -> None:
         plain_fields(self)

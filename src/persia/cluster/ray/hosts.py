@@ -16,6 +16,7 @@ import ray
 from persia import rpc
 from persia.cluster import numa
 from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator, reach_stream_log
+from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import Plan, ProcessInfo, ServerSeat, Service
 from persia.coordinator import CoordinatorServer, TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
@@ -315,6 +316,11 @@ class EmbeddingServerHost(Host):
         return self.servant.observe()
 
 
+def worker_options(options: RayOptions) -> WorkerOptions:
+    """Returns the bounds of an embedding worker. Batches live longer than any call for those before them may wait."""
+    return WorkerOptions(options.compression, timeout=options.timeout, expiry=3 * options.timeout)
+
+
 class EmbeddingWorkerHost(Host):
     """Process of an embedding worker."""
 
@@ -326,7 +332,7 @@ class EmbeddingWorkerHost(Host):
         # The incarnation is part of the batch ids, so it joins first; calls wait until the role exists.
         deferred = Deferred(repr(self), "a connection to all PSs", plan.options.timeout)
         coordinator = self.join(self.serve(deferred, together(EmbeddingWorker, RecordableWorker)))
-        options = WorkerOptions(plan.options.compression, timeout=plan.options.timeout)
+        options = worker_options(plan.options)
         servers = connect_servers(coordinator, plan)
         self.servant = Worker(service.schema, servers, cores(plan), rank, self.process.incarnation, options)
         deferred.resolve(self.servant)
