@@ -16,6 +16,7 @@ from persia.modes import Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.optim import SGD, Adagrad
 
+DEADLINE = 30.0
 SCHEMA = persia.Schema(
     id_features=[
         persia.IdFeature("item", dim=4),
@@ -50,6 +51,13 @@ def collection(optimizer=None, mode=None, schema=SCHEMA, **options):
     return EmbeddingCollection(
         schema, optimizer=optimizer or SGD(lr=0.1), mode=mode or Sync(), options=CollectionOptions(**options)
     )
+
+
+def wait_until(condition):
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.001)
 
 
 def flat(found):
@@ -143,8 +151,11 @@ def test_staleness_never_exceeds_the_bound_and_is_used(staleness):
     embeddings = collection(mode=Hybrid(staleness, warmup=0))
     embeddings.gate.versions = []
     rng = np.random.default_rng(1)
-    for batch in embeddings.prefetch(make_batches(60)):
+    for number, batch in enumerate(embeddings.prefetch(make_batches(60))):
         time.sleep(rng.random() * 0.004)
+        if number % 4:  # Else lookups are as fast as they are.
+            ahead = min(staleness, 59 - number)
+            wait_until(lambda ahead=ahead: embeddings.ready == ahead)
         flat(embeddings(batch)).sum().backward()
     delays = [i - version for i, version in enumerate(embeddings.gate.versions)]
     assert max(delays) <= staleness
@@ -162,20 +173,21 @@ def test_sync_has_no_staleness():
 
 def test_unbounded_staleness_runs_ahead():
     embeddings = collection(mode=Hybrid(None))
-    for batch in embeddings.prefetch(make_batches(40)):
-        time.sleep(0.002)
+    for number, batch in enumerate(embeddings.prefetch(make_batches(40))):
+        if number == 0:
+            wait_until(lambda: embeddings.ready == 39)
         flat(embeddings(batch)).sum().backward()
-    assert embeddings.staleness.max > 8
+    assert embeddings.staleness.max == 39
 
 
 def test_leaving_the_loop_early_stops_all_threads_and_applies_what_was_computed():
     embeddings = collection(mode=Hybrid(4, warmup=0))
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for number, batch in enumerate(embeddings.prefetch(make_batches(50))):
         flat(embeddings(batch)).sum().backward()
         if number == 5:
             break
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # Those of other tests may have ended.
     assert embeddings.global_step == 6
     assert embeddings.connection.worker.buffered == 0
     for batch in embeddings.prefetch(make_batches(3)):
@@ -185,7 +197,7 @@ def test_leaving_the_loop_early_stops_all_threads_and_applies_what_was_computed(
 
 def test_an_error_in_the_loop_stops_all_threads():
     embeddings = collection(mode=Hybrid(2, warmup=0))
-    before = threading.active_count()
+    before = set(threading.enumerate())
 
     def loop():
         for _ in embeddings.prefetch(make_batches(50)):
@@ -193,7 +205,7 @@ def test_an_error_in_the_loop_stops_all_threads():
 
     with pytest.raises(RuntimeError, match="mine"):
         loop()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # Those of other tests may have ended.
 
 
 def test_batches_without_backward_are_released_and_counted():
@@ -335,17 +347,21 @@ def test_an_error_of_a_push_surfaces_at_the_next_draw(monkeypatch):
     assert "push thread" in caught.value.__notes__[0]
 
 
-def test_a_late_loader_is_named():
+def test_a_late_loader_is_named(monkeypatch):
     stop = threading.Event()
 
     def loader():
         yield make_batches(1)[0]
-        stop.wait(20)
+        stop.wait(DEADLINE)
 
-    embeddings = collection(timeout=0.3)
+    embeddings = collection(timeout=DEADLINE)
     passing = embeddings.prefetch(loader())
     batch = next(passing)
     flat(embeddings(batch)).sum().backward()
+    pipeline = embeddings._pass.pipeline
+    wait_until(lambda: pipeline._doing == "data loader: batch 1")
+    get = pipeline._ready.get
+    monkeypatch.setattr(pipeline._ready, "get", lambda _: get(0.3))  # Of the draw alone.
     with pytest.raises(PersiaError, match=r"was not ready.*data loader"):
         next(passing)
     stop.set()

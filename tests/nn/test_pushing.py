@@ -13,6 +13,7 @@ from persia.coordinator import TokenScheduler
 from persia.errors import PersiaError, StaleBatchError
 from persia.modes import Async, Gba, Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
+from persia.nn.pipeline import PUSH_GRACE
 from persia.nn.pushing import MOST_PUSHES
 from persia.optim import SGD
 from support.switching_samples import DEADLINE, ROWS, SCHEMA, batches, trainer
@@ -35,6 +36,8 @@ class RecordedWorker:
         self.in_flight = self.most_in_flight = 0
         self.held = threading.Event()  # Pushes wait for it.
         self.held.set()
+        self.opens_at = 0  # Number of pushes in flight that sets `held`; 0: the test sets it.
+        self.lookups_first = lambda number: 0  # Number of lookups that the push of this number waits for.
         self.returned = 0
         self.returned_at_lookup = []
 
@@ -54,6 +57,9 @@ class RecordedWorker:
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
         time.sleep(self.seconds)
+        until(lambda: len(self.returned_at_lookup) >= self.lookups_first(header.sequence - 1))
+        if 0 < self.opens_at <= self.most_in_flight:
+            self.held.set()
         assert self.held.wait(DEADLINE)
         counts = self.worker.push(header, contributions) if self.apply else {}
         with self.lock:
@@ -110,9 +116,11 @@ def pushes(cluster):
 
 
 def test_a_warm_up_counts_global_steps_from_pass_to_pass():
-    cluster = Recorded(seconds=0.05)
+    cluster = Recorded()
     embeddings = collection(cluster, Hybrid(2, warmup=8))
-    for bound in (0, 1, 2):  # Of the last step of each pass; pushes are so slow that lookups go to the bound.
+    for bound in (0, 1, 2):  # Of each step of a pass; its pushes wait until lookups have gone to the bound.
+        end = 4 * (bound + 1)
+        cluster.worker.lookups_first = lambda number, ahead=1 + bound, end=end: min(number + ahead, end)
         for batch in embeddings.prefetch(batches(4)):
             backward(embeddings, batch)
         assert embeddings.staleness.max == bound
@@ -134,6 +142,8 @@ def test_a_warm_up_counts_global_steps_from_pass_to_pass():
 def test_as_many_pushes_are_in_flight_as_steps_are_open(mode, most):
     cluster = Recorded(nn_workers=2, seconds=0.02)
     embeddings = collection(cluster, mode)
+    cluster.worker.held.clear()
+    cluster.worker.opens_at = most  # And each push lasts for longer, so that there is time for one too many.
     for batch in embeddings.prefetch(batches(20), OthersHaveData(20)):
         backward(embeddings, batch)
     assert cluster.worker.most_in_flight == most
@@ -158,10 +168,13 @@ def short_grace(monkeypatch):
 
 
 def fail(embeddings, steps):
-    """A pass of so many steps, which the error of another NN worker ends."""
+    """A pass of so many steps, which the error of another NN worker ends. Pushes that are held are in flight then."""
+    worker = embeddings.connection.worker
     passed = embeddings.prefetch(batches(steps), OthersHaveData(steps))
     for batch in itertools.islice(passed, steps):
         backward(embeddings, batch)
+    if not worker.held.is_set():
+        until(lambda: worker.in_flight == min(steps, MOST_PUSHES))
     with pytest.raises(KeyError, match="of another NN worker"):
         passed.throw(KeyError("of another NN worker"))
 
@@ -186,12 +199,42 @@ def test_pushes_of_a_pass_that_has_failed_are_left_behind():
     assert embeddings.pushed.released == 1
 
 
-@pytest.mark.usefixtures("short_grace")
-def test_slow_pushes_of_a_pass_that_has_failed_are_finished():
-    cluster = Recorded(nn_workers=2, seconds=0.15)
+class Grace:
+    """A deadline on a clock that the test sets."""
+
+    now = 0.0
+    made = 0
+
+    def __init__(self, seconds):
+        self.end = Grace.now + seconds
+        Grace.made += 1
+
+    @property
+    def passed(self):
+        return Grace.now >= self.end
+
+
+def test_slow_pushes_of_a_pass_that_has_failed_are_finished(monkeypatch):
+    """Each one takes three quarters of the time that the end of the pass has for the next to return."""
+    monkeypatch.setattr("persia.nn.pipeline.Deadline", Grace)
+    monkeypatch.setattr(Grace, "now", 0.0)
+    monkeypatch.setattr(Grace, "made", 0)
+    cluster = Recorded(nn_workers=2)
     embeddings = collection(cluster, Hybrid(20, warmup=0))
+    worker, turns = cluster.worker, threading.Semaphore(0)
+    worker.held = SimpleNamespace(wait=lambda seconds: turns.acquire(timeout=seconds), is_set=lambda: False)
+
+    def return_slowly():
+        for returned in range(3 * MOST_PUSHES):
+            until(lambda returned=returned: Grace.made > returned)  # The end waits, and knows of those before.
+            Grace.now += 0.75 * PUSH_GRACE
+            turns.release()
+
+    returning = threading.Thread(target=return_slowly)
+    returning.start()
     fail(embeddings, 3 * MOST_PUSHES)
-    assert cluster.worker.returned == 3 * MOST_PUSHES
+    returning.join()
+    assert worker.returned == 3 * MOST_PUSHES
     embeddings.flush()
 
 
@@ -208,7 +251,7 @@ def test_a_pass_is_refused_while_pss_wait_for_a_step_of_a_failed_one():
         with pytest.raises(PersiaError, match="before its pushes of steps 0 to 2 had returned"):
             use()
     cluster.worker.held.set()  # All were in flight, and return.
-    until(lambda: cluster.worker.in_flight == 0)
+    until(lambda: not embeddings._steps.not_applied)
     for batch in embeddings.prefetch(batches(2), OthersHaveData(2)):
         backward(embeddings, batch)
     assert pushes(cluster)[3:] == [(4, 3, 1, ROWS), (5, 4, 1, ROWS)]
@@ -225,7 +268,7 @@ def test_a_dropped_push_releases_its_batches_and_one_in_flight_keeps_them():
     assert len(worker.released) == 2
     assert not set(worker.released) & set(itertools.chain(*worker.pushed))
     worker.held.set()
-    until(lambda: worker.in_flight == 0)
+    until(lambda: embeddings._steps.not_applied[0] == MOST_PUSHES)
     assert len(worker.headers) == MOST_PUSHES
     with pytest.raises(PersiaError, match=f"its pushes of steps {MOST_PUSHES} to {MOST_PUSHES + 1} had returned"):
         embeddings.flush()
@@ -249,6 +292,7 @@ def test_the_exit_handler_stays_while_threads_run(monkeypatch):
     handlers = []
     monkeypatch.setattr("atexit.register", handlers.append)
     monkeypatch.setattr("atexit.unregister", handlers.remove)
+    monkeypatch.setattr("persia.nn.pipeline.LOADER_GRACE", DEADLINE)
     cluster = Recorded(nn_workers=2)
     embeddings = collection(cluster, Hybrid(8, warmup=0))
     cluster.worker.held.clear()
@@ -257,6 +301,7 @@ def test_the_exit_handler_stays_while_threads_run(monkeypatch):
     cluster.worker.held.set()
     handlers.pop()()
     assert cluster.worker.in_flight == 0
+    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", DEADLINE)
     fail(embeddings, 2)
     assert handlers == []
 
@@ -358,10 +403,14 @@ def test_without_prefetch_a_push_is_made_at_once():
 def test_no_token_is_read_ahead_of_the_push_before_it(mode):
     """Async(n) holds its bound for any n: an NN worker waits for its own gradient before it draws the next token."""
     cluster = Recorded(seconds=0.02)
-    trainer(mode, cluster).fit(batches(8))
+    t = trainer(mode, cluster)
+    alone = isinstance(mode, Async) or mode.group(1, ROWS) == 1
+    if not alone:
+        cluster.worker.lookups_first = lambda number: 2 if number == 0 else 0
+    t.fit(batches(8))
     in_flight = [number - returned for number, returned in enumerate(cluster.worker.returned_at_lookup)]
     assert len(in_flight) == 8
-    if isinstance(mode, Async) or mode.group(1, ROWS) == 1:
+    if alone:
         assert in_flight == [0] * 8
     else:
         assert max(in_flight) == 1  # The slot of a step that is not complete: its push is under way.

@@ -43,8 +43,8 @@ def test_each_batch_is_reported_once():
 
 def test_a_slow_report_delays_no_other_thread():
     reports = Reports()
-    timings = StepTimings(reports, 0, 0.05, pytest.fail)
-    timings._sent -= 1.0
+    timings = StepTimings(reports, 0, DEADLINE, pytest.fail)
+    timings._sent -= DEADLINE
     reports.open.clear()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(timings.add, 0.0)
