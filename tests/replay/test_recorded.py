@@ -24,7 +24,7 @@ from persia.replay.virtual import VirtualTraining
 from persia.testing import Threads
 from persia.types import JournalRecord, PushHeader, ReadRecord
 from persia.types.values import from_halves
-from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, batches, rows_of, trainer
+from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, batches, leave_batches_to, rows_of, trainer
 
 WORKERS = 3
 MODES = [
@@ -229,6 +229,7 @@ def test_a_run_with_a_crash_is_its_replay(mode, moment, tmp_path, monkeypatch):
     """An NN worker dies while it computes; before its push; when one of two PSs has it; between rows and network."""
     victim, servers = 1, (2, 1)
     monkeypatch.setattr("persia.nn.token_client.TokenClient.abandon", lambda self: None)  # As if killed.
+    leave_batches_to(victim, monkeypatch)
     data = batches(45, seed=7)
     if moment != "computing":
         kill_at({victim: (moment, 3)}, monkeypatch)

@@ -43,10 +43,28 @@ def trainer(directory: str, seconds: float = 0.0) -> persia.Trainer:
     )
 
 
+def keep_killable(one: persia.Trainer, directory: str) -> None:
+    """Has training wait for its checkpoints, and at last for the kill, however late that comes."""
+    begin = one.global_step
+
+    def last() -> int:
+        found = list_checkpoints(directory)
+        return found[-1].step if found else 0
+
+    def wait(*_: object) -> None:
+        end = time.monotonic() + 1.0
+        while one.global_step > begin + 28 or (one.global_step > last() + 6 and time.monotonic() < end):
+            time.sleep(0.01)
+
+    one.model.register_forward_pre_hook(wait)
+
+
 def reader(bootstrap: str, topic: str) -> Iterator[Batch]:
     return persia.data.kafka(topic, SCHEMA, 5, bootstrap=bootstrap, until="now")
 
 
 if __name__ == "__main__":
     bootstrap, topic, directory = sys.argv[1:]
-    trainer(directory, 0.03).fit(reader(bootstrap, topic))
+    one = trainer(directory, 0.03)
+    keep_killable(one, directory)
+    one.fit(reader(bootstrap, topic))

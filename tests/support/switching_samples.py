@@ -1,12 +1,15 @@
 """Batches, networks and trainers for tests of modes and switches."""
 
 import threading
+import time
+from collections import Counter
 
 import numpy as np
 import torch
 
 import persia
 from persia import Batch, IdColumn, IdFeature, Schema
+from persia.coordinator import TokenScheduler
 from persia.optim import Adagrad
 from persia.types.values import from_halves
 
@@ -52,6 +55,29 @@ def trainer(mode, cluster=None, dtype=torch.float32, optimizer=None, embedding_o
         cluster=cluster,
         options=persia.TrainerOptions(**options),
     )
+
+
+def leave_batches_to(victim, monkeypatch):
+    """Lets the other NN workers get ahead of one that is to die by some batches, so that there are enough for it.
+
+    In modes with tokens; else all make equal steps.
+    """
+    take, cancel = TokenScheduler.take, TokenScheduler.cancel
+    taken, dead = Counter(), set()
+
+    def patient(self, caller, request):
+        taken[caller.rank] += 1
+        end = time.monotonic() + 5.0  # It may wait for them: for others to complete its step.
+        while taken[caller.rank] > 4 + 2 * taken[victim] and not dead and time.monotonic() < end:
+            time.sleep(0.001)
+        return take(self, caller, request)
+
+    def noted(self, generation, rank, *arguments):
+        dead.add(rank)
+        return cancel(self, generation, rank, *arguments)
+
+    monkeypatch.setattr(TokenScheduler, "take", patient)
+    monkeypatch.setattr(TokenScheduler, "cancel", noted)
 
 
 def rows_of(t):

@@ -15,6 +15,8 @@ from support.switching_samples import Net, batches, trainer
 
 TIMEOUT = 20.0
 GRACE = 0.4
+LONG_GRACE = 4.0
+"""For tests whose pushes return: a stall must not make them late."""
 STEPS = 10
 FAILS_AT = 7  # The number of the batch, from 1 on, of each NN worker.
 DATA = batches(2 * STEPS)
@@ -79,10 +81,12 @@ def fit_twice(cluster, mode, before_second=lambda: None, prepare=lambda member, 
     return cluster.run(work)
 
 
-def test_slow_pushes_are_finished(applied):
+def test_slow_pushes_are_finished(applied, monkeypatch):
     """All NN workers fail in the same batch, as they do when they share a network that has diverged."""
-    applied.seconds = GRACE * 3 / 4
-    for t, _, _ in fit_twice(Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(8, warmup=0)):
+    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", LONG_GRACE)
+    applied.seconds = 1.2 * LONG_GRACE / (FAILS_AT - 1)  # All pushes take longer than the time for one of them.
+    cluster = Threads(nn_workers=2, timeout=TIMEOUT)
+    for t, _, _ in fit_twice(cluster, Hybrid(8, warmup=0), lambda: setattr(applied, "seconds", 0.0)):
         assert t.global_step == STEPS
     assert applied == list(range(STEPS))
 
@@ -111,7 +115,9 @@ def test_pushes_that_do_not_return_are_left_behind_with_a_warning(applied, caplo
     assert set(applied) - set(following) <= set(range(MOST_PUSHES))  # Some may have come before the second call.
 
 
-def test_nn_workers_that_failed_before_and_after_a_push_count_alike_again(applied):
+def test_nn_workers_that_failed_before_and_after_a_push_count_alike_again(applied, monkeypatch):
+    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", LONG_GRACE)
+
     def prepare(member, t):
         if member.rank == 1:  # Fails behind the push of the batch, as if it had learned of the other's error there.
             replicas, reduce_rest = t.step.replicas, t.step.replicas.reduce_rest

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -48,6 +49,13 @@ def trainer(schema, mode=None, **options):
         mode=mode or Sync(),
         options=persia.TrainerOptions(**{"progress": False} | options),
     )
+
+
+def wait_until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.002)
 
 
 def stored(t):
@@ -108,6 +116,12 @@ def test_periodic_checkpoints_do_not_disturb_sync(tmp_path):
 def test_what_is_counted_goes_on_over_a_resume(tmp_path):
     schema = schema_of()
     first = trainer(schema, Hybrid(3, warmup=0))
+
+    def look_up_ahead(*_):
+        if first.global_step == 0:
+            wait_until(lambda: first.embeddings.ready == 3)
+
+    first.model.register_forward_pre_hook(look_up_ahead)
     before = first.fit(reader(), max_steps=9)
     assert before.absent_rows > 0
     assert before.staleness_max == 3
@@ -333,7 +347,15 @@ def test_the_checkpoint_at_the_end_waits_for_room(tmp_path, monkeypatch, caplog)
     t = trainer(schema, checkpoint_dir=str(tmp_path))
     with monkeypatch.context() as patch:
         disk = FullDisk(patch, 0)
-        room = threading.Timer(0.5, lambda: setattr(disk, "room", 10_000))
+
+        def make_room():
+            try:
+                wait_until(lambda: "retrying" in caplog.text)
+                time.sleep(0.1)  # For several attempts.
+            finally:
+                disk.room = 10_000
+
+        room = threading.Thread(target=make_room)
         room.start()
         t.fit(reader(), max_steps=4)
         room.join()

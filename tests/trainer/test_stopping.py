@@ -167,12 +167,18 @@ def test_handlers_of_the_program_stay(capsys):
 @pytest.mark.parametrize("mode", [Sync(), Gba(2 * ROWS)], ids=lambda m: type(m).__name__)
 def test_one_of_several_nn_workers_is_told_and_all_stop_at_the_same_batch(mode):
     """They are threads, so no handler is set; the source of the second one tells it."""
-    trainers = {}
+    trainers, told = {}, threading.Event()
 
     def work(member):
         t = trainers[member.rank] = trainer(mode, member)
-        stop = t.stop if member.rank == 1 else lambda: None
-        return t.fit(Source(400, 41, stop)), t.fit(batches(400))
+
+        def stop():
+            t.stop()
+            told.set()
+
+        # The first one leaves batches to the second, however late that is.
+        source = Source(400, 41, stop) if member.rank == 1 else Source(400, 300, lambda: told.wait(DEADLINE))
+        return t.fit(source), t.fit(batches(400))
 
     before = {n: signal.getsignal(n) for n in DEFAULT}
     results = Threads(nn_workers=2, timeout=DEADLINE).run(work)

@@ -161,7 +161,7 @@ def test_an_unexpected_exception_in_a_data_loader_ends_training_with_its_name(ka
 def test_a_stream_may_be_idle_for_longer_than_the_timeout(kafka, mode):
     """With several NN workers none waits for another that has no data, and a step waits for all its batches."""
     kafka.write(clicks(range(30)))
-    cluster = Threads(2, timeout=0.5)
+    cluster = Threads(2, timeout=4.0)
 
     trainers = {}
 
@@ -172,7 +172,7 @@ def test_a_stream_may_be_idle_for_longer_than_the_timeout(kafka, mode):
     def more():
         try:
             until(lambda: len(trainers) == 2 and sum(t.monitor._rows for t in trainers.values()) >= 20, 60)
-            time.sleep(1.5)  # Longer than the timeout.
+            time.sleep(5.0)  # Longer than the timeout.
         finally:  # Else training never ends.
             kafka.write(clicks(range(30, 60)))
 

@@ -16,7 +16,7 @@ from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
 from persia.nn.token_client import TokenClient
 from persia.optim import Adagrad, Adam, APMSqueeze, APMSqueezeOptions, OneBit, Uncompressed
 from persia.testing import Threads
-from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, assert_same, batches, trainer
+from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, assert_same, batches, leave_batches_to, trainer
 
 
 @pytest.mark.parametrize("reduction", ["per_id", "global"])
@@ -371,6 +371,7 @@ class CrashingNet(Net):
 def test_a_crash_of_any_nn_worker_costs_no_more_than_its_tokens(victim, mode, monkeypatch):
     data = batches(60)
     monkeypatch.setattr("persia.nn.token_client.TokenClient.abandon", lambda self: None)  # As if killed.
+    leave_batches_to(victim, monkeypatch)
     cluster = Threads(nn_workers=3, timeout=DEADLINE)
 
     def work(member):
