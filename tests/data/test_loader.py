@@ -1,5 +1,6 @@
 """The data loader: which batch is whose, reading ahead, seeking, and embedding workers that come and go."""
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -530,23 +531,35 @@ def test_a_batch_whose_pass_is_over_while_it_is_registered_is_released(make):
 
 def test_deadlines_name_the_source_or_the_embedding_workers(make):
     gate = threading.Event()
-    slow = make(Source(5, gate), timeout=0.05)
+    slow = make(Source(5, gate))
     slow.begin(feed())
-    with pytest.raises(DeadlineError, match=r"source Source\): batch 0 .* it is reading batch 0"):
+    wait_until(lambda: slow._doing == "reading batch 0")
+    with impatient(slow), pytest.raises(DeadlineError, match=r"source Source\): batch 0 .* it is reading batch 0"):
         slow.take(0, 0, 0)
     gate.set()
     worker = Buffering(3, 2)
     worker.gate.clear()
-    held = make(Source(5), worker, timeout=0.05)
+    held = make(Source(5), worker)
     held.begin(feed())
     assert worker.entered.wait(DEADLINE)
-    with pytest.raises(DeadlineError, match=r"registering batch 0: embedding worker 3 \(incarnation 2\)"):
+    named = r"registering batch 0: embedding worker 3 \(incarnation 2\)"
+    with impatient(held), pytest.raises(DeadlineError, match=named):
         held.take(0, 0, 0)
     worker.gate.set()
-    nobody = Loader(Source(5), SCHEMA, Workers(), timeout=0.05)
+    nobody = make(Source(5), Workers())
     nobody.begin(feed())
-    with pytest.raises(DeadlineError, match="no embedding worker is alive"):
+    wait_until(lambda: nobody._registrar.doing and "registering" in nobody._doing)
+    with impatient(nobody), pytest.raises(DeadlineError, match="no embedding worker is alive"):
         nobody.take(0, 0, 0)
-    nobody.end()
     with pytest.raises(DeadlineError, match="the beginning of pass 4"):
         Loader(Source(5), SCHEMA, Workers(), timeout=0.05).take(0, 4, 0)
+
+
+@contextlib.contextmanager
+def impatient(loader):
+    """Gives the calls of a block a short deadline."""
+    before, loader._timeout = loader._timeout, 0.05
+    try:
+        yield
+    finally:
+        loader._timeout = before

@@ -38,6 +38,8 @@ SCRIPT = Path(__file__).parents[1] / "support" / "ps_process.py"
 DEADLINE = 60.0
 SCHEMA = Schema(id_features=[IdFeature("item", dim=4)], labels=["click"])
 IDS = 400
+LEAST = 400
+"""Updates of rows by NN workers whose PSs die: more than those of one step."""
 
 
 class Server:
@@ -145,6 +147,9 @@ def trained_through(servers, deaths, seed):
             other = rpc.within(stubs[1 - victim], 10.0)
             assert other.lookup({"item": np.arange(3, dtype=np.uint64)}, False)["item"].shape == (3, 4)
             servers[victim].start()
+        while sum(int(thread.counts.sum()) for thread in threads) <= LEAST:  # However little they did meanwhile.
+            assert all(thread.is_alive() for thread in threads)
+            time.sleep(0.01)
         stop.set()
         for thread in threads:
             thread.join(DEADLINE)
@@ -162,7 +167,7 @@ ON_ARRIVAL_AND_COMBINED = pytest.mark.parametrize("mode", [Hybrid(4, combine=Fal
 
 def assert_applied_once(mode, expected, found):
     """A combined step changes a row by the mean of the four gradients."""
-    assert expected.sum() > 400
+    assert expected.sum() > LEAST
     updates = expected / mode.group(4, 1)
     np.testing.assert_array_equal(found, np.repeat(updates[:, None], 4, 1).astype(np.float32))
 

@@ -21,7 +21,8 @@ from persia.errors import ConfigError, StoreError, StoreFullError
 from persia.memory import Memory
 from persia.modes import Hybrid, Sync
 from persia.nn import EmbeddingCollection
-from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps import EmbeddingServer, ServerOptions, latest_reading
+from persia.ps import space as ps_space
 from persia.ps.regions import leftovers
 from persia.ps.shares import Shares, divide_tables
 from persia.ps.sizes import declared_sizes
@@ -299,7 +300,7 @@ def test_a_disk_that_stays_full_is_an_error_that_loses_nothing(mounted):
     fill(server, 2000)
     push(server, 1, range(2000))
     filler = filled(mounted)
-    with pytest.raises(StoreFullError, match=r"no room to grow .*lookup waited 0\.\d s for space"):
+    with pytest.raises(StoreFullError, match=r"no room to grow .*lookup waited \d+\.\d s for space"):
         fill(server, 100_000)
     found = lookup(server, range(2000), train=False)
     assert set(found.ravel()) == {1.0}
@@ -334,13 +335,14 @@ def reached(server, timeout):
         rpc.close(stub)
 
 
-def test_a_caller_gets_the_error_of_the_disk_and_not_that_the_ps_is_late(mounted):
-    timeout = 2.0
+def test_a_caller_gets_the_error_of_the_disk_and_not_that_the_ps_is_late(mounted, monkeypatch):
+    monkeypatch.setattr(ps_space, "GRACE_SHARE", 0.8)  # Seconds, so that a stall does not use them up.
+    timeout = 5.0
     server = started(mounted / "ssd", memory_rows=2000, timeout=timeout)
     fill(server, 2000)
     filled(mounted)
     with reached(server, timeout) as stub:
-        expected = r"no room to grow .*{} waited [01]\.\d s for space"
+        expected = r"no room to grow .*{} waited \d\.\d s for space"
         with pytest.raises(StoreFullError, match=expected.format("lookup")):
             fill(stub, 100_000)
         ids = np.arange(10**6, 10**6 + 9000, dtype=np.uint64)
@@ -356,8 +358,9 @@ def test_a_caller_gets_the_error_of_the_disk_and_not_that_the_ps_is_late(mounted
     server = stub = set_rows = call = None
 
 
-def test_the_push_that_has_waited_for_others_gets_the_error_of_the_disk(mounted):
-    timeout = 2.0
+def test_the_push_that_has_waited_for_others_gets_the_error_of_the_disk(mounted, monkeypatch):
+    timeout, grace = 8.0, 3.5
+    monkeypatch.setattr(ps_space, "GRACE_SHARE", grace / timeout)
     options = ServerOptions(2, timeout)
     server = EmbeddingServer(tables(mounted / "ssd", memory_rows=2000), SGD(lr=1.0), Sync(), 3, 1, options)
     fill(server, 30_000)
@@ -370,7 +373,7 @@ def test_the_push_that_has_waited_for_others_gets_the_error_of_the_disk(mounted)
         calls = []
         for rank in range(2):
             calls.append(Call(lambda rank=rank: stub.push(PushHeader(1, rank, 1, 1, len(ids)), gradients)))
-            calls[0].join(0.4 * timeout)  # More than what the last to arrive gives up before its own deadline.
+            calls[0].join(grace + 0.5)  # More than what the last to arrive gives up before its own deadline.
         for call in calls:
             call.join(DEADLINE)
             with pytest.raises(StoreFullError, match=r"no room to grow .*push waited \d\.\d s for space"):
@@ -395,13 +398,15 @@ def metrics_of(server):
     return found, time.monotonic() - began
 
 
-def test_metrics_are_given_while_the_disk_stalls(freezing):
+def test_metrics_are_given_while_the_disk_stalls(freezing, monkeypatch):
     """The last ones known: health checks must not take the PS for dead."""
+    monkeypatch.setattr(latest_reading, "WAIT_SECONDS", 9.0)
     server = started(freezing / "ssd", memory_rows=2000)
     fill(server, 10_000)
     before, _ = metrics_of(server)
     assert (before["ps_rows"], before["ps_metrics_late_seconds"]) == (10_000, 0)
-    with frozen(freezing):
+    with frozen(freezing), monkeypatch.context() as patch:
+        patch.setattr(latest_reading, "WAIT_SECONDS", 1.0)
         working = Call(lambda: fill(server, 60_000))
         late = 0.0
         while working.is_alive() and not late:

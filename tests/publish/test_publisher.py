@@ -23,7 +23,10 @@ class KilledError(BaseException):
     pass
 
 
-def until(condition, seconds=20.0):
+DEADLINE = 20.0
+
+
+def until(condition, seconds=DEADLINE):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -103,8 +106,8 @@ def test_it_publishes_by_time_and_stops_with_the_last_changes(trained):
     publisher.start()
     until(lambda: publisher.status.sequence == 0)
     trained.train()
-    until(lambda: publisher.status.sequence >= 1)
-    assert publisher.status.step == 3
+    until(lambda: publisher.status.step == 3)
+    assert publisher.status.sequence >= 1
     trained.train()
     publisher.stop(last=True)
     assert publisher.status.step == 4
@@ -116,7 +119,7 @@ def test_it_publishes_by_rows(trained):
     publisher.start()
     until(lambda: publisher.status.sequence == 0)
     trained.train()
-    until(lambda: publisher.status.sequence == 1)
+    until(lambda: publisher.status.sequence >= 1)  # Perhaps two: one that was due amid the step.
     publisher.stop(last=False)
 
 
@@ -150,11 +153,10 @@ def test_a_place_that_cannot_be_written_makes_readers_wait_and_nobody_else(train
         assert publisher.status.error == "no space"
         began = time.monotonic()
         trained.train(5)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < DEADLINE / 2
         assert publisher.status.age > 0
         broken[0] = False
-        until(lambda: publisher.status.step == 10)
-    assert not publisher.status.error
+        until(lambda: publisher.status.step == 10 and not publisher.status.error)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert "training goes on" in lines[0]
@@ -172,7 +174,7 @@ def test_a_publisher_that_cannot_write_stops_at_once(trained, monkeypatch):
     until(lambda: publisher.status.error)
     began = time.monotonic()
     publisher.stop(last=False)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < DEADLINE / 2
 
 
 # --- the last entry -----------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ def test_the_last_entry_is_retried(trained, started):
 
 
 def test_a_publisher_that_pauses_writes_the_last_entry_at_once(trained, monkeypatch):
-    monkeypatch.setattr(publisher, "BACKOFF", Backoff(25.0, 25.0))
+    monkeypatch.setattr(publisher, "BACKOFF", Backoff(2 * DEADLINE, 2 * DEADLINE))
     paused = publisher_of(trained, seconds=0.02)
     paused.start()
     until(lambda: paused.status.sequence == 0)
@@ -214,7 +216,7 @@ def test_a_publisher_that_pauses_writes_the_last_entry_at_once(trained, monkeypa
     trained.train()
     began = time.monotonic()
     paused.stop(last=True)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < DEADLINE / 2
     assert paused.status.complete
     assert paused.status.step == 4
 
@@ -227,16 +229,16 @@ def test_a_last_entry_that_fails_in_another_way_is_retried(trained, started, mon
 
 
 def test_a_last_entry_that_cannot_be_written_is_named(trained, started, monkeypatch, caplog):
-    monkeypatch.setattr(publisher, "LAST_SECONDS", 0.5)
+    monkeypatch.setattr(publisher, "LAST_SECONDS", 4.0)  # It has to try by then.
     with unwritable(trained.path()), caplog.at_level(logging.WARNING, "persia.publish"):
         began = time.monotonic()
         started.stop(last=True)
-        assert 0.4 < time.monotonic() - began < 5.0
+        assert 3.9 < time.monotonic() - began < DEADLINE / 2
         until(lambda: not started._thread.is_alive())
     assert not started.status.complete
     assert "Not a directory" in started.status.error
     said = caplog.records[-1].getMessage()
-    assert said.startswith(f"PS 0 could not publish its last rows to {trained.url} within 0.5 s")
+    assert said.startswith(f"PS 0 could not publish its last rows to {trained.url} within 4 s")
     assert "readers keep those of step 2: " in said
     assert "Not a directory" in said
 
