@@ -1,5 +1,7 @@
 """Several NN workers train one network: the same as one with larger batches, whatever data each of them has."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -297,17 +299,15 @@ class Losing:
 
     def __init__(self, worker, lookup=None, push=None):
         self.worker, self.on_lookup, self.on_push = worker, lookup, push
-        self.lookups = self.pushes = 0
+        self.lookups, self.pushes = itertools.count(1), itertools.count(1)  # Calls may come at the same time.
 
     def lookup(self, batch_id, train=True):
-        self.lookups += 1
-        if self.lookups == self.on_lookup:
+        if next(self.lookups) == self.on_lookup:
             self.worker.release(batch_id)
         return self.worker.lookup(batch_id, train)
 
     def push(self, header, contributions):
-        self.pushes += bool(contributions)
-        if self.pushes == self.on_push and contributions:
+        if contributions and next(self.pushes) == self.on_push:
             raise StaleBatchError("Gone.", batch_id=contributions[0].batch_id)
         return self.worker.push(header, contributions)
 
@@ -394,7 +394,7 @@ def fit_evaluated(rank, addresses, data):
 def wait_for_the_other(rank, at):
     """The second one stops before it counts a batch, or before it averages gradients."""
     model = torch.nn.Linear(1, 1)
-    replicas = AllReduce(model, 2, AllReduceOptions(timeout=2.0))
+    replicas = AllReduce(model, 2, AllReduceOptions(timeout=5.0))
     if rank == 0 or at == "gradients":
         replicas.start(3, has_data=True)
     if rank == 1:
