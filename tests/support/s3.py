@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.request
 from collections.abc import Iterator
 from uuid import uuid4
@@ -16,12 +15,10 @@ __all__ = ["bucket", "endpoint"]
 def endpoint() -> Iterator[str]:
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    running = server.ThreadedMotoServer("127.0.0.1", port, verbose=False)
+    running = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     running.start()
-    yield f"http://127.0.0.1:{port}"
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
     running.stop()
 
 

@@ -219,7 +219,8 @@ def test_brokers_may_be_away_for_longer_than_any_call_may_take(mode):
                 unreachable.append(True)
             outages.up()
             written(180)
-            until(lambda: trained() >= 340, 60)  # One batch may wait for another.
+            until(lambda: trained() >= 350 and sum(cluster.stream.log._next.values()) == 360, 60)
+            # One batch may wait for another.
             time.sleep(1.0)
         finally:  # Else training never ends.
             outages.up()
