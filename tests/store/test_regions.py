@@ -369,7 +369,7 @@ def test_a_hundred_kills():
 def test_a_row_that_was_changed_is_noticed(directory):
     """The comparison of the tests above sees a single wrong bit."""
     victim = Victim(directory / "regions", Load(3))
-    completed = victim.run_and_kill(0.02)
+    completed = victim.run_and_kill(0.02, 3)
     store = NativeStore()
     store.create_table(Load(3).table(), str(next((directory / "regions").glob("*.0")).with_suffix("")), attach=True)
     _, rows = next(store.iterate_rows(0))
