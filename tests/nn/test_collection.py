@@ -155,7 +155,7 @@ def test_staleness_never_exceeds_the_bound_and_is_used(staleness):
         time.sleep(rng.random() * 0.004)
         if number % 4:  # Else lookups are as fast as they are.
             ahead = min(staleness, 59 - number)
-            wait_until(lambda ahead=ahead: embeddings.ready == ahead)
+            wait_until(lambda ahead=ahead: embeddings.ready >= ahead)
         flat(embeddings(batch)).sum().backward()
     delays = [i - version for i, version in enumerate(embeddings.gate.versions)]
     assert max(delays) <= staleness
