@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from persia.checkpoint.format import file_name
 from persia.errors import CheckpointError, DataError
 from persia.interop.rows import PART_VALUES, declared
 from persia.nn import EmbeddingCollection
-from persia.types import Floats, RowsSet, RowState
+from persia.types import Floats, Ids, RowsSet, RowState
 
 __all__ = ["import_rows"]
 
@@ -33,8 +35,8 @@ def import_rows(
 
     Each table has a file `<table>.parquet` with the columns `id` and `embedding`, or `<table>.safetensors` with the
     tensors `ids` and `embeddings`. If there also is `state`, with `update_count` and `last_step`, it is that of the
-    table's optimizer. Ids are whole numbers, or in Parquet texts, which are mapped as readers do. A safetensors file
-    with one tensor `[rows, dim]` alone has in row i the embedding of the id i.
+    table's optimizer. Ids are whole numbers from 0 on, or in Parquet texts, which are mapped as readers do. A
+    safetensors file with one tensor `[rows, dim]` alone has in row i the embedding of the id i.
 
     Args:
         collection: with tables of the same names and dims; of a `Trainer`, `trainer.embeddings`.
@@ -106,20 +108,47 @@ def _parquet(path: Path, rows: int) -> Iterator[_Part]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
+        _require(file.schema_arrow.names, "id", "embedding")
         for batch in file.iter_batches(rows):
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            ids = columns["id"]
-            keys = ids if pa.types.is_string(ids.type) else ids.cast(pa.uint64()).to_numpy(zero_copy_only=False)
+            keys = columns["id"]  # Texts of any type, such as large or dictionary-encoded ones, are left to the table.
+            if pa.types.is_integer(keys.type) or pa.types.is_floating(keys.type):
+                keys = _numbers(keys.to_numpy(zero_copy_only=False))
             others = {name: columns[name].to_numpy() for name in ("update_count", "last_step") if name in columns}
             if "state" in columns:
-                others["state"] = _matrix(columns["state"])
-            yield _Part(keys, _matrix(columns["embedding"]), _state(others))
+                others["state"] = _matrix("state", columns["state"])
+            yield _Part(keys, _matrix("embedding", columns["embedding"]), _state(others))
 
 
-def _matrix(column: Any) -> Floats:
+def _require(found: Sequence[str], *needed: str) -> None:
+    """Raises ValueError unless a file has all these columns or tensors."""
+    if missing := [name for name in needed if name not in found]:
+        raise ValueError(f"it has {', '.join(found)}, but no {missing[0]!r}")
+
+
+def _numbers(ids: NDArray[Any]) -> Ids:
+    """Returns numbers as ids.
+
+    Raises:
+        ValueError: a number is negative, missing or not whole, or a float so large that it may stand for another one.
+    """
+    if ids.dtype.kind not in "iuf":
+        raise ValueError(f"its ids are {ids.dtype}; they are whole numbers, or in Parquet texts")
+    bad = ids < 0
+    if ids.dtype.kind == "f":
+        bad = ~((ids >= 0) & (ids < 2.0 ** (np.finfo(ids.dtype).nmant + 1)) & (ids % 1 == 0))
+    if bad.any():
+        raise ValueError(f"it has the id {ids[bad][0]}; ids are whole numbers from 0 on, or in Parquet texts")
+    return ids.astype(np.uint64)
+
+
+def _matrix(name: str, column: Any) -> Floats:
     """Returns a column of lists of one length as an array."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
+    if not any(test(column.type) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
+        raise ValueError(f"column {name!r} holds {column.type}, not a list in each row")
     if column.null_count or pc.count_distinct(pc.list_value_length(column)).as_py() > 1:
         raise ValueError("its lists differ in length, or are missing")
     values: Floats = pc.list_flatten(column).to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
@@ -129,22 +158,31 @@ def _matrix(column: Any) -> Floats:
 def _safetensors(path: Path, rows: int) -> Iterator[_Part]:
     from safetensors import safe_open
 
-    with safe_open(path, "np") as file:
+    with safe_open(path, "pt") as file:  # numpy has no bfloat16.
         names = list(file.keys())
+        if len(names) > 1:
+            _require(names, "ids", "embeddings")
+        weight = names[0] if len(names) == 1 else "embeddings"
         tensors = {name: file.get_slice(name) for name in names}
-        weight = "embeddings" if "embeddings" in tensors else names[0]
-        if "ids" not in tensors and len(names) > 1:
-            raise ValueError(f"it has the tensors {', '.join(names)}, but no ids")
-        count = tensors[weight].get_shape()[0]
+        counts = {name: tensor.get_shape()[:1] for name, tensor in tensors.items()}
+        if len({*map(tuple, counts.values())}) > 1:
+            raise ValueError(f"its tensors differ in the number of rows: {counts}")
+        (count,) = counts[weight]
         for start in range(0, count, rows):
             end = min(start + rows, count)
-            part = {name: tensor[start:end] for name, tensor in tensors.items()}
-            ids = part.get("ids", np.arange(start, end)).astype(np.uint64)
+            part = {name: _array(tensor[start:end]) for name, tensor in tensors.items()}
+            ids = _numbers(part["ids"]) if "ids" in part else np.arange(start, end, dtype=np.uint64)
             yield _Part(ids, np.asarray(part[weight], np.float32), _state(part))
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any]:
+    array: NDArray[Any] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
 
 
 def _state(columns: dict[str, Any]) -> RowState | None:
     if "state" not in columns:
         return None
+    _require(list(columns), "update_count", "last_step")
     counts = [columns[name].astype(np.uint32) for name in ("update_count", "last_step")]
     return RowState(columns["state"], counts[0], counts[1])
