@@ -2,6 +2,8 @@
 
 import logging
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch
 import persia
 from persia.config import convert
 from persia.errors import ConfigError, DataError, MissingExtraError
-from persia.telemetry.tracking import MLflow, Wandb
+from persia.telemetry import tracking
+from persia.telemetry.tracking import BackgroundTracker, MLflow, Wandb
 from persia.trainer.options import TrainerOptions
 
 ROWS = 2_000
@@ -88,6 +91,69 @@ def test_a_tracker_that_fails_does_not_end_the_training(recorded, caplog):
         assert trainer(data.schema, MLflow()).fit(data).rows == ROWS
     assert "Recorded: metrics were lost (no route to host)." in caplog.text
     assert recorded.calls[-1] == ("end", False)
+
+
+class Away(Recorded):
+    """A tracker whose server stops answering after the first point."""
+
+    def __init__(self):
+        super().__init__()
+        self.back = threading.Event()
+
+    def log(self, values, step):
+        if self.calls[-1][0] != "begin":
+            self.back.wait(60)
+        super().log(values, step)
+
+
+def test_training_does_not_wait_for_a_tracker(monkeypatch, caplog):
+    away = Away()
+    monkeypatch.setattr(MLflow, "tracker", lambda _: away)
+    monkeypatch.setattr(tracking, "END_SECONDS", 0.1)
+    monkeypatch.setattr(tracking, "MAX_WAITING", 5)
+    data = reader()
+    t = trainer(data.schema, MLflow())
+    try:
+        begin = time.monotonic()
+        with caplog.at_level(logging.WARNING, "persia.tracking"):
+            assert t.fit(data, max_steps=60).steps == 60
+            assert t.fit(data).global_step == 100
+        assert time.monotonic() - begin < 30
+        assert "Away has not taken the last metrics within 0.1 s" in caplog.text
+        assert "Away took metrics too slowly; points lost: 1." in caplog.text
+    finally:
+        away.back.set()
+    t._components.trackers[0]._thread.join(30)
+    assert [name for name, *_ in away.calls if name != "log"] == ["begin", "end", "begin", "end"]
+    assert [call[1] for call in away.calls if call[0] == "log"] == [1, 2, 4, 8, 16, 32, 51, 61, 62, 64, 68]
+
+
+def test_a_tracker_that_does_not_open_a_run_is_refused(monkeypatch):
+    class Mute(Recorded):
+        def begin(self, parameters):
+            super().begin(parameters)
+            time.sleep(1)
+
+    monkeypatch.setattr(tracking, "BEGIN_SECONDS", 0.1)
+    mute = BackgroundTracker(Mute())
+    with pytest.raises(ConfigError, match=r"Mute has not opened a run within 0\.1 s; correct its address"):
+        mute.begin({})
+
+
+def test_a_run_that_cannot_be_opened_again_costs_its_metrics(caplog):
+    class Once(Recorded):
+        def begin(self, parameters):
+            super().begin(parameters)
+            if len(self.calls) > 1:
+                raise ConnectionError("no route to host")
+
+    once = BackgroundTracker(Once())
+    once.begin({})
+    once.end(False)
+    with caplog.at_level(logging.WARNING, "persia.tracking"):
+        once.begin({})
+        once.end(False)
+    assert "Once: metrics were lost (no route to host)." in caplog.text
 
 
 def test_trackers_in_configurations():

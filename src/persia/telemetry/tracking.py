@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from persia.errors import ConfigError, MissingExtraError
 from persia.schema.checks import TaggedRecord
 
-__all__ = ["MLflow", "TensorBoardTracker", "Tracker", "Wandb"]
+__all__ = ["BackgroundTracker", "MLflow", "TensorBoardTracker", "Tracker", "Wandb"]
+
+LOG = logging.getLogger("persia.tracking")
+
+BEGIN_SECONDS = 60.0
+"""Time to open a run."""
+
+END_SECONDS = 30.0
+"""Time to write what is left at the end of a call of `fit`."""
+
+MAX_WAITING = 1_000
+"""Points that wait for a tracker; later ones are lost."""
 
 
 class Tracker(Protocol):
@@ -63,6 +79,105 @@ class Wandb(TaggedRecord, frozen=True, tag="wandb"):
     def tracker(self) -> Tracker:
         """Makes the tracker; imports and opens nothing."""
         return _WandbTracker(self)
+
+
+class BackgroundTracker:
+    """Calls a tracker in a thread, so that training does not wait for a server that is slow or away.
+
+    MLflow's client, for example, repeats a request for minutes before it gives up. There is a thread from `begin` to
+    the end of `end`, which does not keep the process from ending.
+
+    Args:
+        tracker: once it has opened the run, its errors are warnings.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._name = type(tracker).__name__.strip("_")
+        self._calls: _Calls = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._opened = False
+        self._lost = 0
+
+    def begin(self, parameters: Mapping[str, str]) -> None:
+        """See `Tracker`. Blocks until the run is open the first time.
+
+        Raises:
+            ConfigError: the tracker cannot open the run, or did not answer in time.
+            MissingExtraError: its package is not installed.
+        """
+        self._calls = SimpleQueue()
+        earlier = self._thread  # May still be at what the last `end` did not wait for.
+        self._thread = threading.Thread(
+            target=_run, args=(self._calls, earlier), name=f"persia-{self._name}", daemon=True
+        )
+        self._thread.start()
+        opened = self._call(partial(self._tracker.begin, parameters))
+        if self._opened:
+            opened.add_done_callback(self._warn)
+            return
+        try:
+            error = opened.exception(BEGIN_SECONDS)
+        except TimeoutError:
+            error = ConfigError(
+                f"{self._name} has not opened a run within {BEGIN_SECONDS:g} s; correct its address, or leave it "
+                "out of trackers.",
+                field="trackers",
+            )
+        if error is not None:
+            self._calls.put(None)
+            raise error
+        self._opened = True
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """See `Tracker`. Does not block."""
+        if self._calls.qsize() >= MAX_WAITING:
+            self._lost += 1
+            return
+        self._call(partial(self._tracker.log, values, step)).add_done_callback(self._warn)
+
+    def end(self, failed: bool) -> None:
+        """See `Tracker`. Blocks for a limited time."""
+        ended = self._call(partial(self._tracker.end, failed))
+        ended.add_done_callback(self._warn)
+        self._calls.put(None)
+        if self._lost:
+            LOG.warning("%s took metrics too slowly; points lost: %d.", self._name, self._lost)
+            self._lost = 0
+        try:
+            ended.exception(END_SECONDS)
+        except TimeoutError:
+            LOG.warning(
+                "%s has not taken the last metrics within %g s; they are lost if this process ends now.",
+                self._name, END_SECONDS,
+            )  # fmt: skip
+
+    def _call(self, call: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        self._calls.put((call, done))
+        return done
+
+    def _warn(self, done: Future[None]) -> None:
+        """Warns of an error: a server that is away must not end the training."""
+        if (error := done.exception()) is not None:
+            LOG.warning("%s: metrics were lost (%s).", self._name, error)
+
+
+_Calls = SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
+"""Calls to make, and what receives their results; None ends them."""
+
+
+def _run(calls: _Calls, earlier: threading.Thread | None) -> None:
+    if earlier is not None:
+        earlier.join()
+    while (item := calls.get()) is not None:
+        call, done = item
+        try:
+            call()
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
 
 class TensorBoardTracker:

@@ -28,7 +28,7 @@ from persia.nn.arguments import NEW_MODE, check_arguments
 from persia.nn.dense_step import Precision
 from persia.nn.options import check_device
 from persia.schema import EmbeddingOptimizer, Schedule, Schema
-from persia.telemetry.tracking import MLflow, TensorBoardTracker, Tracker, Wandb
+from persia.telemetry.tracking import BackgroundTracker, MLflow, TensorBoardTracker, Tracker, Wandb
 from persia.types import PublishOptions
 
 __all__ = ["Declared", "TrainerOptions"]
@@ -155,7 +155,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def make_trackers(self) -> list[Tracker]:
         """Makes the trackers; they open nothing before the first `Trainer.fit`."""
         board: list[Tracker] = [TensorBoardTracker(self.log_dir)] if self.log_dir else []
-        return board + [tracker.tracker() for tracker in self.trackers]
+        return [BackgroundTracker(tracker) for tracker in board + [tracker.tracker() for tracker in self.trackers]]
 
 
 class Declared(NamedTuple):

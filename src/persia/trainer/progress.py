@@ -32,7 +32,6 @@ from persia.types import Floats, Int32Array
 __all__ = ["FitProgress", "FitResult", "TrainedRows", "check_finite"]
 
 LOG = logging.getLogger("persia.data")
-TRACKING = logging.getLogger("persia.tracking")
 
 LOG_EVERY = 50
 """Batches between two points of trackers and of `run.json`; more points at the start of a call."""
@@ -203,8 +202,7 @@ class FitProgress:
             failed = False
         finally:
             for tracker in begun:
-                with _reported(tracker):
-                    tracker.end(failed)
+                tracker.end(failed)
 
     def check_pass(self) -> None:
         """Checks that a pass that has ended had any batch.
@@ -329,8 +327,7 @@ class FitProgress:
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         for tracker in self._trackers:
-            with _reported(tracker):
-                tracker.log(values, step)
+            tracker.log(values, step)
 
     def result(
         self, evaluation: MetricsResult | None, asynchronous: TokenReport | None, mode_choices: list[ModeChoice]
@@ -370,15 +367,6 @@ class FitProgress:
             asynchronous=asynchronous,
             mode_choices=mode_choices,
         )
-
-
-@contextlib.contextmanager
-def _reported(tracker: Tracker) -> Iterator[None]:
-    """Turns errors of a tracker into warnings: a server that is away must not end the training."""
-    try:
-        yield
-    except Exception as error:
-        TRACKING.warning("%s: metrics were lost (%s).", type(tracker).__name__.strip("_"), error)
 
 
 def check_finite(where: str, logits: Floats, loss: float = 0.0, **fields: int) -> None:
