@@ -17,6 +17,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.cli.run_config import DataConfig
 from persia.data import from_csv, histories, json_lines
 from persia.errors import ConfigError, DataError
+from persia.nn.models import DIEN
 
 
 def only(reader: data.StreamReader) -> Batch:
@@ -73,6 +74,55 @@ def test_taobao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for positive in ([], "buy", ["view"]):
         with pytest.raises(ConfigError, match="positive"):
             data.taobao(file, positive=positive)
+
+
+EVENTS = """\
+1,10,100,pv,1511544070
+1,11,100,buy,1511544060
+2,12,101,pv,-2134949234
+1,13,101,cart,1511544080
+2,10,100,fav,1511544065
+"""
+
+
+def test_taobao_with_histories(tmp_path: Path) -> None:
+    """In the order of time, which is before 1970 for some lines of the published file."""
+    file = tmp_path / "UserBehavior.csv"
+    file.write_text(EVENTS)
+    reader = data.taobao(file, max_length=5)
+    batch = only(reader)
+    assert ids(batch)["user_id"] == [2, 1, 2, 1, 1]
+    assert ids(batch)["item_id"] == [12, 11, 10, 10, 13]
+    assert ids(batch)["category_id"] == [101, 100, 100, 100, 101]
+    assert lists(batch.id_features["history"]) == [[], [], [12], [11], [11, 10]]
+    assert lists(batch.id_features["category_history"]) == [[], [], [101], [100], [100, 100]]
+    assert batch.labels[:, 0].tolist() == [0, 1, 0, 0, 0]
+    assert batch.day is not None
+    assert batch.day.tolist() == [-24711, 17494, 17494, 17494, 17494]
+    # What is left out of the samples is still in histories.
+    late = only(data.taobao(file, max_length=1, min_history=1, where="behavior == 'cart'", positive=["cart"]))
+    assert ids(late) == {
+        "user_id": [1],
+        "item_id": [13],
+        "category_id": [101],
+        "history": [10],
+        "category_history": [100],
+    }
+    assert late.labels.tolist() == [[1]]
+    configured = DataConfig(kind="taobao", path=str(file), options={"max_length": 5, "pooling": "none"})
+    sequences = configured.reader(None, "data").schema
+    assert sequences.aligned() == {"history", "category_history"}
+    assert DIEN(sequences).input.pairs == (("history", "item_id"), ("category_history", "category_id"))
+    with pytest.raises(ConfigError, match="min_history = 1 needs histories; give their max_length"):
+        data.taobao(file, min_history=1)
+    file.write_text(EVENTS.replace("1511544080", "24 November"))
+    with pytest.raises(DataError, match=r"UserBehavior\.csv: column 'timestamp' has '24 November' at row 3; histories"):
+        list(data.taobao(file, max_length=5))
+    file.write_text(EVENTS.replace("1511544080", ""))
+    with pytest.raises(DataError, match="at row 3"):
+        list(data.taobao(file, max_length=5))
+    file.write_text("user_id,item_id,category_id,timestamp\n1,10,100,5\n1,11,100,6\n")
+    assert only(data.taobao(file, max_length=5, require_labels=False)).labels.shape == (2, 0)
 
 
 def test_other_formats_of_taobao_are_refused(tmp_path: Path) -> None:
@@ -143,7 +193,9 @@ def test_mind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch.day is not None
     assert batch.day.tolist() == days(*["2019-11-11"] * 2, "2019-11-12", *["2019-11-14"] * 3)
     history = reader.schema.feature("history")
-    assert (history.keep, history.max_length, history.table_name) == ("last", 2, "news_id")
+    assert (history.keep, history.max_length, history.table_name, history.pooling) == ("last", 2, "news_id", "mean")
+    configured = DataConfig(kind="mind", options={"pooling": "none"}).reader(None, "data")
+    assert configured.schema.feature("history").pooling is None
 
 
 def test_samples_of_mind_are_those_of_the_file_wherever_reading_begins(

@@ -87,7 +87,7 @@ def amazon(
     )
     schema = Schema([*ids, history_feature(dim, "item_id", "text", max_length, pooling)], labels=["positive"])
     log = _Reviews(tuple(expand(found("amazon") if path is None else path, _SUFFIXES)), conversion)
-    source = HistorySource(schema, log, "user_id", "item_id", min_history)
+    source = HistorySource(schema, log, "user_id", {"history": "item_id"}, min_history)
     return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
 
 

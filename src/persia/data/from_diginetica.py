@@ -97,7 +97,7 @@ def diginetica(
     )
     schema = Schema([item, history_feature(dim, "item_id", "number", max_length, pooling)], labels=["positive"])
     log = _Views(views, conversion, purchases)
-    source = HistorySource(schema, log, "sessionId", "item_id", min_history)
+    source = HistorySource(schema, log, "sessionId", {"history": "item_id"}, min_history)
     return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
 
 

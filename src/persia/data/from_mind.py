@@ -12,11 +12,12 @@ from persia.batching.batch import Batch
 from persia.data.expressions import Rule
 from persia.data.files import Paths, expand, found
 from persia.data.from_csv import CsvFormat, CsvSource
+from persia.data.histories import history_feature
 from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion, Piece, require_rows
 from persia.data.selection import Selection, Split
 from persia.errors import DataError
-from persia.schema import IdFeature, Schema
+from persia.schema import IdFeature, Pooling, Schema
 
 __all__ = ["mind"]
 
@@ -29,6 +30,7 @@ def mind(
     *,
     dim: int = 16,
     max_length: int = 50,
+    pooling: Pooling | None = "mean",
     where: Rule | None = None,
     split: Split | Mapping[str, Any] | None = None,
     shuffle_rows: int = 0,
@@ -41,15 +43,16 @@ def mind(
 
     Reads `behaviors.tsv`: tab-separated without header, in each line an impression of several news. A sample is one of
     these news. ID-type features `user_id`, `news_id`, and `history`, the news that the user clicked before, oldest
-    first, which share the table `news_id` and are averaged over the newest `max_length`. The label is `click`;
-    `Batch.day` is in days since 1970. Rows, in errors and for `shuffle_rows`, are samples.
+    first, which share the table `news_id`. The label is `click`; `Batch.day` is in days since 1970. Rows, in errors and
+    for `shuffle_rows`, are samples.
 
     Args:
         path: file, directory, glob or URL, or a list of these; None takes `find("mind")`. Of a directory, the files
             `behaviors.tsv` count, also in directories within it.
         batch_size: samples of a batch.
         dim: of all embeddings.
-        max_length: news of the history that count.
+        max_length: news of the history that count, the newest ones.
+        pooling: of the history; None ("none" in a file) for models of sequences.
         where: only rows for which this rule over the columns `impression_id` and `user_id` is true; see `parquet`.
         split: only one part of the rows; see `parquet`. With by="hash" and column="impression_id", samples of an
             impression stay together.
@@ -63,9 +66,7 @@ def mind(
     path = found("mind") if path is None else path
     if isinstance(path, str | os.PathLike) and Path(path).is_dir():
         path = str(Path(path) / "**" / "behaviors.tsv")
-    history = IdFeature(
-        "history", dim=dim, table="news_id", pooling="mean", max_length=max_length, keep="last", kind="text"
-    )
+    history = history_feature(dim, "news_id", "text", max_length, pooling)
     plain = [IdFeature(name, dim=dim, kind="text") for name in ("user_id", "news_id")]
     schema = Schema([*plain, history], labels=["click"])
     conversion = Conversion(schema, day="time", require_labels=require_labels, selection=Selection.of(where, split))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -59,23 +59,23 @@ class HistorySource:
     All events are in memory while rows are read: histories of one owner are anywhere in the files.
 
     Attributes:
-        schema: of the samples: features of the events, and `history` with the table of `item`.
+        schema: of the samples: features of the events, and their histories, which have one `max_length`.
         log: the events.
         owner: key in `EventColumns.ids` of the user or session that a history is of.
-        item: feature in `EventColumns.ids` that histories are made of.
+        histories: by feature, the key in `EventColumns.ids` of what it is a history of.
         min_history: events with fewer ones before them are in histories only.
     """
 
     schema: Schema
     log: EventLog
     owner: str
-    item: str
+    histories: Mapping[str, str]
     min_history: int = 0
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Skipped samples are not built, but all events are read."""
         events = self.log.events()
-        owners, items = events.ids[self.owner], events.ids[self.item]
+        owners = events.ids[self.owner]
         # By owner, then time, then place in the files: the history of an event is what lies before it.
         grouped = np.lexsort((events.time, owners))
         heads = np.flatnonzero(np.r_[True, owners[grouped][1:] != owners[grouped][:-1]])
@@ -92,14 +92,15 @@ class HistorySource:
                 path=path,
             )
         samples = samples[np.argsort(events.time[samples], kind="stable")][skip:]
-        length = self.schema.feature("history").max_length
+        length = self.schema.feature(next(iter(self.histories))).max_length
         assert length is not None
-        sorted_items = items[grouped]
+        in_order = {name: events.ids[key][grouped] for name, key in self.histories.items()}
         for start in range(0, len(samples), max(1, PIECE_IDS // length)):
             rows = samples[start : start + max(1, PIECE_IDS // length)]
-            history = history_of(sorted_items, place[rows], np.minimum(before[place[rows]], length))
-            names = [feature.name for feature in self.schema.id_features if feature.name != "history"]
-            ids = {name: IdColumn(events.ids[name][rows]) for name in names} | {"history": history}
+            ends, lengths = place[rows], np.minimum(before[place[rows]], length)
+            names = [feature.name for feature in self.schema.id_features if feature.name not in self.histories]
+            ids = {name: IdColumn(events.ids[name][rows]) for name in names}
+            ids |= {name: history_of(items, ends, lengths) for name, items in in_order.items()}
             labels = np.ascontiguousarray(events.labels[rows])
             yield Batch(ids, np.empty((len(rows), 0), np.float32), labels, events.day[rows])
 
@@ -112,16 +113,28 @@ def history_of(items: Ids, ends: Int64Array, lengths: Int64Array) -> IdColumn:
     return IdColumn(items[index], offsets)
 
 
-def history_feature(dim: int, table: str, kind: str, max_length: int, pooling: Pooling | None) -> IdFeature:
-    """Returns the feature `history`: the newest `max_length` ids of a table."""
+def history_feature(
+    dim: int, table: str, kind: str, max_length: int, pooling: Pooling | None, part: str | None = None
+) -> IdFeature:
+    """Returns the feature `history`: the newest `max_length` ids of a table.
+
+    Args:
+        dim: of the embeddings.
+        table: of the ids.
+        kind: of the ids.
+        max_length: ids that count.
+        pooling: of the history.
+        part: another part of the same events; the feature is then `<part>_history`, beside `history`.
+    """
     return IdFeature(
-        "history",
+        "history" if part is None else f"{part}_history",
         dim=dim,
         table=table,
         pooling=pooling,
         max_length=max_length,
         keep="last",
         kind=kind,  # type: ignore[arg-type]
+        aligned_with=None if part is None else "history",
     )
 
 
