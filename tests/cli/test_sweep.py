@@ -127,6 +127,13 @@ def test_paths_lead_through_named_records():
         ({"values": {"optimizer.lr": []}}, "is an empty list"),
         ({"values": {"optimizer.lr": {"low": 2, "high": 1}}}, "Invalid range from 2 to 1"),
         ({"values": {"optimizer.lr": {"low": 0, "high": 1, "log": True}}}, "low > 0 with log"),
+        ({"values": {"model.options.hidden": [[16], "x"]}}, r"hidden' = 'x': Invalid width in hidden = 'x'"),
+        ({"values": {"model.kind": ["ffnn", "din"]}}, r"'model\.kind' = 'din': This model needs a history"),
+        ({"values": {"data.kind": ["synthetic", "taobao"]}}, r"'data\.kind' = 'taobao': "),
+        (
+            {"values": {"model.kind": ["dcn_v2", "ffnn"], "model.options.cross_layers": [2, 3]}},
+            "'ffnn': Unknown option model.options.cross_layers",
+        ),
     ],
 )
 def test_wrong_sweeps_are_refused_before_a_trial(tmp_path, sweep, message):

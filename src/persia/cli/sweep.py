@@ -18,7 +18,7 @@ import optuna
 from persia.cli import ui
 from persia.cli.run_config import Range, RunConfig, SweepConfig
 from persia.config import convert, dump
-from persia.errors import ConfigError, DivergedError
+from persia.errors import ConfigError, DataError, DivergedError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +58,8 @@ class Sweep:
         close: context that closes the cluster of a trainer.
 
     Raises:
-        ConfigError: there is no section `sweep`, a value does not fit the configuration, or `output` is not empty.
+        ConfigError: there is no section `sweep`, a value does not fit the configuration or makes no network, or
+            `output` is not empty.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Sweep:
         for path, values in config.values.items():
             for value in [values.low, values.high] if isinstance(values, Range) else values:
                 convert(with_values(self._tree, {path: value}), RunConfig, f"sweep.values.{path!r} = {value!r}")
+        self._check_networks(config.values)
 
     @property
     def best(self) -> TrialRecord | None:
@@ -135,6 +137,22 @@ class Sweep:
     def folder(self, number: int) -> Path:
         """Returns the directory of a trial."""
         return self._output / f"trial-{number:03}"
+
+    def _check_networks(self, values: dict[str, Range | list[Any]]) -> None:
+        """Builds a network with each value of a list, beside the first ones of the others: not all fails in `convert`.
+
+        Raises:
+            ConfigError: a network cannot be built, or its data cannot be opened.
+        """
+        first = {path: space.low if isinstance(space, Range) else space[0] for path, space in values.items()}
+        for path, space in values.items():
+            for value in [space.low] if isinstance(space, Range) else space:
+                where = f"sweep.values.{path!r} = {value!r}"
+                run = convert(with_values(self._tree, first | {path: value}), RunConfig, where)
+                try:
+                    run.model.build(run.reader().schema)
+                except (ConfigError, DataError) as error:
+                    raise ConfigError(f"{where}: {error}", field="sweep.values") from error
 
     def _run_trial(self, trial: optuna.Trial) -> TrialRecord:
         number = trial.number
