@@ -75,3 +75,9 @@ def test_a_wheel_of_the_stable_abi_is_never_built_without_it():
 def test_nothing_but_the_build_is_needed_to_build():
     names = {re.match(r"[\w-]+", each)[0] for each in PROJECT["build-system"]["requires"]}
     assert names == {"scikit-build-core", "nanobind"}
+
+
+def test_the_page_names_every_extra_of_users():
+    page = (ROOT / "docs" / "guide" / "install.md").read_text(encoding="utf-8")
+    extras = PROJECT["project"]["optional-dependencies"].keys() - {"dev", "docs"}
+    assert set(re.findall(r'"\[(\w+)\]"', page)) == extras
