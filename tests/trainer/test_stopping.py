@@ -223,6 +223,20 @@ def test_a_run_at_the_end_of_its_data_says_so(tmp_path, caplog):
         assert second.fit(data, epochs=1).steps == 10  # Anew, as ever.
 
 
+def test_a_loop_of_calls_that_ends_with_the_data_warns_of_nothing(tmp_path, caplog):
+    """As in examples/tuning.py: the last call has no batch left, which nobody could know."""
+    data = batches(10)
+    first = trainer(Sync())
+    while not first.finished:
+        first.fit(data, max_steps=5)
+    assert first.global_step == 10
+    assert "Nothing was left" not in caplog.text
+    first.save(tmp_path / "a")
+    second = persia.Trainer.resume(str(tmp_path / "a"), Net(torch.float32), optimizer=adam)
+    second.fit(data, max_steps=5)
+    assert "Nothing was left to train" in caplog.text
+
+
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0)])
 def test_a_push_that_fails_in_the_step_of_a_stop_is_raised_and_not_saved(mode, tmp_path, monkeypatch):
     """The loop is left without a further draw, which would raise the failure."""

@@ -52,6 +52,7 @@ class FitCall:
         self._train_data = train_data
         self._eval_data = eval_data
         self._epochs = epochs
+        self._max_steps = max_steps
         self._should_stop = should_stop
         self._saved_step: int | None = None
         """Step of the last checkpoint of this call."""
@@ -86,7 +87,7 @@ class FitCall:
         components.embeddings.train()
         with self._progress.tracked(components.declared):
             self._train_and_publish()
-            self._progress.check_trained(self._epochs)
+            self._progress.check_trained(self._epochs, self._max_steps)
             return self._finish()
 
     def _train_and_publish(self) -> None:

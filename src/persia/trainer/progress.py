@@ -156,6 +156,7 @@ class FitProgress:
         self._staging = staging
         self._options = options
         self._first_step = state.global_step
+        self._resumed = state.loaded
         self._began = time.monotonic()
         self._rows = 0
         self._batches = 0
@@ -223,9 +224,14 @@ class FitProgress:
         self._empty = True
         LOG.warning("%s", what)
 
-    def check_trained(self, epochs: int) -> None:
-        """Warns if a run that is resumed at the end of its data has nothing left to train."""
+    def check_trained(self, epochs: int, max_steps: int | None) -> None:
+        """Warns if a run that is resumed at the end of its data has nothing left to train.
+
+        A loop of calls with `max_steps` cannot know beforehand that one of them ended at the end of the data.
+        """
         epoch, step = self._state.epoch, self._state.global_step
+        if max_steps is not None and not self._resumed:
+            return
         if self._on_rank0 and epoch >= epochs and step == self._first_step and not self._empty:
             LOG.warning(
                 "Nothing was left to train: the run is at the end of its data, at step %d, with epoch %d of %d done. "
