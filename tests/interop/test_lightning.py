@@ -243,6 +243,17 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     loader.close()  # Which the callback does otherwise.
     with pytest.raises(CheckpointError, match="saved without PersiaCallback"):
         trainer(tmp_path).fit(module, loader, ckpt_path=tmp_path / "plain.ckpt")
+    with_rows = trainer(tmp_path, max_steps=1)
+    with_rows.fit(module, loader)
+    with_rows.save_checkpoint(tmp_path / "rows.ckpt")
+    loader.close()
+    with pytest.raises(CheckpointError, match="has rows, which only PersiaCallback reads"):
+        plain.fit(module, loader, ckpt_path=tmp_path / "rows.ckpt")
+    options = {"model": module.model, "embeddings": module.embeddings, "optimizer": torch.optim.Adam}
+    RecommenderModule.load_from_checkpoint(tmp_path / "rows.ckpt", **options)  # The network alone.
+    for data in (READER, torch.utils.data.DataLoader(list(READER), batch_size=None)):
+        with pytest.raises(ConfigError, match=r"without rows; give it PrefetchLoader\(module\.embeddings, data\)"):
+            trainer(tmp_path).fit(make(), data)
     with pytest.raises(ConfigError, match="Invalid optimizer"):
         RecommenderModule(module.model, module.embeddings, optimizer=torch.optim.SGD(module.model.parameters(), 0.1))
     ticket = next(iter(PrefetchLoader(module.embeddings, READER)))

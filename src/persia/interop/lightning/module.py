@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
+from persia.batching.batch import Batch
+from persia.errors import CheckpointError, ConfigError
+from persia.interop.lightning.rows import KEY, RowsCheckpointIO
 from persia.metrics import Metrics
 from persia.nn import EmbeddingCollection, PreparedBatch
 from persia.nn.arguments import DENSE_OPTIMIZER, MODEL, Expected, check_arguments
@@ -86,6 +89,32 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
     def on_test_epoch_end(self) -> None:
         """Logs the metrics of the pass."""
         self._log_metrics("test")
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Returns the batch.
+
+        Raises:
+            ConfigError: it is one of a reader, without rows.
+        """
+        if isinstance(batch, Batch):
+            raise ConfigError(
+                "The data of the Trainer are batches without rows; give it PrefetchLoader(module.embeddings, data).",
+                field="dataloaders",
+            )
+        return batch
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Checks that rows are read, too, where a Trainer loads a checkpoint that has any.
+
+        Raises:
+            CheckpointError: the Trainer has no `PersiaCallback`.
+        """
+        trainer = self._trainer  # None in `load_from_checkpoint`.
+        if KEY in checkpoint and trainer and not isinstance(trainer.strategy.checkpoint_io, RowsCheckpointIO):
+            raise CheckpointError(
+                "The checkpoint has rows, which only PersiaCallback reads; add it to the callbacks of the Trainer, or "
+                "load the network alone with `load_from_checkpoint`."
+            )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Makes the optimizer of the network."""

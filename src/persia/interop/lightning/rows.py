@@ -16,10 +16,11 @@ from persia.nn import EmbeddingCollection
 from persia.trainer.checkpointing import write_rows
 from persia.trainer.loading import load_partitions, resolved
 
-__all__ = ["RowsCheckpointIO", "load_tables", "rows_directory", "save_tables"]
+__all__ = ["KEY", "RowsCheckpointIO", "load_tables", "rows_directory", "save_tables"]
 
 LOG = logging.getLogger("persia.interop.lightning")
 KEY = "persia_rows"
+"""Entry of a .ckpt file with the step of its rows."""
 
 
 def rows_directory(path: str | os.PathLike[str]) -> str:
