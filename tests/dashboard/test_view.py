@@ -70,6 +70,7 @@ def test_a_cluster_is_watched_until_the_end(monkeypatch):
         while number < 30:
             number, seen = watch.next(number, 10.0)
         watch.close()
+        watch._thread.join(10.0)  # A question in progress adds one more view.
     assert [process.name for process in seen.processes] == ["coordinator 0", "NN worker 0"]
     assert seen.total("rate") > 0
     kept = watch.views()
