@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -106,18 +107,19 @@ def test_a_user_is_watched_from_the_first_click_of_the_stream_on(modules):
 
 def test_the_watching_thread_ends_if_sending_fails(modules):
     run, _ = modules
-    before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), Client(NOWHERE) as client, run.Freshness(client, np.arange(64)):
-        assert threading.active_count() == before + 1
+    watched = run.Freshness(Client(NOWHERE), np.arange(64))
+    with pytest.raises(KeyboardInterrupt), watched._client, watched:
+        assert watched._thread.is_alive()
         raise KeyboardInterrupt
-    assert threading.active_count() == before
+    assert not watched._thread.is_alive()
 
 
 @contextlib.contextmanager
 def printing(*lines, then="time.sleep(60)"):
-    """Runs a program that prints lines, half a second apart."""
-    source = f"import time\nfor line in {lines!r}:\n    time.sleep(0.5)\n    print(line, flush=True)\n{then}"
-    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as process:
+    """Runs a program that prints lines, half a second apart, once it has got one."""
+    source = f"import time\ninput()\nfor line in {lines!r}:\n    time.sleep(0.5)\n    print(line, flush=True)\n{then}"
+    ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", source], text=True, **ends) as process:
         try:
             yield process
         finally:
@@ -128,14 +130,26 @@ def test_clicks_wait_while_training_lags_behind(modules, monkeypatch):
     run, _ = modules
     row = 1_000  # bytes
     most = run.PARTITIONS * run.LAG_BYTES // row
+    pauses = []
     with printing("trained 7 clicks", "read 100") as process:
+
+        def sleep(seconds):
+            pauses.append(seconds)
+            if len(pauses) == 3:  # It waits: the program may go on.
+                print(file=process.stdin, flush=True)
+            time.sleep(0.01)
+
+        # Time passes in pauses only, however slow the machine is.
+        monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: sum(pauses), sleep=sleep))
+        monkeypatch.setattr(run, "LAG_SECONDS", 600.0)
         training = run.Training(process)
         training.await_lag(0, 0)
         training.await_lag(most, most * row)
-        assert training.waited < 0.1
+        assert (pauses, training.waited) == ([], 0)
         training.await_lag(most + 100, (most + 100) * row)
         assert training.begun
-        assert training.waited > 0.5
+        assert len(pauses) >= 3
+        assert training.waited == sum(pauses)
         monkeypatch.setattr(run, "LAG_SECONDS", 0.2)
         with pytest.raises(SystemExit, match="has read 100 of"):
             training.await_lag(most + 101, (most + 101) * row)
@@ -144,4 +158,5 @@ def test_clicks_wait_while_training_lags_behind(modules, monkeypatch):
 def test_clicks_do_not_wait_for_training_that_has_ended(modules):
     run, _ = modules
     with printing("read 1", then="") as process, pytest.raises(SystemExit, match="ended early"):
+        print(file=process.stdin, flush=True)
         run.Training(process).await_lag(1_000_000, 1 << 30)
