@@ -1,6 +1,7 @@
 """`persia bench modes` and `persia control`."""
 
 import json
+import threading
 
 import pytest
 from typer.testing import CliRunner
@@ -39,20 +40,41 @@ def test_columns_of_the_table_are_aligned():
     assert [len(row) for row in rows] == [len(title)] * 2
 
 
+class Late:
+    """A trace in which NN worker 0 computes its first batch until all but `left` batches have begun.
+
+    No batch takes time, so the order does not depend on how busy the machine is.
+    """
+
+    def __init__(self, workers, batches, left):
+        self.workers, self.until = range(workers), batches - left
+        self.begun, self.changed = 0, threading.Condition()
+
+    def finish(self, rank, began, compute):
+        with self.changed:
+            self.begun += 1
+            self.changed.notify_all()
+            assert rank != 0 or self.changed.wait_for(lambda: self.begun >= self.until, 60.0)
+        return began
+
+
 def test_a_fast_nn_worker_takes_more_batches():
+    trained = bench.train(Gba(2 * bench.ROWS), bench.Emulation(Late(2, 36, left=6), 0.01), 36)
+    workers = trained.result.asynchronous.workers
+    assert workers[1].batches > 2 * workers[0].batches > 0
+
+
+def test_rates_of_a_run_and_of_its_simulation():
     emulation = bench.Emulation.parse(2, "1:8x", "10ms")
     line = bench.run(Gba(2 * bench.ROWS), emulation, 36)
     result = line.trained.result
-    workers = result.asynchronous.workers
-    assert workers[1].batches > 2 * workers[0].batches
     assert bench.ROWS * sum(len(times) for times in line.trained.finished) == result.rows
     assert 0 < line.of_bound < 1.1
     assert line.trained.applied_rows == result.rows - result.asynchronous.dropped_rows
 
 
 def test_hop_bw_drops_the_slow_one():
-    emulation = bench.Emulation.parse(3, "1:8x", "10ms")
-    report = bench.run(HopBw(1), emulation, 30).trained.result.asynchronous
+    report = bench.train(HopBw(1), bench.Emulation(Late(3, 30, left=3), 0.01), 30).result.asynchronous
     assert report.workers[0].dropped > 0
     assert report.workers[1].dropped + report.workers[2].dropped <= 2
 
