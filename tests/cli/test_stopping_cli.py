@@ -99,17 +99,38 @@ def test_a_training_command_saves_and_prints_the_command_that_resumes(number, st
     assert saved(out)[-1] == step + 3
 
 
+WAITING = """
+import time
+from pathlib import Path
+import persia
+
+class Net(persia.nn.models.FFNN):
+    batches = 0
+
+    def forward(self, dense, embeddings):
+        self.batches += self.training
+        while self.batches >= 100 and not Path("signalled").exists():
+            time.sleep(0.01)
+        return super().forward(dense, embeddings)
+"""
+"""A network that trains no further than 100 batches before the test has sent its signal."""
+
+
 def test_days_go_on_with_the_same_command(tmp_path):
     config = config_of(tmp_path, 90_000)
+    with open(config, "a") as file:
+        file.write('\n[model]\nkind = "waiting:Net"\noptions = { hidden = [4] }\n')
+    (tmp_path / "waiting.py").write_text(WAITING)
     out = tmp_path / "out"
     words = ["continual", config, "--days", "0..1", "--output", "out"]
     with Command([sys.executable, "-m", "persia", *words], tmp_path) as running:
         running.until(lambda: saved(out), "a checkpoint")
         running.signal(signal.SIGINT)
+        (tmp_path / "signalled").touch()
         assert running.end() == 130
     line = resume_line(running.text, "persia continual")
     assert shlex.split(line) == ["persia", *words]
-    assert saved(out)[-1] < 600
+    assert saved(out)[-1] < 110  # In the middle of the first day.
     with Command(command(line), tmp_path) as resumed:
         assert resumed.end() == 0, resumed.text
     assert saved(out)[-1] == 600
