@@ -1,4 +1,4 @@
-"""Saves tensors that are sharded over two processes with `torch.distributed.checkpoint`: `... DIRECTORY PORT`."""
+"""Saves tensors that are sharded over two processes with `torch.distributed.checkpoint`: `... DIRECTORY`."""
 
 import os
 import sys
@@ -10,9 +10,8 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 
-def save(rank, directory, port):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def save(rank, directory):
+    dist.init_process_group("gloo", init_method=f"file://{directory}.store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.arange(44.0).reshape(11, 4), mesh, [Shard(0)])
     momentum = distribute_tensor(torch.arange(11.0), mesh, [Shard(0)])
@@ -25,4 +24,4 @@ def save(rank, directory, port):
 
 
 if __name__ == "__main__":
-    mp.spawn(save, (sys.argv[1], sys.argv[2]), nprocs=2)
+    mp.spawn(save, (os.path.abspath(sys.argv[1]),), nprocs=2)
