@@ -9,7 +9,6 @@ import logging
 import os
 import pickle
 import queue
-import socket
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -94,7 +93,7 @@ class NNWorkerHost(Host):
         self._requests: queue.Queue[Request] = queue.Queue()
         self._answers: dict[int, Future[Any]] = {}
         self._numbers = itertools.count(1)
-        self._store: Any = None
+        self._served: Any = None
         self.halted = False
         """Whether the driver has asked the function to end."""
         self.observer: Callable[[], Readings] | None = None
@@ -107,12 +106,19 @@ class NNWorkerHost(Host):
     # --- for the driver -----------------------------------------------------------------------------------------
 
     def rendezvous(self) -> tuple[str, int]:
-        """Returns a free address of this host, for torch.distributed."""
+        """Starts the store of the next run's process group at a free port; returns its address."""
         host = "127.0.0.1" if self.plan.loopback else ray.util.get_node_ip_address()
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-            free.bind((host, 0))
-            port: int = free.getsockname()[1]
-            return host, port
+        # It listens from now on: another process could take a port that is only known to be free. The others use the
+        # store for their last batches, perhaps after the function has returned here, so it lives until the next run.
+        self._served = self._store_at(host, 0)
+        return host, self._served.port
+
+    def _store_at(self, host: str, port: int) -> Any:
+        """Returns the store at an address. With port 0, serves it at any free port."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # It is documented.
+
+        seconds = datetime.timedelta(seconds=self.plan.options.timeout)
+        return TCPStore(host, port, is_master=port == 0, timeout=seconds, wait_for_workers=False)
 
     def run(self, function: bytes, generation: int, rendezvous: tuple[str, int], recovers: bool) -> Outcome:
         """Runs a function, with a process group of all NN workers, and returns how it ended.
@@ -120,7 +126,7 @@ class NNWorkerHost(Host):
         Args:
             function: pickled.
             generation: of the NN workers.
-            rendezvous: address of their process group.
+            rendezvous: address of the store of their process group.
             recovers: whether the driver takes recovery points, and restarts NN workers from the last one.
         """
         import torch
@@ -132,14 +138,11 @@ class NNWorkerHost(Host):
             check_cuda(self.plan.options.gpus, self.rank)
             torch.distributed.init_process_group(
                 self.plan.options.process_group_backend,
-                init_method="tcp://{}:{}".format(*rendezvous),
+                store=self._served or self._store_at(*rendezvous),
                 rank=self.rank,
                 world_size=self.plan.nn_workers,
                 timeout=datetime.timedelta(seconds=self.plan.options.timeout),
             )
-            # NN worker 0 serves the store. The others use it for their last batches, perhaps after its function has
-            # returned, so it lives until the next run.
-            self._store = torch.distributed.distributed_c10d._get_default_store()
             work: Callable[[], Any] = _Unpickler(BytesIO(function), cluster).load()
             return Outcome(work())
         except BaseException as error:
