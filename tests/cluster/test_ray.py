@@ -23,7 +23,7 @@ from persia.services import EmbeddingPS
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from support.cluster_samples import eventually, kill_once_training, losses, make_trainer, options, pids, reader, running
+from support.cluster_samples import eventually, killing, losses, make_trainer, options, pids, reader, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,10 +93,8 @@ def test_two_nn_workers_a_bare_loop_resizing_and_deaths(one_thread):
 
         # An embedding worker that dies takes its batches with it; training goes on.
         (victim,) = pids(cluster, "embedding_worker")
-        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_worker", "looked_up"))
-        killed.start()
-        result = trainer.fit(reader(600))
-        killed.join(60)
+        with killing(cluster, "embedding_worker", "looked_up") as gated:
+            result = trainer.fit(gated(reader(600)))
         assert result.rows + result.lost_batches * 64 == 600 * 64
         eventually(lambda: pids(cluster, "embedding_worker") not in ([], [victim]), "it is started again")
 
@@ -107,11 +105,11 @@ def test_two_nn_workers_a_bare_loop_resizing_and_deaths(one_thread):
         assert cluster.run(torch.distributed.get_rank) == [0, 1]
 
         # A PS without regions that dies ends the run.
-        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_ps", None))
-        killed.start()
-        with pytest.raises(RoleDiedError, match=r"embedding PS 0 \(process \d+ on .*has died"):
-            trainer.fit(reader(100_000))
-        killed.join(60)
+        with (
+            killing(cluster, "embedding_ps") as gated,
+            pytest.raises(RoleDiedError, match=r"embedding PS 0 \(process \d+ on .*has died"),
+        ):
+            trainer.fit(gated(reader(100_000)))
         processes = pids(cluster)
     eventually(lambda: not any(map(running, processes)), "all processes have ended")
 

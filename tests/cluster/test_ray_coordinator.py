@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from persia.ps.regions import leftovers
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from support.cluster_samples import BATCH, eventually, make_trainer, options, pids, reader, running
+from support.cluster_samples import BATCH, eventually, killing, make_trainer, options, pids, reader, running
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -26,20 +23,9 @@ def test_a_coordinator_that_dies_loses_no_batch(mode, tmp_path):
     with persia.cluster.Ray(1, 1, 1, 2, options(regions=str(tmp_path))) as cluster:
         trainer = make_trainer(cluster, mode)
         trainer.fit(reader(20))
-        results = []
-        thread = threading.Thread(target=lambda: results.append(trainer.fit(reader(batches, 2))))
-        thread.start()
-
-        def pushes() -> float:
-            return cluster.statistics()["embedding_ps-0"]["rpc.calls"]
-
-        before = pushes()
-        eventually(lambda: pushes() > before + 50, "it trains", 60.0)
         (victim,) = pids(cluster, "coordinator")
-        os.kill(victim, signal.SIGKILL)
-        thread.join(120)
-        assert not thread.is_alive()
-        (result,) = results
+        with killing(cluster, "coordinator") as gated:
+            result = trainer.fit(gated(reader(batches, 2)))
         assert (result.failures, result.rows, result.steps) == (0, batches * BATCH, batches // 2)
         assert result.lost_batches == result.lost_gradients == 0
         if result.asynchronous is not None:

@@ -18,7 +18,7 @@ from persia.replay.virtual import VirtualTraining
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from support.cluster_samples import BATCH, eventually, make_trainer, options, reader
+from support.cluster_samples import BATCH, Gated, eventually, make_trainer, options, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -79,8 +79,8 @@ def test_a_run_is_its_replay(mode, tmp_path):
             assert sum(s.applied_rows for s in summaries) == result.asynchronous.rows
 
 
-def test_two_nn_workers_switch_while_they_train():
-    data = reader(400)
+def test_two_nn_workers_switch_while_they_train(tmp_path):
+    data = Gated(reader(400), 200, tmp_path / "requested")
     with persia.cluster.Ray(1, 1, 2, 2, options(dense_ps=2)) as cluster:
         trainer = make_trainer(cluster, Sync())
         results = []
@@ -90,6 +90,7 @@ def test_two_nn_workers_switch_while_they_train():
         arguments = ["control", "switch", cluster.control_address, "gba", "--set", f"global_batch_size={2 * BATCH}"]
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
+        data.gate.touch()
         thread.join(90)
         assert not thread.is_alive()
         (result,) = results

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,19 +18,9 @@ from persia.modes import Gba, Hybrid, Sync
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from support.cluster_samples import BATCH, eventually, kill_once_training, make_trainer, options, pids, reader
+from support.cluster_samples import BATCH, eventually, kill_once_training, killing, make_trainer, options, pids, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
-
-
-@contextlib.contextmanager
-def kills(cluster: Any, rank: int = 0, role: str = "nn_worker") -> Iterator[None]:
-    """Kills one process of a role once the cluster trains."""
-    thread = threading.Thread(target=kill_once_training, args=(cluster, role, None, rank))
-    thread.start()
-    yield
-    thread.join(60)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -46,8 +34,8 @@ def test_all_restart_from_the_last_recovery_point(mode, nn_workers):
     batches = 500
     with persia.cluster.Ray(1, 1, 1, nn_workers, options()) as cluster:
         trainer = make_trainer(cluster, mode, recovery_point_every_seconds=0.5)
-        with kills(cluster, nn_workers - 1):
-            result = trainer.fit(reader(batches))
+        with killing(cluster, "nn_worker", rank=nn_workers - 1) as gated:
+            result = trainer.fit(gated(reader(batches)))
         assert result.failures == 1
         assert result.rows == batches * BATCH
         assert result.global_step == result.steps == batches // nn_workers
@@ -60,8 +48,8 @@ def test_in_asynchronous_modes_the_others_go_on():
     batches = 1500
     with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
         trainer = make_trainer(cluster, Gba(2 * BATCH))
-        with kills(cluster, 1):
-            result = trainer.fit(reader(batches))
+        with killing(cluster, "nn_worker", rank=1) as gated:
+            result = trainer.fit(gated(reader(batches)))
         assert result.failures == 1
         report = result.asynchronous
         assert report.lost_tokens <= 2
@@ -79,8 +67,8 @@ def test_a_dense_ps_that_dies_is_filled_from_the_last_recovery_point():
     batches = 1000
     with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
         trainer = make_trainer(cluster, Gba(2 * BATCH), recovery_point_every_seconds=0.5)
-        with kills(cluster, role="dense_ps"):
-            result = trainer.fit(reader(batches))
+        with killing(cluster, "dense_ps") as gated:
+            result = trainer.fit(gated(reader(batches)))
         assert result.failures == 1
         assert result.rows == result.progressive.rows == batches * BATCH
         assert result.global_step == result.steps == batches // 2
@@ -150,8 +138,7 @@ def test_a_death_soon_after_a_switch_does_not_undo_it():
         assert CliRunner().invoke(app, switch).exit_code == 0
         eventually(lambda: cluster._roles.tokens.requested() is None, "the switch is being made")
         eventually(lambda: bool(pids(cluster, "dense_ps")), "the asynchronous mode has begun")
-        with kills(cluster, role="dense_ps"):
-            pass
+        kill_once_training(cluster, "dense_ps", None)
         thread.join(240)
         assert not thread.is_alive()
         (result,) = results

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from persia.ps.regions import leftovers
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
 from persia.cluster.ray import processes
-from support.cluster_samples import eventually, kill_once_training, make_trainer, options, pids, reader, running
+from support.cluster_samples import eventually, killing, make_trainer, options, pids, reader, running
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -30,11 +29,8 @@ def test_a_ps_that_dies_changes_no_number(tmp_path):
     expected = make_trainer(persia.cluster.Embedded(1)).fit(reader(BATCHES))
     with persia.cluster.Ray(2, options=options(regions=str(tmp_path))) as cluster:
         trainer = make_trainer(cluster)
-        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_ps", None))
-        killed.start()
-        result = trainer.fit(reader(BATCHES))
-        killed.join(60)
-        assert not killed.is_alive()
+        with killing(cluster, "embedding_ps") as gated:
+            result = trainer.fit(gated(reader(BATCHES)))
         process = cluster._roles.processes.of("embedding_ps")[0]
         eventually(lambda: process.info.incarnation == 2, "the driver knows that it is back")
         assert (result.rows, result.lost_batches, result.lost_gradients) == (BATCHES * 64, 0, 0)
@@ -54,11 +50,8 @@ def test_a_ps_that_dies_has_its_rows_on_disk(tmp_path):
     regions, spill = tmp_path / "regions", tmp_path / "ssd"
     with persia.cluster.Ray(2, options=options(regions=str(regions))) as cluster:
         trainer = make_trainer(cluster, table={"spill": spill, "memory_rows": 60})
-        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_ps", None))
-        killed.start()
-        result = trainer.fit(reader(BATCHES))
-        killed.join(60)
-        assert not killed.is_alive()
+        with killing(cluster, "embedding_ps") as gated:
+            result = trainer.fit(gated(reader(BATCHES)))
         assert (result.rows, result.lost_batches, result.lost_gradients) == (BATCHES * 64, 0, 0)
         assert result.progressive == expected.progressive
         counts = trainer.embeddings.statistics()["id_0"]
@@ -84,11 +77,8 @@ def test_a_ps_that_dies_in_an_asynchronous_mode(late, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "last_lines", slowly)
     with persia.cluster.Ray(2, options=options(regions=str(tmp_path))) as cluster:
         trainer = make_trainer(cluster, Gba(128), recovery_point_every_seconds=0.5)
-        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_ps", None))
-        killed.start()
-        result = trainer.fit(reader(BATCHES))
-        killed.join(60)
-        assert not killed.is_alive()
+        with killing(cluster, "embedding_ps") as gated:
+            result = trainer.fit(gated(reader(BATCHES)))
         assert (result.failures, result.rows, trainer.finished) == (1, BATCHES * 64, True)
 
 
@@ -97,11 +87,8 @@ def test_a_ps_that_is_dead_for_good_leaves_no_memory(tmp_path):
     with persia.cluster.Ray(2, options=options(restarts=0, regions=str(tmp_path / "regions"))) as cluster:
         trainer = make_trainer(cluster, checkpoint_dir=str(tmp_path / "saved"), checkpoint_every_steps=20)
         trainer.fit(reader(BATCHES), max_steps=30)
-        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_ps", None))
-        killed.start()
-        result = trainer.fit(reader(BATCHES))
-        killed.join(60)
-        assert not killed.is_alive()
+        with killing(cluster, "embedding_ps") as gated:
+            result = trainer.fit(gated(reader(BATCHES)))
         assert result.failures == 1
         left = leftovers(str(tmp_path / "regions"))
         assert [Path(one.path).name for one in left] == ["coordinator", "ps-0.1", "ps-1"]

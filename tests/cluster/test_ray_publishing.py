@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from persia.publish import PublishOptions, Replica, follow
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from support.cluster_samples import eventually, kill_once_training, make_trainer, options, reader
+from support.cluster_samples import killing, make_trainer, options, reader
 
 pytestmark = [pytest.mark.usefixtures("ray_here"), pytest.mark.slow]
 
@@ -35,16 +34,8 @@ def test_a_ps_that_dies_begins_an_epoch_with_all_of_its_rows(tmp_path):
     replica = Replica(follow(url))
     with persia.cluster.Ray(2, options=options(regions=str(tmp_path / "regions"))) as cluster:
         trainer = make_trainer(cluster, publish=PublishOptions(url, seconds=0.1))
-
-        def kill():
-            eventually(lambda: replica.refresh() or replica.epoch == 0, "the first epoch has begun")
-            kill_once_training(cluster, "embedding_ps", None)
-
-        killed = threading.Thread(target=kill)
-        killed.start()
-        result = trainer.fit(reader(BATCHES))
-        killed.join(60)
-        assert not killed.is_alive()
+        with killing(cluster, "embedding_ps", once=lambda: replica.refresh() or replica.epoch == 0) as gated:
+            result = trainer.fit(gated(reader(BATCHES)))
         replica.refresh()
         assert not replica.problem
         assert replica.epoch >= 1

@@ -17,7 +17,7 @@ from persia.modes import Hybrid, Sync
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
 from persia.cluster.ray import roles as on_ray
-from support.cluster_samples import NumberedBatches, delayed_host, eventually, kill_once_training, options, pids, reader
+from support.cluster_samples import NumberedBatches, delayed_host, eventually, killing, options, pids, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -52,7 +52,12 @@ def test_staleness_keeps_its_bound_whoever_is_late(mode, nn_workers, monkeypatch
     with persia.cluster.Ray(2, 2, 2, nn_workers, options()) as cluster:
         cluster.feed(reader(120))
         found = cluster.run(lambda: versions(cluster, mode, 120))
-        behind = [counters["behind"] for name, counters in cluster.statistics().items() if "embedding_ps" in name]
+
+        def reported() -> list[float]:
+            return [c.get("behind", 0.0) for name, c in cluster.statistics().items() if "embedding_ps" in name]
+
+        eventually(lambda: max(reported()) > 0, "a PS reports")
+        behind = reported()
     for of_one in found:
         staleness = [number - version for number, version in enumerate(of_one)]
         assert max(staleness) == bound  # Reached, and never more.
@@ -90,12 +95,9 @@ def test_what_dies_with_a_process_is_counted_and_nothing_is_applied_twice(role):
     """A data loader goes on where it was. With an embedding worker go the batches that it had."""
     batches = 800
     with persia.cluster.Ray(2, 1, 1, 2, options()) as cluster:
-        cluster.feed(NumberedBatches(batches))
-        killed = threading.Thread(target=kill_once_training, args=(cluster, role, None))
-        killed.start()
-        lost = sum(cluster.run(lambda: train_each_once(cluster)))
-        killed.join(60)
-        assert not killed.is_alive()
+        with killing(cluster, role) as gated:
+            cluster.feed(gated(NumberedBatches(batches)))
+            lost = sum(cluster.run(lambda: train_each_once(cluster)))
         updates = +update_counts(cluster)  # A row that was looked up, and whose gradient is lost, has none.
     missing = batches * NumberedBatches.rows - len(updates)
     assert set(updates.values()) == {1}

@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,8 @@ BATCH = 64
 
 
 def options(**changes: Any) -> RayOptions:
-    return RayOptions(threads=1, timeout=60.0, **changes)
+    """Processes import torch before they are ready, which takes a minute where much else runs."""
+    return RayOptions(threads=1, timeout=180.0, **changes)
 
 
 def reader(batches: int, epoch_seed: int = 1) -> Any:
@@ -89,26 +91,81 @@ def running(pid: int) -> bool:
         return False
 
 
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
         time.sleep(0.02)
 
 
+def counted(cluster: Any, role: str, counter: str | None) -> float:
+    """What a role has counted so far; NN workers and the coordinator count nothing, embedding PSs do."""
+    watched = role if role not in ("nn_worker", "coordinator") else "embedding_ps"
+    found = [counters for name, counters in cluster.statistics().items() if name.startswith(watched)]
+    return sum(counters.get(counter or "rpc.calls", 0.0) for counters in found)
+
+
 def kill_once_training(cluster: Any, role: str, counter: str | None, rank: int = 0) -> None:
-    """SIGKILL for one process of a role, once it has counted on; NN workers count nothing, embedding PSs do."""
-    counter = counter or "rpc.calls"
-    watched = role if role != "nn_worker" else "embedding_ps"
-
-    def count() -> float:
-        found = {n: c for n, c in cluster.statistics().items() if n.startswith(watched)}
-        return sum(counters.get(counter, 0.0) for counters in found.values())
-
+    """SIGKILL for one process of a role, once it has counted on. For data without end; see `killing`."""
     eventually(lambda: bool(pids(cluster, role)), "it starts")
-    before = count()
-    eventually(lambda: count() > before + 20, "it trains", 60.0)
+    before = counted(cluster, role, counter)
+    eventually(lambda: counted(cluster, role, counter) > before + 20, "it trains", 60.0)
     os.kill(pids(cluster, role)[rank], signal.SIGKILL)
+
+
+class Gated:
+    """The batches of a reader, of which those from number `first` on come once a test has made the file `gate`.
+
+    What a test does to a cluster that trains thus comes before the end of the data, however late it is.
+    """
+
+    batch_size = BATCH
+
+    def __init__(self, source: Any, first: int, gate: Path) -> None:
+        self.source, self.first, self.gate = source, first, gate
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[persia.Batch]:
+        for number, batch in enumerate(self.source.batches(epoch, start), start):
+            if number >= self.first:
+                eventually(self.gate.exists, "the test opens the gate", 240.0)
+            yield batch
+
+    def __iter__(self) -> Iterator[persia.Batch]:
+        return self.batches()
+
+    def shard(self, index: int, count: int) -> Gated:
+        return Gated(self.source.shard(index, count), -(-max(0, self.first - index) // count), self.gate)
+
+
+@contextlib.contextmanager
+def killing(
+    cluster: Any,
+    role: str,
+    counter: str | None = None,
+    rank: int = 0,
+    once: Callable[[], bool] = lambda: True,
+) -> Iterator[Callable[[Any], Gated]]:
+    """SIGKILL for one process of a role while the block trains on what the yielded function makes of a reader.
+
+    It comes once the role has counted on and `once` is true, and before batch 100.
+    """
+    before = counted(cluster, role, counter)
+    with tempfile.TemporaryDirectory() as folder:
+        gate = Path(folder) / "killed"
+
+        def kill() -> None:
+            eventually(once, "it may be killed", 60.0)
+            eventually(lambda: counted(cluster, role, counter) > before + 20, "it trains", 120.0)
+            os.kill(pids(cluster, role)[rank], signal.SIGKILL)
+            gate.touch()
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        try:
+            yield lambda source: Gated(source, 100, gate)
+        finally:
+            thread.join(190)
+        assert not thread.is_alive()
 
 
 def bare_host() -> type:
