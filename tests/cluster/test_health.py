@@ -66,9 +66,12 @@ def test_being_observed_keeps_nothing_alive():
     trainer.fit(reader(2))
     assert cluster.health().total("nn_step") == 2
     del trainer
-    gc.collect()
-    names = Counter(f.name for f in cluster.health().figures)
-    assert not any(name.startswith(("nn_", "ps_", "worker_")) for name in names)
+
+    def gone() -> bool:
+        gc.collect()
+        return not any(f.name.startswith(("nn_", "ps_", "worker_")) for f in cluster.health().figures)
+
+    eventually(gone, "no thread has it any more")  # That which has read the metrics may be about to end.
 
 
 @pytest.mark.parametrize("port", [-1, 65536, "9400", True])
@@ -89,8 +92,9 @@ def test_every_process_answers(tmp_path):
         thread.start()
         found: list[dict] = []
 
-        def ask(*more: str) -> int:
-            arguments = ["health", cluster.control_address, "--json", str(tmp_path / "health.json"), *more]
+        def ask(*more: str, seconds: str = "30") -> int:
+            to = str(tmp_path / "health.json")
+            arguments = ["health", cluster.control_address, "--json", to, "--timeout", seconds, *more]
             done = CliRunner().invoke(app, arguments, env={"COLUMNS": "240"})
             assert done.exit_code in (0, 1), done.output
             assert "coordinator 0" in done.output
@@ -98,8 +102,9 @@ def test_every_process_answers(tmp_path):
             return done.exit_code
 
         def trains() -> bool:
-            ask("--targets", str(tmp_path / "targets.json"))
-            steps = [f["value"] for p in found if p["healthy"] for f in p["figures"] if f["name"] == "nn_step"]
+            if ask("--targets", str(tmp_path / "targets.json")) != 0:
+                return False
+            steps = [f["value"] for p in found for f in p["figures"] if f["name"] == "nn_step"]
             return len(steps) == 2 and min(steps) > 3
 
         eventually(trains, "both NN workers answer and train")
@@ -117,13 +122,13 @@ def test_every_process_answers(tmp_path):
         with urllib.request.urlopen(f"http://{targets['targets'][1]}/metrics", timeout=10) as answer:
             assert 'role="embedding_ps"' in answer.read().decode()
 
-        # One that stands still does not answer, and is named.
+        # One that stands still does not answer, and is named. The others have time enough.
         os.kill(worker["pid"], signal.SIGSTOP)
         try:
-            assert ask("--timeout", "0.5") == 1
+            assert ask(seconds="6") == 1
             (late,) = (p for p in found if not p["healthy"])
             assert late["role"] == "embedding_worker"
-            assert "0.5 s" in late["problem"]
+            assert "6 s" in late["problem"]
         finally:
             os.kill(worker["pid"], signal.SIGCONT)
             trainer.stop()

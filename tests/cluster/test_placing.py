@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from typing import NamedTuple
 
@@ -154,7 +155,8 @@ def test_a_lost_host_is_waited_for(hosts, caplog):
     hosts.living = [node("a")]
     thread = threading.Thread(target=placed.reserve, args=("embedding_ps", [1]))
     thread.start()
-    eventually(lambda: "Waiting 60 s for a host" in caplog.text, "it says so")
+    # Less of the 60 s are left where the first look took long.
+    eventually(lambda: re.search(r"Waiting (60|5\d) s for a host", caplog.text) is not None, "it says so")
     assert "10.0.0.a: CPU 4 of 4, memory 0.2 GB of 1 GB" in caplog.text
     hosts.living = [node("a"), node("x")]  # Does not report its memory yet.
     reads = hosts.reads

@@ -14,7 +14,7 @@ from persia.nn import RowsSet, StoredRows
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from support.cluster_samples import make_trainer, options, reader
+from support.cluster_samples import eventually, make_trainer, options, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -56,5 +56,10 @@ def test_capacity_is_of_the_whole_cluster_and_refused_if_it_cannot_fit():
             collection(cluster, 10**12)
         embeddings = collection(cluster, 20_001)
         embeddings.set_rows("item", np.arange(60_000, dtype=np.uint64), np.zeros((60_000, 4), np.float32))
-        servers = [of["item.rows"] for name, of in cluster.statistics().items() if name.startswith("embedding_ps")]
-        assert sorted(servers) == [10_000, 10_001]
+
+        def rows() -> list[float]:
+            """Of the last reports, of which a new one may be late."""
+            found = cluster.statistics().items()
+            return sorted(of.get("item.rows", 0) for name, of in found if name.startswith("embedding_ps"))
+
+        eventually(lambda: rows() == [10_000, 10_001], "both PSs are full")

@@ -55,7 +55,7 @@ def test_all_roles_are_on_one_time_line(tmp_path):
         assert names["transfer"] >= STEPS
     assert Counter(s["name"] for s in spans["data loader 0"]).keys() >= {"take", "register"}
     clocks = trace["otherData"]["clocks"]
-    assert all(clock["uncertainty_s"] < 0.05 for clock in clocks.values())
+    assert all(0 <= clock["uncertainty_s"] < 1 for clock in clocks.values())  # Milliseconds, on an idle machine.
     # In causal order: a PS applies a push of a step while an NN worker's push lasts, whatever their clocks say.
     slack = 2e6 * max(clock["uncertainty_s"] for clock in clocks.values())
     for step in steps:
