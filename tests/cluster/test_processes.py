@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,10 +14,11 @@ from persia.errors import ConfigError, RoleDiedError
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
+from persia.cluster.ray import processes as on_ray
 from persia.cluster.ray.hosts import worker_options
 from persia.cluster.ray.processes import Processes
 from persia.cluster.ray.scaling import free_ranks
-from support.cluster_samples import bare_host, eventually, kill_once_training, make_trainer, options, reader
+from support.cluster_samples import bare_host, eventually, killing, make_trainer, options, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -31,7 +32,9 @@ def test_all_deaths_are_told():
         processes.await_ready(started, 60.0)
         first, second, third = started
         os.kill(first.info.pid, signal.SIGKILL)
-        eventually(lambda: told == [0], "the first death is noticed")
+        # Not before all of it is done: each death has a thread of its own.
+        eventually(lambda: processes.all() == [second, third], "the first death is noticed")
+        assert told == [0]
         os.kill(second.info.pid, signal.SIGKILL)
         eventually(lambda: processes.all() == [third], "the second one, too")
         with pytest.raises(RoleDiedError, match=r"embedding PS 0 .*(.|\n)*After that, embedding PS 1") as caught:
@@ -75,23 +78,33 @@ def test_what_is_ready_fits_the_embedding_workers():
 
 
 @pytest.mark.parametrize(
-    ("role", "counter", "title"),
+    ("role", "counter", "title", "late"),
     [
-        pytest.param("data_loader", "taken", "data loader", marks=pytest.mark.slow),
-        ("nn_worker", None, "NN worker"),
-        pytest.param("embedding_worker", "looked_up", "embedding worker", marks=pytest.mark.slow),
-        pytest.param("embedding_ps", "rpc.calls", "embedding PS", marks=pytest.mark.slow),
+        pytest.param("data_loader", "taken", "data loader", 0.0, marks=pytest.mark.slow),
+        ("nn_worker", None, "NN worker", 5.0),
+        pytest.param("embedding_worker", "looked_up", "embedding worker", 0.0, marks=pytest.mark.slow),
+        pytest.param("embedding_ps", "rpc.calls", "embedding PS", 0.0, marks=pytest.mark.slow),
     ],
 )
-def test_a_death_for_good_ends_the_run_and_is_named(role, counter, title):
-    """With its last lines; an embedding worker or data loader that may be started again is another test's."""
+def test_a_death_for_good_ends_the_run_and_is_named(role, counter, title, late, monkeypatch):
+    """With its last lines, also if they are read slowly, as on another host.
+
+    An embedding worker or data loader that may be started again is another test's.
+    """
+    last_lines = on_ray.last_lines
+
+    def slowly(process):
+        time.sleep(late)
+        return last_lines(process)
+
+    monkeypatch.setattr(on_ray, "last_lines", slowly)
     with persia.cluster.Ray(2, 1, 1, 2, options(restarts=0, log_level="info")) as cluster:
         trainer = make_trainer(cluster, persia.modes.Hybrid(2, warmup=0), max_failures=0)
-        killed = threading.Thread(target=kill_once_training, args=(cluster, role, counter))
-        killed.start()
-        with pytest.raises(RoleDiedError, match=rf"{title} 0 \(process \d+ on .*has died") as caught:
-            trainer.fit(reader(100_000))
-        killed.join(60)
+        with (
+            killing(cluster, role, counter) as gated,
+            pytest.raises(RoleDiedError, match=rf"{title} 0 \(process \d+ on .*has died") as caught,
+        ):
+            trainer.fit(gated(reader(100_000)))
         assert caught.value.fields["role"] == role
         assert f"{title} 0: joined as incarnation" in caught.value.message
 
@@ -101,11 +114,8 @@ def test_the_next_run_after_a_death_gets_batches_of_its_own():
     """It begins at the same batch, with another generation of NN workers."""
     with persia.cluster.Ray(nn_workers=1, options=options()) as cluster:
         trainer = make_trainer(cluster, max_failures=0)
-        killed = threading.Thread(target=kill_once_training, args=(cluster, "nn_worker", None))
-        killed.start()
-        with pytest.raises(RoleDiedError):
-            trainer.fit(reader(100_000))
-        killed.join(60)
+        with killing(cluster, "nn_worker") as gated, pytest.raises(RoleDiedError):
+            trainer.fit(gated(reader(100_000)))
         result = trainer.fit(reader(20))
         assert (result.rows, result.lost_batches, result.lost_gradients) == (20 * 64, 0, 0)
 

@@ -156,9 +156,10 @@ class Processes:
             return list(self._failures)
 
     def await_failure(self, seconds: float) -> bool:
-        """Waits until a permanent death is noticed; returns whether there is one."""
+        """Waits until a permanent death is noticed, or the processes are closed; returns whether there is a death."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._failures), seconds)
+            self._changed.wait_for(lambda: self._failures or self._ending.is_set(), seconds)
+            return bool(self._failures)
 
     def forget_failures(self, role: str, rank: int | None = None) -> None:
         """Forgets the deaths of a role, or of one rank, before new processes start."""
@@ -184,7 +185,9 @@ class Processes:
 
     def close(self) -> None:
         """Ends all processes."""
-        self._ending.set()
+        with self._changed:
+            self._ending.set()
+            self._changed.notify_all()
         self._thread.join(END_SECONDS)
         keeping = [p for role in PINNED for p in self.of(role)]
         for process in keeping:

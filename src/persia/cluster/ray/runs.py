@@ -26,7 +26,7 @@ GRACE_SECONDS = 3.0
 """Time for the cause of a failure to become known: NN workers that fail because of it may fail earlier."""
 
 NOTICE_SECONDS = 30.0
-"""Time for the death of a PS to be noticed: its successor may refuse pushes earlier."""
+"""Time for the cause of a death to become known: calls fail earlier, and the successor of a PS may refuse pushes."""
 
 RESTARTED = ("nn_worker", "dense_ps")
 """Roles that restart together when one of them has died."""
@@ -151,7 +151,7 @@ def results(
                         worker.handle.answer.remote(request.number, _done(request, operations))
             except ray.exceptions.RayActorError as error:
                 ended = calls.get(reference) or requesting[reference]
-                if not processes.await_failure(GRACE_SECONDS):
+                if not processes.await_failure(NOTICE_SECONDS):
                     raise RoleDiedError(f"{ended.title} has died: {error}", role=ended.role, rank=ended.rank) from error
                 break
         for death in processes.failures():
