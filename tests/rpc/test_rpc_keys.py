@@ -7,7 +7,7 @@ import zmq
 
 from persia import rpc
 from persia.errors import ConfigError, DeadlineError
-from support.rpc_samples import DEADLINE, Sample, Service, wait_until
+from support.rpc_samples import DEADLINE, Sample, Service, expire, wait_until
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_the_variable_is_enough_for_both_sides(keys, monkeypatch):
         assert stub.defaults(1) == "x"
         rpc.close(stub)
         monkeypatch.delenv("PERSIA_CURVE_KEYS")
-        _refused(server, rpc.connect(server.address, Sample, timeout=0.5))
+        _refused(server, rpc.connect(server.address, Sample, timeout=DEADLINE))
 
 
 def test_strangers_get_no_answer(keys, tmp_path):
@@ -44,8 +44,8 @@ def test_strangers_get_no_answer(keys, tmp_path):
     rpc.make_keys(other)
     service = Service()
     with rpc.serve(service, protocol=Sample, keys=keys) as server:
-        _refused(server, rpc.connect(server.address, Sample, timeout=0.5))
-        _refused(server, rpc.connect(server.address, Sample, keys=other, timeout=0.5))
+        _refused(server, rpc.connect(server.address, Sample, timeout=DEADLINE))
+        _refused(server, rpc.connect(server.address, Sample, keys=other, timeout=DEADLINE))
         # One who knows the server's public key, but is not of the cluster.
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
@@ -67,13 +67,16 @@ def test_strangers_get_no_answer(keys, tmp_path):
 def test_a_server_without_the_keys_gets_nothing(keys):
     service = Service()
     with rpc.serve(service, protocol=Sample) as server:
-        _refused(server, rpc.connect(server.address, Sample, keys=keys, timeout=0.5))
+        _refused(server, rpc.connect(server.address, Sample, keys=keys, timeout=DEADLINE))
 
 
 def _refused(server, stub):
     calls = server.statistics()["calls"]
+    late = rpc.start(stub.nothing, 1)
+    wait_until(lambda: stub._connection._trouble, "the failed handshake")
+    expire(stub)
     with pytest.raises(DeadlineError, match="same keys"):
-        stub.nothing(1)
+        late.result()
     assert server.statistics()["calls"] == calls
     rpc.close(stub)
 

@@ -11,13 +11,14 @@ import pytest
 
 from persia import rpc
 from persia.errors import DeadlineError, PeerRestartedError, WireError
-from support.rpc_samples import DEADLINE, Sample, wait_until
+from support.ports import lasting_port
+from support.rpc_samples import DEADLINE, Sample, expire, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "rpc_process.py"
 
 
 @contextmanager
-def server_process(address="tcp://127.0.0.1:*"):
+def server_process(address):
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -37,7 +38,7 @@ def kill(process):
 
 @pytest.fixture
 def first():
-    with server_process() as (process, address):
+    with server_process(f"tcp://127.0.0.1:{lasting_port()}") as (process, address):
         stub = rpc.connect(address, Sample, peer="sample 1", timeout=DEADLINE)
         yield process, address, stub
         rpc.close(stub)
@@ -104,5 +105,8 @@ def test_the_lost_connection_is_named(first):
     process, _, stub = first
     assert stub.process() == process.pid
     kill(process)
+    late = rpc.start(stub.process)
+    wait_until(lambda: not stub._connection._connected, "the end of the connection")
+    expire(stub)
     with pytest.raises(DeadlineError, match="the connection is lost"):
-        rpc.within(stub, 0.3).process()
+        late.result()

@@ -23,6 +23,19 @@ def wait_until(condition: Callable[[], bool], what: str = "the condition") -> No
         time.sleep(0.002)
 
 
+def expire(stub: Any) -> None:
+    """Makes the calls in flight late now. A short deadline could pass before the server has them."""
+    connection = stub._connection
+    with connection._port.lock:
+        for call in connection._calls.values():
+            call.expires = time.monotonic()
+
+
+def expire_iterators(server: rpc.Server, seconds: float = 0.2) -> None:
+    """Lets iterators expire that are not read for these seconds. From the start, they could before they are read."""
+    server._dispatcher.streams._limits = rpc.Limits(stream_seconds=seconds)
+
+
 class Pair(NamedTuple):
     number: int
     array: NDArray[np.float32] | None = None
