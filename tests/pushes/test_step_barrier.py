@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -285,23 +285,31 @@ def test_a_late_step_of_before_is_named_by_its_own_generation(threads):
         assert goes_on.wait(TIMEOUT)
         return {}
 
-    held = StepBarrier(range(2), 0.1, hold_until_full, apply, applied=(1, 956))
-    calls = [threads.submit(held.push, 957, ArrivedPush(header(rank, 957), {})) for rank in range(2)]
+    held = StepBarrier(range(2), TIMEOUT, hold_until_full, apply, applied=(1, 956))
+    for rank in range(2):
+        threads.submit(held.push, 957, ArrivedPush(header(rank, 957), {}))
     assert applying.wait(TIMEOUT)
+    changed, waiting = held._open[957].changed, threading.Event()
+    wait_for, held._timeout = changed.wait_for, 0.1
+    changed.wait_for = lambda *arguments: waiting.set() or wait_for(*arguments)
+    again = threads.submit(held.push, 957, ArrivedPush(header(0, 957), {}))  # A repetition.
+    assert waiting.wait(TIMEOUT)
     held.renew(2, 900)
     with pytest.raises(DeadlineError, match=r"^Step 957 \(generation 1\) was not complete .*: it is being") as failure:
-        next(as_completed(calls, TIMEOUT)).result()
+        again.result(TIMEOUT)
     assert failure.value.fields["missing"] == []
     goes_on.set()
 
 
 def test_pushes_that_wait_for_an_earlier_step_say_so(threads):
     held, _ = steps_of(3, timeout=0.05)
-    calls = [threads.submit(held.push, step, ArrivedPush(header(0, step), {})) for step in (7, 8)]
+    first = threads.submit(held.push, 7, ArrivedPush(header(0, 7), {}))
+    until(lambda: held.open_steps)  # It stays, also when the call has ended.
+    second = threads.submit(held.push, 8, ArrivedPush(header(0, 8), {}))
     with pytest.raises(DeadlineError, match=r"Step 7 \(generation 1\) was not complete.* 1, 2 have not pushed"):
-        calls[0].result(TIMEOUT)
+        first.result(TIMEOUT)
     with pytest.raises(DeadlineError, match=r"Step 7 .*, which step 8 waits for, was not") as failure:
-        calls[1].result(TIMEOUT)
+        second.result(TIMEOUT)
     assert failure.value.fields["missing"] == [1, 2]
 
 
