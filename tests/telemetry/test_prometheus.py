@@ -77,6 +77,7 @@ def test_processes_of_a_host_take_ports_in_turn(endpoint):
 
 def test_no_free_port():
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # Another run of this test may have it, too.
         taken.bind(("127.0.0.1", 65535))
         taken.listen()
         with pytest.raises(ConfigError, match=r"No free port on .* among the 256"):
