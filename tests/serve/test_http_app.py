@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import threading
 import time
 
 import httpx
@@ -131,7 +132,7 @@ def test_refusals_say_what_is_wrong():
             assert ("Allow" in answer.headers) == (status == 405)
             assert (answer.headers.get("Connection") == "close") == (status == 413)
 
-    run(test, FakePredictor(), limits=ServeLimits(max_body_bytes=1_000_000))
+    run(test, FakePredictor(), limits=ServeLimits(max_body_bytes=1_000_000, deadline_ms=30_000))
 
 
 def test_a_failing_predictor_is_no_traceback(caplog):
@@ -155,8 +156,20 @@ def test_a_failing_predictor_is_no_traceback(caplog):
     assert "a secret of the code" in caplog.text
 
 
+class StartsWhenTold(FakePredictor):
+    """Waits for `told` once it could start."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = threading.Event()
+
+    def start(self, timeout):
+        super().start(timeout)
+        assert self.told.wait(60)
+
+
 def test_health_tells_until_and_after_it_is_ready(caplog):
-    predictor = FakePredictor()
+    predictor = StartsWhenTold()
     predictor.may_start = [DeadlineError("There was nothing to serve in s3://logs.")]
 
     async def test(client):
@@ -168,6 +181,7 @@ def test_health_tells_until_and_after_it_is_ready(caplog):
             assert "not ready" in answer.json()["message"]
             assert "s3://" not in answer.text
         assert "persia_serve_ready{" in (await client.get("/metrics")).text
+        predictor.told.set()
         deadline = time.monotonic() + 30
         while (answer := await client.get("/health")).status_code != 200:
             assert time.monotonic() < deadline
@@ -190,7 +204,29 @@ def test_health_tells_until_and_after_it_is_ready(caplog):
     assert "ready: epoch 3, network of step 12" in caplog.text
 
 
-def test_a_queued_request_is_given_up_at_its_deadline():
+class Clock:
+    """The clock of requests. It stands still until a test moves it, so that no request is late before it waits.
+
+    A batch that waits for more samples (`max_wait_ms`) would wait for ever.
+    """
+
+    def __init__(self):
+        self.now = time.monotonic()
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    for module in ("app", "batcher", "conversion"):
+        monkeypatch.setattr(f"persia.serve.http.{module}.time", found)
+    monkeypatch.setattr(Lag, "start", lambda lag: None)
+    return found
+
+
+def test_a_queued_request_is_given_up_at_its_deadline(clock):
     predictor = FakePredictor()
 
     async def test(client):
@@ -201,6 +237,7 @@ def test_a_queued_request_is_given_up_at_its_deadline():
         assert (answer.status_code, answer.json()["error"]) == (503, "OverloadedError")
         assert "deadline of the request passed" in answer.json()["message"]
         assert int(answer.headers["Retry-After"]) >= 1
+        clock.now += 0.01
         waiting = [asyncio.create_task(client.post("/predict", json=BODY)) for _ in range(5)]
         answers = []
         while len(answers) < 3:  # Two fit the queue; one was given up there, and leaves it with the next computation.
@@ -235,7 +272,7 @@ class SlowTable(FakePredictor):
 
 
 @pytest.mark.parametrize("path", ["/embeddings", "/predict"])
-def test_conversions_have_a_queue_with_a_limit_and_deadlines(path):
+def test_conversions_have_a_queue_with_a_limit_and_deadlines(path, clock):
     predictor = SlowTable()
 
     def ask(client, number, deadline=60_000):
@@ -256,7 +293,7 @@ def test_conversions_have_a_queue_with_a_limit_and_deadlines(path):
         answer = await ask(client, 2)
         assert (answer.status_code, answer.json()["error"]) == (503, "OverloadedError")
         assert "wait for their conversion" in answer.json()["message"]
-        time.sleep(0.25)  # Past the deadline of the second one, which is in the queue.
+        clock.now += 0.25  # Past the deadline of the second one, which is in the queue.
         predictor.go.set()
         assert (await first).status_code == 200
         assert (await late).status_code == 503
@@ -279,7 +316,7 @@ def test_conversions_have_a_queue_with_a_limit_and_deadlines(path):
         predictor.go.set()
         assert (await first).status_code == 200
 
-    run(test, predictor, limits=ServeLimits(max_queue=2, deadline_ms=60_000))
+    run(test, predictor, limits=ServeLimits(max_queue=2, max_wait_ms=0, deadline_ms=60_000))
 
 
 def test_bodies_that_are_held_are_limited():
@@ -297,7 +334,7 @@ def test_bodies_that_are_held_are_limited():
         assert (await first).status_code == 200
         assert (await client.post("/predict", json=BODY)).status_code == 200
 
-    run(test, predictor, limits=ServeLimits(max_held_bytes=size + 10))
+    run(test, predictor, limits=ServeLimits(max_held_bytes=size + 10, deadline_ms=30_000))
 
 
 def test_a_key_is_needed_for_all_but_the_state():

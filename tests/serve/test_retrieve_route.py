@@ -34,6 +34,7 @@ async def until(condition):
 def run(test, retriever=None, **options):
     """Runs a test against a server; returns the retriever and the server."""
     retriever = retriever or FakeRetriever()
+    options.setdefault("limits", ServeLimits(deadline_ms=30_000))  # Other work must not make answers late.
 
     async def main():
         app = create_app(FakePredictor(), retriever=retriever, **options)
@@ -123,7 +124,8 @@ def test_requests_that_are_refused(body, status, said):
         assert answer.status_code == status, answer.text
         assert said in answer.json()["message"]
 
-    run(test, limits=ServeLimits(max_rows=8, max_k=20, max_values=100, max_body_bytes=2000))
+    limits = ServeLimits(max_rows=8, max_k=20, max_values=100, max_body_bytes=2000, deadline_ms=30_000)
+    run(test, limits=limits)
 
 
 def test_until_the_index_is_built_other_routes_answer():
