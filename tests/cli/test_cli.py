@@ -166,6 +166,34 @@ def test_predictions_are_in_the_order_of_the_source_however_training_shuffles(tm
     assert "predict" in persia("evaluate", str(config), *bare, ok=False)
 
 
+def test_another_file_is_scored_whole(tmp_path):
+    """The split and the filter of the training data are not those of rows that come later."""
+    items = np.repeat(np.arange(6), 50)
+    pq.write_table(pa.table({"item": items, "label": items % 2}), tmp_path / "clicks.parquet")
+    part = 'where = "label is not None", split = { part = "test", test = 0.1 }'
+    config = tmp_path / "run.toml"
+    config.write_text(SHUFFLED.format(path=tmp_path / "clicks.parquet").replace("drop_last = true", part))
+    out, predictions, found = str(tmp_path / "out"), str(tmp_path / "p.parquet"), str(tmp_path / "e.json")
+    persia("train", str(config), "--output", out)
+    pq.write_table(pa.table({"item": items, "label": [*(items[1:] % 2), None]}), tmp_path / "later.parquet")
+    pq.write_table(pa.table({"item": items}), tmp_path / "bare.parquet")
+    arguments = (str(config), "--checkpoint", out, "--data")
+    for file in ("later.parquet", "bare.parquet"):
+        persia("predict", *arguments, str(tmp_path / file), "--output", predictions)
+        assert pq.read_table(predictions).num_rows == 300
+    persia("evaluate", *arguments, str(tmp_path / "later.parquet"), "--json", found)
+    assert json.loads(Path(found).read_text())["rows"] == 299
+    assert "label" in persia("evaluate", *arguments, str(tmp_path / "bare.parquet"), ok=False)
+
+
+def test_another_file_needs_a_reader_of_files(config, tmp_path):
+    out = str(tmp_path / "out")
+    persia("train", config, "--output", out, "--set", "train.max_steps=1")
+    text = persia("predict", config, "--checkpoint", out, "--data", "x.csv", "--output", str(tmp_path / "p"), ok=False)
+    assert "synthetic" in text
+    assert "Traceback" not in text
+
+
 def test_help_teaches():
     for command in (
         (),

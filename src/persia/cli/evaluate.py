@@ -13,11 +13,17 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate", "predict"]
 
+Data = Annotated[
+    str | None,
+    typer.Option("--data", help="Score all rows of this file, directory, glob or URL instead.", metavar="FILE"),
+]
+
 
 def evaluate(
     config: Config,
     checkpoint: Checkpoint,
     overrides: Set = None,
+    data: Data = None,
     group_by: Annotated[
         str | None,
         typer.Option(help="Also GAUC, recall@k and NDCG@k within each id of this feature.", metavar="FEATURE"),
@@ -27,11 +33,12 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on `eval_data`, or on `data` if there is none.
 
-    The checkpoint is not modified. All samples are read: `drop_last` and `shuffle_rows` are ignored.
+    The checkpoint is not modified. All samples are read: `drop_last` and `shuffle_rows` are ignored, and with --data
+    `split`, too.
     """
     from persia.cli import ui as out
 
-    trainer, reader = _restored(config, overrides, checkpoint)
+    trainer, reader = _restored(config, overrides, checkpoint, data, labels=True)
     with closing_cluster(trainer):
         result = trainer.evaluate(reader, group_by=group_by, at=at or (10,))
     out.print_metrics("evaluation", result)
@@ -44,24 +51,33 @@ def predict(
     checkpoint: Checkpoint,
     output: Annotated[str, typer.Option(help="File for the probabilities: .csv, else Parquet.", metavar="FILE")],
     overrides: Set = None,
+    data: Data = None,
 ) -> None:
     """Write predicted probabilities for `eval_data`, or for `data` if there is none.
 
     The file has a column per label and a row per sample, in the order of the source: `drop_last` and `shuffle_rows`
-    are ignored.
+    are ignored, and with --data `split` and `where`, too. That file needs no labels.
+
+        persia predict run.toml --checkpoint runs/a --data new.csv --output p.csv
     """
     from persia.cli import ui as out
 
-    trainer, reader = _restored(config, overrides, checkpoint)
+    trainer, reader = _restored(config, overrides, checkpoint, data, labels=False)
     with closing_cluster(trainer):
         rows = out.write_predictions(output, list(trainer.schema.labels), trainer.predict(reader))
     typer.echo(f"Wrote {rows:,} predictions to {output}")
 
 
-def _restored(config: str, overrides: list[str] | None, checkpoint: str) -> tuple[Trainer, Any]:
+def _restored(
+    config: str, overrides: list[str] | None, checkpoint: str, data: str | None, labels: bool
+) -> tuple[Trainer, Any]:
     """Returns a trainer with the checkpoint, and a reader of all samples to score, in order."""
     run = read_config(config, overrides)
     source = (run.eval_data or run.data).in_order()
+    if data is not None:
+        source = source.of_file(data)
+        if not labels:
+            source = source.unlabelled(run.schema.labels if run.schema is not None else ())
     schema = run.schema if run.schema is not None or run.eval_data is None else run.reader().schema
     reader = source.reader(schema, "eval_data" if run.eval_data else "data")
     trainer = run.build_trainer(reader.schema)

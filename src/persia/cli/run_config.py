@@ -166,6 +166,30 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         settled = {"shuffle_rows": 0, "drop_last": False}
         return msgspec.structs.replace(self, options={k: settled.get(k, v) for k, v in self.options.items()})
 
+    def of_file(self, path: str) -> DataConfig:
+        """Returns a copy that reads another file, whose rows are not split.
+
+        Args:
+            path: file, directory, glob or fsspec URL.
+
+        Raises:
+            ConfigError: the reader is not "parquet" or "csv".
+        """
+        if self.kind not in ("parquet", "csv"):
+            raise ConfigError(
+                f"--data reads files as parquet and csv do, and the configuration has kind = {self.kind!r}; set path "
+                "and options of that reader with --set.",
+                field="data",
+            )
+        options = {key: value for key, value in self.options.items() if key != "split"}
+        return msgspec.structs.replace(self, path=path, options=options)
+
+    def unlabelled(self, labels: Iterable[str]) -> DataConfig:
+        """Returns a copy that takes every row as a sample, also those without these labels."""
+        options = {key: value for key, value in self.options.items() if key != "where"}
+        options["fill"] = dict(options.get("fill", {})) | dict.fromkeys(labels, 0.0)
+        return msgspec.structs.replace(self, options={**options, "require_labels": False})
+
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The network.
