@@ -251,6 +251,27 @@ def test_an_unclear_label_is_asked_or_refused(folder, monkeypatch):
     assert config("taken")["schema"]["labels"] == ["one"]
 
 
+@pytest.mark.parametrize(
+    ("name", "is_id"),
+    [
+        ("Customer No.", True),
+        ("account_number", True),
+        ("Kunden-Nr.", True),
+        ("customer", True),
+        ("customer visits", False),
+        ("number of visits", False),
+        ("total number", False),
+        ("number", False),
+    ],
+)
+def test_names_of_whole_numbers(folder, name, is_id):
+    lines = "".join(f"u{i % 5},{100_000 + i * i % 1_009 * 97},{i % 2}\n" for i in range(900))
+    (folder / "data.csv").write_text(f"shop,{name},label\n{lines}")
+    init("data.csv", "out", yes=True)
+    features, dense = uses(config("out"))
+    assert (name in features, name in dense) == (is_id, not is_id)
+
+
 def test_whole_numbers_that_may_be_ids_are_asked(folder, monkeypatch):
     lines = "".join(f"u{i % 5},{i % 60},{i % 2}\n" for i in range(300))
     (folder / "data.csv").write_text(f"user,thing,label\n{lines}")
@@ -299,6 +320,7 @@ HOSTILE = {
         "'label' is the same in too many rows to train on some and test on others",
     ),
 }
+HOSTILE["UTF-16"] = (f"id,x,label\n{GOOD}".encode("utf-16"), "is text in UTF-16, not UTF-8; convert it: iconv")
 HOSTILE["not UTF-8"] = (HOSTILE["not UTF-8"], "line 2 has the byte 0xfc. Convert it: iconv")
 
 

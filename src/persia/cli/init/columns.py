@@ -28,6 +28,11 @@ _ID_WORDS = {
     "category", "cat", "brand", "city", "country", "region", "state", "store", "shop", "group", "class", "pclass",
     "type", "os",
 }  # fmt: skip
+_ID_LAST_WORDS = {
+    "account", "client", "customer", "guest", "hotel", "member", "merchant", "no", "nr", "number", "seller", "session",
+    "supplier", "vendor", "visitor",
+}  # fmt: skip
+"""Words that name ids at the end of a name: `customer` and `customer number`, but not `customer visits`."""
 NUMBER_WORDS = {
     "age", "amount", "avg", "average", "balance", "budget", "charges", "count", "cost", "days", "distance", "duration",
     "fare", "gain", "height", "hours", "income", "length", "loss", "mean", "minutes", "months", "num", "number",
@@ -214,7 +219,7 @@ def _guess_number(column: str, values: ColumnValues) -> ColumnGuess:
     reason = "numbers"
     if whole:
         span = numbers.max() - numbers.min() + 1
-        if words and (words[-1] in _ID_WORDS or words[0] in _ID_WORDS) and not set(words) & NUMBER_WORDS:
+        if _names_an_id(words):
             role, reason = "id", "whole numbers with the name of an id"
         elif set(words) & NUMBER_WORDS:
             reason = "whole numbers with the name of a quantity"
@@ -239,6 +244,15 @@ def _guess_number(column: str, values: ColumnValues) -> ColumnGuess:
         nulls=values.nulls,
         distinct=values.distinct,
     )
+
+
+def _names_an_id(words: list[str]) -> bool:
+    """Whether whole numbers of a column of this name identify something."""
+    if not words:
+        return False
+    if words[-1] in _ID_LAST_WORDS:
+        return words not in (["no"], ["number"]) and not set(words[:-1]) & NUMBER_WORDS
+    return (words[-1] in _ID_WORDS or words[0] in _ID_WORDS) and not set(words) & NUMBER_WORDS
 
 
 def _looks_like_time(words: list[str], numbers: NDArray[np.float64], distinct: int) -> bool:

@@ -27,6 +27,8 @@ _MAGIC = {
     b"PAR1": "is a Parquet file; give it the suffix .parquet",
     b"PK\x03\x04": "is an archive, or a spreadsheet; save the sheet as CSV, or unpack it",
     b"\x1f\x8b": "is compressed; give it the suffix .gz, as in data.csv.gz",
+    b"\xff\xfe": "is text in UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8 IN > OUT",
+    b"\xfe\xff": "is text in UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8 IN > OUT",
     b"{": "looks like JSON; convert it, for example with pandas.read_json(path, lines=True).to_parquet(...)",
     b"[": "looks like JSON; convert it, for example with pandas.read_json(path).to_parquet(...)",
     b"<": "looks like HTML or XML; save the table as CSV",
