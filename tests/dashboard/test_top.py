@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -14,9 +15,15 @@ import termios
 import time
 
 import pytest
+from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
+import persia
 from persia.cli.app import app
+from persia.dashboard.top import COLUMNS, Top, frame
+from persia.dashboard.view import ClusterView, ProcessView, Watch
+from persia.membership.observing import Answer
+from persia.types import Member
 from support.observed_cluster import Trained, observed_cluster
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -90,6 +97,64 @@ def test_one_frame_for_scripts(cluster):
     done = CliRunner().invoke(app, ["top", address, "--once", "--interval", "0.1"], env={"COLUMNS": "200"})
     assert done.exit_code == 1
     assert "dead: [bold]no room[/bold]" in done.output
+
+
+def many(servers: int) -> ClusterView:
+    """A cluster of long numbers, whose last process does not answer."""
+    numbers = {"cpu": 1.25, "wait": 0.22, "queue": 12, "loss": 0.6443, "auc": 0.5573, "staleness": 1.5}
+    worker = ProcessView(
+        "NN worker 0",
+        "nn_worker",
+        "host 1",
+        "",
+        86_400,
+        27_900,
+        "samples/s",
+        step=123_456_789,
+        memory=5 << 30,
+        **numbers,
+    )
+    ps = [ProcessView(f"embedding PS {i}", "embedding_ps", "host 1", "", 3_600, 3e5, "ids/s") for i in range(servers)]
+    return ClusterView(
+        0.0, [worker, *ps, ProcessView("data loader 0", "data_loader", "tcp://x:1", "dead: " + "x" * 300)]
+    )
+
+
+def shown(renderable: RenderableType, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get().splitlines()
+
+
+def test_a_narrow_terminal_lacks_columns_and_cuts_none_off():
+    lines = shown(frame(many(2), 0, 80, 23), 80)
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines[1:])
+    assert lines[1].split() == ["process", "rate", "wait", "stale", "loss", "AUC", "queue", "memory"]
+    assert " ".join(lines[3].split()) == "NN worker 0 27.9k samples/s 22% 1.50 0.6443 0.5573 12 5,120 MiB"
+    assert lines[5].split()[-2:] == ["300k", "ids/s"]
+    assert shown(frame(many(2), width=160), 160)[1].split() == list(COLUMNS)
+
+
+def test_the_marked_process_is_on_the_screen():
+    seen = many(60)
+    for selected, process in enumerate(seen.processes):
+        lines = shown(frame(seen, selected, 80, 23), 80)
+        assert len(lines) == 23
+        assert any(line.startswith(f"{process.name} ") for line in lines)
+    assert lines[-1].startswith("data loader 0: dead: xxx")
+    assert lines[-1].endswith("…")
+
+
+def test_a_pipe_gets_whole_lines():
+    watch = Watch(lambda: [Answer(Member("embedded", 0, 1, ""), persia.cluster.Embedded(1).health())] * 2, 0.01)
+    console = Console(width=40, file=io.StringIO())
+    try:
+        assert Top(watch, console).once(30) is not None
+    finally:
+        watch.close()
+    assert " MiB" in console.file.getvalue()
 
 
 def test_a_pipe_is_no_terminal(cluster):

@@ -61,9 +61,8 @@ def train(
     trainer = run.build_trainer(reader.schema)
     with closing_cluster(trainer, trains=True):
         if run.cluster.kind == "ray":
-            typer.echo(
-                f"Control address for `persia health` and `persia control`: {_control_address(trainer)}", err=True
-            )
+            address = _control_address(trainer)
+            typer.echo(f"Control address for `persia top`, `health`, `trace` and `control`: {address}", err=True)
         if resume is not None:
             trainer.load(resume)
         trainer.resume_line = _resume_line(trainer.global_step, run.train.max_steps, config, overrides, json)

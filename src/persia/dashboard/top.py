@@ -12,6 +12,7 @@ import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -32,33 +33,56 @@ KEYS = {
 }  # fmt: skip
 """What keys do."""
 
-COLUMNS = ("process", "up", "rate", "wait", "staleness", "step", "loss", "AUC", "queue", "CPU", "memory")
+COLUMNS = ("process", "up", "rate", "wait", "stale", "step", "loss", "AUC", "queue", "CPU", "memory")
+LEFT_OUT = ("up", "CPU", "step", "stale", "queue")
+"""Columns that a narrow terminal lacks, in this order; the line above the table has the means of some."""
+
+UNLIMITED = 1000
+"""Width of a table that no terminal shows."""
 
 
-def frame(seen: ClusterView, selected: int | None = None) -> RenderableType:
+def frame(
+    seen: ClusterView, selected: int | None = None, width: int = UNLIMITED, height: int | None = None
+) -> RenderableType:
     """Returns the table of all processes.
 
     Args:
         seen: the processes.
-        selected: index of the marked one.
+        selected: index of the marked one; then only its problem is written out.
+        width: characters of a line; columns that do not fit are left out.
+        height: number of lines; of more processes, those around the marked one are shown.
     """
     if seen.problem:
         return Text(seen.problem, "red")
-    table = Table(expand=False)
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for number, process in enumerate(seen.processes):
-        style = "reverse" if number == selected else None
-        if process.problem:
-            table.add_row(Text(process.name), Text(process.problem, "red"), style=style)  # Not markup: a log is in it.
-        else:
-            table.add_row(*map(Text, _cells(process)), style=style)
-    return Group(_headline(seen), table)
+    chosen = seen.processes if selected is None else seen.processes[selected : selected + 1]
+    problems = [Text(f"{process.name}: {process.problem}", "red") for process in chosen if process.problem]
+    headline = _headline(seen)
+    first, end = 0, len(seen.processes)
+    if height is not None:
+        for line in (headline, *problems):
+            line.truncate(width, overflow="ellipsis")
+        rows = max(1, height - 3 - len(problems))  # Headline, names of columns and a rule take three lines.
+        first = max(0, min((selected or 0) - rows // 2, end - rows))
+        end = min(end, first + rows)
+    cells = [dict(zip(COLUMNS, _cells(process), strict=True)) for process in seen.processes]
+    widths = {column: max(len(column), *(len(row[column]) for row in cells), 0) for column in COLUMNS}
+    columns = list(COLUMNS)
+    for column in LEFT_OUT:
+        if sum(widths[name] + 1 for name in columns) - 1 > width:
+            columns.remove(column)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "process" else "right", no_wrap=True)
+    for number in range(first, end):
+        style = "reverse" if number == selected else "red" if seen.processes[number].problem else None
+        table.add_row(*(Text(cells[number][column]) for column in columns), style=style)  # No markup: names are data.
+    return Group(headline, table, *problems)
 
 
 def _headline(seen: ClusterView) -> Text:
     parts = [
         ("samples/s", _text(seen.total("rate"))),
+        ("step", _text(seen.mean("step"), ",.0f")),
         ("loss", _text(seen.mean("loss"), ".4f")),
         ("AUC", _text(seen.mean("auc"), ".4f")),
         ("waiting", _text(seen.mean("wait"), ".0%")),
@@ -72,7 +96,7 @@ def _cells(process: ProcessView) -> list[str]:
     return [
         process.name,
         _text(process.uptime, ",.0f", " s"),
-        _text(process.rate, unit=f" {process.unit}"),
+        "no answer" if process.problem else _text(process.rate, unit=f" {process.unit}"),
         _text(process.wait, ".0%"),
         _text(process.staleness, ".2f"),
         _text(process.step, ",.0f"),
@@ -131,7 +155,9 @@ class Top:
         while number < 2 and time.monotonic() < end:
             number, seen = self._watch.next(number, end - time.monotonic())
         if seen is not None:
-            self._console.print(frame(seen))
+            if not self._console.is_terminal:  # A pipe has no width: what reads it gets whole lines.
+                self._console.width = UNLIMITED
+            self._console.print(frame(seen, width=self._console.width))
         return seen
 
     def run(self) -> None:
@@ -160,7 +186,8 @@ class Top:
             return Group(Text("Waiting for the first answers ..."), keys)
         answers = self._watch.answers
         if not self._open or self._selected >= len(answers) or seen.problem:
-            return Group(frame(seen, self._selected), keys)
+            marked = min(self._selected, max(0, len(seen.processes) - 1))
+            return Group(frame(seen, marked, self._console.width, self._console.height - 1), keys)
         lines = self._console.render_lines(details(answers[self._selected]), pad=False)
         height = max(1, self._console.height - 2)
         self._first = min(self._first, max(0, len(lines) - height))
