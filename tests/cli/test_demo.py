@@ -52,3 +52,13 @@ def test_a_demo_that_fails_prints_nothing_to_go_on_with(tmp_path):
     )
     assert done.returncode != 0
     assert "Next:" not in done.stdout
+
+
+def test_the_demo_waits_for_no_tools_of_the_tests(tmp_path):
+    def commands(target: str) -> str:
+        makes = ["make", "--dry-run", target, f"VENV={tmp_path}/new"]
+        return subprocess.run(makes, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert "[dev,docs]" in commands("test-rest")
+    assert "-e ." in commands("demo")
+    assert "[dev" not in commands("demo")
