@@ -23,7 +23,20 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 REFERENCE = [
     ROOT / "docs" / "reference" / f"{name}.md"
-    for name in ("nn", "data", "modes", "optim", "checkpoint-api", "metrics", "publish")
+    for name in (
+        "persia",
+        "nn",
+        "models",
+        "data",
+        "modes",
+        "optim",
+        "interop",
+        "checkpoint-api",
+        "metrics",
+        "publish",
+        "serve",
+        "served-rows",
+    )
 ]
 """Pages of the reference that begin with an example."""
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -97,7 +110,7 @@ def run(arguments, folder, environment=None):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
