@@ -343,7 +343,7 @@ def test_unknown_label_and_no_file(folder):
     (folder / "data.csv").write_text(GOOD)
     with pytest.raises(ConfigError, match=r"has no column 'label'; it has column_1 \(0\), column_2 \(x\)"):
         init("data.csv", "out", label="label")
-    with pytest.raises(DataError, match="stands for no file"):
+    with pytest.raises(DataError, match="There is no file or directory absent"):
         init("absent.csv", "out")
 
 

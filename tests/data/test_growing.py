@@ -176,7 +176,7 @@ def test_webhdfs(hours, hdfs, tmp_path):
     assert items(data.growing(url, SCHEMA, 5, until="now")) == items(data.growing(hours, SCHEMA, 5, until="now"))
     assert items(data.parquet(url, SCHEMA, 8)) == items(data.parquet(hours, SCHEMA, 8))
     assert items(data.parquet(f"{url}/hour=0[12]/*.parquet", SCHEMA, 5)) == [[*range(100, 105)], [*range(200, 205)]]
-    with pytest.raises(DataError, match="stands for no file"):
+    with pytest.raises(DataError, match="There is no file or directory"):
         data.parquet(f"{hdfs}/nothing", SCHEMA)
     reader = data.parquet(f"{url}/hour=00/part-0.parquet", SCHEMA)
     (hours / "hour=00" / "part-0.parquet").unlink()

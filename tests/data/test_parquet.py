@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,12 @@ def test_labels_may_be_absent(tmp_path: Path) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    for paths in (tmp_path / "none.parquet", str(tmp_path / "*.parquet"), tmp_path):
-        with pytest.raises(DataError, match="stands for no file") as caught:
+    for paths, problem in (
+        (tmp_path / "none.parquet", f"There is no file or directory {tmp_path}/none.parquet; correct the path"),
+        (str(tmp_path / "*.parquet"), f"No file matches {tmp_path}/*.parquet; correct the path"),
+        (tmp_path, f"{tmp_path} has no file whose name ends in .parquet, .pq; correct the path"),
+    ):
+        with pytest.raises(DataError, match=re.escape(problem)) as caught:
             data.parquet(paths, SCHEMA)
         assert caught.value.fields["path"] == str(paths)
     with pytest.raises(DataError, match="empty"):

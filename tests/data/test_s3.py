@@ -42,5 +42,5 @@ def test_files_directories_globs_and_growing_directories(bucket):
     with fsspec.open(f"{bucket}/hour=01/_SUCCESS", "wb"):
         pass
     assert items(reader.batches(0, 1)) == [[10, 11, 12, 13]]
-    with pytest.raises(DataError, match="stands for no file"):
+    with pytest.raises(DataError, match="There is no file or directory"):
         data.parquet(f"{bucket}/none", SCHEMA)

@@ -121,19 +121,16 @@ def _expand_one(path: str, suffixes: tuple[str, ...]) -> list[File]:
     system, local = _file_system(path)
     try:
         if any(c in local for c in "*?["):
-            names = system.glob(local)
+            names, problem = system.glob(local), f"No file matches {path}"
         elif system.isdir(local):
             names = [n for n in system.find(local) if n.endswith(suffixes) and not _hidden(n[len(local) :])]
+            problem = f"{path} has no file whose name ends in {', '.join(suffixes)}"
         else:
-            names = [local] if system.exists(local) else []
+            names, problem = [local] if system.exists(local) else [], f"There is no file or directory {path}"
     except OSError as error:
         raise DataError(f"{path} cannot be listed ({error}); check path and access.", path=path) from error
     if not names:
-        raise DataError(
-            f"{path} stands for no file; correct it, or point PERSIA_DATA at the data "
-            f"(in a directory, {' and '.join(suffixes)} files count).",
-            path=path,
-        )
+        raise DataError(f"{problem}; correct the path.", path=path)
     return [File(_full(path, system, n), _hive_keys(n)) for n in sorted(map(str, names))]
 
 
