@@ -78,10 +78,11 @@ def files(folder: Path, preset: str) -> Iterator[tuple[str, Path]]:
 
 
 HOSTILE = {
-    "ragged": "id,x,label\n" + "1,a,0\n2,b,1\n" * 50 + "1,2\n",
-    "constant label": "id,x,label\n" + "1,a,0\n2,b,0\n" * 50,
-    "only a header": "id,x,label\n",
+    "ragged": ("id,x,label\n" + "1,a,0\n2,b,1\n" * 50 + "1,2\n", "line 102 has 2 fields instead of 3"),
+    "constant label": ("id,x,label\n" + "1,a,0\n2,b,0\n" * 50, "column 'label' has one value only"),
+    "only a header": ("id,x,label\n", "has only one line"),
 }
+"""By name, a file and the reason to refuse it."""
 
 
 @runner.measures("init.rows", "init.auc")
@@ -91,10 +92,12 @@ def init(preset: str) -> Iterator[runner.Measure]:
         folder = Path(directory)
         aucs = {name: trained(path, folder / f"{name}_model", preset) for name, path in files(folder, preset)}
         refusals = {}
-        for number, (name, text) in enumerate(HOSTILE.items()):
+        for number, (name, (text, reason)) in enumerate(HOSTILE.items()):
             path = folder / f"hostile{number}.csv"
             path.write_text(text, encoding="utf-8")
             refusals[name] = persia("init", str(path), "--yes", "--out", str(folder / f"out{number}"), ok=False).strip()
+            if reason not in refusals[name]:
+                raise RuntimeError(f"{name}: refused for another reason: {refusals[name]}")
             if (folder / f"out{number}").exists():
                 raise RuntimeError(f"{name}: files were left behind")
         right = sum(map(math.isfinite, aucs.values())) + len(refusals)
