@@ -388,15 +388,22 @@ def test_odd_names_and_quotes_survive(folder):
 
 def test_both_ways_train_as_they_are(folder):
     (folder / "clicks.csv").write_text(clicks())
-    status, output = persia("init", "clicks.csv", "--yes")
+    status, printed = persia("init", "clicks.csv", "--yes")
     assert status == 0
-    assert "persia train clicks_model/config.toml" in output
+    assert "persia train clicks_model/config.toml" in printed
     status, output = persia("train", "clicks_model/config.toml", "--set", "trainer.progress=false")
     assert status == 0, output
     assert "evaluation" in output
     checkpoint = "clicks_model/runs/config"
     status, output = persia("evaluate", "clicks_model/config.toml", "--checkpoint", checkpoint)
     assert status == 0, output
+    # As the line says that `persia init` prints; a file that comes later has no label yet.
+    lines = [line.rpartition(",") for line in clicks().splitlines()[:51]]
+    (folder / "NEW_FILE").write_text("".join(f"{features}\n" for features, _, _ in lines))
+    (line,) = re.findall(r"persia (predict .*)", printed)
+    status, output = persia(*line.split())
+    assert status == 0, output
+    assert len((folder / "predictions.csv").read_text().splitlines()) == 51
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     done = subprocess.run(

@@ -181,9 +181,10 @@ def _report(guess: Guess, folder: Path) -> None:
     if "by" in guess.split:
         typer.echo(f"Held out for testing: the last tenth by {guess.split['column']}, from {guess.split['at']} on.")
     typer.echo(f"Wrote {', '.join(FILES)} to {folder}. Next:\n")
-    config, program = _shown(folder, "config.toml"), _shown(folder, "train.py")
+    config, program, run = (_shown(folder, name) for name in ("config.toml", "train.py", "runs/config"))
     typer.echo(f"  persia train {config}")
-    typer.echo(f"  persia evaluate {config} --checkpoint {_shown(folder, 'runs/config')}")
+    typer.echo(f"  persia evaluate {config} --checkpoint {run}")
+    typer.echo(f"  persia predict {config} --checkpoint {run} --data NEW_FILE --output predictions.csv")
     typer.echo(f"  python {program}\n")
 
 
