@@ -21,7 +21,7 @@ $(READY): $(VENV)/.dependencies $(SOURCES)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[dev,docs]"
 	touch $(RUNS) $@
 
-# What a first run waits for: without the tools of tests and documentation, which are larger than all else.
+# What a first run waits for: without the tools of tests and documentation.
 $(RUNS): $(VENV)/.dependencies $(SOURCES)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e .
 	touch $@
