@@ -8,8 +8,12 @@ zoo.auc.DATA.MODEL   Progressive AUC of one pass minus that of plain PyTorch wit
                      `sequences`: generated clicks on items like the newest of a history, whose best possible AUC is
                      known (`best`).
 zoo.rate.DATA.MODEL  Rows/s of the same runs over those of plain PyTorch, whose ids are numbered and sequences padded
-                     before its time begins. Both in alternation, in mode Sync. The target is 1.0x, and 1.2x where
-                     lookup, backward and update of embeddings take 40 % of PyTorch's step (`embedding_share`).
+                     before its time begins. Both in alternation, in mode Sync, with all cores. The target is 1.0x, and
+                     1.2x where lookup, backward and update of embeddings take 40 % of PyTorch's step
+                     (`embedding_share`).
+zoo.rate_by_default.globo.MODEL
+                     The same as both are if nobody sets the threads of torch: a training computes with half of the
+                     cores, plain PyTorch with all of them.
 zoo.long_sequences.MODEL
                      Rows/s of training on histories of 1,000 ids, with ids/s, and the rate of plain PyTorch.
 zoo.dien, zoo.youtubednn
@@ -30,6 +34,7 @@ from benchmarks import runner
 from benchmarks.zoo_runs import (
     LONG,
     MODELS,
+    SEQUENCE_RATES,
     SEQUENTIAL,
     Clicks,
     Compared,
@@ -42,18 +47,21 @@ from benchmarks.zoo_runs import (
     sequences,
     switched,
 )
+from persia.optim import Adagrad
 
-SEEDS = {"smoke": (0,), "laptop": (0, 1, 2), "full": (0, 1, 2, 3, 4)}
+SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": tuple(range(10))}
 ROWS = {"smoke": 4_096, "laptop": 204_800, "full": 2_048_000}
-DAY_ROWS = {"smoke": 1_024, "laptop": 65_536, "full": 262_144}
+DAY_ROWS = {"smoke": 1_024, "laptop": 262_144, "full": 524_288}
 LONG_ROWS = {"smoke": (8, 4), "laptop": (256, 32), "full": (2_048, 32)}
 """Samples with long histories, and those of a batch."""
 LONG_MODELS = ("din", "sasrec", "hstu")
+BY_DEFAULT = ("ffnn", "dcn_v2")
 LARGE_SHARE = 0.4
 """Share of embeddings in PyTorch's step from which on more than its rate is asked for."""
 WAY = ("sync", "sync", "sync", "gba", "sync")
 """Mode of each day."""
-SWITCHES = {"zoo.dien": "dien", "zoo.youtubednn": "youtube_dnn"}
+SWITCHES = {"zoo.dien": ("dien", SEQUENCE_RATES), "zoo.youtubednn": ("youtube_dnn", (Adagrad(lr=0.3), 3e-3))}
+"""The models of the switch, and rates with which each is near its best after three days."""
 CASES = [
     *(("globo", model) for model in MODELS if model not in ("mmoe", "ple")),
     *(("adult", model) for model in MODELS if model not in SEQUENTIAL),
@@ -116,6 +124,18 @@ for _source, _model in CASES:
     _register(_source, _model)
 
 
+@runner.measures(*(f"zoo.rate_by_default.globo.{model}" for model in BY_DEFAULT))
+def by_default(preset: str) -> Iterator[runner.Measure]:
+    """Rates with the threads that nobody has set."""
+    for model in BY_DEFAULT:
+        data = clicks("globo", model, preset)
+        if data is None:
+            return
+        found = [compare(data, MODELS[model], seed, all_cores=False) for seed in SEEDS[preset]]
+        rates = [one.rate for one in found], [one.torch_rate for one in found]
+        yield runner.paired_ratio(f"zoo.rate_by_default.globo.{model}", *rates)
+
+
 @runner.measures(*(f"zoo.long_sequences.{model}" for model in LONG_MODELS))
 def long_histories(preset: str) -> Iterator[runner.Measure]:
     """Rates on histories of 1,000 ids."""
@@ -135,11 +155,12 @@ def long_histories(preset: str) -> Iterator[runner.Measure]:
 @runner.measures(*SWITCHES)
 def switches(preset: str) -> Iterator[runner.Measure]:
     """Sync to Gba and back."""
-    for name, model in SWITCHES.items():
+    for name, (model, rates) in SWITCHES.items():
         ours: list[list[float]] = []
         theirs: list[list[float]] = []
         for seed in SEEDS[preset]:
             days, test = days_of(DAY_ROWS[preset], seed)
+            days = [day._replace(rates=rates) for day in days]
             ours.append(switched(days, test, MODELS[model], WAY, seed))
             theirs.append(switched(days, test, MODELS[model], ("sync",) * len(WAY), seed))
         found = [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from persia.testing import Threads
 __all__ = [
     "LONG",
     "MODELS",
+    "SEQUENCE_RATES",
     "SEQUENTIAL",
     "Clicks",
     "Compared",
@@ -35,6 +38,7 @@ __all__ = [
     "long_sequences",
     "sequences",
     "switched",
+    "torch_threads",
 ]
 
 BATCH = 1024
@@ -48,6 +52,9 @@ LONG, LONG_ITEMS = 1_000, 100_000
 SHARE_BATCHES = 20
 """Batches of which the share of embeddings in PyTorch's step is measured."""
 WORKERS, LOCAL = 4, 128
+CORES = len(os.sched_getaffinity(0))
+ALL_CORES = {"OMP_NUM_THREADS": str(CORES), "GOMP_SPINCOUNT": "300000"}
+"""What a user sets to let a training compute with all cores, whose threads wait as they do by default."""
 SEEDING = threading.Lock()
 """NN workers that are threads share torch's random generator."""
 
@@ -188,10 +195,35 @@ def first_values(schema: Schema, ids: Mapping[str, np.ndarray], seed: int) -> di
     return found
 
 
-def compare(clicks: Clicks, make: Make, seed: int) -> Compared:
-    """Trains one pass here and in plain PyTorch, in an order that alternates with the seed."""
+@contextlib.contextmanager
+def torch_threads(all_cores: bool) -> Iterator[None]:
+    """Lets torch compute with all cores as if nobody had set anything, or as if a user had asked for that."""
+    before, asked = torch.get_num_threads(), {**ALL_CORES} if all_cores else {}
+    torch.set_num_threads(CORES)
+    os.environ.update(asked)
+    try:
+        yield
+    finally:
+        for name in asked:
+            del os.environ[name]
+        torch.set_num_threads(before)
+
+
+def compare(clicks: Clicks, make: Make, seed: int, all_cores: bool = True) -> Compared:
+    """Trains one pass here and in plain PyTorch, in an order that alternates with the seed.
+
+    Args:
+        clicks: what is trained.
+        make: makes the network.
+        seed: of the network and of rows.
+        all_cores: let torch compute with all cores here, too, where it takes half of them by default.
+    """
 
     def ours() -> zoo_torch.Result:
+        with torch_threads(all_cores):
+            return trained()
+
+    def trained() -> zoo_torch.Result:
         trainer = _trainer(clicks, make, seed, None)
         result = trainer.fit(clicks.batches)
         areas = [figures.auc for figures in result.progressive.labels.values()]
@@ -201,7 +233,9 @@ def compare(clicks: Clicks, make: Make, seed: int) -> Compared:
         torch.manual_seed(seed)
         model = make(clicks.schema, clicks.newest_first)
         inputs, ids = zoo_torch.prepared(clicks.schema, clicks.batches)
-        return zoo_torch.run(model, clicks.schema, inputs, first_values(clicks.schema, ids, seed), *clicks.rates)
+        values = first_values(clicks.schema, ids, seed)
+        with torch_threads(all_cores):
+            return zoo_torch.run(model, clicks.schema, inputs, values, *clicks.rates)
 
     if seed % 2:
         b, a = theirs(), ours()
