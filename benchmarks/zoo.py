@@ -152,10 +152,11 @@ def long_histories(preset: str) -> Iterator[runner.Measure]:
         yield runner.quantity(f"zoo.long_sequences.{model}", rates, "rows/s", details=said)
 
 
-@runner.measures(*SWITCHES)
-def switches(preset: str) -> Iterator[runner.Measure]:
-    """Sync to Gba and back."""
-    for name, (model, rates) in SWITCHES.items():
+def _register_switch(name: str) -> None:
+    @runner.measures(name)
+    def switches(preset: str) -> Iterator[runner.Measure]:
+        """Sync to Gba and back."""
+        model, rates = SWITCHES[name]
         ours: list[list[float]] = []
         theirs: list[list[float]] = []
         for seed in SEEDS[preset]:
@@ -170,4 +171,9 @@ def switches(preset: str) -> Iterator[runner.Measure]:
             for kind, day in (("to_gba", 3), ("to_sync", 4))
         ]
         worst = runner.worst(name, found)
-        yield replace(worst, details={**worst.details, "switched_per_day": ours, "sync_per_day": theirs})
+        details = {f"{one.name}.interval": one.interval for one in found}
+        yield replace(worst, details={**worst.details, **details, "switched_per_day": ours, "sync_per_day": theirs})
+
+
+for _name in SWITCHES:
+    _register_switch(_name)
