@@ -4,7 +4,7 @@
 
 Each way to run is a process of its own; they train in turn, while 0, 1 or 2 other processes keep a core busy. Compared
 are what a `Trainer` chooses (half of the cores), all cores, where threads sleep soon when they wait, and all cores
-whose threads spin, or never do.
+whose threads spin, never do, or do so for a short time.
 """
 
 from __future__ import annotations
@@ -149,6 +149,9 @@ def compare(
 SPINS = {"GOMP_SPINCOUNT": "300000"}
 """What GNU's OpenMP does by default; said aloud, a training leaves it so."""
 
+SHORT = {"GOMP_SPINCOUNT": "1000"}
+"""Ten times what is left of it where a training keeps an idle team."""
+
 
 def all_cores(**more: str) -> dict[str, str]:
     """Makes torch use them."""
@@ -178,3 +181,13 @@ def spinning(preset: str) -> Iterator[runner.Measure]:
 @runner.measures(*names("threads.passive"))
 def passive(preset: str) -> Iterator[runner.Measure]:
     return compare(preset, "threads.passive", SMALL, {}, all_cores(OMP_WAIT_POLICY="passive"))
+
+
+@runner.measures(*names("threads.short"))
+def short(preset: str) -> Iterator[runner.Measure]:
+    return compare(preset, "threads.short", SMALL, {}, all_cores(**SHORT))
+
+
+@runner.measures(*names("threads.short_large"))
+def short_large(preset: str) -> Iterator[runner.Measure]:
+    return compare(preset, "threads.short_large", LARGE, {}, all_cores(**SHORT))
