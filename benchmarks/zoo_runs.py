@@ -54,7 +54,7 @@ SHARE_BATCHES = 20
 WORKERS, LOCAL = 4, 128
 CORES = len(os.sched_getaffinity(0))
 ALL_CORES = {"OMP_NUM_THREADS": str(CORES), "GOMP_SPINCOUNT": "300000"}
-"""What a user sets to let a training compute with all cores, whose threads wait as they do by default."""
+"""Lets a training compute with all cores, whose threads spin as those of plain PyTorch do."""
 SEEDING = threading.Lock()
 """NN workers that are threads share torch's random generator."""
 
@@ -198,14 +198,17 @@ def first_values(schema: Schema, ids: Mapping[str, np.ndarray], seed: int) -> di
 @contextlib.contextmanager
 def torch_threads(all_cores: bool) -> Iterator[None]:
     """Lets torch compute with all cores as if nobody had set anything, or as if a user had asked for that."""
-    before, asked = torch.get_num_threads(), {**ALL_CORES} if all_cores else {}
+    before = torch.get_num_threads()
+    kept = {name: os.environ.pop(name) for name in ALL_CORES if name in os.environ}
     torch.set_num_threads(CORES)
-    os.environ.update(asked)
+    if all_cores:
+        os.environ.update(ALL_CORES)
     try:
         yield
     finally:
-        for name in asked:
-            del os.environ[name]
+        for name in ALL_CORES:
+            os.environ.pop(name, None)
+        os.environ.update(kept)
         torch.set_num_threads(before)
 
 

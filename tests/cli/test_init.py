@@ -262,6 +262,7 @@ def test_an_unclear_label_is_asked_or_refused(folder, monkeypatch):
         ("number of visits", False),
         ("total number", False),
         ("number", False),
+        ("nr", False),
     ],
 )
 def test_names_of_whole_numbers(folder, name, is_id):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import persia
+from persia.data.loader import FRESH_SECONDS
 from persia.errors import ConfigError, RoleDiedError
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
@@ -64,6 +65,7 @@ def test_ranks_are_reused_and_end():
 def test_batches_outlive_a_push_that_waits(seconds):
     waiting = worker_options(persia.cluster.RayOptions(timeout=seconds, compression="fp16"))
     assert waiting.expiry > 2 * waiting.timeout == 2 * seconds
+    assert waiting.expiry > FRESH_SECONDS  # Which data loaders rely on.
     assert waiting.compression == "fp16"
 
 

@@ -17,6 +17,8 @@ from support.cluster_samples import eventually, make_trainer, options, reader
 from support.trace_format import by_process
 
 STEPS = 5
+EXACT = 0.05
+"""Uncertainty of a clock, in seconds; it is milliseconds on an idle machine."""
 
 
 def traced(cluster: Any, mode: Any, folder: Path) -> dict[str, Any]:
@@ -27,16 +29,23 @@ def traced(cluster: Any, mode: Any, folder: Path) -> dict[str, Any]:
     try:
         eventually(lambda: cluster.statistics().get("embedding_ps-0", {}).get("rpc.calls", 0) > 50, "it trains", 60.0)
         path = folder / "trace.json"
-        done = CliRunner().invoke(
-            app, ["trace", cluster.control_address, "--steps", str(STEPS), "--output", str(path), "--timeout", "30"]
-        )
-        assert done.exit_code == 0, done.output
+        words = ["trace", cluster.control_address, "--steps", str(STEPS), "--output", str(path), "--timeout", "30"]
+        for _ in range(10):  # On a busy machine an answer about a clock may be late.
+            done = CliRunner().invoke(app, words)
+            assert done.exit_code == 0, done.output
+            found: dict[str, Any] = json.loads(path.read_text())
+            if uncertainty(found) < EXACT:
+                break
     finally:
         trainer.stop()
         thread.join(90)
     assert "ui.perfetto.dev" in done.output
-    found: dict[str, Any] = json.loads(path.read_text())
     return found
+
+
+def uncertainty(trace: dict[str, Any]) -> float:
+    """The largest of a clock, in seconds."""
+    return max(float(clock["uncertainty_s"]) for clock in trace["otherData"]["clocks"].values())
 
 
 @pytest.mark.usefixtures("ray_here")
@@ -54,10 +63,9 @@ def test_all_roles_are_on_one_time_line(tmp_path):
             assert names[name] == STEPS, (rank, name, names)
         assert names["transfer"] >= STEPS
     assert Counter(s["name"] for s in spans["data loader 0"]).keys() >= {"take", "register"}
-    clocks = trace["otherData"]["clocks"]
-    assert all(0 <= clock["uncertainty_s"] < 1 for clock in clocks.values())  # Milliseconds, on an idle machine.
+    assert 0 <= uncertainty(trace) < EXACT
     # In causal order: a PS applies a push of a step while an NN worker's push lasts, whatever their clocks say.
-    slack = 2e6 * max(clock["uncertainty_s"] for clock in clocks.values())
+    slack = 2e6 * uncertainty(trace)
     for step in steps:
         of_step = [s for of in spans.values() for s in of if s["args"].get("step") == step and s["name"] == "push"]
         pushes = [s for s in of_step if s in spans["NN worker 0"] or s in spans["NN worker 1"]]

@@ -41,6 +41,21 @@ def test_texts_are_mapped_as_readers_do_whatever_wrote_them(write, tmp_path):
     np.testing.assert_array_equal(read.values, LISTS)
 
 
+def test_numbers_are_ids_also_as_categories_of_a_table_of_texts(tmp_path):
+    pd.DataFrame({"id": pd.Categorical([7, 9, 2]), "embedding": LISTS}).to_parquet(tmp_path / "item.parquet")
+    schema = persia.Schema([persia.IdFeature("item", dim=4, kind="text")])
+    tables = persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.Adagrad(lr=0.05))
+    import_rows(tables, tmp_path)
+    np.testing.assert_array_equal(tables.rows("item", np.array([7, 9, 2], np.uint64)).values, LISTS)
+
+
+def test_other_tensors_do_not_matter(tmp_path):
+    ids = torch.tensor([4, 5, 6])
+    tensors = {"ids": ids, "embeddings": torch.tensor(LISTS), "version": torch.tensor(3)}
+    save_file(tensors, tmp_path / "item.safetensors")
+    assert import_rows(collection(), tmp_path)["item"].inserted == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_matrix_of_any_float_type(dtype, tmp_path):
     save_file({"weight": torch.tensor(LISTS, dtype=dtype)}, tmp_path / "item.safetensors")

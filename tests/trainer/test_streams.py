@@ -82,8 +82,10 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_never_was(kafka, 
     steps = [0]
     while steps[-1] < 50:
         with subprocess.Popen(words, env=environment) as process:
-            until(lambda: steps[-1] + 15 < last_step(killed), 60)
-            process.send_signal(signal.SIGKILL)
+            try:
+                until(lambda: steps[-1] + 15 < last_step(killed), 60)
+            finally:  # It waits for that.
+                process.send_signal(signal.SIGKILL)
         steps.append(last_step(killed))
     resumed = stream_run.trainer(killed)
     assert resumed.global_step == steps[-1] < 80

@@ -98,10 +98,11 @@ class Away(Recorded):
 
     def __init__(self):
         super().__init__()
-        self.back = threading.Event()
+        self.stuck, self.back = threading.Event(), threading.Event()
 
     def log(self, values, step):
         if self.calls[-1][0] != "begin":
+            self.stuck.set()
             self.back.wait(60)
         super().log(values, step)
 
@@ -113,6 +114,12 @@ def test_training_does_not_wait_for_a_tracker(monkeypatch, caplog):
     monkeypatch.setattr(tracking, "MAX_WAITING", 5)
     data = reader()
     t = trainer(data.schema, MLflow())
+
+    def wait_until_it_is_stuck(*_):
+        if t.global_step == 2:
+            assert away.stuck.wait(30)
+
+    t.model.register_forward_pre_hook(wait_until_it_is_stuck)
     try:
         begin = time.monotonic()
         with caplog.at_level(logging.WARNING, "persia.tracking"):

@@ -70,7 +70,7 @@ def test_a_batch_of_another_incarnation_is_stale_and_counted(clock):
 
 
 def test_a_full_buffer_holds_registrations_back(clock):
-    kept = buffer(clock, capacity=2, timeout=DEADLINE)
+    kept = buffer(clock, capacity=2, timeout=DEADLINE, expiry=600.0)
     first, _ = kept.put("a"), kept.put("b")
     with ThreadPoolExecutor(1) as threads:
         started = threading.Event()

@@ -15,7 +15,7 @@ __all__ = ["evaluate", "predict"]
 
 Data = Annotated[
     str | None,
-    typer.Option("--data", help="Score all rows of this file, directory, glob or URL instead.", metavar="FILE"),
+    typer.Option("--data", help="Score this file, directory, glob or URL instead, without a split.", metavar="FILE"),
 ]
 
 
@@ -34,7 +34,7 @@ def evaluate(
     """Evaluate a checkpoint on `eval_data`, or on `data` if there is none.
 
     The checkpoint is not modified. All samples are read: `drop_last` and `shuffle_rows` are ignored, and with --data
-    `split`, too.
+    `split`, too. `where` still says which rows are samples.
     """
     from persia.cli import ui as out
 

@@ -139,7 +139,9 @@ class Sweep:
         return self._output / f"trial-{number:03}"
 
     def _check_networks(self, values: dict[str, Range | list[Any]]) -> None:
-        """Builds a network with each value of a list, beside the first ones of the others: not all fails in `convert`.
+        """Builds a network with each value of a list, and the first values of the other lists.
+
+        Whether a network can be built shows only here.
 
         Raises:
             ConfigError: a network cannot be built, or its data cannot be opened.

@@ -55,7 +55,7 @@ def frame(
     if seen.problem:
         return Text(seen.problem, "red")
     chosen = seen.processes if selected is None else seen.processes[selected : selected + 1]
-    problems = [Text(f"{process.name}: {process.problem}", "red") for process in chosen if process.problem]
+    problems = [Text(f"{p.name}: {' '.join(p.problem.split())}", "red") for p in chosen if p.problem]
     headline = _headline(seen)
     first, end = 0, len(seen.processes)
     if height is not None:

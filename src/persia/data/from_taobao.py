@@ -127,7 +127,7 @@ def _timed(piece: Piece) -> Piece:
     import pyarrow.compute as pc
 
     time = piece.columns["timestamp"]
-    at = int(pc.index(pc.match_substring_regex(time, r"^-?\d{1,18}$"), False).as_py())
+    at = int(pc.index(pc.match_substring_regex(time, r"^(-\d{1,12}|\d{1,18})$"), False).as_py())
     if at >= 0:
         value = time[at].as_py().decode(errors="replace")
         raise DataError(

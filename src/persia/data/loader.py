@@ -23,9 +23,12 @@ from persia.services import EmbeddingWorker, Seekable
 from persia.telemetry.tracing import Tracer
 from persia.types import Delivery, FedBatch, Feed, Int64Array
 
-__all__ = ["Loader"]
+__all__ = ["FRESH_SECONDS", "Loader"]
 
 LOG = logging.getLogger("persia.data")
+
+FRESH_SECONDS = 300.0
+"""Time for which embedding workers keep a batch without a lookup, at least."""
 
 
 class _Entry:
@@ -81,7 +84,7 @@ class Loader:
         workers: Directory[EmbeddingWorker],
         accumulation_steps: int = 1,
         timeout: float = 600.0,
-        fresh: float = 300.0,
+        fresh: float = FRESH_SECONDS,
     ) -> None:
         self._fresh = fresh
         self._cursor = Cursor(source, schema)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from persia.batching.batch import Batch
 from persia.data.broker import Stopped
-from persia.data.loader import KEPT_ON_DEMAND, Loader
+from persia.data.loader import FRESH_SECONDS, KEPT_ON_DEMAND, Loader
 from persia.errors import DeadlineError
 from persia.membership.directory import Directory
 from persia.schema import Schema
@@ -51,7 +51,7 @@ class StreamLoader(Loader):
         workers: Directory[EmbeddingWorker],
         accumulation_steps: int = 1,
         timeout: float = 600.0,
-        fresh: float = 300.0,
+        fresh: float = FRESH_SECONDS,
     ) -> None:
         super().__init__(source, schema, workers, accumulation_steps, timeout, fresh)
         self._stream = source

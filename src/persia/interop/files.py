@@ -19,6 +19,9 @@ from persia.types import Floats, Ids, RowsSet, RowState
 
 __all__ = ["import_rows"]
 
+_TENSORS = {"ids", "state", "update_count", "last_step"}
+"""What a safetensors file may have for each row beside the embedding."""
+
 
 class _Part(NamedTuple):
     """Some rows of a file: ids, embeddings `[n, dim]`, and the state of the optimizer if the file has any."""
@@ -111,7 +114,9 @@ def _parquet(path: Path, rows: int) -> Iterator[_Part]:
         _require(file.schema_arrow.names, "id", "embedding")
         for batch in file.iter_batches(rows):
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            keys = columns["id"]  # Texts of any type, such as large or dictionary-encoded ones, are left to the table.
+            keys = columns["id"]  # Texts of any type, such as large ones, are left to the table.
+            if pa.types.is_dictionary(keys.type):
+                keys = keys.dictionary_decode()
             if pa.types.is_integer(keys.type) or pa.types.is_floating(keys.type):
                 keys = _numbers(keys.to_numpy(zero_copy_only=False))
             others = {name: columns[name].to_numpy() for name in ("update_count", "last_step") if name in columns}
@@ -163,7 +168,7 @@ def _safetensors(path: Path, rows: int) -> Iterator[_Part]:
         if len(names) > 1:
             _require(names, "ids", "embeddings")
         weight = names[0] if len(names) == 1 else "embeddings"
-        tensors = {name: file.get_slice(name) for name in names}
+        tensors = {name: file.get_slice(name) for name in {weight, *_TENSORS} & set(names)}
         counts = {name: tensor.get_shape()[:1] for name, tensor in tensors.items()}
         if len({*map(tuple, counts.values())}) > 1:
             raise ValueError(f"its tensors differ in the number of rows: {counts}")

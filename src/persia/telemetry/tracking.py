@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ BEGIN_SECONDS = 60.0
 """Time to open a run."""
 
 END_SECONDS = 30.0
-"""Time to write what is left at the end of a call of `fit`."""
+"""Time to write a point at the end of a call of `fit`."""
 
 MAX_WAITING = 1_000
 """Points that wait for a tracker; later ones are lost."""
@@ -137,20 +137,22 @@ class BackgroundTracker:
         self._call(partial(self._tracker.log, values, step)).add_done_callback(self._warn)
 
     def end(self, failed: bool) -> None:
-        """See `Tracker`. Blocks for a limited time."""
+        """See `Tracker`. Blocks until the tracker has taken all points, or none of them for a while."""
         ended = self._call(partial(self._tracker.end, failed))
         ended.add_done_callback(self._warn)
         self._calls.put(None)
         if self._lost:
             LOG.warning("%s took metrics too slowly; points lost: %d.", self._name, self._lost)
             self._lost = 0
-        try:
-            ended.exception(END_SECONDS)
-        except TimeoutError:
-            LOG.warning(
-                "%s has not taken the last metrics within %g s; they are lost if this process ends now.",
-                self._name, END_SECONDS,
-            )  # fmt: skip
+        waiting = self._calls.qsize()
+        while not wait([ended], END_SECONDS).done:
+            before, waiting = waiting, self._calls.qsize()
+            if waiting == before:
+                LOG.warning(
+                    "%s has not taken the last metrics within %g s; they are lost if this process ends now.",
+                    self._name, END_SECONDS,
+                )  # fmt: skip
+                return
 
     def _call(self, call: Callable[[], None]) -> Future[None]:
         done: Future[None] = Future()

@@ -251,7 +251,7 @@ def _names_an_id(words: list[str]) -> bool:
     if not words:
         return False
     if words[-1] in _ID_LAST_WORDS:
-        return words not in (["no"], ["number"]) and not set(words[:-1]) & NUMBER_WORDS
+        return words not in (["no"], ["nr"], ["number"]) and not set(words[:-1]) & NUMBER_WORDS
     return (words[-1] in _ID_WORDS or words[0] in _ID_WORDS) and not set(words) & NUMBER_WORDS
 
 

@@ -20,7 +20,7 @@ from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import Plan, ProcessInfo, ServerSeat, Service
 from persia.coordinator import CoordinatorServer, TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
-from persia.data.loader import Loader
+from persia.data.loader import FRESH_SECONDS, Loader
 from persia.data.stream_loader import StreamLoader
 from persia.errors import ConfigError, DeadlineError, StoreError
 from persia.membership.directory import Directory
@@ -317,8 +317,13 @@ class EmbeddingServerHost(Host):
 
 
 def worker_options(options: RayOptions) -> WorkerOptions:
-    """Returns the bounds of an embedding worker. Batches live longer than any call for those before them may wait."""
-    return WorkerOptions(options.compression, timeout=options.timeout, expiry=3 * options.timeout)
+    """Returns the bounds of an embedding worker.
+
+    A push may wait for `timeout` at a PS; the batches that were read ahead of it live longer than that, and longer than
+    data loaders rely on.
+    """
+    expiry = max(2 * FRESH_SECONDS, 3 * options.timeout)
+    return WorkerOptions(options.compression, timeout=options.timeout, expiry=expiry)
 
 
 class EmbeddingWorkerHost(Host):
