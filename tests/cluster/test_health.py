@@ -92,7 +92,7 @@ def test_every_process_answers(tmp_path):
         thread.start()
         found: list[dict] = []
 
-        def ask(*more: str, seconds: str = "30") -> int:
+        def ask(*more: str, seconds: str = "5") -> int:
             to = str(tmp_path / "health.json")
             arguments = ["health", cluster.control_address, "--json", to, "--timeout", seconds, *more]
             done = CliRunner().invoke(app, arguments, env={"COLUMNS": "240"})
