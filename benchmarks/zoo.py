@@ -131,7 +131,7 @@ def by_default(preset: str) -> Iterator[runner.Measure]:
         data = clicks("globo", model, preset)
         if data is None:
             return
-        found = [compare(data, MODELS[model], seed, all_cores=False) for seed in SEEDS[preset]]
+        found = [compare(data, MODELS[model], seed, every_core=False) for seed in SEEDS[preset]]
         rates = [one.rate for one in found], [one.torch_rate for one in found]
         yield runner.paired_ratio(f"zoo.rate_by_default.globo.{model}", *rates)
 

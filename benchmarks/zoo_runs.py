@@ -15,6 +15,7 @@ import torch
 from msgspec import structs
 
 from benchmarks.baselines import zoo_torch
+from benchmarks.threads import SPINS, all_cores
 from persia import Batch, IdFeature, Schema, Trainer, TrainerOptions, data
 from persia.data.generator import expected_auc
 from persia.modes import Gba, Sync
@@ -53,7 +54,7 @@ SHARE_BATCHES = 20
 """Batches of which the share of embeddings in PyTorch's step is measured."""
 WORKERS, LOCAL = 4, 128
 CORES = len(os.sched_getaffinity(0))
-ALL_CORES = {"OMP_NUM_THREADS": str(CORES), "GOMP_SPINCOUNT": "300000"}
+ALL_CORES = all_cores(**SPINS)
 """Lets a training compute with all cores, whose threads spin as those of plain PyTorch do."""
 SEEDING = threading.Lock()
 """NN workers that are threads share torch's random generator."""
@@ -196,12 +197,12 @@ def first_values(schema: Schema, ids: Mapping[str, np.ndarray], seed: int) -> di
 
 
 @contextlib.contextmanager
-def torch_threads(all_cores: bool) -> Iterator[None]:
+def torch_threads(every_core: bool) -> Iterator[None]:
     """Lets torch compute with all cores as if nobody had set anything, or as if a user had asked for that."""
     before = torch.get_num_threads()
     kept = {name: os.environ.pop(name) for name in ALL_CORES if name in os.environ}
     torch.set_num_threads(CORES)
-    if all_cores:
+    if every_core:
         os.environ.update(ALL_CORES)
     try:
         yield
@@ -212,23 +213,20 @@ def torch_threads(all_cores: bool) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compare(clicks: Clicks, make: Make, seed: int, all_cores: bool = True) -> Compared:
+def compare(clicks: Clicks, make: Make, seed: int, every_core: bool = True) -> Compared:
     """Trains one pass here and in plain PyTorch, in an order that alternates with the seed.
 
     Args:
         clicks: what is trained.
         make: makes the network.
         seed: of the network and of rows.
-        all_cores: let torch compute with all cores here, too, where it takes half of them by default.
+        every_core: let torch compute with all cores here, too, where it takes half of them by default.
     """
 
     def ours() -> zoo_torch.Result:
-        with torch_threads(all_cores):
-            return trained()
-
-    def trained() -> zoo_torch.Result:
-        trainer = _trainer(clicks, make, seed, None)
-        result = trainer.fit(clicks.batches)
+        with torch_threads(every_core):
+            trainer = _trainer(clicks, make, seed, None)
+            result = trainer.fit(clicks.batches)
         areas = [figures.auc for figures in result.progressive.labels.values()]
         return zoo_torch.Result(float(np.mean(areas)), result.rows_per_second)
 
@@ -237,7 +235,7 @@ def compare(clicks: Clicks, make: Make, seed: int, all_cores: bool = True) -> Co
         model = make(clicks.schema, clicks.newest_first)
         inputs, ids = zoo_torch.prepared(clicks.schema, clicks.batches)
         values = first_values(clicks.schema, ids, seed)
-        with torch_threads(all_cores):
+        with torch_threads(every_core):
             return zoo_torch.run(model, clicks.schema, inputs, values, *clicks.rates)
 
     if seed % 2:

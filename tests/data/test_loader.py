@@ -18,6 +18,7 @@ from persia.membership import Directory
 from persia.metrics import count_ids
 from persia.schema import IdFeature, Schema
 from persia.types import BatchId, Feed, Member, Membership
+from support.waiting import wait_until
 
 DEADLINE = 20.0
 SCHEMA = Schema([IdFeature("id", dim=2)], dense_features=["number"], labels=["y"])
@@ -106,13 +107,6 @@ class Workers(Directory):
             for key, worker in self.known.items()
         ]
         self.update(Membership(self.roster().version + 1, 1, members))
-
-
-def wait_until(condition, what="the condition"):
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come true"
-        time.sleep(0.002)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from persia.errors import DataError, PersiaError, StaleBatchError
 from persia.modes import Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.optim import SGD, Adagrad
+from support.waiting import wait_until
 
 DEADLINE = 30.0
 SCHEMA = persia.Schema(
@@ -51,13 +52,6 @@ def collection(optimizer=None, mode=None, schema=SCHEMA, **options):
     return EmbeddingCollection(
         schema, optimizer=optimizer or SGD(lr=0.1), mode=mode or Sync(), options=CollectionOptions(**options)
     )
-
-
-def wait_until(condition):
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.001)
 
 
 def flat(found):

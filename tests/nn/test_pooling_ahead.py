@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -15,6 +14,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.nn import CollectionOptions, EmbeddingCollection, pooling
 from persia.nn.transfer import Transfer
 from persia.optim import SGD
+from support.waiting import wait_until
 
 SCHEMA = persia.Schema(
     [persia.IdFeature("item", dim=4), persia.IdFeature("user", dim=2), persia.IdFeature("seen", dim=4, table="item")]
@@ -56,13 +56,6 @@ def rows_of(embeddings):
 
 def squares(embeddings, batch):
     return sum(values.square().sum() for values in embeddings(batch).values())
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import pytest
 
 from persia.errors import StoreError
 from persia.rpc.fan_out import call_all, try_all
-from support.rpc_samples import DEADLINE, wait_until
+from support.rpc_samples import DEADLINE
+from support.waiting import wait_until
 
 
 def fail(message):

@@ -15,7 +15,8 @@ from persia import rpc
 from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError, RemoteError, StoreError, WireError
 from persia.rpc import port
 from persia.rpc.server import DELIVERY_SECONDS
-from support.rpc_samples import DEADLINE, OddError, Sample, Service, expire, expire_iterators, wait_until
+from support.rpc_samples import DEADLINE, OddError, Sample, Service, expire, expire_iterators
+from support.waiting import wait_until
 
 
 def test_many_calls_from_many_threads(stub):

@@ -16,7 +16,8 @@ import zmq
 from persia import rpc
 from persia.rpc.arrays import DTYPES, MAX_NDIM
 from persia.rpc.messages import Kind
-from support.rpc_samples import DEADLINE, Sample, Service, wait_until
+from support.rpc_samples import DEADLINE, Sample, Service
+from support.waiting import wait_until
 
 LIMITS = rpc.Limits(message_bytes=4 << 20, header_bytes=64 << 10, arrays=16, requests=64, threads=4, streams=4)
 METHODS = ("anything", "array", "floats", "floats_inline", "typed", "tables", "nothing", "defaults", "fail", "chunks")

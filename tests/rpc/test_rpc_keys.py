@@ -7,7 +7,8 @@ import zmq
 
 from persia import rpc
 from persia.errors import ConfigError, DeadlineError
-from support.rpc_samples import DEADLINE, Sample, Service, expire, wait_until
+from support.rpc_samples import DEADLINE, Sample, Service, expire
+from support.waiting import wait_until
 
 
 @pytest.fixture

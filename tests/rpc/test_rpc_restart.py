@@ -12,7 +12,8 @@ import pytest
 from persia import rpc
 from persia.errors import DeadlineError, PeerRestartedError, WireError
 from support.ports import lasting_port
-from support.rpc_samples import DEADLINE, Sample, expire, wait_until
+from support.rpc_samples import DEADLINE, Sample, expire
+from support.waiting import wait_until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "rpc_process.py"
 

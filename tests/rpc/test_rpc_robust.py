@@ -23,7 +23,8 @@ from persia.errors import ConfigError, DeadlineError, PersiaError, RemoteError, 
 from persia.rpc.failures import failure
 from persia.rpc.messages import Kind, body
 from persia.rpc.port import client_port
-from support.rpc_samples import DEADLINE, Sample, Service, expire_iterators, wait_until
+from support.rpc_samples import DEADLINE, Sample, Service, expire_iterators
+from support.waiting import wait_until
 
 SMALL = rpc.Limits(message_bytes=1 << 20)
 LARGE = np.zeros(1 << 20, np.float32)
@@ -376,7 +377,7 @@ def test_iterators_do_not_expire_while_requests_wait(trouble):
         (stream,) = server._dispatcher.streams._streams.values()
         for _ in range(2):
             used = stream.used
-            wait_until(lambda: stream.used > used, "the next tick")  # noqa: B023
+            wait_until(lambda used=used: stream.used > used, "the next tick")
         assert server.statistics()["streams_expired"] == 0
         trouble.gate.set()
         assert next(items) == 2

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -14,13 +14,6 @@ from persia import rpc
 from persia.errors import StoreError
 
 DEADLINE = 20.0
-
-
-def wait_until(condition: Callable[[], bool], what: str = "the condition") -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come true in {DEADLINE:g} s"
-        time.sleep(0.002)
 
 
 def expire(stub: Any) -> None:

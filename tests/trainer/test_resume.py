@@ -19,6 +19,7 @@ from persia.nn.gate import StalenessGate
 from persia.optim import SGD, Adagrad, Adam
 from persia.ps import EmbeddingServer
 from persia.trainer import checkpointing as saving
+from support.waiting import wait_until
 
 
 def reader(rows=4_000):
@@ -49,13 +50,6 @@ def trainer(schema, mode=None, **options):
         mode=mode or Sync(),
         options=persia.TrainerOptions(**{"progress": False} | options),
     )
-
-
-def wait_until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.002)
 
 
 def stored(t):

@@ -20,7 +20,7 @@ from persia.types import Floats, Ids, RowsSet, RowState
 __all__ = ["import_rows"]
 
 _TENSORS = {"ids", "state", "update_count", "last_step"}
-"""What a safetensors file may have for each row beside the embedding."""
+"""Optional tensors of a safetensors file, with one entry per row."""
 
 
 class _Part(NamedTuple):

@@ -27,8 +27,8 @@ class WorkerOptions(msgspec.Struct, frozen=True):
             row (docs: lossy, about half the bytes).
         capacity: batches that are buffered at most; more wait in `register`.
         timeout: seconds that `register` waits while the buffer is full.
-        expiry: seconds without a call after which a batch is forgotten. More than a call of an NN worker may take:
-            while its push waits for space at a PS, nobody calls for the batches that it has read ahead.
+        expiry: seconds without a call after which a batch is forgotten. It must be longer than the longest push: while
+            a push waits for space at a PS, its NN worker does not ask for later batches.
     """
 
     compression: Literal["none", "fp16"] = "none"
