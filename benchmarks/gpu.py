@@ -5,8 +5,9 @@
 Needs a CUDA device; without one each measure is skipped, and says so. The work is that of `benchmarks/step.py`, or a
 larger network. The tables of plain PyTorch are in the memory of the GPU, so `*vs_torch` says what it costs to keep rows
 where there is room for any number of them; `*vs_dense_only` says how much of that the prefetching hides.
-`gpu.copy_overlap` compares with a step whose copies wait, `gpu.fp16_wire` with rows that cross as float32, and
-`gpu.cache_rows` with a step without copies of rows on the device.
+`gpu.copy_overlap` compares with a step whose copies wait, `gpu.fp16_wire` with rows that cross as float32,
+`gpu.bf16_rows*` with rows that are stored as float32, and `gpu.cache_rows` with a step without copies of rows on the
+device.
 """
 
 from __future__ import annotations
@@ -120,6 +121,11 @@ def compressing(work: Workload, data: list[Samples]) -> Persia:
     return Persia(work, data, ADAGRAD, Compressing())
 
 
+def narrow(work: Workload, data: list[Samples]) -> Persia:
+    """The same with rows of bfloat16, which are widened on the device."""
+    return Persia(work, data, ADAGRAD, dtype="bfloat16")
+
+
 def blocking(work: Workload, data: list[Samples]) -> Persia:
     """The same with copies that wait."""
     made = Persia(work, data, ADAGRAD)
@@ -186,6 +192,16 @@ def copy_overlap(preset: str) -> runner.Measure | None:
 @runner.measures("gpu.fp16_wire")
 def fp16_wire(preset: str) -> runner.Measure | None:
     return on_gpu("gpu.fp16_wire", preset, compressing, persia)
+
+
+@runner.measures("gpu.bf16_rows")
+def bf16_rows(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.bf16_rows", preset, narrow, persia)
+
+
+@runner.measures("gpu.bf16_rows_dlrm_128")
+def bf16_rows_dlrm(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.bf16_rows_dlrm_128", preset, narrow, persia, dlrm)
 
 
 @runner.measures("gpu.cache_rows")

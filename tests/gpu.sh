@@ -15,7 +15,7 @@ trap 'rm -rf "$site"' EXIT
 if compgen -G "$WHEELS/*.whl" > /dev/null; then
   "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" "$WHEELS"/*.whl
 fi
-export PYTHONPATH="src:$site${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD/src:$site${PYTHONPATH:+:$PYTHONPATH}"
 
 "$PYTHON" - <<'PYTHON_CODE'
 import sys, torch

@@ -60,11 +60,12 @@ def test_gpus_of_a_placement_that_would_idle_are_an_error():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_two_nn_workers_share_a_gpu():
+@pytest.mark.parametrize(("nn_workers", "gpus"), [(1, 1), (2, 0.5)], ids=["a GPU of its own", "two to a GPU"])
+def test_nn_workers_train_on_the_gpus_that_are_reserved(nn_workers, gpus):
     data = reader(40)
     results = []
-    for gpus, device in ((0, "cpu"), (0.5, "auto")):
-        with persia.cluster.Ray(nn_workers=2, options=options(gpus=gpus)) as cluster:
+    for reserved, device in ((0, "cpu"), (gpus, "auto")):
+        with persia.cluster.Ray(nn_workers=nn_workers, options=options(gpus=reserved)) as cluster:
             results.append(make_trainer(cluster, device=device).fit(data))
-    assert results[0].steps == results[1].steps == 20
+    assert results[0].steps == results[1].steps == 40 // nn_workers
     assert results[0].progressive.auc == pytest.approx(results[1].progressive.auc, abs=0.02)
