@@ -64,6 +64,55 @@ def test_native_equals_torch(case):
     torch.testing.assert_close(our_grad, their_grad, rtol=1e-4, atol=1e-5)
 
 
+@st.composite
+def single_ids(draw):
+    """Features whose samples have one id each, in tables of two widths; and features that the loss leaves out."""
+    batch = draw(st.integers(1, 5))
+    dims = draw(st.lists(st.sampled_from([2, 3]), min_size=1, max_size=4))
+    counts = [draw(st.integers(1, 6)) for _ in dims]
+    of_features = draw(st.lists(st.integers(0, len(dims) - 1), min_size=1, max_size=6))
+    inverse = [
+        np.array(
+            draw(st.lists(st.integers(0, counts[table] - 1), min_size=batch, max_size=batch)),
+            draw(st.sampled_from([np.uint16, np.uint32])),
+        )
+        for table in of_features
+    ]
+    return dims, counts, of_features, inverse, draw(st.sets(st.integers(0, len(of_features) - 1)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(single_ids())
+def test_rows_of_samples_equal_those_of_the_native_path(case):
+    """Values, gradients, and which tables get none."""
+    dims, counts, of_features, inverse, left_out = case
+    names = [f"f{number}" for number in range(len(of_features))]
+    schema = persia.Schema(
+        [persia.IdFeature(name, dim=dims[t], table=f"t{t}") for name, t in zip(names, of_features, strict=True)]
+    )
+    values = {f"t{t}": torch.randn(counts[t], dims[t]) for t in sorted(set(of_features))}
+    results = []
+    for on_host in (True, False):
+        expander = Expander(schema, torch.device("cpu"), 1)
+        expander.on_host = on_host
+        leaves = {name: rows.clone().requires_grad_() for name, rows in values.items()}
+        arrays = [one if on_host else torch.from_numpy(one) for one in inverse]
+        found = expander(leaves, dict(zip(names, arrays, strict=True)), dict.fromkeys(names))
+        assert list(found) == names
+        for embeddings in found.values():
+            embeddings.mul_(1.0)  # A model may.
+        terms = [(i + 1) * found[name].square().sum() for i, name in enumerate(names)]
+        sum(NoGradient.apply(term) if i in left_out else term for i, term in enumerate(terms)).backward()
+        results.append(([found[name].detach() for name in names], {n: leaf.grad for n, leaf in leaves.items()}))
+    (ours, our_gradients), (theirs, their_gradients) = results
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+    for name, mine in our_gradients.items():
+        assert (mine is None) == (their_gradients[name] is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, their_gradients[name])
+
+
 def values_of(found):
     return [f.values if isinstance(f, persia.nn.SequenceEmbedding) else f for f in found.values()]
 

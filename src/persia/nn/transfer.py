@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -14,6 +14,7 @@ from persia.batching.batch import Batch
 from persia.dense.torch_threads import shorten_spinning
 from persia.errors import ConfigError
 from persia.memory import host_memory
+from persia.nn.joining import joined, of_one_width, together
 from persia.nn.options import check_device
 from persia.nn.prepared import PreparedBatch
 from persia.nn.row_cache import CachePlan
@@ -249,19 +250,6 @@ def encode_tensors(rows: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Te
     return halves, scales
 
 
-def of_one_width(rows: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Returns the names of tables, grouped by the width of their rows."""
-    groups: dict[int, list[str]] = {}
-    for name, values in rows.items():
-        groups.setdefault(values.shape[1], []).append(name)
-    return list(groups.values())
-
-
-def together(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the rows `[n, dim]` of tables of one width: a view where they lie one behind the other."""
-    return joined(rows).view(-1, rows[0].shape[1])
-
-
 class Transfer:
     """Converts between the wire form of a batch and the tensors of the network.
 
@@ -384,17 +372,3 @@ def unpacked(buffer: torch.Tensor, packed: Packed[Any]) -> dict[str, torch.Tenso
     sizes = [count * width for count, width in zip(packed.counts, packed.widths, strict=True)]
     parts = zip(packed.names, buffer.split(sizes), packed.counts, packed.widths, strict=True)
     return {name: part.view(count, width) for name, part, count, width in parts}
-
-
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns all values in one dimension: a view if the tensors are contiguous in one storage, else a copy."""
-    if not tensors:
-        return torch.empty(0)
-    first = tensors[0]
-    base, end = first.untyped_storage().data_ptr(), first.storage_offset()
-    start = end
-    for tensor in tensors:
-        if tensor.untyped_storage().data_ptr() != base or tensor.storage_offset() != end or not tensor.is_contiguous():
-            return torch.cat([tensor.reshape(-1) for tensor in tensors])
-        end += tensor.numel()
-    return first.as_strided((end - start,), (1,), start)
