@@ -2,7 +2,7 @@
 
     python -m benchmarks 'step.*' [--preset smoke|laptop|full] [--json FILE]
 
-Each peer runs in a process of its own, as torch's threads wait in another way beside persia's. TorchRec also has an
+Each peer runs in a process of its own, as torch's threads wait for a shorter time beside persia's. TorchRec also has an
 environment of its own: create it with benchmarks/baselines/torchrec_env.sh; without it that measure is skipped, and
 says so.
 """
@@ -23,6 +23,7 @@ import torch
 
 from benchmarks import runner
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, TorchRec, Variant, Workload, generate
+from benchmarks.elsewhere import LONG_SPINS, environment
 from persia import Batch, IdColumn, IdFeature, Schema
 from persia.modes import Hybrid
 from persia.nn import CollectionOptions, EmbeddingCollection
@@ -101,7 +102,8 @@ class Apart:
         self._pipe, theirs = spawn.Pipe()
         arguments = (theirs, kind, work, torch.get_num_threads())
         self._process = spawn.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
+        with environment(LONG_SPINS):  # As if persia were not there.
+            self._process.start()
         theirs.close()  # Here, so that the end of the process ends the pipe.
 
     def time(self, steps: int) -> float:

@@ -2,9 +2,10 @@
 
     python -m benchmarks 'threads.*' [--preset smoke|laptop|full] [--json FILE]
 
-Each way to run is a process of its own; they train in turn, while 0, 1 or 2 other processes keep a core busy. Compared
-are what a `Trainer` chooses (half of the cores), all cores, where threads sleep soon when they wait, and all cores
-whose threads spin, never do, or do so for a short time.
+Each way to run is a process of its own; they train in turn, while 0, 1 or 2 other processes keep a core busy. What a
+`Trainer` does if persia was imported before torch, three quarters of the cores whose threads spin for a short time, is
+compared with half of the cores (`small`, `large`), and with all cores whose threads spin for an even shorter time, for
+long, or never.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from benchmarks import runner
+from benchmarks.elsewhere import LONG_SPINS, SHORT_SPINS, environment
 
 LOADS = {"smoke": (0, 1), "laptop": (0, 1, 2), "full": (0, 1, 2)}
 SECONDS = {"smoke": 0.05, "laptop": 1.0, "full": 3.0}
@@ -46,24 +48,15 @@ class Way:
 
     Args:
         work: what it trains.
-        environment: beside that of this process.
+        variables: of its environment, beside those of this process.
     """
 
-    def __init__(self, work: Work, environment: Mapping[str, str]) -> None:
+    def __init__(self, work: Work, variables: Mapping[str, str]) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_train, args=(theirs, work), daemon=True)
-        # OpenMP reads its variables when it is loaded.
-        before = {name: os.environ.get(name) for name in environment}
-        os.environ.update(environment)
-        try:
+        with environment(variables):
             self._process.start()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
         self.threads: int = self._pipe.recv()
 
     def rate(self, seconds: float) -> float:
@@ -146,16 +139,11 @@ def compare(
         other.close()
 
 
-SPINS = {"GOMP_SPINCOUNT": "300000"}
-"""What GNU's OpenMP does by default; said aloud, a training leaves it so."""
-
-SHORT = {"GOMP_SPINCOUNT": "1000"}
-"""Without it libgomp spins 300,000 times, and 100 times where it manages more threads than there are cores."""
-
-
-def all_cores(**more: str) -> dict[str, str]:
-    """Makes torch use them."""
-    return {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), **more}
+HALF = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
+"""What a `Trainer` chooses if torch is loaded before persia, so that its threads may spin for long."""
+ALL = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+SLEEP_SOON = {"GOMP_SPINCOUNT": ""}
+"""As if nothing is set: while a training looks rows up, GNU's OpenMP manages more threads than there are cores."""
 
 
 def names(name: str) -> list[str]:
@@ -165,29 +153,24 @@ def names(name: str) -> list[str]:
 
 @runner.measures(*names("threads.small"))
 def small(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.small", SMALL, {}, all_cores())
+    return compare(preset, "threads.small", SMALL, SHORT_SPINS, {**HALF, **SLEEP_SOON})
 
 
 @runner.measures(*names("threads.large"))
 def large(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.large", LARGE, {}, all_cores())
+    return compare(preset, "threads.large", LARGE, SHORT_SPINS, {**HALF, **SLEEP_SOON})
+
+
+@runner.measures(*names("threads.sleeping_soon"))
+def sleeping_soon(preset: str) -> Iterator[runner.Measure]:
+    return compare(preset, "threads.sleeping_soon", SMALL, SHORT_SPINS, {**ALL, **SLEEP_SOON})
 
 
 @runner.measures(*names("threads.spinning"))
 def spinning(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.spinning", SMALL, all_cores(), all_cores(**SPINS))
+    return compare(preset, "threads.spinning", SMALL, SHORT_SPINS, {**ALL, **LONG_SPINS})
 
 
 @runner.measures(*names("threads.passive"))
 def passive(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.passive", SMALL, {}, all_cores(OMP_WAIT_POLICY="passive"))
-
-
-@runner.measures(*names("threads.short"))
-def short(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.short", SMALL, {}, all_cores(**SHORT))
-
-
-@runner.measures(*names("threads.short_large"))
-def short_large(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.short_large", LARGE, {}, all_cores(**SHORT))
+    return compare(preset, "threads.passive", SMALL, SHORT_SPINS, {**ALL, **SLEEP_SOON, "OMP_WAIT_POLICY": "passive"})

@@ -8,12 +8,9 @@ zoo.auc.DATA.MODEL   Progressive AUC of one pass minus that of plain PyTorch wit
                      `sequences`: generated clicks on items like the newest of a history, whose best possible AUC is
                      known (`best`).
 zoo.rate.DATA.MODEL  Rows/s of the same runs over those of plain PyTorch, whose ids are numbered and sequences padded
-                     before its time begins. Both in alternation, in mode Sync, with all cores. The target is 1.0x, and
-                     1.2x where lookup, backward and update of embeddings take 40 % of PyTorch's step
-                     (`embedding_share`).
-zoo.rate_by_default.globo.MODEL
-                     The same as both are if nobody sets the threads of torch: a training computes with half of the
-                     cores, plain PyTorch with all of them.
+                     before its time begins. Both in alternation, in mode Sync, each in a process as it is started by
+                     somebody who sets nothing of torch's threads. The target is 1.0x, and 1.2x where lookup, backward
+                     and update of embeddings take 40 % of PyTorch's step (`embedding_share`).
 zoo.long_sequences.MODEL
                      Rows/s of training on histories of 1,000 ids, with ids/s, and the rate of plain PyTorch.
 zoo.dien, zoo.youtubednn
@@ -31,21 +28,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks import runner
+from benchmarks.baselines.zoo_torch import Result
+from benchmarks.elsewhere import LONG_SPINS, SHORT_SPINS, Elsewhere
 from benchmarks.zoo_runs import (
     LONG,
     MODELS,
     SEQUENCE_RATES,
     SEQUENTIAL,
     Clicks,
-    Compared,
     adult,
-    compare,
     days_of,
     embedding_share,
     globo,
     long_sequences,
     sequences,
     switched,
+    train,
+    train_in_torch,
 )
 from persia.optim import Adagrad
 
@@ -55,7 +54,6 @@ DAY_ROWS = {"smoke": 1_024, "laptop": 262_144, "full": 524_288}
 LONG_ROWS = {"smoke": (8, 4), "laptop": (256, 32), "full": (2_048, 32)}
 """Samples with long histories, and those of a batch."""
 LONG_MODELS = ("din", "sasrec", "hstu")
-BY_DEFAULT = ("ffnn", "dcn_v2")
 LARGE_SHARE = 0.4
 """Share of embeddings in PyTorch's step from which on more than its rate is asked for."""
 WAY = ("sync", "sync", "sync", "gba", "sync")
@@ -75,17 +73,45 @@ def clicks(source: str, model: str, preset: str) -> Clicks | None:
     """Returns the data of a case; None if they are not here."""
     if source == "globo":
         return globo(ROWS[preset], model in SEQUENTIAL)
+    if source == "long":
+        return long_sequences(*LONG_ROWS[preset])
     return adult(ROWS[preset]) if source == "adult" else sequences(ROWS[preset])
 
 
 @functools.cache
-def runs(source: str, model: str, preset: str) -> list[Compared] | None:
-    """Runs of all seeds; None without the data."""
+def sides() -> tuple[Elsewhere, Elsewhere]:
+    """The processes of persia and of plain PyTorch."""
+    ours, theirs = Elsewhere(SHORT_SPINS), Elsewhere(LONG_SPINS)
+    for close in (sides.cache_clear, ours.close, theirs.close):
+        runner.RESOURCES.callback(close)
+    return ours, theirs
+
+
+def trained(source: str, model: str, preset: str, seed: int) -> Result | None:
+    """Trains one pass; None without the data."""
     found = clicks(source, model, preset)
-    if found is None:
-        print(f"{source} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
-        return None
-    return [compare(found, MODELS[model], seed) for seed in SEEDS[preset]]
+    return None if found is None else train(found, MODELS[model], seed)
+
+
+def trained_in_torch(source: str, model: str, preset: str, seed: int) -> Result | None:
+    """Trains the same in plain PyTorch."""
+    found = clicks(source, model, preset)
+    return None if found is None else train_in_torch(found, MODELS[model], seed)
+
+
+def share_of_embeddings(source: str, model: str, preset: str) -> float:
+    """Returns the share of PyTorch's step that embeddings take."""
+    found = clicks(source, model, preset)
+    assert found is not None
+    return embedding_share(found, MODELS[model])
+
+
+def in_turn(source: str, model: str, preset: str, seed: int) -> tuple[Result, Result]:
+    """Returns the results of both sides, in an order that alternates with the seed."""
+    both = list(zip(sides(), (trained, trained_in_torch), strict=True))
+    found = [side.call(function, source, model, preset, seed) for side, function in (both[::-1] if seed % 2 else both)]
+    ours, theirs = found[::-1] if seed % 2 else found
+    return ours, theirs
 
 
 def target_rate(share: float) -> float:
@@ -98,25 +124,19 @@ def _register(source: str, model: str) -> None:
 
     @runner.measures(*names)
     def compared(preset: str) -> Iterator[runner.Measure]:
-        found = runs(source, model, preset)
         data = clicks(source, model, preset)
-        if found is None or data is None:
+        if data is None:
+            print(f"{source} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
             return
-        rows = sum(map(len, data.batches))
-        details: dict[str, object] = {"rows": rows}
-        if data.best is not None:
-            details["best"] = data.best
-        yield runner.paired(
-            names[0],
-            [one.auc for one in found],
-            [one.torch_auc for one in found],
-            "AUC",
-            at_least=-0.001,
-            details=details,
-        )
-        rates = [one.rate for one in found], [one.torch_rate for one in found]
-        share = embedding_share(data, MODELS[model])
-        said = {"rows": rows, "embedding_share": share}
+        found = [in_turn(source, model, preset, seed) for seed in SEEDS[preset]]
+        details: dict[str, object] = {"rows": sum(map(len, data.batches))}
+        best = {} if data.best is None else {"best": data.best}
+        areas = [[one.auc for one in side] for side in zip(*found, strict=True)]
+        yield runner.paired(names[0], *areas, "AUC", at_least=-0.001, details=details | best)
+        rates = [[one.rows_per_s for one in side] for side in zip(*found, strict=True)]
+        _, theirs = sides()
+        share = theirs.call(share_of_embeddings, source, model, preset)
+        said = {**details, "embedding_share": share}
         yield runner.paired_ratio(names[1], *rates, at_least=target_rate(share), details=said)
 
 
@@ -124,30 +144,16 @@ for _source, _model in CASES:
     _register(_source, _model)
 
 
-@runner.measures(*(f"zoo.rate_by_default.globo.{model}" for model in BY_DEFAULT))
-def by_default(preset: str) -> Iterator[runner.Measure]:
-    """Rates with the threads that nobody has set."""
-    for model in BY_DEFAULT:
-        data = clicks("globo", model, preset)
-        if data is None:
-            return
-        found = [compare(data, MODELS[model], seed, every_core=False) for seed in SEEDS[preset]]
-        rates = [one.rate for one in found], [one.torch_rate for one in found]
-        yield runner.paired_ratio(f"zoo.rate_by_default.globo.{model}", *rates)
-
-
 @runner.measures(*(f"zoo.long_sequences.{model}" for model in LONG_MODELS))
 def long_histories(preset: str) -> Iterator[runner.Measure]:
     """Rates on histories of 1,000 ids."""
-    rows, batch_size = LONG_ROWS[preset]
-    data = long_sequences(rows, batch_size)
     for model in LONG_MODELS:
-        found = [compare(data, MODELS[model], seed) for seed in range(runner.rounds_of(preset))]
-        rates = [one.rate for one in found]
+        found = [in_turn("long", model, preset, seed) for seed in range(runner.rounds_of(preset))]
+        rates = [ours.rows_per_s for ours, _ in found]
         said = {
-            "batch_size": batch_size,
+            "batch_size": LONG_ROWS[preset][1],
             "ids_per_s": statistics.median(rates) * (LONG + 1),
-            "torch_rows_per_s": statistics.median(one.torch_rate for one in found),
+            "torch_rows_per_s": statistics.median(theirs.rows_per_s for _, theirs in found),
         }
         yield runner.quantity(f"zoo.long_sequences.{model}", rates, "rows/s", details=said)
 

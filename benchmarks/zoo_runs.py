@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +13,6 @@ import torch
 from msgspec import structs
 
 from benchmarks.baselines import zoo_torch
-from benchmarks.threads import SPINS, all_cores
 from persia import Batch, IdFeature, Schema, Trainer, TrainerOptions, data
 from persia.data.generator import expected_auc
 from persia.modes import Gba, Sync
@@ -31,15 +28,14 @@ __all__ = [
     "SEQUENCE_RATES",
     "SEQUENTIAL",
     "Clicks",
-    "Compared",
-    "compare",
     "days_of",
     "embedding_share",
     "first_values",
     "long_sequences",
     "sequences",
     "switched",
-    "torch_threads",
+    "train",
+    "train_in_torch",
 ]
 
 BATCH = 1024
@@ -53,9 +49,6 @@ LONG, LONG_ITEMS = 1_000, 100_000
 SHARE_BATCHES = 20
 """Batches of which the share of embeddings in PyTorch's step is measured."""
 WORKERS, LOCAL = 4, 128
-CORES = len(os.sched_getaffinity(0))
-ALL_CORES = all_cores(**SPINS)
-"""Lets a training compute with all cores, whose threads spin as those of plain PyTorch do."""
 SEEDING = threading.Lock()
 """NN workers that are threads share torch's random generator."""
 
@@ -103,15 +96,6 @@ class Clicks(NamedTuple):
     rates: tuple[Adagrad, float] = RATES
     newest_first: bool = False
     best: float | None = None
-
-
-class Compared(NamedTuple):
-    """Progressive AUC and rows/s of persia and of plain PyTorch."""
-
-    auc: float
-    torch_auc: float
-    rate: float
-    torch_rate: float
 
 
 @functools.cache
@@ -196,53 +180,25 @@ def first_values(schema: Schema, ids: Mapping[str, np.ndarray], seed: int) -> di
     return found
 
 
-@contextlib.contextmanager
-def torch_threads(every_core: bool) -> Iterator[None]:
-    """Lets torch compute with all cores as if nobody had set anything, or as if a user had asked for that."""
-    before = torch.get_num_threads()
-    kept = {name: os.environ.pop(name) for name in ALL_CORES if name in os.environ}
-    torch.set_num_threads(CORES)
-    if every_core:
-        os.environ.update(ALL_CORES)
-    try:
-        yield
-    finally:
-        for name in ALL_CORES:
-            os.environ.pop(name, None)
-        os.environ.update(kept)
-        torch.set_num_threads(before)
-
-
-def compare(clicks: Clicks, make: Make, seed: int, every_core: bool = True) -> Compared:
-    """Trains one pass here and in plain PyTorch, in an order that alternates with the seed.
+def train(clicks: Clicks, make: Make, seed: int) -> zoo_torch.Result:
+    """Trains one pass.
 
     Args:
         clicks: what is trained.
         make: makes the network.
         seed: of the network and of rows.
-        every_core: let torch compute with all cores here, too, where it takes half of them by default.
     """
+    result = _trainer(clicks, make, seed, None).fit(clicks.batches)
+    areas = [figures.auc for figures in result.progressive.labels.values()]
+    return zoo_torch.Result(float(np.mean(areas)), result.rows_per_second)
 
-    def ours() -> zoo_torch.Result:
-        with torch_threads(every_core):
-            trainer = _trainer(clicks, make, seed, None)
-            result = trainer.fit(clicks.batches)
-        areas = [figures.auc for figures in result.progressive.labels.values()]
-        return zoo_torch.Result(float(np.mean(areas)), result.rows_per_second)
 
-    def theirs() -> zoo_torch.Result:
-        torch.manual_seed(seed)
-        model = make(clicks.schema, clicks.newest_first)
-        inputs, ids = zoo_torch.prepared(clicks.schema, clicks.batches)
-        values = first_values(clicks.schema, ids, seed)
-        with torch_threads(every_core):
-            return zoo_torch.run(model, clicks.schema, inputs, values, *clicks.rates)
-
-    if seed % 2:
-        b, a = theirs(), ours()
-    else:
-        a, b = ours(), theirs()
-    return Compared(a.auc, b.auc, a.rows_per_s, b.rows_per_s)
+def train_in_torch(clicks: Clicks, make: Make, seed: int) -> zoo_torch.Result:
+    """Trains the same in plain PyTorch."""
+    torch.manual_seed(seed)
+    model = make(clicks.schema, clicks.newest_first)
+    inputs, ids = zoo_torch.prepared(clicks.schema, clicks.batches)
+    return zoo_torch.run(model, clicks.schema, inputs, first_values(clicks.schema, ids, seed), *clicks.rates)
 
 
 def days_of(rows: int, seed: int) -> tuple[list[Clicks], list[Batch]]:

@@ -30,7 +30,8 @@ def gradients(make, steps=1):
 
 
 @pytest.mark.parametrize(
-    ("make", "tolerance"), [(gpu.blocking, 1e-6), (gpu.compressing, 1e-4), (gpu.narrow, 1e-3), (gpu.cached, 1e-6), (gpu.uncached, 1e-6)]
+    ("make", "tolerance"),
+    [(gpu.blocking, 1e-6), (gpu.compressing, 1e-4), (gpu.narrow, 1e-3), (gpu.cached, 1e-6), (gpu.uncached, 1e-6)],
 )
 def test_the_way_of_the_rows_does_not_change_what_is_learned(make, tolerance):
     for mine, theirs in zip(gradients(make), gradients(gpu.persia), strict=True):

@@ -3,6 +3,7 @@
 import os
 
 import numpy as np
+import pytest
 import torch
 from benchmarks.baselines import zoo_torch
 
@@ -10,6 +11,7 @@ import persia
 from benchmarks import runner, zoo, zoo_runs
 from persia.metrics import Metrics
 from persia.nn import SequenceEmbedding
+from persia.openmp import SPINS
 from persia.schema import IdFeature, Schema
 
 SCHEMA = Schema(
@@ -70,23 +72,26 @@ def test_the_share_of_embeddings_decides_the_target(monkeypatch):
 def test_every_sequential_model_has_a_row_on_generated_sequences():
     models = {name.rpartition(".")[2] for name in runner.names() if name.startswith("zoo.auc.sequences.")}
     assert models == {"din", "dien", "youtube_dnn", "sasrec", "hstu", "two_tower"}
-    compared = zoo_runs.compare(zoo_runs.sequences(2_048), zoo_runs.MODELS["two_tower"], 0)
-    assert 0.4 < compared.auc < 0.7  # Two batches: it runs.
+    result = zoo_runs.train(zoo_runs.sequences(2_048), zoo_runs.MODELS["two_tower"], 0)
+    assert 0.4 < result.auc < 0.7  # Two batches: it runs.
 
 
 def test_training_in_plain_pytorch_differs_by_rounding_only():
-    compared = zoo_runs.compare(zoo_runs.sequences(8_192), zoo_runs.MODELS["youtube_dnn"], 3)
-    assert abs(compared.auc - compared.torch_auc) < 1e-4
+    arguments = zoo_runs.sequences(8_192), zoo_runs.MODELS["youtube_dnn"], 3
+    assert abs(zoo_runs.train(*arguments).auc - zoo_runs.train_in_torch(*arguments).auc) < 1e-4
 
 
-def test_all_cores_compute_only_where_that_is_asked_for(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setattr(zoo_runs, "CORES", 4)
-    before = torch.get_num_threads()
-    for asked in (True, False):
-        with zoo_runs.torch_threads(asked):
-            assert (torch.get_num_threads(), "OMP_NUM_THREADS" in os.environ) == (4, asked)
-        assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (before, "7")
+def test_each_side_trains_in_a_process_that_is_started_as_by_a_user():
+    ours, theirs = zoo.sides()
+    with runner.RESOURCES:
+        assert ours.call(os.getenv, "GOMP_SPINCOUNT") == str(SPINS)
+        assert theirs.call(os.getenv, "GOMP_SPINCOUNT") == "300000"
+        mine, other = zoo.in_turn("sequences", "two_tower", "smoke", 1)
+        assert abs(mine.auc - other.auc) < 0.1
+        assert min(mine.rows_per_s, other.rows_per_s) > 0
+        with pytest.raises(KeyError, match="unknown"):
+            ours.call(zoo.trained, "sequences", "unknown", "smoke", 1)
+    assert zoo.sides.cache_info().currsize == 0
 
 
 def test_long_histories_have_1000_events():

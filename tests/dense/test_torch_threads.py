@@ -11,9 +11,10 @@ import torch
 
 import persia
 from persia.cluster import Embedded
-from persia.dense.torch_threads import WAITING, choose_torch_threads, default_torch_threads, shorten_spinning
+from persia.dense.torch_threads import choose_torch_threads, default_torch_threads, shorten_spinning
 from persia.nn import EmbeddingCollection, transfer
 from persia.nn.models import FFNN
+from persia.openmp import SPINS, WAITING
 from persia.testing import Threads
 
 CORES = len(os.sched_getaffinity(0))
@@ -24,7 +25,7 @@ SCHEMA = persia.Schema([persia.IdFeature("item", dim=4)])
 def eight_cores(monkeypatch):
     """As on a machine where nobody has said anything."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *WAITING):
         monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(8)
@@ -62,6 +63,39 @@ def test_on_two_cores_and_on_one_it_is_one_thread(monkeypatch):
         torch.set_num_threads(cores)
         choose_torch_threads()
         assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 6), (16, 12)])
+def test_threads_that_sleep_soon_have_more_of_the_cores(cores, threads, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("GOMP_SPINCOUNT", str(SPINS))
+    torch.set_num_threads(cores)
+    make_trainer()
+    assert torch.get_num_threads() == threads
+    assert default_torch_threads() == max(1, cores // 2)  # Beside other processes.
+
+
+@pytest.mark.parametrize("spins", ["300000", "0", "INFINITE"])
+def test_threads_that_spin_for_long_or_sleep_at_once_have_half_of_the_cores(spins, monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", spins)
+    make_trainer()
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize(
+    ("first", "environment", "spins"),
+    [
+        ("persia", {}, str(SPINS)),
+        ("torch", {}, "None"),
+        ("persia", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("persia", {"OMP_WAIT_POLICY": "active"}, "None"),
+    ],
+)
+def test_importing_persia_before_torch_shortens_spinning(first, environment, spins):
+    code = f"import os, {first}, persia, torch; print(os.environ.get('GOMP_SPINCOUNT'))"
+    kept = {k: v for k, v in os.environ.items() if k not in WAITING} | environment
+    done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == spins
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
@@ -107,7 +141,8 @@ before = torch.get_num_threads()
 choose_torch_threads()
 print(before, torch.get_num_threads(), len(os.sched_getaffinity(0)))
 """
-    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    unset = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *WAITING)
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     before, after, cores = map(int, done.stdout.split())
     assert before <= cores  # Of cores with two hardware threads each torch takes one.
@@ -151,6 +186,20 @@ def test_threads_of_torch_spin_less_while_a_thread_has_asked_for_it():
     done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True)
     before, meanwhile, after = map(float, done.stdout.split())
     assert meanwhile < 0.4 * max(before, after)
+
+
+@pytest.mark.skipif(CORES < 2 or sys.platform != "linux", reason="needs two cores and GNU's OpenMP")
+def test_threads_of_torch_spin_less_if_persia_is_imported_first():
+    kept = {k: v for k, v in os.environ.items() if k not in WAITING}
+    # Only the number before the thread of the script counts here.
+    code = SPINNING.format(threads=CORES)
+    spent = []
+    for first in ("persia", "torch"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {first}{code}"], env=kept, capture_output=True, text=True, check=True
+        )
+        spent.append(float(done.stdout.split()[0]))
+    assert spent[0] < 0.4 * spent[1]
 
 
 @pytest.mark.parametrize("name", WAITING)

@@ -1,9 +1,9 @@
 """The default number of torch threads, and how long they spin, if the user has not set it.
 
 Operations of torch on a CPU run in a team of OpenMP threads that wait for one another after each operation. They wait
-by spinning, for milliseconds: if one of them is not on a core, the others keep the cores busy without progress. With as
-many threads as cores, the threads that read, look up and push take cores away from the team all the time.
-docs/performance.md, "Threads of torch", has the measurements.
+by spinning: if one of them is not on a core, the others keep the cores busy without progress, for milliseconds unless
+`persia.openmp` has shortened it. With as many threads as cores, the threads that read, look up and push take cores
+away from the team all the time. docs/performance.md, "Threads of torch", has the measurements.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 
 import torch
 
+from persia.openmp import WAITING, sleeps_soon
+
 __all__ = ["choose_torch_threads", "default_torch_threads", "shorten_spinning"]
 
 LOG = logging.getLogger("persia.trainer")
@@ -20,16 +22,21 @@ LOG = logging.getLogger("persia.trainer")
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables with which a user sets the number before torch is loaded."""
 
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""Variables with which a user sets how threads wait."""
-
 PARALLEL = 1 << 18
 """Number of elements of an operation that torch divides among eight threads."""
 
 
-def default_torch_threads(teams: int = 1) -> int:
-    """Returns the number of threads of each team, at least one; all teams together have half of the process's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // 2 // teams)
+def default_torch_threads(teams: int = 1, *, alone: bool = False) -> int:
+    """Returns the number of threads of each team, at least one.
+
+    All teams together have half of the process's cores.
+
+    Args:
+        teams: of NN workers, or dense PSs.
+        alone: whether all roles are in this process. Then teams whose threads sleep soon have three quarters.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return max(1, (cores - cores // 4 if alone and sleeps_soon() else cores // 2) // teams)
 
 
 def choose_torch_threads(teams: int = 1) -> None:
@@ -41,12 +48,14 @@ def choose_torch_threads(teams: int = 1) -> None:
     cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
-    if before >= cores > 1 and not any(os.environ.get(name) for name in VARIABLES):
-        torch.set_num_threads(default_torch_threads(teams))
+    if before < cores or any(os.environ.get(name) for name in VARIABLES):
+        return
+    if (threads := default_torch_threads(teams, alone=True)) < cores:
+        torch.set_num_threads(threads)
         LOG.info(
             "torch computes with %d of %d cores, which leaves the others to lookups, updates and reading; "
             "OMP_NUM_THREADS=%d gives it all.",
-            torch.get_num_threads(),
+            threads,
             cores,
             cores,
         )

@@ -1,0 +1,76 @@
+"""Processes with an environment of their own: OpenMP reads how its threads wait when torch is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from persia.openmp import SPINS
+
+__all__ = ["LONG_SPINS", "SHORT_SPINS", "Elsewhere", "environment"]
+
+LONG_SPINS = {"GOMP_SPINCOUNT": "300000"}
+"""What GNU's OpenMP does by itself, and so what plain PyTorch does."""
+SHORT_SPINS = {"GOMP_SPINCOUNT": str(SPINS)}
+"""What `import persia` asks for, if it comes before torch."""
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Gives processes that are started meanwhile these variables, too."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class Elsewhere:
+    """A process that calls functions for this one.
+
+    Args:
+        variables: of its environment, beside those of this process.
+    """
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        with environment(variables):
+            self._process.start()
+        theirs.close()  # Here, so that the end of the process ends the pipe.
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function of a module there, and returns or raises what it does."""
+        self._pipe.send((function, arguments))
+        result, error = self._pipe.recv()
+        if error is not None:
+            raise error
+        found: T = result
+        return found
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(pipe: Connection) -> None:
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((function(*arguments), None))
+        except Exception as error:
+            pipe.send((None, error))
