@@ -2,10 +2,9 @@
 
     python -m benchmarks 'threads.*' [--preset smoke|laptop|full] [--json FILE]
 
-Each way to run is a process of its own; they train in turn, while 0, 1 or 2 other processes keep a core busy. What a
-`Trainer` does if persia was imported before torch, three quarters of the cores whose threads spin for a short time, is
-compared with half of the cores (`small`, `large`), and with all cores whose threads spin for an even shorter time, for
-long, or never.
+Each way to run is a process of its own; they train in turn, while 0, 1 or 2 other processes keep a core busy. Half of
+the cores for torch is compared with all of them, whose threads spin for a short time (`small`, `large`); and that with
+all cores whose threads spin for long, or never.
 """
 
 from __future__ import annotations
@@ -140,10 +139,7 @@ def compare(
 
 
 HALF = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
-"""What a `Trainer` chooses if torch is loaded before persia, so that its threads may spin for long."""
 ALL = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-SLEEP_SOON = {"GOMP_SPINCOUNT": ""}
-"""As if nothing is set: while a training looks rows up, GNU's OpenMP manages more threads than there are cores."""
 
 
 def names(name: str) -> list[str]:
@@ -153,24 +149,19 @@ def names(name: str) -> list[str]:
 
 @runner.measures(*names("threads.small"))
 def small(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.small", SMALL, SHORT_SPINS, {**HALF, **SLEEP_SOON})
+    return compare(preset, "threads.small", SMALL, HALF, {**ALL, **SHORT_SPINS})
 
 
 @runner.measures(*names("threads.large"))
 def large(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.large", LARGE, SHORT_SPINS, {**HALF, **SLEEP_SOON})
-
-
-@runner.measures(*names("threads.sleeping_soon"))
-def sleeping_soon(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.sleeping_soon", SMALL, SHORT_SPINS, {**ALL, **SLEEP_SOON})
+    return compare(preset, "threads.large", LARGE, HALF, {**ALL, **SHORT_SPINS})
 
 
 @runner.measures(*names("threads.spinning"))
 def spinning(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.spinning", SMALL, SHORT_SPINS, {**ALL, **LONG_SPINS})
+    return compare(preset, "threads.spinning", SMALL, {**ALL, **SHORT_SPINS}, {**ALL, **LONG_SPINS})
 
 
 @runner.measures(*names("threads.passive"))
 def passive(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.passive", SMALL, SHORT_SPINS, {**ALL, **SLEEP_SOON, "OMP_WAIT_POLICY": "passive"})
+    return compare(preset, "threads.passive", SMALL, {**ALL, **SHORT_SPINS}, {**ALL, "OMP_WAIT_POLICY": "passive"})

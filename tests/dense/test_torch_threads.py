@@ -11,9 +11,9 @@ import torch
 
 import persia
 from persia.cluster import Embedded
-from persia.dense.torch_threads import choose_torch_threads, default_torch_threads, shorten_spinning
+from persia.dense.torch_threads import LARGE, TorchThreads, default_torch_threads, shorten_spinning
 from persia.nn import EmbeddingCollection, transfer
-from persia.nn.models import FFNN
+from persia.nn.models import DIN, FFNN
 from persia.openmp import SPINS, WAITING
 from persia.testing import Threads
 
@@ -27,6 +27,7 @@ def eight_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *WAITING):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(TorchThreads, "_set", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(8)
     yield
@@ -61,24 +62,68 @@ def test_on_two_cores_and_on_one_it_is_one_thread(monkeypatch):
     for cores in (2, 1):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         torch.set_num_threads(cores)
-        choose_torch_threads()
+        TorchThreads()
         assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 6), (16, 12)])
-def test_threads_that_sleep_soon_have_more_of_the_cores(cores, threads, monkeypatch):
+@pytest.mark.parametrize(
+    ("cores", "half", "more"), [(1, 1, 1), (2, 1, 2), (3, 1, 3), (4, 2, 3), (8, 4, 6), (16, 8, 12)]
+)
+def test_a_large_network_has_more_threads_if_they_sleep_soon(cores, half, more, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("GOMP_SPINCOUNT", str(SPINS))
     torch.set_num_threads(cores)
-    make_trainer()
-    assert torch.get_num_threads() == threads
-    assert default_torch_threads() == max(1, cores // 2)  # Beside other processes.
+    threads = TorchThreads()
+    assert torch.get_num_threads() == half
+    threads.suit(LARGE // 64 - 1, 64)
+    assert torch.get_num_threads() == half
+    threads.suit(LARGE // 64, 64)
+    assert torch.get_num_threads() == more
+    TorchThreads()  # The number of the one before is not the user's.
+    assert torch.get_num_threads() == half
 
 
-@pytest.mark.parametrize("spins", ["300000", "0", "INFINITE"])
+def test_a_number_that_is_set_after_a_trainer_was_made_is_kept_for_a_large_network(monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", str(SPINS))
+    threads = TorchThreads()
+    torch.set_num_threads(5)
+    threads.suit(LARGE, 1)
+    assert torch.get_num_threads() == 5
+    TorchThreads().suit(LARGE, 1)
+    assert torch.get_num_threads() == 5
+
+
+def test_a_trainer_suits_its_threads_to_its_first_batch(monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", str(SPINS))
+    trainer = make_trainer()
+    monkeypatch.setattr("persia.dense.torch_threads.LARGE", 2 * sum(p.numel() for p in trainer.model.parameters()))
+    for rows, threads in ((1, 4), (2, 6)):
+        trainer = make_trainer()
+        columns = {"item": [1] * rows, "label": [1] * rows}
+        trainer.fit([persia.Batch.from_columns(SCHEMA, columns)])
+        assert torch.get_num_threads() == threads
+
+
+def test_a_history_counts_with_all_its_events(monkeypatch):
+    past = persia.IdFeature("past", dim=4, table="item", pooling=None, max_length=3)
+    schema = persia.Schema([persia.IdFeature("item", dim=4), past])
+    trainer = persia.Trainer(
+        DIN(schema),
+        schema,
+        optimizer=lambda params: torch.optim.SGD(params, 0.1),
+        embedding_optimizer=persia.optim.SGD(lr=0.1),
+        options=persia.TrainerOptions(progress=False),
+    )
+    asked = []
+    monkeypatch.setattr(trainer.network.threads, "suit", lambda *arguments: asked.append(arguments))
+    trainer.fit([persia.Batch.from_columns(schema, {"item": [1, 2], "past": [[1], [2, 3, 4]], "label": [1, 0]})] * 2)
+    assert asked == [(sum(parameter.numel() for parameter in trainer.model.parameters()), 2 * 3)]
+
+
+@pytest.mark.parametrize("spins", ["", "300000", "0", "INFINITE"])
 def test_threads_that_spin_for_long_or_sleep_at_once_have_half_of_the_cores(spins, monkeypatch):
     monkeypatch.setenv("GOMP_SPINCOUNT", spins)
-    make_trainer()
+    TorchThreads().suit(LARGE, 1)
     assert torch.get_num_threads() == 4
 
 
@@ -136,9 +181,9 @@ def test_the_default_of_torch_is_recognised():
     """In a fresh process, where nobody has set anything."""
     code = """
 import os, torch
-from persia.dense.torch_threads import choose_torch_threads
+from persia.dense.torch_threads import TorchThreads
 before = torch.get_num_threads()
-choose_torch_threads()
+TorchThreads()
 print(before, torch.get_num_threads(), len(os.sched_getaffinity(0)))
 """
     unset = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *WAITING)

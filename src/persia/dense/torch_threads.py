@@ -15,7 +15,7 @@ import torch
 
 from persia.openmp import WAITING, sleeps_soon
 
-__all__ = ["choose_torch_threads", "default_torch_threads", "shorten_spinning"]
+__all__ = ["TorchThreads", "default_torch_threads", "shorten_spinning"]
 
 LOG = logging.getLogger("persia.trainer")
 
@@ -26,39 +26,63 @@ PARALLEL = 1 << 18
 """Number of elements of an operation that torch divides among eight threads."""
 
 
-def default_torch_threads(teams: int = 1, *, alone: bool = False) -> int:
-    """Returns the number of threads of each team, at least one.
-
-    All teams together have half of the process's cores.
-
-    Args:
-        teams: of NN workers, or dense PSs.
-        alone: whether all roles are in this process. Then teams whose threads sleep soon have three quarters.
-    """
-    cores = len(os.sched_getaffinity(0))
-    return max(1, (cores - cores // 4 if alone and sleeps_soon() else cores // 2) // teams)
+LARGE = 1 << 25
+"""Parameters times rows of a batch, so about the multiplications of a forward pass, from which on more threads pay."""
 
 
-def choose_torch_threads(teams: int = 1) -> None:
+def default_torch_threads(teams: int = 1) -> int:
+    """Returns the number of threads of each team, at least one; all teams together have half of the process's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // 2 // teams)
+
+
+class TorchThreads:
     """Sets the number of torch threads, unless the user has set it, or this process is in a process group.
 
     A number below that of the cores counts as set by the user, as does one from OMP_NUM_THREADS. The launcher of a
     process group shares the cores among its processes.
+
+    Args:
+        teams: of threads in this process, one for each NN worker. All together get half of the cores for now.
     """
-    cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return
-    if before < cores or any(os.environ.get(name) for name in VARIABLES):
-        return
-    if (threads := default_torch_threads(teams, alone=True)) < cores:
-        torch.set_num_threads(threads)
-        LOG.info(
-            "torch computes with %d of %d cores, which leaves the others to lookups, updates and reading; "
-            "OMP_NUM_THREADS=%d gives it all.",
-            threads,
-            cores,
-            cores,
-        )
+
+    _set = 0
+    """The number that was set here last; torch has one for the process."""
+
+    def __init__(self, teams: int = 1) -> None:
+        self._teams = teams
+        cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        unset = before in (cores, TorchThreads._set) or before > cores
+        self._mine = unset and cores > 1 and not grouped and not any(os.environ.get(name) for name in VARIABLES)
+        if self._mine:
+            self._choose(default_torch_threads(teams))
+
+    def suit(self, parameters: int, rows: int) -> None:
+        """Gives a large network three quarters of the cores, rounded up, if threads that wait sleep soon.
+
+        Called by the thread that trains, before its first batch. The number depends on nothing but the arguments and
+        the cores, so floats are summed in the same order whenever the same is trained.
+
+        Args:
+            parameters: of the network.
+            rows: of a batch; of a model of histories, times the events of the longest one.
+        """
+        kept = torch.get_num_threads() == TorchThreads._set
+        if self._mine and kept and parameters * rows >= LARGE and sleeps_soon():
+            cores = len(os.sched_getaffinity(0))
+            self._choose(max(1, (cores - cores // 4) // self._teams))
+
+    def _choose(self, threads: int) -> None:
+        if threads != torch.get_num_threads():
+            LOG.info(
+                "torch computes with %d of %d cores, which leaves the others to lookups, updates and reading; "
+                "OMP_NUM_THREADS=%d gives it all.",
+                threads,
+                (cores := len(os.sched_getaffinity(0))),
+                cores,
+            )
+            torch.set_num_threads(threads)
+        TorchThreads._set = threads
 
 
 def shorten_spinning() -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from persia.dense import AllReduce, AllReduceOptions
-from persia.dense.torch_threads import choose_torch_threads
+from persia.dense.torch_threads import TorchThreads
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
 from persia.nn.options import CollectionOptions, check_gpus
@@ -121,7 +121,7 @@ def _connect_replicas(
     connection = embeddings.connection
     network.tracer = embeddings.tracer
     if device.type == "cpu":
-        choose_torch_threads(connection.nn_workers if connection.replicas is not None else 1)
+        network.threads = TorchThreads(connection.nn_workers if connection.replicas is not None else 1)
     if connection.replicas is not None:
         network.replicas = connection.replicas(network.model, timeout)
     elif connection.nn_workers > 1:
