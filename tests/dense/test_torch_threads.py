@@ -115,7 +115,7 @@ def test_a_history_counts_with_all_its_events(monkeypatch):
         options=persia.TrainerOptions(progress=False),
     )
     asked = []
-    monkeypatch.setattr(trainer.network.threads, "suit", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(trainer.step.threads, "suit", lambda *arguments: asked.append(arguments))
     trainer.fit([persia.Batch.from_columns(schema, {"item": [1, 2], "past": [[1], [2, 3, 4]], "label": [1, 0]})] * 2)
     assert asked == [(sum(parameter.numel() for parameter in trainer.model.parameters()), 2 * 3)]
 
