@@ -27,7 +27,7 @@ PARALLEL = 1 << 18
 
 
 LARGE = 1 << 25
-"""Parameters times rows of a batch, so about the multiplications of a forward pass, from which on more threads pay."""
+"""Parameters times rows of a batch from which on more threads pay; benchmarks/zoo.py has models on both sides of it."""
 
 
 def default_torch_threads(teams: int = 1) -> int:
@@ -65,7 +65,7 @@ class TorchThreads:
 
         Args:
             parameters: of the network.
-            rows: of a batch; of a model of histories, times the events of the longest one.
+            rows: of a batch.
         """
         kept = torch.get_num_threads() == TorchThreads._set
         if self._mine and kept and parameters * rows >= LARGE and sleeps_soon():
