@@ -13,7 +13,7 @@ import persia
 from persia.cluster import Embedded
 from persia.dense.torch_threads import LARGE, TorchThreads, default_torch_threads, shorten_spinning
 from persia.nn import EmbeddingCollection, transfer
-from persia.nn.models import FFNN
+from persia.nn.models import DIN, FFNN
 from persia.openmp import SPINS, WAITING
 from persia.testing import Threads
 
@@ -102,6 +102,22 @@ def test_a_trainer_suits_its_threads_to_its_first_batch(monkeypatch):
         columns = {"item": [1] * rows, "label": [1] * rows}
         trainer.fit([persia.Batch.from_columns(SCHEMA, columns)])
         assert torch.get_num_threads() == threads
+
+
+def test_a_history_counts_with_all_its_events(monkeypatch):
+    past = persia.IdFeature("past", dim=4, table="item", pooling=None, max_length=3)
+    schema = persia.Schema([persia.IdFeature("item", dim=4), past])
+    trainer = persia.Trainer(
+        DIN(schema),
+        schema,
+        optimizer=lambda params: torch.optim.SGD(params, 0.1),
+        embedding_optimizer=persia.optim.SGD(lr=0.1),
+        options=persia.TrainerOptions(progress=False),
+    )
+    asked = []
+    monkeypatch.setattr(trainer.step.threads, "suit", lambda *arguments: asked.append(arguments))
+    trainer.fit([persia.Batch.from_columns(schema, {"item": [1, 2], "past": [[1], [2, 3, 4]], "label": [1, 0]})] * 2)
+    assert asked == [(sum(parameter.numel() for parameter in trainer.model.parameters()), 2 * 3)]
 
 
 @pytest.mark.parametrize("spins", ["", "300000", "0", "INFINITE"])

@@ -26,7 +26,7 @@ PARALLEL = 1 << 18
 """Number of elements of an operation that torch divides among eight threads."""
 
 
-LARGE = 1 << 25
+LARGE = 1 << 24
 """Parameters times rows of a batch from which on more threads pay; benchmarks/zoo.py has models on both sides of it."""
 
 
@@ -65,7 +65,7 @@ class TorchThreads:
 
         Args:
             parameters: of the network.
-            rows: of a batch.
+            rows: of a batch; of a model of histories, times the events of the longest one.
         """
         kept = torch.get_num_threads() == TorchThreads._set
         if self._mine and kept and parameters * rows >= LARGE and sleeps_soon():

@@ -12,7 +12,7 @@ import torch
 from persia.dense.torch_threads import TorchThreads
 from persia.errors import ConfigError
 from persia.nn.output import logits_of, loss_of
-from persia.nn.pooling import Embeddings
+from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.nn.prepared import PreparedBatch, loss_scale
 from persia.nn.replicas import Replicas, SingleReplica
 from persia.schema import Schedule
@@ -142,7 +142,9 @@ class DenseStep:
         self, batch: PreparedBatch, embeddings: Embeddings, model: torch.nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.threads is not None:
-            self.threads.suit(sum(parameter.numel() for parameter in self.model.parameters()), len(batch.labels))
+            events = [each.values.shape[1] for each in embeddings.values() if isinstance(each, SequenceEmbedding)]
+            parameters = sum(parameter.numel() for parameter in self.model.parameters())
+            self.threads.suit(parameters, len(batch.labels) * max(events, default=1))
             self.threads = None
         with self.tracer.span("forward"):
             with self._autocast():
