@@ -25,7 +25,6 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 PARALLEL = 1 << 18
 """Number of elements of an operation that torch divides among eight threads."""
 
-
 LARGE = 1 << 24
 """Parameters times rows of a batch from which on more threads pay; benchmarks/zoo.py has models on both sides of it."""
 
