@@ -7,11 +7,12 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from persia.openmp import SPINS
 
-__all__ = ["LONG_SPINS", "SHORT_SPINS", "Elsewhere", "environment"]
+__all__ = ["LONG_SPINS", "SHORT_SPINS", "Elsewhere", "started"]
 
 LONG_SPINS = {"GOMP_SPINCOUNT": "300000"}
 """What GNU's OpenMP does by itself, and so what plain PyTorch does."""
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Gives processes that are started meanwhile these variables, too."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -36,6 +37,23 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def started(
+    target: Callable[..., object], variables: Mapping[str, str], *arguments: Any
+) -> tuple[Connection, BaseProcess]:
+    """Starts a process of a function with these variables, which gets an end of a pipe and the arguments.
+
+    Returns:
+        The other end, and the process, which ends with this one.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=target, args=(theirs, *arguments), daemon=True)
+    with _environment(variables):
+        process.start()
+    theirs.close()  # Here, so that the end of the process ends the pipe.
+    return ours, process
+
+
 class Elsewhere:
     """A process that calls functions for this one.
 
@@ -44,12 +62,7 @@ class Elsewhere:
     """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
-        with environment(variables):
-            self._process.start()
-        theirs.close()  # Here, so that the end of the process ends the pipe.
+        self._pipe, self._process = started(_serve, variables)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Calls a function of a module there, and returns or raises what it does."""

@@ -10,7 +10,6 @@ says so.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import torch
 
 from benchmarks import runner
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, TorchRec, Variant, Workload, generate
-from benchmarks.elsewhere import LONG_SPINS, environment
+from benchmarks.elsewhere import LONG_SPINS, started
 from persia import Batch, IdColumn, IdFeature, Schema
 from persia.modes import Hybrid
 from persia.nn import CollectionOptions, EmbeddingCollection
@@ -98,13 +97,8 @@ class Apart:
     """
 
     def __init__(self, kind: type[Variant], work: Workload) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        arguments = (theirs, kind, work, torch.get_num_threads())
-        self._process = spawn.Process(target=_serve, args=arguments, daemon=True)
-        with environment(LONG_SPINS):  # As if persia were not there.
-            self._process.start()
-        theirs.close()  # Here, so that the end of the process ends the pipe.
+        # Threads wait as if persia were not there.
+        self._pipe, self._process = started(_serve, LONG_SPINS, kind, work, torch.get_num_threads())
 
     def time(self, steps: int) -> float:
         """Seconds for so many steps."""

@@ -10,7 +10,6 @@ all cores whose threads spin for long, or never.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from benchmarks import runner
-from benchmarks.elsewhere import LONG_SPINS, SHORT_SPINS, environment
+from benchmarks.elsewhere import LONG_SPINS, SHORT_SPINS, started
 
 LOADS = {"smoke": (0, 1), "laptop": (0, 1, 2), "full": (0, 1, 2)}
 SECONDS = {"smoke": 0.05, "laptop": 1.0, "full": 3.0}
@@ -51,11 +50,7 @@ class Way:
     """
 
     def __init__(self, work: Work, variables: Mapping[str, str]) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_train, args=(theirs, work), daemon=True)
-        with environment(variables):
-            self._process.start()
+        self._pipe, self._process = started(_train, variables, work)
         self.threads: int = self._pipe.recv()
 
     def rate(self, seconds: float) -> float:
