@@ -77,23 +77,23 @@ class Buffer {
 
 // Formats of the types, as numpy writes them.
 template <class T>
-constexpr std::string_view kFormats = "";
+inline constexpr std::string_view kFormats = "";
 template <>
-constexpr std::string_view kFormats<bool> = "?";
+inline constexpr std::string_view kFormats<bool> = "?";
 template <>
-constexpr std::string_view kFormats<float> = "f";
+inline constexpr std::string_view kFormats<float> = "f";
 template <>
-constexpr std::string_view kFormats<double> = "d";
+inline constexpr std::string_view kFormats<double> = "d";
 template <>
-constexpr std::string_view kFormats<std::uint8_t> = "B";
+inline constexpr std::string_view kFormats<std::uint8_t> = "B";
 template <>
-constexpr std::string_view kFormats<std::uint16_t> = "H";
+inline constexpr std::string_view kFormats<std::uint16_t> = "H";
 template <>
-constexpr std::string_view kFormats<std::uint32_t> = "I";
+inline constexpr std::string_view kFormats<std::uint32_t> = "I";
 template <>
-constexpr std::string_view kFormats<std::int64_t> = sizeof(long) == 8 ? "lq" : "q";
+inline constexpr std::string_view kFormats<std::int64_t> = sizeof(long) == 8 ? "lq" : "q";
 template <>
-constexpr std::string_view kFormats<std::uint64_t> = sizeof(long) == 8 ? "LQ" : "Q";
+inline constexpr std::string_view kFormats<std::uint64_t> = sizeof(long) == 8 ? "LQ" : "Q";
 
 // Names an argument in error messages; formats the text only when needed.
 struct Where {

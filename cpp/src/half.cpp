@@ -177,7 +177,7 @@ struct Kernels {
 PERSIA_KERNELS(Base, );
 #if defined(__x86_64__)
 PERSIA_KERNELS(Avx2, [[gnu::target("avx2")]]);
-PERSIA_KERNELS(Avx512, [[gnu::target("avx512f,avx512vl,avx512bw,avx512dq,prefer-vector-width=512")]]);
+PERSIA_KERNELS(Avx512, PERSIA_AVX512);
 #endif
 #undef PERSIA_KERNELS
 

@@ -6,6 +6,10 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace persia {
 namespace {
 
@@ -39,8 +43,11 @@ Isa isa_of(std::string_view name) {
 
 Isa widest_isa() {
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
-                    __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("popcnt");
+  // Older Clangs do not know "f16c" by name. That the system keeps the registers it needs is part of "avx2".
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+  const bool avx2 =
+      f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("popcnt");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   return !avx2 ? Isa::kBaseline : avx512 ? Isa::kAvx512 : Isa::kAvx2;

@@ -186,8 +186,6 @@ PERSIA_LOOPS(base, )
 
 PERSIA_LOOPS(avx2, [[gnu::target("avx2")]])
 
-#define PERSIA_AVX512 [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")]]
-
 PERSIA_AVX512 void pack_avx512(float* values, std::size_t count, float scale, std::uint8_t* bits) {
   const __m512 plus = _mm512_set1_ps(scale), minus = _mm512_set1_ps(-scale), zero = _mm512_setzero_ps();
   std::size_t i = 0;
@@ -216,7 +214,7 @@ PERSIA_AVX512 void unpack_avx512(const std::uint8_t* bits, std::size_t count, fl
 PERSIA_LOOPS(avx512, PERSIA_AVX512)
 #endif
 
-const Loops& loops_for(Isa isa) {
+const Loops& loops_for([[maybe_unused]] Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx512) return k_avx512;
   if (isa == Isa::kAvx2) return k_avx2;

@@ -160,8 +160,7 @@ template <OptimizerKind K>
   Step<K>::run(o, r);
 }
 template <OptimizerKind K>
-[[gnu::target("avx512f,avx512vl,prefer-vector-width=512")]] void step_avx512(const Optimizer& o,
-                                                                             const Optimizer::Row& r) {
+PERSIA_AVX512 void step_avx512(const Optimizer& o, const Optimizer::Row& r) {
   Step<K>::run(o, r);
 }
 #endif

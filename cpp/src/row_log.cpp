@@ -461,7 +461,9 @@ void RowLog::read(std::span<const Wanted> wanted) {
   for (const auto& [log, records, out] : wanted) {
     order.resize(records.size());
     std::iota(order.begin(), order.end(), 0u);
-    std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) { return records[a] < records[b]; });
+    // Captured by name, as older Clangs capture no structured binding.
+    std::sort(order.begin(), order.end(),
+              [&records = records](std::uint32_t a, std::uint32_t b) { return records[a] < records[b]; });
     for (const std::uint32_t i : order) {
       const std::size_t bytes = log->record_bytes_;
       const std::uint64_t offset = log->offset_of(records[i]);

@@ -4,6 +4,14 @@
 #pragma once
 #include <string_view>
 
+// Marks a function that is compiled for kAvx512, its loops in vectors of 512 bits. Clang does not know the last option,
+// and would ignore the whole list for it.
+#if defined(__clang__)
+#define PERSIA_AVX512 [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl")]]
+#else
+#define PERSIA_AVX512 [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")]]
+#endif
+
 namespace persia {
 
 // Each one includes those before it. kAvx2: AVX2, F16C, PCLMULQDQ and POPCNT. kAvx512: its parts F, BW, DQ and VL.
