@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +23,16 @@ import torch
 
 import persia
 from benchmarks import runner
-from persia.modes import Auto, Gba, HopBw, Mode, Sync
+from persia.data.zipf import Zipf
+from persia.modes import Auto, Gba, HopBw, Hybrid, Mode, Sync
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.accumulator import GradientAccumulator
 from persia.replay import ScheduleEvent, Setting, Trace, alternating, load_timeline, phases, simulate, steady
 from persia.replay.virtual import VirtualTraining
+from persia.schema import Adagrad, Table
 from persia.testing import Threads
 from persia.testing import emulation as bench
-from persia.types import Gradients
+from persia.types import Gradients, PushHeader
 
 WORKERS = 8
 COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.1, "full": 0.1}
@@ -36,6 +40,8 @@ BATCHES = {"smoke": 64, "laptop": 800, "full": 2400}
 TRACED_SECONDS = {"smoke": 0.5, "laptop": 8.0, "full": 120.0}
 PHASES = {"smoke": (2,), "laptop": (2, 10, 50), "full": (2, 10, 50)}
 SLOW_SHARE, FACTOR = 0.25, 4.0
+NN_WORKERS = {"smoke": (1, 2), "laptop": (1, 2, 4, 8), "full": (1, 2, 4, 8)}
+STEPS_OF_PS = {"smoke": 2, "laptop": 40, "full": 200}
 SWITCH_PARAMETERS = {"smoke": 100_000, "laptop": 12_000_000, "full": 12_000_000}
 
 
@@ -306,3 +312,61 @@ def running_sums(preset: str) -> runner.Measure:
             rates[group].append(sum(map(len, parts)) / (time.perf_counter() - began))
     details = {f"gradients_{group}": statistics.median(each) for group, each in rates.items()}
     return runner.quantity("modes.running_sums", rates[128], "rows/s", details=details)
+
+
+@runner.measures(*(f"modes.combine_cpu.nn_workers_{n}" for n in NN_WORKERS["full"]))
+def combine_cpu(preset: str) -> Iterator[runner.Measure]:
+    """Processor time of a PS in a global step of Hybrid, over that with `combine=False`, by the number of NN workers.
+
+    Lookups and pushes of 26 tables of dim 16, 1,024 Zipf ids each, rows of Adagrad. Calls are made in its process.
+    """
+    steps = STEPS_OF_PS[preset]
+    for number in NN_WORKERS[preset]:
+        with StepsOfPS(Hybrid(4), number) as combined, StepsOfPS(Hybrid(4, combine=False), number) as on_arrival:
+            for each in (combined, on_arrival):
+                each.seconds(steps)  # Their rows are new.
+            pairs = [(combined.seconds(steps), on_arrival.seconds(steps)) for _ in range(runner.rounds_of(preset))]
+        ours, theirs = (statistics.median(each) for each in zip(*pairs, strict=True))
+        details = {"of": "seconds of the processor a step", "ours": ours, "theirs": theirs}
+        ratios = [a / b for a, b in pairs]
+        yield runner.quantity(f"modes.combine_cpu.nn_workers_{number}", ratios, "ratio", details=details)
+
+
+class StepsOfPS:
+    """A PS, and as many threads as NN workers, which look up and push the ids of the same batches in each mode."""
+
+    def __init__(self, mode: Mode, workers: int) -> None:
+        tables = {f"t{number}": Table(f"t{number}", 16) for number in range(26)}
+        self._server = EmbeddingServer(tables, Adagrad(lr=0.05), mode, 0, 1, ServerOptions(workers))
+        self._server.switch(mode, 1, 0)
+        self._pool = ThreadPoolExecutor(workers)
+        self._workers, self._step = workers, 0
+        random, zipf = np.random.default_rng(0), Zipf(1_000_000, 1.05)
+        values = random.normal(size=(1_024, 16)).astype(np.float32)
+        self._batches = []
+        for _ in range(8 * workers):
+            drawn = {name: np.unique(zipf.sample(random, 1_024).view(np.uint64)) for name in tables}
+            self._batches.append({name: Gradients(ids, values[: len(ids)]) for name, ids in drawn.items()})
+
+    def seconds(self, steps: int) -> float:
+        """Makes so many steps; returns the processor time of one."""
+        began = time.process_time()
+        for _ in range(steps):
+            parts = [self._batches[(self._step * self._workers + rank) % len(self._batches)] for rank in self._ranks]
+            for part in parts:
+                self._server.lookup({name: gradients.ids for name, gradients in part.items()}, True)
+            self._step += 1
+            headers = [PushHeader(1, rank, self._step, self._step - 1, 1_024) for rank in self._ranks]
+            list(self._pool.map(self._server.push, headers, parts))
+        return (time.process_time() - began) / steps
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._workers)
+
+    def __enter__(self) -> StepsOfPS:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        self._server.close()

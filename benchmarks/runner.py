@@ -222,8 +222,11 @@ def quantity(
     return Measure(name, statistics.median(values), unit, at_least, at_most, _spread(values), details or {})
 
 
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""97.5 % quantiles of Student's t with 1 to 9 degrees of freedom."""
+T_975 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093),
+)
+"""97.5 % quantiles of Student's t with 1 to 19 degrees of freedom."""
 
 
 def paired(
@@ -240,11 +243,13 @@ def paired(
     """Returns the mean of ours - theirs and its 95 % t-interval, where each pair has the same seed, data and rates.
 
     A target is asked of an end of the interval: `at_least` of the lower, `at_most` of the upper one; of the mean with
-    `target_on_mean`. One pair (preset smoke) has no interval; more than ten are refused. There is none either where a
+    `target_on_mean`. One pair (preset smoke) has no interval; more than twenty are refused. There is none either where a
     run has diverged (infinite or NaN): the mean is infinite then, or NaN, as it is without any pair. NaN misses every
     target.
     """
     gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
+    if len(gaps) > len(T_975) + 1:
+        raise ValueError(f"{name} has {len(gaps)} pairs; there are quantiles for at most {len(T_975) + 1}")
     mean, interval = _mean(gaps), None
     if len(gaps) > 1 and math.isfinite(mean):
         half = T_975[len(gaps) - 2] * statistics.stdev(gaps) / math.sqrt(len(gaps))

@@ -266,6 +266,25 @@ TEST(rows_of_16_bits) {
   row_shape = {};
 }
 
+// An odd dim, so that rows begin in the middle of a word.
+TEST(rows_of_16_bits_that_move_leave_or_are_cleared) {
+  row_shape = {3, Dtype::kBfloat16, OptimizerKind::kRowwiseAdagrad};
+  crash_everywhere(
+      5000, [](Tested& t) { look_until_growing(t); }, [](Tested& t) { t.push(backwards(range(10, 16)), 9, 1); });
+  crash_everywhere(100, [](Tested& t) { t.look(range(0, 10)); }, [](Tested& t) { t.store.clear(0); });
+  row_shape.ttl = 10;
+  crash_everywhere(
+      5000,
+      [](Tested& t) {
+        t.store.age(0, 0);
+        t.look(range(0, 20));
+        t.push(range(0, 20), 9, 1);
+        t.store.age(0, 15);
+      },
+      [](Tested& t) { t.look(backwards(range(5, 9)) + range(kNew, kNew + 3)); });
+  row_shape = {};
+}
+
 TEST(clearing) {
   crash_everywhere(100, [](Tested& t) { t.look(range(0, 30)); }, [](Tested& t) { t.store.clear(0); });
 }

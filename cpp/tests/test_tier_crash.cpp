@@ -50,6 +50,19 @@ TEST(a_push_to_rows_on_disk) {
       [](Tested& t) { t.push(backwards(range(2, 10)) + range(50, 64), 9, 2, 5); });
 }
 
+TEST(rows_of_16_bits) {
+  row_shape = {3, Dtype::kBfloat16, OptimizerKind::kRowwiseAdagrad};
+  crash_with(24, [](Tested& t) { t.look(range(0, 22)); }, [](Tested& t) { t.look(backwards(range(15, 30))); });
+  crash_with(
+      16,
+      [](Tested& t) {
+        t.look(range(0, 60));
+        t.push(range(0, 60), 9, 1);
+      },
+      [](Tested& t) { t.push(backwards(range(2, 10)) + range(50, 56), 9, 2, 5); });
+  row_shape = {};
+}
+
 TEST(rows_that_spill_while_the_index_grows) {
   crash_with(
       20,

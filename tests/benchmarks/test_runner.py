@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
@@ -192,6 +193,22 @@ def test_the_end_of_an_interval_has_to_meet_the_target():
     assert runner.paired("fake.two", ours, theirs, "AUC", at_least=-0.007).holds is False
     assert runner.paired("fake.two", ours, theirs, "AUC", at_most=0.02).holds is False
     assert runner.paired("fake.two", ours, theirs, "AUC", at_least=-0.007, target_on_mean=True).holds is True
+
+
+def test_quantiles_leave_out_a_fortieth_at_each_end():
+    """By the density of Student's t, integrated."""
+    for degrees, quantile in enumerate(runner.T_975, 1):
+        scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / math.sqrt(degrees * math.pi)
+        t = np.linspace(0.0, quantile, 10_001)
+        inside = np.trapezoid(scale * (1 + t**2 / degrees) ** (-(degrees + 1) / 2), t)
+        assert inside == pytest.approx(0.475, abs=1e-4)
+
+
+def test_twenty_pairs_have_an_interval_and_more_are_refused():
+    ours = [0.7 + 0.001 * (n % 2) for n in range(20)]
+    assert runner.paired("fake.two", ours, [0.7] * 20, "AUC").interval is not None
+    with pytest.raises(ValueError, match="21 pairs"):
+        runner.paired("fake.two", [0.7] * 21, [0.7] * 21, "AUC")
 
 
 def test_a_single_pair_has_no_interval():

@@ -1,6 +1,9 @@
 """A step does not depend on how many NN workers share it, and Hybrid is Sync with older rows: by written-out rules."""
 
+import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+import persia
+from persia.errors import PersiaError
 from persia.modes import Bsp, Gba, HopBw, Hybrid, Sync
 from persia.optim import SGD, Adagrad, Adam
 from persia.ps import EmbeddingServer, ServerOptions
@@ -82,6 +87,36 @@ def test_rows_of_a_ps_do_not_depend_on_how_many_nn_workers_share_a_step(optimize
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 3), st.integers(2, 4), st.sampled_from([SGD(0.5), Adagrad(0.5), Adam(0.5)]), st.data())
+def test_steps_are_applied_in_order_whichever_arrives_first(workers, steps, optimizer, data):
+    """All pushes of several open steps, in any order, against the means of the steps, one after the other."""
+    table, every = {"item": Table("item", dim=2)}, np.arange(4, dtype=np.uint64)
+    mode = Hybrid(4, warmup=0)
+    many, one = (EmbeddingServer(table, optimizer, mode, 0, 1, ServerOptions(n, 20.0)) for n in (workers, 1))
+    for server in (many, one):
+        server.lookup({"item": every}, True)
+        server.switch(mode, 1, 0)
+    rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed of the gradients"))
+    values = rng.normal(size=(steps, workers, 4, 2)).astype(np.float32)
+    order = data.draw(st.permutations([(step, rank) for step in range(steps) for rank in range(workers)]), "order")
+
+    def push(step, rank):
+        return many.push(PushHeader(1, rank, step + 1, step, 8), {"item": Gradients(every, values[step, rank])})
+
+    with ThreadPoolExecutor(len(order)) as pool:
+        calls = []
+        for place in order:
+            calls.append(pool.submit(push, *place))
+            time.sleep(0.001)  # Nearly always they arrive in this order.
+        for call in calls:
+            call.result(20.0)
+    for step in range(steps):
+        one.push(PushHeader(1, 0, step + 1, step, 8), {"item": Gradients(every, values[step].mean(0))})
+    found, expected = (server.lookup({"item": every}, False)["item"] for server in (many, one))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 @st.composite
 def clusters(draw):
     speeds = st.floats(0.5, 9.0)
@@ -151,11 +186,16 @@ def uneven(count):
     return [batch.slice(0, (16, 5, 11)[number % 3]) for number, batch in enumerate(batches(count))]
 
 
-def assert_delayed_sync(t, data, workers, optimizer, directory):
-    """Compares a trained `Trainer` with the rule, in versions that the PS has recorded."""
+def versions_in(directory):
+    """The version in which each batch looked its rows up, as the PS has recorded it."""
     versions = {}
     for phase in directory.glob("phase-*.jsonl"):
         versions |= {event.batch: event.version for event in load_timeline(phase).events if event.kind == "lookup"}
+    return versions
+
+
+def assert_delayed_sync(t, data, workers, optimizer, versions):
+    """Compares a trained `Trainer` with the rule."""
     net, rows = written_out(data, [versions[batch] for batch in range(len(data))], workers, optimizer)
     for mine, theirs in zip(t.model.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
@@ -178,7 +218,7 @@ def test_a_run_is_delayed_sync(mode, optimizer, workers, tmp_path):
         return t
 
     t = Threads(workers, timeout=30.0).run(work)[0]
-    assert_delayed_sync(t, data, workers, optimizer, tmp_path)
+    assert_delayed_sync(t, data, workers, optimizer, versions_in(tmp_path))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -197,4 +237,67 @@ def test_a_run_with_rests_and_switches_is_delayed_sync(workers, tmp_path):
 
     t = Threads(workers, timeout=30.0).run(work)[0]
     assert len(list(tmp_path.glob("phase-*.jsonl"))) >= 8
-    assert_delayed_sync(t, data, workers, optimizer, tmp_path)
+    assert_delayed_sync(t, data, workers, optimizer, versions_in(tmp_path))
+
+
+class DeathError(Exception):
+    pass
+
+
+class Dying(Net):
+    """A network that fails in a given step."""
+
+    def __init__(self, step):
+        super().__init__(torch.float32)
+        self.left = step
+
+    def forward(self, dense, embeddings):
+        self.left -= 1
+        if not self.left:
+            raise DeathError
+        return super().forward(dense, embeddings)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    st.integers(1, 3),
+    st.sampled_from([Sync(), Hybrid(2, warmup=0), Hybrid(3, warmup=12), Hybrid("auto", warmup=0)]),
+    st.integers(3, 12),
+    st.integers(0, 2),
+    st.integers(0, 3),
+)
+def test_a_run_that_dies_is_delayed_sync(workers, mode, death, rank, increments):
+    """One NN worker dies with several steps open; all go on from the last checkpoint, which may hold changes only."""
+    data, optimizer = uneven(40), Adagrad(lr=0.05)
+    with tempfile.TemporaryDirectory() as folder:
+        before, checkpoints, after = (Path(folder) / name for name in ("before", "checkpoints", "after"))
+        options = {"checkpoint_dir": str(checkpoints), "checkpoint_increments": increments, "checkpoint_share": 1.0}
+
+        def first(member):
+            model = Dying(death) if member.rank == rank % workers else Net(torch.float32)
+            trainer(
+                mode,
+                member,
+                embedding_optimizer=optimizer,
+                model=model,
+                record_dir=str(before),
+                checkpoint_every_steps=2,
+                **options,
+            ).fit(data)
+
+        def second(member):
+            made = persia.TrainerOptions(progress=False, record_dir=str(after), **options)
+            make_adam = lambda parameters: torch.optim.Adam(parameters, 1e-2)  # noqa: E731
+            t = persia.Trainer.resume(
+                str(checkpoints), Net(torch.float32), optimizer=make_adam, cluster=member, options=made
+            )
+            resumed = t.global_step
+            t.fit(data)
+            return t, resumed
+
+        with pytest.raises((DeathError, PersiaError)):
+            Threads(workers, timeout=30.0).run(first)
+        t, resumed = Threads(workers, timeout=30.0).run(second)[0]
+        versions = {i: v for i, v in versions_in(before).items() if i < resumed * workers} | versions_in(after)
+    assert 2 <= resumed < death
+    assert_delayed_sync(t, data, workers, optimizer, versions)

@@ -321,7 +321,8 @@ def modes_of(nn_workers):
         st.builds(Bsp, group, reduction),
         st.builds(HopBs, st.integers(1, 3)),
         st.builds(HopBw, st.integers(0, nn_workers - 1), reduction),
-        st.builds(Hybrid, st.sampled_from([1, 3, None, "auto"]), st.booleans(), reduction),
+        st.builds(Hybrid, st.sampled_from([1, 3, "auto"]), st.booleans(), reduction, st.sampled_from([0, 7])),
+        st.builds(Hybrid, st.none(), st.booleans(), reduction),
         st.builds(Sync, reduction),
     )
 

@@ -55,7 +55,7 @@ def assert_published(replica, run):
     assert trained == {name: {i: row.tobytes() for i, row in replica.rows(name).items()} for name in trained}
 
 
-@pytest.mark.parametrize(("mode", "servers"), [(Sync(), 1), (Sync(), 2), (Hybrid(4), 2), (Gba(400), 1)])
+@pytest.mark.parametrize(("mode", "servers"), [(Sync(), 1), (Sync(), 2), (Hybrid(4, warmup=0), 2), (Gba(400), 1)])
 def test_a_reader_has_what_training_has(mode, servers, tmp_path):
     run = trainer(tmp_path / "log", mode=mode, cluster=Several(servers) if servers > 1 else None)
     run.fit(reader(), max_steps=20)

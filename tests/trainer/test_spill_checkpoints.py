@@ -66,7 +66,7 @@ def test_another_number_of_servers_and_of_rows_in_memory(tmp_path, before, after
 
 def test_increments_add_up(tmp_path):
     options = {"checkpoint_dir": str(tmp_path / "saved"), "checkpoint_every_steps": 2, "checkpoint_increments": 3}
-    t = trainer(schema_of(tmp_path / "ssd", 50), 2, Hybrid(2), **options, keep_last=99)
+    t = trainer(schema_of(tmp_path / "ssd", 50), 2, Hybrid(2, warmup=0), **options, keep_last=99)
     for _ in range(6):  # Each call ends with its checkpoint written, so none is left out.
         t.fit(reader(), max_steps=2)
     assert on_disk(t) > 0

@@ -77,7 +77,7 @@ def applied_and_buffered(embeddings):
     return applied, connection.worker.statistics()["buffered"]
 
 
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(2)], ids=str)
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0)], ids=str)
 @pytest.mark.parametrize("nn_workers", [1, 2])
 def test_each_run_trains_with_collections_of_its_own(nn_workers, mode):
     cluster = Threads(nn_workers, ps=2, timeout=DEADLINE)
@@ -95,7 +95,7 @@ def test_each_run_trains_with_trainers_of_its_own():
     cluster = Threads(nn_workers=2, timeout=DEADLINE)
     changed = []
     for _ in range(2):
-        first, _ = cluster.run(lambda member: [(t := trainer(Hybrid(2), member)), t.fit(batches(12))][0])
+        first, _ = cluster.run(lambda member: [(t := trainer(Hybrid(2, warmup=0), member)), t.fit(batches(12))][0])
         changed.append(applied_and_buffered(first.embeddings))
     assert changed[1] == (2 * changed[0][0], 0)
 
@@ -107,8 +107,8 @@ def test_a_second_collection_in_one_run_is_refused(nn_workers, count):
     cluster = Threads(nn_workers, timeout=DEADLINE)
 
     def work(member):
-        train(collection(member, Hybrid(2)), count)
-        train(collection(member, Hybrid(2)), count)
+        train(collection(member, Hybrid(2, warmup=0)), count)
+        train(collection(member, Hybrid(2, warmup=0)), count)
 
     for outcome in cluster.outcomes(work):
         with pytest.raises(StalePushError, match="one EmbeddingCollection or Trainer in each run"):

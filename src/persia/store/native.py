@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.errors import ConfigError, StoreError, StoreFullError
+from persia.errors import ConfigError, StoreError
 from persia.store.config import TTL_UNITS, TableConfig, check_spill
+from persia.store.core_errors import StoreErrors
 from persia.store.protocol import EmbeddingStore, RowChanges, Rows, ShardState, Spill
 from persia.types import UpdateCounts
 
@@ -22,15 +22,7 @@ LOCK_SECONDS = 10.0
 
 _core: Any = importlib.import_module("persia._core")
 
-
-@contextmanager
-def _store_errors() -> Iterator[None]:
-    try:
-        yield
-    except _core.RegionFull as error:
-        raise StoreFullError(str(error)) from error
-    except (ValueError, RuntimeError, TypeError, IndexError) as error:
-        raise StoreError(str(error)) from error
+_store_errors = StoreErrors(full=_core.RegionFull)
 
 
 def _native_config(config: TableConfig) -> Any:
@@ -86,14 +78,14 @@ class NativeStore(EmbeddingStore):
             regions = _core.RegionFiles()
             regions.path, regions.attach, regions.lock_seconds = files, attach, LOCK_SECONDS
             native.files = regions
-        with _store_errors():
+        with _store_errors:
             index: int = self._native.create_table(native)
         self._configs.append(config)
         return index
 
     def recovery(self, table: int) -> dict[str, int]:
         """See `EmbeddingStore.recovery`."""
-        with _store_errors():
+        with _store_errors:
             found: dict[str, int] = self._native.recovery(table)
         return found
 
@@ -124,7 +116,7 @@ class NativeStore(EmbeddingStore):
         if out is None:
             out = [np.empty((len(i), self.config(t).row_words), np.float32) for t, i in zip(tables, ids, strict=False)]
         result = list(out)
-        with _store_errors():
+        with _store_errors:
             self._native.lookup(list(tables), list(ids), result, train)
         return result
 
@@ -154,7 +146,7 @@ class NativeStore(EmbeddingStore):
         Returns:
             Per table, the outcome of its gradients.
         """
-        with _store_errors():
+        with _store_errors:
             counts = self._native.update(list(tables), list(ids), list(gradients), list(lrs), step, client, sequence)
         return [UpdateCounts(*count) for count in counts]
 
@@ -167,7 +159,7 @@ class NativeStore(EmbeddingStore):
         train: bool,
     ) -> None:
         """See `EmbeddingStore.lookup_packed`."""
-        with _store_errors():
+        with _store_errors:
             _core.packed.lookup(self._native, tables, counts, ids, out, train)
 
     def update_packed(
@@ -182,29 +174,29 @@ class NativeStore(EmbeddingStore):
         sequence: int = 0,
     ) -> list[UpdateCounts]:
         """See `EmbeddingStore.update_packed`."""
-        with _store_errors():
+        with _store_errors:
             found = _core.packed.update(self._native, tables, counts, ids, gradients, lrs, step, client, sequence)
         return [UpdateCounts(*count) for count in found]
 
     def peek(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Rows]:
         """See `EmbeddingStore.peek`."""
-        with _store_errors():
+        with _store_errors:
             found, rows = self._native.peek(table, ids)
         return found.astype(np.bool_), Rows(*rows)
 
     def age(self, table: int, by: int) -> None:
         """See `EmbeddingStore.age`."""
-        with _store_errors():
+        with _store_errors:
             self._native.age(table, by)
 
     def keep_last_steps(self, table: int) -> None:
         """See `EmbeddingStore.keep_last_steps`."""
-        with _store_errors():
+        with _store_errors:
             self._native.keep_last_steps(table)
 
     def last_steps(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """See `EmbeddingStore.last_steps`."""
-        with _store_errors():
+        with _store_errors:
             steps: NDArray[np.uint32] = self._native.last_steps(table, ids)
         return steps
 
@@ -223,7 +215,7 @@ class NativeStore(EmbeddingStore):
             The rows and the row number to continue with, None at the end. Rows evicted between two calls may be missing
             or replaced.
         """
-        with _store_errors():
+        with _store_errors:
             rows, following = self._native.export_rows(table, shard, start, max_rows)
         return Rows(*rows), following
 
@@ -240,90 +232,90 @@ class NativeStore(EmbeddingStore):
         """See `EmbeddingStore.begin_snapshot`."""
         shards = range(self.config(table).resolved_shards)
         epoch = 1 + max(int(self.export_state(table, shard)["clocks"][1]) for shard in shards)
-        with _store_errors():
+        with _store_errors:
             self._native.begin_cut(table, epoch, since, *spill)
         return epoch
 
     def changes_since(self, table: int) -> int:
         """See `EmbeddingStore.changes_since`."""
-        with _store_errors():
+        with _store_errors:
             return int(self._native.changes_since(table))
 
     def export_snapshot(self, table: int, shard: int, epoch: int, max_rows: int = 65536) -> tuple[Rows, bool]:
         """See `EmbeddingStore.export_snapshot`."""
-        with _store_errors():
+        with _store_errors:
             rows, more = self._native.export_cut(table, shard, epoch, max_rows)
         return Rows(*rows), more
 
     def snapshot_evicted(self, table: int, shard: int, epoch: int) -> NDArray[np.uint64]:
         """See `EmbeddingStore.snapshot_evicted`."""
-        with _store_errors():
+        with _store_errors:
             ids: NDArray[np.uint64] = self._native.cut_evicted(table, shard, epoch)
         return ids
 
     def end_snapshot(self, table: int) -> None:
         """See `EmbeddingStore.end_snapshot`."""
-        with _store_errors():
+        with _store_errors:
             self._native.end_cut(table)
 
     def begin_changes(self, table: int, whole: bool, removed_limit: int = 1 << 17) -> bool:
         """See `EmbeddingStore.begin_changes`."""
-        with _store_errors():
+        with _store_errors:
             return bool(self._native.begin_changes(table, whole, removed_limit))
 
     def take_changes(self, table: int, shard: int, max_rows: int = 65536) -> tuple[RowChanges, bool]:
         """See `EmbeddingStore.take_changes`."""
-        with _store_errors():
+        with _store_errors:
             changes, more = self._native.take_changes(table, shard, max_rows)
         return RowChanges(*changes), more
 
     def end_changes(self, table: int) -> None:
         """See `EmbeddingStore.end_changes`."""
-        with _store_errors():
+        with _store_errors:
             self._native.end_changes(table)
 
     def import_rows(self, table: int, rows: Rows) -> None:
         """See `EmbeddingStore.import_rows`."""
-        with _store_errors():
+        with _store_errors:
             self._native.import_rows(table, *rows)
 
     def export_state(self, table: int, shard: int) -> ShardState:
         """See `EmbeddingStore.export_state`."""
-        with _store_errors():
+        with _store_errors:
             state: ShardState = self._native.export_state(table, shard)
         return state
 
     def import_state(self, table: int, shard: int, state: ShardState) -> None:
         """See `EmbeddingStore.import_state`."""
         try:
-            with _store_errors():
+            with _store_errors:
                 self._native.import_state(table, shard, state)
         except KeyError as error:
             raise StoreError(f"the shard state lacks {error}", table=table, shard=shard) from error
 
     def size(self, table: int) -> int:
         """See `EmbeddingStore.size`."""
-        with _store_errors():
+        with _store_errors:
             return int(self._native.size(table))
 
     def memory_bytes(self, table: int) -> int:
         """See `EmbeddingStore.memory_bytes`."""
-        with _store_errors():
+        with _store_errors:
             return int(self._native.memory_bytes(table))
 
     def statistics(self, table: int) -> dict[str, int]:
         """See `EmbeddingStore.statistics`."""
-        with _store_errors():
+        with _store_errors:
             counts: dict[str, int] = self._native.statistics(table)
         return counts
 
     def tier_counts(self, table: int) -> dict[str, int]:
         """See `EmbeddingStore.tier_counts`."""
-        with _store_errors():
+        with _store_errors:
             counts: dict[str, int] = self._native.tier_counts(table)
         return counts
 
     def clear(self, table: int) -> None:
         """Removes all rows and gives their memory back. Client sequences are kept."""
-        with _store_errors():
+        with _store_errors:
             self._native.clear(table)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.errors import StoreError, StoreFullError
+from persia.errors import StoreError
+from persia.store.core_errors import StoreErrors
 
 __all__ = ["ServedTable", "lookup_packed"]
 
@@ -19,16 +19,7 @@ _core: Any = importlib.import_module("persia._core")
 
 MAX_DIM = 65536
 _Path = str | os.PathLike[str]
-
-
-@contextmanager
-def _store_errors() -> Iterator[None]:
-    try:
-        yield
-    except MemoryError as error:
-        raise StoreFullError("there is no memory for more rows; raise the limit of the process") from error
-    except (ValueError, RuntimeError, TypeError) as error:
-        raise StoreError(str(error)) from error
+_store_errors = StoreErrors(MemoryError, "there is no memory for more rows; raise the limit of the process")
 
 
 class ServedTable:
@@ -51,7 +42,7 @@ class ServedTable:
         if not 1 <= dim <= MAX_DIM:
             raise StoreError(f"dim must be within 1 ... {MAX_DIM}, not {dim}")
         self.dim = dim
-        with _store_errors():
+        with _store_errors:
             self._native = _core.ServedTable(dim, None if base is None else os.fspath(base))
 
     @property
@@ -75,7 +66,7 @@ class ServedTable:
         Raises:
             StoreError: an argument does not fit, or the index of the snapshot is damaged.
         """
-        with _store_errors():
+        with _store_errors:
             return int(self._native.lookup(ids, out, found))
 
     def set(self, ids: NDArray[np.uint64], values: NDArray[np.float32]) -> None:
@@ -89,7 +80,7 @@ class ServedTable:
             StoreError: an argument does not fit, and nothing has been changed.
             StoreFullError: there is not enough memory. Some of the first rows have been set.
         """
-        with _store_errors():
+        with _store_errors:
             self._native.set(ids, values)
 
     def remove(self, ids: NDArray[np.uint64]) -> int:
@@ -104,7 +95,7 @@ class ServedTable:
         Raises:
             StoreError: an argument does not fit, and nothing has been changed.
         """
-        with _store_errors():
+        with _store_errors:
             return int(self._native.remove(ids))
 
     def __len__(self) -> int:
@@ -117,7 +108,7 @@ class ServedTable:
 
     def ids(self) -> NDArray[np.uint64]:
         """Returns the ids of all rows, uint64 `[n]`, in an order that depends on the ids only."""
-        with _store_errors():
+        with _store_errors:
             found: NDArray[np.uint64] = self._native.ids()
         return found
 
@@ -151,7 +142,7 @@ class ServedTable:
         Raises:
             StoreError: the file cannot be written; an older one of that name is unchanged.
         """
-        with _store_errors():
+        with _store_errors:
             self._native.write_snapshot(os.fspath(path), name)
 
     def verify(self) -> None:
@@ -160,7 +151,7 @@ class ServedTable:
         Raises:
             StoreError: the snapshot is damaged.
         """
-        with _store_errors():
+        with _store_errors:
             self._native.verify()
 
 
@@ -186,6 +177,6 @@ def lookup_packed(
     Raises:
         StoreError: an argument does not fit, or the index of a snapshot is damaged.
     """
-    with _store_errors():
+    with _store_errors:
         natives = [table._native for table in tables]
         return int(_core.served_lookup_packed(natives, list(counts), ids, out, found))
