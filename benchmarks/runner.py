@@ -243,9 +243,9 @@ def paired(
     """Returns the mean of ours - theirs and its 95 % t-interval, where each pair has the same seed, data and rates.
 
     A target is asked of an end of the interval: `at_least` of the lower, `at_most` of the upper one; of the mean with
-    `target_on_mean`. One pair (preset smoke) has no interval; more than twenty are refused. There is none either where a
-    run has diverged (infinite or NaN): the mean is infinite then, or NaN, as it is without any pair. NaN misses every
-    target.
+    `target_on_mean`. One pair (preset smoke) has no interval; more than twenty are refused. There is no interval either
+    where a run has diverged (infinite or NaN): the mean is infinite then, or NaN, as it is without any pair. NaN misses
+    every target.
     """
     gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
     if len(gaps) > len(T_975) + 1:
