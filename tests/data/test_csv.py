@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +113,31 @@ def test_truncated_compressed_file(tmp_path: Path) -> None:
     (tmp_path / "a.csv.gz").write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=r"a\.csv\.gz cannot be read, it may be truncated"):
         list(data.csv(tmp_path, SCHEMA))
+
+
+LEFT_BEHIND = """
+import io, sys, time
+from persia.data.csv_batches import csv_batches
+
+class Slow(io.BytesIO):
+    reads = 0
+
+    def read(self, size=-1):
+        self.reads += 1
+        if self.reads > 1:
+            time.sleep(0.05)
+        return super().read(size)
+
+stream = Slow(b"a,b\\n" + b"1,2\\n" * 500_000)
+for batch in csv_batches(
+    stream, None, lambda line: "error", delimiter=",", names=None, block_bytes=1 << 18, convert={}
+):
+    break
+assert batch.num_rows and stream.reads < 9
+"""
+
+
+def test_a_file_that_is_not_read_to_its_end_leaves_no_thread_that_aborts_the_process():
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=60.0)
+        assert (done.returncode, done.stderr) == (0, "")

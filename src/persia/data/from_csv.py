@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from csv import Error as CsvError
 from csv import reader
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from persia.batching.batch import Batch
+from persia.data.csv_batches import csv_batches
 from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand
 from persia.data.numerals import Numerals
@@ -168,7 +169,6 @@ class CsvSource:
     def pieces(self, file: File) -> Iterator[Piece]:
         """Reads the needed columns as they are in the file: each field a text, or null if empty."""
         import pyarrow as pa
-        import pyarrow.csv as pc
 
         form = self.format
         first, more = self._first_line(file)
@@ -178,13 +178,13 @@ class CsvSource:
         columns = self._columns(file, names)
         if header and not more:
             return
-        convert = pc.ConvertOptions(
+        convert = {
             # Bytes, not text: they are interpreted later, and UTF-8 need not be checked twice.
-            column_types=dict.fromkeys(columns, pa.binary()),
-            include_columns=columns,
-            null_values=["", *form.null_values],
-            strings_can_be_null=True,
-        )
+            "column_types": dict.fromkeys(columns, pa.binary()),
+            "include_columns": columns,
+            "null_values": ["", *form.null_values],
+            "strings_can_be_null": True,
+        }
         row = 0
         with file.open() as stream:
             invalid: list[Any] = []
@@ -305,11 +305,10 @@ class CsvSource:
             value=line.text,
         )
 
-    def _open(self, file: File, stream: Any, convert: Any, names: list[str] | None, invalid: list[Any]) -> Any:
+    def _open(
+        self, file: File, stream: IO[bytes], convert: Mapping[str, Any], names: list[str] | None, invalid: list[Any]
+    ) -> Iterator[Any]:
         """Opens a stream of record batches; appends lines with a wrong number of fields to `invalid`."""
-        import pyarrow as pa
-        import pyarrow.csv as pc
-
         comment = self.format.comment
         comments = 0
 
@@ -321,11 +320,15 @@ class CsvSource:
             invalid.append((line, line.number - 1 - comments))
             return "error"
 
-        if file.compression:
-            stream = pa.CompressedInputStream(stream, file.compression)
-        read = pc.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names)
-        parse = pc.ParseOptions(delimiter=self.format.delimiter, newlines_in_values=True, invalid_row_handler=refuse)
-        return pc.open_csv(stream, read_options=read, parse_options=parse, convert_options=convert)
+        return csv_batches(
+            stream,
+            file.compression,
+            refuse,
+            delimiter=self.format.delimiter,
+            names=names,
+            block_bytes=_BLOCK_BYTES,
+            convert=convert,
+        )
 
     def _prepare(self, columns: dict[str, Any]) -> dict[str, Any]:
         import pyarrow.compute as pc

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any, Literal, NamedTuple
 
 from persia.cli.init.numerals import guess_numerals, normalized_columns
+from persia.data.csv_batches import csv_batches
 from persia.data.files import File, expand
 from persia.data.from_csv import CSV_SUFFIXES
 from persia.data.numerals import Numerals
@@ -283,7 +284,6 @@ def _open_text(file: File, stream: Any, names: list[str], sample: Sample, includ
         DataError: a line has another number of fields, or is not UTF-8.
     """
     import pyarrow as pa
-    import pyarrow.csv as pc
 
     ragged: list[Any] = []
 
@@ -291,19 +291,23 @@ def _open_text(file: File, stream: Any, names: list[str], sample: Sample, includ
         ragged.append(line)
         return "error"
 
-    plain = pa.CompressedInputStream(stream, file.compression) if file.compression else stream
-    read = pc.ReadOptions(
-        use_threads=False, block_size=_BLOCK_BYTES, column_names=names, skip_rows=1 if sample.header else 0
-    )
-    parse = pc.ParseOptions(delimiter=sample.delimiter, newlines_in_values=True, invalid_row_handler=refuse)
-    convert = pc.ConvertOptions(
-        column_types=dict.fromkeys(include, pa.string()),
-        include_columns=include,
-        null_values=[""],
-        strings_can_be_null=True,
-    )
+    convert = {
+        "column_types": dict.fromkeys(include, pa.string()),
+        "include_columns": include,
+        "null_values": [""],
+        "strings_can_be_null": True,
+    }
     try:
-        yield from pc.open_csv(plain, read_options=read, parse_options=parse, convert_options=convert)
+        yield from csv_batches(
+            stream,
+            file.compression,
+            refuse,
+            delimiter=sample.delimiter,
+            names=names,
+            skip_rows=1 if sample.header else 0,
+            block_bytes=_BLOCK_BYTES,
+            convert=convert,
+        )
     except pa.ArrowInvalid as error:
         if ragged:
             line = ragged[0]

@@ -1,0 +1,77 @@
+"""Record batches of delimited text, by Arrow, of which nothing goes on in the background afterwards."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+__all__ = ["csv_batches"]
+
+LET_GO_SECONDS = 10.0
+"""Longest wait for a read that is under way, such as one over a network."""
+
+
+class _Stream:
+    """A file that Arrow reads, and nobody else refers to: once it is gone, so is what read it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def csv_batches(
+    stream: IO[bytes],
+    compression: str | None,
+    refuse: Callable[[Any], str],
+    *,
+    delimiter: str,
+    names: Sequence[str] | None,
+    skip_rows: int = 0,
+    block_bytes: int,
+    convert: Mapping[str, Any],
+) -> Iterator[Any]:
+    """Yields the record batches of a file, and ends only when Arrow has let go of it.
+
+    Arrow reads one block ahead in a thread of its own, also of a file that nobody reads on: after an error, or when the
+    caller has seen enough. If the interpreter ended before that read, the thread would abort the process.
+
+    Args:
+        stream: the file.
+        compression: by its name in Arrow; None for plain text.
+        refuse: called for a line with another number of fields; returns "error" or "skip".
+        delimiter: between fields.
+        names: of the columns; None to take them from the first line.
+        skip_rows: lines to leave out at the beginning.
+        block_bytes: size of a block.
+        convert: arguments of `pyarrow.csv.ConvertOptions`.
+
+    Raises:
+        pyarrow.ArrowInvalid: a line is not as the options say.
+    """
+    import pyarrow as pa
+    import pyarrow.csv as pc
+
+    def handler(line: Any) -> str:
+        return refuse(line)
+
+    source: Any = _Stream(stream)
+    parse: Any = pc.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=handler)
+    held = [weakref.ref(source), weakref.ref(handler)]  # Soon only Arrow holds these.
+    if compression is not None:
+        source = pa.CompressedInputStream(source, compression)
+    del handler
+    read = pc.ReadOptions(use_threads=False, block_size=block_bytes, column_names=names, skip_rows=skip_rows)
+    reader: Any = None
+    try:
+        reader = pc.open_csv(source, read, parse, pc.ConvertOptions(**convert))
+        source = parse = None
+        yield from reader
+    finally:
+        source = parse = reader = None
+        deadline = time.monotonic() + LET_GO_SECONDS
+        while any(each() is not None for each in held) and time.monotonic() < deadline:
+            time.sleep(0.0002)
