@@ -158,6 +158,13 @@ def test_predictions_are_in_the_order_of_the_source_however_training_shuffles(tm
     persia("evaluate", str(config), "--checkpoint", out, "--json", str(tmp_path / "e.json"))
     assert json.loads((tmp_path / "e.json").read_text())["rows"] == 300
 
+    # A failure leaves the predictions of before, and nothing else.
+    pq.write_table(pa.table({"label": items % 2}), tmp_path / "other.parquet")
+    other = ("--data", str(tmp_path / "other.parquet"))
+    assert "item" in persia("predict", str(config), "--checkpoint", out, *other, "--output", predictions, ok=False)
+    np.testing.assert_array_equal(pq.read_table(predictions)["label"].to_numpy(), p)
+    assert not list(tmp_path.glob("*.part"))
+
     # Data without labels can be predicted, not evaluated.
     pq.write_table(pa.table({"item": items}), tmp_path / "clicks.parquet")
     bare = ("--checkpoint", out, "--set", "data.options.require_labels=false")
@@ -218,6 +225,11 @@ def test_the_dumped_configuration_is_complete_and_can_be_read(config, tmp_path):
     assert "staleness = 3" in dumped
     assert '[50, {kind = "hybrid", staleness = "unbounded"' in dumped
     assert "accumulation_steps = 1" in dumped
+
+
+def test_a_mode_without_a_kind_is_hybrid(config):
+    dumped = persia("train", config, "--dump-config", "--set", "mode={staleness = 4}")
+    assert 'kind = "hybrid"\nstaleness = 4' in dumped
 
 
 @pytest.mark.parametrize(

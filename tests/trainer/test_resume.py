@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ import torch
 from fsspec.implementations.local import LocalFileOpener
 
 import persia
+from persia.checkpoint import list_checkpoints
 from persia.errors import CheckpointError, DataError, PeerRestartedError, PersiaError, StoreError, WireError
 from persia.modes import Hybrid, Sync
 from persia.nn.gate import StalenessGate
@@ -90,6 +92,16 @@ def test_resuming_in_sync_mode_is_bit_identical(tmp_path, optimizer):
     for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert_same_rows(whole, second)
+
+
+def test_a_resumed_run_saves_where_it_was_resumed_from(tmp_path):
+    """Not where the run was that this is a copy of."""
+    schema, first, copied = schema_of(), tmp_path / "first", tmp_path / "copied"
+    trainer(schema, checkpoint_dir=str(first)).fit(reader(), max_steps=2)
+    shutil.copytree(first, copied)
+    persia.Trainer.resume(str(copied), model(schema), optimizer=adam).fit(reader(), max_steps=2)
+    assert [entry.step for entry in list_checkpoints(copied)] == [2, 4]
+    assert [entry.step for entry in list_checkpoints(first)] == [2]
 
 
 def test_periodic_checkpoints_do_not_disturb_sync(tmp_path):

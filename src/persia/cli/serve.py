@@ -150,6 +150,7 @@ def serve(
     """Serve predictions over HTTP from a log of changes, which training keeps up to date.
 
         persia serve runs/changes
+
         curl 127.0.0.1:8080/predict -H 'Content-Type: application/json'
             -d '{"features": {"user": [1, 2], "item": [7, 8]}, "dense": {"price": [0.5, 1.5]}}'
 

@@ -60,8 +60,7 @@ def print_fit(result: FitResult, checkpoint: str | None) -> None:
         table.add_row("lost tokens", f"{report.lost_tokens:,}")
         table.add_row("staleness of the network", f"{report.staleness_mean:.2f} / {report.staleness_max}")
         table.add_row("staleness of rows", f"{result.row_staleness_mean:.2f} / {result.row_staleness_max}")
-    if checkpoint is not None:
-        table.add_row("saved in", checkpoint)
+    table.add_row("saved in", "nowhere; --output DIR keeps the model" if checkpoint is None else checkpoint)
     CONSOLE.print(table)
     if result.evaluation is not None:
         print_metrics("evaluation", result.evaluation)
@@ -137,17 +136,22 @@ def write_json(path: str, record: Any) -> None:
 
 
 def write_predictions(path: str, labels: list[str], batches: Iterator[NDArray[np.float32]]) -> int:
-    """Streams probabilities to a Parquet or CSV file; returns the number of samples."""
+    """Streams probabilities to a Parquet or CSV file, which appears once it is whole; returns the number of samples."""
     schema = pa.schema([(label, pa.float32()) for label in labels])
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    csv = path.endswith(".csv")
-    writer: Any = pa.csv.CSVWriter(path, schema) if csv else pa.parquet.ParquetWriter(path, schema)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.part")
     rows = 0
-    with writer:
-        for probabilities in batches:
-            columns = [pa.array(np.ascontiguousarray(column)) for column in probabilities.T]
-            writer.write_table(pa.table(columns, schema=schema))
-            rows += len(probabilities)
+    try:
+        open_writer: Any = pa.csv.CSVWriter if path.endswith(".csv") else pa.parquet.ParquetWriter
+        with open_writer(str(part), schema) as writer:
+            for probabilities in batches:
+                columns = [pa.array(np.ascontiguousarray(column)) for column in probabilities.T]
+                writer.write_table(pa.table(columns, schema=schema))
+                rows += len(probabilities)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
     return rows
 
 

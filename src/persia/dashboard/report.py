@@ -64,7 +64,7 @@ def _tiles(record: RunRecord) -> Iterable[tuple[str, str]]:
     if record.curve:
         last = record.curve[-1]
         yield "samples/s of NN worker 0, median", short(median(point.rows_per_second for point in record.curve))
-        yield "progressive AUC", "none" if last.auc is None else f"{last.auc:.4f}"
+        yield f"progressive AUC at step {last.step:,}", "none" if last.auc is None else f"{last.auc:.4f}"
     for label, metrics in record.evaluation.items():
         for name, value in metrics.items():
             what = f"evaluation {name.replace('_', '-').replace('auc', 'AUC')}"

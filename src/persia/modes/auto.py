@@ -103,7 +103,9 @@ else:
 
 
 def _setting_of(tree: Any) -> ModeSetting:
-    if not isinstance(tree, dict) or tree.get("kind") != "auto":
+    if isinstance(tree, dict) and "kind" not in tree:  # Such as `--set mode.staleness=4` without a section [mode].
+        tree = {"kind": "hybrid"} | tree
+    if not isinstance(tree, dict) or tree["kind"] != "auto":
         return mode_of(tree)
     try:
         return msgspec.convert(tree, Auto, dec_hook=decode_hook)

@@ -142,7 +142,8 @@ def load(
     scheduled = declared.auto is not None or declared.options.mode_schedule
     if first and not scheduled and state.mode != declared.first_mode:
         LOG.warning(
-            "Training goes on in the mode of the checkpoint, %s; declared is %s. `Trainer.switch` changes it.",
+            "Training goes on in the mode of the checkpoint, %s; declared is %s. `Trainer.switch` changes it, or "
+            "`mode_schedule`, which may begin at step 0.",
             state.mode, declared.first_mode,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -373,12 +374,16 @@ class Trainer:
             model: the same architecture; its parameters are overwritten.
             optimizer: as for the constructor; its state is overwritten.
             cluster: where the roles run.
-            options: instead of the saved ones.
+            options: instead of the saved ones, of which `checkpoint_dir`, if it is set, becomes `directory`.
 
         Raises:
             CheckpointError: it is damaged, or of another model or optimizer.
         """
         recorded = loading.recorded(directory)
+        if options is None:
+            options = recorded.options
+            if options.checkpoint_dir is not None:  # The saved one may be relative, or that of a copied run.
+                options = msgspec.structs.replace(options, checkpoint_dir=directory)
         trainer = cls(
             model,
             recorded.schema,
@@ -386,7 +391,7 @@ class Trainer:
             embedding_optimizer=recorded.embedding_optimizer,
             mode=recorded.mode,
             cluster=cluster,
-            options=options or recorded.options,
+            options=options,
         )
         trainer.load(directory)
         return trainer
