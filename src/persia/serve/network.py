@@ -118,8 +118,8 @@ def _built(source: ModelSource, description: Description, imports: Sequence[str]
         if module not in imports:
             raise ConfigError(
                 f"the log names the class {model.kind[:80]!r}; pass it as model, or allow its module with "
-                f"ServeOptions(imports=({module[:80]!r},)), on the command line `--import {module[:80]}` in the folder of "
-                "the module, if you trust those who can write the log",
+                f"ServeOptions(imports=({module[:80]!r},)), on the command line `--import {module[:80]}` in the folder "
+                "of the module, if you trust those who can write the log",
                 field="imports",
             )
         importlib.import_module(module)
