@@ -329,7 +329,8 @@ class CheckpointReader:
             step = latest_step(self._storage)
             if step is None:
                 where = self._storage.full()
-                raise CheckpointError(f"{where} holds no checkpoint: there is no {LATEST}. {have}".strip(), path=where)
+                remedy = have or "Give the directory that `persia train --output`, or `save` of a trainer, has written."
+                raise CheckpointError(f"{where} holds no checkpoint: there is no {LATEST}. {remedy}", path=where)
         if not isinstance(step, int) or step not in found:
             path = self._storage.full(step_name(step) if isinstance(step, int) else str(step))
             raise CheckpointError(f"{path} holds no complete checkpoint. {have}".strip(), path=path, step=step)
