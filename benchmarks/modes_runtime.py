@@ -322,7 +322,10 @@ def combine_cpu(preset: str) -> Iterator[runner.Measure]:
     """
     steps = STEPS_OF_PS[preset]
     for number in NN_WORKERS[preset]:
-        with StepsOfPS(Hybrid(4), number) as combined, StepsOfPS(Hybrid(4, combine=False), number) as on_arrival:
+        with (
+            StepsOfPS(Hybrid(4, warmup=0), number) as combined,
+            StepsOfPS(Hybrid(4, combine=False, warmup=0), number) as on_arrival,
+        ):
             for each in (combined, on_arrival):
                 each.seconds(steps)  # Their rows are new.
             pairs = [(combined.seconds(steps), on_arrival.seconds(steps)) for _ in range(runner.rounds_of(preset))]

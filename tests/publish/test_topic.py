@@ -238,6 +238,23 @@ def test_the_files_of_an_epoch_outlive_retention(topic, eager):
     assert_equal_rows(late, log)
 
 
+def test_records_that_are_deleted_while_they_are_read_are_passed_over(topic, monkeypatch):
+    log = begun(topic)
+    flood(log, 0)
+    advance(log)
+    place = open_storage(topic)
+    low, high = place._client.bounds(0)
+    assert low > 0
+    asked = [(low, high), (0, high)]  # The last one first: before retention.
+    monkeypatch.setattr(place._client, "bounds", lambda _: asked.pop())
+    place.refresh()
+    assert not asked
+    other = open_storage(topic)
+    monkeypatch.setattr(other._client, "bounds", lambda _: (0, high))
+    with pytest.raises(PublishError, match="deleted before it was read"):
+        other.refresh()
+
+
 def test_records_that_were_deleted_before_they_were_read_are_a_gap(topic, eager):
     log = begun(topic)
     replica = replica_of(log)

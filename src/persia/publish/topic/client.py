@@ -14,7 +14,7 @@ from persia.kafka_client import is_transient, make_client
 from persia.publish.topic.address import TopicAddress
 from persia.publish.topic.records import HEADER
 
-__all__ = ["TopicClient", "TopicMessage"]
+__all__ = ["DeletedMessageError", "TopicClient", "TopicMessage"]
 
 LOG = logging.getLogger("persia.publish")
 
@@ -30,6 +30,10 @@ IN_FLIGHT = 16
 """Maximum number of messages that are not acknowledged yet; it bounds the memory of a writer."""
 
 T = TypeVar("T")
+
+
+class DeletedMessageError(PublishError):
+    """The topic's retention has deleted a message that was about to be read."""
 
 
 class TopicMessage(NamedTuple):
@@ -143,7 +147,7 @@ class TopicClient:
         if error.code() == KafkaError._PARTITION_EOF:
             return int(message.offset())
         if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
-            raise PublishError(
+            raise DeletedMessageError(
                 f"{self._address.url}: a message has been deleted before it was read. Raise the topic's retention.",
                 topic=self._address.topic,
             )

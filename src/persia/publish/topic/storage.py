@@ -10,7 +10,7 @@ from persia.checkpoint.storage import crc32
 from persia.errors import PublishError
 from persia.kafka_client import require_library
 from persia.publish.topic.address import parse_address
-from persia.publish.topic.client import TopicClient, TopicMessage
+from persia.publish.topic.client import DeletedMessageError, TopicClient, TopicMessage
 from persia.publish.topic.index import TopicIndex
 from persia.publish.topic.records import (
     CHUNK,
@@ -81,6 +81,12 @@ class TopicStorage:
 
     def refresh(self) -> None:
         """Reads new records. Messages that are none are refused: `problem` says why."""
+        try:
+            self._catch_up()
+        except DeletedMessageError:  # By retention, after the bounds were asked: there are others now.
+            self._catch_up()
+
+    def _catch_up(self) -> None:
         low, high = self._client.bounds(0)
         if self._position is None or high < self._position or not self._read(self._position, low, high):
             self._index.clear()  # It is new here, or the topic was created again.
