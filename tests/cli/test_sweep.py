@@ -74,6 +74,17 @@ def test_lists_are_tried_in_all_combinations_and_the_best_is_kept(folder):
     assert "out is not empty" in persia("train", "run.toml", "--sweep", "--output", "out", ok=False)
 
 
+def test_a_model_of_the_users_own_is_kept_beside_the_best_configuration(folder):
+    (folder / "mine").mkdir()
+    (folder / "mine" / "swept_model.py").write_text(
+        "from persia.nn.models import FFNN\n\n\nclass Own(FFNN):\n    pass\n"
+    )
+    sweep = '[model]\nkind = "swept_model:Own"\n[sweep.values]\n"optimizer.lr" = [1e-3, 1e-9]\n'
+    (folder / "mine" / "run.toml").write_text(CONFIG + sweep)
+    persia("train", "mine/run.toml", "--sweep", "--output", "out")
+    assert (folder / "out" / "swept_model.py").is_file()
+
+
 def test_hopeless_trials_stop_early(folder):
     values = '"embedding_optimizer.lr" = [0.5, 0.4, 0.3, 0.2, 1e-9]\n'
     (folder / "run.toml").write_text(CONFIG + f"[sweep]\nprune_every_steps = 4\nseed = 5\n[sweep.values]\n{values}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json as jsonlib
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -84,10 +86,14 @@ def _sweep(config: str, overrides: list[str] | None, output: str | None, resume:
         from persia.cli.sweep import Sweep
     except ImportError as error:
         raise MissingExtraError('--sweep needs Optuna: pip install "persia[optuna]".', extra="optuna") from error
-    trials = Sweep(load(config, overrides or []), output, closing_cluster)
+    tree = load(config, overrides or [])
+    trials = Sweep(tree, output, closing_cluster)
     trials.run(lambda r: typer.echo(f"trial {r.number} {r.state}: {r.metric:.4f} with {jsonlib.dumps(r.values)}"))
     out.CONSOLE.print(trials.table())
     if trials.best is not None:
+        module = Path(config).parent / (tree.get("model", {}).get("kind", "").partition(":")[0] + ".py")
+        if module.is_file():  # A class of the user's own: modules are looked for beside a configuration.
+            shutil.copy2(module, output)
         typer.echo(f"Best configuration: {output}/best.toml, trained in {trials.folder(trials.best.number)}/checkpoint")
     if json is not None:
         out.write_json(json, [record._asdict() for record in trials.records])
