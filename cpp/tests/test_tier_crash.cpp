@@ -24,6 +24,11 @@ void crash_with(std::uint64_t rows, const Step& prepare, const Step& step, std::
   memory_rows = 0;
 }
 
+void most_rows_spill(Tested& t) {
+  t.look(range(0, 60));
+  t.push(range(0, 60), 9, 1);
+}
+
 }  // namespace
 
 TEST(a_lookup_that_spills) {
@@ -31,35 +36,17 @@ TEST(a_lookup_that_spills) {
 }
 
 TEST(a_lookup_of_rows_on_disk) {
-  crash_with(
-      16,
-      [](Tested& t) {
-        t.look(range(0, 60));
-        t.push(range(0, 60), 9, 1);
-      },
-      [](Tested& t) { t.look(backwards(range(0, 12))); });
+  crash_with(16, most_rows_spill, [](Tested& t) { t.look(backwards(range(0, 12))); });
 }
 
 TEST(a_push_to_rows_on_disk) {
-  crash_with(
-      16,
-      [](Tested& t) {
-        t.look(range(0, 60));
-        t.push(range(0, 60), 9, 1);
-      },
-      [](Tested& t) { t.push(backwards(range(2, 10)) + range(50, 64), 9, 2, 5); });
+  crash_with(16, most_rows_spill, [](Tested& t) { t.push(backwards(range(2, 10)) + range(50, 64), 9, 2, 5); });
 }
 
 TEST(rows_of_16_bits) {
   row_shape = {3, Dtype::kBfloat16, OptimizerKind::kRowwiseAdagrad};
   crash_with(24, [](Tested& t) { t.look(range(0, 22)); }, [](Tested& t) { t.look(backwards(range(15, 30))); });
-  crash_with(
-      16,
-      [](Tested& t) {
-        t.look(range(0, 60));
-        t.push(range(0, 60), 9, 1);
-      },
-      [](Tested& t) { t.push(backwards(range(2, 10)) + range(50, 56), 9, 2, 5); });
+  crash_with(16, most_rows_spill, [](Tested& t) { t.push(backwards(range(2, 10)) + range(50, 56), 9, 2, 5); });
   row_shape = {};
 }
 

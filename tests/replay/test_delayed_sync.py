@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import persia
-from persia.errors import PersiaError
 from persia.modes import Bsp, Gba, HopBw, Hybrid, Sync
 from persia.optim import SGD, Adagrad, Adam
 from persia.ps import EmbeddingServer, ServerOptions
@@ -22,7 +21,7 @@ from persia.schema import Table
 from persia.testing import Threads
 from persia.testing.logistic import LOCAL, Problem, delayed_sync, lock_step
 from persia.types import Gradients, PushHeader
-from support.switching_samples import Net, batches, rows_of, trainer
+from support.switching_samples import CrashingNet, Net, adam, batches, rows_of, trainer
 
 GLOBAL = 32
 STEPS = 60
@@ -240,24 +239,6 @@ def test_a_run_with_rests_and_switches_is_delayed_sync(workers, tmp_path):
     assert_delayed_sync(t, data, workers, optimizer, versions_in(tmp_path))
 
 
-class DeathError(Exception):
-    pass
-
-
-class Dying(Net):
-    """A network that fails in a given step."""
-
-    def __init__(self, step):
-        super().__init__(torch.float32)
-        self.left = step
-
-    def forward(self, dense, embeddings):
-        self.left -= 1
-        if not self.left:
-            raise DeathError
-        return super().forward(dense, embeddings)
-
-
 @settings(deadline=None, max_examples=15)
 @given(
     st.integers(1, 3),
@@ -274,29 +255,20 @@ def test_a_run_that_dies_is_delayed_sync(workers, mode, death, rank, increments)
         options = {"checkpoint_dir": str(checkpoints), "checkpoint_increments": increments, "checkpoint_share": 1.0}
 
         def first(member):
-            model = Dying(death) if member.rank == rank % workers else Net(torch.float32)
-            trainer(
-                mode,
-                member,
-                embedding_optimizer=optimizer,
-                model=model,
-                record_dir=str(before),
-                checkpoint_every_steps=2,
-                **options,
-            ).fit(data)
+            model = CrashingNet(death, RuntimeError) if member.rank == rank % workers else None
+            recorded = {"model": model, "record_dir": str(before), "checkpoint_every_steps": 2, **options}
+            trainer(mode, member, embedding_optimizer=optimizer, **recorded).fit(data)
 
         def second(member):
-            made = persia.TrainerOptions(progress=False, record_dir=str(after), **options)
-            make_adam = lambda parameters: torch.optim.Adam(parameters, 1e-2)  # noqa: E731
-            t = persia.Trainer.resume(
-                str(checkpoints), Net(torch.float32), optimizer=make_adam, cluster=member, options=made
-            )
+            goes_on = persia.TrainerOptions(progress=False, record_dir=str(after), **options)
+            net = Net(torch.float32)
+            t = persia.Trainer.resume(str(checkpoints), net, optimizer=adam, cluster=member, options=goes_on)
             resumed = t.global_step
             t.fit(data)
             return t, resumed
 
-        with pytest.raises((DeathError, PersiaError)):
-            Threads(workers, timeout=30.0).run(first)
+        outcomes = Threads(workers, timeout=30.0).outcomes(first)
+        assert isinstance(outcomes[rank % workers], RuntimeError)
         t, resumed = Threads(workers, timeout=30.0).run(second)[0]
         versions = {i: v for i, v in versions_in(before).items() if i < resumed * workers} | versions_in(after)
     assert 2 <= resumed < death

@@ -44,12 +44,30 @@ class Net(torch.nn.Module):
         return self.layers(torch.cat([dense, embeddings["user"], embeddings["item"]], 1).to(self.dtype))
 
 
+class CrashingNet(Net):
+    """A network that ends its NN worker in a given step."""
+
+    def __init__(self, left, error=KeyboardInterrupt):
+        super().__init__(torch.float32)
+        self.left, self.error = left, error
+
+    def forward(self, dense, embeddings):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error("killed")
+        return super().forward(dense, embeddings)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, 1e-2)
+
+
 def trainer(mode, cluster=None, dtype=torch.float32, optimizer=None, embedding_optimizer=None, model=None, **options):
     options = {"progress": False, "timeout": DEADLINE} | options
     return persia.Trainer(
         model or Net(dtype),
         SCHEMA,
-        optimizer=optimizer or (lambda p: torch.optim.Adam(p, 1e-2)),
+        optimizer=optimizer or adam,
         embedding_optimizer=embedding_optimizer or Adagrad(lr=0.05),
         mode=mode,
         cluster=cluster,

@@ -16,7 +16,17 @@ from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
 from persia.nn.token_client import TokenClient
 from persia.optim import Adagrad, Adam, APMSqueeze, APMSqueezeOptions, OneBit, Uncompressed
 from persia.testing import Threads
-from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, assert_same, batches, leave_batches_to, trainer
+from support.switching_samples import (
+    DEADLINE,
+    ROWS,
+    SCHEMA,
+    CrashingNet,
+    Net,
+    assert_same,
+    batches,
+    leave_batches_to,
+    trainer,
+)
 
 
 @pytest.mark.parametrize("reduction", ["per_id", "global"])
@@ -352,18 +362,6 @@ def test_to_gba_and_back_in_lock_step_is_never_having_switched(nn_workers, after
     for number, mine in switching.step.optimizer.state_dict()["state"].items():
         for key, value in mine.items():
             torch.testing.assert_close(value, theirs[number][key], rtol=0, atol=1e-9)
-
-
-class CrashingNet(Net):
-    def __init__(self, left):
-        super().__init__(torch.float32)
-        self.left = left
-
-    def forward(self, dense, embeddings):
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt("killed")
-        return super().forward(dense, embeddings)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

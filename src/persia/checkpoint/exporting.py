@@ -17,7 +17,7 @@ from persia.checkpoint.view import TableRows, open
 from persia.checks import check_choice
 from persia.errors import CheckpointError
 
-__all__ = ["EXPORT_FORMATS", "ExportFormat", "export"]
+__all__ = ["EXPORT_FORMATS", "ExportFormat", "export", "replaced"]
 
 Progress = Callable[[int], object]
 
@@ -87,7 +87,7 @@ def _parquet(rows: TableRows, path: str, state: bool, progress: Progress) -> lis
     batches = rows.arrow(state)
     # Ids and trained floats repeat too rarely for dictionaries or compression to pay off.
     with (
-        _replaced([path]) as [draft],
+        replaced([path]) as [draft],
         pq.ParquetWriter(draft, batches.schema, compression="none", use_dictionary=False) as writer,
     ):
         for batch in batches:
@@ -105,7 +105,7 @@ def _npy(rows: TableRows, path: str, state: bool, progress: Progress) -> list[st
     if state:
         columns["state"] = (np.float32, (count, rows.state_width))
     paths = [f"{path}.{name}.npy" for name in columns]
-    with _replaced(paths) as drafts, contextlib.ExitStack() as stack:
+    with replaced(paths) as drafts, contextlib.ExitStack() as stack:
         handles = {
             name: stack.enter_context(Path(draft).open("wb")) for name, draft in zip(columns, drafts, strict=True)
         }
@@ -130,7 +130,7 @@ def _safetensors(rows: TableRows, path: str, state: bool, progress: Progress) ->
         counts = dict.fromkeys(("update_count", "last_step"), ("U32", (count,)))
         tensors |= {"state": ("F32", (count, rows.state_width)), **counts}
     header, positions = encode_header(tensors)
-    with _replaced([path]) as [draft], Path(draft).open("wb") as file:
+    with replaced([path]) as [draft], Path(draft).open("wb") as file:
         file.write(header)
         for arrays in rows:
             for name, position in positions.items():
@@ -148,7 +148,7 @@ _WRITERS: dict[str, Callable[[TableRows, str, bool, Progress], list[str]]] = {
 
 
 @contextlib.contextmanager
-def _replaced(paths: Sequence[str]) -> Iterator[list[str]]:
+def replaced(paths: Sequence[str]) -> Iterator[list[str]]:
     """Yields temporary names to write to. Renames them at the end; removes them after an error."""
     drafts = [f"{path}.part" for path in paths]
     try:

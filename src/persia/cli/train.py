@@ -91,8 +91,9 @@ def _sweep(config: str, overrides: list[str] | None, output: str | None, resume:
     trials.run(lambda r: typer.echo(f"trial {r.number} {r.state}: {r.metric:.4f} with {jsonlib.dumps(r.values)}"))
     out.CONSOLE.print(trials.table())
     if trials.best is not None:
-        module = Path(config).parent / (tree.get("model", {}).get("kind", "").partition(":")[0] + ".py")
-        if module.is_file():  # A class of the user's own: modules are looked for beside a configuration.
+        name, own, _ = tree.get("model", {}).get("kind", "").partition(":")
+        module = Path(config).parent / f"{name}.py"
+        if own and module.is_file():  # Modules of one's own are looked for beside a configuration.
             shutil.copy2(module, output)
         typer.echo(f"Best configuration: {output}/best.toml, trained in {trials.folder(trials.best.number)}/checkpoint")
     if json is not None:

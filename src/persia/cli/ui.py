@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from persia.checkpoint.exporting import replaced
 from persia.metrics import Figures, MetricsResult
 from persia.trainer import FitResult
 
@@ -138,20 +139,14 @@ def write_json(path: str, record: Any) -> None:
 def write_predictions(path: str, labels: list[str], batches: Iterator[NDArray[np.float32]]) -> int:
     """Streams probabilities to a Parquet or CSV file, which appears once it is whole; returns the number of samples."""
     schema = pa.schema([(label, pa.float32()) for label in labels])
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}.part")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    open_writer: Any = pa.csv.CSVWriter if path.endswith(".csv") else pa.parquet.ParquetWriter
     rows = 0
-    try:
-        open_writer: Any = pa.csv.CSVWriter if path.endswith(".csv") else pa.parquet.ParquetWriter
-        with open_writer(str(part), schema) as writer:
-            for probabilities in batches:
-                columns = [pa.array(np.ascontiguousarray(column)) for column in probabilities.T]
-                writer.write_table(pa.table(columns, schema=schema))
-                rows += len(probabilities)
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    with replaced([path]) as (draft,), open_writer(draft, schema) as writer:
+        for probabilities in batches:
+            columns = [pa.array(np.ascontiguousarray(column)) for column in probabilities.T]
+            writer.write_table(pa.table(columns, schema=schema))
+            rows += len(probabilities)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Record batches of delimited text, by Arrow, of which nothing goes on in the background afterwards."""
+"""Reads delimited text with Arrow, and leaves no thread that still reads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import IO, Any
 __all__ = ["csv_batches"]
 
 LET_GO_SECONDS = 10.0
-"""Longest wait for a read that is under way, such as one over a network."""
+"""Maximum wait for the read that Arrow has begun, which may go over a network."""
 
 
 class _Stream:
-    """A file that Arrow reads, and nobody else refers to: once it is gone, so is what read it."""
+    """A file with one owner, Arrow's reader: when this object is deleted, the reader has ended."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -36,8 +36,8 @@ def csv_batches(
 ) -> Iterator[Any]:
     """Yields the record batches of a file, and ends only when Arrow has let go of it.
 
-    Arrow reads one block ahead in a thread of its own, also of a file that nobody reads on: after an error, or when the
-    caller has seen enough. If the interpreter ended before that read, the thread would abort the process.
+    Arrow reads one block ahead in a thread of its own. After an error, or when the caller stops early, that read is
+    still under way. If the interpreter ended before it, the thread would abort the process.
 
     Args:
         stream: the file.
@@ -60,7 +60,7 @@ def csv_batches(
 
     source: Any = _Stream(stream)
     parse: Any = pc.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=handler)
-    held = [weakref.ref(source), weakref.ref(handler)]  # Soon only Arrow holds these.
+    held = [weakref.ref(source), weakref.ref(handler)]  # Arrow's reader will be their only owner.
     if compression is not None:
         source = pa.CompressedInputStream(source, compression)
     del handler
