@@ -2,6 +2,7 @@
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,3 +78,29 @@ def test_threads_that_start_later_are_pinned_too():
     thread.join(10)
     assert found == [{min(before)}]
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_ps_is_pinned_before_it_starts_threads(monkeypatch):
+    """Its own seat, and as many threads as it will have; a thread that is there already would stay where it is."""
+    hosts = pytest.importorskip("persia.cluster.ray.hosts", reason="Ray is not installed")
+    from persia.cluster.ray.plan import ServerSeat
+
+    done = []
+    monkeypatch.setattr(hosts.Host, "__init__", lambda self, plan, rank: vars(self).update(plan=plan, rank=rank))
+    monkeypatch.setattr(hosts.EmbeddingServerHost, "_predecessor_address", lambda self: "")
+    monkeypatch.setattr(hosts.EmbeddingServerHost, "serve", lambda self, *_: done.append("serves"))
+    monkeypatch.setattr(hosts.EmbeddingServerHost, "join", lambda self, *_: None)
+    monkeypatch.setattr(hosts, "cores", lambda _: 3)
+    monkeypatch.setattr(hosts.numa, "pin", lambda position, threads: done.append(("pinned", position, threads)))
+    monkeypatch.setattr(hosts, "EmbeddingServer", lambda *arguments: done.append(("made", arguments[4])))
+    options = SimpleNamespace(regions=None, overcommit=False, timeout=1.0)
+    schema = SimpleNamespace(resolved_tables=dict)
+    hosts.EmbeddingServerHost(
+        SimpleNamespace(options=options, nn_workers=1, name="job"),
+        2,
+        (schema, None, '{"kind": "sync"}', 0),
+        hosts.Shares({}, {}),
+        0,
+        ServerSeat(neighbours=2, position=1),
+    )
+    assert done == [("pinned", 1, 3), ("made", 3), "serves"]
