@@ -87,6 +87,23 @@ def test_uses_of_columns(folder):
     assert "row: differs in every row" in (folder / "out" / "config.toml").read_text()
 
 
+def test_it_says_which_rows_are_held_out(folder, capsys):
+    (folder / "clicks.csv").write_text(clicks())
+    init("clicks.csv", "by_time", yes=True)
+    assert "Held out for testing: the last tenth by created_at, from 2024-05-2" in capsys.readouterr().out
+
+    (folder / "plain.csv").write_text("user,label\n" + "".join(f"u{i % 7},{i % 2}\n" for i in range(100)))
+    init("plain.csv", "at_random", yes=True)
+    assert "Held out for testing: 20% of the rows, at random" in capsys.readouterr().out
+
+    lines = clicks().splitlines()
+    late = [re.sub(r"[01]$", "1", line) for line in lines[-80:]]  # The last tenth has one label only.
+    (folder / "late.csv").write_text("\n".join([*lines[:-80], *late]) + "\n")
+    init("late.csv", "instead", yes=True)
+    assert "Held out for testing: 20% of the rows, at random" in capsys.readouterr().out
+    assert config("instead")["eval_data"]["options"]["split"] == {"part": "test", "test": 0.2}
+
+
 @pytest.mark.parametrize(
     ("text", "separator", "header"),
     [

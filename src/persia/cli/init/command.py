@@ -67,7 +67,7 @@ def init(
         guess = guess._replace(columns=[_ask(column) for column in guess.columns])
     texts = _working(guess, folder)
     write_files(folder, texts)
-    _report(guess, folder)
+    _report(guess, texts["config.toml"], folder)
 
 
 def _stem(data: str) -> str:
@@ -156,8 +156,10 @@ def _reads_both_labels(config: str) -> bool:
     return all(parts)
 
 
-def _report(guess: Guess, folder: Path) -> None:
+def _report(guess: Guess, config: str, folder: Path) -> None:
     """Prints what was guessed, what was written, and what to run."""
+    import tomllib
+
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -165,12 +167,13 @@ def _report(guess: Guess, folder: Path) -> None:
     from persia.cli.init.files import FILES
 
     sample, label = guess.sample, guess.label
+    split = tomllib.loads(config)["eval_data"]["options"]["split"]
     table = Table("column", "use", "because", title=f"{sample.path}", title_justify="left")
     table.add_row(Text(label.column), "label", Text(label.reason))
     order = {"id": 0, "list": 1, "number": 2, "time": 3, "unused": 4}
     for column in sorted(guess.columns, key=lambda c: order[c.role]):
         use = {"time": "split", "unused": "left out"}.get(column.role, column.role)
-        if column.role == "time" and guess.split.get("column") != column.column:
+        if column.role == "time" and split.get("column") != column.column:
             use = "left out"
         table.add_row(Text(column.column), use, Text(column.reason))
     Console().print(table)
@@ -178,8 +181,10 @@ def _report(guess: Guess, folder: Path) -> None:
         lines = "the first line has the names" if sample.header else "no line of names"
         numbers = "" if sample.numerals.plain else f" Numbers are written with {_written(sample.numerals)}."
         typer.echo(f"Fields are separated by {sample.delimiter!r}; {lines}.{numbers}")
-    if "by" in guess.split:
-        typer.echo(f"Held out for testing: the last tenth by {guess.split['column']}, from {guess.split['at']} on.")
+    if "by" in split:
+        typer.echo(f"Held out for testing: the last tenth by {split['column']}, from {split['at']} on.")
+    else:
+        typer.echo(f"Held out for testing: {split['test']:.0%} of the rows, at random; `split` in config.toml says so.")
     typer.echo(f"Wrote {', '.join(FILES)} to {folder}. Next:\n")
     config, program, run = (_shown(folder, name) for name in ("config.toml", "train.py", "runs/config"))
     typer.echo(f"  persia train {config}")
