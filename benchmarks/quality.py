@@ -65,11 +65,14 @@ def hybrid(preset: str) -> Iterator[runner.Measure]:
     yield from gaps("quality.hybrid", preset, 1)
 
 
-@runner.measures(*(f"quality.workers_{count}{kind}" for count in (2, 4) for kind in KINDS))
-def workers(preset: str) -> Iterator[runner.Measure]:
+def workers(preset: str, *, nn_workers: int) -> Iterator[runner.Measure]:
     """Hybrid against Sync with several NN workers."""
-    for nn_workers in (2, 4):
-        yield from gaps(f"quality.workers_{nn_workers}", preset, nn_workers)
+    yield from gaps(f"quality.workers_{nn_workers}", preset, nn_workers)
+
+
+for _count in (2, 4):
+    _names = (f"quality.workers_{_count}{kind}" for kind in KINDS)
+    runner.measures(*_names)(functools.partial(workers, nn_workers=_count))
 
 
 @runner.measures("quality.replay")
