@@ -1,7 +1,6 @@
-"""Parameter servers of a replay: running weighted sums, and one update when a group of gradients is complete.
+"""Parameter servers of a replay: weighted sums, and one update when a group of gradients is complete.
 
-Readable first: numpy, one thread. The sums hold each row once, however many gradients a group has (GBA, appendix B:
-"we could execute the weighted sum over some gradients in advance").
+Readable first: numpy, one thread. Gradients of rows are kept until their group is complete.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class ReplayServer(Protocol):
         """Returns the parameters that an NN worker reads for a batch; they must not change afterwards."""
 
     def add(self, gradient: Any, taken: TakenGradient) -> None:
-        """Adds a gradient to the running sum; None stands for a push without data, which counts too."""
+        """Adds a gradient, which must not change until the next `apply`; None is a push without data: it counts too."""
 
     def apply(self, step: int) -> None:
         """Applies the sum as update number `step` and clears it; a sum without weight changes nothing."""
@@ -116,33 +115,29 @@ class ReplayDense:
         self._sum, self._weight, self._shares = None, 0.0, 0.0
 
 
+class _Part(NamedTuple):
+    """Gradients of a push: ids, values `[n, dim]`, whether each counts, share of a whole batch."""
+
+    ids: Ids
+    values: Numbers
+    fresh: NDArray[np.bool_]
+    share: float
+
+
 class RowAccumulator:
-    """Running sums of one table, and the step in which each row was last changed.
+    """The gradients of a step for one table, and the step in which each row was last changed."""
 
-    Args:
-        dim: dimension of a row.
-        dtype: dtype of the sums.
-    """
-
-    def __init__(self, dim: int, dtype: Any) -> None:
-        self._slot: dict[int, int] = {}
-        self._last_step = np.zeros(0, np.int64)
-        self._sum = np.zeros((0, dim), dtype)
-        self._counts = np.zeros((0, 2), np.float64)  # Of weights, and of gradients that have the id.
-        self._ids = np.zeros(0, np.uint64)
-        self._touched: list[NDArray[np.int64]] = []
+    def __init__(self) -> None:
+        self._last_step: dict[int, int] = {}
+        self._parts: list[_Part] = []
 
     def add(self, ids: Ids, gradients: Numbers, taken: TakenGradient, limit: RowLimit) -> None:
         """Adds each id's gradient if the limit admits its row."""
-        slots = self._slots(ids)
-        fresh = limit.admits(self._last_step[slots])
-        if fresh.all() and taken.share == 1.0:
-            self._sum[slots] += gradients
+        if limit.newest is None:
+            fresh = np.ones(len(ids), np.bool_)
         else:
-            self._sum[slots] += gradients * (fresh * taken.share)[:, None].astype(gradients.dtype)
-        self._counts[slots, 0] += fresh * taken.share
-        self._counts[slots, 1] += taken.share
-        self._touched.append(slots)
+            fresh = limit.admits(np.array([self.last_step(id_) for id_ in ids.tolist()], np.int64))
+        self._parts.append(_Part(ids, gradients, fresh, taken.share))
 
     def take(self, step: int, shares: float | None) -> tuple[Ids, Numbers]:
         """Returns the means of ids with any weight, and clears the sums.
@@ -151,37 +146,30 @@ class RowAccumulator:
             step: step in which the rows are changed.
             shares: common divisor; None to divide by the shares of each id.
         """
-        slots = np.unique(np.concatenate(self._touched)) if self._touched else np.zeros(0, np.int64)
-        counts = self._counts[slots]
-        weighty = counts[:, 0] > 0
-        found = slots[weighty]
-        divisor = counts[weighty, 1] if shares is None else np.full(len(found), shares)
-        mean = self._sum[found] / divisor[:, None].astype(self._sum.dtype)
-        self._last_step[found] = step
-        self._sum[slots] = 0
-        self._counts[slots] = 0
-        self._touched.clear()
-        return self._ids[found], mean
+        parts, self._parts = self._parts, []
+        if not parts:
+            return np.zeros(0, np.uint64), np.zeros((0, 0))
+        ids, places = np.unique(np.concatenate([part.ids for part in parts]), return_inverse=True)
+        dim, dtype = parts[0].values.shape[1], parts[0].values.dtype
+        sums = np.zeros((len(ids), dim), dtype)
+        weights, counts = np.zeros(len(ids)), np.zeros(len(ids))
+        end = 0
+        for part in parts:  # In the order of arrival, as a sum depends on it.
+            mine = places[end : end + len(part.ids)]
+            end += len(part.ids)
+            weight = part.fresh * part.share
+            sums[mine] += part.values if (weight == 1.0).all() else part.values * weight[:, None].astype(dtype)
+            weights[mine] += weight
+            counts[mine] += part.share
+        weighty = weights > 0
+        divisor = counts[weighty] if shares is None else np.full(np.count_nonzero(weighty), shares)
+        found = ids[weighty]
+        self._last_step.update(dict.fromkeys(found.tolist(), step))
+        return found, sums[weighty] / divisor[:, None].astype(dtype)
 
     def last_step(self, id_: int) -> int:
         """Returns the step in which a row was last changed; 0 if it never was."""
-        slot = self._slot.get(id_)
-        return 0 if slot is None else int(self._last_step[slot])
-
-    def _slots(self, ids: Ids) -> NDArray[np.int64]:
-        """Returns the place of each id; new ids get one."""
-        known = self._slot
-        before = len(known)
-        slots = np.fromiter((known.setdefault(i, len(known)) for i in ids.tolist()), np.int64, len(ids))
-        if len(known) > len(self._last_step):
-            room = max(1024, 2 * len(known)) - len(self._last_step)
-            self._last_step = np.concatenate((self._last_step, np.zeros(room, np.int64)))
-            self._sum = np.concatenate((self._sum, np.zeros((room, self._sum.shape[1]), self._sum.dtype)))
-            self._counts = np.concatenate((self._counts, np.zeros((room, 2))))
-            self._ids = np.concatenate((self._ids, np.zeros(room, np.uint64)))
-        if len(known) > before:
-            self._ids[slots] = ids
-        return slots
+        return self._last_step.get(id_, 0)
 
 
 class ReplayRows:
@@ -213,9 +201,7 @@ class ReplayRows:
         self._shares += taken.share
         limit = self._mode.row_limit(taken.step, taken.token)
         for table, (ids, values) in (gradient or {}).items():
-            if table not in self._held:
-                self._held[table] = RowAccumulator(values.shape[1], values.dtype)
-            self._held[table].add(ids, values, taken, limit)
+            self._held.setdefault(table, RowAccumulator()).add(ids, values, taken, limit)
 
     def apply(self, step: int) -> None:
         """Updates each row that has a gradient with weight."""
