@@ -331,8 +331,8 @@ def scaling(preset: str) -> Iterator[runner.Measure]:
 
     As in the paper, Gba inherits a base that Sync has trained, and a day has at least 300 steps. The rate of rows is
     Sync's best for each optimizer and reduction. The target is that of the distance from 8 NN workers, so numbers of
-    them may lie twice as far apart. Preset laptop (2 days of Sync and 2 of Gba, 300 steps each) takes about an hour on
-    2 cores, full (4 and 8 days of 600 steps) about 6 hours; both are estimates.
+    them may lie twice as far apart. Preset laptop (2 days of Sync and 2 of Gba, 300 steps each) takes 50 minutes on
+    2 cores, full (4 and 8 days of 600 steps) about 6 hours, an estimate.
     """
     rows, base_days, days = SCALING[preset]
     counts = NN_WORKERS[: 2 if preset == "smoke" else None]
