@@ -36,8 +36,8 @@ def csv_batches(
 ) -> Iterator[Any]:
     """Yields the record batches of a file, and ends only when Arrow has let go of it.
 
-    Arrow reads one block ahead in a thread of its own. After an error, or when the caller stops early, that read is
-    still under way. If the interpreter ended before it, the thread would abort the process.
+    Arrow reads one block ahead in a thread of its own. After an error, or when the caller stops early, this thread may
+    still be reading. A thread that is reading when the interpreter exits aborts the process.
 
     Args:
         stream: the file.

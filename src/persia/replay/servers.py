@@ -133,11 +133,8 @@ class RowAccumulator:
 
     def add(self, ids: Ids, gradients: Numbers, taken: TakenGradient, limit: RowLimit) -> None:
         """Adds each id's gradient if the limit admits its row."""
-        if limit.newest is None:
-            fresh = np.ones(len(ids), np.bool_)
-        else:
-            fresh = limit.admits(np.array([self.last_step(id_) for id_ in ids.tolist()], np.int64))
-        self._parts.append(_Part(ids, gradients, fresh, taken.share))
+        last_steps = np.fromiter(map(self.last_step, ids.tolist()), np.int64, len(ids))
+        self._parts.append(_Part(ids, gradients, limit.admits(last_steps), taken.share))
 
     def take(self, step: int, shares: float | None) -> tuple[Ids, Numbers]:
         """Returns the means of ids with any weight, and clears the sums.
