@@ -91,6 +91,8 @@ inline constexpr std::string_view kFormats<std::uint16_t> = "H";
 template <>
 inline constexpr std::string_view kFormats<std::uint32_t> = "I";
 template <>
+inline constexpr std::string_view kFormats<std::int32_t> = sizeof(long) == 4 ? "il" : "i";
+template <>
 inline constexpr std::string_view kFormats<std::int64_t> = sizeof(long) == 8 ? "lq" : "q";
 template <>
 inline constexpr std::string_view kFormats<std::uint64_t> = sizeof(long) == 8 ? "LQ" : "Q";

@@ -12,6 +12,7 @@ NB_MODULE(_core, m) {
   register_packed(m);
   register_onebit(m);
   register_row_sums(m);
+  register_row_copies(m);
   register_values(m);
   register_checksum(m);
   register_served(m);

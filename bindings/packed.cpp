@@ -104,6 +104,19 @@ void move_part(nb::handle whole_in, nb::handle part_in, nb::handle bounds_in, st
   }
 }
 
+// Accepts any dtype.
+void copy(nb::handle to_in, nb::handle from_in, ThreadPool& pool) {
+  constexpr std::string_view kAny = "LQlqfdeHIiBb?";
+  Buffer to, from;
+  if (!to.open(to_in, kAny, true) || !from.open(from_in, kAny, false) || !to.contiguous() || !from.contiguous() ||
+      to.itemsize() != from.itemsize() || to.size() != from.size()) {
+    throw nb::value_error("to and from: must be contiguous arrays of one dtype and size, `to` writable");
+  }
+  const std::size_t size = to.size() * to.itemsize();
+  const nb::gil_scoped_release release;
+  persia::copy_bytes({to.data<std::byte>(), size}, {from.data<const std::byte>(), size}, pool);
+}
+
 }  // namespace
 
 void register_packed(nb::module_& parent) {
@@ -115,4 +128,5 @@ void register_packed(nb::module_& parent) {
   m.def("pack_batch", &pack_batch, arg("names"), arg("groups"), arg("ids"), arg("inverse"), arg("bounds"), arg("pool"),
         arg("scratch"));
   m.def("move_part", &move_part, arg("whole"), arg("part"), arg("bounds"), arg("server"), arg("widths"), arg("take"));
+  m.def("copy", &copy, arg("to"), arg("from"), arg("pool"));
 }

@@ -1,6 +1,7 @@
 // One buffer for all tables of a batch: from counts to the places in it, checked.
 #include "persia/packed.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -154,6 +155,16 @@ void take_part(const ServerPart& part, std::span<const std::byte> whole, std::sp
 void put_part(const ServerPart& part, std::span<std::byte> whole, std::span<const std::byte> mine) {
   for_each_slice(part, whole.size(), mine.size(), [&](std::size_t to, std::size_t from, std::size_t bytes) {
     std::memcpy(whole.data() + to, mine.data() + from, bytes);
+  });
+}
+
+void copy_bytes(std::span<std::byte> to, std::span<const std::byte> from, ThreadPool& pool) {
+  if (to.size() != from.size()) throw std::invalid_argument("the buffers must have one size");
+  // Large against the cost of waking a thread, small against what makes threads end together.
+  constexpr std::size_t kBlock = 1 << 19;
+  pool.parallel_for((from.size() + kBlock - 1) / kBlock, [&](std::size_t block) {
+    const std::size_t first = block * kBlock;
+    std::memcpy(to.data() + first, from.data() + first, std::min(kBlock, from.size() - first));
   });
 }
 

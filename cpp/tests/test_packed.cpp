@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <stdexcept>
@@ -138,6 +139,20 @@ TEST(a_packed_batch_is_what_unique_and_group_by_owner_make_without_gaps) {
     CHECK(sizes.ids == id && sizes.narrow == narrow && sizes.wide == wide && wide == 70010);
     CHECK(refuses([&] { pack_batch(groups, servers, std::span(ids).first(positions - 1), inverse, pool, arena); }));
     CHECK(refuses([&] { pack_batch(groups, servers, ids, std::span(inverse).first(0), pool, arena); }));
+  }
+}
+
+TEST(a_copy_is_whole_for_any_size_and_number_of_threads) {
+  constexpr std::size_t kBlock = 1 << 19;
+  for (const std::size_t threads : {1, 3}) {
+    ThreadPool pool(threads);
+    for (const std::size_t size : {std::size_t{0}, std::size_t{1}, kBlock - 1, kBlock, kBlock + 1, 5 * kBlock + 7}) {
+      std::vector<std::byte> from(size), to(size + 1, std::byte{99});
+      for (std::size_t i = 0; i < size; ++i) from[i] = static_cast<std::byte>(i * 31 + i / 251 + 1);
+      copy_bytes(std::span(to).first(size), from, pool);
+      CHECK(std::equal(from.begin(), from.end(), to.begin()) && to[size] == std::byte{99});
+      CHECK(refuses([&] { copy_bytes(to, from, pool); }));
+    }
   }
 }
 

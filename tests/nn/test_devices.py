@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import persia
+from persia import batching
 from persia.cluster import RayOptions
 from persia.errors import ConfigError
 from persia.nn import transfer
@@ -212,6 +213,22 @@ def test_an_array_of_any_kind_is_copied_once_without_a_warning(dtype, rows, step
         assert array.any() == np.arange(rows * step * 3).astype(dtype).reshape(rows * step, 3)[::step].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_large_array_is_copied_by_several_threads(dtype, read_only, monkeypatch):
+    copied = []
+    whole = batching.copy_array
+    monkeypatch.setattr(batching, "copy_array", lambda *arguments: copied.append(whole(*arguments)))
+    array = (np.arange(3 * 400_001) % 100).astype(dtype).reshape(3, -1)
+    array.flags.writeable = not read_only
+    pool = batching.ThreadPool(3)
+    for one in (array, array.T, array[:, ::2]):
+        np.testing.assert_array_equal(copied_array(one, pool).numpy(), one)
+    assert len(copied) == (array.nbytes >= transfer.LARGE)
+    copied_array(array)
+    assert len(copied) <= 1
+
+
 def test_the_host_shares_writable_arrays_and_copies_read_only_ones():
     shared, read_only = np.ones(3, np.float32), np.ones(3, np.float32)
     read_only.flags.writeable = False
@@ -231,3 +248,14 @@ def test_read_only_arrays_are_pinned(dtype):
     tensors, ready = transfer.staging_for("cuda").to_device({"it": array})
     ready()
     np.testing.assert_array_equal(tensors["it"].cpu().numpy(), array)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_large_array_arrives_whole():
+    staging = transfer.staging_for("cuda")
+    for seed in range(5):  # The second time on, pinned memory is that of a copy before.
+        array = np.random.default_rng(seed).random(3 * transfer.LARGE + 5)
+        tensors, ready = staging.to_device({"it": array})
+        ready()
+        np.testing.assert_array_equal(tensors["it"].cpu().numpy(), array)

@@ -62,4 +62,7 @@ void take_part(const ServerPart& part, std::span<const std::byte> whole, std::sp
 // Copies the slices of a server from `mine` to `whole`.
 void put_part(const ServerPart& part, std::span<std::byte> whole, std::span<const std::byte> mine);
 
+// Copies all of `from` to `to`, which is as large and elsewhere. One thread copies far less than memory and PCIe carry.
+void copy_bytes(std::span<std::byte> to, std::span<const std::byte> from, ThreadPool& pool);
+
 }  // namespace persia

@@ -4,6 +4,7 @@
 """
 
 from persia.batching.codec import decode_rows, encode_rows
+from persia.batching.copying import copy_array
 from persia.batching.duplicates import average_gradients, merge_gradients, unique
 from persia.batching.hashing import hash_cross
 from persia.batching.native import RowSums, Scratch, ThreadPool, borrow
@@ -19,9 +20,11 @@ from persia.batching.packing import (
     take_part,
 )
 from persia.batching.pooling import FeaturePlan, Pooled, Pooler, pool_backward, pool_forward
+from persia.batching.row_copies import CopiedTable, plan_copies
 from persia.batching.texts import TextBuffers, TextIds, TextNumbers, text_ids, text_numbers
 
 __all__ = [
+    "CopiedTable",
     "FeaturePlan",
     "PackedBatch",
     "Pooled",
@@ -35,6 +38,7 @@ __all__ = [
     "average_gradients",
     "borrow",
     "check_rows",
+    "copy_array",
     "decode_packed",
     "decode_rows",
     "encode_packed",
@@ -45,6 +49,7 @@ __all__ = [
     "owners",
     "pack_batch",
     "plain_packed",
+    "plan_copies",
     "pool_backward",
     "pool_forward",
     "put_part",

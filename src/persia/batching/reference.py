@@ -15,9 +15,10 @@ import numpy as np
 
 from persia.batching.duplicates import UniqueIds
 from persia.batching.pooling import FeaturePlan, Pooled
+from persia.batching.row_copies import CopiedTable
 from persia.batching.texts import TextBuffers
 from persia.schema import IdKind
-from persia.types import BoolArray, Floats, Halves, Ids, Int64Array, Inverse
+from persia.types import BoolArray, Floats, Halves, Ids, Int32Array, Int64Array, Inverse
 
 __all__ = [
     "average_gradients",
@@ -27,6 +28,7 @@ __all__ = [
     "hash_cross",
     "merge_gradients",
     "owner",
+    "plan_copies",
     "pool_backward",
     "pool_forward",
     "text_ids",
@@ -184,6 +186,34 @@ _P1, _P2, _P3, _P4, _P5 = (
     0x85EBCA77C2B2AE63,
     0x27D4EB2F165667C5,
 )
+
+
+def plan_copies(
+    tables: Sequence[CopiedTable], step: int, applied: int, limit: int, places: Int32Array
+) -> tuple[list[int], int]:
+    """Twin of :func:`persia.batching.plan_copies`."""
+    hits: list[tuple[int, int]] = []
+    misses: list[tuple[int, int]] = []
+    counts: list[int] = []
+    oldest = 0
+    for table in tables:
+        slots = [(id_ * 0x9E3779B97F4A7C15 % (1 << 64) >> 32) % len(table.slot_ids) for id_ in table.ids.tolist()]
+        before = len(hits)
+        for row, (id_, slot) in enumerate(zip(table.ids, slots, strict=True)):
+            lacking = step + 1 - int(table.slot_steps[slot])
+            table.wanted[row] = not (table.slot_steps[slot] and table.slot_ids[slot] == id_ and lacking <= limit)
+            if not table.wanted[row]:
+                hits.append((table.first_row + row, table.first_slot + slot))
+                oldest = max(oldest, lacking)
+        counts.append(len(hits) - before)
+        missed = [(row, slot) for row, slot in enumerate(slots) if table.wanted[row]]
+        for row, slot in missed:
+            table.slot_ids[slot], table.slot_steps[slot] = table.ids[row], applied + 1
+        for row, slot in missed:
+            has = table.slot_ids[slot] == table.ids[row]
+            misses.append((table.first_row + row, table.first_slot + slot if has else table.spare))
+    places[:] = [place for pairs in (hits, misses) for column in (0, 1) for place in (pair[column] for pair in pairs)]
+    return counts, oldest
 
 
 def _rotate(x: int, bits: int) -> int:

@@ -7,6 +7,7 @@ That is enough, as no copy serves for longer than a few batches.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -14,18 +15,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from persia import batching
 from persia.errors import ConfigError
 from persia.modes import Hybrid, Mode
 from persia.nn.gate import LookupTime
+from persia.nn.joining import together
 from persia.schema import Table
-from persia.types import Packed
+from persia.types import Ids, Int64Array, Packed
 
 __all__ = ["CacheCounts", "CachePlan", "RowCache", "leaves_time_for_copies"]
 
 LOG = logging.getLogger("persia.nn")
-
-FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""Spreads ids over slots, whatever they are (Fibonacci hashing)."""
 
 SLOT_BYTES = 16
 """Host memory of a slot that is in use: its id and the steps that its row contains."""
@@ -52,16 +52,14 @@ class CacheCounts(NamedTuple):
 
 
 class _Copies:
-    """The copies of one table on the device.
+    """The copies of all tables of one dim on the device.
 
     Args:
         capacity: number of slots.
-        first: place of the first one among the slots of all tables.
     """
 
-    def __init__(self, capacity: int, first: int) -> None:
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.first = first
         self.values: torch.Tensor | None = None
         """`[capacity + 1, dim]`; made where it is first used, in the stream that uses it.
 
@@ -69,25 +67,39 @@ class _Copies:
         """
 
 
+class _Slots(NamedTuple):
+    """The slots of a table.
+
+    Attributes:
+        ids: by slot the id that has it.
+        steps: by slot the number of steps that its row contains, and 1; 0 if it is empty.
+        first: place of the first one among the copies of the table's dim.
+    """
+
+    ids: Ids
+    steps: Int64Array
+    first: int
+
+
 class CachePlan:
     """The sources of the rows of one batch.
 
     Args:
-        tables: copies of the tables that have them, with the number of rows.
+        copies: by dim, those of the tables of the batch that have copies, with these tables and their numbers of rows.
         wanted: by table, bool `[unique ids]`: the rows to look up.
-        places: of each of these tables, int32: the places of `hits` and `misses` in the batch, the slots of the hits,
+        places: by dim, int32: the places of `hits` and `misses` among the rows of these tables, the slots of the hits,
             and the slots `taken` by the misses.
         oldest: number of steps that the oldest copy lacks; 0 if none serves.
     """
 
     def __init__(
         self,
-        tables: dict[str, tuple[_Copies, int]],
+        copies: Mapping[int, tuple[_Copies, dict[str, int]]],
         wanted: Packed[np.bool_],
         places: Packed[np.int32],
         oldest: int,
     ) -> None:
-        self._tables = tables
+        self._copies = copies
         self.wanted = wanted
         self.places = places
         self.oldest = oldest
@@ -98,23 +110,24 @@ class CachePlan:
     ) -> dict[str, torch.Tensor]:
         """Returns all rows, by table `[unique ids, dim]`, and copies those that were looked up into their slots.
 
-        Call it once, in the order of the plans. Never waits for the device: all shapes are known on the host.
+        Call it once, in the order of the plans. Never waits for the device: all shapes are known on the host. Tables of
+        one dim at once, as each operation is a kernel.
 
         Args:
             found: rows that were looked up, by table.
             places: `self.places` on the device, as int64.
         """
         result = dict(found)
-        for name, (copies, count) in self._tables.items():
-            rows = found[name]
+        for dim, (copies, counts) in self._copies.items():
+            rows = together([found[name] for name in counts])
             if copies.values is None:
-                copies.values = rows.new_empty(copies.capacity + 1, rows.shape[1])
-            if len(rows) < count:
-                whole = rows.new_empty(count, rows.shape[1])
-                whole.index_copy_(0, places[f"{name}/misses"], rows)
-                whole.index_copy_(0, places[f"{name}/hits"], copies.values.index_select(0, places[f"{name}/hit_slots"]))
-                result[name] = whole
-            copies.values.index_copy_(0, places[f"{name}/taken"], rows)
+                copies.values = rows.new_empty(copies.capacity + 1, dim)
+            if len(places[f"{dim}/hits"]):
+                whole = rows.new_empty(sum(counts.values()), dim)
+                whole.index_copy_(0, places[f"{dim}/misses"], rows)
+                whole.index_copy_(0, places[f"{dim}/hits"], copies.values.index_select(0, places[f"{dim}/hit_slots"]))
+                result.update(zip(counts, whole.split(list(counts.values())), strict=True))
+            copies.values.index_copy_(0, places[f"{dim}/taken"], rows)
         return result
 
 
@@ -135,10 +148,9 @@ class RowCache:
         self._tables = {name: table for name, table in tables.items() if table.cache_rows}
         self._warns = warns
         self._warned: set[str] = set()
-        self._copies: dict[str, _Copies] = {}
-        self._ids = np.empty(0, np.uint64)
-        self._counts = np.empty(0, np.int64)
-        """By slot the number of steps that its row contained, and 1; 0 if it is empty."""
+        self._copies: dict[int, _Copies] = {}
+        self._slots: dict[str, _Slots] = {}
+        self._pool = batching.ThreadPool(min(8, torch.get_num_threads()) if self._tables else 1)
         self.counts = CacheCounts()
 
     def open(self, mode: Mode, free: Callable[[], int], *, recording: bool = False) -> bool:
@@ -155,24 +167,24 @@ class RowCache:
         if not self._tables:
             return False
         if recording or not leaves_time_for_copies(mode):
-            self._copies = {}
-            self.clear()
+            self._copies, self._slots = {}, {}
             self._warn(mode, recording)
             return False
         if not self._copies:
             self._check(free())
-            slots = 0
-            for name, table in self._tables.items():
-                self._copies[name] = _Copies(table.cache_rows, slots)
-                slots += table.cache_rows
+            for table in self._tables.values():
+                self._copies.setdefault(table.dim, _Copies(0)).capacity += table.cache_rows
         self.clear()
         return True
 
     def clear(self) -> None:
         """Discards all copies. Needed at the start of a pass: step numbers restart, and rows may have been set."""
-        slots = sum(copies.capacity for copies in self._copies.values())
-        # Memory of the host is taken where slots are used, not here.
-        self._ids, self._counts = np.zeros(slots, np.uint64), np.zeros(slots, np.int64)
+        first = dict.fromkeys(self._copies, 0)
+        for name, table in self._tables.items() if self._copies else ():
+            # Memory of the host is taken where slots are used, not here.
+            ids, steps = np.zeros(table.cache_rows, np.uint64), np.zeros(table.cache_rows, np.int64)
+            self._slots[name] = _Slots(ids, steps, first[table.dim])
+            first[table.dim] += table.cache_rows
 
     def _check(self, free: int) -> None:
         """Raises ConfigError if the device lacks the memory for all copies."""
@@ -209,39 +221,30 @@ class RowCache:
             ids: distinct ids of the batch, by table.
             at: moment of the lookup.
         """
-        # All tables at once, as each numpy call has a fixed cost.
-        tables = {
-            n: (self._copies[n], count) for n, count in zip(ids.names, ids.counts, strict=True) if n in self._copies
-        }
-        cached = np.repeat([name in tables for name in ids.names], ids.counts).astype(np.bool_)
-        mine = ids.buffer[cached]
-        counts = np.array([count for _, count in tables.values()], np.int64)
-        capacity = np.repeat(np.array([copies.capacity for copies, _ in tables.values()], np.uint64), counts)
-        slots = ((mine * FACTOR >> np.uint64(32)) % capacity).astype(np.int64)
-        everywhere = slots + np.repeat(np.array([copies.first for copies, _ in tables.values()], np.int64), counts)
-        contained = self._counts[everywhere]
-        lacking = at.step + 1 - contained
-        hit = (contained > 0) & (self._ids[everywhere] == mine) & (lacking <= at.limit)
-        missed = ~hit
-        fetched, taken = mine[missed], everywhere[missed]
-        self._ids[taken], self._counts[taken] = fetched, at.applied + 1
-        lost = self._ids[taken] != fetched  # Of several in one slot the last one has it.
-        ends = np.cumsum(counts)
-        place = np.arange(len(mine)) - np.repeat(ends - counts, counts)
-        before = np.concatenate(([0], np.cumsum(hit)))
-        hits = before[ends] - before[ends - counts]
-        arrays = [
-            place[hit],
-            slots[hit],
-            place[missed],
-            np.where(lost, capacity[missed].astype(np.int64), slots[missed]),
-        ]
-        places = Packed(
-            [f"{name}/{kind}" for kind in ("hits", "hit_slots", "misses", "taken") for name in tables],
-            np.concatenate([hits, hits, counts - hits, counts - hits]).tolist(),
-            np.concatenate(arrays).astype(np.int32),
-        )
-        wanted = np.ones(len(ids.buffer), np.bool_)
-        wanted[cached] = missed
-        self.counts = CacheCounts(self.counts.hits + int(hits.sum()), self.counts.misses + len(fetched))
-        return CachePlan(tables, Packed(ids.names, ids.counts, wanted), places, int(lacking[hit].max(initial=0)))
+        wanted = Packed(ids.names, ids.counts, np.ones(len(ids.buffer), np.bool_))
+        # Tables of one dim one behind the other, so that their places are, too.
+        of_dim: dict[int, dict[str, int]] = {}
+        for name, count in zip(ids.names, ids.counts, strict=True):
+            if name in self._slots:
+                of_dim.setdefault(self._tables[name].dim, {})[name] = count
+        tables: list[batching.CopiedTable] = []
+        for dim, counts in of_dim.items():
+            row = 0
+            for name, count in counts.items():
+                slots = self._slots[name]
+                tables.append(
+                    batching.CopiedTable(
+                        ids[name], slots.ids, slots.steps, wanted[name], row, slots.first, self._copies[dim].capacity
+                    )
+                )
+                row += count
+        totals = [sum(counts.values()) for counts in of_dim.values()]
+        places = np.empty(2 * sum(totals), np.int32)
+        served, oldest = batching.plan_copies(tables, at.step, at.applied, at.limit, places, self._pool)
+        by_table = iter(served)
+        hits = [sum(itertools.islice(by_table, len(counts))) for counts in of_dim.values()]
+        misses = [total - hit for total, hit in zip(totals, hits, strict=True)]
+        kinds = ("hits", "hit_slots", "misses", "taken")
+        packed = Packed([f"{dim}/{kind}" for kind in kinds for dim in of_dim], [*hits, *hits, *misses, *misses], places)
+        self.counts = CacheCounts(self.counts.hits + sum(hits), self.counts.misses + sum(misses))
+        return CachePlan({dim: (self._copies[dim], counts) for dim, counts in of_dim.items()}, wanted, packed, oldest)

@@ -98,6 +98,7 @@ class CudaStaging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._up = torch.cuda.Stream(device)
+        self._pool = batching.ThreadPool(min(8, torch.get_num_threads()))
         self._down = torch.cuda.Stream(device)
 
     def to_device(
@@ -107,7 +108,7 @@ class CudaStaging:
         tensors: dict[str, torch.Tensor] = {}
         with torch.cuda.stream(self._up):
             for name, array in arrays.items():
-                tensors[name] = copied_array(array, pin_memory=True).to(self.device, non_blocking=True)
+                tensors[name] = copied_array(array, self._pool, pin_memory=True).to(self.device, non_blocking=True)
             if then is not None:
                 tensors = then(tensors)
             copied = torch.cuda.Event()
@@ -171,14 +172,28 @@ def staging_for(name: str) -> Staging:
     return CudaStaging(torch.device("cuda", torch.cuda.current_device() if index is None else index))
 
 
-def copied_array(array: NDArray[np.generic], *, pin_memory: bool = False) -> torch.Tensor:
+LARGE = 1 << 20
+"""Bytes of an array that several threads copy."""
+
+
+def copied_array(
+    array: NDArray[np.generic], pool: batching.ThreadPool | None = None, *, pin_memory: bool = False
+) -> torch.Tensor:
     """Returns a tensor with a copy of an array, which may be read-only and of any layout. Copies once.
 
-    `torch.from_numpy(array).pin_memory()` warns of read-only arrays.
+    `torch.from_numpy(array).pin_memory()` warns of read-only arrays, and copies on one thread.
+
+    Args:
+        array: of any dtype that torch has.
+        pool: threads for a large array that is contiguous; None for the calling one.
+        pin_memory: whether a CUDA device can copy from the tensor by itself.
     """
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     copy = torch.empty(array.shape, dtype=dtype, pin_memory=pin_memory)
-    np.copyto(copy.numpy(), array)
+    if pool is not None and array.nbytes >= LARGE and array.flags.c_contiguous:
+        batching.copy_array(copy.numpy(), array, pool)
+    else:
+        np.copyto(copy.numpy(), array)
     return copy
 
 
