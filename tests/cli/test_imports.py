@@ -92,7 +92,7 @@ def test_the_dumped_configuration_has_the_imports(folder):
 @pytest.mark.parametrize(
     ("imports", "message"),
     [
-        ("[]", "mode.kind: Invalid mode 'pairs'; expected one of: async, .*`imports` in a configuration"),
+        ("[]", "mode.kind: Invalid mode 'pairs'; expected one of: async, auto, .*`imports` in a configuration"),
         ('"my_modes"', "imports: Expected `array`, got `str`"),
         ('["my_mode"]', "Cannot import 'my_mode': .*No module named 'my_mode'. Run the command in"),
         ('["my_modes.py"]', "Cannot import 'my_modes.py': .* Give the name of the module, without .py."),

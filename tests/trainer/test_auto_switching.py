@@ -72,6 +72,23 @@ def test_a_switch_that_a_death_has_undone_is_asked_for_again():
     assert tokens.requested() == auto.asynchronous
 
 
+def test_times_of_choices_count_from_the_first_moment_not_from_the_start_of_the_machine():
+    clock = Clock()
+    clock.now = 1e6
+    tokens = TokenScheduler(5.0, clock=clock)
+    tokens.begin_auto(Auto(Async(), seconds=2.0), 1, False)
+    for _ in range(5):
+        clock.now += 1.0
+        tokens.report_timings(0, [StepTiming(1.0, 1.0)])
+    tokens.begin_auto(Auto(Async(), seconds=2.0), 1, False)  # Another call of fit; the clock goes on.
+    for _ in range(3):
+        clock.now += 1.0
+        tokens.report_timings(0, [StepTiming(1.0, 1.0)])
+    evidence = tokens.evidence()
+    assert [step.began for step in evidence.steps] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert [choice.time for choice in evidence.choices] == [2, 4, 7]
+
+
 def test_a_switch_that_is_still_to_be_made_stays_decided():
     auto = Auto(Gba(8 * ROWS), windows=2, seconds=10.0)
     tokens, _ = watched(auto, [1.0] * 6 + [4.0] * 2, 100.0)

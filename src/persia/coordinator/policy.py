@@ -62,7 +62,7 @@ class SwitchPolicy:
         Args:
             rank: rank of the NN worker.
             timings: its step timings since its last report.
-            now: time of the coordinator's clock in seconds.
+            now: seconds since the policy began.
 
         Returns:
             The choice to switch, if any.

@@ -53,6 +53,7 @@ class TokenScheduler(RecordedArrivals):
         self._clock = clock
         self._policy: SwitchPolicy | None = None
         self._choosing = False
+        self._policy_began = 0.0
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         """Ranks that wait in `draw` for the gate."""
@@ -359,6 +360,7 @@ class TokenScheduler(RecordedArrivals):
         with self._changed:
             if self._policy is None or self._policy.auto != auto:
                 self._policy, self._choosing = SwitchPolicy(auto, nn_workers, asynchronous), True
+                self._policy_began = self._clock()
             # While a switch is pending, the policy is ahead of the mode.
             self._policy.begin(asynchronous if self._state.requested is None else self._policy.asynchronous)
 
@@ -369,7 +371,7 @@ class TokenScheduler(RecordedArrivals):
                 return False
             if not self._choosing or self._state.requested is not None:
                 return True
-            choice = self._policy.add(rank, timings, self._clock())
+            choice = self._policy.add(rank, timings, self._clock() - self._policy_began)
             if choice is not None:
                 auto = self._policy.auto
                 try:

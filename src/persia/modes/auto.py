@@ -42,7 +42,7 @@ class StepTime(NamedTuple):
 
     Attributes:
         worker: rank of the NN worker.
-        began: start time on the coordinator's clock, in seconds.
+        began: start time, in seconds since the coordinator began to choose.
         seconds: duration.
     """
 
@@ -106,7 +106,7 @@ def _setting_of(tree: Any) -> ModeSetting:
     if isinstance(tree, dict) and "kind" not in tree:  # Such as `--set mode.staleness=4` without a section [mode].
         tree = {"kind": "hybrid"} | tree
     if not isinstance(tree, dict) or tree["kind"] != "auto":
-        return mode_of(tree)
+        return mode_of(tree, other_kinds=["auto"])
     try:
         return msgspec.convert(tree, Auto, dec_hook=decode_hook)
     except msgspec.ValidationError as error:
@@ -132,7 +132,7 @@ class ModeChoice(NamedTuple):
     """A decision at the end of a window, with its evidence; `str()` returns a line for the log.
 
     Attributes:
-        time: end of the window in seconds.
+        time: end of the window, in seconds since the coordinator began to choose.
         switch: whether to switch.
         asynchronous: whether the asynchronous mode is in force from now on.
         sync_rate: predicted batches per second of all NN workers in the synchronous mode.
@@ -172,7 +172,7 @@ def decide(auto: Auto, state: AutoState, steps: Sequence[StepTime], end: float) 
         state: state after the window before.
         steps: steps of all NN workers that began before `end`. One from before the window counts until that worker
             begins the next.
-        end: end of the window in seconds.
+        end: end of the window, in seconds as in `StepTime.began`.
 
     Returns:
         The new state, and the choice; None until all NN workers have finished a step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -42,8 +43,12 @@ def register(mode: type[M]) -> type[M]:
     return mode
 
 
-def mode_of(tree: Any) -> Mode:
+def mode_of(tree: Any, *, other_kinds: Sequence[str] = ()) -> Mode:
     """Makes a mode from plain data, such as `{"kind": "gba", "global_batch_size": 512}`.
+
+    Args:
+        tree: the data.
+        other_kinds: kinds that the caller accepts besides, for the message.
 
     Raises:
         ValueError: the data do not match a mode; the message has the path of the field, as msgspec writes it.
@@ -53,7 +58,7 @@ def mode_of(tree: Any) -> Mode:
         raise ValueError(f"Expected `object`, got `{type(tree).__name__}`")
     kind = tree.get("kind")
     if not isinstance(kind, str) or kind not in _MODES:
-        known = ", ".join(sorted(_MODES))
+        known = ", ".join(sorted([*_MODES, *other_kinds]))
         raise ValueError(
             f"Invalid mode {kind!r}; expected one of: {known}, or import its module first (`imports` in a "
             "configuration, `--import` of `persia control switch`) - at `$.kind`"

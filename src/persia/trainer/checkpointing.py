@@ -132,6 +132,7 @@ class Checkpointing:
         self._last: _Written | None = None
         self._failing = False
         """Whether the last checkpoint that was begun in the background has failed."""
+        self._warned_of_skips = False
         self._hurry = threading.Event()  # Set while the training thread waits for what is being written.
 
     @property
@@ -264,17 +265,20 @@ class Checkpointing:
                 self._failure = error
 
         self._thread = threading.Thread(target=run, name="persia-checkpoint", daemon=True)
+        self._warned_of_skips = False
         self._thread.start()
         return True
 
     def _still_writing(self) -> bool:
         if not self.busy:
             return False
-        LOG.warning(
+        LOG.log(  # Once for each checkpoint that takes too long: a dozen may be due meanwhile.
+            logging.DEBUG if self._warned_of_skips else logging.WARNING,
             "Step %d: checkpoint skipped, as the one before is still being written. Save less often, set a larger "
             "checkpoint_share, or write to a faster disk.",
             self._state.global_step,
         )
+        self._warned_of_skips = True
         return True
 
     def _score(self, evaluation: MetricsResult | None) -> float | None:
