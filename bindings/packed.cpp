@@ -104,17 +104,13 @@ void move_part(nb::handle whole_in, nb::handle part_in, nb::handle bounds_in, st
   }
 }
 
-// Accepts any dtype.
-void copy(nb::handle to_in, nb::handle from_in, ThreadPool& pool) {
-  constexpr std::string_view kAny = "LQlqfdeHIiBb?";
-  Buffer to, from;
-  if (!to.open(to_in, kAny, true) || !from.open(from_in, kAny, false) || !to.contiguous() || !from.contiguous() ||
-      to.itemsize() != from.itemsize() || to.size() != from.size()) {
-    throw nb::value_error("to and from: must be contiguous arrays of one dtype and size, `to` writable");
-  }
-  const std::size_t size = to.size() * to.itemsize();
+void copy(nb::handle to_out, nb::handle from_in, ThreadPool& pool) {
+  const Buffer to = take_dense<std::uint8_t>(to_out, 1, {"argument", 0, ", to"}, "a contiguous uint8 array [n]");
+  const Buffer from =
+      take_dense<const std::uint8_t>(from_in, 1, {"argument", 1, ", from"}, "a contiguous uint8 array [n]");
   const nb::gil_scoped_release release;
-  persia::copy_bytes({to.data<std::byte>(), size}, {from.data<const std::byte>(), size}, pool);
+  persia::copy_bytes(std::as_writable_bytes(to.span<std::uint8_t>()), std::as_bytes(from.span<const std::uint8_t>()),
+                     pool);
 }
 
 }  // namespace

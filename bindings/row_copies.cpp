@@ -62,6 +62,7 @@ nb::tuple plan(nb::list tables, std::int64_t step, std::int64_t applied, std::in
 
 void register_row_copies(nb::module_& parent) {
   using nb::arg;
-  nb::module_ m = parent.def_submodule("row_copies", "Use persia.batching.plan_copies, which documents.");
+  nb::module_ m =
+      parent.def_submodule("row_copies", "Use persia.batching.plan_copies, which checks errors and documents.");
   m.def("plan", &plan, arg("tables"), arg("step"), arg("applied"), arg("limit"), arg("places"), arg("pool"));
 }

@@ -135,6 +135,11 @@ TEST(sizes_that_do_not_fit_are_refused_and_nothing_changes) {
     table.*place = 0x80000000;
     CHECK(refused(table, 6));
   }
+  for (const CopyTime at : {CopyTime{-1, 0, 4}, CopyTime{0, -1, 4}, CopyTime{0, 0, (std::int64_t{1} << 62) + 1}}) {
+    table = copies.with(batch);
+    places.resize(6);
+    CHECK(refuses([&] { plan_copies({&table, 1}, at, places, pool); }));
+  }
   CHECK(copies.steps == std::vector<std::int64_t>(4));
   CHECK(!refused(copies.with(batch), 6));
   CHECK(plan_copies({}, {0, 0, 0}, {}, pool) == 0);

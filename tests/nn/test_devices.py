@@ -229,6 +229,16 @@ def test_a_large_array_is_copied_by_several_threads(dtype, read_only, monkeypatc
     assert len(copied) <= 1
 
 
+@pytest.mark.parametrize("dtype", [np.int16, np.complex64, np.float32])
+def test_a_large_array_of_any_kind_is_copied(dtype):
+    pool = batching.ThreadPool(3)
+    array = (np.arange(1 << 20) % 100).astype(dtype)
+    odd = np.frombuffer(b"x" + array.tobytes(), np.uint8, offset=1).view(dtype)
+    assert not odd.flags.aligned
+    for one in (array.reshape(2, 4, 8, -1), odd):
+        np.testing.assert_array_equal(copied_array(one, pool).numpy(), one)
+
+
 def test_the_host_shares_writable_arrays_and_copies_read_only_ones():
     shared, read_only = np.ones(3, np.float32), np.ones(3, np.float32)
     read_only.flags.writeable = False
@@ -254,8 +264,9 @@ def test_read_only_arrays_are_pinned(dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_large_array_arrives_whole():
     staging = transfer.staging_for("cuda")
-    for seed in range(5):  # The second time on, pinned memory is that of a copy before.
-        array = np.random.default_rng(seed).random(3 * transfer.LARGE + 5)
-        tensors, ready = staging.to_device({"it": array})
+    arrays = [np.random.default_rng(seed).random(3 * transfer.LARGE + 5) for seed in range(5)]
+    # Pinned memory of a copy must not be lent again while the device reads it.
+    copies = [staging.to_device({"it": array}) for array in arrays]
+    for array, (tensors, ready) in zip(arrays, copies, strict=True):
         ready()
         np.testing.assert_array_equal(tensors["it"].cpu().numpy(), array)

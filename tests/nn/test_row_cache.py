@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import persia
-from persia.errors import ConfigError, StaleBatchError, StoreError
+from persia.errors import ConfigError, DataError, StaleBatchError, StoreError
 from persia.modes import Async, Bsp, Gba, HopBs, Hybrid, Sync
 from persia.nn.gate import LookupTime
 from persia.nn.options import CollectionOptions
@@ -92,6 +92,10 @@ def test_it_does_as_its_twin_and_no_row_is_too_old(batches, capacity, other, lim
         assert {t: packed[t][plan.wanted[t]].tolist() for t in ids} == fetched
         rows = {t: torch.tensor([[float(fetch(t, i))] * tables[t].dim for i in mine]) for t, mine in fetched.items()}
         rows = {t: r.reshape(-1, tables[t].dim) for t, r in rows.items()}
+        if step % 2:  # As they arrive: one behind the other in one buffer.
+            buffer = torch.cat([r.reshape(-1) for r in rows.values()])
+            parts = buffer.split([r.numel() for r in rows.values()])
+            rows = {t: part.view(-1, tables[t].dim) for t, part in zip(rows, parts, strict=True)}
         for dim, slots in ((2, capacity + other), (3, other)):  # On a GPU, of several writes to one slot any may win.
             taken = plan.places[f"{dim}/taken"]
             assert len(set(taken[taken < slots])) == (taken < slots).sum()
@@ -108,6 +112,22 @@ def test_it_does_as_its_twin_and_no_row_is_too_old(batches, capacity, other, lim
                 oldest = max([oldest, *(at.step - v for v in old)])
         assert plan.oldest >= oldest
         assert cache.counts == (hits, misses)
+
+
+def test_another_number_of_rows_than_was_asked_for_is_an_error():
+    cache = RowCache({"a": Table("a", 1, cache_rows=8), "b": Table("b", 1, cache_rows=8)})
+    cache.open(Hybrid(4, warmup=0), lambda: 1 << 20)
+    plan = cache.plan(Packed.of({t: np.arange(3, dtype=np.uint64) for t in "ab"}, np.uint64), LookupTime(0, 0, 5))
+    places = unpacked(torch.from_numpy(plan.places.buffer).long(), plan.places)
+    with pytest.raises(DataError, match=r"found 4 rows of table 'a', not the 3 asked for"):
+        plan.assemble({"a": torch.zeros(4, 1), "b": torch.zeros(2, 1)}, places)
+
+
+def test_more_copies_than_places_are_refused():
+    most = (1 << 31) - 2
+    cache = RowCache({"a": Table("a", 1, cache_rows=most - 7), "b": Table("b", 1, cache_rows=8)})
+    with pytest.raises(ConfigError, match=r"Table\('b'\).cache_rows = 8 makes 2,147,483,647 copies .*dim 1"):
+        cache.open(Hybrid(4, warmup=0), lambda: 1 << 40)
 
 
 def test_clearing_forgets_all_copies():

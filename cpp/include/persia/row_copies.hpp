@@ -32,10 +32,10 @@ struct CopyTime {
   std::int64_t limit = 0;
 };
 
-// Takes slots for the rows to look up. `places` has room for two entries per id, and holds for the tables one after
-// another: the places of the hits in the batch; then the slots of the hits; the places of the other rows; and the slots
-// that those take. Returns how many steps the oldest copy lacks, 0 if none serves. Tables run in parallel; blocks until
-// done. Throws std::invalid_argument, before anything changes, if the sizes do not fit.
+// Takes slots for the rows to look up. `places` has two entries per id, and gets for the tables one after another: the
+// places of the hits in the batch; then the slots of the hits; the places of the other rows; and the slots that those
+// take. Returns how many steps the oldest copy lacks, 0 if none serves. Tables run in parallel; blocks until done.
+// Throws std::invalid_argument, before anything changes, if the sizes do not fit.
 std::int64_t plan_copies(std::span<CopiedTable> tables, const CopyTime& at, std::span<std::int32_t> places,
                          ThreadPool& pool);
 

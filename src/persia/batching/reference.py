@@ -76,6 +76,34 @@ def decode_rows(halves: Halves, scales: Floats) -> Floats:
         return halves.astype(np.float32) * scales[:, None]
 
 
+def plan_copies(
+    tables: Sequence[CopiedTable], step: int, applied: int, limit: int, places: Int32Array
+) -> tuple[list[int], int]:
+    """Twin of :func:`persia.batching.plan_copies`."""
+    hits: list[tuple[int, int]] = []
+    misses: list[tuple[int, int]] = []
+    counts: list[int] = []
+    oldest = 0
+    for table in tables:
+        slots = [(id_ * 0x9E3779B97F4A7C15 % (1 << 64) >> 32) % len(table.slot_ids) for id_ in table.ids.tolist()]
+        before = len(hits)
+        for row, (id_, slot) in enumerate(zip(table.ids, slots, strict=True)):
+            lacking = step + 1 - int(table.slot_steps[slot])
+            table.wanted[row] = not (table.slot_steps[slot] and table.slot_ids[slot] == id_ and lacking <= limit)
+            if not table.wanted[row]:
+                hits.append((table.first_row + row, table.first_slot + slot))
+                oldest = max(oldest, lacking)
+        counts.append(len(hits) - before)
+        missed = [(row, slot) for row, slot in enumerate(slots) if table.wanted[row]]
+        for row, slot in missed:
+            table.slot_ids[slot], table.slot_steps[slot] = table.ids[row], applied + 1
+        for row, slot in missed:
+            has = table.slot_ids[slot] == table.ids[row]
+            misses.append((table.first_row + row, table.first_slot + slot if has else table.spare))
+    places[:] = [place for pairs in (hits, misses) for column in (0, 1) for place in (pair[column] for pair in pairs)]
+    return counts, oldest
+
+
 def owner(table: str, id_: int, servers: int) -> int:
     """The number of the embedding PS that owns an id."""
     x = xxh64(table.encode()) ^ id_
@@ -186,34 +214,6 @@ _P1, _P2, _P3, _P4, _P5 = (
     0x85EBCA77C2B2AE63,
     0x27D4EB2F165667C5,
 )
-
-
-def plan_copies(
-    tables: Sequence[CopiedTable], step: int, applied: int, limit: int, places: Int32Array
-) -> tuple[list[int], int]:
-    """Twin of :func:`persia.batching.plan_copies`."""
-    hits: list[tuple[int, int]] = []
-    misses: list[tuple[int, int]] = []
-    counts: list[int] = []
-    oldest = 0
-    for table in tables:
-        slots = [(id_ * 0x9E3779B97F4A7C15 % (1 << 64) >> 32) % len(table.slot_ids) for id_ in table.ids.tolist()]
-        before = len(hits)
-        for row, (id_, slot) in enumerate(zip(table.ids, slots, strict=True)):
-            lacking = step + 1 - int(table.slot_steps[slot])
-            table.wanted[row] = not (table.slot_steps[slot] and table.slot_ids[slot] == id_ and lacking <= limit)
-            if not table.wanted[row]:
-                hits.append((table.first_row + row, table.first_slot + slot))
-                oldest = max(oldest, lacking)
-        counts.append(len(hits) - before)
-        missed = [(row, slot) for row, slot in enumerate(slots) if table.wanted[row]]
-        for row, slot in missed:
-            table.slot_ids[slot], table.slot_steps[slot] = table.ids[row], applied + 1
-        for row, slot in missed:
-            has = table.slot_ids[slot] == table.ids[row]
-            misses.append((table.first_row + row, table.first_slot + slot if has else table.spare))
-    places[:] = [place for pairs in (hits, misses) for column in (0, 1) for place in (pair[column] for pair in pairs)]
-    return counts, oldest
 
 
 def _rotate(x: int, bits: int) -> int:

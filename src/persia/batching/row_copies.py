@@ -1,4 +1,4 @@
-"""Which rows of a batch have copies on the device of an NN worker (docs/decisions/0009-device-cache.md)."""
+"""Plans of which rows of a batch copies on a device serve (docs/decisions/0009-device-cache.md)."""
 
 from __future__ import annotations
 

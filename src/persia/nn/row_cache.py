@@ -7,8 +7,8 @@ That is enough, as no copy serves for longer than a few batches.
 
 from __future__ import annotations
 
-import itertools
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from persia import batching
-from persia.errors import ConfigError
+from persia.errors import ConfigError, DataError
 from persia.modes import Hybrid, Mode
 from persia.nn.gate import LookupTime
 from persia.nn.joining import together
@@ -26,6 +26,9 @@ from persia.types import Ids, Int64Array, Packed
 __all__ = ["CacheCounts", "CachePlan", "RowCache", "leaves_time_for_copies"]
 
 LOG = logging.getLogger("persia.nn")
+
+MOST_SLOTS = (1 << 31) - 2
+"""Most copies of the tables of one dim: places of slots, and the spare one, are int32."""
 
 SLOT_BYTES = 16
 """Host memory of a slot that is in use: its id and the steps that its row contains."""
@@ -67,6 +70,18 @@ class _Copies:
         """
 
 
+class RowCounts(NamedTuple):
+    """Numbers of distinct rows of a table in a batch.
+
+    Attributes:
+        all: how many there are.
+        misses: how many are looked up.
+    """
+
+    all: int
+    misses: int
+
+
 class _Slots(NamedTuple):
     """The slots of a table.
 
@@ -85,7 +100,7 @@ class CachePlan:
     """The sources of the rows of one batch.
 
     Args:
-        copies: by dim, those of the tables of the batch that have copies, with these tables and their numbers of rows.
+        copies: by dim, those of the tables of the batch that have copies, with the numbers of rows of these tables.
         wanted: by table, bool `[unique ids]`: the rows to look up.
         places: by dim, int32: the places of `hits` and `misses` among the rows of these tables, the slots of the hits,
             and the slots `taken` by the misses.
@@ -94,7 +109,7 @@ class CachePlan:
 
     def __init__(
         self,
-        copies: Mapping[int, tuple[_Copies, dict[str, int]]],
+        copies: Mapping[int, tuple[_Copies, dict[str, RowCounts]]],
         wanted: Packed[np.bool_],
         places: Packed[np.int32],
         oldest: int,
@@ -116,17 +131,28 @@ class CachePlan:
         Args:
             found: rows that were looked up, by table.
             places: `self.places` on the device, as int64.
+
+        Raises:
+            DataError: a table has another number of rows than was asked for.
         """
         result = dict(found)
         for dim, (copies, counts) in self._copies.items():
+            for name, count in counts.items():
+                if len(found[name]) != count.misses:
+                    raise DataError(
+                        f"A lookup found {len(found[name])} rows of table {name!r}, not the {count.misses} asked for. "
+                        "Give all processes of a run the same schema and version.",
+                        table=name,
+                    )
             rows = together([found[name] for name in counts])
             if copies.values is None:
                 copies.values = rows.new_empty(copies.capacity + 1, dim)
             if len(places[f"{dim}/hits"]):
-                whole = rows.new_empty(sum(counts.values()), dim)
+                sizes = [count.all for count in counts.values()]
+                whole = rows.new_empty(sum(sizes), dim)
                 whole.index_copy_(0, places[f"{dim}/misses"], rows)
                 whole.index_copy_(0, places[f"{dim}/hits"], copies.values.index_select(0, places[f"{dim}/hit_slots"]))
-                result.update(zip(counts, whole.split(list(counts.values())), strict=True))
+                result.update(zip(counts, whole.split(sizes), strict=True))
             copies.values.index_copy_(0, places[f"{dim}/taken"], rows)
         return result
 
@@ -150,7 +176,7 @@ class RowCache:
         self._warned: set[str] = set()
         self._copies: dict[int, _Copies] = {}
         self._slots: dict[str, _Slots] = {}
-        self._pool = batching.ThreadPool(min(8, torch.get_num_threads()) if self._tables else 1)
+        self._pool: batching.ThreadPool | None = None
         self.counts = CacheCounts()
 
     def open(self, mode: Mode, free: Callable[[], int], *, recording: bool = False) -> bool:
@@ -167,13 +193,14 @@ class RowCache:
         if not self._tables:
             return False
         if recording or not leaves_time_for_copies(mode):
-            self._copies, self._slots = {}, {}
+            self._copies, self._slots, self._pool = {}, {}, None
             self._warn(mode, recording)
             return False
         if not self._copies:
             self._check(free())
             for table in self._tables.values():
                 self._copies.setdefault(table.dim, _Copies(0)).capacity += table.cache_rows
+            self._pool = batching.ThreadPool(min(8, len(os.sched_getaffinity(0))))
         self.clear()
         return True
 
@@ -187,8 +214,17 @@ class RowCache:
             first[table.dim] += table.cache_rows
 
     def _check(self, free: int) -> None:
-        """Raises ConfigError if the device lacks the memory for all copies."""
+        """Raises ConfigError if the device lacks the memory for all copies, or the tables of a dim have too many."""
+        of_dim: dict[int, int] = {}
         for name, table in self._tables.items():
+            of_dim[table.dim] = slots = of_dim.get(table.dim, 0) + table.cache_rows
+            if slots > MOST_SLOTS:
+                raise ConfigError(
+                    f"Table({name!r}).cache_rows = {table.cache_rows} makes {slots:,} copies of rows of dim "
+                    f"{table.dim}, of {MOST_SLOTS:,} at most. Set it to twice the distinct rows of `staleness` batches "
+                    "at most, or to 0 for no copies.",
+                    field=f"Table({name!r}).cache_rows",
+                )
             size = 4 * table.cache_rows * table.dim
             if size > free:
                 raise ConfigError(
@@ -222,7 +258,7 @@ class RowCache:
             at: moment of the lookup.
         """
         wanted = Packed(ids.names, ids.counts, np.ones(len(ids.buffer), np.bool_))
-        # Tables of one dim one behind the other, so that their places are, too.
+        # By dim, as `assemble` works on all tables of a dim at once, and places are in the order of tables.
         of_dim: dict[int, dict[str, int]] = {}
         for name, count in zip(ids.names, ids.counts, strict=True):
             if name in self._slots:
@@ -240,11 +276,16 @@ class RowCache:
                 row += count
         totals = [sum(counts.values()) for counts in of_dim.values()]
         places = np.empty(2 * sum(totals), np.int32)
+        assert self._pool is not None
         served, oldest = batching.plan_copies(tables, at.step, at.applied, at.limit, places, self._pool)
         by_table = iter(served)
-        hits = [sum(itertools.islice(by_table, len(counts))) for counts in of_dim.values()]
-        misses = [total - hit for total, hit in zip(totals, hits, strict=True)]
+        counted = {
+            dim: {name: RowCounts(count, count - next(by_table)) for name, count in counts.items()}
+            for dim, counts in of_dim.items()
+        }
+        misses = [sum(count.misses for count in counts.values()) for counts in counted.values()]
+        hits = [total - missed for total, missed in zip(totals, misses, strict=True)]
         kinds = ("hits", "hit_slots", "misses", "taken")
         packed = Packed([f"{dim}/{kind}" for kind in kinds for dim in of_dim], [*hits, *hits, *misses, *misses], places)
         self.counts = CacheCounts(self.counts.hits + sum(hits), self.counts.misses + sum(misses))
-        return CachePlan({dim: (self._copies[dim], counts) for dim, counts in of_dim.items()}, wanted, packed, oldest)
+        return CachePlan({dim: (self._copies[dim], counted[dim]) for dim in of_dim}, wanted, packed, oldest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
@@ -98,8 +99,9 @@ class CudaStaging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._up = torch.cuda.Stream(device)
-        self._pool = batching.ThreadPool(min(8, torch.get_num_threads()))
         self._down = torch.cuda.Stream(device)
+        # The network is on the device, so these threads need not leave processors to it.
+        self._pool = batching.ThreadPool(min(8, len(os.sched_getaffinity(0))))
 
     def to_device(
         self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
