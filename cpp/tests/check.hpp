@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,6 +36,17 @@ inline std::vector<Test>& tests() {
 struct Register {
   Register(const char* name, std::function<void()> body) { tests().push_back({name, std::move(body)}); }
 };
+
+// Whether it throws std::invalid_argument.
+template <class Body>
+bool refuses(Body&& body) {
+  try {
+    body();
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+  return false;
+}
 
 inline int run() {
   for (const auto& test : tests()) {

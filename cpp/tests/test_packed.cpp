@@ -1,13 +1,13 @@
 #include <algorithm>
 #include <cstring>
 #include <random>
-#include <stdexcept>
 #include <vector>
 
 #include "check.hpp"
 #include "persia/packed.hpp"
 
 using namespace persia;
+using check::refuses;
 
 namespace {
 
@@ -22,16 +22,6 @@ void add_tables(Store& store) {
     config.shards = 2;
     store.create_table(config);
   }
-}
-
-template <class Body>
-bool refuses(Body&& body) {
-  try {
-    body();
-  } catch (const std::invalid_argument&) {
-    return true;
-  }
-  return false;
 }
 
 }  // namespace

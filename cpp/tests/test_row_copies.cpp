@@ -2,13 +2,13 @@
 #include <map>
 #include <memory>
 #include <random>
-#include <stdexcept>
 #include <vector>
 
 #include "check.hpp"
 #include "persia/row_copies.hpp"
 
 using namespace persia;
+using check::refuses;
 
 namespace {
 
@@ -30,16 +30,6 @@ struct Copies {
   std::unique_ptr<bool[]> wanted;
   std::map<std::size_t, std::pair<std::uint64_t, std::int64_t>> twin;
 };
-
-template <class Body>
-bool refuses(Body&& body) {
-  try {
-    body();
-  } catch (const std::invalid_argument&) {
-    return true;
-  }
-  return false;
-}
 
 }  // namespace
 

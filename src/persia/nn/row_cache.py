@@ -95,6 +95,11 @@ class _Slots(NamedTuple):
     steps: Int64Array
     first: int
 
+    @classmethod
+    def empty(cls, count: int, first: int) -> _Slots:
+        """Returns empty slots. They take memory of the host where they are used, not here."""
+        return cls(np.zeros(count, np.uint64), np.zeros(count, np.int64), first)
+
 
 class CachePlan:
     """The sources of the rows of one batch.
@@ -198,20 +203,17 @@ class RowCache:
             return False
         if not self._copies:
             self._check(free())
-            for table in self._tables.values():
-                self._copies.setdefault(table.dim, _Copies(0)).capacity += table.cache_rows
+            for name, table in self._tables.items():
+                copies = self._copies.setdefault(table.dim, _Copies(0))
+                self._slots[name] = _Slots.empty(table.cache_rows, copies.capacity)
+                copies.capacity += table.cache_rows
             self._pool = batching.ThreadPool(min(8, len(os.sched_getaffinity(0))))
         self.clear()
         return True
 
     def clear(self) -> None:
         """Discards all copies. Needed at the start of a pass: step numbers restart, and rows may have been set."""
-        first = dict.fromkeys(self._copies, 0)
-        for name, table in self._tables.items() if self._copies else ():
-            # Memory of the host is taken where slots are used, not here.
-            ids, steps = np.zeros(table.cache_rows, np.uint64), np.zeros(table.cache_rows, np.int64)
-            self._slots[name] = _Slots(ids, steps, first[table.dim])
-            first[table.dim] += table.cache_rows
+        self._slots = {name: _Slots.empty(len(slots.ids), slots.first) for name, slots in self._slots.items()}
 
     def _check(self, free: int) -> None:
         """Raises ConfigError if the device lacks the memory for all copies, or the tables of a dim have too many."""
