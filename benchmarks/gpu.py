@@ -13,7 +13,6 @@ device.
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -27,6 +26,7 @@ from benchmarks import runner
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, Variant, Workload, network_optimizer
 from benchmarks.step import FIRST, WORK, Make, Persia, compared
 from persia import Batch, IdColumn, IdFeature, Schema, Table
+from persia.batching import default_threads
 from persia.modes import Hybrid, Mode
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.models import DLRM, FFNN
@@ -106,7 +106,7 @@ class Compressing:
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
         """Creates a PS and an embedding worker."""
-        threads = min(8, len(os.sched_getaffinity(0)))  # As in Embedded.
+        threads = default_threads()  # As in Embedded.
         server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, threads)
         return Connection(Worker(schema, [server], threads, options=WorkerOptions("fp16")), [server])
 

@@ -7,7 +7,7 @@ from persia.batching.codec import decode_rows, encode_rows
 from persia.batching.copying import copy_array
 from persia.batching.duplicates import average_gradients, merge_gradients, unique
 from persia.batching.hashing import hash_cross
-from persia.batching.native import RowSums, Scratch, ThreadPool, borrow
+from persia.batching.native import RowSums, Scratch, ThreadPool, borrow, default_threads
 from persia.batching.owners import group_by_owner, owners
 from persia.batching.packing import (
     PackedBatch,
@@ -41,6 +41,7 @@ __all__ = [
     "copy_array",
     "decode_packed",
     "decode_rows",
+    "default_threads",
     "encode_packed",
     "encode_rows",
     "group_by_owner",

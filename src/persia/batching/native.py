@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from persia.errors import DataError
 from persia.types import Floats, Ids
 
-__all__ = ["RowSums", "Scratch", "ThreadPool", "as_data_error", "borrow", "core"]
+__all__ = ["RowSums", "Scratch", "ThreadPool", "as_data_error", "borrow", "core", "default_threads"]
 
 _module: Any = importlib.import_module("persia._core")
 
@@ -69,6 +70,11 @@ else:
     RowSums = _module.RowSums
     ThreadPool = _module.ThreadPool
     Scratch = core.Scratch
+
+
+def default_threads() -> int:
+    """Returns how many threads a role takes that nobody gave a number: one for each processor, 8 at most."""
+    return min(8, len(os.sched_getaffinity(0)))
 
 
 class _AsDataError:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 
+from persia.batching import default_threads
 from persia.checks import MAX_THREADS, check_flag, check_integer, plain
 from persia.coordinator import TokenScheduler
 from persia.modes import Mode
@@ -38,7 +38,7 @@ class Embedded:
         check_flag("cluster.overcommit", overcommit)
         if threads is not None:
             check_integer("cluster.threads", threads, 1, MAX_THREADS)
-        self.threads = threads or min(8, len(os.sched_getaffinity(0)))
+        self.threads = threads or default_threads()
         self._overcommit = overcommit
         # Of the last connection; weak, so that observing does not keep it alive.
         self._server: Callable[[], EmbeddingServer | None] = lambda: None

@@ -8,7 +8,6 @@ That is enough, as no copy serves for longer than a few batches.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -207,7 +206,7 @@ class RowCache:
                 copies = self._copies.setdefault(table.dim, _Copies(0))
                 self._slots[name] = _Slots.empty(table.cache_rows, copies.capacity)
                 copies.capacity += table.cache_rows
-            self._pool = batching.ThreadPool(min(8, len(os.sched_getaffinity(0))))
+            self._pool = batching.ThreadPool(batching.default_threads())
         self.clear()
         return True
 

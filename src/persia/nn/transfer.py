@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
@@ -101,7 +100,7 @@ class CudaStaging:
         self._up = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
         # The network is on the device, so these threads need not leave processors to it.
-        self._pool = batching.ThreadPool(min(8, len(os.sched_getaffinity(0))))
+        self._pool = batching.ThreadPool(batching.default_threads())
 
     def to_device(
         self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None

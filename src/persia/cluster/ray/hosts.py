@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from persia import rpc
+from persia.batching import default_threads
 from persia.cluster import numa
 from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator, reach_stream_log
 from persia.cluster.ray.options import RayOptions
@@ -394,7 +395,7 @@ class Deferred:
 
 def cores(plan: Plan) -> int:
     """Returns the number of threads of a store."""
-    return plan.options.threads or min(8, len(os.sched_getaffinity(0)))
+    return plan.options.threads or default_threads()
 
 
 class DataLoaderHost(Host):
