@@ -101,7 +101,13 @@ def test_missing_column(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("day", "message"),
-    [([1, 2], "'day' has 2 rows"), ([0.5, 1.5, 2.5], "whole numbers"), ([1, 2, 1 << 40], "int32"), ("x", "day")],
+    [
+        ([1, 2], "'day' has 2 rows"),
+        ([0.5, 1.5, 2.5], "whole numbers"),
+        ([1, 2, 1 << 40], "int32"),
+        ("x", "day"),
+        (pa.array([1, None, 2]), "day is missing at row 1"),
+    ],
 )
 def test_bad_day(day: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):

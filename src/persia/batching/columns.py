@@ -320,7 +320,13 @@ def number_column(name: str, column: Any, fill: float | None = None) -> NDArray[
         missing = np.isnan(array) if missing is None else missing | np.isnan(array)
     if missing is not None and missing.any():
         if fill is None:
-            raise missing_number(name, int(missing.argmax()))
+            row = int(missing.argmax())
+            raise DataError(
+                f"Column {name!r} has a missing value at row {row}; give a number there, or let a reader of "
+                f"files fill it in: fill={{{name!r}: 0.0}}.",
+                column=name,
+                row=row,
+            )
         array = np.where(missing, fill, array)
     return array
 
@@ -367,16 +373,6 @@ def numbers_of_texts(name: str, texts: TextBuffers) -> tuple[NDArray[np.float64]
     return found.numbers, ~found.present
 
 
-def missing_number(name: str, row: int) -> DataError:
-    """Makes the error for a missing value in a numeric column."""
-    return DataError(
-        f"Column {name!r} has a missing value at row {row}; fill it in, or let the reader do so: "
-        f"fill={{{name!r}: 0.0}}.",
-        column=name,
-        row=row,
-    )
-
-
 def _days(day: Any, length: _Length) -> Int32Array | None:
     if day is None:
         return None
@@ -387,7 +383,8 @@ def _days(day: Any, length: _Length) -> Int32Array | None:
 
         array, missing = arrow_floats("day", day)
         if missing is not None and missing.any():
-            raise missing_number("day", int(missing.argmax()))
+            row = int(missing.argmax())
+            raise DataError(f"The day is missing at row {row}; give a whole number there.", column="day", row=row)
     else:
         array = as_array("day", day)
     if array.ndim != 1 or array.dtype.kind not in "iu":
