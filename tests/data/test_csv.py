@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import subprocess
 import sys
+import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +19,7 @@ import xxhash
 from persia import data
 from persia.batching.batch import Batch
 from persia.data import from_csv
+from persia.data.csv_batches import csv_batches
 from persia.errors import DataError
 from persia.schema import IdFeature, Schema
 
@@ -128,12 +133,12 @@ class Slow(io.BytesIO):
             time.sleep(0.05)
         return super().read(size)
 
-stream = Slow(b"a,b\\n" + b"1,2\\n" * 500_000)
+stream = Slow(b"a,b\\n" + b"1,2\\n" * 5_000_000)
 for batch in csv_batches(
     stream, None, lambda line: "error", delimiter=",", names=None, block_bytes=1 << 18, convert={}
 ):
     break
-assert batch.num_rows and stream.reads < 9
+assert batch.num_rows and stream.reads < 70
 """
 
 
@@ -141,3 +146,37 @@ def test_a_file_that_is_not_read_to_its_end_leaves_no_thread_that_aborts_the_pro
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=60.0)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+class SlowlyDeleted(bytearray):
+    """A block whose deletion lets other threads run."""
+
+    def __del__(self) -> None:
+        time.sleep(0.005)
+
+
+class ReadAhead(io.BytesIO):
+    """Keeps track of its blocks. The third one takes long to read, so the first batch is there meanwhile."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self.blocks: list[weakref.ref[SlowlyDeleted]] = []
+
+    def read(self, size: int | None = -1) -> Any:
+        block = SlowlyDeleted(super().read(size))
+        self.blocks.append(weakref.ref(block))
+        if len(self.blocks) == 3:
+            time.sleep(0.2)
+        return block
+
+
+def test_blocks_that_were_read_ahead_are_let_go_with_the_file():
+    stream = ReadAhead(b"a,b\n" + b"1,2\n" * 1_000_000)
+    batches = csv_batches(
+        stream, None, lambda line: "error", delimiter=",", names=None, block_bytes=1 << 18, convert={}
+    )
+    next(batches)
+    time.sleep(0.1)
+    batches.close()
+    assert len(stream.blocks) > 3
+    assert sum(block() is not None for block in stream.blocks) <= 1  # The one that is being deleted.

@@ -14,10 +14,22 @@ LET_GO_SECONDS = 10.0
 
 
 class _Stream:
-    """A file with one owner, Arrow's reader: when this object is deleted, the reader has ended."""
+    """A file with one owner, Arrow's reader: when this object and all that was read are deleted, the reader has ended.
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    Args:
+        stream: the file.
+        held: gets references to this object and to each block that Arrow has read and may still hold.
+    """
+
+    def __init__(self, stream: IO[bytes], held: list[weakref.ref[Any]]) -> None:
         self._stream = stream
+        self._held = held
+        held.append(weakref.ref(self))
+
+    def read(self, size: int = -1) -> memoryview:
+        block = memoryview(self._stream.read(size))
+        self._held[:] = [each for each in self._held if each() is not None] + [weakref.ref(block)]
+        return block
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -36,8 +48,8 @@ def csv_batches(
 ) -> Iterator[Any]:
     """Yields the record batches of a file, and ends only when Arrow has let go of it.
 
-    Arrow reads one block ahead in a thread of its own. After an error, or when the caller stops early, this thread may
-    still be reading. A thread that is reading when the interpreter exits aborts the process.
+    Arrow reads some blocks ahead in a thread of its own. After an error, or when the caller stops early, this thread
+    may still be reading, or deleting what it has read. If it does so when the interpreter exits, the process aborts.
 
     Args:
         stream: the file.
@@ -58,9 +70,10 @@ def csv_batches(
     def handler(line: Any) -> str:
         return refuse(line)
 
-    source: Any = _Stream(stream)
+    held: list[weakref.ref[Any]] = []  # Arrow's reader will be their only owner.
+    source: Any = _Stream(stream, held)
     parse: Any = pc.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=handler)
-    held = [weakref.ref(source), weakref.ref(handler)]  # Arrow's reader will be their only owner.
+    held.append(weakref.ref(handler))
     if compression is not None:
         source = pa.CompressedInputStream(source, compression)
     del handler
