@@ -52,16 +52,16 @@ test-rest: install
 test-cpp: $(VENV)/.dependencies  ## the core's own tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S cpp -B build/cpp -GNinja -DCMAKE_BUILD_TYPE=Release > /dev/null
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp
-	ctest --test-dir build/cpp --output-on-failure
+	ctest --test-dir build/cpp --output-on-failure -j2
 
 bench-cpp: test-cpp  ## what bounds a lookup
 	build/cpp/bench_lookup
 
 sanitize: $(VENV)/.dependencies  ## the core's tests under ASan + UBSan and under TSan
 	for kind in address,undefined thread; do \
-	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S cpp -B build/$$kind -GNinja -DPERSIA_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null && \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S cpp -B build/$$kind -GNinja -DPERSIA_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=Sanitized > /dev/null && \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/$$kind && \
-	  ctest --test-dir build/$$kind --output-on-failure || exit 1; \
+	  ctest --test-dir build/$$kind --output-on-failure -j2 || exit 1; \
 	done
 
 lint: install  ## style, types, layers
