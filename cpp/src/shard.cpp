@@ -346,7 +346,9 @@ void Shard::import_state(const ShardState& s) {
   std::memcpy(&header_->counters, s.counters.data(), sizeof(Counters));
   header_->ages = s.ages;
   forget_left();
-  std::memcpy(region_.base() + layout_.sketch, s.sketch.data(), s.sketch.size() * sizeof(std::uint16_t));
+  if (!s.sketch.empty()) {  // Null is not allowed, even for no bytes.
+    std::memcpy(region_.base() + layout_.sketch, s.sketch.data(), s.sketch.size() * sizeof(std::uint16_t));
+  }
   victims_.clear();
 }
 

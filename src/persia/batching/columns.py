@@ -322,8 +322,8 @@ def number_column(name: str, column: Any, fill: float | None = None) -> NDArray[
         if fill is None:
             row = int(missing.argmax())
             raise DataError(
-                f"Column {name!r} has a missing value at row {row}; give a number there, or let a reader of "
-                f"files fill it in: fill={{{name!r}: 0.0}}.",
+                f"Column {name!r} has a missing value at row {row}; give a number there, or let the reader, "
+                f"such as persia.data.csv, fill it in: fill={{{name!r}: 0.0}}.",
                 column=name,
                 row=row,
             )

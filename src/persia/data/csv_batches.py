@@ -10,7 +10,7 @@ from typing import IO, Any
 __all__ = ["csv_batches"]
 
 LET_GO_SECONDS = 10.0
-"""Maximum wait for the read that Arrow has begun, which may go over a network."""
+"""Maximum wait for the read that Arrow has begun, which may go over a network, and for what it deletes then."""
 
 
 class _Stream:
@@ -27,8 +27,10 @@ class _Stream:
         held.append(weakref.ref(self))
 
     def read(self, size: int = -1) -> memoryview:
-        block = memoryview(self._stream.read(size))
-        self._held[:] = [each for each in self._held if each() is not None] + [weakref.ref(block)]
+        stream, held = self._stream, self._held
+        del self  # The traceback of an error is kept until the caller gets it, and must not keep this object.
+        block = memoryview(stream.read(size))
+        held[:] = [each for each in held if each() is not None] + [weakref.ref(block)]
         return block
 
     def __getattr__(self, name: str) -> Any:

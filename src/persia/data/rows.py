@@ -377,5 +377,6 @@ def _day_of_column(name: str, column: Any, unit: DayUnit) -> Any:
         raise DataError(f"Day column {name!r} is {kind}; give whole numbers, dates or timestamps.", column=name)
     if column.null_count:
         row = int(pc.index(pc.is_null(column), True).as_py())
-        raise DataError(f"Day column {name!r} has a missing value at row {row}; fill it in.", column=name, row=row)
+        message = f"Day column {name!r} has a missing value at row {row}; fill it in, or leave the row out."
+        raise DataError(message, column=name, row=row)
     return column.to_numpy(zero_copy_only=False) // _PER_DAY[unit]
