@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,28 @@ def test_a_file_that_is_not_read_to_its_end_leaves_no_thread_that_aborts_the_pro
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def batches_of(stream: io.BytesIO) -> Iterator[Any]:
+    return csv_batches(stream, None, lambda line: "error", delimiter=",", names=None, block_bytes=1 << 18, convert={})
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+def test_an_error_of_the_file_is_not_waited_for(reads: int):
+    class Failing(io.BytesIO):
+        left = reads
+
+        def read(self, size: int | None = -1) -> bytes:
+            self.left -= 1
+            if not self.left:
+                raise OSError("the disk is gone")
+            return super().read(size)
+
+    stream = Failing(b"a,b\n" + b"1,2\n" * 500_000)
+    began = time.monotonic()
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(batches_of(stream))
+    assert time.monotonic() - began < LET_GO_SECONDS
+
+
 class SlowlyDeleted(bytearray):
     """A block whose deletion lets other threads run."""
 
@@ -170,31 +193,9 @@ class ReadAhead(io.BytesIO):
         return block
 
 
-@pytest.mark.parametrize("reads", [1, 2])
-def test_an_error_of_the_file_is_not_waited_for(reads: int):
-    class Failing(io.BytesIO):
-        left = reads
-
-        def read(self, size: int | None = -1) -> bytes:
-            self.left -= 1
-            if not self.left:
-                raise OSError("the disk is gone")
-            return super().read(size)
-
-    stream = Failing(b"a,b\n" + b"1,2\n" * 500_000)
-    began = time.monotonic()
-    with pytest.raises(OSError, match="the disk is gone"):
-        list(
-            csv_batches(stream, None, lambda line: "error", delimiter=",", names=None, block_bytes=1 << 18, convert={})
-        )
-    assert time.monotonic() - began < LET_GO_SECONDS
-
-
 def test_blocks_that_were_read_ahead_are_let_go_with_the_file():
     stream = ReadAhead(b"a,b\n" + b"1,2\n" * 1_000_000)
-    batches = csv_batches(
-        stream, None, lambda line: "error", delimiter=",", names=None, block_bytes=1 << 18, convert={}
-    )
+    batches = batches_of(stream)
     next(batches)
     time.sleep(0.1)
     began = time.monotonic()

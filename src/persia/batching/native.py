@@ -73,7 +73,7 @@ else:
 
 
 def default_threads() -> int:
-    """Returns how many threads a role takes that nobody gave a number: one for each processor, 8 at most."""
+    """Returns the number of threads of a role unless its options set one: one for each processor, at most 8."""
     return min(8, len(os.sched_getaffinity(0)))
 
 
