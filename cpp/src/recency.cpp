@@ -75,6 +75,16 @@ void VictimQueue::prepare(const Stamps& stamps, std::uint32_t clock, std::uint64
   advance(stamps, clock);
 }
 
+void VictimQueue::make_ready(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept {
+  if (space > stamps.count / kReserve) return;
+  space_ = space;
+  try {
+    refill(stamps, clock);
+  } catch (const std::bad_alloc&) {
+    clear();
+  }
+}
+
 void VictimQueue::clear() {
   current_ = {};
   next_ = {};

@@ -349,7 +349,12 @@ void Shard::import_state(const ShardState& s) {
   if (!s.sketch.empty()) {  // Null is not allowed, even for no bytes.
     std::memcpy(region_.base() + layout_.sketch, s.sketch.data(), s.sketch.size() * sizeof(std::uint16_t));
   }
+  make_victims_ready();
+}
+
+void Shard::make_victims_ready() noexcept {
   victims_.clear();
+  victims_.make_ready(stamps(), header_->clock, header_->capacity - header_->rows_used);
 }
 
 void Shard::clear() {

@@ -264,8 +264,39 @@ TEST(a_dropped_queue_changes_no_order) {
     if (random() % 3 == 0) ++rows.clock;
     rows.insert();
     if (random() % 4 == 0) rows.touch(static_cast<std::uint32_t>(random() % rows.used));
-    if (random() % 100 == 0) rows.queue.clear();
+    if (random() % 100 == 0) {
+      rows.queue.clear();
+      if (random() % 2 == 0) rows.queue.make_ready(rows.stamps(), rows.clock, rows.capacity - rows.used);
+    }
   }
+}
+
+TEST(a_queue_that_was_made_ready_leaves_no_scan_to_a_request) {
+  constexpr std::uint64_t kRows = 20000, kRequest = 100;
+  for (const std::uint64_t space : {std::uint64_t{0}, kRows / 20}) {
+    Rows rows(kRows, VictimQueue::kRun);
+    while (rows.used < kRows - space) {
+      ++rows.clock;
+      for (std::uint64_t i = 0; i < kRequest; ++i) rows.insert(false);
+    }
+    rows.queue.clear();
+    rows.queue.make_ready(rows.stamps(), rows.clock, space);
+    for (int request = 0; request < 200; ++request) {
+      ++rows.clock;
+      const std::uint64_t before = rows.queue.read();
+      for (std::uint64_t i = 0; i < kRequest; ++i) rows.insert(i == 0);
+      CHECK(rows.queue.read() - before <= 40 * kRequest);
+    }
+  }
+}
+
+TEST(a_queue_is_not_made_ready_while_there_is_space) {
+  Rows rows(20000, VictimQueue::kRun);
+  for (rows.clock = 1; rows.used < 10000; ++rows.clock) rows.insert(false);
+  rows.queue.clear();
+  const std::uint64_t before = rows.queue.read();
+  rows.queue.make_ready(rows.stamps(), rows.clock, rows.capacity - rows.used);
+  CHECK(rows.queue.read() == before);
 }
 
 // As of a table that was cleared: its clock begins again.
@@ -296,6 +327,18 @@ TEST(without_memory_an_eviction_fails_before_it_changes_anything) {
       }
       fail_in = 0;
     }
+  }
+}
+
+TEST(without_memory_no_queue_is_made_ready) {
+  for (long failing = 1; failing < 60; ++failing) {
+    Rows rows(500, 4);
+    for (rows.clock = 1; rows.clock < 700; ++rows.clock) rows.insert(false);
+    rows.queue.clear();
+    fail_in = failing;
+    rows.queue.make_ready(rows.stamps(), rows.clock, 0);
+    fail_in = 0;
+    for (int i = 0; i < 100; ++i, ++rows.clock) rows.insert();
   }
 }
 

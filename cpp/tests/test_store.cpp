@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "directory.hpp"
 #include "one_table.hpp"
 
 using namespace persia;
@@ -123,6 +124,42 @@ TEST(no_request_of_a_full_table_scans_it) {
   }
   CHECK(store.counters(0).evicted > 10 * kRequest);
   CHECK(most > 0 && most <= 40 * kRequest);
+}
+
+TEST(no_request_scans_a_full_table_that_was_attached_or_loaded) {
+  constexpr std::uint64_t kRows = 20000, kRequest = 100;
+  const Directory directory;
+  ThreadPool pool(1);
+  const auto opened = [&](Store& store, bool attach) {
+    TableConfig config = config_of(kRows, 1);
+    config.files = {directory.path + "/t", attach, 5.0};
+    store.create_table(config);
+  };
+  Store loaded(pool);
+  loaded.create_table(config_of(kRows, 1));
+  {
+    Store store(pool);
+    opened(store, false);
+    for (std::uint64_t id = 0; id < kRows + 5 * kRequest; id += kRequest) look(store, range(id, id + kRequest));
+    RowBatch rows;
+    store.shard(0, 0).export_rows(0, kRows, rows);
+    loaded.import_rows(0, rows.ids.size(),
+                       {rows.ids.data(), rows.embeddings.data(), rows.states.data(), rows.update_counts.data(),
+                        rows.last_steps.data(), rows.stamps.data()});
+    loaded.shard(0, 0).import_state(store.shard(0, 0).export_state());
+  }
+  Store attached(pool);
+  opened(attached, true);
+  for (Store* store : {&loaded, &attached}) {
+    CHECK(store->size(0) == kRows);
+    const VictimQueue& victims = store->shard(0, 0).victims();
+    for (std::uint64_t id = 10 * kRows; id < 11 * kRows; id += kRequest) {
+      const std::uint64_t read = victims.read();
+      look(*store, range(id, id + kRequest));
+      CHECK(victims.read() - read <= 40 * kRequest);
+    }
+  }
+  CHECK(look(loaded, range(0, 30 * kRows), false) == look(attached, range(0, 30 * kRows), false));
 }
 
 TEST(threads_share_a_store) {
