@@ -2,8 +2,17 @@
 
     python -m benchmarks 'profile.step.*' [--preset smoke|laptop|full] [--json FILE]
 
-Prints the parts one by one, with one and with all cores for the store, and the network alone. In training the parts
-overlap: lookups and pushes run in background threads, on the cores that torch leaves idle.
+Prints the parts one by one, with one and with all cores for the store, and the network alone. Pooling and the sums of
+gradients use as many threads as torch.
+
+The parts are the calls that training on a CPU makes for each batch, in the same order, but one after another in the
+calling thread. In training three threads make them, so they overlap, on the cores that torch leaves idle:
+
+- The lookup thread: `validate`; `register`, which removes duplicates; `lookup`; `transfer`, which wraps the rows as
+  tensors; `pool`; and `hooks`, which makes autograd leaves of the rows.
+- The training thread: `take`, which brings the pooled features into the graph; the network; and `keep`, the backward
+  pass from the features on, which keeps their gradients for the next thread.
+- The push thread: `pool_backward`, which sums the gradients by row; and `push`, which applies the update.
 """
 
 from __future__ import annotations
@@ -12,6 +21,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,18 +31,29 @@ from benchmarks.baselines.step_torch import DenseOnly, Workload, generate
 from persia import Batch, IdColumn, IdFeature, Schema
 from persia.cluster import Embedded
 from persia.nn import EmbeddingCollection
+from persia.nn.pooling import PooledAhead
+from persia.nn.prepared import PreparedBatch
+from persia.nn.transfer import Encoded
 from persia.optim import Adagrad, RowwiseAdagrad
 from persia.schema import EmbeddingOptimizer
-from persia.types import Contribution, PushHeader
+from persia.types import Contribution, FedBatch, PushHeader
+
+T = TypeVar("T")
 
 WORK = {"smoke": Workload(rows=20_000, batch=1024, batches=8), "laptop": Workload(), "full": Workload()}
 ROUNDS = {"smoke": 5, "laptop": 30, "full": 100}
 OPTIMIZERS = {"adagrad": Adagrad(lr=0.05), "rowwise_adagrad": RowwiseAdagrad(lr=0.05)}
-PARTS = ("validate", "register", "lookup", "pool", "pool_backward", "push")
+PARTS = ("validate", "register", "lookup", "transfer", "pool", "hooks", "take", "keep", "pool_backward", "push")
 
 
 class Parts:
-    """The parts of one step, called by hand in the training thread."""
+    """The parts of one step, called one after another in the calling thread.
+
+    Args:
+        work: shape of the batches.
+        threads: of the store.
+        optimizer: of the rows.
+    """
 
     def __init__(self, work: Workload, threads: int, optimizer: EmbeddingOptimizer) -> None:
         names = [f"f{i}" for i in range(work.features)]
@@ -45,27 +66,55 @@ class Parts:
         ]
         self.times: dict[str, list[float]] = {}
         self.steps = 0
+        self._gradients: Callable[[], Encoded]
+        """Sums and returns the gradients of the batch whose backward pass has ended last."""
 
-    def _timed(self, part: str, work: Callable[[], object]) -> object:
+    def step(self, batch: Batch) -> None:
+        """Makes one step without a network: the gradient of the features is 1 everywhere."""
+        prepared = self._look_up(batch)
+        self._train(prepared)
+        self._push(prepared)
+
+    def _timed(self, part: str, work: Callable[[], T]) -> T:
         began = time.perf_counter()
         result = work()
         self.times.setdefault(part, []).append(time.perf_counter() - began)
         return result
 
-    def step(self, batch: Batch) -> None:
-        """One step without a network: its gradient is 1 everywhere."""
+    def _look_up(self, batch: Batch) -> PreparedBatch:
+        """Makes the calls of the lookup thread: see `TrainingLookup`."""
         self._timed("validate", lambda: batch.validate(self.schema))
         batch_id = self._timed("register", lambda: self.worker.register(batch.id_features))
         found = self._timed("lookup", lambda: self.worker.lookup(batch_id))
-        rows = {table: torch.from_numpy(values).requires_grad_() for table, values in found.rows.items()}
-        offsets = {name: found.offsets.get(name) for name in found.inverse}
-        pooled = self._timed("pool", lambda: self.collection._expander(rows, found.inverse, offsets))
-        outputs = list(pooled.values())
+        fed = FedBatch(batch_id, batch.dense, batch.labels, batch.day)
+        prepared, _ = self._timed("transfer", lambda: self.collection._transfer.rows(fed, found))
+        prepared.pooled = self._timed("pool", lambda: self._pooled(prepared))
+        self._timed("hooks", lambda: prepared.await_gradient(batch_id, self._end_of_backward))
+        return prepared
+
+    def _pooled(self, prepared: PreparedBatch) -> PooledAhead:
+        pooled = self.collection._expander.ahead(prepared.rows, prepared.inverse, prepared.offsets)
+        pooled.pool()
+        return pooled
+
+    def _train(self, prepared: PreparedBatch) -> None:
+        """Makes the calls of the training thread, without the network."""
+        assert prepared.pooled is not None
+        embeddings = self._timed("take", prepared.pooled.embeddings)
+        outputs = [values for values in embeddings.values() if isinstance(values, torch.Tensor)]  # All are pooled.
         ones = [torch.ones_like(output) for output in outputs]
-        self._timed("pool_backward", lambda: torch.autograd.backward(outputs, ones))
+        self._timed("keep", lambda: torch.autograd.backward(outputs, ones))
+
+    def _end_of_backward(self, prepared: PreparedBatch) -> None:
+        """Takes the gradients; rows in this process are never compressed."""
+        self._gradients = self.collection._transfer.gradients_of(prepared, None, compressed=False)
+
+    def _push(self, prepared: PreparedBatch) -> None:
+        """Makes the calls of the push thread: see `StepPusher`."""
+        assert prepared.batch_id is not None
+        contribution = Contribution(prepared.batch_id, *self._timed("pool_backward", self._gradients))
         self.steps += 1
-        header = PushHeader(1, 0, self.steps, self.steps, len(batch))
-        contribution = Contribution(batch_id, {table: leaf.grad.numpy() for table, leaf in rows.items()})
+        header = PushHeader(1, 0, self.steps, self.steps, len(prepared))
         self._timed("push", lambda: self.worker.push(header, [contribution]))
 
 
@@ -79,7 +128,7 @@ class Parts:
     ),
 )
 def profile(preset: str) -> Iterator[runner.Measure]:
-    """Seconds of each part; `register` removes duplicates, `push` applies the update."""
+    """Seconds of each part, for one batch."""
     work = WORK[preset]
     dense = DenseOnly(work, generate(work))
     dense.time(5)
