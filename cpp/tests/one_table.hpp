@@ -19,6 +19,19 @@ struct RowShape {
 };
 inline RowShape row_shape;
 
+// Rows of 32 bits, and rows of 16 bits whose state has 16 bits, too: a shard computes those in scratch memory.
+inline constexpr RowShape kRowShapes[] = {{}, {kDim, Dtype::kBfloat16, OptimizerKind::kAdam}};
+
+// Runs a test with each of these shapes.
+template <class Test>
+void for_each_row_shape(Test&& test) {
+  for (const RowShape& shape : kRowShapes) {
+    row_shape = shape;
+    test();
+  }
+  row_shape = {};
+}
+
 using Keys = std::vector<std::uint64_t>;
 
 inline Keys range(std::uint64_t from, std::uint64_t to) {

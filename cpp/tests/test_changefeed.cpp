@@ -90,65 +90,67 @@ constexpr Shape kShapes[] = {{5000, 1, 0, 0},  {5000, 4, 0, 7}, {40, 2, 0, 0},  
 }  // namespace
 
 TEST(a_follower_has_the_rows_of_the_table) {
-  const int histories = kSanitized ? 3 : 6;
-  for (const Shape& shape : kShapes) {
-    for (int seed = 0; seed < histories; ++seed) {
-      std::mt19937_64 random(static_cast<unsigned>(seed));
-      Published table(shape, seed % 3 == 0 ? 30 : 1 << 16);
-      const std::uint64_t universe = 2 + random() % (shape.capacity + shape.capacity / 2);
-      std::uint32_t epoch = 1;
-      bool cut = false;
-      const auto train = [&] {
-        Keys keys(random() % 60);
-        for (auto& key : keys) key = random() % universe;
-        look(table.store, keys);
-        if (random() % 4 != 0) push(table.store, keys);
-        if (random() % 3 == 0) table.store.age(0, random() % 3);
-        if (!cut && random() % 40 == 0) table.store.clear(0);
-      };
-      // A checkpoint reads the same rows now and then, and takes nothing from the publisher.
-      const auto checkpoint = [&] {
-        for (Shard* shard : table.store.table(0).all) {
-          if (cut) {
-            shard->end_cut();
-          } else {
-            shard->begin_cut({epoch + 1, 0, table.directory.path, 1 << 12, 1 << 16, false});
-          }
-        }
-        epoch += !cut;
-        cut = !cut;
-      };
-      for (int round = 0; round < 12; ++round) {
-        for (auto n = random() % 6; n > 0; --n) {
-          train();
-          if (random() % 3 == 0) checkpoint();
-        }
-        const Values before = table.rows();
-        const std::uint64_t evicted = table.store.counters(0).evicted;
-        if (!table.begin(random() % 8 == 0)) CHECK(table.begin(true));
-        // Training goes on between any two pieces.
-        std::vector<std::uint32_t> open(shape.shards);
-        for (std::uint32_t s = 0; s < shape.shards; ++s) open[s] = s;
-        while (!open.empty()) {
-          Keys keys(random() % 30);
+  for_each_row_shape([] {
+    const int histories = kSanitized ? 3 : 6;
+    for (const Shape& shape : kShapes) {
+      for (int seed = 0; seed < histories; ++seed) {
+        std::mt19937_64 random(static_cast<unsigned>(seed));
+        Published table(shape, seed % 3 == 0 ? 30 : 1 << 16);
+        const std::uint64_t universe = 2 + random() % (shape.capacity + shape.capacity / 2);
+        std::uint32_t epoch = 1;
+        bool cut = false;
+        const auto train = [&] {
+          Keys keys(random() % 60);
           for (auto& key : keys) key = random() % universe;
-          if (random() % 2 == 0) look(table.store, keys);
-          push(table.store, keys);
-          const std::size_t which = random() % open.size();
-          if (!table.take(open[which], 1)) open.erase(open.begin() + static_cast<std::ptrdiff_t>(which));
-        }
-        // Weights only fall: whatever had changed before the pass is in it, wherever rows have moved.
-        if (shape.ttl == 0 && table.store.counters(0).evicted == evicted) {
-          for (const auto& [id, values] : before) {
-            const auto found = table.follower.find(id);
-            CHECK(found != table.follower.end() && found->second[0] <= values[0]);
+          look(table.store, keys);
+          if (random() % 4 != 0) push(table.store, keys);
+          if (random() % 3 == 0) table.store.age(0, random() % 3);
+          if (!cut && random() % 40 == 0) table.store.clear(0);
+        };
+        // A checkpoint reads the same rows now and then, and takes nothing from the publisher.
+        const auto checkpoint = [&] {
+          for (Shard* shard : table.store.table(0).all) {
+            if (cut) {
+              shard->end_cut();
+            } else {
+              shard->begin_cut({epoch + 1, 0, table.directory.path, 1 << 12, 1 << 16, false});
+            }
           }
+          epoch += !cut;
+          cut = !cut;
+        };
+        for (int round = 0; round < 12; ++round) {
+          for (auto n = random() % 6; n > 0; --n) {
+            train();
+            if (random() % 3 == 0) checkpoint();
+          }
+          const Values before = table.rows();
+          const std::uint64_t evicted = table.store.counters(0).evicted;
+          if (!table.begin(random() % 8 == 0)) CHECK(table.begin(true));
+          // Training goes on between any two pieces.
+          std::vector<std::uint32_t> open(shape.shards);
+          for (std::uint32_t s = 0; s < shape.shards; ++s) open[s] = s;
+          while (!open.empty()) {
+            Keys keys(random() % 30);
+            for (auto& key : keys) key = random() % universe;
+            if (random() % 2 == 0) look(table.store, keys);
+            push(table.store, keys);
+            const std::size_t which = random() % open.size();
+            if (!table.take(open[which], 1)) open.erase(open.begin() + static_cast<std::ptrdiff_t>(which));
+          }
+          // Weights only fall: whatever had changed before the pass is in it, wherever rows have moved.
+          if (shape.ttl == 0 && table.store.counters(0).evicted == evicted) {
+            for (const auto& [id, values] : before) {
+              const auto found = table.follower.find(id);
+              CHECK(found != table.follower.end() && found->second[0] <= values[0]);
+            }
+          }
+          table.pass();
+          CHECK(table.follower == table.rows());
         }
-        table.pass();
-        CHECK(table.follower == table.rows());
       }
     }
-  }
+  });
 }
 
 TEST(without_a_publisher_nothing_is_marked) {
@@ -235,20 +237,22 @@ TEST(state_that_goes_back_loses_the_pass) {
 }
 
 TEST(imported_rows_are_taken) {
-  Published table({5000, 1, 0, 0}), other({5000, 1, 0, 0});
-  look(table.store, range(0, 100));
-  table.pass();
-  look(other.store, range(50, 150));
-  push(other.store, range(50, 150));
-  RowBatch rows;
-  other.store.shard(0, 0).export_rows(0, 1000, rows);
-  table.store.import_rows(0, rows.ids.size(),
-                          {rows.ids.data(), rows.embeddings.data(), rows.states.data(), rows.update_counts.data(),
-                           rows.last_steps.data(), rows.stamps.data()});
-  CHECK(table.begin(false));
-  table.take_all();
-  CHECK(table.taken.size() == 100);
-  CHECK(table.follower == table.rows());
+  for_each_row_shape([] {
+    Published table({5000, 1, 0, 0}), other({5000, 1, 0, 0});
+    look(table.store, range(0, 100));
+    table.pass();
+    look(other.store, range(50, 150));
+    push(other.store, range(50, 150));
+    RowBatch rows;
+    other.store.shard(0, 0).export_rows(0, 1000, rows);
+    table.store.import_rows(0, rows.ids.size(),
+                            {rows.ids.data(), rows.embeddings.data(), rows.states.data(), rows.update_counts.data(),
+                             rows.last_steps.data(), rows.stamps.data()});
+    CHECK(table.begin(false));
+    table.take_all();
+    CHECK(table.taken.size() == 100);
+    CHECK(table.follower == table.rows());
+  });
 }
 
 TEST(rows_that_leave_after_their_time_to_live_are_removed_once) {
@@ -289,25 +293,27 @@ TEST(rows_that_have_left_and_whose_memory_is_used_again_are_removed) {
 }
 
 TEST(training_goes_on_beside_a_publisher) {
-  for (const std::uint64_t memory_rows : {0, 128}) {
-    Published table({2000, 2, memory_rows, 50}, 1 << 20, 2);
-    std::atomic<bool> stop = false;
-    std::thread trainer([&] {
-      std::mt19937_64 random(5);
-      for (int step = 0; step < (kSanitized ? 200 : 2000); ++step) {
-        Keys keys(50);
-        for (auto& key : keys) key = random() % 3000;
-        look(table.store, keys);
-        push(table.store, keys);
-        table.store.age(0, 1);
-      }
-      stop = true;
-    });
-    while (!stop) table.pass();
-    trainer.join();
-    table.pass();
-    CHECK(table.follower == table.rows());
-  }
+  for_each_row_shape([] {
+    for (const std::uint64_t memory_rows : {0, 128}) {
+      Published table({2000, 2, memory_rows, 50}, 1 << 20, 2);
+      std::atomic<bool> stop = false;
+      std::thread trainer([&] {
+        std::mt19937_64 random(5);
+        for (int step = 0; step < (kSanitized ? 200 : 1000); ++step) {
+          Keys keys(50);
+          for (auto& key : keys) key = random() % 3000;
+          look(table.store, keys);
+          push(table.store, keys);
+          table.store.age(0, 1);
+        }
+        stop = true;
+      });
+      while (!stop) table.pass();
+      trainer.join();
+      table.pass();
+      CHECK(table.follower == table.rows());
+    }
+  });
 }
 
 MAIN

@@ -126,85 +126,91 @@ TEST(spill_writes_a_buffer_in_pieces) {
 }
 
 TEST(a_cut_gives_the_rows_of_its_moment_whatever_happens_meanwhile) {
-  for (const std::size_t buffer : {std::size_t{1}, std::size_t{1} << 16}) {
-    std::mt19937_64 random(buffer);
-    Fixture f(20000, 2);
-    for (std::uint32_t step = 1; step < 20; ++step) {
-      const Keys keys = draw(random, 2000, 40000);
-      f.look(keys);
-      f.push(keys, step);
-    }
-    const auto expected = f.now();
-    f.cut(2, 0, buffer);
-    for (std::size_t s = 0; s < 2; ++s) {
-      RowBatch rows;
-      bool more = true;
-      while (more) {
-        const Keys keys = draw(random, 500, 60000);  // new ids evict old ones
+  for_each_row_shape([] {
+    for (const std::size_t buffer : {std::size_t{1}, std::size_t{1} << 16}) {
+      std::mt19937_64 random(buffer);
+      Fixture f(20000, 2);
+      for (std::uint32_t step = 1; step < 20; ++step) {
+        const Keys keys = draw(random, 2000, 40000);
         f.look(keys);
-        f.push(keys, 100);
-        more = f.store.shard(0, s).export_cut(2, 100, rows);
+        f.push(keys, step);
       }
-      CHECK(same(rows, expected[s]));
+      const auto expected = f.now();
+      f.cut(2, 0, buffer);
+      for (std::size_t s = 0; s < 2; ++s) {
+        RowBatch rows;
+        bool more = true;
+        while (more) {
+          const Keys keys = draw(random, 500, 60000);  // new ids evict old ones
+          f.look(keys);
+          f.push(keys, 100);
+          more = f.store.shard(0, s).export_cut(2, 100, rows);
+        }
+        CHECK(same(rows, expected[s]));
+      }
+      f.end();
     }
-    f.end();
-  }
+  });
 }
 
 TEST(threads_may_train_while_a_cut_is_read) {
-  std::mt19937_64 random(3);
-  Fixture f(60000, 4);
-  f.look(draw(random, 80000, 90000));
-  const auto expected = f.now();
-  f.cut(2, 0, 4096);
-  std::atomic<bool> done{false};
-  std::vector<std::thread> threads;
-  for (int t = 0; t < 2; ++t) {
-    threads.emplace_back([&, t] {
-      std::mt19937_64 mine(t);
-      while (!done) {
-        const Keys keys = draw(mine, 300, 120000);
-        f.look(keys);
-        f.push(keys, 7);
-      }
-    });
-  }
-  for (std::size_t s = 0; s < 4; ++s) {
-    CHECK(same(rest_of(f.store.shard(0, s), 1000), expected[s]));
-  }
-  done = true;
-  for (auto& thread : threads) thread.join();
-  f.end();
+  for_each_row_shape([] {
+    std::mt19937_64 random(3);
+    Fixture f(60000, 4);
+    f.look(draw(random, 80000, 90000));
+    const auto expected = f.now();
+    f.cut(2, 0, 4096);
+    std::atomic<bool> done{false};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 2; ++t) {
+      threads.emplace_back([&, t] {
+        std::mt19937_64 mine(t);
+        while (!done) {
+          const Keys keys = draw(mine, 300, 120000);
+          f.look(keys);
+          f.push(keys, 7);
+        }
+      });
+    }
+    for (std::size_t s = 0; s < 4; ++s) {
+      CHECK(same(rest_of(f.store.shard(0, s), 1000), expected[s]));
+    }
+    done = true;
+    for (auto& thread : threads) thread.join();
+    f.end();
+  });
 }
 
 TEST(changes_and_evictions_since_a_cut_add_up_to_the_new_rows) {
-  std::mt19937_64 random(5);
-  Fixture f(3000, 2);
-  f.look(draw(random, 4000, 8000));
-  f.cut(2);
-  f.end();
-  std::map<std::uint64_t, std::uint32_t> known;
-  for (const auto& rows : f.now()) {
-    for (std::size_t i = 0; i < rows.ids.size(); ++i) known[rows.ids[i]] = rows.stamps[i];
-  }
-  std::uint32_t epoch = 2;
-  for (int round = 0; round < 5; ++round) {
-    f.look(draw(random, 700, 8000));
-    for (Shard* shard : f.store.table(0).all) CHECK(shard->changes_since() == epoch);
-    f.cut(epoch + 1, epoch);
-    f.look(draw(random, 300, 8000));  // belongs to the next round
-    std::size_t changed = 0;
-    for (std::size_t s = 0; s < 2; ++s) {
-      for (const auto id : f.store.shard(0, s).cut_evicted(epoch + 1)) known.erase(id);
-      const RowBatch rows = rest_of(f.store.shard(0, s), 100, epoch + 1);
-      changed += rows.ids.size();
+  for_each_row_shape([] {
+    std::mt19937_64 random(5);
+    Fixture f(3000, 2);
+    f.look(draw(random, 4000, 8000));
+    f.cut(2);
+    f.end();
+    std::map<std::uint64_t, std::uint32_t> known;
+    for (const auto& rows : f.now()) {
       for (std::size_t i = 0; i < rows.ids.size(); ++i) known[rows.ids[i]] = rows.stamps[i];
     }
-    CHECK(changed < 1100);
-    CHECK(known.size() == 3000);
-    f.end();
-    ++epoch;
-  }
+    std::uint32_t epoch = 2;
+    for (int round = 0; round < 5; ++round) {
+      f.look(draw(random, 700, 8000));
+      for (Shard* shard : f.store.table(0).all) CHECK(shard->changes_since() == epoch);
+      f.cut(epoch + 1, epoch);
+      f.look(draw(random, 300, 8000));  // belongs to the next round
+      std::size_t changed = 0;
+      for (std::size_t s = 0; s < 2; ++s) {
+        for (const auto id : f.store.shard(0, s).cut_evicted(epoch + 1)) known.erase(id);
+        const RowBatch rows = rest_of(f.store.shard(0, s), 100, epoch + 1);
+        changed += rows.ids.size();
+        for (std::size_t i = 0; i < rows.ids.size(); ++i) known[rows.ids[i]] = rows.stamps[i];
+      }
+      CHECK(changed < 1100);
+      CHECK(known.size() == 3000);
+      f.end();
+      ++epoch;
+    }
+  });
 }
 
 TEST(what_cannot_be_is_refused) {

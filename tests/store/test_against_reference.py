@@ -138,7 +138,15 @@ def test_any_history_while_the_index_grows(data):
     """An index with `begins` rows begins to grow, and a twelfth as many new rows later it has grown."""
     begins = data.draw(st.sampled_from([51, 102, 204, 409, 819]))
     first = begins + data.draw(st.integers(0, begins // 12))
-    config = TableConfig("t", 3, capacity=first + data.draw(st.integers(0, 10)), shards=1, seed=begins)
+    config = TableConfig(
+        "t",
+        3,
+        capacity=first + data.draw(st.integers(0, 10)),
+        shards=1,
+        seed=begins,
+        optimizer=data.draw(st.sampled_from(["adagrad", "adam"])),
+        dtype=data.draw(st.sampled_from(DTYPES)),
+    )
     store, reference = both = NativeStore(), ReferenceStore()
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     universe = random.integers(0, 2**64, first + 40, dtype=np.uint64)
