@@ -14,6 +14,10 @@ from persia.store import NativeStore, TableConfig
 
 NUMBERS = 2**16 - 2
 """Rows of a shard at most."""
+CHOSEN = 2**15
+"""Rows of a shard at most where a PS chooses the number of shards, as it does for each table of a schema."""
+SHARDS = 8
+"""Shards that a PS chooses for the capacities of the scenarios below, with row numbers of 16 and of 32 bits."""
 DIM = 2
 
 
@@ -85,37 +89,96 @@ def more_rows_than_numbers_are_refused():
     """By a table with fixed shards, and by a table that exceeds the numbers of all shards that one PS may have."""
     with pytest.raises(ConfigError, match=f"exceeds {2 * NUMBERS} rows in 2 shards"):
         TableConfig("t", DIM, capacity=2 * NUMBERS + 1, shards=2)
-    most = 1024 * 2**15
+    most = 1024 * CHOSEN
     trainer_of(most)
     with pytest.raises(ConfigError, match="2 PSs or more"):
         trainer_of(most + 1)
 
 
-def trainer_of(capacity):
+def trainer_of(capacity, lr=0.1, **options):
     """Returns a trainer of one table, which any memory seems to hold."""
-    schema = persia.Schema([persia.IdFeature("item", dim=4)], tables=[persia.Table("item", 4, capacity=capacity)])
+    table = persia.Table("item", 4, capacity=capacity, **options)
+    schema = persia.Schema([persia.IdFeature("item", dim=4)], tables=[table])
     torch.manual_seed(0)
     return persia.Trainer(
         persia.nn.models.FFNN(schema, hidden=(8,)),
         schema,
         optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
-        embedding_optimizer=persia.optim.Adagrad(lr=0.1),
+        embedding_optimizer=persia.optim.Adagrad(lr=lr),
         mode=persia.modes.Sync(),
         cluster=persia.cluster.Embedded(overcommit=True),
     )
 
 
+def batches_of(ids, size=4096):
+    """Yields batches of one id in each sample, whose labels depend on it."""
+    rng = np.random.default_rng(2)
+    for at in range(0, len(ids), size):
+        column = ids[at : at + size].astype(np.uint64)
+        labels = (rng.random((len(column), 1)) < 0.2 + 0.6 * (column[:, None] % 2)).astype(np.float32)
+        yield persia.Batch({"item": persia.IdColumn(column)}, np.zeros((len(column), 0), np.float32), labels)
+
+
+def shards_are_chosen_so_that_half_of_the_numbers_stay_free():
+    """A PS doubles the shards of a table before one exceeds half of its numbers; a schema has no say in it."""
+    chosen = {
+        capacity: TableConfig("t", DIM, capacity=capacity).resolved_shards
+        for capacity in (SHARDS * CHOSEN, SHARDS * CHOSEN + 1, 1024 * CHOSEN)
+    }
+    assert list(chosen.values()) == [SHARDS, 2 * SHARDS, 1024]
+    assert "shards" not in persia.Table.__struct_fields__
+    # With rows on disk all numbers may be in use: of the rows in memory, and twice, of the table.
+    hot, rows = SHARDS * 4096, SHARDS * (NUMBERS - 4096) // 2
+    for capacity, shards in ((rows, SHARDS), (rows + 1, 2 * SHARDS)):
+        assert TableConfig("t", DIM, capacity=capacity, memory_rows=hot).resolved_shards == shards
+
+
+def a_full_table_of_a_trainer_evicts_what_is_oldest():
+    """Each shard uses half of its numbers, all that a PS lets it. Prints what does not depend on the number of bits."""
+    capacity = SHARDS * CHOSEN
+    result, found = full(trainer_of(capacity), capacity)
+    assert result.stored_rows == capacity
+    print(result.progressive.auc, digest(found.found, found.values))
+
+
+def a_full_table_on_disk_keeps_its_rows_apart():
+    """Likewise with rows on disk, and a capacity for which a shard reserves all its numbers.
+
+    Which rows are evicted depends on the number of bits: an id whose hash looks like that of a row on disk is looked up
+    after the others of its batch. So values are compared with those of a table that evicts none; they do not change.
+    """
+    hot = 4096
+    capacity, lr = SHARDS * ((NUMBERS - hot) // 2), 1e-30
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(capacity, lr, spill=folder, memory_rows=SHARDS * hot)
+        result, found = full(trainer, capacity)
+        # Rows leave a disk by the segment, 509 at once.
+        assert capacity - SHARDS * 509 <= result.stored_rows <= capacity
+        assert trainer.embeddings.statistics()["item"]["promoted"] > 10_000
+    ids = np.arange(len(found.found))
+    whole = trainer_of(2 * capacity, lr)
+    whole.fit(list(batches_of(ids)))
+    expected = whole.embeddings.rows("item", ids).values[found.found]
+    assert len(np.unique(expected, axis=0)) == len(expected)
+    np.testing.assert_array_equal(found.values[found.found], expected)
+
+
+def full(trainer, capacity):
+    """Trains on more ids than the table has rows, then on some of them again; returns the result, and rows by id."""
+    ids = np.arange(capacity + 40_000)
+    again = np.random.default_rng(3).choice(ids, 40_000)
+    result = trainer.fit(list(batches_of(np.append(ids, again))))
+    assert trainer.embeddings.statistics()["item"]["evicted"] >= 40_000
+    found = trainer.embeddings.rows("item", ids)
+    assert found.found.sum() == result.stored_rows
+    return result, found
+
+
 def a_table_has_more_rows_than_a_shard_has_numbers():
     """Trains on 150,000 ids in one table, and prints what does not depend on the number of bits."""
     ids = 150_000
-    rng = np.random.default_rng(2)
-    batches = []
-    for at in range(0, 2 * ids, 4096):
-        column = (np.arange(at, at + 4096) % ids).astype(np.uint64)
-        labels = (rng.random((4096, 1)) < 0.2 + 0.6 * (column[:, None] % 2)).astype(np.float32)
-        batches.append(persia.Batch({"item": persia.IdColumn(column)}, np.zeros((4096, 0), np.float32), labels))
     trainer = trainer_of(300_000)
-    result = trainer.fit(batches)
+    result = trainer.fit(list(batches_of(np.tile(np.arange(ids), 2))))
     assert result.stored_rows == ids
     found = trainer.embeddings.rows("item", np.arange(0, ids, 7))
     assert found.found.all()
@@ -128,6 +191,9 @@ def a_table_has_more_rows_than_a_shard_has_numbers():
         a_full_shard_evicts_what_is_oldest,
         a_full_shard_outlives_its_process,
         more_rows_than_numbers_are_refused,
+        shards_are_chosen_so_that_half_of_the_numbers_stay_free,
+        a_full_table_of_a_trainer_evicts_what_is_oldest,
+        a_full_table_on_disk_keeps_its_rows_apart,
         a_table_has_more_rows_than_a_shard_has_numbers,
     )
 }[sys.argv[1]]()

@@ -1,4 +1,12 @@
-"""What happens where a shard uses all its row numbers, 2^32 - 2: seen in a core whose numbers have 16 bits."""
+"""Tests of shards that use all their row numbers, 2^32 - 2, in a core whose numbers have 16 bits.
+
+No table of a schema fills the numbers of a shard with rows in memory: a schema cannot set the number of shards, and a
+PS chooses it so that each shard uses half of its numbers at most. It refuses a capacity that exceeds 1,024 such shards.
+Scenarios with a `Trainer` therefore fill shards to that half, or with rows on disk to a capacity for which a shard
+reserves all its numbers. Only `NativeStore` with `shards=1` reaches the last one.
+
+Building takes 80 seconds of CPU time, the scenarios 35: about a minute on two cores, so they are not marked slow.
+"""
 
 import os
 import shutil
@@ -11,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCENARIOS = Path(__file__).with_name("row_numbers.py")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)  # The first test builds the core, slowly on a busy machine.
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +61,26 @@ def run(core, scenario):
     return done.stdout
 
 
-@pytest.mark.parametrize("scenario", ["a_full_shard_outlives_its_process", "more_rows_than_numbers_are_refused"])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "a_full_table_on_disk_keeps_its_rows_apart",
+        "a_full_shard_outlives_its_process",
+        "more_rows_than_numbers_are_refused",
+        "shards_are_chosen_so_that_half_of_the_numbers_stay_free",
+    ],
+)
 def test_a_shard_with_16_bits(core, scenario):
     run(core, scenario)
 
 
 @pytest.mark.parametrize(
-    "scenario", ["a_full_shard_evicts_what_is_oldest", "a_table_has_more_rows_than_a_shard_has_numbers"]
+    "scenario",
+    [
+        "a_full_shard_evicts_what_is_oldest",
+        "a_full_table_of_a_trainer_evicts_what_is_oldest",
+        "a_table_has_more_rows_than_a_shard_has_numbers",
+    ],
 )
 def test_results_are_those_of_32_bits(core, scenario):
     assert run(core, scenario) == run(None, scenario) != ""
