@@ -248,7 +248,7 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
       // Applied before the interruption; but all rows of a push are equally recent, so that they are evicted in the
       // order in which they would be without it.
       --shard.skip_;
-      if (number != Index::kNone && all_finite(gradient, dim)) shard.touch(number);
+      if (number != Index::kNone && all_finite(gradient, dim) && shard.makes_recent(number)) shard.touch(number);
       return;
     }
     if (number == Index::kNone) {
@@ -292,7 +292,7 @@ void Shard::apply(std::uint32_t number, const Push& push, const float* gradient)
   RowHeader& r = *row(number);
   if (r.update_count != std::numeric_limits<std::uint32_t>::max()) ++r.update_count;
   set_last_step(number, push.step);
-  renew(number);
+  if (makes_recent(number)) renew(number);
   crash_point();
   if (values_.narrow()) return apply_narrow(number, push, gradient);
   optimizer_->apply({weight(number), state(number), gradient, dim_, push.lr, r.update_count});

@@ -319,6 +319,11 @@ class Shard {
   std::uint32_t first_stamp() const {
     return config_->eviction == Eviction::kMidpoint ? victims_.midpoint(header_->clock) : header_->clock;
   }
+  // Whether the last gradient of a row counts as a use of it. With midpoint insertion the first one does not: it
+  // belongs to the lookup that inserted the row, and would make it as recent as a row that was met again.
+  bool makes_recent(std::uint32_t number) const {
+    return config_->eviction == Eviction::kLru || row(number)->update_count > 1;
+  }
   std::uint32_t acquire(std::uint64_t id);
   std::uint32_t renewed(std::uint32_t number);
   std::uint32_t reusable();
