@@ -16,6 +16,7 @@ struct RowShape {
   Dtype dtype = Dtype::kFloat32;
   OptimizerKind optimizer = OptimizerKind::kAdagrad;
   std::uint64_t ttl = 0;
+  Eviction eviction = Eviction::kLru;
 };
 inline RowShape row_shape;
 
@@ -47,6 +48,7 @@ inline TableConfig config_of(std::uint64_t capacity, std::uint32_t shards) {
   c.dtype = row_shape.dtype;
   c.optimizer.kind = row_shape.optimizer;
   c.ttl = row_shape.ttl;
+  c.eviction = row_shape.eviction;
   c.capacity = capacity;
   c.shards = shards;
   return c;

@@ -222,6 +222,35 @@ TEST(a_lookup_that_evicts) {
       [](Tested& t) { t.look(backwards(range(30, 46))); });
 }
 
+// New rows begin as old as others, and their first gradients leave them so. Of the second ones, which are uses, a push
+// that is repeated must not miss those that were applied before.
+TEST(a_push_to_rows_inserted_at_the_midpoint) {
+  row_shape.eviction = Eviction::kMidpoint;
+  crash_everywhere(
+      100,
+      [](Tested& t) {
+        t.look(range(0, 60));
+        t.push(range(20, 40), 9, 1);
+        t.look(range(50, 70));
+      },
+      [](Tested& t) { t.push(backwards(range(10, 70)), 9, 2, 33); });
+  row_shape = {};
+}
+
+// The scan from which the midpoint comes is lost with a process, so the order of those who come later may differ.
+TEST(a_lookup_that_evicts_by_the_midpoint) {
+  row_shape.eviction = Eviction::kMidpoint;
+  crash_everywhere(
+      80,
+      [](Tested& t) {
+        for (std::uint64_t id = 0; id < 90; id += 5) t.look(range(id, id + 5));
+        t.push(range(0, 90), 9, 1);
+        t.look(range(60, 70));
+      },
+      [](Tested& t) { t.look(backwards(range(65, 95))); });
+  row_shape = {};
+}
+
 TEST(a_lookup_at_which_recency_is_numbered_anew) {
   crash_everywhere(
       40,
