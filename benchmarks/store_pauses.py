@@ -6,6 +6,10 @@ Rows have 16 floats and Adagrad's state; one thread. In a full table half of the
 other half is evicted, oldest first, so that each new id evicts one row and no other id misses. In store.ttl the other
 half has left, so that each new id takes the memory of one of its rows.
 
+With `eviction="midpoint"` (`.midpoint`) new ids enter among the rows of the other half, so that in time they evict one
+another; the rows in use stay above them. Two details say whether a run did what its measure assumes: `evicted_per_new`
+is 1, and `known_misses`, of ids in use, are few.
+
 A pause is the 99.9th percentile of the time of a request less the median. It is wall-clock time, so it contains what
 other processes take. Two details tell how much that is: `cpu`, the same in processor time of the calling thread, and
 `index_select`, the same of `torch.index_select` on as many rows.
@@ -23,6 +27,7 @@ import torch
 from benchmarks import runner
 from benchmarks.store import BATCH, DIM, filled, ids_of
 from persia.store import NativeStore
+from persia.store.config import EvictionKind
 
 REQUEST = 8192
 SHARE_NEW = 0.1
@@ -63,14 +68,17 @@ class Stream:
         return ids_of(self.random.permutation(np.concatenate([known, new])))
 
 
-def in_use(rows: int, capacity: int, ttl: int = 0) -> NativeStore:
+def in_use(rows: int, capacity: int, ttl: int = 0, eviction: EvictionKind = "lru") -> NativeStore:
     """A table that has met `rows` rows, and the even ones of them last; the others have left if there is a `ttl`."""
-    store = filled(rows, capacity=capacity, ttl=ttl)
+    store = filled(rows, capacity=capacity, ttl=ttl, eviction=eviction)
     store.age(0, 0)
     out = np.empty((BATCH, DIM), np.float32)
-    for start in range(0, rows, 2 * BATCH):
-        ids = ids_of(np.arange(start, min(start + 2 * BATCH, rows), 2))
-        store.lookup([0], [ids], True, [out[: len(ids)]])
+    # Even rows that left while the table filled are new ones in the first pass. Only the second makes those recent if
+    # they were inserted at the midpoint.
+    for _ in range(1 if eviction == "lru" else 2):
+        for start in range(0, rows, 2 * BATCH):
+            ids = ids_of(np.arange(start, min(start + 2 * BATCH, rows), 2))
+            store.lookup([0], [ids], True, [out[: len(ids)]])
     store.age(0, ttl)
     return store
 
@@ -95,15 +103,35 @@ def with_new_ids(store: NativeStore, rows: int, batches: int) -> Callable[[], fl
     return measure
 
 
+def full_against_roomy(name: str, preset: str, eviction: EvictionKind) -> runner.Measure:
+    """Lookups in a full table where 10 % of the ids are new, against those in a table that has room."""
+    scale = SCALES[preset]
+    full = in_use(scale.rows, capacity_of_a_full_table(scale.rows), eviction=eviction)
+    roomy = in_use(scale.rows, 2**30, eviction=eviction)
+    ours = with_new_ids(full, scale.rows, scale.batches)
+    theirs = with_new_ids(roomy, scale.rows, scale.batches)
+    before = full.statistics(0)
+    found = runner.ratio(name, ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=0.95)
+    return replace(found, details={**found.details, **what_new_ids_did(before, full.statistics(0), BATCH)})
+
+
+def what_new_ids_did(before: dict[str, int], after: dict[str, int], size: int) -> dict[str, float]:
+    """Rows evicted per new id, and misses of other ids, between two statistics of a table; requests have `size` ids."""
+    lookups, misses, evicted = (after[name] - before[name] for name in ("lookups", "misses", "evicted"))
+    new = lookups // size * int(size * SHARE_NEW)
+    return {"evicted_per_new": evicted / new, "known_misses": misses - new}
+
+
 @runner.measures("store.evict")
 def evict(preset: str) -> runner.Measure:
     """Lookups in a full table where 10 % of the ids are new, against those in a table that has room."""
-    scale = SCALES[preset]
-    full = in_use(scale.rows, capacity_of_a_full_table(scale.rows))
-    roomy = in_use(scale.rows, 2**30)
-    ours = with_new_ids(full, scale.rows, scale.batches)
-    theirs = with_new_ids(roomy, scale.rows, scale.batches)
-    return runner.ratio("store.evict", ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=0.95)
+    return full_against_roomy("store.evict", preset, "lru")
+
+
+@runner.measures("store.evict.midpoint")
+def evict_midpoint(preset: str) -> runner.Measure:
+    """The same of tables with `eviction="midpoint"`, where new ids count as less recent than most rows."""
+    return full_against_roomy("store.evict.midpoint", preset, "midpoint")
 
 
 @runner.measures("store.ttl")
@@ -162,25 +190,37 @@ def pause_of_index_select(rows: int, requests: int) -> float:
     return pause(walls)
 
 
+def pause_of_a_full_table(name: str, rows: int, preset: str, eviction: EvictionKind = "lru") -> runner.Measure:
+    """Requests of 8,192 ids to a full table, of which 10 % are new."""
+    requests = SCALES[preset].requests
+    store = in_use(rows, capacity_of_a_full_table(rows), eviction=eviction)
+    stream, out = Stream(rows, REQUEST), [np.empty((REQUEST, DIM), np.float32)]
+    before = store.statistics(0)
+    rounds = []
+    for _ in range(runner.rounds_of(preset)):
+        times = []
+        for _ in range(requests):
+            ids = next(stream)
+            times.append(timed(lambda ids=ids: store.lookup([0], [ids], True, out)))
+        rounds.append(times)
+    found = pause_measure(name, rounds, rows, pause_of_index_select(rows, requests), EVICT_PAUSE)
+    return replace(found, details={**found.details, **what_new_ids_did(before, store.statistics(0), REQUEST)})
+
+
 @runner.measures("store.evict_pause_p999", "store.evict_pause_p999.small", "store.evict_pause_p999.large")
 def evict_pause(preset: str) -> Iterator[runner.Measure]:
     """Requests of 8,192 ids to a full table, of which 10 % are new; 1 M rows, 20 M rows, and the worse of both."""
-    scale = SCALES[preset]
     found = []
-    for kind, rows in zip(("small", "large"), scale.full, strict=True):
-        store, stream = in_use(rows, capacity_of_a_full_table(rows)), Stream(rows, REQUEST)
-        out = [np.empty((REQUEST, DIM), np.float32)]
-        rounds = []
-        for _ in range(runner.rounds_of(preset)):
-            times = []
-            for _ in range(scale.requests):
-                ids = next(stream)
-                times.append(timed(lambda ids=ids, store=store, out=out: store.lookup([0], [ids], True, out)))
-            rounds.append(times)
-        control = pause_of_index_select(rows, scale.requests)
-        found.append(pause_measure(f"store.evict_pause_p999.{kind}", rounds, rows, control, EVICT_PAUSE))
+    for kind, rows in zip(("small", "large"), SCALES[preset].full, strict=True):
+        found.append(pause_of_a_full_table(f"store.evict_pause_p999.{kind}", rows, preset))
         yield found[-1]
     yield runner.worst("store.evict_pause_p999", found)
+
+
+@runner.measures("store.evict_pause_p999.midpoint")
+def evict_pause_midpoint(preset: str) -> runner.Measure:
+    """As store.evict_pause_p999.small, of a table with `eviction="midpoint"`."""
+    return pause_of_a_full_table("store.evict_pause_p999.midpoint", SCALES[preset].full[0], preset, "midpoint")
 
 
 @runner.measures("store.grow_pause_p999")

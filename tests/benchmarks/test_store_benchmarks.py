@@ -7,18 +7,21 @@ from benchmarks.eviction import lru, midpoint
 from benchmarks import hit_rates, store_pauses
 
 
-def test_each_new_id_evicts_one_row_and_no_other_misses():
+@pytest.mark.parametrize(("eviction", "requests"), [("lru", 50), ("midpoint", 250)])
+def test_each_new_id_evicts_one_row_and_no_other_misses(eviction, requests):
+    """By midpoint insertion also once more ids have come than rows are not in use: those new ones evict one another."""
     rows, size = 40_000, 1000
-    store = store_pauses.in_use(rows, store_pauses.capacity_of_a_full_table(rows))
+    store = store_pauses.in_use(rows, store_pauses.capacity_of_a_full_table(rows), eviction=eviction)
     stream = store_pauses.Stream(rows, size)
     for _ in range(10):  # the margin of the capacity: some rows left before they were in use
         store.lookup([0], [next(stream)], True)
     full, before = store.size(0), store.statistics(0)
-    for _ in range(50):
+    for _ in range(requests):
         store.lookup([0], [next(stream)], True)
     after = store.statistics(0)
     assert store.size(0) == full == store_pauses.capacity_of_a_full_table(rows)
-    assert after["misses"] - before["misses"] == after["evicted"] - before["evicted"] == 50 * size // 10
+    assert after["misses"] - before["misses"] == after["evicted"] - before["evicted"] == requests * size // 10
+    assert store_pauses.what_new_ids_did(before, after, size) == {"evicted_per_new": 1, "known_misses": 0}
 
 
 def test_a_pause_is_beyond_the_median():
