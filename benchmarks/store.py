@@ -59,9 +59,9 @@ def ids_of(rows: np.ndarray) -> np.ndarray:
     return rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
-def filled(rows: int, dim: int = DIM, threads: int = 1, **settings) -> NativeStore:
+def filled(rows: int, dim: int = DIM, threads: int = 1, files: str | None = None, **settings) -> NativeStore:
     store = NativeStore(threads)
-    store.create_table(TableConfig("table", dim, **settings))
+    store.create_table(TableConfig("table", dim, **settings), files)
     out = np.empty((BATCH, store.config(0).row_words), np.float32)
     for start in range(0, rows, BATCH):
         ids = ids_of(np.arange(start, min(start + BATCH, rows)))

@@ -17,6 +17,7 @@ other processes take. Two details tell how much that is: `cpu`, the same in proc
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ import torch
 
 from benchmarks import runner
 from benchmarks.store import BATCH, DIM, filled, ids_of
-from persia.store import NativeStore
+from persia.store import NativeStore, TableConfig
 from persia.store.config import EvictionKind
 
 REQUEST = 8192
@@ -68,9 +69,11 @@ class Stream:
         return ids_of(self.random.permutation(np.concatenate([known, new])))
 
 
-def in_use(rows: int, capacity: int, ttl: int = 0, eviction: EvictionKind = "lru") -> NativeStore:
+def in_use(
+    rows: int, capacity: int, ttl: int = 0, eviction: EvictionKind = "lru", files: str | None = None
+) -> NativeStore:
     """A table that has met `rows` rows, and the even ones of them last; the others have left if there is a `ttl`."""
-    store = filled(rows, capacity=capacity, ttl=ttl, eviction=eviction)
+    store = filled(rows, files=files, capacity=capacity, ttl=ttl, eviction=eviction)
     store.age(0, 0)
     out = np.empty((BATCH, DIM), np.float32)
     # Even rows that left while the table filled are new ones in the first pass. Only the second makes those recent if
@@ -221,6 +224,32 @@ def evict_pause(preset: str) -> Iterator[runner.Measure]:
 def evict_pause_midpoint(preset: str) -> runner.Measure:
     """As store.evict_pause_p999.small, of a table with `eviction="midpoint"`."""
     return pause_of_a_full_table("store.evict_pause_p999.midpoint", SCALES[preset].full[0], preset, "midpoint")
+
+
+@runner.measures("store.evict_after_restart")
+def evict_after_restart(preset: str) -> runner.Measure:
+    """The first request to a full table that a new process attaches to, less the median of those after it.
+
+    Each round attaches anew, in this process, to rows in files in shared memory.
+    """
+    rows = SCALES[preset].rows
+    config = TableConfig("table", DIM, capacity=capacity_of_a_full_table(rows))
+    stream, out = Stream(rows, REQUEST), [np.empty((REQUEST, DIM), np.float32)]
+    pauses, attaching = [], []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        files = f"{directory}/table"
+        in_use(rows, config.capacity, files=files)
+        for _ in range(runner.rounds_of(preset)):
+            store = NativeStore(1)
+            attaching.append(timed(lambda store=store: store.create_table(config, files, attach=True))[0])
+            times = []
+            for _ in range(100):
+                ids = next(stream)
+                times.append(timed(lambda ids=ids, store=store: store.lookup([0], [ids], True, out))[0])
+            pauses.append(times[0] - float(np.median(times)))
+            del store
+    details = {"rows": rows, "attaching": float(np.median(attaching))}
+    return runner.quantity("store.evict_after_restart", pauses, "s", details=details)
 
 
 @runner.measures("store.grow_pause_p999")
