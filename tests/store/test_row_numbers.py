@@ -5,7 +5,7 @@ PS chooses it so that each shard uses half of its numbers at most. It refuses a 
 Scenarios with a `Trainer` therefore fill shards to that half, or with rows on disk to a capacity for which a shard
 reserves all its numbers. Only `NativeStore` with `shards=1` reaches the last one.
 
-Building takes 80 seconds of CPU time, the scenarios 35: about a minute on two cores, so they are not marked slow.
+Building takes 80 seconds of CPU time, the scenarios 40: 60 to 80 seconds on two cores, so they are not marked slow.
 """
 
 import os
