@@ -7,6 +7,8 @@ quality.bf16.DATA.NETWORK, quality.fp16.DATA.NETWORK
     with rows of float32, paired by seed. DATA and NETWORK are those of `paper.table2`. Adagrad, whose sums are float32.
 quality.bf16_adam.DATA.NETWORK
     The same with Adam, whose moments are bfloat16, too, against Adam with float32.
+quality.bf16.NETWORK, quality.fp16.NETWORK, quality.bf16_adam.NETWORK
+    The same of the mean of the AUCs on all DATA that is here.
 
 The rates are the same for both and not tuned: a pair differs by the dtype alone. Any rounding leads a run another
 way, by about 0.001 for one seed, so it takes twenty of them to see a difference of 0.0005. Runs are spread over the
@@ -16,8 +18,9 @@ cores, and kept in the file of PERSIA_RUNS.
 from __future__ import annotations
 
 import functools
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from benchmarks import runner
@@ -52,21 +55,27 @@ def train_stored(plan: StoredRun) -> Outcome:
     return train_and_test(plan.run, plan.dtype, ROW_ADAM if plan.optimizer == "adam" else None)
 
 
-def auc_of_dtypes(preset: str, *, source: str, network: str) -> Iterator[runner.Measure]:
-    """Test AUC less that with rows of float32; with one of the networks in preset smoke."""
-    if preset == "smoke" and network != next(iter(NETWORKS)):
-        return
+@functools.cache
+def trained(preset: str, source: str, network: str) -> Mapping[str, list[Outcome]]:
+    """Outcomes by kind, and by optimizer for rows of float32, seed by seed; nothing for a source without its file."""
     if source in FILES and data.find(FILES[source]) is None:
         print(f"{FILES[source]} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
-        return
+        return {}
     runs = [Run(source, network, Hybrid(4), FIRST, seed, ROWS[preset]) for seed in SEEDS[preset]]
     float32 = {optimizer: ("float32", optimizer) for _, optimizer in KINDS.values()}
     kinds = {**KINDS, **float32}
     # Seed by seed, as a process keeps the rows of one.
     plans = [StoredRun(run, dtype, optimizer) for run in runs for dtype, optimizer in kinds.values()]
     outcomes = everywhere(train_stored, plans, Outcome)
-    found = {kind: outcomes[at :: len(kinds)] for at, kind in enumerate(kinds)}
-    for kind, (_, optimizer) in KINDS.items():
+    return {kind: outcomes[at :: len(kinds)] for at, kind in enumerate(kinds)}
+
+
+def auc_of_dtypes(preset: str, *, source: str, network: str) -> Iterator[runner.Measure]:
+    """Test AUC less that with rows of float32; with one of the networks in preset smoke."""
+    if preset == "smoke" and network != next(iter(NETWORKS)):
+        return
+    found = trained(preset, source, network)
+    for kind, (_, optimizer) in KINDS.items() if found else ():
         yield runner.paired(
             f"quality.{kind}.{source}.{network}",
             [one.auc for one in found[kind]],
@@ -77,7 +86,30 @@ def auc_of_dtypes(preset: str, *, source: str, network: str) -> Iterator[runner.
         )
 
 
-for _source in SOURCES:
-    for _network in NETWORKS:
+def mean_auc_of_dtypes(preset: str, *, network: str) -> Iterator[runner.Measure]:
+    """The same of the mean over all sources that are here, seed by seed; with one of the networks in preset smoke."""
+    if preset == "smoke" and network != next(iter(NETWORKS)):
+        return
+    each = {source: found for source in SOURCES if (found := trained(preset, source, network))}
+
+    def means(kind: str) -> list[float]:
+        seeds = zip(*(found[kind] for found in each.values()), strict=True)
+        return [statistics.mean(one.auc for one in outcomes) for outcomes in seeds]
+
+    for kind, (_, optimizer) in KINDS.items():
+        yield runner.paired(
+            f"quality.{kind}.{network}",
+            means(kind),
+            means(optimizer),
+            "AUC",
+            at_least=-0.0005,
+            details={"sources": list(each)},
+        )
+
+
+for _network in NETWORKS:
+    for _source in SOURCES:
         _names = (f"quality.{_kind}.{_source}.{_network}" for _kind in KINDS)
         runner.measures(*_names)(functools.partial(auc_of_dtypes, source=_source, network=_network))
+    _names = (f"quality.{_kind}.{_network}" for _kind in KINDS)
+    runner.measures(*_names)(functools.partial(mean_auc_of_dtypes, network=_network))
