@@ -153,7 +153,10 @@ def test_any_history(capacity, ids_per_row, pushed, seed):
     Now and then another store attaches to the rows, or loads them from a checkpoint.
     """
     random = np.random.default_rng(seed)
-    draw = lambda: int(random.geometric(1 / (capacity * ids_per_row)))  # noqa: E731
+
+    def draw():
+        return int(random.geometric(1 / (capacity * ids_per_row)))
+
     config = TableConfig("t", 1, capacity=capacity, shards=1, optimizer="sgd", initializer="zeros", eviction="midpoint")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         path = f"{directory}/t"

@@ -333,7 +333,7 @@ class Shard {
   static bool sound(const Ages& ages, std::uint32_t clock);
   void publish(std::uint64_t id, std::uint32_t number, std::uint32_t stamp);
   void import_row(const RowView& rows, std::size_t position);
-  // Makes the queue of rows to evict where a full table would make its next request wait for it.
+  // Builds the queue of rows to evict if the shard is nearly full.
   void make_victims_ready() noexcept;
   void store_embedding(std::uint32_t number, const float* values);
   void apply(std::uint32_t number, const Push& push, const float* gradient);
