@@ -468,6 +468,7 @@ void register_store(nb::module_& m) {
       .def("end_changes", &end_changes, nb::arg("table"), Release())
       .def("import_rows", &import_rows, nb::arg("table"), nb::arg("ids"), nb::arg("embeddings"), nb::arg("states"),
            nb::arg("update_counts"), nb::arg("last_steps"), nb::arg("stamps"))
+      .def("end_import", &Store::end_import, nb::arg("table"), Release())
       .def("export_state", &export_state, nb::arg("table"), nb::arg("shard"))
       .def("import_state", &import_state, nb::arg("table"), nb::arg("shard"), nb::arg("state"))
       .def("state_width", [](const Store& s, std::size_t table) { return s.table(table).state_width; })

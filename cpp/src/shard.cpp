@@ -349,6 +349,11 @@ void Shard::import_state(const ShardState& s) {
   if (!s.sketch.empty()) {  // Null is not allowed, even for no bytes.
     std::memcpy(region_.base() + layout_.sketch, s.sketch.data(), s.sketch.size() * sizeof(std::uint16_t));
   }
+  victims_.clear();
+}
+
+void Shard::end_import() {
+  const std::lock_guard lock(mutex_);
   make_victims_ready();
 }
 

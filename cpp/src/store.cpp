@@ -316,6 +316,11 @@ TierCounts Store::tier_counts(std::size_t index) const {
   return sum;
 }
 
+void Store::end_import(std::size_t index) {
+  const Table& t = table(index);
+  pool_->parallel_for(t.shards.size(), [&](std::size_t s) { t.shards[s]->end_import(); });
+}
+
 void Store::clear(std::size_t index) {
   for (const auto& shard : table(index).shards) shard->clear();
 }

@@ -1,4 +1,8 @@
 // A process dies at every point where it could leave something half done; another attaches to its regions, and goes on.
+#include <algorithm>
+#include <array>
+#include <iterator>
+
 #include "crashing.hpp"
 
 using namespace persia;
@@ -14,6 +18,16 @@ Keys look_until_growing(Tested& t) {
     if (grows(t, shard_of(id, kShards))) continue;
     t.look({id});
     keys.push_back(id);
+  }
+  return keys;
+}
+
+// Returns the first ids of which `count` fall into each shard, in ascending order.
+Keys evenly(std::uint64_t count) {
+  Keys keys;
+  std::array<std::uint64_t, kShards> counts{};
+  for (std::uint64_t id = 0; keys.size() < kShards * count; ++id) {
+    if (counts[shard_of(id, kShards)]++ < count) keys.push_back(id);
   }
   return keys;
 }
@@ -223,17 +237,26 @@ TEST(a_lookup_that_evicts) {
 }
 
 // New rows begin as old as others, and their first gradients leave them so. Of the second ones, which are uses, a push
-// that is repeated must not miss those that were applied before.
+// that is repeated must not miss those that were applied before. Nothing is evicted, so the order is checked, too.
 TEST(a_push_to_rows_inserted_at_the_midpoint) {
   row_shape.eviction = Eviction::kMidpoint;
+  const Keys old = evenly(190), full = evenly(200);
+  Keys inserted;
+  std::set_difference(full.begin(), full.end(), old.begin(), old.end(), std::back_inserter(inserted));
+  const Keys once(old.begin() + 100, old.begin() + 115), never(old.begin() + 200, old.begin() + 215);
+  const Keys inserted_once(inserted.begin(), inserted.begin() + 10);
   crash_everywhere(
-      100,
-      [](Tested& t) {
-        t.look(range(0, 60));
-        t.push(range(20, 40), 9, 1);
-        t.look(range(50, 70));
+      kShards * 200,
+      [&](Tested& t) {
+        for (auto at = old.begin(); at != old.end(); at += 10) t.look(Keys(at, at + 10));
+        for (std::uint32_t s = 0; s < kShards; ++s) CHECK(t.store.shard(0, s).victims().midpoint(~0u) != ~0u);
+        t.look(inserted);
+        t.push(once + inserted_once, 9, 1);
       },
-      [](Tested& t) { t.push(backwards(range(10, 70)), 9, 2, 33); });
+      [&](Tested& t) {
+        t.push(backwards(once + never + inserted), 9, 2, once[7]);
+        CHECK(t.store.counters(0).evicted == 0);
+      });
   row_shape = {};
 }
 

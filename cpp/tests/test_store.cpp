@@ -139,31 +139,40 @@ TEST(no_request_scans_a_full_table_that_was_attached_or_loaded) {
     config.files = {directory.path + "/t", attach, 5.0};
     store.create_table(config);
   };
-  Store loaded(pool);
+  Store loaded(pool), smaller(pool);
   loaded.create_table(config_of(kRows, 1));
+  smaller.create_table(config_of(kRows / 2, 1));
   {
     Store store(pool);
     opened(store, false);
     for (std::uint64_t id = 0; id < kRows + 5 * kRequest; id += kRequest) look(store, range(id, id + kRequest));
     RowBatch rows;
     store.shard(0, 0).export_rows(0, kRows, rows);
-    loaded.import_rows(0, rows.ids.size(),
-                       {rows.ids.data(), rows.embeddings.data(), rows.states.data(), rows.update_counts.data(),
-                        rows.last_steps.data(), rows.stamps.data()});
+    for (Store* into : {&loaded, &smaller}) {
+      into->import_rows(0, rows.ids.size(),
+                        {rows.ids.data(), rows.embeddings.data(), rows.states.data(), rows.update_counts.data(),
+                         rows.last_steps.data(), rows.stamps.data()});
+    }
     loaded.shard(0, 0).import_state(store.shard(0, 0).export_state());
+    for (Store* into : {&loaded, &smaller}) into->end_import(0);
   }
   Store attached(pool);
   opened(attached, true);
-  for (Store* store : {&loaded, &attached}) {
-    CHECK(store->size(0) == kRows);
+  for (Store* store : {&loaded, &smaller, &attached}) {
+    const std::uint64_t rows = store->size(0), new_rows = rows / 2;
+    CHECK(rows == (store == &smaller ? kRows / 2 : kRows));
     const VictimQueue& victims = store->shard(0, 0).victims();
-    for (std::uint64_t id = 10 * kRows; id < 11 * kRows; id += kRequest) {
+    for (std::uint64_t id = 10 * kRows; id < 10 * kRows + new_rows; id += kRequest) {
       const std::uint64_t read = victims.read();
       look(*store, range(id, id + kRequest));
       CHECK(victims.read() - read <= 40 * kRequest);
     }
+    // The last ids before are still there, as many as there is space for.
+    const std::uint64_t end = kRows + 5 * kRequest, first = end - (rows - new_rows);
+    std::vector<std::uint8_t> found(end);
+    store->peek(0, range(0, end), found.data());
+    for (std::uint64_t id = 0; id < end; ++id) CHECK(found[id] == (id >= first));
   }
-  CHECK(look(loaded, range(0, 30 * kRows), false) == look(attached, range(0, 30 * kRows), false));
 }
 
 TEST(threads_share_a_store) {

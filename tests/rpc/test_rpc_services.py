@@ -295,6 +295,7 @@ CALLS = {
         "import_rows": (RowChunk("item", 0, {"ids": IDS["item"]}),),
         "export_state": (),
         "import_state": ([StatePiece("item", 0, "clocks", 0, IDS["item"])],),
+        "end_import": (),
         "switch": (Sync(), 1, 0),
         "drain": (1, 0, 0),
         "row_staleness": (),

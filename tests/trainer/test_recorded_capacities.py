@@ -162,3 +162,36 @@ def test_only_evictions_of_the_ps_that_are_loaded_are_counted(saved, caplog, mon
     load_partitions(servers, t.declared.schema, str(saved), [0])
     assert "capacity" not in caplog.text
     assert servers[0].statistics()["item"]["rows"] > 3_000
+
+
+@pytest.mark.parametrize("way", ["load, as saved", "load, other PSs", "load_rows", "load_partitions"])
+def test_each_ps_ends_its_import_after_the_last_row(saved, monkeypatch, way):
+    """Else the first new ids of a full table wait for a scan of it."""
+    t = trainer(3 if way == "load, other PSs" else 2, 8_000)
+    servers = t.embeddings.connection.servers
+    calls = []
+
+    def note(number, name):
+        original = getattr(servers[number], name)
+
+        def noted(*arguments):
+            calls.append((number, name))
+            return original(*arguments)
+
+        monkeypatch.setattr(servers[number], name, noted)
+
+    for number in range(len(servers)):
+        for name in ("import_rows", "import_state", "end_import"):
+            note(number, name)
+    if way == "load_partitions":
+        load_partitions(servers, t.declared.schema, str(saved), [1])
+    elif way == "load_rows":
+        t.load_rows(str(saved), ["item"])
+    else:
+        t.load(str(saved))
+    imported = {number for number, name in calls if name == "import_rows"}
+    assert imported == ({1} if way == "load_partitions" else set(range(len(servers))))
+    for number in imported:
+        names = [name for other, name in calls if other == number]
+        assert names.index("end_import") == len(names) - 1
+        assert ("import_state" in names) == (way in ("load, as saved", "load_partitions"))

@@ -234,6 +234,8 @@ class Shard {
   ShardState export_state();
   // Restores the state of `export_state`.
   void import_state(const ShardState& state);
+  // Builds the queue of rows to evict if the shard is nearly full, so that the first request after an import does not.
+  void end_import();
 
   // Removes all rows and frees their memory.
   void clear();

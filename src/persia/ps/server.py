@@ -415,3 +415,8 @@ class EmbeddingServer(JournaledServer):
         self._publishing.go_back()
         import_state(self._store, self._numbers, pieces)
         self._ages.renumber()
+
+    def end_import(self) -> None:
+        """Prepares evictions after an import; see `persia.services.EmbeddingPS`."""
+        for index in self._index.values():
+            self._store.end_import(index)

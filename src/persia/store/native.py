@@ -279,6 +279,11 @@ class NativeStore(EmbeddingStore):
         with _store_errors:
             self._native.import_rows(table, *rows)
 
+    def end_import(self, table: int) -> None:
+        """See `EmbeddingStore.end_import`."""
+        with _store_errors:
+            self._native.end_import(table)
+
     def export_state(self, table: int, shard: int) -> ShardState:
         """See `EmbeddingStore.export_state`."""
         with _store_errors:

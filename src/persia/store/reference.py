@@ -243,6 +243,11 @@ class ReferenceStore(EmbeddingStore):
                 shard.put(ReferenceRow(int(id_), embedding.copy(), state.copy(), *map(int, numbers)))
 
     @_locked
+    def end_import(self, table: int) -> None:
+        """See `EmbeddingStore.end_import`. The reference looks for the oldest row at each eviction."""
+        self._shards(table)
+
+    @_locked
     def export_state(self, table: int, shard: int) -> ShardState:
         """See `EmbeddingStore.export_state`."""
         found = self._shards(table)[shard]

@@ -270,6 +270,8 @@ def _import_rows(
             "are reset.",
             reader.path,
         )
+    for server in changed:
+        server.end_import()
     return loaded
 
 
