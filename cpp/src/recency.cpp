@@ -76,7 +76,7 @@ void VictimQueue::prepare(const Stamps& stamps, std::uint32_t clock, std::uint64
 }
 
 void VictimQueue::make_ready(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept {
-  if (space > stamps.count / kReserve) return;
+  if (current_.live > 0 || scanning() || space > stamps.count / kReserve) return;
   space_ = space;
   try {
     refill(stamps, clock);

@@ -358,7 +358,6 @@ void Shard::end_import() {
 }
 
 void Shard::make_victims_ready() noexcept {
-  victims_.clear();
   victims_.make_ready(stamps(), header_->clock, header_->capacity - header_->rows_used);
 }
 

@@ -24,6 +24,10 @@ void* operator new(std::size_t bytes) {
 }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+// By default they call those above, but not with sanitizers.
+void* operator new[](std::size_t bytes) { return operator new(bytes); }
+void operator delete[](void* memory) noexcept { operator delete(memory); }
+void operator delete[](void* memory, std::size_t bytes) noexcept { operator delete(memory, bytes); }
 
 using namespace persia;
 
@@ -288,6 +292,16 @@ TEST(a_queue_that_was_made_ready_leaves_no_scan_to_a_request) {
       CHECK(rows.queue.read() - before <= 40 * kRequest);
     }
   }
+}
+
+TEST(a_queue_is_not_made_ready_twice) {
+  Rows rows(20000, VictimQueue::kRun);
+  for (rows.clock = 1; rows.used < 20000; ++rows.clock) rows.insert(false);
+  for (int i = 0; i < 100; ++i, ++rows.clock) rows.insert();
+  const std::uint64_t before = rows.queue.read();
+  CHECK(before > 0);
+  rows.queue.make_ready(rows.stamps(), rows.clock, 0);
+  CHECK(rows.queue.read() == before);
 }
 
 TEST(a_queue_is_not_made_ready_while_there_is_space) {

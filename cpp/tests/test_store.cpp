@@ -131,47 +131,58 @@ TEST(no_request_of_a_full_table_scans_it) {
 }
 
 TEST(no_request_scans_a_full_table_that_was_attached_or_loaded) {
-  constexpr std::uint64_t kRows = 20000, kRequest = 100;
+  constexpr std::uint64_t kRows = 40000, kRequest = 200;
+  constexpr std::uint32_t kShards = 2;
   const Directory directory;
-  ThreadPool pool(1);
+  ThreadPool pool(2);
   const auto opened = [&](Store& store, bool attach) {
-    TableConfig config = config_of(kRows, 1);
+    TableConfig config = config_of(kRows, kShards);
     config.files = {directory.path + "/t", attach, 5.0};
     store.create_table(config);
   };
   Store loaded(pool), smaller(pool);
-  loaded.create_table(config_of(kRows, 1));
-  smaller.create_table(config_of(kRows / 2, 1));
+  loaded.create_table(config_of(kRows, kShards));
+  smaller.create_table(config_of(kRows / 2, kShards));
+  std::uint64_t last = 0;
   {
     Store store(pool);
     opened(store, false);
-    for (std::uint64_t id = 0; id < kRows + 5 * kRequest; id += kRequest) look(store, range(id, id + kRequest));
+    for (; last < kRows + 10 * kRequest; last += kRequest) look(store, range(last, last + kRequest));
     RowBatch rows;
-    store.shard(0, 0).export_rows(0, kRows, rows);
+    for (std::uint32_t s = 0; s < kShards; ++s) store.shard(0, s).export_rows(0, kRows, rows);
     for (Store* into : {&loaded, &smaller}) {
       into->import_rows(0, rows.ids.size(),
                         {rows.ids.data(), rows.embeddings.data(), rows.states.data(), rows.update_counts.data(),
                          rows.last_steps.data(), rows.stamps.data()});
     }
-    loaded.shard(0, 0).import_state(store.shard(0, 0).export_state());
+    for (std::uint32_t s = 0; s < kShards; ++s) loaded.shard(0, s).import_state(store.shard(0, s).export_state());
     for (Store* into : {&loaded, &smaller}) into->end_import(0);
   }
   Store attached(pool);
   opened(attached, true);
   for (Store* store : {&loaded, &smaller, &attached}) {
-    const std::uint64_t rows = store->size(0), new_rows = rows / 2;
+    const std::uint64_t rows = store->size(0), added = rows / 2;
     CHECK(rows == (store == &smaller ? kRows / 2 : kRows));
-    const VictimQueue& victims = store->shard(0, 0).victims();
-    for (std::uint64_t id = 10 * kRows; id < 10 * kRows + new_rows; id += kRequest) {
-      const std::uint64_t read = victims.read();
+    for (std::uint64_t id = 10 * kRows; id < 10 * kRows + added; id += kRequest) {
+      std::uint64_t before[kShards];
+      for (std::uint32_t s = 0; s < kShards; ++s) before[s] = store->shard(0, s).victims().read();
       look(*store, range(id, id + kRequest));
-      CHECK(victims.read() - read <= 40 * kRequest);
+      for (std::uint32_t s = 0; s < kShards; ++s) {
+        CHECK(store->shard(0, s).victims().read() - before[s] <= 40 * kRequest);
+      }
     }
-    // The last ids before are still there, as many as there is space for.
-    const std::uint64_t end = kRows + 5 * kRequest, first = end - (rows - new_rows);
-    std::vector<std::uint8_t> found(end);
-    store->peek(0, range(0, end), found.data());
-    for (std::uint64_t id = 0; id < end; ++id) CHECK(found[id] == (id >= first));
+    // Of each shard, the ids that were looked up last are still there: those after the first one that is.
+    std::vector<std::uint8_t> found(last);
+    store->peek(0, range(0, last), found.data());
+    CHECK(std::accumulate(found.begin(), found.end(), std::uint64_t{0}) == rows - added);
+    for (std::uint32_t s = 0; s < kShards; ++s) {
+      bool there = false;
+      for (std::uint64_t id = 0; id < last; ++id) {
+        if (shard_of(id, kShards) != s) continue;
+        CHECK(there <= (found[id] != 0));
+        there = found[id] != 0;
+      }
+    }
   }
 }
 

@@ -207,3 +207,11 @@ def test_adam_goes_on_from_the_state_that_was_set():
     np.testing.assert_array_equal(mine.values, theirs.values)
     for a, b in zip(mine.state, theirs.state, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_an_import_ends_in_all_tables(monkeypatch):
+    server = EmbeddingServer({name: Table(name, 4) for name in "abc"}, Adagrad(0.1), Hybrid(), 1, 1, ServerOptions())
+    ended = []
+    monkeypatch.setattr(NativeStore, "end_import", lambda _, table: ended.append(table))
+    server.end_import()
+    assert sorted(ended) == [0, 1, 2]

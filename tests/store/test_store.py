@@ -174,6 +174,7 @@ def imported(**columns):
         (lambda s: s.import_state(0, 0, s.export_state(0, 0) | {"clocks": ids(2**32, 1, 0)}), "below 2"),
         (lambda s: s.import_state(0, 0, s.export_state(0, 0) | {"clocks": ids(1, 2**32, 0)}), "below 2"),
         (lambda s: s.import_state(0, 0, {}), "lacks"),
+        (lambda s: s.end_import(3), "no table 3"),
         (lambda s: s.create_table(TableConfig("huge", 4096, capacity=2**39, shards=256)), "address space"),
     ],
 )

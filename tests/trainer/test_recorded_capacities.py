@@ -191,6 +191,7 @@ def test_each_ps_ends_its_import_after_the_last_row(saved, monkeypatch, way):
         t.load(str(saved))
     imported = {number for number, name in calls if name == "import_rows"}
     assert imported == ({1} if way == "load_partitions" else set(range(len(servers))))
+    assert {number for number, name in calls if name == "end_import"} == imported
     for number in imported:
         names = [name for other, name in calls if other == number]
         assert names.index("end_import") == len(names) - 1

@@ -34,8 +34,8 @@ class VictimQueue {
   void pop(const Stamps& stamps, std::uint32_t clock) noexcept;
   // Prepares the first queue by a few rows. To be called with each row added while there is space for `space` more.
   void prepare(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept;
-  // Builds the queue at once if the space for more rows is at most a sixteenth of the rows that there are, so that the
-  // first request after a restart does not wait for a scan. To be called when there is no queue.
+  // Builds the queue at once, if there is none and the space for more rows is at most a sixteenth of the rows that
+  // there are, so that the first request after a restart does not wait for a scan.
   void make_ready(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept;
   // Notes that a row with the stamp `before` has got that of the current batch.
   void touch(const Stamps& stamps, std::uint32_t clock, std::uint32_t row, std::uint32_t before) noexcept {

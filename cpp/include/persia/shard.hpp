@@ -234,7 +234,8 @@ class Shard {
   ShardState export_state();
   // Restores the state of `export_state`.
   void import_state(const ShardState& state);
-  // Builds the queue of rows to evict if the shard is nearly full, so that the first request after an import does not.
+  // Builds the queue of rows to evict if there is none and the shard is nearly full, so that the first request after an
+  // import does not.
   void end_import();
 
   // Removes all rows and frees their memory.
@@ -335,7 +336,7 @@ class Shard {
   static bool sound(const Ages& ages, std::uint32_t clock);
   void publish(std::uint64_t id, std::uint32_t number, std::uint32_t stamp);
   void import_row(const RowView& rows, std::size_t position);
-  // Builds the queue of rows to evict if the shard is nearly full.
+  // Builds the queue of rows to evict if there is none and the shard is nearly full.
   void make_victims_ready() noexcept;
   void store_embedding(std::uint32_t number, const float* values);
   void apply(std::uint32_t number, const Push& push, const float* gradient);

@@ -243,9 +243,10 @@ class EmbeddingStore(Protocol):
         """
 
     def end_import(self, table: int) -> None:
-        """Prepares evictions after the last `import_rows` or `import_state`; without it the first one waits for a scan.
+        """Prepares evictions after the last `import_rows` or `import_state`: else the first eviction waits for a scan.
 
-        Has no effect where a sixteenth of a table is free. Blocks for about 25 ms for 1,000,000 rows of a full one.
+        Has no effect on shards that are prepared, or have space for more than a sixteenth of their rows. Blocks for
+        about 25 ms for 1,000,000 rows of the others.
         """
 
     def export_state(self, table: int, shard: int) -> ShardState:
