@@ -41,7 +41,7 @@ std::uint32_t VictimQueue::front(const Stamps& stamps, std::uint32_t clock) {
       const std::uint64_t entry = current_.heads.front().entry;
       const auto row = static_cast<std::uint32_t>(entry);
       if (stamps[row] == entry >> 32) return row;
-      skip(stamps, kAll);
+      skip(current_, stamps, kAll);
     }
     if (exhausted_ == clock) return 0;
     try {
@@ -60,7 +60,7 @@ void VictimQueue::pop(const Stamps& stamps, std::uint32_t clock) noexcept {
   if (current_.live == 0 || current_.heads.empty()) return;
   --current_.live;
   if (scanning() && static_cast<std::uint32_t>(current_.heads.front().entry) < cursor_) --next_.live;
-  skip(stamps, kAll);
+  skip(current_, stamps, kAll);
   // The next row is one of these, which came to the heads of their runs long ago.
   for (std::size_t i = 0; i < std::min<std::size_t>(3, current_.heads.size()); ++i) {
     const auto* const row = &stamps[static_cast<std::uint32_t>(current_.heads[i].entry)];
@@ -97,23 +97,26 @@ void VictimQueue::clear() {
 void VictimQueue::leave(const Stamps& stamps, std::uint32_t clock, std::uint32_t row, std::uint32_t before) noexcept {
   if (before < current_.end) --current_.live;
   if (scanning() && row < cursor_) --next_.live;
-  if (!current_.heads.empty()) {
-    const std::uint64_t oldest = current_.heads.front().entry;
-    if (stamps[static_cast<std::uint32_t>(oldest)] != oldest >> 32) skip(stamps, kSkipped);
-  }
+  if (first_has_left(current_, stamps)) skip(current_, stamps, kSkipped);
   advance(stamps, clock);
 }
 
-// Replaces the first head by the next row of its run that has not been touched; or goes on by `most` that have been.
-void VictimQueue::skip(const Stamps& stamps, std::size_t most) {
-  auto& heads = current_.heads;
+bool VictimQueue::first_has_left(const Queue& queue, const Stamps& stamps) {
+  if (queue.heads.empty()) return false;
+  const std::uint64_t entry = queue.heads.front().entry;
+  return stamps[static_cast<std::uint32_t>(entry)] != entry >> 32;
+}
+
+// Replaces the first head by the next row of its run that has not left; or goes on by `most` that have.
+void VictimQueue::skip(Queue& queue, const Stamps& stamps, std::size_t most) {
+  auto& heads = queue.heads;
   std::pop_heap(heads.begin(), heads.end(), std::greater<>());
-  Run& run = current_.runs[heads.back().run];
+  Run& run = queue.runs[heads.back().run];
   while (++run.at < run.size) {
     if (run.at + kAheadInRun < run.size) __builtin_prefetch(&stamps[run.rows[run.at + kAheadInRun]], 1);
     const std::uint32_t row = run.rows[run.at];
     const std::uint64_t stamp = stamps[row];
-    if (stamp < current_.end) {
+    if (stamp < queue.end) {
       heads.back().entry = stamp << 32 | row;
     } else {
       ++skipped_;
@@ -130,19 +133,28 @@ void VictimQueue::skip(const Stamps& stamps, std::size_t most) {
 bool VictimQueue::refill(const Stamps& stamps, std::uint32_t clock) {
   if (scanning()) {
     collect(stamps, rows_);
+    change();
     if (current_.live > 0) return true;
   }
   clear();
   begin(stamps, clock);
-  if (scanning()) collect(stamps, rows_);
+  if (scanning()) {
+    collect(stamps, rows_);
+    change();
+  }
   return current_.live > 0;
 }
 
-// A row has left the queue or the rows of the scan, or has been added.
+// A row has left the queue or the rows of the scan, or has been added. Of the rows that a scan has collected, the first
+// ones were evicted while it went on. As many leave during the last quarter of the queue as a third of those before, so
+// four are skipped with each.
 void VictimQueue::advance(const Stamps& stamps, std::uint32_t clock) noexcept {
   try {
-    if (scanning()) {
+    if (scanning() && cursor_ < rows_) {
       collect(stamps, pace_);
+    } else if (scanning()) {
+      if (first_has_left(next_, stamps)) skip(next_, stamps, kSkipped);
+      if (!first_has_left(next_, stamps)) change();
     } else if (used_ && current_.live + space_ <= stamps.count / kReserve) {
       begin(stamps, clock);
     }
@@ -186,6 +198,7 @@ void VictimQueue::begin(const Stamps& stamps, std::uint32_t clock) {
 }
 
 void VictimQueue::collect(const Stamps& stamps, std::uint64_t count) {
+  if (cursor_ == rows_) return;
   const std::uint64_t end = std::min(cursor_ + count, rows_);
   read_ += end - cursor_;
   for (; cursor_ < end; ++cursor_) {
@@ -196,7 +209,9 @@ void VictimQueue::collect(const Stamps& stamps, std::uint64_t count) {
     ++next_.live;
     if (unsorted_.size() == run_) end_run();
   }
-  if (cursor_ == rows_) finish();
+  if (cursor_ < rows_) return;
+  if (!unsorted_.empty()) end_run();
+  std::make_heap(next_.heads.begin(), next_.heads.end(), std::greater<>());
 }
 
 void VictimQueue::end_run() {
@@ -209,10 +224,8 @@ void VictimQueue::end_run() {
   unsorted_.clear();
 }
 
-// Ends a scan: what is left of the queue before is in the new one, too.
-void VictimQueue::finish() {
-  if (!unsorted_.empty()) end_run();
-  std::make_heap(next_.heads.begin(), next_.heads.end(), std::greater<>());
+// After a scan: what is left of the queue before is in the new one, too.
+void VictimQueue::change() {
   current_ = std::exchange(next_, {});
   next_.end = current_.end;
 }

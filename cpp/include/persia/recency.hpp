@@ -18,8 +18,9 @@ struct Stamps {
 
 // Queues the oldest eighth of the rows in order, and skips rows touched since. When half of them remain, a scan begins
 // for a queue that has another eighth. It proceeds by a few rows with each row that leaves the queue, whether evicted
-// or touched, so that no caller waits for all of it. The order is exact since stamps only rise: whatever is as old as
-// the threshold of a scan when it ends was so at any moment of it. The queue is derived from the stamps, so dropping it
+// or touched, so that no caller waits for all of it. The rows that were evicted meanwhile are skipped, likewise by a
+// few at a time, before its queue is used. The order is exact since stamps only rise: whatever is as old as the
+// threshold of a scan when it ends was so at any moment of it. The queue is derived from the stamps, so dropping it
 // only causes a scan at once.
 class VictimQueue {
  public:
@@ -49,7 +50,7 @@ class VictimQueue {
 
   // Returns the number of rows that scans and their samples have read.
   std::uint64_t read() const { return read_; }
-  // Returns the number of rows that have been skipped, as they had been touched.
+  // Returns the number of rows that have been skipped, as they had been touched or evicted.
   std::uint64_t skipped() const { return skipped_; }
 
  private:
@@ -75,13 +76,14 @@ class VictimQueue {
 
   bool scanning() const { return next_.end > current_.end; }
   void leave(const Stamps& stamps, std::uint32_t clock, std::uint32_t row, std::uint32_t before) noexcept;
-  void skip(const Stamps& stamps, std::size_t most);
+  static bool first_has_left(const Queue& queue, const Stamps& stamps);
+  void skip(Queue& queue, const Stamps& stamps, std::size_t most);
   bool refill(const Stamps& stamps, std::uint32_t clock);
   void advance(const Stamps& stamps, std::uint32_t clock) noexcept;
   void begin(const Stamps& stamps, std::uint32_t clock);
   void collect(const Stamps& stamps, std::uint64_t count);
   void end_run();
-  void finish();
+  void change();
 
   std::size_t run_;
   Queue current_;
