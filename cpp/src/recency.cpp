@@ -21,7 +21,7 @@ constexpr std::uint64_t kPart = 4;      // of which the scan leaves one in so ma
 constexpr std::uint64_t kMidpoint = 3;  // in shares
 constexpr std::uint64_t kAhead = 32;
 constexpr std::size_t kAheadInRun = 2;
-constexpr std::size_t kSkipped = 4;  // rows that have been touched, for each one that is
+constexpr std::size_t kSkipped = 4;  // rows that have left, for each one that leaves
 constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
 
 // The i-th of `kSample` rows. They are not evenly spaced: neither may be the rows of a feature, or of a request.
@@ -145,16 +145,16 @@ bool VictimQueue::refill(const Stamps& stamps, std::uint32_t clock) {
   return current_.live > 0;
 }
 
-// A row has left the queue or the rows of the scan, or has been added. Of the rows that a scan has collected, the first
-// ones were evicted while it went on. As many leave during the last quarter of the queue as a third of those before, so
-// four are skipped with each.
+// A row has left the queue or the rows of the scan, or has been added. While a scan went on, up to three quarters of
+// the queue have left, and come first in its own. A quarter remains before that is needed: each row that leaves skips
+// three of them, and one for itself.
 void VictimQueue::advance(const Stamps& stamps, std::uint32_t clock) noexcept {
   try {
     if (scanning() && cursor_ < rows_) {
       collect(stamps, pace_);
     } else if (scanning()) {
       if (first_has_left(next_, stamps)) skip(next_, stamps, kSkipped);
-      if (!first_has_left(next_, stamps)) change();
+      if (current_.live == 0 || !first_has_left(next_, stamps)) change();
     } else if (used_ && current_.live + space_ <= stamps.count / kReserve) {
       begin(stamps, clock);
     }

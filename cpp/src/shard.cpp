@@ -269,7 +269,12 @@ void Shard::import_rows(const Slice& slice, const RowView& rows) {
   for (std::size_t i = 0; i < slice.count; ++i) {
     header_->clock = std::max(header_->clock, std::min(rows.stamps[slice.position(i)], kLastClock));
   }
-  for (std::size_t i = 0; i < slice.count; ++i) import_row(rows, slice.position(i));
+  try {
+    for (std::size_t i = 0; i < slice.count; ++i) import_row(rows, slice.position(i));
+  } catch (...) {  // No space. The queue does not know the rows that are there.
+    victims_.clear();
+    throw;
+  }
   victims_.clear();
 }
 

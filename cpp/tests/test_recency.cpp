@@ -26,8 +26,8 @@ void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 // By default they call those above, but not with sanitizers.
 void* operator new[](std::size_t bytes) { return operator new(bytes); }
-void operator delete[](void* memory) noexcept { operator delete(memory); }
-void operator delete[](void* memory, std::size_t bytes) noexcept { operator delete(memory, bytes); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 
 using namespace persia;
 
@@ -229,6 +229,43 @@ TEST(no_request_waits_for_a_scan_whatever_others_have_touched) {
     }
     CHECK(most <= 40 * kRequest);
     CHECK(most_skipped <= VictimQueue::kRun + 4 * kRequest);
+  }
+}
+
+// The rows that are evicted during a scan are in all of its runs then, and so are those that are touched after it.
+TEST(no_request_waits_for_a_scan_if_rows_leave_every_run_in_turn) {
+  constexpr std::uint32_t kRows = 50000, kRequest = 100;
+  for (const std::uint32_t stride : {7919u, 5557u, 12503u, 25001u}) {
+    Rows rows(kRows, VictimQueue::kRun);
+    rows.clock = 1;
+    while (rows.used < kRows) rows.insert(false);
+    std::vector<std::uint32_t> order(kRows);
+    for (std::uint32_t i = 0; i < kRows; ++i) {
+      order[i] = static_cast<std::uint32_t>(std::uint64_t{i} * stride % kRows);
+      ++rows.clock;
+      rows.touch(order[i]);
+    }
+    std::uint32_t next = 0;
+    const auto request = [&](bool evicts) {
+      ++rows.clock;
+      const std::uint64_t read = rows.queue.read(), skipped = rows.queue.skipped();
+      for (std::uint32_t i = 0; i < kRequest; ++i, ++next) {
+        if (evicts) {
+          rows.insert(i == 0);
+        } else {
+          rows.touch(order[next]);
+        }
+      }
+      CHECK(rows.queue.skipped() - skipped <= 8 * kRequest);
+      return rows.queue.read() - read;
+    };
+    while (request(true) > 0 || next < kRows / 16) CHECK(next < kRows / 2);  // makes the queue
+    while (request(true) == 0) CHECK(next < kRows / 2);
+    while (request(true) > 0) CHECK(next < kRows / 2);  // a scan, which ends
+    std::uint64_t most = 0;
+    for (const std::uint32_t last = next + kRows / 6; next < last;) most = std::max(most, request(false));
+    for (int i = 0; i < 10; ++i) most = std::max(most, request(true));
+    CHECK(most > 0 && most <= 40 * kRequest);
   }
 }
 

@@ -87,7 +87,7 @@ class VictimQueue {
 
   std::size_t run_;
   Queue current_;
-  Queue next_;                           // that of the scan; its `end` is that of `current_` while there is no scan
+  Queue next_;                           // that of a scan, until it is used; without one `end` is that of `current_`
   std::uint64_t cursor_ = 0;             // the scan has read the rows before it ...
   std::uint64_t rows_ = 0;               // ... and ends here
   std::uint64_t pace_ = 0;               // rows that it reads for each one that leaves the queue
