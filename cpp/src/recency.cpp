@@ -132,16 +132,12 @@ void VictimQueue::skip(Queue& queue, const Stamps& stamps, std::size_t most) {
 // With the queue empty, ends the scan or makes a whole one. Returns whether there is a row older than the clock.
 bool VictimQueue::refill(const Stamps& stamps, std::uint32_t clock) {
   if (scanning()) {
-    collect(stamps, rows_);
-    change();
+    finish(stamps);
     if (current_.live > 0) return true;
   }
   clear();
   begin(stamps, clock);
-  if (scanning()) {
-    collect(stamps, rows_);
-    change();
-  }
+  if (scanning()) finish(stamps);
   return current_.live > 0;
 }
 
@@ -198,7 +194,6 @@ void VictimQueue::begin(const Stamps& stamps, std::uint32_t clock) {
 }
 
 void VictimQueue::collect(const Stamps& stamps, std::uint64_t count) {
-  if (cursor_ == rows_) return;
   const std::uint64_t end = std::min(cursor_ + count, rows_);
   read_ += end - cursor_;
   for (; cursor_ < end; ++cursor_) {
@@ -222,6 +217,12 @@ void VictimQueue::end_run() {
   next_.heads.push_back({unsorted_[0], next_.runs.size()});
   next_.runs.push_back({std::move(rows), 0, unsorted_.size()});
   unsorted_.clear();
+}
+
+// Ends the scan if it goes on, and uses its queue at once.
+void VictimQueue::finish(const Stamps& stamps) {
+  if (cursor_ < rows_) collect(stamps, rows_);
+  change();
 }
 
 // After a scan: what is left of the queue before is in the new one, too.

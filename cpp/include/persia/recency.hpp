@@ -83,6 +83,7 @@ class VictimQueue {
   void begin(const Stamps& stamps, std::uint32_t clock);
   void collect(const Stamps& stamps, std::uint64_t count);
   void end_run();
+  void finish(const Stamps& stamps);
   void change();
 
   std::size_t run_;
