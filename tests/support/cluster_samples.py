@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,17 +20,20 @@ from numpy.typing import NDArray
 
 import persia
 from persia import IdColumn
-from persia.cluster import Ray, RayOptions
-from persia.cluster.ray.plan import ProcessInfo
 from persia.dense import AllReduce
 from persia.nn.models import FFNN
 from persia.nn.replicas import SingleReplica
+
+if TYPE_CHECKING:
+    from persia.cluster import Ray, RayOptions
 
 BATCH = 64
 
 
 def options(**changes: Any) -> RayOptions:
     """Processes import torch before they are ready, which takes a minute where much else runs."""
+    from persia.cluster import RayOptions  # Needs Ray, unlike other parts of this module.
+
     return RayOptions(threads=1, timeout=180.0, **changes)
 
 
@@ -175,8 +178,10 @@ def bare_host() -> type:
         def __init__(self) -> None:
             print("bare 0 says hello", flush=True)
 
-        def info(self) -> ProcessInfo:
+        def info(self) -> Any:
             import ray
+
+            from persia.cluster.ray.plan import ProcessInfo
 
             node = ray.get_runtime_context().get_node_id()
             logs = [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)]
