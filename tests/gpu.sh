@@ -27,9 +27,12 @@ PYTHON_CODE
 cmake -S . -B build/gpu -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$PYTHON")" > /dev/null
 cmake --build build/gpu -j
 echo "built after $SECONDS s"
+failed=
 # Files by name, where others beside them import what is not in $WHEELS.
-"$PYTHON" -m pytest -q -m gpu tests/nn tests/optim tests/trainer tests/dense tests/cluster/test_ray_devices.py \
-  tests/serve/test_compiled_network.py
+"$PYTHON" -m pytest -q -m gpu tests/nn tests/optim tests/trainer tests/dense tests/cluster/test_ray_devices.py || failed=1
+# In a process of its own: torch 2.11 has crashed on an H200 while it loaded compiled code, of a plain Linear as well.
+"$PYTHON" -m pytest -q -m gpu tests/serve/test_compiled_network.py || failed=1
 echo "tested after $SECONDS s"
-"$PYTHON" -m benchmarks "gpu.*"
+"$PYTHON" -m benchmarks "gpu.*" || failed=1
 echo "measured after $SECONDS s"
+exit "${failed:-0}"
