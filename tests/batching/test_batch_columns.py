@@ -282,6 +282,7 @@ class _Loaded(torch.utils.data.IterableDataset[Batch]):
         yield example()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_batches_pass_through_data_loader_workers(method: str) -> None:

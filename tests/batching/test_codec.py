@@ -12,6 +12,7 @@ from persia.batching import reference
 from persia.errors import DataError
 from persia.nn import transfer
 from persia.types.packed import Packed
+from support.examples import examples
 
 
 def bits(array):
@@ -34,7 +35,7 @@ def floats(**options):
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(floats())
 def test_it_is_the_twin(rows):
     halves, scales = batching.encode_rows(rows)
@@ -55,7 +56,7 @@ def test_it_is_the_twin_for_rows_of_any_magnitude(seed, dim, exponent):
     assert_same(batching.decode_rows(halves, scales), reference.decode_rows(halves, scales))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(floats(allow_nan=False, allow_infinity=False))
 def test_the_error_is_bounded(rows):
     halves, scales = batching.encode_rows(rows)

@@ -59,6 +59,7 @@ def clicks(news, *users):
     return pa.table({name: columns[name] for name in news.COLUMNS})
 
 
+@pytest.mark.processes
 def test_a_click_counts_once_a_prediction_has_used_the_row_that_it_has_changed(modules, tmp_path, monkeypatch):
     run, news = modules
     log = WrittenLog(tmp_path / "log", schema=news.schema())
@@ -126,6 +127,7 @@ def printing(*lines, then="time.sleep(60)"):
             process.kill()
 
 
+@pytest.mark.processes
 def test_clicks_wait_while_training_lags_behind(modules, monkeypatch):
     run, _ = modules
     row = 1_000  # bytes
@@ -155,6 +157,7 @@ def test_clicks_wait_while_training_lags_behind(modules, monkeypatch):
             training.await_lag(most + 101, (most + 101) * row)
 
 
+@pytest.mark.processes
 def test_clicks_do_not_wait_for_training_that_has_ended(modules):
     run, _ = modules
     with printing("read 1", then="") as process, pytest.raises(SystemExit, match="ended early"):

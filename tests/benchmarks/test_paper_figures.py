@@ -46,6 +46,7 @@ def test_figure_6_asks_its_interval(monkeypatch):
     assert found.details["per_seed"][3] == pytest.approx(0.9)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not ShapedNetwork.allowed(), reason="no rights for network namespaces")
 def test_a_shaped_loopback_is_limited_and_goes_away():
     with shaped_loopback(0.2) as name:

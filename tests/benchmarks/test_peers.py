@@ -37,6 +37,7 @@ def scripts(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.processes
 def test_a_process_is_measured_and_ends(scripts):
     (scripts / "peer_numpy.py").write_text(TABLE)
     process = peers.Process("numpy", WORK)
@@ -45,6 +46,7 @@ def test_a_process_is_measured_and_ends(scripts):
     assert process.process.returncode == 0
 
 
+@pytest.mark.processes
 def test_a_process_that_fails_is_an_error(scripts):
     (scripts / "peer_broken.py").write_text("raise SystemExit(1)")
     with pytest.raises(RuntimeError, match="has not answered 'ready'"):

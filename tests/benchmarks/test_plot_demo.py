@@ -35,6 +35,7 @@ def test_the_last_screen_is_what_shows_without_animation():
     assert "25.000%{opacity:1}" in style  # Of the one that comes.
 
 
+@pytest.mark.processes
 def test_a_command_runs_in_a_terminal():
     program = "import sys; print('é', sys.stdout.isatty())"
     assert record([sys.executable, "-c", program], "demo")[-1].lines[:2] == ("$ demo", "é True")

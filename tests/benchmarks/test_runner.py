@@ -90,6 +90,7 @@ def test_a_printed_name_that_is_not_registered_is_an_error(registered):
         selected("liar.declared")
 
 
+@pytest.mark.processes
 def test_the_command_prints_signed_values_and_bounds(registered, capsys, tmp_path):
     file = tmp_path / "lines.jsonl"
     assert command.main(["fake.*", "--preset", "smoke", "--json", str(file)]) == 0
@@ -122,6 +123,7 @@ runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.processes
 def test_without_ray_the_list_has_the_other_benchmarks_and_says_what_is_skipped():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=120, cwd=root)

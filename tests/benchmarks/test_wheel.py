@@ -33,6 +33,7 @@ def distribution(folder, name, files, requires=()):
     (info / "RECORD").write_text("".join(f"{file},,\n" for file in [*files, f"{info.name}/METADATA"]))
 
 
+@pytest.mark.processes
 def test_distributions_that_share_a_folder_are_linked_once(tmp_path, monkeypatch):
     site = tmp_path / "lib" / "python" / "site-packages"
     needs = ["nvidia-cublas", "Nvidia_NCCL>=2; python_version > '3'"]

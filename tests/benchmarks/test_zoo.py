@@ -81,6 +81,7 @@ def test_training_in_plain_pytorch_differs_by_rounding_only():
     assert abs(zoo_runs.train(*arguments).auc - zoo_runs.train_in_torch(*arguments).auc) < 1e-4
 
 
+@pytest.mark.processes
 def test_each_side_trains_in_a_process_that_is_started_as_by_a_user():
     ours, theirs = zoo.sides()
     with runner.RESOURCES:

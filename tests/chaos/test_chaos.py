@@ -99,6 +99,7 @@ def test_more_stale_gradients_than_restarts_explain_are_a_failure():
     assert len(stale(10_001, 1, 3, 2, 1000)) == len(stale(1, 0, 3, 2, 1000)) == 1
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("ray_here")
 def test_training_goes_on_through_faults(tmp_path):
     found = run(Plan(seed=1, seconds=20.0, faults=12, steps=600), tmp_path, print)

@@ -18,6 +18,7 @@ from persia.checkpoint.format import _signed
 from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError
 from support.checkpoint_samples import OPTIMIZER, SCHEMA
+from support.examples import examples
 
 
 def rows_of(model: dict[int, float]) -> dict[str, np.ndarray]:
@@ -80,7 +81,7 @@ def test_each_link_adds_to_the_one_before(chain: Path) -> None:
     assert read(own) == read(reader)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(
         st.tuples(st.dictionaries(st.integers(0, 20), st.integers(0, 9).map(float)), st.sets(st.integers(0, 20))),

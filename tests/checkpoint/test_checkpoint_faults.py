@@ -176,6 +176,7 @@ def test_sync_order_on_local_disks(tmp_path: Path, faults: Faults) -> None:
     assert calls[-1].startswith("fsync")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("point", range(0, 40, 3))
 def test_sigkill(tmp_path: Path, point: int) -> None:
     """The same with a real process and a real signal."""

@@ -24,6 +24,7 @@ from persia.checkpoint.tensors import decode
 from persia.errors import CheckpointError, MissingExtraError, PersiaError
 from persia.schema import SGD, Adam, IdFeature, Schema, Table
 from support.checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
+from support.examples import examples
 
 STEP = "step-000000000012"
 PART = f"{STEP}/rows/item/0-0.safetensors"
@@ -396,7 +397,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_fuzzed_manifest_values(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Any one value, anywhere in the manifest, replaced by any other."""
@@ -442,7 +443,7 @@ def test_bytes_behind_the_checksum_are_fixed(tmp_path: Path) -> None:
             use_everything(tmp_path)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_fuzzed_bytes_of_any_file(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     directory = _shared(tmp_path_factory)
@@ -461,7 +462,7 @@ def test_fuzzed_bytes_of_any_file(tmp_path_factory: pytest.TempPathFactory, data
         (directory / name).write_bytes(_pristine[name])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=200), st.booleans())
 def test_fuzzed_safetensors(content: bytes, framed: bool) -> None:
     if framed:
@@ -470,7 +471,7 @@ def test_fuzzed_safetensors(content: bytes, framed: bool) -> None:
         decode(memoryview(bytearray(content)), "x")
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.dictionaries(
         st.sampled_from(["a", "b", "__metadata__"]),

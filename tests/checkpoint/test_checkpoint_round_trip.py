@@ -120,6 +120,7 @@ def test_unaligned_files_are_read(offset: int) -> None:
     assert torch.equal(views["a"].torch(), torch.arange(3, dtype=torch.float64))
 
 
+@pytest.mark.processes
 def test_no_torch_is_imported_for_rows(tmp_path: Path) -> None:
     program = (
         "import sys, numpy as np\n"

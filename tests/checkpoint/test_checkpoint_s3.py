@@ -15,7 +15,10 @@ from support import s3
 from support.checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 
 bucket, endpoint = s3.bucket, s3.endpoint  # fixtures
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 
 def test_round_trip_and_retention(bucket: str) -> None:

@@ -57,6 +57,7 @@ def persia_process(*arguments, ok=True):
     return done.stdout + done.stderr
 
 
+@pytest.mark.processes
 def test_version_is_that_of_the_package():
     expected = f"persia {metadata.version('persia')}\n"
     for command in ([str(Path(sys.executable).with_name("persia"))], [sys.executable, "-m", "persia"]):
@@ -64,6 +65,7 @@ def test_version_is_that_of_the_package():
         assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
+@pytest.mark.processes
 def test_help_fits_a_terminal_of_80_columns():
     environment = {**os.environ, "COLUMNS": "80"}
     done = subprocess.run([sys.executable, "-m", "persia", "--help"], capture_output=True, text=True, env=environment)
@@ -78,6 +80,7 @@ def config(tmp_path):
     return str(path)
 
 
+@pytest.mark.processes
 def test_train_evaluate_predict_inspect_resume(config, tmp_path):
     out, result = str(tmp_path / "out"), tmp_path / "result.json"
     text = persia_process("train", config, "--output", out, "--json", str(result))
@@ -255,6 +258,7 @@ def test_a_wrong_configuration_is_one_line_that_names_the_field(config, change, 
     assert "Traceback" not in text
 
 
+@pytest.mark.processes
 def test_a_missing_file_is_one_line(tmp_path):
     text = persia_process("train", str(tmp_path / "none.toml"), ok=False)
     assert "cannot be read" in text

@@ -250,6 +250,7 @@ def test_days_that_cannot_be_trained_are_refused(tmp_path, monkeypatch):
         Run(tmp_path)
 
 
+@pytest.mark.processes
 def test_the_command(tmp_path):
     toml = tmp_path / "run.toml"
     options = CONFIG["data"]["options"]

@@ -8,7 +8,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+import pytest
+
 import persia
+
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 FEW = ["--set", "train.max_steps=4", "--set", "data.batch_size=256", "--set", "data.options.rows=5000"]

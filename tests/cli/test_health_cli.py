@@ -5,6 +5,7 @@ import re
 import threading
 
 import numpy as np
+import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -85,6 +86,7 @@ def test_health_of_a_real_ps_with_rows_on_disk(tmp_path):
     ) in text
 
 
+@pytest.mark.processes
 def test_a_ps_whose_disk_stalls_is_alive(tmp_path):
     with freezing_disk(tmp_path) as place:
         ps = ps_on_disk(place)

@@ -14,6 +14,8 @@ from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError
 from support.toy_mode import EveryOther
 
+pytestmark = pytest.mark.processes
+
 CONFIG = """
 imports = ["my_modes"]
 

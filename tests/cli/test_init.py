@@ -404,6 +404,7 @@ def test_odd_names_and_quotes_survive(folder):
     assert status == 0, output
 
 
+@pytest.mark.processes
 def test_both_ways_train_as_they_are(folder):
     (folder / "clicks.csv").write_text(clicks())
     status, printed = persia("init", "clicks.csv", "--yes")

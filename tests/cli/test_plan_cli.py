@@ -37,6 +37,7 @@ def run(tmp_path):
     return tmp_path
 
 
+@pytest.mark.processes
 def test_a_plan_needs_rates(run):
     error = persia("plan", "run.toml", cwd=run, status=1)
     assert error.startswith("persia: The rates rates.json cannot be read")
@@ -44,6 +45,7 @@ def test_a_plan_needs_rates(run):
     assert "Invalid --rows id_0" in persia("plan", "run.toml", "--rows", "id_0", cwd=run, status=1)
 
 
+@pytest.mark.processes
 def test_modules_are_found_beside_the_configuration(run):
     (run / "configs").mkdir()
     (run / "configs" / "beside.py").write_text("")

@@ -8,6 +8,8 @@ import pytest
 from persia.ps.regions import Regions, leftovers
 from persia.store import NativeStore, TableConfig
 
+pytestmark = pytest.mark.processes
+
 
 def regions(*arguments):
     command = [sys.executable, "-m", "persia", "cluster", "regions", *arguments]

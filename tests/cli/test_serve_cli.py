@@ -52,6 +52,7 @@ def served(ready, *arguments, cwd=None):
     assert "Traceback" not in "".join(lines)
 
 
+@pytest.mark.processes
 def test_a_server_answers_what_the_trainer_predicts_and_ends_with_sigterm(tmp_path):
     url = str(tmp_path / "log")
     data = persia.data.synthetic(600, id_features=2, dense_features=2, dim=4, batch_size=200)
@@ -89,6 +90,7 @@ def network(schema):
 """
 
 
+@pytest.mark.processes
 def test_a_server_with_items_answers_retrieve(tmp_path):
     pytest.importorskip("usearch", reason='usearch is not installed: pip install "persia[usearch]"')
     url = str(tmp_path / "log")

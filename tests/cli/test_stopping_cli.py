@@ -11,6 +11,8 @@ import pytest
 from persia.checkpoint import list_checkpoints
 from support.signalled import Command, resume_line
 
+pytestmark = pytest.mark.processes
+
 CONFIG = """
 [data]
 kind = "synthetic"

@@ -25,6 +25,7 @@ def total(health: Health, name: str, **labels: str) -> float:
     return sum(f.value for f in health.figures if f.name == name and labels.items() <= f.labels.items())
 
 
+@pytest.mark.processes
 def test_one_process_tells_what_it_did(tmp_path):
     cluster = persia.cluster.Embedded(1, prometheus_port=0)
     assert cluster.health().total("nn_step") == 0
@@ -82,6 +83,7 @@ def test_a_port_that_is_none(port):
         persia.cluster.RayOptions(prometheus_port=port)
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("ray_here")
 def test_every_process_answers(tmp_path):
     with persia.cluster.Ray(1, 1, 1, 2, options(compression="fp16", prometheus_port=21000)) as cluster:

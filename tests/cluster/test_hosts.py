@@ -20,6 +20,8 @@ pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray
 
 from support.cluster_samples import losses, one_torch_thread
 
+pytestmark = pytest.mark.processes
+
 HERE = Path(__file__).parents[1]
 SECONDS = 120
 

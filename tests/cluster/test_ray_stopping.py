@@ -14,6 +14,8 @@ from support.signalled import Command, resume_line
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
+pytestmark = pytest.mark.processes
+
 HERE = Path(__file__).parent
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),

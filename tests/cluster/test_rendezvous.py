@@ -21,6 +21,7 @@ def nn_worker():
     return made
 
 
+@pytest.mark.processes
 def test_the_port_of_the_store_is_held_from_the_start():
     """A port that is only known to be free may be taken until the process group is made."""
     first = nn_worker()

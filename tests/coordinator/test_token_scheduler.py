@@ -15,6 +15,7 @@ from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError
 from persia.modes import Async, Auto, Bsp, Gba, HopBs, HopBw
 from persia.services import TrainingPhase
 from persia.types import NO_LOSSES, Caller, Losses, StepTiming
+from support.examples import examples
 
 DEADLINE = 10.0
 ROWS = 8
@@ -490,7 +491,7 @@ def test_who_is_late_is_named():
         fast.quiesce()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_order_and_any_crash(data):
     """Slots are numbered without a gap, no batch is lost or handed out twice, tokens and steps stay aligned."""

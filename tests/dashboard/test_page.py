@@ -22,6 +22,8 @@ from persia.membership.observing import ask_members
 from support.cluster_samples import eventually, make_trainer, reader
 from support.observed_cluster import Trained, observed_cluster
 
+pytestmark = pytest.mark.processes
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 

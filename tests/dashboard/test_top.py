@@ -66,6 +66,7 @@ class Terminal:
         os.close(self.theirs)
 
 
+@pytest.mark.processes
 def test_keys_lead_into_a_process_and_back(cluster):
     address, _, _ = cluster
     terminal = Terminal(address, "--interval", "0.2")

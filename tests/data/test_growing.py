@@ -171,6 +171,7 @@ def hdfs(tmp_path):
         yield url
 
 
+@pytest.mark.processes
 def test_webhdfs(hours, hdfs, tmp_path):
     url = f"{hdfs}/clicks"
     assert items(data.growing(url, SCHEMA, 5, until="now")) == items(data.growing(hours, SCHEMA, 5, until="now"))
@@ -184,6 +185,7 @@ def test_webhdfs(hours, hdfs, tmp_path):
         list(reader)
 
 
+@pytest.mark.processes
 def test_checkpoints_on_webhdfs(hours, hdfs):
     folder = f"{hdfs}/run"
     first = trainer(folder)
@@ -195,6 +197,7 @@ def test_checkpoints_on_webhdfs(hours, hdfs):
     assert torch.equal(parameters(resumed), parameters(first))
 
 
+@pytest.mark.processes
 def test_names_that_need_quotes_on_webhdfs(hdfs, tmp_path):
     write(Path(tmp_path / "a b" / "country=São Tomé" / "part 1.parquet"), [1, 2])
     schema = persia.Schema([persia.IdFeature("country", dim=4, kind="text"), *SCHEMA.id_features], labels=["label"])

@@ -24,6 +24,8 @@ from persia.errors import ConfigError, DataError, DeadlineError, MissingExtraErr
 from persia.types import OffsetRange, Partition
 from support.kafka import SCHEMA, Kafka, Outages, arrow, clicks, items, packed, row, until
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def kafka():

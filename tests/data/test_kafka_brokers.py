@@ -17,7 +17,10 @@ from persia.data import broker
 from persia.errors import DataError
 from support.kafka import Kafka, clicks, items, until
 
-pytestmark = pytest.mark.skipif("KAFKA_BOOTSTRAP" not in os.environ, reason="set KAFKA_BOOTSTRAP to a real broker")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif("KAFKA_BOOTSTRAP" not in os.environ, reason="set KAFKA_BOOTSTRAP to a real broker"),
+]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from persia.membership import Directory
 from persia.metrics import count_ids
 from persia.schema import IdFeature, Schema
 from persia.types import BatchId, Feed, Member, Membership
+from support.examples import examples
 from support.waiting import wait_until
 
 DEADLINE = 20.0
@@ -177,7 +178,7 @@ def test_every_nn_worker_gets_its_batches_in_order_then_the_end(make, how):
         rpc.close(stub)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     batches=st.integers(0, 30),
     start=st.integers(0, 8),

@@ -13,7 +13,10 @@ from persia.errors import DataError
 from support import s3
 
 bucket, endpoint = s3.bucket, s3.endpoint  # fixtures
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 SCHEMA = persia.Schema([persia.IdFeature("item", dim=4)], labels=["label"])
 

@@ -32,6 +32,7 @@ from persia.batching.batch import Batch
 from persia.data import from_csv, from_parquet
 from persia.errors import DataError
 from persia.schema import IdFeature, IdKind, Schema
+from support.examples import examples
 
 Value = int | float | str | None
 KINDS: list[IdKind] = ["auto", "number", "text"]
@@ -223,7 +224,7 @@ columns: st.SearchStrategy[list[Value]] = st.one_of(
     *(st.lists(kind, min_size=1, max_size=12) for kind in (st.integers(0, 200), small, words)),
     st.lists(st.one_of(small, words, parts, gap), min_size=1, max_size=12),
 )
-quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @quick

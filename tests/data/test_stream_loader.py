@@ -17,6 +17,8 @@ from persia.services import NewBatch
 from persia.streams import OffsetLog
 from persia.types import BatchId, Feed, OffsetRange, Partition, PartitionBounds
 
+pytestmark = pytest.mark.processes
+
 SCHEMA = Schema([IdFeature("id", dim=2)])
 ONLY = Partition("numbers", 0)
 

@@ -17,6 +17,8 @@ from persia.optim import SGD
 from support.nn_processes import Model, Services, fit, parameters, resume, trainer
 from support.processes import Processes
 
+pytestmark = pytest.mark.processes
+
 IDS = 40
 SCHEMA = persia.Schema(
     id_features=[

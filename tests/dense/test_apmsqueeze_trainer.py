@@ -51,6 +51,7 @@ def fit_with(rank, addresses, compressor, options, call):
     return fit(rank, addresses, compressor, None, call, **options)
 
 
+@pytest.mark.processes
 def test_uncompressed_it_equals_one_worker_with_larger_batches(two):
     """Batches differ in size: a mean over workers would be another number."""
     batches = make_batches([5 + i % 3 for i in range(20)])

@@ -82,6 +82,7 @@ def assert_equal(found, model):
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["dien", "sasrec"])
 def test_two_nn_workers_equal_one_with_batches_twice_as_large(two, kind):
     batches = make_batches([5 + i % 3 for i in range(8)])

@@ -19,6 +19,8 @@ from persia.optim import SGD
 from support.nn_processes import Model, Remote, Services, parameters
 from support.processes import Processes
 
+pytestmark = pytest.mark.processes
+
 IDS = 20
 SCHEMA = persia.Schema([persia.IdFeature("item", dim=4)], dense_features=["price"], labels=["click"])
 MODES = [Sync(), Hybrid(2, warmup=0)]

@@ -14,6 +14,8 @@ from persia.nn.replicas import SingleReplica
 from persia.testing.replicas import Meeting, ThreadReplicas
 from support.processes import Processes
 
+pytestmark = pytest.mark.processes
+
 
 class Place(NamedTuple):
     epoch: int

@@ -127,6 +127,7 @@ def test_threads_that_spin_for_long_or_sleep_at_once_have_half_of_the_cores(spin
     assert torch.get_num_threads() == 4
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("first", "environment", "spins"),
     [
@@ -177,6 +178,7 @@ def test_in_a_process_group_whoever_made_it_has_chosen(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.processes
 def test_the_default_of_torch_is_recognised():
     """In a fresh process, where nobody has set anything."""
     code = """
@@ -224,6 +226,7 @@ print(before, meanwhile, milliseconds())
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(CORES < 2 or sys.platform != "linux", reason="needs two cores and GNU's OpenMP")
 def test_threads_of_torch_spin_less_while_a_thread_has_asked_for_it():
     kept = {k: v for k, v in os.environ.items() if k not in WAITING}
@@ -233,6 +236,7 @@ def test_threads_of_torch_spin_less_while_a_thread_has_asked_for_it():
     assert meanwhile < 0.4 * max(before, after)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(CORES < 2 or sys.platform != "linux", reason="needs two cores and GNU's OpenMP")
 def test_threads_of_torch_spin_less_if_persia_is_imported_first():
     kept = {k: v for k, v in os.environ.items() if k not in WAITING}

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HASH = re.compile(r"(?<![\w/#.-])(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,12}(?![\w/-])")

@@ -6,8 +6,6 @@ is only compiled. Run one page: `pytest tests/docs -k your-data`.
 
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +16,7 @@ import pytest
 import persia
 from persia.cli.run_config import RunConfig
 from persia.config import convert
+from support.forked import Forks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
@@ -77,8 +76,15 @@ def make_adult(folder):
         (folder / name).write_text("\n".join(lines) + "\n")
 
 
+@pytest.fixture(scope="module")
+def forks():
+    with Forks() as started:
+        yield started
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("page", [p for p in PAGES if program(p)], ids=lambda page: page.stem)
-def test_python_blocks_run(page, tmp_path):
+def test_python_blocks_run(page, tmp_path, forks):
     # In an interpreter of its own, as a reader would: what other tests have imported must not help.
     script = tmp_path / f"{page.stem}_md.py"
     script.write_text(program(page), encoding="utf-8")
@@ -86,33 +92,24 @@ def test_python_blocks_run(page, tmp_path):
     if page.stem == "ten-minutes" and persia.data.find("adult") is None:
         make_adult(tmp_path / "data" / "adult")
         environment["PERSIA_DATA"] = str(tmp_path / "data")
-    run([str(script)], tmp_path, environment)
+    run(forks, [script], tmp_path, environment)
 
 
-def test_examples_of_the_reference_run(tmp_path):
-    # All in one interpreter: importing torch takes longer than they do.
+@pytest.mark.processes
+def test_examples_of_the_reference_run(tmp_path, forks):
+    # All in one interpreter: importing persia takes longer than they do.
     for page in REFERENCE:
         (tmp_path / page.stem).mkdir()
         (tmp_path / f"{page.stem}_md.py").write_text(program(page), encoding="utf-8")
     names = [page.stem for page in REFERENCE]
     run_each = f"for name in {names}: os.chdir(name); runpy.run_path(f'../{{name}}_md.py'); os.chdir('..')"
-    run(["-c", f"import os, runpy\n{run_each}"], tmp_path)
+    run(forks, ["-c", f"import os, runpy\n{run_each}"], tmp_path)
 
 
-def run(arguments, folder, environment=None):
+def run(forks, arguments, folder, environment=None):
     """Runs Python with warnings as errors."""
-    environment = (
-        os.environ | {"PYTHONPATH": str(Path(persia.__file__).parents[1]), "OMP_NUM_THREADS": "1"} | (environment or {})
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    environment = os.environ | {"PYTHONPATH": str(Path(persia.__file__).parents[1])} | (environment or {})
+    done = forks.run(["-W", "error", *arguments], folder, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nanobind" not in done.stderr, done.stderr
 

@@ -12,6 +12,7 @@ from sklearn.metrics import log_loss, ndcg_score, roc_auc_score
 
 from persia.errors import ConfigError, DataError
 from persia.metrics import AUC, GroupedMetrics, Metrics, calibration_buckets, merged_grouped
+from support.examples import examples
 
 ROWS = st.lists(
     st.tuples(st.integers(0, 4), st.integers(-3, 3), st.sampled_from([0, 0.25, 1])), min_size=1, max_size=60
@@ -58,7 +59,7 @@ def ndcg(groups, logits, labels, k):
     return np.mean(found) if found else math.nan
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(ROWS, st.integers(1, 8), st.integers(0, 60))
 def test_ranking_within_groups_is_that_of_the_definitions(rows, k, cut):
     groups, logits, labels = arrays(rows)

@@ -11,6 +11,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from persia.errors import ConfigError, DataError
 from persia.metrics import AUC, BLOCK, Calibration, LogLoss, Metrics
+from support.examples import examples
 
 GRID = 32 / (1 << 18)  # width of a bin
 
@@ -39,7 +40,7 @@ def test_auc_is_exact_when_bins_hold_equal_logits(steps, random):
     assert auc.result() == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     hnp.arrays(np.float32, st.integers(2, 200), elements=st.floats(-15, 15, width=32)), st.floats(0.01, 1), st.data()
 )
@@ -82,7 +83,7 @@ def test_nothing_is_defined_without_rows_and_auc_needs_both_classes():
     assert math.isnan(auc.bound())
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(hnp.arrays(np.float32, st.integers(1, 200), elements=st.floats(-12, 12, width=32)), st.data())
 def test_log_loss_and_calibration(logits, data):
     labels = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(logits), max_size=len(logits))), np.float32)
@@ -129,7 +130,7 @@ def test_metrics_per_label_and_day():
     assert result.auc_mean_of_days == pytest.approx(np.mean(list(result.auc_per_day.values())))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(st.integers(1, 2 * BLOCK), min_size=1, max_size=4), st.data())
 def test_a_loaded_state_continues_to_the_last_digit(sizes, data):
     cut = data.draw(st.integers(0, len(sizes)))

@@ -394,6 +394,7 @@ class _Stream(torch.utils.data.IterableDataset):
         yield from make_batches(6)[info.id :: info.num_workers]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_torch_dataloader_workers(context):
     loader = torch.utils.data.DataLoader(_Stream(), batch_size=None, num_workers=2, multiprocessing_context=context)
@@ -482,6 +483,7 @@ sys.exit(os.waitpid(child, 0)[1])
 """
 
 
+@pytest.mark.processes
 def test_a_forked_child_is_told_and_can_drop_what_it_inherited():
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=60)
 
@@ -523,6 +525,7 @@ for batch in itertools.islice(open_loop, 3):
 """
 
 
+@pytest.mark.processes
 def test_a_program_may_end_within_a_loop():
     ended = subprocess.run([sys.executable, "-c", LEFT_OPEN], check=False, timeout=60, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")

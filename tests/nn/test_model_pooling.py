@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import persia
 from persia.errors import PersiaError
 from persia.nn.pooling import Expander, expand_with_torch
+from support.examples import examples
 
 
 @st.composite
@@ -34,7 +35,7 @@ def cases(draw):
     return features, unique, dim, inverse, offsets
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(cases())
 def test_native_equals_torch(case):
     features, unique, dim, inverse, offsets = case
@@ -81,7 +82,7 @@ def single_ids(draw):
     return dims, counts, of_features, inverse, draw(st.sets(st.integers(0, len(of_features) - 1)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(single_ids())
 def test_rows_of_samples_equal_those_of_the_native_path(case):
     """Values, gradients, and which tables get none."""
@@ -133,7 +134,7 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(cases(), st.sampled_from([1.0, 0.3]), st.integers(1, 3), st.sets(st.integers(0, 3)), st.booleans())
 def test_pooled_ahead_is_pooled_in_place_bit_for_bit(case, factor, calls, leave_out, in_time):
     features, unique, dim, inverse, offsets = case

@@ -14,6 +14,7 @@ from persia.modes import Sync
 from persia.nn import EmbeddingCollection, RowsSet, RowState
 from persia.optim import SGD, Adagrad, Adam
 from persia.testing.threads import Threads
+from support.examples import examples
 from support.several_ps import Several
 
 SCHEMA = Schema(
@@ -39,7 +40,7 @@ def train(embeddings, batches):
         (found["shop"].sum() + found["user"].sum()).backward()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_what_is_set_is_read(data):
     """Whatever was there before, for any ids in any order, on any number of PSs."""

@@ -24,6 +24,7 @@ from persia.schema import AdmitMinFrequency, Table
 from persia.services import Connection
 from persia.types import Packed
 from persia.worker import Worker, WorkerOptions
+from support.examples import examples
 
 # --- the cache against a slow twin -----------------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ def batches_of(tables):
     return st.lists(st.tuples(ids, st.integers(0, 4)), min_size=1, max_size=12)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(batches_of(["a", "b", "c", "plain"]), st.integers(1, 20), st.integers(1, 5), st.integers(0, 5))
 def test_it_does_as_its_twin_and_no_row_is_too_old(batches, capacity, other, limit):
     tables = {
@@ -456,7 +457,7 @@ def test_flags_that_do_not_fit_a_batch_are_refused():
 
 
 @given(st.integers(1, 4), st.integers(0, 2**32))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_some_rows_of_a_batch_are_those_of_the_whole(servers, seed):
     worker = Watching(servers).connect(schema(0), persia.optim.SGD(lr=0.1), Sync(), 0).worker
     (batch,) = make_batches(1, seed=seed)

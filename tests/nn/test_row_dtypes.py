@@ -24,6 +24,7 @@ from persia.services import Connection, RowChunk
 from persia.types import LookedUp, Packed
 from persia.types.values import DTYPES, from_halves, to_halves, words_of
 from persia.worker import Worker, WorkerOptions
+from support.examples import examples
 
 SCHEMA = persia.Schema(
     [
@@ -279,7 +280,7 @@ def test_rows_by_name_are_decoded_too():
 TABLES = st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(1, 5), st.integers(0, 3)), max_size=7)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(TABLES, st.booleans(), st.integers(0, 99))
 def test_runs_of_tables_are_converted_as_each_table_by_itself(forms, compressed, seed):
     rng = np.random.default_rng(seed)

@@ -17,6 +17,7 @@ from persia.ps import EmbeddingServer
 from persia.services import DenseMaker, TrainingPhase
 from persia.types import Caller, Contribution
 from persia.worker import Worker
+from support.examples import examples
 
 DEADLINE = 20.0
 IDS = np.arange(24, dtype=np.uint64)
@@ -125,7 +126,7 @@ def test_an_abandoned_push_changes_nothing_but_its_own_gradient(mode):
     assert found["dense-1"] == pytest.approx(undisturbed["dense-1"] - 3.0 * 12 / 28)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_all_servers_divide_a_step_by_the_same_rows(data):
     """Whichever servers have the pushes of the NN workers that die, and however many of these there are."""

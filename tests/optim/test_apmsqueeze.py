@@ -16,6 +16,7 @@ from persia.optim.buckets import Flat, ranges
 from support import apms_case
 from support.apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, joined, make, step, train
 from support.apms_threads import together
+from support.examples import examples
 
 
 def trained(rank, exchange, steps, options, shapes=SHAPES, native=True, arguments=None):
@@ -32,7 +33,7 @@ def equals_the_reference(workers, options, shapes=SHAPES, steps=7, native=True, 
 @pytest.mark.parametrize("workers", range(1, 9))
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 @given(size=st.integers(1, 3000), bucket=st.integers(300, 4000), seed=st.integers(0, 3))
-@settings(max_examples=1, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(1), deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_any_number_of_workers_and_any_sizes(compressor, workers, size, bucket, seed):
     native, communicate = workers % 2 == 0, ("momentum", "gradient")[workers // 2 % 2]  # All four, even and odd.
     shapes = [(size,), (7, 3), (1100 + seed,), (), (0,)]
@@ -113,7 +114,7 @@ def test_warm_up_is_adamw():
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 @pytest.mark.parametrize("workers", range(1, 9))
 @given(seed=st.integers(0, 100))
-@settings(max_examples=1, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(1), deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_what_was_sent_is_all_that_there_was_but_for_the_last_errors(compressor, workers, seed):
     """Telescoping, of the reference: sum over steps of what a worker sent = sum of its momenta - its final error."""
     options = APMSqueezeOptions(warmup=1, compressor=compressor, bucket_bytes=4 * 500)
@@ -526,6 +527,7 @@ def test_sparse_gradients_are_refused():
         optimizer.step()
 
 
+@pytest.mark.processes
 def test_importing_the_declarations_imports_no_torch():
     code = "import sys, persia.optim; assert 'torch' not in sys.modules; persia.optim.APMSqueeze"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -16,6 +16,8 @@ from persia.optim.buckets import Bucket, Flat, Rule
 from support.apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, make, step, tensors, train
 from support.processes import Processes
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def two():

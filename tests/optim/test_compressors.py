@@ -13,6 +13,7 @@ from persia.optim import Compressor, OneBit, StochasticTernary, TopK, Uncompress
 from persia.optim.apmsqueeze_reference import reference_compress
 from persia.optim.compressors import AnyCompressor
 from persia.optim.native import _core, sum_of_squares
+from support.examples import examples
 
 ALL = [OneBit(block=64), OneBit("l2", 128), TopK(0.07), StochasticTernary(block=64, seed=3), Uncompressed()]
 ODD = st.sampled_from([0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 129, 500, 1025])
@@ -34,7 +35,7 @@ def through(compressor, v, key=0):
 
 @pytest.mark.parametrize("compressor", ALL, ids=str)
 @given(count=ODD, seed=st.integers(0, 1000), key=st.integers(0, 1 << 62))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_what_arrives_is_the_reference_and_the_rest_is_lost(compressor, count, seed, key):
     v = values(count, seed)
     lost, arrived, payload = through(compressor, v, key)
@@ -48,7 +49,7 @@ def test_what_arrives_is_the_reference_and_the_rest_is_lost(compressor, count, s
 @pytest.mark.parametrize("block", [64, 2048])
 @pytest.mark.parametrize("scale", ["mean", "l2"])
 @given(count=ODD, seed=st.integers(0, 1000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_native_packing_is_the_torch_path(block, scale, count, seed):
     v = values(count, seed)
     lost, arrived, payload = through(OneBit(scale, block), v)
@@ -62,7 +63,7 @@ def test_native_packing_is_the_torch_path(block, scale, count, seed):
 
 
 @given(count=ODD, workers=st.integers(1, 8), seed=st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_native_average_is_the_torch_path(count, workers, seed):
     compressor, pool = OneBit(block=64), ThreadPool(2)
     payloads = [through(compressor, values(count, seed + w, False))[2] for w in range(workers)]

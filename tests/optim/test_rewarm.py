@@ -12,6 +12,7 @@ from persia.errors import ConfigError
 from persia.optim import APMSqueeze, APMSqueezeOptions, Uncompressed
 from support.apms_case import COMPRESSORS, arrays, equal_the_reference, gradients, joined, make, resumed, step, train
 from support.apms_threads import together
+from support.examples import examples
 
 SMALL_BUCKETS = {"warmup": 3, "bucket_bytes": 4 * 2000}
 
@@ -32,7 +33,7 @@ def trained(rank, exchange, steps, options, native, rewarm):
     native=st.booleans(),
     clip=st.sampled_from([None, 30.0]),
 )
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(4), deadline=None, derandomize=True)
 def test_it_equals_the_reference(compressor, communicate, workers, at, steps, again, rest, native, clip):
     """Called in the warm-up, at its end and later; and once more, perhaps before the first one is over."""
     rewarm = {at: steps, at + again: 2}

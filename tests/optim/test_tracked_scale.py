@@ -12,6 +12,7 @@ from persia.optim import APMSqueezeOptions
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
 from support.apms_case import COMPRESSORS, arrays, changing, feed, gradients, joined, make, resumed, tensors
 from support.apms_threads import together
+from support.examples import examples
 
 BETAS = (0.9, 0.8)
 OPTIONS = {"warmup": 4, "bucket_bytes": 4 * 2000, "track_scale": True}
@@ -35,7 +36,7 @@ def trained(rank, exchange, steps, options, native, rates, rewarm):
     native=st.booleans(),
     clip=st.sampled_from([None, 20.0]),
 )
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(4), deadline=None, derandomize=True)
 def test_it_equals_the_reference(compressor, communicate, workers, rates, rewarm, native, clip):
     options = {"compressor": compressor, "communicate": communicate, "clip_norm": clip}
     reference = ReferenceAPMSqueeze(tensors(0), workers, APMSqueezeOptions(**OPTIONS | options), betas=BETAS)

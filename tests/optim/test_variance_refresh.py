@@ -13,6 +13,7 @@ from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
 from persia.optim.variance_refresh import VarianceRefresh
 from support.apms_case import COMPRESSORS, arrays, changing, feed, gradients, joined, make, resumed, step, tensors
 from support.apms_threads import together
+from support.examples import examples
 
 BETAS = (0.9, 0.97)
 OPTIONS = {"warmup": 4, "bucket_bytes": 4 * 2000, "refresh_variance": 2}
@@ -41,7 +42,7 @@ def trained(rank, exchange, options, native, rates, rewarm):
     native=st.booleans(),
     others=st.fixed_dictionaries({"clip_norm": st.sampled_from([None, 20.0]), "track_scale": st.booleans()}),
 )
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(4), deadline=None, derandomize=True)
 def test_it_equals_the_reference(compressor, communicate, workers, kappa, rates, rewarm, native, others):
     options = {"compressor": compressor, "communicate": communicate, "refresh_variance": kappa, **others}
     reference = ReferenceAPMSqueeze(tensors(0), workers, APMSqueezeOptions(**OPTIONS | options), betas=BETAS)

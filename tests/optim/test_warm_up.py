@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from persia.optim import APMSqueeze, APMSqueezeOptions
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
 from support.apms_threads import together
+from support.examples import examples
 
 AUTO = APMSqueezeOptions(warmup="auto")
 BETAS = (0.9, 0.875)
@@ -104,7 +105,7 @@ def automatic(rank, exchange, rates):
     workers=st.integers(1, 3),
     edges=st.lists(st.tuples(st.integers(1, 20), st.floats(0.0, 0.01)), min_size=1, max_size=4),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_any_schedule_ends_the_warm_up_where_the_reference_does(workers, edges):
     """Rates between edges are interpolated: they rise, fall and stay."""
     times = np.cumsum([0, *(length for length, _ in edges)])

@@ -113,6 +113,7 @@ def test_nothing_is_kept_alive():
         time.sleep(0.001)
 
 
+@pytest.mark.processes
 def test_a_process_ends_although_a_reading_is_held_up():
     program = """if True:
         import threading

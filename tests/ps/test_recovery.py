@@ -34,6 +34,8 @@ from persia.worker import Worker
 from support import ps_of_16_bits
 from support.ps_process import TABLES
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parents[1] / "support" / "ps_process.py"
 DEADLINE = 60.0
 SCHEMA = Schema(id_features=[IdFeature("item", dim=4)], labels=["click"])

@@ -210,6 +210,7 @@ class Call(threading.Thread):
             self.error = error
 
 
+@pytest.mark.processes
 def test_lookups_and_pushes_wait_while_the_disk_is_full(mounted, caplog):
     caplog.set_level(logging.WARNING, "persia.ps")
     server = started(mounted / "ssd", memory_rows=2000)
@@ -243,6 +244,7 @@ def test_lookups_and_pushes_wait_while_the_disk_is_full(mounted, caplog):
     server = None
 
 
+@pytest.mark.processes
 def test_a_push_that_the_full_disk_interrupted_is_applied_once(mounted, caplog):
     """Its rows come back from disk, so others have to leave memory."""
     server = started(mounted / "ssd", memory_rows=2000)
@@ -279,6 +281,7 @@ def test_however_many_calls_wait_the_log_has_one_line_for_all(caplog):
     assert caplog.text.count("training goes on") == 1
 
 
+@pytest.mark.processes
 def test_a_checkpoint_that_is_loaded_waits_for_the_disk(mounted, caplog):
     chunk = RowChunk("item", 0, {
         "ids": np.arange(9000, dtype=np.uint64), "embeddings": np.ones((9000, DIM), np.float32),
@@ -295,6 +298,7 @@ def test_a_checkpoint_that_is_loaded_waits_for_the_disk(mounted, caplog):
     server = None
 
 
+@pytest.mark.processes
 def test_a_disk_that_stays_full_is_an_error_that_loses_nothing(mounted):
     server = started(mounted / "ssd", memory_rows=2000, timeout=0.3)
     fill(server, 2000)
@@ -309,6 +313,7 @@ def test_a_disk_that_stays_full_is_an_error_that_loses_nothing(mounted):
     server = None
 
 
+@pytest.mark.processes
 def test_training_in_this_process_waits_for_the_disk(mounted, caplog):
     schema = Schema([IdFeature("item", dim=DIM)], tables=list(tables(mounted / "ssd", memory_rows=2000).values()))
     embeddings = EmbeddingCollection(
@@ -335,6 +340,7 @@ def reached(server, timeout):
         rpc.close(stub)
 
 
+@pytest.mark.processes
 def test_a_caller_gets_the_error_of_the_disk_and_not_that_the_ps_is_late(mounted, monkeypatch):
     monkeypatch.setattr(ps_space, "GRACE_SHARE", 0.8)  # Seconds, so that a stall does not use them up.
     timeout = 5.0
@@ -358,6 +364,7 @@ def test_a_caller_gets_the_error_of_the_disk_and_not_that_the_ps_is_late(mounted
     server = stub = set_rows = call = None
 
 
+@pytest.mark.processes
 def test_the_push_that_has_waited_for_others_gets_the_error_of_the_disk(mounted, monkeypatch):
     timeout, grace = 8.0, 3.5
     monkeypatch.setattr(ps_space, "GRACE_SHARE", grace / timeout)
@@ -398,6 +405,7 @@ def metrics_of(server):
     return found, time.monotonic() - began
 
 
+@pytest.mark.processes
 def test_metrics_are_given_while_the_disk_stalls(freezing, monkeypatch):
     """The last ones known: health checks must not take the PS for dead."""
     monkeypatch.setattr(latest_reading, "WAIT_SECONDS", 9.0)
@@ -495,6 +503,7 @@ def test_a_table_that_does_not_say_gets_what_memory_the_others_leave():
     assert shares(few) == Shares({"item": 5000}, {"item": 5000})
 
 
+@pytest.mark.processes
 def test_a_disk_with_too_little_space_is_a_warning(mounted, caplog):
     started(mounted / "ssd", capacity=1_000_000)
     assert "24.0 MiB free for an embedding PS, but its rows on disk may take 125.9 MiB" in caplog.text

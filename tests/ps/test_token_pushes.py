@@ -16,6 +16,7 @@ from persia.schema import SGD, Adam, Table
 from persia.services import EmbeddingPS, RowChunk
 from persia.store import NativeStore, ReferenceStore, TableConfig
 from persia.types import Gradients, PushHeader
+from support.examples import examples
 from support.stores import lookup, update
 
 DEADLINE = 20.0
@@ -196,7 +197,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(ps):
     server.push(header(1, 2), {})
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.data())
 def test_any_order_is_the_order_of_slots(data):
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))

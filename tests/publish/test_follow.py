@@ -13,6 +13,8 @@ from persia.publish.epochs import begin_epoch
 from persia.publish.format import EPOCH_FILE, MAX_MODEL_BYTES, MODEL_FILE, LogEntry, epoch_name
 from support.change_log import ChangeLog, advance, assert_equal_rows, everywhere
 
+pytestmark = pytest.mark.processes
+
 SCHEMA = persia.Schema([persia.IdFeature("item", 3), persia.IdFeature("user", 2, pooling=None, max_length=4)])
 
 

@@ -11,6 +11,8 @@ from persia.publish import Publisher, PublishOptions, PublishOrder, publish_chec
 from persia.serve import Predictor
 from support.change_log import assert_equal_rows, begun, everywhere, replica_of
 
+pytestmark = pytest.mark.processes
+
 
 @everywhere()
 def test_a_run_and_a_checkpoint_are_served(url, tmp_path):

@@ -31,6 +31,8 @@ from persia.publish.topic.records import CHUNK, FileRecord, RemovalRecord
 from support.change_log import ChangeLog, advance, assert_equal_rows, begun, outgrow, replica_of
 from support.kafka import Outages, until
 
+pytestmark = pytest.mark.processes
+
 SCHEMA = persia.Schema([persia.IdFeature("item", 3)])
 
 

@@ -20,6 +20,8 @@ from persia.publish.storage import open_storage
 from persia.publish.topic.records import CHUNK, HEADER, RECORD, decode_record, encode_record
 from support.change_log import advance, assert_equal_rows, begun, replica_of
 
+pytestmark = pytest.mark.processes
+
 SCHEMA = persia.Schema([persia.IdFeature("item", 3)])
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from persia.pushes.accumulator import GradientAccumulator
 from persia.pushes.reference import ReferenceAccumulator
 from persia.types import Gradients
+from support.examples import examples
 
 
 def batch(random, universe, dim, share_of_stale):
@@ -17,7 +18,7 @@ def batch(random, universe, dim, share_of_stale):
     return Gradients(ids, values), weights
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_any_gradients(data):
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))

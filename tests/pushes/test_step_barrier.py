@@ -25,6 +25,7 @@ from persia.pushes.step_barrier import MOST_OPEN, MOST_REPEATED, ArrivedPush, St
 from persia.retry import Deadline
 from persia.schema import Table
 from persia.types import Gradients, PushHeader, UpdateCounts
+from support.examples import examples
 
 TIMEOUT = 20.0
 TABLES = {"user": Table("user", dim=3), "item": Table("item", dim=20)}
@@ -416,7 +417,7 @@ class Rehearsal:
         return counts
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     ranks=st.integers(1, 4),
     window=st.integers(1, 5),
@@ -474,7 +475,7 @@ def test_steps_are_applied_once_in_order_whatever_happens(ranks, window, steps, 
     assert total[0] == steps or (deaths and total[0] < steps)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.integers(0, 2**32))
 def test_generations_never_mix(seed):
     """NN workers die with several pushes in flight; the next ones begin earlier, and what waited fails."""

@@ -21,6 +21,7 @@ from persia.schema import Table
 from persia.testing import Threads
 from persia.testing.logistic import LOCAL, Problem, delayed_sync, lock_step
 from persia.types import Gradients, PushHeader
+from support.examples import examples
 from support.switching_samples import CrashingNet, Net, adam, batches, rows_of, trainer
 
 GLOBAL = 32
@@ -86,7 +87,7 @@ def test_rows_of_a_ps_do_not_depend_on_how_many_nn_workers_share_a_step(optimize
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.integers(2, 3), st.integers(2, 4), st.sampled_from([SGD(0.5), Adagrad(0.5), Adam(0.5)]), st.data())
 def test_steps_are_applied_in_order_whichever_arrives_first(workers, steps, optimizer, data):
     """All pushes of several open steps, in any order, against the means of the steps, one after the other."""
@@ -124,7 +125,7 @@ def clusters(draw):
     return Setting(Trace(parts, 5.0), local_batch=LOCAL, lookup=draw(latency), push=draw(latency))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     clusters(),
     st.one_of(
@@ -239,7 +240,7 @@ def test_a_run_with_rests_and_switches_is_delayed_sync(workers, tmp_path):
     assert_delayed_sync(t, data, workers, optimizer, versions_in(tmp_path))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(
     st.integers(1, 3),
     st.sampled_from([Sync(), Hybrid(2, warmup=0), Hybrid(3, warmup=12), Hybrid("auto", warmup=0)]),

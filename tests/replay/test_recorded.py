@@ -24,6 +24,7 @@ from persia.replay.virtual import VirtualTraining
 from persia.testing import Threads
 from persia.types import JournalRecord, PushHeader, ReadRecord
 from persia.types.values import from_halves
+from support.examples import examples
 from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, batches, leave_batches_to, rows_of, trainer
 
 WORKERS = 3
@@ -327,7 +328,7 @@ def modes_of(nn_workers):
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_any_interleaving_and_any_crash_are_their_replay(data):
     """Any mode, NN workers of any speed, any of which but one may die at any moment: same parameters, same drops."""

@@ -28,6 +28,7 @@ from persia.replay.plain import PlainOptimizer
 from persia.store import reference_optim
 from persia.store.config import TableConfig
 from persia.testing.logistic import IDS, LOCAL, Problem, lock_step
+from support.examples import examples
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -110,7 +111,7 @@ class AlgorithmTwo:
         self.k += 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(settings_of_all_kinds(), st.integers(1, 6), st.integers(0, 2), st.integers(1, 60))
 def test_running_sums_do_what_algorithm_two_does_with_buffers(setting, group, tolerance, batches):
     schedule = simulate(Gba(group * LOCAL, tolerance, "per_id"), setting, batches)  # The divisor of its line 23.

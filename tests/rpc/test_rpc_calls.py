@@ -338,6 +338,7 @@ def _use_in_child(stub, pipe):
     os._exit(0)
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_stub_in_a_forked_child_is_a_clear_error(stub):
     assert stub.defaults(1) == "x"

@@ -15,6 +15,8 @@ from support.ports import lasting_port
 from support.rpc_samples import DEADLINE, Sample, expire
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parents[1] / "support" / "rpc_process.py"
 
 

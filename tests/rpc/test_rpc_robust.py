@@ -335,6 +335,7 @@ print(faults() - before)
 """
 
 
+@pytest.mark.processes
 def test_memory_of_messages_is_kept():
     def page_faults(how, **env):
         run = subprocess.run(

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from persia.publish.format import EPOCH_FILE, MODEL_FILE, epoch_name
 from persia.serve import Predictor, ServeOptions
+from support.examples import examples
 from support.written_log import IDS, Steps, WrittenLog, batch
 
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner))

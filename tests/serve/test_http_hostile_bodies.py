@@ -16,10 +16,11 @@ from persia.serve.http.app import create_app
 from persia.serve.http.bodies import Bodies
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.wire import ARROW, JSON, MSGPACK, array_of
+from support.examples import examples
 from support.trained_logs import SCHEMAS, TOWERS, columns, serve
 
 LIMITS = ServeLimits(max_rows=50, max_values=200, max_k=20, deadline_ms=60_000)
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+MANY = settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck), database=None)
 REFUSALS = {400, 413, 422}
 
 

@@ -23,6 +23,7 @@ from persia.serve.http.keys import ClientKeys  # noqa: E402
 from persia.serve.http.limits import ServeLimits  # noqa: E402
 from persia.serve.http.openapi import openapi  # noqa: E402
 from persia.serve.http.wire import JSON  # noqa: E402
+from support.examples import examples  # noqa: E402
 
 KEY = "a-key-of-some-length"
 
@@ -71,7 +72,7 @@ def test_answers_are_as_documented(document, path, method, mode):
     if mode is GenerationMode.NEGATIVE and method == "GET":
         return  # There is nothing to get wrong.
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(operation.as_strategy(generation_mode=mode))
     def check(case):
         if allows_little(case.headers.get("Persia-Deadline-Ms")):

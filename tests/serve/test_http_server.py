@@ -21,6 +21,8 @@ from persia.serve.http.run import HttpOptions, _bound, run_server
 from support.ports import lasting_port
 from support.served import FakePredictor, FakeRetriever, expected
 
+pytestmark = pytest.mark.processes
+
 KEY = "a-key-of-some-length"
 SECONDS = 60.0
 LIMITS = ServeLimits(deadline_ms=1000 * SECONDS)

@@ -42,5 +42,6 @@ assert called.wait(10)
 """
 
 
+@pytest.mark.processes
 def test_a_call_that_does_not_return_does_not_keep_a_program():
     subprocess.run([sys.executable, "-c", HANGS], check=True, timeout=60)

@@ -13,6 +13,8 @@ from persia.serve.http.run import HttpOptions, run_server
 from support.served import FakePredictor
 from support.written_log import Steps
 
+pytestmark = pytest.mark.processes
+
 
 class Starting(FakePredictor):
     """A predictor whose start blocks until `end` is set, or `stopped` if it obeys."""

@@ -30,6 +30,8 @@ from persia.types import Packed
 from support.ports import lasting_port
 from support.written_log import IDS, Steps, batch
 
+pytestmark = pytest.mark.processes
+
 
 class Part:
     """A row server behind a port of its own, which tests refresh, end and start again."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from persia.ps.row_access import set_rows
 from persia.store import NativeStore, ReferenceStore, Spill, TableConfig
 from persia.types.values import DTYPES
+from support.examples import examples
 from support.stores import contents, lookup, update
 
 OPTIMIZERS = [
@@ -84,7 +85,7 @@ def compare(store, reference):
 ACTIONS = ["train", "train", "update", "update", "evaluate", "read", "set", "restore", "keep", "age"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_any_history(data):
     config = data.draw(configs())
@@ -132,7 +133,7 @@ def test_any_history(data):
         compare(store, reference)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_any_history_while_the_index_grows(data):
     """An index with `begins` rows begins to grow, and a twelfth as many new rows later it has grown."""
@@ -238,7 +239,7 @@ class SearchedRows:
             self.stamps[self.rows[id_]] = self.clock
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(
     capacity=st.sampled_from([12_000, 30_000]), share_new=st.sampled_from([1.0, 0.5, 0.1]), seed=st.integers(0, 2**32)
 )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from persia.errors import StoreError
 from persia.ps.row_access import set_rows
 from persia.store import Spill, TableConfig
+from support.examples import examples
 from support.stores import STORES, contents, lookup, update
 
 
@@ -48,7 +49,7 @@ def publish(store, copy, limit=1 << 17, between=lambda: None, most=1):
 
 
 @pytest.mark.parametrize("kind", STORES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_history(kind, data):
     memory_rows = data.draw(st.sampled_from([0, 0, 3, 8]))

@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from persia import _core
 from persia.store import NativeStore, TableConfig
+
+pytestmark = pytest.mark.processes
 
 ISAS = ("baseline", "avx2", "avx512")
 

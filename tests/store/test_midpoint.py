@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from persia.errors import ConfigError, StoreError
 from persia.schema import Days, Table
 from persia.store import NativeStore, ReferenceStore, TableConfig
+from support.examples import examples
 from support.stores import contents, lookup, update
 
 HOT = np.arange(500, dtype=np.uint64)
@@ -74,7 +75,7 @@ def test_they_displace_few_after_a_restart_or_a_resume(tmp_path):
     assert after_a_scan("midpoint", True, restore=True) >= 480
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(rows=st.integers(1, 300), requests=st.integers(1, 30), seed=st.integers(0, 2**32))
 def test_with_room_values_are_those_of_exact_lru(rows, requests, seed):
     random = np.random.default_rng(seed)
@@ -140,7 +141,7 @@ class ExactRows:
         return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     capacity=st.sampled_from([1, 2, 7, 20, 60, 600]),
     ids_per_row=st.sampled_from([1, 2, 5]),

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from persia.errors import StoreError, StoreFullError
 from persia.store import NativeStore, TableConfig, native
+from support.examples import examples
 
 CONFIG = TableConfig("item", 4, capacity=1000, shards=2)
 HEADER = 16384
@@ -88,6 +89,7 @@ def test_last_steps_are_kept_from_a_moment_on(directory):
     assert again.last_steps(0, ids(950, *range(5500, 6500))).tolist() == [0] * 1001
 
 
+@pytest.mark.processes
 def test_a_copy_without_its_zeros_gets_memory_for_them(directory):
     """Else a full file system would be a SIGBUS at the first write."""
     store = make(directory)
@@ -229,7 +231,7 @@ def refused(call):
     return None
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_hostile_bytes(directory, data):
     """Whatever lies in a file: an error that says so, or a store that works on what is there."""
@@ -263,6 +265,7 @@ def small(directory):
     subprocess.run(["umount", str(directory)], check=True)
 
 
+@pytest.mark.processes
 def test_a_full_file_system_is_an_error_and_no_signal(small):
     store = make(small, config=TableConfig("item", 16, capacity=10**6, shards=2))
     with pytest.raises(StoreFullError, match=r"no room to grow to \d+ MiB .*; free there: \d+ MiB.*remount") as caught:
@@ -282,6 +285,7 @@ def test_a_full_file_system_is_an_error_and_no_signal(small):
     assert columns(again) == before
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("last_steps", [False, True])
 def test_wherever_space_ends_nothing_is_lost_and_none_is_taken(small, last_steps):
     """Pieces of rows, last steps and index: the file system is full at each of them."""
@@ -317,6 +321,7 @@ def test_wherever_space_ends_nothing_is_lost_and_none_is_taken(small, last_steps
         del store
 
 
+@pytest.mark.processes
 def test_a_table_that_does_not_fit_at_all(small):
     (small / "filler").write_bytes(bytes((4 << 20) - 16384))
     with pytest.raises(StoreFullError, match="choose another directory"):
@@ -335,6 +340,7 @@ except StoreError as error:
 """
 
 
+@pytest.mark.processes
 def test_a_limit_on_file_sizes_is_an_error_and_no_signal(directory):
     run = subprocess.run(
         [sys.executable, "-c", LIMITED, str(directory / "t")],
@@ -344,7 +350,8 @@ def test_a_limit_on_file_sizes_is_an_error_and_no_signal(directory):
     assert "ulimit -f" in json.loads(run.stdout)
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.processes
+@settings(max_examples=examples(3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32), st.sampled_from(["sgd", "adagrad", "adam"]), st.floats(0.0, 0.03))
 def test_kill_at_any_moment(seed, optimizer, longest):
     """SIGKILL under load: every row is as before or after the operation in flight, which is repeated exactly once."""
@@ -366,6 +373,7 @@ def test_a_hundred_kills():
     assert hits > 50
 
 
+@pytest.mark.processes
 def test_a_row_that_was_changed_is_noticed(directory):
     """The comparison of the tests above sees a single wrong bit."""
     victim = Victim(directory / "regions", Load(3))

@@ -5,11 +5,9 @@ PS chooses it so that each shard uses half of its numbers at most. It refuses a 
 Scenarios with a `Trainer` therefore fill shards to that half, or with rows on disk to a capacity for which a shard
 reserves all its numbers. Only `NativeStore` with `shards=1` reaches the last one.
 
-Building takes 80 seconds of CPU time, the scenarios 40: 60 to 80 seconds on two cores, so they are not marked slow.
+`make row-bits-16` builds that core; `make test-all` does so first.
 """
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,23 +17,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCENARIOS = Path(__file__).with_name("row_numbers.py")
 
-pytestmark = pytest.mark.timeout(900)  # The first test builds the core, slowly on a busy machine.
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory):
+def core():
     """Path of a core that is built with 16 bits."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    cmake = shutil.which("cmake", path=path)
-    if cmake is None:
-        pytest.skip("CMake is not installed")
-    folder = tmp_path_factory.mktemp("build")
-    # As from a wheel's build: else the module would be put into the checkout.
-    options = ["SKBUILD=ON", "CMAKE_BUILD_TYPE=Release", "PERSIA_ROW_BITS=16", f"Python_EXECUTABLE={sys.executable}"]
-    configure = [cmake, "-S", ROOT, "-B", folder, "-GNinja", *(f"-D{option}" for option in options)]
-    for command in (configure, [cmake, "--build", folder, "-j", "2"]):
-        subprocess.run(command, check=True, env={**os.environ, "PATH": path}, stdout=subprocess.DEVNULL)
-    (module,) = folder.glob("_core*.so")
+    modules = list((ROOT / "build" / "row-bits-16").glob("_core*.so"))
+    if not modules:
+        pytest.skip("the core with 16 bits is not built: make row-bits-16")
+    (module,) = modules
+    newest = max(path.stat().st_mtime for folder in ("cpp", "bindings") for path in (ROOT / folder).rglob("*.?pp"))
+    assert module.stat().st_mtime > newest, "the core with 16 bits is older than its sources: make row-bits-16"
     return str(module)
 
 

@@ -98,6 +98,7 @@ def test_tables_of_a_request_in_one_call():
     assert lookup_packed([], [], ids[:0], out[:0]) == 0
 
 
+@pytest.mark.processes
 def test_another_process_reads_the_snapshot(tmp_path):
     table = ServedTable(DIM)
     table.set(np.arange(1000, dtype=np.uint64), np.arange(3000, dtype=np.float32).reshape(-1, DIM))

@@ -8,10 +8,11 @@ from test_against_reference import compare, configs
 from persia.ps.row_access import set_rows
 from persia.store import NativeStore, ReferenceStore
 from persia.types import RowState
+from support.examples import examples
 from support.stores import lookup, update
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_native_and_reference_agree(data):
     """Whatever came before, and in a full shard too: rows, state, recency, counters."""

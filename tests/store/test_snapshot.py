@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from persia.errors import StoreError
 from persia.store import NativeStore, ReferenceStore, Spill, TableConfig
 from persia.store.reference_random import shard_of
+from support.examples import examples
 from support.stores import STORES, contents, lookup, update
 
 
@@ -35,7 +36,7 @@ def left_before(store, shard):
     return store.export_state(0, shard)["ages"][2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_history(data):
     """The reference copies its rows when a snapshot begins; the native store is read while both go on."""

@@ -123,6 +123,7 @@ def _use(store, queue):
         queue.put(str(error))
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_child_is_refused():
     store = make(4, threads=3)

@@ -19,6 +19,7 @@ from persia.ps.row_access import set_rows
 from persia.store import COLD_ROW_BYTES, NativeStore, ReferenceStore, Spill, TableConfig
 from persia.store.rocksdb import RocksStore
 from persia.types.values import DTYPES
+from support.examples import examples
 from support.stores import lookup, update
 
 FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
@@ -155,14 +156,14 @@ def any_history(make, data, path):
 
 
 @pytest.mark.parametrize("make", [NativeStore, ReferenceStore])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_history_with_three_rows_of_memory(make, data):
     with directory() as path:
         any_history(make, data, path)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.data())
 def test_any_history_with_rows_in_rocksdb(data):
     pytest.importorskip("rocksdict")
@@ -302,6 +303,7 @@ def killed(path, count, longest):
     return comparisons
 
 
+@pytest.mark.processes
 def test_kills_while_rows_move(tmp_path):
     """Every row is as before or after the request in flight, which is repeated exactly once."""
     assert [comparison.wrong for comparison in killed(tmp_path, 4, 0.03)] == [0] * 4

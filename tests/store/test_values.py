@@ -18,6 +18,7 @@ from persia.types.values import (
     to_halves,
     words_of,
 )
+from support.examples import examples
 from support.stores import contents, lookup, update, widen
 
 OF_16_BITS = ["bfloat16", "float16"]
@@ -42,7 +43,7 @@ def stored_after(config, ids, gradients, threads=1):
 
 @pytest.mark.parametrize("dtype", OF_16_BITS)
 @given(value=FLOATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_nearest_is_exact_where_the_dtype_has_the_value(dtype, value):
     values = np.array([value], np.float32)
     once = from_halves(to_halves(values, dtype))
@@ -54,7 +55,7 @@ def test_nearest_is_exact_where_the_dtype_has_the_value(dtype, value):
 @pytest.mark.parametrize("dtype", OF_16_BITS)
 @pytest.mark.filterwarnings("error")
 @given(value=BOUNDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_round_down(dtype, value):
     down = round_down(value, dtype)
     assert 0 <= down <= value
@@ -90,7 +91,7 @@ def test_conversions_agree_with_the_reference(dtype):
 
 @pytest.mark.parametrize("dtype", OF_16_BITS)
 @given(value=FLOATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_an_update_keeps_values_that_the_dtype_has(dtype, value):
     value = from_halves(to_halves(np.array([value], np.float32), dtype))[0]
     ids = np.arange(20, dtype=np.uint64)
@@ -100,7 +101,7 @@ def test_an_update_keeps_values_that_the_dtype_has(dtype, value):
 
 @pytest.mark.parametrize("dtype", OF_16_BITS)
 @given(value=st.floats(1e-6, 6e4), sign=st.sampled_from([-1, 1]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_rounding_is_right_on_average(dtype, value, sign):
     """Over rows, elements and updates."""
     value = np.float32(value * sign)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 TIMEOUT = 60.0
 START_SECONDS = 200.0
 """Importing torch takes long where much else runs."""
+PRELOADED = ["persia", "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel"]
+"""Imported once, by the process that the ranks of all tests are forked from. An optimizer of torch imports dynamo."""
 
 
 class Processes:
@@ -18,11 +20,12 @@ class Processes:
 
     def __init__(self, count, backend="gloo"):
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spawn = multiprocessing.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(count)]
+        forked = multiprocessing.get_context("forkserver")
+        forked.set_forkserver_preload(PRELOADED)
+        pipes = [forked.Pipe() for _ in range(count)]
         self._ours = [ours for ours, _ in pipes]
         self.processes = [
-            spawn.Process(target=_serve, args=(rank, count, self._store.port, backend, theirs), daemon=True)
+            forked.Process(target=_serve, args=(rank, count, self._store.port, backend, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self.processes:

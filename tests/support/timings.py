@@ -1,7 +1,7 @@
 """A plugin of pytest that says where the time goes: `python -m pytest -p support.timings [--times FILE]`.
 
 Prints a table by folder: tests, seconds, seconds of the processor (of this process with all its threads, and of child
-processes that have ended), and seconds in which the test waited. With --times, also writes a line of JSON for each test.
+processes that have ended), and seconds in which the test waited. With --times, also writes a line of JSON a test.
 """
 
 import json

@@ -74,6 +74,7 @@ def labels_of(expression: str, legend: str) -> set[str]:
     return used | set(re.findall(r"\{(\w+)[!=]", expression)) | set(re.findall(r"\{\{(\w+)\}\}", legend))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("title", "expression", "legend"), QUERIES)
 def test_a_query_names_what_is_exported(exported, title, expression, legend):
     names = names_of(expression)
@@ -99,6 +100,7 @@ def missing_of(found: dict[str, set[str]]) -> set[str]:
     return {name for _, expression, _ in QUERIES for name in names_of(expression)} - found.keys()
 
 
+@pytest.mark.processes
 def test_a_real_run_that_publishes_fills_the_dashboard(tmp_path):
     cluster = persia.cluster.Embedded(1, prometheus_port=0)
     trainer = make_trainer(cluster, publish=PublishOptions(str(tmp_path / "log"), seconds=0.05))
@@ -138,6 +140,7 @@ def test_a_real_server_fills_its_panels(tmp_path):
     assert not {name for name in missing if "_serve_" in name}
 
 
+@pytest.mark.processes
 def test_a_real_join_fills_its_panels():
     schema = persia.Schema([persia.IdFeature("item", dim=2)], labels=["click"])
     ids = np.arange(4, dtype=np.uint64)

@@ -14,6 +14,8 @@ from persia.telemetry.prometheus import Endpoint
 
 parser = pytest.importorskip("prometheus_client.parser", reason='pip install "persia[prometheus]"')
 
+pytestmark = pytest.mark.processes
+
 
 def health() -> Health:
     times = Histogram()

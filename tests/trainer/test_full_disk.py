@@ -16,6 +16,8 @@ from support.cluster_samples import eventually
 from support.disks import filled, small_disk
 from support.ps_processes import PSProcesses
 
+pytestmark = pytest.mark.processes
+
 BATCH, BATCHES = 200, 25
 TIMEOUT = 12.0
 """A PS gives up a quarter of it before its callers: more than a stall."""

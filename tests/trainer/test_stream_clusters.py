@@ -19,6 +19,8 @@ from persia.testing import Threads
 from persia.trainer.options import TrainerOptions
 from support.kafka import SCHEMA, Kafka, Outages, clicks, row, until
 
+pytestmark = pytest.mark.processes
+
 MODES = [Sync(), Hybrid(2, warmup=0), Gba(20), Async()]
 BY_NAME = pytest.mark.parametrize("mode", MODES, ids=lambda m: type(m).__name__)
 

@@ -24,6 +24,8 @@ from persia.trainer.options import TrainerOptions
 from support import stream_run
 from support.kafka import SCHEMA, Kafka, clicks, until
 
+pytestmark = pytest.mark.processes
+
 MODES = [Sync(), Hybrid(2, warmup=0), Gba(20)]
 
 

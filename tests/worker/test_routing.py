@@ -21,6 +21,7 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection, EmbeddingWorker
 from persia.types import Contribution, PushHeader, UpdateCounts
 from persia.worker import Worker, WorkerOptions
+from support.examples import examples
 
 TIMEOUT = 20.0
 SCHEMA = persia.Schema(
@@ -79,7 +80,7 @@ def gradients_for(ids_of, found):
     return result
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 12), st.integers(1, 2)), max_size=5))
 def test_rows_are_the_same_to_the_bit_with_1_2_and_3_servers(steps):
     results = []
