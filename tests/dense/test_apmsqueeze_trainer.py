@@ -67,6 +67,7 @@ def test_uncompressed_it_equals_one_worker_with_larger_batches(two):
             np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "options",
     [
@@ -91,6 +92,7 @@ def test_uneven_data_and_low_precision_agree_across_workers(two, options):
         np.testing.assert_array_equal(theirs[name], value)
 
 
+@pytest.mark.processes
 def test_a_resumed_run_is_the_same(two, tmp_path):
     batches = make_batches([4 + i % 3 for i in range(16)])
     with Services(SCHEMA, batches, 2, Sync("global")) as services:

@@ -49,16 +49,32 @@ class Timings:
             terminalreporter.write_line(f"{name:14}{sums[0]:10}" + "".join(f"{value:10.1f}" for value in sums[1:]))
 
 
+class Gathered:
+    """Takes over what the processes of `pytest -n` have collected."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        timings = node.config.pluginmanager.get_plugin("timings")
+        timings.tests.update(getattr(node, "workeroutput", {}).get("timings", {}))
+
+
 def pytest_addoption(parser):
     parser.addoption("--times", help="write the seconds of each test to this file, a line of JSON each")
 
 
 def pytest_configure(config):
     config.pluginmanager.register(Timings(), "timings")
+    config.pluginmanager.register(Gathered())
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["timings"] = session.config.pluginmanager.get_plugin("timings").tests
 
 
 def pytest_unconfigure(config):
-    if file := config.getoption("--times"):
+    file = config.getoption("--times")
+    if file and not hasattr(config, "workerinput"):
         with open(file, "w", encoding="utf-8") as stream:
             for test in config.pluginmanager.get_plugin("timings").tests.values():
                 stream.write(json.dumps(test) + "\n")
