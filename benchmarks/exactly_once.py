@@ -78,7 +78,7 @@ def exactly_once(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
     """Clicks missing or trained twice beyond what is counted, or trained and not served, in each mode and in all."""
     whole = "online.exactly_once" in selected
     found = []
-    with ray_here(log_to_driver=False):
+    with ray_here(preset, log_to_driver=False):
         for seed, name in enumerate(SMOKE_MODES if preset == "smoke" else MODES):
             if whole or f"online.exactly_once.{name}" in selected:
                 found.append(measured(name, PLANS[preset], seed, preset == "smoke"))

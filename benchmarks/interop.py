@@ -30,7 +30,7 @@ from persia.modes import Sync
 from persia.nn import EmbeddingCollection
 from persia.schema import Adagrad, RowwiseAdagrad
 
-STEP = {"smoke": Workload(rows=20_000, batch=1024, batches=8), "laptop": Workload(), "full": Workload()}
+STEP = {"smoke": Workload(rows=2_000, batch=128, batches=2), "laptop": Workload(), "full": Workload()}
 TIMED = {"smoke": 5, "laptop": 20, "full": 50}
 ROUNDS = {"smoke": 1, "laptop": 9, "full": 15}
 MODEL = {

@@ -51,7 +51,7 @@ from persia.testing.logistic import Problem, delayed_sync, lock_step
 
 SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": (0, 1, 2, 3, 4)}
 DAYS = {"smoke": 4, "laptop": 16, "full": 16}
-ROWS_PER_DAY = {"smoke": 2_048, "laptop": 32_768, "full": 262_144}
+ROWS_PER_DAY = {"smoke": 1_024, "laptop": 32_768, "full": 262_144}
 UNTUNED = Rates(3e-3, 0.1)
 DRIFT = 0.1
 SYNC = Sync()

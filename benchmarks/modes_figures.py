@@ -62,7 +62,7 @@ from persia.modes.base import Reduction
 from persia.optim import Adagrad, Adam
 from persia.replay import simulate
 
-GLOBO_ROWS = {"smoke": 20_480, "laptop": 524_288, "full": 2_500_000}
+GLOBO_ROWS = {"smoke": 10_240, "laptop": 524_288, "full": 2_500_000}
 """Rows of a run, whose first quarter is not scored. As many, which follow, are for tuning; there are 5.8 million."""
 SCALING = {
     "smoke": (2 * SCALED_GLOBAL, 1, 1),

@@ -235,7 +235,11 @@ def auto_round(preset: str) -> tuple[float, dict[str, Any]]:
     trace = alternating(slow, quiet=quiet, strained=strained)
     bounds = [0.0, quiet, quiet + strained, 2 * quiet + strained]
     setting = Setting(trace, compute, bench.ROWS)
-    ends = [e.time for e in simulate(gba(), setting, 100_000).events if e.kind == "push" and e.server == "ps-0"]
+    ends = [
+        e.time
+        for e in simulate(gba(), setting, 10_000 if preset == "smoke" else 100_000).events
+        if e.kind == "push" and e.server == "ps-0"
+    ]
     rule = Auto(gba(), windows=2, seconds=quiet / 40)
     trained = bench.train(rule, bench.Emulation(trace, compute), bisect.bisect(ends, bounds[-1]))
     done = list(itertools.chain.from_iterable(trained.finished))

@@ -42,7 +42,7 @@ from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync
 from persia.replay import Setting, Slowdown, Trace, simulate
 
 SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": (0, 1, 2, 3, 4)}
-ROWS = {"smoke": 4_096, "laptop": 3_000_000, "full": 12_000_000}
+ROWS = {"smoke": 2_048, "laptop": 3_000_000, "full": 12_000_000}
 """Rows of both parts; globo has 5.8 million."""
 KINDS = ("hybrid_4", "hybrid_auto", "hybrid_4_cold", "hybrid_auto_cold", "async", "async_own")
 TARGETS = {"hybrid_4": -0.001, "hybrid_auto": -0.0005}

@@ -10,6 +10,7 @@ are divided into chunks, and the fastest chunk counts on both sides: other progr
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import shutil
 import tempfile
@@ -17,12 +18,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import msgspec
 import numpy as np
 
 from benchmarks import runner
 from benchmarks.checkpoint import size_of
+from benchmarks.cluster import ray_here
 from benchmarks.plan_disk import SpilledRun, move_rows, spilled, spilled_bytes
 from benchmarks.ssd import ssd
 from benchmarks.store import ids_of, resident_bytes
@@ -316,7 +319,10 @@ def rate(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
     for name, run in RUNS.items():
         if not all_of_them and not {f"plan.{what}.{name}" for what in found} & selected:
             continue
-        with ssd() as path:
+        with ssd() as path, contextlib.ExitStack() as used:
+            if preset == "smoke":
+                used.enter_context(ray_here(preset))
+                used.enter_context(mock.patch.multiple("persia.cli.plan", SHARED_STEPS=1, SHARED_ROUNDS=1))
             if name in ON_DISK:
                 run = spilled(run, path, SHRINK[preset], ON_DISK[name])
             for measure in compared(name, run, *CHUNKS[preset]):

@@ -40,7 +40,7 @@ from persia.types import Contribution, FedBatch, PushHeader
 
 T = TypeVar("T")
 
-WORK = {"smoke": Workload(rows=20_000, batch=1024, batches=8), "laptop": Workload(), "full": Workload()}
+WORK = {"smoke": Workload(rows=2_000, batch=128, batches=2), "laptop": Workload(), "full": Workload()}
 ROUNDS = {"smoke": 5, "laptop": 30, "full": 100}
 OPTIMIZERS = {"adagrad": Adagrad(lr=0.05), "rowwise_adagrad": RowwiseAdagrad(lr=0.05)}
 PARTS = ("validate", "register", "lookup", "transfer", "pool", "hooks", "take", "keep", "pool_backward", "push")

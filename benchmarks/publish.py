@@ -27,7 +27,7 @@ from persia.optim import Adagrad
 from persia.publish import PublishOptions, Replica, follow
 
 BATCHES = {"smoke": 3, "laptop": 150, "full": 600}
-ROUNDS = {"smoke": 5, "laptop": 7, "full": 9}
+ROUNDS = {"smoke": 1, "laptop": 7, "full": 9}
 SECONDS = {"smoke": 0.05, "laptop": 2.0, "full": 2.0}
 """Between two increments: with a poll every second, a click is served after 5 s at most."""
 

@@ -58,7 +58,7 @@ def slowdown_ray(preset: str) -> runner.Measure:
         path, news = used.enter_context(folder()), used.enter_context(example())
         clicks, log = path / "clicks.parquet", path / "log"
         pq.write_table(pa.concat_tables(islice(news.parts(news.clicks(0), 200), CLICKS[preset] // 200)), clicks)
-        used.enter_context(ray_here())
+        used.enter_context(ray_here(preset))
         trainers: list[persia.Trainer] = []
         for publish in (PublishOptions(str(log), seconds=SECONDS[preset]), None):
             cluster = used.enter_context(Ray(ps=1 if preset == "smoke" else 2))

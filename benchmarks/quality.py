@@ -119,14 +119,14 @@ def runs(preset: str, nn_workers: int, kind: str) -> list[Outcome]:
     where: Any = "embedded" if nn_workers == 1 else "threads" if preset == "smoke" else "ray"
     batch, mode, recorded = BATCH // nn_workers, MODES[kind], kind == COLD
     plans = [Plan(where, nn_workers, mode, OPTIMIZER, seed, rows, batch, recorded) for seed in range(SEEDS[preset])]
-    return outcomes(train, plans)
+    return outcomes(train, plans, preset)
 
 
-def outcomes(function: Callable[[Plan], Outcome], plans: Sequence[Plan]) -> list[Outcome]:
+def outcomes(function: Callable[[Plan], Outcome], plans: Sequence[Plan], preset: str) -> list[Outcome]:
     """Results of all runs. One at a time, as they use all cores; those on Ray share one Ray."""
     if all(plan.where != "ray" for plan in plans):
         return everywhere(function, plans, Outcome, processes=1)
-    with ray_here():
+    with ray_here(preset):
         return everywhere(function, plans, Outcome, processes=1)
 
 
@@ -140,7 +140,7 @@ def replay_parameters(preset: str) -> runner.Measure:
         for where, count in PLACES[preset]
         for optimizer in ROW_OPTIMIZERS
     ]
-    found = outcomes(train_smooth, plans)
+    found = outcomes(train_smooth, plans, preset)
     details: dict[str, Any] = {
         f"{plan.where} {plan.nn_workers} {type(plan.optimizer).__name__}": run._asdict()
         for plan, run in zip(plans, found, strict=True)

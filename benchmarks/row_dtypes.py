@@ -32,7 +32,7 @@ from persia.optim import Adam
 from persia.types.values import Dtype
 
 SEEDS = {"smoke": range(1), "laptop": range(20), "full": range(5)}
-ROWS = {"smoke": 4_096, "laptop": 1_000_000, "full": 12_000_000}
+ROWS = {"smoke": 2_048, "laptop": 1_000_000, "full": 12_000_000}
 """Rows of both parts; globo has 5.8 million."""
 ROW_ADAM = Adam(lr=0.005, eps=1e-6)
 KINDS: dict[str, tuple[Dtype, Literal["adagrad", "adam"]]] = {

@@ -167,6 +167,8 @@ def run(patterns: Sequence[str], preset: str) -> Iterator[Measure]:
             if not selected:
                 continue
             torch.set_num_threads(threads)
+            if preset == "smoke":  # Many run in one process: whichever hangs or crashes is the one that was named last.
+                print(f"--- {benchmark.names[0]}", file=sys.stderr, flush=True)
             for measure in _printed(benchmark, preset, selected):
                 if measure.name in selected:
                     yield measure
@@ -175,11 +177,15 @@ def run(patterns: Sequence[str], preset: str) -> Iterator[Measure]:
 
 def _printed(benchmark: Benchmark, preset: str, selected: set[str]) -> Iterator[Measure]:
     asks = "selected" in inspect.signature(benchmark.function).parameters
-    found = benchmark.function(preset, selected=selected) if asks else benchmark.function(preset)
-    for measure in [found] if isinstance(found, Measure) else found or []:
-        if measure.name not in benchmark.names:
-            raise RuntimeError(f"{measure.name} is printed but not registered; add it to `@runner.measures`.")
-        yield measure
+    try:
+        found = benchmark.function(preset, selected=selected) if asks else benchmark.function(preset)
+        for measure in [found] if isinstance(found, Measure) else found or []:
+            if measure.name not in benchmark.names:
+                raise RuntimeError(f"{measure.name} is printed but not registered; add it to `@runner.measures`.")
+            yield measure
+    except Exception as error:
+        error.add_note(f"The benchmark that failed: python -m benchmarks {benchmark.names[0]} --preset {preset}")
+        raise
 
 
 def ratio(

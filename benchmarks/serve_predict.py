@@ -31,7 +31,7 @@ FEATURES, DIM, BATCH = 26, 16, 256
 ROWS = {"smoke": 200, "laptop": 40_000, "full": 400_000}
 """Ids of each feature; rows are random reads from memory that no cache holds, but for smoke."""
 REQUESTS = {"smoke": 20, "laptop": 2_000, "full": 10_000}
-ROUNDS = {"smoke": 5, "laptop": 7, "full": 11}
+ROUNDS = {"smoke": 1, "laptop": 7, "full": 11}
 LOAD = 0.7
 ITEMS = 500
 

@@ -30,7 +30,7 @@ from persia.schema import Adagrad, EmbeddingOptimizer, RowwiseAdagrad
 from persia.services import Cluster
 from persia.types.values import Dtype
 
-WORK = {"smoke": Workload(rows=20_000, batch=1024, batches=8), "laptop": Workload(), "full": Workload()}
+WORK = {"smoke": Workload(rows=2_000, batch=128, batches=2), "laptop": Workload(), "full": Workload()}
 STEPS = {"smoke": 5, "laptop": 20, "full": 50}
 ROUNDS = {"smoke": 1, "laptop": 9, "full": 15}
 DEADLINE = 60.0

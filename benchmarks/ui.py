@@ -30,8 +30,8 @@ from persia.dashboard.view import asking, view
 from persia.telemetry.tracing import Tracer
 from persia.trainer.monitor import AUC_SECONDS
 
-STEPS = {"smoke": 40, "laptop": 400, "full": 1600}
-ROUNDS = {"smoke": 5, "laptop": 9, "full": 15}
+STEPS = {"smoke": 24, "laptop": 400, "full": 1600}
+ROUNDS = {"smoke": 1, "laptop": 9, "full": 15}
 SPANS = {"smoke": 1_000, "laptop": 100_000, "full": 1_000_000}
 TRACED = 20
 LOOKS = 20

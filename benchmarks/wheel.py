@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks import runner
 
 ROOT = Path(__file__).resolve().parents[1]
-ROUNDS = {"smoke": 5, "laptop": 15, "full": 31}
+ROUNDS = {"smoke": 1, "laptop": 15, "full": 31}
 IMPORT = "import time; start = time.perf_counter(); import persia; print(time.perf_counter() - start)"
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing.util
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +37,14 @@ def _refuse(event: str) -> None:
             f"{_starts_none} starts a process ({event}), so `make quick` and `make test` would be slow. Mark it with "
             "pytest.mark.processes."
         )
+
+
+NOT_QUICK = Path(__file__).with_name("not_quick.txt")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what `make quick` says."""
+    parser.addoption("--quick", action="store_true", help="leave out the tests that tests/not_quick.txt lists")
 
 
 def pytest_configure() -> None:
@@ -89,6 +99,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (not on_ray(item), item.path not in slow))
     else:
         items.sort(key=on_ray)
+    if config.getoption("--quick"):
+        slower = set(NOT_QUICK.read_text(encoding="utf-8").split())
+        left_out = [item for item in items if item.nodeid.partition("[")[0] in slower]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid.partition("[")[0] not in slower]
+
+
+def pytest_collection_finish() -> None:
+    """Lets Python's garbage collector leave out what exists by now, a million objects of modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -159,6 +159,12 @@ class ClickThrough(Task):
         return {"auc": auc(labels.numpy(), logits.numpy()), "loss": loss}
 
 
+class SmallClickThrough(ClickThrough):
+    """The same, tested on few rows: to try things out."""
+
+    rows, test_rows = 20_000, 4_096
+
+
 class Block(nn.Module):
     """Two 3 x 3 convolutions with batch norm, beside a shortcut."""
 
@@ -215,10 +221,10 @@ class Digits(Task):
 
 
 @functools.cache
-def docstrings() -> Tensor:
-    """The docstrings of the standard library's top-level modules, one after another, ASCII codes as int64."""
+def docstrings(modules: int | None = None) -> Tensor:
+    """The docstrings of the standard library's first top-level modules, or of all, as ASCII codes in int64."""
     texts = []
-    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+    for path in sorted(Path(os.__file__).parent.glob("*.py"))[:modules]:
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 texts.append(ast.get_docstring(node) or "")
@@ -239,10 +245,11 @@ class LanguageModel(Task):
     """A transformer of two layers that predicts the next character of docstrings; 8 pieces of 64 a rank."""
 
     batch, context, width, vocabulary = 8, 64, 64, 128
+    modules: int | None = None
 
     def __init__(self, rank: int, ranks: int, seed: int) -> None:
         super().__init__(rank, ranks, seed)
-        text = docstrings()
+        text = docstrings(self.modules)
         self.test, self.text = text[: len(text) // 10], text[len(text) // 10 :]
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -279,6 +286,18 @@ class LanguageModelTuning(LanguageModel):
         self.test, self.text = self.text[:held_out], self.text[held_out:]
 
 
+class SmallLanguageModel(LanguageModel):
+    """The same with less text: to try things out."""
+
+    modules = 10
+
+
+class SmallLanguageModelTuning(LanguageModelTuning):
+    """The same, tested on a part of that text."""
+
+    modules = 10
+
+
 class Transformer(nn.Module):
     """Embeddings, two layers with causal attention, logits."""
 
@@ -304,8 +323,11 @@ TASKS: dict[str, type[Task]] = {
     "paper_ffnn": PaperFFNN,
     "small_ffnn": SmallFFNN,
     "click_through": ClickThrough,
+    "small_click_through": SmallClickThrough,
     "digits": Digits,
     "digits_tuning": DigitsTuning,
     "language": LanguageModel,
     "language_tuning": LanguageModelTuning,
+    "small_language": SmallLanguageModel,
+    "small_language_tuning": SmallLanguageModelTuning,
 }

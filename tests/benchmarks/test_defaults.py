@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
 from benchmarks import defaults
 from persia import data
 from persia.schema import INITIAL_ACCUMULATOR as DEFAULT

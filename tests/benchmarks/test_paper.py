@@ -14,7 +14,8 @@ ROWS = 10_000
 
 
 @pytest.fixture(autouse=True)
-def _no_rows_of_other_tests():
+def _no_rows_of_other_tests(monkeypatch):
+    monkeypatch.setattr("persia.data.generator.RATE_ROWS", 8_192)  # The rate of clicks does not matter here.
     dataset.cache_clear()
 
 
@@ -55,7 +56,7 @@ def test_every_mode_trains_on_the_same_rows_once(network, monkeypatch):
     monkeypatch.setattr(paper_runs.Dataset, "batch", lambda self, number: fed.append(number) or plain(self, number))
     found = {}
     for mode in (Sync(), Hybrid(4, warmup=0), Hybrid("auto", warmup=0), Async()):
-        found[mode] = train_and_test(Run("taobao", network, mode, FIRST, 0, ROWS))
+        found[mode] = train_and_test(Run("taobao", network, mode, FIRST, 0, 8_000))
         assert sorted(fed) == list(range(found[Sync()].train_rows // LOCAL))
         fed.clear()
         assert found[mode].summary.applied_rows == found[mode].train_rows == found[Sync()].train_rows

@@ -3,6 +3,9 @@
 import subprocess
 
 import pytest
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
 from benchmarks.compressed.network import ShapedNetwork
 from benchmarks.paper_figures import mean_curve, seconds_to, shaped_loopback
 from benchmarks.paper_figures_runs import Curve

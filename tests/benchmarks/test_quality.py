@@ -3,6 +3,9 @@
 import math
 
 import pytest
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
 from benchmarks.recorded import Outcome
 
 from benchmarks import quality

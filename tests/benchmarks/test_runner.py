@@ -90,6 +90,21 @@ def test_a_printed_name_that_is_not_registered_is_an_error(registered):
         selected("liar.declared")
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_names_the_benchmark_that_failed(monkeypatch, capsys, late):
+    def failing(preset):
+        if late:
+            yield runner.Measure("fake.one", 1.0, "s")
+        raise OSError("no space left")
+
+    found = (runner.Benchmark(("fake.zero",), lambda preset: None), runner.Benchmark(("fake.one", "fake.two"), failing))
+    monkeypatch.setattr(runner, "benchmarks", lambda: found)
+    with pytest.raises(OSError, match="no space left") as raised:
+        selected("fake.*")
+    assert raised.value.__notes__ == ["The benchmark that failed: python -m benchmarks fake.one --preset smoke"]
+    assert capsys.readouterr().err.splitlines() == ["--- fake.zero", "--- fake.one"]  # If it had crashed instead.
+
+
 @pytest.mark.processes
 def test_the_command_prints_signed_values_and_bounds(registered, capsys, tmp_path):
     file = tmp_path / "lines.jsonl"
@@ -113,6 +128,15 @@ def test_the_command_refuses(registered, capsys, arguments, message):
 def test_the_list_has_every_name(registered, capsys):
     assert command.main(["--list"]) == 0
     assert capsys.readouterr().out.split() == ["fake.one", "fake.two", "other.single", "liar.declared"]
+
+
+def test_a_failure_of_a_benchmark_is_no_wrong_argument(monkeypatch):
+    def failing(preset):
+        raise KeyError("lr")
+
+    monkeypatch.setattr(runner, "benchmarks", lambda: (runner.Benchmark(("fake.one",), failing),))
+    with pytest.raises(KeyError, match="lr"):
+        command.main(["fake.*", "--preset", "smoke"])
 
 
 WITHOUT_RAY = """
@@ -175,6 +199,8 @@ def test_make_bench_reaches_every_name():
     makefile = (Path(__file__).resolve().parents[2] / "Makefile").read_text()
     areas = re.search(r"^BENCHMARKS = (.*)$", makefile, re.MULTILINE)
     assert set(areas.group(1).split()) == {name.split(".")[0] for name in runner.names()}
+    beside_ray = re.search(r"^BESIDE_RAY = (.*)$", makefile, re.MULTILINE)  # The other process has those left.
+    assert set(beside_ray.group(1).split()) < set(areas.group(1).split())
 
 
 def test_performance_page_names_what_can_be_selected():

@@ -102,8 +102,8 @@ def test_long_histories_have_1000_events():
 
 
 def test_a_switch_that_changes_nothing_learns_alike():
-    days, test = zoo_runs.days_of(512, 0)
-    assert [sum(map(len, day.batches)) for day in days] == [512] * 5
+    days, test = zoo_runs.days_of(256, 0)
+    assert [sum(map(len, day.batches)) for day in days] == [256] * 5
     first, second = (zoo_runs.switched(days, test, zoo_runs.MODELS["youtube_dnn"], ("sync",) * 5, 0) for _ in range(2))
     assert first == second
     assert len(first) == 5

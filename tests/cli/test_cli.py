@@ -50,11 +50,16 @@ def persia(*arguments, ok=True):
     return output.getvalue()
 
 
-def persia_process(*arguments, ok=True):
+@pytest.fixture
+def persia_process(forks, tmp_path):
     """Runs a command in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "persia", *arguments], capture_output=True, text=True, timeout=120)
-    assert (done.returncode == 0) == ok, done.stdout + done.stderr
-    return done.stdout + done.stderr
+
+    def run(*arguments, ok=True):
+        done = forks.run(["-m", "persia", *arguments], tmp_path)
+        assert (done.returncode == 0) == ok, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
 
 
 @pytest.mark.processes
@@ -66,9 +71,8 @@ def test_version_is_that_of_the_package():
 
 
 @pytest.mark.processes
-def test_help_fits_a_terminal_of_80_columns():
-    environment = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run([sys.executable, "-m", "persia", "--help"], capture_output=True, text=True, env=environment)
+def test_help_fits_a_terminal_of_80_columns(tmp_path, forks):
+    done = forks.run(["-m", "persia", "--help"], tmp_path, env={**os.environ, "COLUMNS": "80"})
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "Show the health of every process in a running cluster." in done.stdout
 
@@ -81,7 +85,7 @@ def config(tmp_path):
 
 
 @pytest.mark.processes
-def test_train_evaluate_predict_inspect_resume(config, tmp_path):
+def test_train_evaluate_predict_inspect_resume(config, tmp_path, persia_process):
     out, result = str(tmp_path / "out"), tmp_path / "result.json"
     text = persia_process("train", config, "--output", out, "--json", str(result))
     assert "progressive AUC" in text
@@ -259,7 +263,7 @@ def test_a_wrong_configuration_is_one_line_that_names_the_field(config, change, 
 
 
 @pytest.mark.processes
-def test_a_missing_file_is_one_line(tmp_path):
+def test_a_missing_file_is_one_line(tmp_path, persia_process):
     text = persia_process("train", str(tmp_path / "none.toml"), ok=False)
     assert "cannot be read" in text
     assert "Traceback" not in text

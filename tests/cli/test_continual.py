@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 
@@ -41,6 +42,7 @@ class Run:
     """A command's worth: a fresh trainer and the recipe."""
 
     def __init__(self, output, **changes):
+        self.output = output
         self.config = config(output, **changes)
         self.recipe = Recipe(self.config, str(output))
         self.trainer = self.config.build_trainer(self.config.reader().schema)
@@ -62,8 +64,22 @@ class Run:
         return torch.cat([p.detach().reshape(-1) for p in self.trainer.model.parameters()])
 
 
-def test_each_day_is_trained_once_and_tested_before(tmp_path):
-    run = Run(tmp_path).train(0, 2)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Returns runs of the days from 0 on. Tests share them, so they change none."""
+    runs = {}
+
+    def run(last, **changes):
+        key = last, json.dumps(changes)
+        if key not in runs:
+            runs[key] = Run(tmp_path_factory.mktemp("trained"), **changes).train(0, last)
+        return runs[key]
+
+    return run
+
+
+def test_each_day_is_trained_once_and_tested_before(tmp_path, trained):
+    run = trained(2)
     by_hand = Run(tmp_path / "other")
     spans = days(by_hand.config.reader(), 50, 0, 3)
     for record in run.recipe.records:
@@ -86,9 +102,9 @@ def test_the_last_day_there_is_has_no_test(tmp_path):
     assert last.progressive_auc is not None
 
 
-def test_days_are_added_and_none_is_repeated(tmp_path):
-    whole = Run(tmp_path / "whole").train(0, 3)
-    Run(tmp_path / "parts").train(0, 0)
+def test_days_are_added_and_none_is_repeated(tmp_path, trained):
+    whole = trained(3)
+    shutil.copytree(trained(0).output, tmp_path / "parts")
     Run(tmp_path / "parts").train(0, 2)
     again = Run(tmp_path / "parts").train(0, 2)
     assert again.days() == [0, 1, 2]
@@ -103,12 +119,12 @@ class CutError(Exception):
 
 @pytest.mark.parametrize("place", ["training", "after a checkpoint", "testing"])
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_what_was_cut_goes_on(tmp_path, monkeypatch, place, epochs):
+def test_what_was_cut_goes_on(tmp_path, monkeypatch, trained, place, epochs):
     changes = {"train": {"epochs": epochs}}
+    whole = trained(2, **changes)
+    shutil.copytree(trained(0, **changes).output, tmp_path / "cut")
     if place == "after a checkpoint":
         changes["trainer"] = {"checkpoint_every_steps": 4}
-    whole = Run(tmp_path / "whole", **changes).train(0, 2)
-    Run(tmp_path / "cut", **changes).train(0, 0)
     cut = Run(tmp_path / "cut", **changes)
     if place == "testing":
         monkeypatch.setattr(cut.trainer, "evaluate", fail)
@@ -158,12 +174,12 @@ def test_days_of_version_0_1_keep_their_mode(tmp_path):
     assert record.mode == Hybrid(2, combine=False, reduction="per_id", warmup=0)
 
 
-def test_another_run_is_inherited(tmp_path):
+def test_another_run_is_inherited(tmp_path, trained):
     base = Run(tmp_path / "base")
     base.trainer.fit(days(base.config.reader(), 50, 0, 0)[0])
     heir = Run(tmp_path / "heir").train(1, 2, inherit=str(tmp_path / "base"))
     assert heir.recipe.records[0].step == 6
-    whole = Run(tmp_path / "whole").train(0, 2)
+    whole = trained(2)
     torch.testing.assert_close(heir.parameters(), whole.parameters())
     with pytest.raises(CheckpointError, match="--inherit"):
         Recipe(config(tmp_path / "base"), str(tmp_path / "base"))

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -18,17 +17,9 @@ ROOT = Path(__file__).parents[2]
 FEW = ["--set", "train.max_steps=4", "--set", "data.batch_size=256", "--set", "data.options.rows=5000"]
 
 
-def test_the_demo_trains_saves_and_links_to_its_report(tmp_path):
+def test_the_demo_trains_saves_and_links_to_its_report(tmp_path, forks):
     environment = os.environ | {"PERSIA_DATA": str(tmp_path), "PYTHONPATH": str(Path(persia.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "demo.py", *FEW],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forks.run([ROOT / "examples" / "demo.py", *FEW], tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     output = tmp_path / "runs" / "demo"
     assert (output / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -44,15 +35,11 @@ def test_the_demo_trains_saves_and_links_to_its_report(tmp_path):
     assert "--resume runs/demo" in following[1]
 
 
-def test_a_demo_that_fails_prints_nothing_to_go_on_with(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "demo.py", "--set", "train.max_steps=many"],
-        cwd=tmp_path,
+def test_a_demo_that_fails_prints_nothing_to_go_on_with(tmp_path, forks):
+    done = forks.run(
+        [ROOT / "examples" / "demo.py", "--set", "train.max_steps=many"],
+        tmp_path,
         env=os.environ | {"PERSIA_DATA": str(tmp_path), "PYTHONPATH": str(Path(persia.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
     )
     assert done.returncode != 0
     assert "Next:" not in done.stdout
@@ -63,6 +50,10 @@ def test_the_demo_waits_for_no_tools_of_the_tests(tmp_path):
         makes = ["make", "--dry-run", target, f"VENV={tmp_path}/new"]
         return subprocess.run(makes, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
-    assert "[dev,docs]" in commands("test-rest")
+    def extras(target: str) -> list[str]:
+        return re.findall(r"requirements\.py ?(.*?) >", commands(target))
+
     assert "-e ." in commands("demo")
-    assert "[dev" not in commands("demo")
+    assert extras("demo") == [""]
+    assert extras("quick") == extras("test") == ["test"]
+    assert extras("test-all") == extras("lint") == ["dev docs"]

@@ -3,12 +3,16 @@
 import io
 import re
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
+from persia.cli import ui
 from persia.cli.app import app
 from persia.cli.health import _doing, _table
 from persia.membership.observing import Answer
@@ -52,7 +56,9 @@ def look_up(ps, ids):
 
 
 def health_of(address):
-    done = CliRunner().invoke(app, ["health", address, "--timeout", "30"], env={"COLUMNS": "600"})
+    # The console keeps the COLUMNS that were set when it was made, as for processes of `pytest -n`: 80.
+    with mock.patch.object(ui, "CONSOLE", Console(width=600)):
+        done = CliRunner().invoke(app, ["health", address, "--timeout", "30"])
     return done.exit_code, " ".join(done.output.split())
 
 

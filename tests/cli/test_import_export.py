@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import shutil
 import sys
 from unittest import mock
 
@@ -50,6 +51,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A directory with a run, which tests copy."""
+    directory = tmp_path_factory.mktemp("trained")
+    (directory / "run.toml").write_text(CONFIG)
+    persia("train", str(directory / "run.toml"), "--output", str(directory / "one"))
+    return directory / "one"
+
+
 def rows_of(directory):
     """By table: ids in order, with embeddings, state and counts of updates."""
     found = {}
@@ -64,8 +74,8 @@ def rows_of(directory):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "safetensors", "dcp"])
-def test_rows_come_back_bit_by_bit_and_train_on(folder, kind):
-    persia("train", "run.toml", "--output", "one")
+def test_rows_come_back_bit_by_bit_and_train_on(folder, trained, kind):
+    shutil.copytree(trained, "one")
     persia("export", "one", "files", "--format", kind, "--state")
     output = persia("import", "run.toml", "files", "--output", "two")
     assert "persia train run.toml --resume two" in output
@@ -78,8 +88,8 @@ def test_rows_come_back_bit_by_bit_and_train_on(folder, kind):
     persia("train", "run.toml", "--resume", "two")
 
 
-def test_a_part_of_the_tables_without_state(folder):
-    persia("train", "run.toml", "--output", "one")
+def test_a_part_of_the_tables_without_state(folder, trained):
+    shutil.copytree(trained, "one")
     persia("export", "one", "files")
     name = sorted(rows_of("one"))[0]
     persia("import", "run.toml", "files", "--output", "two", "--table", name)
@@ -110,10 +120,10 @@ def test_torch_checkpoints(folder):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_loads_what_is_exported_for_it(folder):
+def test_torch_loads_what_is_exported_for_it(folder, trained):
     from torch.distributed.checkpoint import FileSystemReader, load
 
-    persia("train", "run.toml", "--output", "one")
+    shutil.copytree(trained, "one")
     persia("export", "one", "files", "--format", "dcp", "--table", "id_1")
     persia("export", "one", "files", "--format", "dcp", "--table", "id_1", "--state")  # In place of the other one.
     assert sorted(os.listdir("files")) == [".metadata", "__0_0.distcp"]

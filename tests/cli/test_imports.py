@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -57,14 +56,18 @@ class Other(Sync, frozen=True, tag="sync"):
 """
 
 INSTALLED = (str(Path(sys.executable).with_name("persia")),)
-MODULE_RUN = (sys.executable, "-m", "persia")
+MODULE_RUN = ("-m", "persia")
 
 
-def persia(program, *arguments, folder, ok=True):
-    done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=120, cwd=folder)
-    assert (done.returncode == 0) == ok, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture
+def persia(forks):
+    def run(program, *arguments, folder, ok=True):
+        done = forks.run([*program, *arguments], folder)
+        assert (done.returncode == 0) == ok, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout + done.stderr
+
+    return run
 
 
 @pytest.fixture
@@ -74,7 +77,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_mode_of_the_working_directory_trains_resumes_and_is_evaluated(folder):
+def test_a_mode_of_the_working_directory_trains_resumes_and_is_evaluated(folder, persia):
     persia(INSTALLED, "train", "run.toml", "--output", "out", "--json", "one.json", folder=folder)
     assert json.loads((folder / "one.json").read_text())["global_step"] == 5  # Ten batches, in pairs.
     more = ("--set", "train.epochs=2", "--json", "two.json")
@@ -83,7 +86,7 @@ def test_a_mode_of_the_working_directory_trains_resumes_and_is_evaluated(folder)
     assert "AUC" in persia(INSTALLED, "evaluate", "run.toml", "--checkpoint", "out", folder=folder)
 
 
-def test_the_dumped_configuration_has_the_imports(folder):
+def test_the_dumped_configuration_has_the_imports(folder, persia):
     dumped = persia(INSTALLED, "train", "run.toml", "--dump-config", folder=folder)
     assert 'imports = ["my_modes"]' in dumped
     assert 'kind = "pairs"' in dumped
@@ -100,7 +103,7 @@ def test_the_dumped_configuration_has_the_imports(folder):
         ('["my_modes.py"]', "Cannot import 'my_modes.py': .* Give the name of the module, without .py."),
     ],
 )
-def test_wrong_imports_are_one_line_that_names_the_field(folder, imports, message):
+def test_wrong_imports_are_one_line_that_names_the_field(folder, persia, imports, message):
     text = persia(MODULE_RUN, "train", "run.toml", "--set", f"imports={imports}", folder=folder, ok=False)
     assert re.search(message, text), text
     assert text.count("\n") == 1
@@ -125,7 +128,7 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, text, 
         import_modules(["broken"])
 
 
-def test_control_switches_to_a_mode_of_a_users_module():
+def test_control_switches_to_a_mode_of_a_users_module(persia):
     tokens = TokenScheduler(5.0)
     with rpc.serve(tokens, protocol=services.Tokens) as server:
         arguments = ("control", "switch", server.address, "every_other", "--set", "limit=7")

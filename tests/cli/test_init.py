@@ -3,7 +3,6 @@
 import contextlib
 import io
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -405,7 +404,7 @@ def test_odd_names_and_quotes_survive(folder):
 
 
 @pytest.mark.processes
-def test_both_ways_train_as_they_are(folder):
+def test_both_ways_train_as_they_are(folder, forks):
     (folder / "clicks.csv").write_text(clicks())
     status, printed = persia("init", "clicks.csv", "--yes")
     assert status == 0
@@ -425,9 +424,7 @@ def test_both_ways_train_as_they_are(folder):
     assert len((folder / "predictions.csv").read_text().splitlines()) == 51
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
-    done = subprocess.run(
-        [sys.executable, "../clicks_model/train.py"], capture_output=True, text=True, timeout=120, cwd=elsewhere
-    )
+    done = forks.run(["../clicks_model/train.py"], elsewhere)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"AUC on held-out rows: ([\d.]+)", done.stdout)[1]) > 0.9
     assert any(path.name != "config" for path in (folder / "clicks_model" / "runs").iterdir())

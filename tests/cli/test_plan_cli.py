@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -24,11 +22,14 @@ staleness = 2
 """
 
 
-def persia(*arguments, cwd, status=0):
-    command = [sys.executable, "-m", "persia", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=cwd, check=False)
-    assert done.returncode == status, done.stderr
-    return done.stdout if status == 0 else done.stderr
+@pytest.fixture
+def persia(forks):
+    def run(*arguments, cwd, status=0):
+        done = forks.run(["-m", "persia", *arguments], cwd)
+        assert done.returncode == status, done.stderr
+        return done.stdout if status == 0 else done.stderr
+
+    return run
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def run(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_plan_needs_rates(run):
+def test_a_plan_needs_rates(run, persia):
     error = persia("plan", "run.toml", cwd=run, status=1)
     assert error.startswith("persia: The rates rates.json cannot be read")
     assert "persia bench rates CONFIG --save rates.json" in error
@@ -46,7 +47,7 @@ def test_a_plan_needs_rates(run):
 
 
 @pytest.mark.processes
-def test_modules_are_found_beside_the_configuration(run):
+def test_modules_are_found_beside_the_configuration(run, persia):
     (run / "configs").mkdir()
     (run / "configs" / "beside.py").write_text("")
     (run / "configs" / "run.toml").write_text(f'imports = ["beside"]\n{RUN}')
@@ -95,7 +96,7 @@ def test_a_plan_of_saved_rates(run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_measures_and_plans(run):
+def test_measures_and_plans(run, persia):
     assert "Saved the rates to rates.json" in persia("bench", "rates", "run.toml", "--save", "rates.json", cwd=run)
     rows = ["--rows", "id_0=1000", "--rows", "id_1=1e6"]
     text = persia("plan", "run.toml", *rows, "--json", "plan.json", "--ray-file", "ray.yaml", cwd=run)

@@ -1,7 +1,6 @@
 """`persia cluster regions`, as a user types it."""
 
 import subprocess
-import sys
 
 import pytest
 
@@ -11,12 +10,17 @@ from persia.store import NativeStore, TableConfig
 pytestmark = pytest.mark.processes
 
 
-def regions(*arguments):
-    command = [sys.executable, "-m", "persia", "cluster", "regions", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+@pytest.fixture
+def regions(forks, tmp_path):
+    def run(*arguments):
+        done = forks.run(["-m", "persia", "cluster", "regions", *arguments], tmp_path)
+        done.check_returncode()
+        return done.stdout
+
+    return run
 
 
-def test_lists_and_cleans(tmp_path):
+def test_lists_and_cleans(tmp_path, regions):
     assert "no regions" in regions("--directory", str(tmp_path))
     used, left = (tmp_path / f"persia-{name}" / "ps-0" for name in ("used", "left"))
     stores = [NativeStore(), NativeStore()]
@@ -37,7 +41,7 @@ def test_lists_and_cleans(tmp_path):
     assert used.exists()
 
 
-def test_a_directory_that_is_not_there(tmp_path):
+def test_a_directory_that_is_not_there(tmp_path, regions):
     with pytest.raises(subprocess.CalledProcessError) as caught:
         regions("--directory", str(tmp_path / "misspelt"))
     assert "there is no such directory" in caught.value.stderr

@@ -2,7 +2,6 @@
 
 import shlex
 import signal
-import subprocess
 import sys
 import time
 
@@ -158,7 +157,7 @@ def program(tmp_path, directory="out", mode="persia.modes.Sync()", blocks=False)
 
 
 @pytest.mark.parametrize("mode", ["persia.modes.Sync()", "persia.modes.Gba(20)"])
-def test_a_program_ends_with_the_status_of_the_signal_and_prints_the_line_that_resumes(mode, tmp_path):
+def test_a_program_ends_with_the_status_of_the_signal_and_prints_the_line_that_resumes(mode, tmp_path, forks):
     with program(tmp_path, mode=mode) as running:
         running.until((tmp_path / "begun").exists, "batch 40 is read")
         running.signal(signal.SIGINT)
@@ -166,7 +165,7 @@ def test_a_program_ends_with_the_status_of_the_signal_and_prints_the_line_that_r
     (step,) = saved(tmp_path / "out")
     line = resume_line(running.text, "trainer = persia.Trainer.resume(")
     code = f"from program import *\n{line}\ntrainer.fit(Data(), max_steps=2)\nassert trainer.global_step == {step + 2}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = forks.run(["-c", code], tmp_path)
     assert done.returncode == 0, done.stderr
 
 

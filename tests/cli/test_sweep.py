@@ -22,7 +22,7 @@ CONFIG = """
 [data]
 kind = "synthetic"
 batch_size = 100
-options = { rows = 1_500, id_features = 2, ids_per_feature = 20, dim = 4 }
+options = { rows = 800, id_features = 2, ids_per_feature = 20, dim = 4 }
 
 [mode]
 kind = "sync"
@@ -92,8 +92,8 @@ def test_hopeless_trials_stop_early(folder):
     records = json.loads((folder / "all.json").read_text())
     pruned = [r for r in records if r["state"] == "pruned"]
     assert pruned
-    assert all(r["rows"] < 1_500 for r in pruned)
-    assert all(r["rows"] == 1_500 for r in records if r["state"] == "done")
+    assert all(r["rows"] < 800 for r in pruned)
+    assert all(r["rows"] == 800 for r in records if r["state"] == "done")
 
 
 def test_a_diverged_trial_does_not_end_the_sweep(folder):
@@ -113,7 +113,7 @@ def test_ranges_are_drawn(folder):
     assert len({r["values"]["optimizer.lr"] for r in records}) == 3
     assert all(1e-4 <= r["values"]["optimizer.lr"] <= 1e-2 for r in records)
     assert {r["values"]["train.epochs"] for r in records} <= {1, 2}
-    assert all(r["rows"] == 1_500 * r["values"]["train.epochs"] for r in records)
+    assert all(r["rows"] == 800 * r["values"]["train.epochs"] for r in records)
     least = min(records, key=lambda r: r["metric"])
     assert f"trial-{least['number']:03}/checkpoint" in output
 

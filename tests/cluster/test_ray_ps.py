@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import persia
+from persia.errors import StalePushError
 from persia.modes import Gba
 from persia.ps.regions import leftovers
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from persia.cluster.ray import processes
+from persia.cluster.ray import processes, runs
 from support.cluster_samples import eventually, killing, make_trainer, options, pids, reader, running
 
 pytestmark = pytest.mark.usefixtures("ray_here")
@@ -65,15 +66,23 @@ def test_a_ps_that_dies_has_its_rows_on_disk(tmp_path):
     assert not list(spill.iterdir())
 
 
-@pytest.mark.parametrize("late", [pytest.param(0.0, id="noticed at once", marks=pytest.mark.slow), 8.0])
+@pytest.mark.parametrize("late", [pytest.param(False, id="noticed at once", marks=pytest.mark.slow), True])
 def test_a_ps_that_dies_in_an_asynchronous_mode(late, tmp_path, monkeypatch):
     """All restart from the last recovery point, also if its successor refuses pushes before its death is noticed."""
-    last_lines = processes.last_lines
+    refused = threading.Event()
+    deaths, last_lines = runs.Recovery.deaths, processes.last_lines
+
+    def asked(recovery, error):
+        assert not late or isinstance(error, StalePushError)
+        refused.set()
+        return deaths(recovery, error)
 
     def slowly(process):
-        time.sleep(late)
+        if late:
+            assert refused.wait(120.0)
         return last_lines(process)
 
+    monkeypatch.setattr(runs.Recovery, "deaths", asked)
     monkeypatch.setattr(processes, "last_lines", slowly)
     with persia.cluster.Ray(2, options=options(regions=str(tmp_path))) as cluster:
         trainer = make_trainer(cluster, Gba(128), recovery_point_every_seconds=0.5)

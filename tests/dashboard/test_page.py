@@ -13,6 +13,8 @@ from urllib.parse import quote, urlsplit
 import pytest
 from typer.testing import CliRunner
 
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
 import persia
 from persia.cli.app import app
 from persia.dashboard.server import serve_page

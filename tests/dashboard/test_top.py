@@ -18,6 +18,8 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
 import persia
 from persia.cli.app import app
 from persia.dashboard.top import COLUMNS, Top, frame
@@ -139,7 +141,7 @@ def test_a_narrow_terminal_lacks_columns_and_cuts_none_off():
 
 
 def test_the_marked_process_is_on_the_screen():
-    seen = many(60)
+    seen = many(30)  # More than fit.
     for selected, process in enumerate(seen.processes):
         lines = shown(frame(seen, selected, 80, 23), 80)
         assert len(lines) == 23

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
 from persia.dashboard import view as views
 from persia.dashboard.view import ClusterView, ProcessView, Watch, view
 from persia.errors import DeadlineError

@@ -126,6 +126,12 @@ def make():
         loader.end()
 
 
+@pytest.fixture
+def quick_retries(monkeypatch):
+    """A call that no embedding worker has taken is made again soon, without news of them."""
+    monkeypatch.setattr("persia.membership.directory.NEWS_SECONDS", 0.02)
+
+
 def feed(epoch=0, start=0, nn_workers=1, loader=0, loaders=1, ahead=2):
     return Feed(epoch, start, nn_workers, loader, loaders, ahead)
 
@@ -488,6 +494,7 @@ def test_one_that_leaves_keeps_what_it_has_and_gets_nothing_new(make):
 
 
 @pytest.mark.parametrize("error", [MovedError("leaving"), ClosedError("gone"), DeadlineError("late")])
+@pytest.mark.usefixtures("quick_retries")
 def test_a_worker_that_fails_is_passed_over_and_tried_again(make, error):
     first, second = Buffering(0), Buffering(1)
     first.refuse = second.refuse = error
@@ -524,6 +531,7 @@ def test_a_batch_whose_pass_is_over_while_it_is_registered_is_released(make):
     wait_until(lambda: worker.released == [0])
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_deadlines_name_the_source_or_the_embedding_workers(make):
     gate = threading.Event()
     slow = make(Source(5, gate))

@@ -226,7 +226,8 @@ def test_parameters_without_a_gradient_are_left_alone(servers):
     assert torch.equal(model[0].weight, before)
 
 
-def test_a_pull_waits_for_its_version_and_gives_up_when_it_is_not_wanted(servers):
+def test_a_pull_waits_for_its_version_and_gives_up_when_it_is_not_wanted(servers, monkeypatch):
+    monkeypatch.setattr("persia.dense.network.SLICE_SECONDS", 0.02)
     model = network()
     here, _, _ = shared(model, OPTIMIZERS["sgd"], servers)
     here.load(1, 0)

@@ -355,7 +355,8 @@ def test_a_late_loader_is_named(monkeypatch):
     pipeline = embeddings._pass.pipeline
     wait_until(lambda: pipeline._doing == "data loader: batch 1")
     get = pipeline._ready.get
-    monkeypatch.setattr(pipeline._ready, "get", lambda _: get(0.3))  # Of the draw alone.
+    monkeypatch.setattr(pipeline._ready, "get", lambda _: get(0.1))  # Of the draw alone.
+    monkeypatch.setattr("persia.nn.pipeline.LOADER_GRACE", 0.1)
     with pytest.raises(PersiaError, match=r"was not ready.*data loader"):
         next(passing)
     stop.set()

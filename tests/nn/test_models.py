@@ -183,6 +183,8 @@ def test_each_learns_an_interaction(make):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if loss < 0.55:  # Of 0.69 at first.
+            break
     assert loss < 0.6
 
 

@@ -179,6 +179,7 @@ def fail(embeddings, steps):
         passed.throw(KeyError("of another NN worker"))
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_pushes_of_a_pass_that_has_failed_are_left_behind():
     """They may wait for an NN worker that has failed. Those that end later do not open the gate of the next pass."""
     cluster = Recorded(nn_workers=2)

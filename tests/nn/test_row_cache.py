@@ -303,9 +303,9 @@ def rows_are_new_enough(staleness, cache_rows, servers, on_host, accumulation, d
     for number, (ids, rows) in enumerate(seen):
         step = number // accumulation
         oldest = max(0, step - mode.depth_at(staleness, step))
-        for id_, row in zip(ids, rows, strict=True):
-            allowed = [state[int(id_)] for state in states[oldest : step + 1]]
-            assert any(np.array_equal(row, state) for state in allowed)
+        allowed = np.stack([state[ids.astype(np.int64)] for state in states[oldest : step + 1]])
+        assert allowed.shape[1:] == rows.shape
+        assert (allowed == rows).all(2).any(0).all()
 
 
 @pytest.mark.parametrize(

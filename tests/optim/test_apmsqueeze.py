@@ -37,8 +37,9 @@ def equals_the_reference(workers, options, shapes=SHAPES, steps=7, native=True, 
 def test_any_number_of_workers_and_any_sizes(compressor, workers, size, bucket, seed):
     native, communicate = workers % 2 == 0, ("momentum", "gradient")[workers // 2 % 2]  # All four, even and odd.
     shapes = [(size,), (7, 3), (1100 + seed,), (), (0,)]
-    options = {"compressor": compressor, "communicate": communicate, "bucket_bytes": 4 * bucket}
-    equals_the_reference(workers, options, shapes, steps=6, native=native)
+    # The last of two compressed steps has the errors of the first.
+    options = {"compressor": compressor, "communicate": communicate, "bucket_bytes": 4 * bucket, "warmup": 2}
+    equals_the_reference(workers, options, shapes, steps=4, native=native)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_elements_that_never_had_a_gradient_do_not_blow_up():
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(4096))
     optimizer = APMSqueeze([parameter], 1e-3, options=APMSqueezeOptions(warmup=20))
-    for _ in range(200):
+    for _ in range(60):
         parameter.grad = torch.randn(4096)
         parameter.grad[1000:3000] = 0.0
         optimizer.step()

@@ -112,7 +112,7 @@ def test_each_step_counts_once():
     assert sum(by for _, by in told.calls) == 8
 
 
-@pytest.mark.parametrize("ttl", [Steps(6400), Days(6400 / 86_400)])
+@pytest.mark.parametrize("ttl", [Steps(640), Days(640 / 86_400)])
 def test_short_processes_add_up(ttl):
     """A job that trains for a while every day, each time from a checkpoint."""
     clock = [0.0]
@@ -123,7 +123,7 @@ def test_short_processes_add_up(ttl):
             server.import_rows(chunk)
         server.import_state(pieces)
         server._ages._clock = lambda: clock[0]
-        for _ in range(99):
+        for _ in range(9):  # An age is of 10.
             train(server, step, *([1, 2] if step == 0 else [2]))
             step, clock[0] = step + 1, clock[0] + 1.01
         pieces = [StatePiece(*piece) for part in server.export_state() for piece in part]

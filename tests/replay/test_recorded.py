@@ -148,7 +148,7 @@ def assert_same_report(schedules, result):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_run_is_its_replay(mode, seed, tmp_path):
-    data = batches(40, seed=seed)
+    data = batches(28, seed=seed)
     outcomes, t = run(mode, data, tmp_path, of_seed(seed))
     schedules = assert_replayed(tmp_path, data, t)
     assert len(schedules) == 1
@@ -184,7 +184,7 @@ def test_the_record_has_pushes_that_take_long(mode, tmp_path, monkeypatch):
     push = EmbeddingServer.push
 
     def slow(self, header, gradients):
-        time.sleep(0.1 * (header.rank == 2))
+        time.sleep(0.05 * (header.rank == 2))
         return push(self, header, gradients)
 
     data = batches(6)
@@ -207,7 +207,7 @@ def test_a_run_whose_pushes_overtake_each_other_is_its_replay(mode, tmp_path, mo
         open_steps.append(len(self._open))
         return add(self, step, arrived)
 
-    data = batches(60)
+    data = batches(45)
     with monkeypatch.context() as patch:
         patch.setattr(EmbeddingServer, "push", slow)
         patch.setattr(StepBarrier, "_add", counted)
@@ -229,6 +229,7 @@ def test_a_run_through_several_modes_is_its_replay(tmp_path):
 def test_a_run_with_a_crash_is_its_replay(mode, moment, tmp_path, monkeypatch):
     """An NN worker dies while it computes; before its push; when one of two PSs has it; between rows and network."""
     victim, servers = 1, (2, 1)
+    monkeypatch.setattr("persia.dense.network.SLICE_SECONDS", 0.02)  # Until a place of the dead one is filled.
     monkeypatch.setattr("persia.nn.token_client.TokenClient.abandon", lambda self: None)  # As if killed.
     leave_batches_to(victim, monkeypatch)
     data = batches(45, seed=7)
@@ -345,6 +346,7 @@ def test_any_interleaving_and_any_crash_are_their_replay(data):
     loads = batches(count, seed=count)
     with tempfile.TemporaryDirectory() as directory:
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("persia.dense.network.SLICE_SECONDS", 0.02)
             patch.setattr("persia.nn.token_client.TokenClient.abandon", lambda self: None)
             kill_at(deaths, patch)
             outcomes, t = run(

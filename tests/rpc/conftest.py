@@ -5,6 +5,12 @@ from support.rpc_samples import DEADLINE, Sample, Service
 
 
 @pytest.fixture
+def quick_ticks(monkeypatch):
+    """A server looks soon at what has expired. For tests that wait for a tick."""
+    monkeypatch.setattr("persia.rpc.server.TICK_SECONDS", 0.02)
+
+
+@pytest.fixture
 def service():
     found = Service()
     yield found

@@ -16,6 +16,7 @@ import zmq
 from persia import rpc
 from persia.rpc.arrays import DTYPES, MAX_NDIM
 from persia.rpc.messages import Kind
+from support.examples import examples
 from support.rpc_samples import DEADLINE, Sample, Service
 from support.waiting import wait_until
 
@@ -240,7 +241,7 @@ def _fuzz(server, count, seed):
 
 
 def test_fuzzed_messages(server):
-    _fuzz(server, 2000, 1)
+    _fuzz(server, examples(2000), 1)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ SCHEMA = Schema(
         IdFeature("history", dim=8, table="item", pooling="mean"),
         IdFeature("user", dim=4),
     ],
-    tables=[Table("user", dim=4, optimizer=Adam(0.01), admission=AdmitMinFrequency(1))],
+    tables=[Table("user", dim=4, capacity=10_000, optimizer=Adam(0.01), admission=AdmitMinFrequency(1))],
 )
 IDS = {"item": np.arange(5, dtype=np.uint64), "user": np.arange(3, dtype=np.uint64)}
 ROWS = {"item": np.ones((5, 8), np.float32), "user": np.ones((3, 4), np.float32)}
@@ -367,7 +367,8 @@ CALLS = {
 @pytest.mark.parametrize(
     ("protocol", "method"), [(protocol, method) for protocol in CALLS for method in describe(protocol)]
 )
-def test_every_call_has_a_deadline(protocol, method):
+def test_every_call_has_a_deadline(protocol, method, monkeypatch):
+    monkeypatch.setattr("persia.rpc.server.DELIVERY_SECONDS", 0.0)  # Nobody takes the replies.
     gate = threading.Event()
 
     class Stuck:
@@ -375,11 +376,11 @@ def test_every_call_has_a_deadline(protocol, method):
             return lambda *arguments: gate.wait(DEADLINE)
 
     with rpc.serve(Stuck(), protocol=protocol) as server:
-        stub = rpc.connect(server.address, protocol, peer="embedding PS 2", timeout=0.1)
+        stub = rpc.connect(server.address, protocol, peer="embedding PS 2", timeout=0.02)
         with pytest.raises(DeadlineError, match=rf"embedding PS 2 at {server.address} is late: {method} ") as caught:
             getattr(stub, method)(*CALLS[protocol][method])
         assert caught.value.fields == {
-            "peer": "embedding PS 2", "address": server.address, "operation": method, "seconds": 0.1,
+            "peer": "embedding PS 2", "address": server.address, "operation": method, "seconds": 0.02,
         }  # fmt: skip
         gate.set()
         rpc.close(stub)

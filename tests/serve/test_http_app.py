@@ -168,7 +168,8 @@ class StartsWhenTold(FakePredictor):
         assert self.told.wait(60)
 
 
-def test_health_tells_until_and_after_it_is_ready(caplog):
+def test_health_tells_until_and_after_it_is_ready(caplog, monkeypatch):
+    monkeypatch.setattr("persia.serve.http.app.START_SECONDS", 0.02)
     predictor = StartsWhenTold()
     predictor.may_start = [DeadlineError("There was nothing to serve in s3://logs.")]
 

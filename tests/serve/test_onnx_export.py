@@ -1,11 +1,15 @@
 """ONNX files of networks give the results of torch."""
 
+import copy
 import sys
 
 import numpy as np
-import onnx
 import pytest
 import torch
+
+pytest.importorskip("onnx", reason='ONNX is not installed: pip install "persia[onnx]"')
+
+import onnx
 from onnx.reference import ReferenceEvaluator
 
 import persia
@@ -33,12 +37,25 @@ def check(model, path):
         np.testing.assert_allclose(found, model(*x).detach().numpy(), rtol=0, atol=1e-5)
 
 
-def test_a_file_gives_the_results_of_torch_for_any_rows(tmp_path):
-    model = HSTU(HISTORY, hidden=(8,)).train()
-    path = export_onnx(model, HISTORY, tmp_path / "network.onnx")
-    assert list(tmp_path.iterdir()) == [path]  # Weights are in it.
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A model in training mode, its state before it was exported, and the file."""
+    model = HSTU(HISTORY, hidden=(8,), layers=1).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return model, before, export_onnx(model, HISTORY, tmp_path_factory.mktemp("onnx") / "network.onnx")
+
+
+def test_the_state_of_the_network_is_not_changed(exported):
+    model, before, _ = exported
     assert model.training
-    check(model.eval(), path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_file_gives_the_results_of_torch_for_any_rows(exported):
+    model, _, path = exported
+    assert list(path.parent.iterdir()) == [path]  # Weights are in it.
+    check(copy.deepcopy(model).eval(), path)
 
 
 @pytest.mark.slow
@@ -55,14 +72,6 @@ def test_errors(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(MissingExtraError, match=r"pip install \"persia\[onnx\]\""):
         export_onnx(TwoTower(HISTORY, item=["item"]), HISTORY, tmp_path / "network.onnx")
-
-
-def test_the_state_of_the_network_is_not_changed(tmp_path):
-    model = make("FFNN")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    export_onnx(model, HISTORY, tmp_path / "network.onnx")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_the_command_exports_the_newest_published_network(tmp_path):

@@ -86,7 +86,7 @@ def test_a_run_publishes_its_distributions_and_a_server_compares(tmp_path, serve
         assert max(drift["item"], drift["tags"], drift["tags.length"]) < 0.1
 
 
-def ranking(seed, shift=0.0, items=20):
+def ranking(seed, shift=0.0, items=5):
     """One user with tags and an age, and items."""
     rows = batch(items, seed, shift)
     user = Batch({"tags": rows.id_features["tags"].slice(0, 1)}, rows.dense[:1], rows.labels[:1])

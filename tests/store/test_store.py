@@ -37,8 +37,8 @@ def test_capacity_costs_no_memory():
 
 
 def test_bytes_per_row():
-    store = make(16, shards=4)
-    store.lookup([0], [np.arange(1_000_000, dtype=np.uint64)], True)
+    store = make(16, shards=1)
+    store.lookup([0], [np.arange(250_000, dtype=np.uint64)], True)
     assert store.memory_bytes(0) / store.size(0) - 16 * 4 * 2 <= 32
 
 

@@ -1,5 +1,7 @@
 """The small network that tests of APMSqueeze train, and how what becomes of it is held against the reference."""
 
+import functools
+
 import numpy as np
 import torch
 
@@ -11,17 +13,34 @@ COMPRESSORS = [OneBit(block=128), OneBit("l2", block=64), TopK(0.1), StochasticT
 SHAPES = [(70, 33), (5,), (1500,), (), (0, 3), (40, 40), (300,)]
 
 
-def tensors(seed, shapes=SHAPES):
+@functools.lru_cache(512)
+def _tensors(seed, shapes):
     rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    found = [np.asarray(rng.standard_normal(shape), np.float32) for shape in shapes]
+    for tensor in found:
+        tensor.flags.writeable = False
+    return found
+
+
+def tensors(seed, shapes=SHAPES):
+    """Read-only: every worker, the reference and many tests share them."""
+    return list(_tensors(tuple(seed) if isinstance(seed, list) else seed, tuple(shapes)))
 
 
 def gradients(step, rank, shapes=SHAPES):
-    """Of one worker in one step: a part that all share, and noise."""
-    return [
-        (a + 0.5 * b).astype(np.float32)
+    """Of one worker in one step: a part that all share, and noise. Read-only, as `tensors`."""
+    return list(_gradients(step, rank, tuple(shapes)))
+
+
+@functools.lru_cache(512)
+def _gradients(step, rank, shapes):
+    found = [
+        np.asarray(a + 0.5 * b, np.float32)
         for a, b in zip(tensors([step // 3, 9], shapes), tensors([step, rank, 8], shapes), strict=True)
     ]
+    for gradient in found:
+        gradient.flags.writeable = False
+    return found
 
 
 def make(options, shapes=SHAPES, device="cpu", **arguments):

@@ -24,7 +24,7 @@ def expire(stub: Any) -> None:
             call.expires = time.monotonic()
 
 
-def expire_iterators(server: rpc.Server, seconds: float = 0.2) -> None:
+def expire_iterators(server: rpc.Server, seconds: float = 0.02) -> None:
     """Lets iterators expire that are not read for these seconds. From the start, they could before they are read."""
     server._dispatcher.streams._limits = rpc.Limits(stream_seconds=seconds)
 

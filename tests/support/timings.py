@@ -2,15 +2,20 @@
 
 Prints a table by folder: tests, seconds, seconds of the processor (of this process with all its threads, and of child
 processes that have ended), and seconds in which the test waited. With --times, also writes a line of JSON a test.
+
+    python -m support.timings FILE    the tests in such a file that are not quick, as tests/not_quick.txt lists them
 """
 
 import json
 import os
+import re
+import sys
 import time
 from collections import defaultdict
 
 import pytest
 
+QUICK_SECONDS = 0.1
 FOLDERS = "tests", "seconds", "own CPU", "children", "waiting"
 
 
@@ -78,3 +83,14 @@ def pytest_unconfigure(config):
         with open(file, "w", encoding="utf-8") as stream:
             for test in config.pluginmanager.get_plugin("timings").tests.values():
                 stream.write(json.dumps(test) + "\n")
+
+
+def not_quick(lines):
+    """Names of the test functions one of whose tests takes longer than a quick one."""
+    tests = map(json.loads, lines)
+    return sorted({re.split(r"[\[@]", test["test"])[0] for test in tests if test["seconds"] > QUICK_SECONDS})
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], encoding="utf-8") as stream:
+        print("\n".join(not_quick(stream)))

@@ -150,10 +150,10 @@ def test_a_mode_that_the_batches_do_not_fit_is_not_asked_for(caplog):
 
 
 def test_a_run_switches_with_the_cluster_and_its_decisions_can_be_repeated():
-    trace = alternating([1.0, 1.0, 1.0, 6.0], quiet=0.8, strained=1.6)
-    done = emulation.train(AUTO, emulation.Emulation(trace, 0.01), 700)
+    trace = alternating([1.0, 1.0, 1.0, 6.0], quiet=0.4, strained=1.2)
+    done = emulation.train(AUTO, emulation.Emulation(trace, 0.01), 350)
     choices = done.result.mode_choices
-    assert done.result.rows == 700 * emulation.ROWS
+    assert done.result.rows == 350 * emulation.ROWS
     assert any(v.switch and v.asynchronous for v in choices)
     assert done.result.asynchronous.batches > 0
 
@@ -161,7 +161,7 @@ def test_a_run_switches_with_the_cluster_and_its_decisions_can_be_repeated():
 def test_evidence_is_written_beside_the_logs(tmp_path):
     pytest.importorskip("tensorboard")
     t = trainer(Auto(Gba(ROWS), seconds=0.01, windows=1), log_dir=str(tmp_path))
-    result = t.fit(batches(200))
+    result = t.fit(batches(80))
     evidence = load_evidence(tmp_path / "auto.json")
     assert evidence.choices == result.mode_choices != []
     assert not any(v.switch for v in result.mode_choices)  # One NN worker is as slow as itself.

@@ -1,5 +1,6 @@
 """Checkpoints that are written while training goes on, and what they are loaded into."""
 
+import functools
 import logging
 import os
 import re
@@ -269,14 +270,19 @@ def test_keep_best(tmp_path):
 # --- another shape ------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def of_one_server():
+    """A run that was never stopped."""
+    whole = several(reader().schema, 1)
+    torch.manual_seed(1)
+    whole.fit(reader(), epochs=2)
+    return whole
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 1), (2, 2)])
 def test_another_number_of_servers(tmp_path, before, after):
     """In Sync, without evictions or random admission, the number of PSs changes nothing, before or after a resume."""
-    schema = reader().schema
-    whole = several(schema, 1)
-    torch.manual_seed(1)
-    whole.fit(reader(), epochs=2)
-
+    schema, whole = reader().schema, of_one_server()
     first = several(schema, before)
     torch.manual_seed(1)
     first.fit(reader(), epochs=2, max_steps=25)

@@ -14,43 +14,43 @@ from persia.testing import Threads
 from support.switching_samples import Net, batches, trainer
 
 TIMEOUT = 20.0
-GRACE = 0.4
-LONG_GRACE = 4.0
-"""For tests whose pushes return: a stall must not make them late."""
+GRACE = 0.1
+"""For tests whose pushes do not return until the second call."""
 STEPS = 10
 FAILS_AT = 7  # The number of the batch, from 1 on, of each NN worker.
 DATA = batches(2 * STEPS)
 
 
 class FailingNet(Net):
-    """Raises in its forward pass of one batch, once; `error` None: never."""
+    """Raises in its forward pass of one batch, once, after `first` was called; `error` None: never."""
 
     def __init__(self, error):
         super().__init__(torch.float32)
-        self.error, self.left = error, FAILS_AT
+        self.error, self.left, self.first = error, FAILS_AT, lambda: None
 
     def forward(self, dense, embeddings):
         self.left -= 1
         if self.left == 0 and self.error is not None:
+            self.first()
             raise self.error
         return super().forward(dense, embeddings)
 
 
 @pytest.fixture
 def applied(monkeypatch):
-    """Records the steps that the PS applies; each takes `seconds`, and waits for `open`."""
+    """Records the steps that the PS applies; each waits for `open`, and for its turn."""
 
     class Applied(list):
         def __init__(self):
             super().__init__()
-            self.seconds, self.open = 0.0, threading.Event()
+            self.open, self.turn = threading.Event(), lambda: True
 
     found, apply = Applied(), EmbeddingServer._apply_step
     found.open.set()
 
     def slow(self, barrier, arrived):
-        time.sleep(found.seconds)
         assert found.open.wait(TIMEOUT)
+        assert found.turn()
         found.append(arrived[0].header.step)
         return apply(self, barrier, arrived)
 
@@ -81,13 +81,44 @@ def fit_twice(cluster, mode, before_second=lambda: None, prepare=lambda member, 
     return cluster.run(work)
 
 
+def until(condition):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_slow_pushes_are_finished(applied, monkeypatch):
-    """All NN workers fail in the same batch, as they do when they share a network that has diverged."""
-    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", LONG_GRACE)
-    applied.seconds = 1.2 * LONG_GRACE / (FAILS_AT - 1)  # All pushes take longer than the time for one of them.
+    """All NN workers fail in the same batch, as they do when they share a network that has diverged.
+
+    Each push takes three quarters of the time that both have for the next one to return, on a clock that the test sets.
+    """
+    made, now, turns = [], [0.0], threading.Semaphore(0)
+
+    class Grace:
+        def __init__(self, seconds):
+            self.end = now[0] + seconds
+            made.append(self)
+
+        @property
+        def passed(self):
+            return now[0] >= self.end
+
+    monkeypatch.setattr("persia.nn.pipeline.Deadline", Grace)
+    applied.turn = lambda: turns.acquire(timeout=TIMEOUT)
+
+    def return_slowly():
+        for returned in range(FAILS_AT - 1):
+            until(lambda returned=returned: len(made) >= 2 * (returned + 1))  # Both wait, and know of those before.
+            now[0] += 0.75 * GRACE
+            turns.release()
+
+    returning = threading.Thread(target=return_slowly)
+    returning.start()
     cluster = Threads(nn_workers=2, timeout=TIMEOUT)
-    for t, _, _ in fit_twice(cluster, Hybrid(8, warmup=0), lambda: setattr(applied, "seconds", 0.0)):
+    for t, _, _ in fit_twice(cluster, Hybrid(8, warmup=0), lambda: setattr(applied, "turn", lambda: True)):
         assert t.global_step == STEPS
+    returning.join()
     assert applied == list(range(STEPS))
 
 
@@ -115,16 +146,20 @@ def test_pushes_that_do_not_return_are_left_behind_with_a_warning(applied, caplo
     assert set(applied) - set(following) <= set(range(MOST_PUSHES))  # Some may have come before the second call.
 
 
-def test_nn_workers_that_failed_before_and_after_a_push_count_alike_again(applied, monkeypatch):
-    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", LONG_GRACE)
-
+def test_nn_workers_that_failed_before_and_after_a_push_count_alike_again(applied):
     def prepare(member, t):
+        def await_earlier():
+            """Only a push that waits for one that never comes is left behind, however slow the others are."""
+            until(lambda: t.embeddings._pass.pipeline._returned == FAILS_AT - 1)
+
+        t.model.first = await_earlier
         if member.rank == 1:  # Fails behind the push of the batch, as if it had learned of the other's error there.
             replicas, reduce_rest = t.step.replicas, t.step.replicas.reduce_rest
             t.model.error = None
 
             def reduce(parameters):
                 if t.model.left == 0:
+                    await_earlier()
                     raise ZeroDivisionError("of the user")
                 reduce_rest(parameters)
 

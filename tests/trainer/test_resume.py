@@ -1,6 +1,7 @@
 """A run that is saved and resumed goes on as if nothing had happened."""
 
 import errno
+import functools
 import os
 import resource
 import shutil
@@ -244,23 +245,31 @@ def assert_same_training(one, two):
     assert_same_rows(one, two)
 
 
+def accumulating(precision):
+    options = {"accumulation_steps": 3, "precision": precision, "clip_norm": 1.0}
+    options["schedule"] = persia.Schedule(warmup_steps=4, decay="linear", total_steps=14)
+    return trainer(schema_of(), **options)
+
+
+@functools.cache
+def accumulated(precision):
+    """A run that was never stopped."""
+    whole = accumulating(precision)
+    torch.manual_seed(1)
+    whole.fit(reader(), epochs=2)
+    assert whole.global_step == 14
+    return whole
+
+
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
 @pytest.mark.parametrize("stop", [5, 6, 7, 9, 14])
 def test_resuming_around_the_remainder_of_an_accumulation(tmp_path, stop, precision):
     """20 batches in groups of 3 leave 2: step 7 is smaller than the others, step 8 begins a new epoch and group."""
-    options = {"accumulation_steps": 3, "precision": precision, "clip_norm": 1.0}
-    options["schedule"] = persia.Schedule(warmup_steps=4, decay="linear", total_steps=14)
-    schema = schema_of()
-    whole = trainer(schema, **options)
-    torch.manual_seed(1)
-    whole.fit(reader(), epochs=2)
-    assert whole.global_step == 14
-
-    first = trainer(schema, **options)
+    whole, first = accumulated(precision), accumulating(precision)
     torch.manual_seed(1)
     first.fit(reader(), epochs=2, max_steps=stop)
     first.save(str(tmp_path))
-    second = persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam)
+    second = persia.Trainer.resume(str(tmp_path), model(first.schema), optimizer=adam)
     if stop < 14:
         second.fit(reader(), epochs=2)
     assert_same_training(whole, second)

@@ -18,6 +18,8 @@ from persia.errors import CheckpointError, ConfigError
 from persia.modes import Gba, Hybrid, Sync
 from persia.optim import Adagrad
 from persia.publish import PublishOptions, Replica, follow
+from persia.publish.publisher import Publisher
+from persia.trainer.publishing import Publishing
 from support.change_log import unwritable
 from support.several_ps import Several
 
@@ -134,15 +136,20 @@ def batches_before(url, call):
 
 
 @pytest.mark.parametrize("what", ["", "network"])
-def test_the_last_rows_and_network_are_retried(tmp_path, what):
-    url = tmp_path / "log"
+def test_the_last_rows_and_network_are_retried(tmp_path, monkeypatch, what):
+    monkeypatch.setattr("persia.publish.publisher.LAST_PAUSE", 0.05)
+    end, url = Publishing.end, tmp_path / "log"
     run = trainer(url)
     with ExitStack() as broken:
-        repair = threading.Timer(1.5, broken.close)
+        repair = threading.Timer(0.3, broken.close)  # From the end of training on, for several attempts.
+
+        def ending(publishing, **how):
+            repair.start()
+            end(publishing, **how)
 
         def fail():
             broken.enter_context(unwritable(url / "epoch-0000000000" / what))
-            repair.start()
+            monkeypatch.setattr(Publishing, "end", ending)
 
         run.fit(batches_before(url, fail))
         repair.join()
@@ -151,7 +158,17 @@ def test_the_last_rows_and_network_are_retried(tmp_path, what):
 
 def test_without_the_last_rows_the_last_network_is_not_published(tmp_path, monkeypatch, caplog):
     """A server would wait for these rows, and not say so."""
-    monkeypatch.setattr("persia.publish.publisher.LAST_SECONDS", 4.0)  # PS 0 has to publish by then.
+    end = Publisher._end_thread
+
+    def hurried(publisher, seconds, *, last=False):
+        """PS 1 has a moment, once it has failed; PS 0 has as long as ever."""
+        if last and publisher._order.server == 1:
+            publisher._stop.set()
+            until(lambda: publisher.status.error)
+            seconds = 0.1
+        end(publisher, seconds, last=last)
+
+    monkeypatch.setattr(Publisher, "_end_thread", hurried)
     url = tmp_path / "log"
     run = trainer(url, cluster=Several(2), seconds=3600.0)
     rows = url / "epoch-0000000000" / "rows-1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from test_checkpointing import ids_and_values
@@ -37,6 +39,15 @@ def on_disk(t):
     return sum(counts.get("disk_rows", 0) for counts in t.embeddings.statistics().values())
 
 
+@functools.cache
+def in_memory():
+    """A run that was never stopped."""
+    whole = trainer(schema_of(), 1)
+    torch.manual_seed(1)
+    whole.fit(reader(), epochs=2)
+    return whole
+
+
 @pytest.mark.parametrize(("before", "after"), [((1, 60), (3, 30)), ((2, 40), (1, None)), ((1, None), (2, 50))])
 def test_another_number_of_servers_and_of_rows_in_memory(tmp_path, before, after):
     """(PSs, rows of memory; None: all). Training is what it would be in memory, before and after a resume."""
@@ -44,10 +55,7 @@ def test_another_number_of_servers_and_of_rows_in_memory(tmp_path, before, after
     def made(ps, memory_rows, name):
         return trainer(schema_of(tmp_path / name if memory_rows else None, memory_rows), ps)
 
-    whole = trainer(schema_of(), 1)
-    torch.manual_seed(1)
-    whole.fit(reader(), epochs=2)
-    first = made(*before, "first")
+    whole, first = in_memory(), made(*before, "first")
     torch.manual_seed(1)
     first.fit(reader(), epochs=2, max_steps=25)
     first.save(str(tmp_path / "saved"))

@@ -64,10 +64,10 @@ DEFAULT = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("number", STATUS, ids=lambda n: n.name)
 def test_a_signal_ends_fit_after_its_step_and_a_checkpoint_resumes_it(mode, number, tmp_path, capsys):
-    count, out = 60, str(tmp_path / "out")
+    count, out = 30, str(tmp_path / "out")
     t = trainer(mode, checkpoint_dir=out)
     with pytest.raises(STATUS[number]) as ended:
-        t.fit(Source(count, 20, send(number)))
+        t.fit(Source(count, 10, send(number)))
     if number == signal.SIGTERM:
         assert ended.value.code == 143
     assert 0 < t.position < count
@@ -136,7 +136,7 @@ def test_a_second_signal_ends_fit_at_once(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.usefixtures("default_handlers")
 def test_an_evaluation_at_the_end_is_cut_short_and_the_last_step_is_kept(tmp_path):
-    source = Source(1_000, 5, send(signal.SIGINT))
+    source = Source(400, 5, send(signal.SIGINT))
     for best in (None, "auc"):
         t = trainer(Sync(), checkpoint_dir=str(tmp_path / str(best)), keep_best=best)
         with pytest.raises(KeyboardInterrupt):
@@ -144,7 +144,7 @@ def test_an_evaluation_at_the_end_is_cut_short_and_the_last_step_is_kept(tmp_pat
         assert [entry.step for entry in list_checkpoints(str(tmp_path / str(best)))] == [10]
         assert t.finished
     assert source.begun == 2
-    assert source.read < 500
+    assert source.read < 200
 
 
 def test_handlers_of_the_program_stay(capsys):
@@ -177,16 +177,16 @@ def test_one_of_several_nn_workers_is_told_and_all_stop_at_the_same_batch(mode):
             told.set()
 
         # The first one leaves batches to the second, however late that is.
-        source = Source(400, 41, stop) if member.rank == 1 else Source(400, 300, lambda: told.wait(DEADLINE))
-        return t.fit(source), t.fit(batches(400))
+        source = Source(160, 21, stop) if member.rank == 1 else Source(160, 100, lambda: told.wait(DEADLINE))
+        return t.fit(source), t.fit(batches(160))
 
     before = {n: signal.getsignal(n) for n in DEFAULT}
     results = Threads(nn_workers=2, timeout=DEADLINE).run(work)
     assert {n: signal.getsignal(n) for n in DEFAULT} == before
     for first, second in results:
         assert first.global_step == results[0][0].global_step
-        assert 0 < first.rows < 400 * ROWS
-        assert first.rows + second.rows == 400 * ROWS
+        assert 0 < first.rows < 160 * ROWS
+        assert first.rows + second.rows == 160 * ROWS
 
 
 def test_data_without_a_batch_are_an_error_unless_they_are_expected(caplog):

@@ -143,8 +143,15 @@ class AUC:
             )
         self._flush()
         other._flush()
-        if other._counts is not None:
-            self._counts = other._counts.copy() if self._counts is None else self._counts + other._counts
+        if other._counts is None:
+            return
+        if self._counts is None:
+            self._counts = np.zeros(2 * self.bins)
+        used = np.flatnonzero(other._counts)
+        if len(used) < self.bins // 8:  # Of a few rows: memory of other bins is not even touched.
+            self._counts[used] += other._counts[used]
+        else:
+            self._counts += other._counts
 
     def state_dict(self) -> State:
         """Returns the bins in use and their counts."""

@@ -1,4 +1,4 @@
-"""Slow, readable reference of APMSqueeze for tests: one process, n simulated workers, float64, loops.
+"""Slow, readable reference of APMSqueeze for tests: one process, n simulated workers, float64, loops over blocks.
 
 Implements Algorithm 1 of arXiv 2008.11343. Where the paper leaves details open, it follows
 :class:`persia.optim.APMSqueeze`: the bias of m and v is corrected (that of v once, when it is frozen); tiny elements of
@@ -32,29 +32,28 @@ def reference_compress(compressor: Compressor, values: Vector, key: int = 0) -> 
     if isinstance(compressor, TopK):
         if len(values):
             kept = max(1, int(np.ceil(compressor.ratio * len(values))))
-            for i in np.argsort(-np.abs(values), kind="stable")[:kept]:
-                sent[i] = values[i]
+            largest = np.argsort(-np.abs(values), kind="stable")[:kept]
+            sent[largest] = values[largest]
         return sent
     if isinstance(compressor, OneBit):
         for begin in range(0, len(values), compressor.block):
             block = values[begin : begin + compressor.block]
             if compressor.scale == "mean":
-                scale = sum(abs(value) for value in block) / len(block)
+                scale = np.abs(block).sum() / len(block)
             else:
-                scale = (sum(value * value for value in block) / len(block)) ** 0.5
-            for i, value in enumerate(block):
-                sent[begin + i] = scale if value >= 0 else -scale
+                scale = ((block * block).sum() / len(block)) ** 0.5
+            sent[begin : begin + len(block)] = np.where(block >= 0, scale, -scale)
         return sent
     if isinstance(compressor, StochasticTernary):
         generator = torch.Generator().manual_seed(compressor.stream(key))
-        chance = torch.rand(len(values), generator=generator).numpy()
+        chance = torch.rand(len(values), generator=generator).double().numpy()
         for begin in range(0, len(values), compressor.block):
             block = values[begin : begin + compressor.block]
-            largest, total = max(abs(block)), sum(abs(block))
-            amplitude = sum(block * block) / total if total > 0 else 0.0
-            for i, value in enumerate(block):
-                if chance[begin + i] * largest < abs(value):
-                    sent[begin + i] = amplitude if value > 0 else -amplitude
+            end = begin + len(block)
+            total = np.abs(block).sum()
+            amplitude = (block * block).sum() / total if total > 0 else 0.0
+            drawn = chance[begin:end] * np.abs(block).max() < np.abs(block)
+            sent[begin:end] = np.where(drawn, np.where(block > 0, amplitude, -amplitude), 0.0)
         return sent
     raise TypeError(f"no reference for {type(compressor).__name__}")
 

@@ -6,6 +6,7 @@ Small, smooth and in any precision, for checks of what a mode computes: `Problem
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,16 @@ from persia.types import Ids
 __all__ = ["DIM", "IDS", "LOCAL", "Problem", "delayed_sync", "lock_step"]
 
 IDS, DIM, LOCAL = 40, 3, 4
+
+
+@functools.lru_cache(1024)
+def _global_batch(step: int, rows: int) -> tuple[Ids, NDArray[np.int64]]:
+    """Returns ids `[rows, 2]` and labels `[rows]` of a step; they are read once per part, lookup and run."""
+    rng = np.random.default_rng((99, step))
+    ids = (rng.zipf(1.3, (rows, 2)) % IDS).astype(np.uint64)
+    labels = rng.integers(0, 2, rows)
+    ids.flags.writeable = labels.flags.writeable = False
+    return ids, labels
 
 
 class Problem:
@@ -68,11 +79,9 @@ class Problem:
     def data(self, batch: int) -> tuple[Ids, Numbers]:
         """Returns ids `[n, 2]` and labels `[n]` of a batch."""
         step, part = divmod(batch, self._parts)
-        rng = np.random.default_rng((99, step))
-        ids = (rng.zipf(1.3, (self._rows, 2)) % IDS).astype(np.uint64)
-        labels = rng.integers(0, 2, self._rows).astype(self.dtype)
+        ids, labels = _global_batch(step, self._rows)
         mine = slice(part * self._rows // self._parts, (part + 1) * self._rows // self._parts)
-        return ids[mine], labels[mine]
+        return ids[mine], labels[mine].astype(self.dtype)
 
     def update(self, gradient: Numbers, step: int) -> None:
         """Updates the weights."""
