@@ -298,7 +298,15 @@ RUNS = {
 }
 ON_DISK = {"disk": 5}
 """Runs with rows on SSD; of so many rows, one is in memory."""
-CHUNKS = {"smoke": (2, 5), "laptop": (8, 40), "full": (20, 60)}
+SMOKE: dict[str, dict[str, Any]] = {
+    "persia.cli.plan": {"SHARED_STEPS": 1, "SHARED_ROUNDS": 1},
+    "persia.plan.measure": {
+        "ROUNDS": 1, "TABLE_ROWS": 40_000, "CHECKPOINT_ROWS": 100_000, "COLD_ROWS": 40_000, "DISK_BYTES": 16 << 20
+    },
+    "persia.plan.workload": {"BATCHES": 2, "WARM_STEPS": 1, "STEPS": 2, "ROUNDS": 1},
+}  # fmt: skip
+"""What `persia bench rates` measures less of in a smoke run."""
+CHUNKS = {"smoke": (2, 3), "laptop": (8, 40), "full": (20, 60)}
 """Chunks of a run, and steps of each."""
 
 
@@ -322,7 +330,8 @@ def rate(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
         with ssd() as path, contextlib.ExitStack() as used:
             if preset == "smoke":
                 used.enter_context(ray_here(preset))
-                used.enter_context(mock.patch.multiple("persia.cli.plan", SHARED_STEPS=1, SHARED_ROUNDS=1))
+                for module, constants in SMOKE.items():
+                    used.enter_context(mock.patch.multiple(module, **constants))
             if name in ON_DISK:
                 run = spilled(run, path, SHRINK[preset], ON_DISK[name])
             for measure in compared(name, run, *CHUNKS[preset]):

@@ -49,7 +49,7 @@ from benchmarks.zoo_runs import (
 from persia.optim import Adagrad
 
 SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": tuple(range(10))}
-ROWS = {"smoke": 4_096, "laptop": 204_800, "full": 2_048_000}
+ROWS = {"smoke": 2_048, "laptop": 204_800, "full": 2_048_000}
 DAY_ROWS = {"smoke": 1_024, "laptop": 262_144, "full": 524_288}
 LONG_ROWS = {"smoke": (8, 4), "laptop": (256, 32), "full": (2_048, 32)}
 """Samples with long histories, and those of a batch."""

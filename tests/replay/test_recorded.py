@@ -109,8 +109,12 @@ def of_seed(seed):
     return [at_random(seed, rank) for rank in range(WORKERS)]
 
 
-def assert_replayed(directory, data, t):
-    """The replay of all segments arrives at the same parameters and rows. Returns their schedules."""
+def assert_replayed(directory, data, t, rounded=False):
+    """The replay of all segments arrives at the same parameters and rows. Returns their schedules.
+
+    NN workers add up in the order in which they arrive. Where a gradient nearly cancels out, Adam makes of the last bit
+    of a sum a millionth of a parameter, and of this in turn a row of 16 bits may be rounded the other way.
+    """
     files = sorted(directory.iterdir(), key=lambda path: int(path.stem.split("-")[1]))
     schedules = [load_timeline(path) for path in files]
     virtual = VirtualTraining(
@@ -120,7 +124,7 @@ def assert_replayed(directory, data, t):
         virtual.run(schedule)
     virtual.evaluate(data[:1])
     for mine, theirs in zip(virtual.model.parameters(), t.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
     rows, found = rows_of(t), {}
     for store in virtual.stores:
         for chunk in store.export_rows():
@@ -128,7 +132,8 @@ def assert_replayed(directory, data, t):
             found.update({(chunk.table, int(i)): v for i, v in zip(ids, values, strict=True)})
     assert found.keys() == rows.keys()
     for key, row in rows.items():
-        np.testing.assert_allclose(found[key], row, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found[key], row, rtol=2**-7 if rounded else 0, atol=1e-5)
+    assert np.mean([np.allclose(found[key], row, rtol=0, atol=1e-5) for key, row in rows.items()]) > 0.95
     return schedules
 
 
@@ -175,7 +180,7 @@ def test_a_run_with_rows_of_16_bits_is_its_replay(mode, tmp_path, monkeypatch):
     data = batches(30)
     _, t = run(mode, data, tmp_path, of_seed(7))
     assert t.embeddings.schema.resolved_tables()["item"].dtype == "bfloat16"
-    assert_replayed(tmp_path, data, t)
+    assert_replayed(tmp_path, data, t, rounded=True)
 
 
 @pytest.mark.parametrize("mode", [Hybrid(3, warmup=0), Hybrid(3, combine=False, warmup=0)], ids=str)
