@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import runner
+from benchmarks.plan import short_measurements
 from benchmarks.ssd import ssd
 from persia import IdFeature, Schema
 from persia.batching.batch import Batch, IdColumn
@@ -49,7 +50,7 @@ STEP_SECONDS = {
     "laptop": (0.007, 0.014, 0.028, 0.056, 0.084),
     "full": (0.007, 0.014, 0.028, 0.056, 0.084),
 }
-STEPS = {"smoke": 8, "laptop": 12, "full": 40}
+STEPS = {"smoke": 6, "laptop": 12, "full": 40}
 STEP = 0.014
 """Seconds of a step, as on an H100."""
 SPILLED = 10
@@ -169,7 +170,8 @@ def cluster_of(reads: float = float("inf"), network: float = 32 * GBIT) -> Simul
 @runner.measures("capacity.simulated.modes", "capacity.simulated.sensitivity")
 def modes(preset: str) -> Iterator[runner.Measure]:
     """Figure 9, right: Hybrid over Sync and Async over Hybrid, by the time of a step; and what doubles or halves it."""
-    base, steps, by_step = measured_costs(STEP), STEPS[preset], []
+    with short_measurements(preset):
+        base, steps, by_step = measured_costs(STEP), STEPS[preset], []
     for seconds in STEP_SECONDS[preset]:
         costs = base._replace(step=seconds)
         rates = [
@@ -210,7 +212,7 @@ def modes(preset: str) -> Iterator[runner.Measure]:
 @runner.measures("capacity.simulated")
 def flat(preset: str) -> runner.Measure:
     """Figure 9, left: samples/s at 100 T over that at 6.25 T, in memory and with an SSD tier on smaller hosts."""
-    with ssd() as path:
+    with ssd() as path, short_measurements(preset):
         base, steps = measured_costs(STEP)._replace(miss=measure_disk(str(path)).row), STEPS[preset]
     found: dict[str, list[tuple[float, float]]] = {}
     facts: list[dict[str, Any]] = []

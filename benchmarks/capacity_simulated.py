@@ -25,7 +25,7 @@ import persia
 from benchmarks import runner
 from benchmarks.__main__ import machine
 from benchmarks.capacity_measured import EXPONENT, SCALES, SERVERS, Ids, schema_of, widened
-from benchmarks.plan import near
+from benchmarks.plan import near, short_measurements
 from benchmarks.plot_capacity import ASSETS
 from benchmarks.ssd import ssd
 from persia import Batch, Schema
@@ -40,7 +40,7 @@ from persia.plan.workload import FakeCluster, measure_workload
 from persia.ps.sizes import water_level
 from persia.schema import RowwiseAdagrad
 
-STEPS = {"smoke": 30, "laptop": 100, "full": 300}
+STEPS = {"smoke": 10, "laptop": 100, "full": 300}
 BATCHES = 14
 CORES = 2
 """Of the machine of the recorded lines."""
@@ -186,7 +186,8 @@ def capacity(preset: str) -> Iterator[runner.Measure]:
     for where, dim in PLACES[:2] if small else PLACES:
         line = lines[f"capacity.flat.{where}_{dim}"]
         first = lines[f"capacity.flat.memory_{dim}"]["by_size"][0]
-        sizes = [compared(dim, first, size, where, STEPS[preset]) for size in line["by_size"][-small:]]
+        with short_measurements(preset):
+            sizes = [compared(dim, first, size, where, STEPS[preset]) for size in line["by_size"][-small:]]
         worst = max(
             ((size, ids) for size in sizes for ids in ("zipf", "uniform")),
             key=lambda one: abs(one[0][one[1]]["simulated over measured"] - 1),

@@ -45,7 +45,7 @@ SCALING_FEATURES = 1
 
 
 @contextmanager
-def ray_here(preset: str, log_to_driver: bool = True) -> Iterator[None]:
+def ray_here(preset: str = "laptop", log_to_driver: bool = True) -> Iterator[None]:
     """One Ray for all clusters of a measure; in a smoke run, for those of all measures.
 
     Args:

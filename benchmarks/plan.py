@@ -306,6 +306,17 @@ SMOKE: dict[str, dict[str, Any]] = {
     "persia.plan.workload": {"BATCHES": 2, "WARM_STEPS": 1, "STEPS": 2, "ROUNDS": 1},
 }  # fmt: skip
 """What `persia bench rates` measures less of in a smoke run."""
+
+
+@contextlib.contextmanager
+def short_measurements(preset: str) -> Iterator[None]:
+    """Measures less of what a plan needs meanwhile, in a smoke run."""
+    with contextlib.ExitStack() as used:
+        for module, constants in SMOKE.items() if preset == "smoke" else ():
+            used.enter_context(mock.patch.multiple(module, **constants))
+        yield
+
+
 CHUNKS = {"smoke": (2, 3), "laptop": (8, 40), "full": (20, 60)}
 """Chunks of a run, and steps of each."""
 
@@ -330,8 +341,7 @@ def rate(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
         with ssd() as path, contextlib.ExitStack() as used:
             if preset == "smoke":
                 used.enter_context(ray_here(preset))
-                for module, constants in SMOKE.items():
-                    used.enter_context(mock.patch.multiple(module, **constants))
+            used.enter_context(short_measurements(preset))
             if name in ON_DISK:
                 run = spilled(run, path, SHRINK[preset], ON_DISK[name])
             for measure in compared(name, run, *CHUNKS[preset]):

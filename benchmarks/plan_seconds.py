@@ -25,7 +25,7 @@ from persia.cli.plan import measure_rates, request_of
 from persia.plan import plan_deployment
 from persia.services import EmbeddingPS
 
-ROWS = {"smoke": 200_000, "laptop": 10_000_000, "full": 10_000_000}
+ROWS = {"smoke": 50_000, "laptop": 10_000_000, "full": 10_000_000}
 ROUNDS = 3
 NAMES = ("checkpoint", "restore", "restart")
 

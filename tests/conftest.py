@@ -80,6 +80,7 @@ def pytest_unconfigure() -> None:
     faulthandler.dump_traceback_later(120.0, exit=True, file=sys.__stderr__)
 
 
+@pytest.hookimpl(tryfirst=True)  # Before marks select tests, and before xdist asks for groups.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts the tests on Ray together: its threads stay in the process until the end, and slow all others down.
 
@@ -128,11 +129,15 @@ def ray_here() -> Iterator[None]:
     """One Ray for all tests: clusters come and go in it, as in an existing Ray job."""
     import ray
 
+    from support.ray_forks import forking
+
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray believes in the GPU, whether there is one or not.
-    ray.init(
-        address="local", num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False, logging_level="error"
-    )
-    yield
-    ray.shutdown()
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: they would wait for all other tests.
+    with forking():
+        # Ray believes in the GPU, whether there is one or not.
+        ray.init(
+            address="local", num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False, logging_level="error"
+        )
+        yield
+        ray.shutdown()
