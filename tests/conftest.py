@@ -80,12 +80,32 @@ def pytest_unconfigure() -> None:
     faulthandler.dump_traceback_later(120.0, exit=True, file=sys.__stderr__)
 
 
-@pytest.hookimpl(tryfirst=True)  # Before marks select tests, and before xdist asks for groups.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives each process of `pytest -n` whole files, which share fixtures, and to one all files with tests on Ray.
+
+    Not `--dist loadgroup`: xdist 3.8 tells groups by names of tests, which pytest 9 does not let it change.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    root = Path(__file__).parents[1]
+    files = [file for file in (root / "tests").rglob("test_*.py") if "ray_here" in file.read_text(encoding="utf-8")]
+    on_ray = {file.relative_to(root).as_posix() for file in files}
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "Ray" if file in on_ray else file
+
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)  # Before marks select tests.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts the tests on Ray together: its threads stay in the process until the end, and slow all others down.
 
-    In one process they come last. Of several (`pytest -n`) one gets them all, and begins with them; the others share
-    the remaining files, those that start processes first, as these take longest.
+    In one process they come last. Of several (`pytest -n`) one begins with them; the others share the remaining files,
+    those that start processes first, as these take longest.
     """
 
     def on_ray(item: pytest.Item) -> bool:
@@ -94,10 +114,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if on_ray(item):
             item.add_marker(pytest.mark.processes)
-        item.add_marker(pytest.mark.xdist_group("Ray" if on_ray(item) else item.path.stem))
     if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if item.get_closest_marker("processes")}
-        items.sort(key=lambda item: (not on_ray(item), item.path not in slow))
+        first = {item.path for item in items if on_ray(item)}
+        early = {item.path for item in items if item.get_closest_marker("processes")}
+        items.sort(key=lambda item: (item.path not in first, item.path not in early))
     else:
         items.sort(key=on_ray)
     if config.getoption("--quick"):
