@@ -49,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     """Watches for tests that start processes without being marked."""
+    # Of a terminal that is not there: rich would keep it for as long as the process lives.
+    os.environ.pop("COLUMNS", None)
+    os.environ.pop("LINES", None)
 
     def audit(event: str, _: tuple[Any, ...]) -> None:
         if event in STARTS:
