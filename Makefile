@@ -70,14 +70,14 @@ PYTEST = $(BIN)/python -m pytest -q --dist loadscope --no-loadscope-reorder -n $
 ONE_MORE = $$(($$(nproc) + 1))
 timed = @export TIMEFORMAT='$@: %0R s'; time
 
-quick: install-tests  ## tests of Python that start no process, with few examples of property tests: a minute
+quick: install-tests  ## tests of Python that start no process, with few examples of property tests
 	$(timed) PERSIA_EXAMPLES=0.1 $(call PYTEST,auto) --quick -m "not processes and not slow" $(PYTEST_OPTIONS)
 
 quick-list: install-tests  ## measure which tests are quick, on an idle machine, and write the others to tests/not_quick.txt
 	PERSIA_EXAMPLES=0.1 $(call PYTEST,auto) -m "not processes and not slow" -p support.timings --times $(VENV)/times.jsonl
 	PYTHONPATH=tests $(BIN)/python -m support.timings $(VENV)/times.jsonl > tests/not_quick.txt
 
-test: install-tests test-cpp  ## all tests that start no process, and those of the core: five minutes
+test: install-tests test-cpp  ## all tests that start no process, and those of the core
 	$(timed) PERSIA_EXAMPLES=0.5 $(call PYTEST,auto) -m "not processes and not slow" $(PYTEST_OPTIONS)
 
 test-all: install test-cpp row-bits-16  ## all tests but the slow ones
