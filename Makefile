@@ -65,30 +65,28 @@ demo-cluster: install  ## the same program on processes of this machine
 	$(BIN)/python examples/cluster.py
 
 # A test command prints its seconds, and runs on all cores, file by file. What each holds is in CONTRIBUTING.md.
-PYTEST = $(BIN)/python -m pytest -q --dist loadscope --no-loadscope-reorder -n $(1)
-# Tests that start processes wait a third of the time.
-ONE_MORE = $$(($$(nproc) + 1))
+PYTEST = $(BIN)/python -m pytest -q --dist loadscope --no-loadscope-reorder -n auto
 timed = @export TIMEFORMAT='$@: %0R s'; time
 
 quick: install-tests  ## tests of Python that start no process, with few examples of property tests
-	$(timed) PERSIA_EXAMPLES=0.1 $(call PYTEST,auto) --quick -m "not processes and not slow" $(PYTEST_OPTIONS)
+	$(timed) PERSIA_EXAMPLES=0.1 $(PYTEST) --quick -m "not processes and not slow" $(PYTEST_OPTIONS)
 
 quick-list: install-tests  ## measure which tests are quick, on an idle machine, and write the others to tests/not_quick.txt
-	PERSIA_EXAMPLES=0.1 $(call PYTEST,auto) -m "not processes and not slow" -p support.timings --times $(VENV)/times.jsonl
+	PERSIA_EXAMPLES=0.1 $(PYTEST) -m "not processes and not slow" -p support.timings --times $(VENV)/times.jsonl
 	PYTHONPATH=tests $(BIN)/python -m support.timings $(VENV)/times.jsonl > tests/not_quick.txt
 
 test: install-tests test-cpp  ## all tests that start no process, and those of the core
-	$(timed) PERSIA_EXAMPLES=0.5 $(call PYTEST,auto) -m "not processes and not slow" $(PYTEST_OPTIONS)
+	$(timed) PERSIA_EXAMPLES=0.5 $(PYTEST) -m "not processes and not slow" $(PYTEST_OPTIONS)
 
 test-all: install test-cpp row-bits-16  ## all tests but the slow ones
-	$(timed) $(call PYTEST,$(ONE_MORE)) -m "not slow" $(PYTEST_OPTIONS)
+	$(timed) $(PYTEST) -m "not slow" $(PYTEST_OPTIONS)
 
 # What `make test-all` adds to `make test`.
 test-processes: install row-bits-16
-	$(timed) $(call PYTEST,$(ONE_MORE)) -m "processes and not slow" $(PYTEST_OPTIONS)
+	$(timed) $(PYTEST) -m "processes and not slow" $(PYTEST_OPTIONS)
 
 test-slow: install row-bits-16  ## the slow tests: minutes each
-	$(timed) PERSIA_EXAMPLES=3 $(call PYTEST,$(ONE_MORE)) -m slow $(PYTEST_OPTIONS)
+	$(timed) PERSIA_EXAMPLES=3 $(PYTEST) -m slow $(PYTEST_OPTIONS)
 
 # Compilers are found in .venv; ccache is used where there is one.
 CMAKE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake
