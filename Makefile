@@ -10,8 +10,8 @@ TESTS := $(VENV)/.ready-to-test
 RUNS := $(VENV)/.ready-to-run
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 PIP = $(BIN)/python -m pip install -q -c constraints.txt
-.PHONY: install install-tests install-runs demo demo-online demo-cluster quick quick-list test test-all test-slow test-cpp test-python row-bits-16 bench-cpp sanitize \
-  lint format wheel wheel-test bench bench-smoke chaos gpu gpu-wheels examples docs clean
+.PHONY: install install-tests install-runs demo demo-online demo-cluster quick quick-list test test-all test-processes test-slow \
+  test-cpp row-bits-16 bench-cpp sanitize lint format wheel wheel-test bench bench-smoke chaos gpu gpu-wheels examples docs clean
 
 # With -j2 packages are installed while the core compiles.
 INSTALL = @+$(MAKE) --no-print-directory -j2

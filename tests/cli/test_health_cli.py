@@ -3,7 +3,6 @@
 import io
 import re
 import threading
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from typer.testing import CliRunner
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from persia.cli import ui
 from persia.cli.app import app
 from persia.cli.health import _doing, _table
 from persia.membership.observing import Answer
@@ -56,9 +54,7 @@ def look_up(ps, ids):
 
 
 def health_of(address):
-    # The console keeps the COLUMNS that were set when it was made, as for processes of `pytest -n`: 80.
-    with mock.patch.object(ui, "CONSOLE", Console(width=600)):
-        done = CliRunner().invoke(app, ["health", address, "--timeout", "30"])
+    done = CliRunner().invoke(app, ["health", address, "--timeout", "30"], env={"COLUMNS": "600"})
     return done.exit_code, " ".join(done.output.split())
 
 

@@ -1,9 +1,8 @@
 """Processes of a Ray on this machine that are forks of one process which has imported torch already.
 
 A process of Ray imports ray twice, once only to start itself again, and an NN worker imports torch and its compiler:
-seconds of a processor, for each. As in
-`support.forked`, nothing of persia is imported before a fork. Torch is hidden there until a program imports it, so that
-it is seen which process does.
+seconds of a processor, for each. As in `support.forked`, nothing of persia is imported before a fork. Torch is hidden
+until a program imports it, so that it is seen which process does.
 
     python -m support.ray_forks SOCKET    the process that is forked, until its stdin ends
 """
