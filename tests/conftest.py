@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 from support.examples import examples
+from support.forked import Forks
 
 # Without a deadline, as examples are as slow as the machine is busy. In CI the same ones each time.
 settings.register_profile(
@@ -145,6 +146,13 @@ def _threads_end() -> Iterator[None]:
     while left := [t.name for t in threading.enumerate() if t not in before and not t.daemon]:
         assert time.monotonic() < deadline, f"threads that do not end: {left}"
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Runs programs and commands as processes of their own, without importing torch for each."""
+    with Forks() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

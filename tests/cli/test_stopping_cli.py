@@ -2,7 +2,6 @@
 
 import shlex
 import signal
-import sys
 import time
 
 import pytest
@@ -65,10 +64,10 @@ if __name__ == "__main__":
 
 
 def command(line):
-    """As printed, run by this interpreter."""
+    """As printed, as arguments of this interpreter."""
     words = shlex.split(line)
     assert words[0] == "persia"
-    return [sys.executable, "-m", *words]
+    return ["-m", *words]
 
 
 def saved(directory):
@@ -82,11 +81,11 @@ def config_of(tmp_path, rows, mode="sync"):
 
 
 @pytest.mark.parametrize(("number", "status", "mode"), [(signal.SIGINT, 130, "sync"), (signal.SIGTERM, 143, "gba")])
-def test_a_training_command_saves_and_prints_the_command_that_resumes(number, status, mode, tmp_path):
+def test_a_training_command_saves_and_prints_the_command_that_resumes(number, status, mode, tmp_path, forks):
     config = config_of(tmp_path, ENDLESS, mode)
-    words = [sys.executable, "-m", "persia", "train", config, "--output", "out dir", "--set", "train.max_steps=1000000"]
+    words = ["-m", "persia", "train", config, "--output", "out dir", "--set", "train.max_steps=1000000"]
     out = tmp_path / "out dir"
-    with Command(words, tmp_path) as running:
+    with Command(forks, words, tmp_path) as running:
         running.until(lambda: saved(out), "a checkpoint")
         running.signal(number)
         assert running.end() == status
@@ -95,7 +94,7 @@ def test_a_training_command_saves_and_prints_the_command_that_resumes(number, st
     assert f"Stopped by {number.name} after step {step}. Step {step} is saved in out dir." in running.text
     line = resume_line(running.text, "persia train")
     assert line == f"persia train {config} --resume 'out dir' --set train.max_steps={1_000_000 - step}"
-    with Command([*command(line), "--set", "train.max_steps=3"], tmp_path) as resumed:
+    with Command(forks, [*command(line), "--set", "train.max_steps=3"], tmp_path) as resumed:
         assert resumed.end() == 0, resumed.text
     assert saved(out)[-1] == step + 3
 
@@ -117,14 +116,14 @@ class Net(persia.nn.models.FFNN):
 """A network that trains no further than 100 batches before the test has sent its signal."""
 
 
-def test_days_go_on_with_the_same_command(tmp_path):
+def test_days_go_on_with_the_same_command(tmp_path, forks):
     config = config_of(tmp_path, 90_000)
     with open(config, "a") as file:
         file.write('\n[model]\nkind = "waiting:Net"\noptions = { hidden = [4] }\n')
     (tmp_path / "waiting.py").write_text(WAITING)
     out = tmp_path / "out"
     words = ["continual", config, "--days", "0..1", "--output", "out"]
-    with Command([sys.executable, "-m", "persia", *words], tmp_path) as running:
+    with Command(forks, ["-m", "persia", *words], tmp_path) as running:
         running.until(lambda: saved(out), "a checkpoint")
         running.signal(signal.SIGINT)
         (tmp_path / "signalled").touch()
@@ -132,17 +131,17 @@ def test_days_go_on_with_the_same_command(tmp_path):
     line = resume_line(running.text, "persia continual")
     assert shlex.split(line) == ["persia", *words]
     assert saved(out)[-1] < 110  # In the middle of the first day.
-    with Command(command(line), tmp_path) as resumed:
+    with Command(forks, command(line), tmp_path) as resumed:
         assert resumed.end() == 0, resumed.text
     assert saved(out)[-1] == 600
 
 
-def test_a_command_without_a_directory_says_that_nothing_is_saved(tmp_path):
+def test_a_command_without_a_directory_says_that_nothing_is_saved(tmp_path, forks):
     config = config_of(tmp_path, ENDLESS).replace("run.toml", "bare.toml")
     (tmp_path / "bare.toml").write_text((tmp_path / "run.toml").read_text().replace("checkpoint_every_steps = 5", ""))
     logs = tmp_path / "logs"
     words = ["train", config, "--set", "trainer.log_dir=logs"]
-    with Command([sys.executable, "-m", "persia", *words], tmp_path) as running:
+    with Command(forks, ["-m", "persia", *words], tmp_path) as running:
         running.until(lambda: logs.exists() and any(logs.iterdir()), "it trains")
         running.signal(signal.SIGTERM)
         assert running.end() == 143
@@ -150,15 +149,15 @@ def test_a_command_without_a_directory_says_that_nothing_is_saved(tmp_path):
     assert "Traceback" not in running.text
 
 
-def program(tmp_path, directory="out", mode="persia.modes.Sync()", blocks=False):
+def program(forks, tmp_path, directory="out", mode="persia.modes.Sync()", blocks=False):
     text = PROGRAM.replace("DIRECTORY", repr(directory)).replace("MODE", mode).replace("BLOCKS", str(blocks))
     (tmp_path / "program.py").write_text(text)
-    return Command([sys.executable, "program.py"], tmp_path)
+    return Command(forks, ["program.py"], tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["persia.modes.Sync()", "persia.modes.Gba(20)"])
 def test_a_program_ends_with_the_status_of_the_signal_and_prints_the_line_that_resumes(mode, tmp_path, forks):
-    with program(tmp_path, mode=mode) as running:
+    with program(forks, tmp_path, mode=mode) as running:
         running.until((tmp_path / "begun").exists, "batch 40 is read")
         running.signal(signal.SIGINT)
         assert running.end() == -signal.SIGINT  # A shell makes 130 of it.
@@ -169,8 +168,8 @@ def test_a_program_ends_with_the_status_of_the_signal_and_prints_the_line_that_r
     assert done.returncode == 0, done.stderr
 
 
-def test_a_second_signal_ends_a_program_that_waits(tmp_path):
-    with program(tmp_path, blocks=True) as running:
+def test_a_second_signal_ends_a_program_that_waits(tmp_path, forks):
+    with program(forks, tmp_path, blocks=True) as running:
         running.until((tmp_path / "begun").exists, "the source blocks")
         running.signal(signal.SIGTERM)
         running.until(lambda: "A second signal" in running.text, "it has seen the first signal")

@@ -3,8 +3,6 @@
 import os
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,14 +48,14 @@ def saved(directory):
     return [entry.step for entry in list_checkpoints(str(directory))]
 
 
-def program(tmp_path, *words):
-    return Command([sys.executable, str(HERE / "stopped_program.py"), *words], tmp_path, **ENVIRONMENT)
+def program(forks, tmp_path, *words):
+    return Command(forks, [HERE / "stopped_program.py", *words], tmp_path, **ENVIRONMENT)
 
 
-def test_a_terminal_interrupts_a_program_on_ray_and_it_goes_on(tmp_path):
+def test_a_terminal_interrupts_a_program_on_ray_and_it_goes_on(tmp_path, forks):
     """The terminal's SIGINT goes to every process of the group."""
     out = tmp_path / "out"
-    with program(tmp_path, "sync", "out") as running:
+    with program(forks, tmp_path, "sync", "out") as running:
         running.until(lambda: saved(out), "a checkpoint")
         running.signal(signal.SIGINT)
         assert running.end() == -signal.SIGINT
@@ -66,15 +64,15 @@ def test_a_terminal_interrupts_a_program_on_ray_and_it_goes_on(tmp_path):
     line = resume_line(running.text, "trainer =")
     assert line == "trainer = persia.Trainer.resume('out', model, optimizer=optimizer, cluster=cluster)"
     assert not [word for word in NOISE if word in running.text], running.text
-    with program(tmp_path, "sync", "out") as resumed:  # It runs this line.
+    with program(forks, tmp_path, "sync", "out") as resumed:  # It runs this line.
         assert resumed.end(120.0) == 0, resumed.text
     assert saved(out)[-1] == step + 2
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_a_program_on_ray_at_once(tmp_path):
+def test_a_second_signal_ends_a_program_on_ray_at_once(tmp_path, forks):
     out = tmp_path / "out"
-    with program(tmp_path, "blocked", "out") as running:
+    with program(forks, tmp_path, "blocked", "out") as running:
         running.until(lambda: saved(out) and (tmp_path / "blocked").exists(), "it waits for data")
         running.signal(signal.SIGTERM, group=False)
         running.until(lambda: "A second signal" in running.text, "it has seen the first signal")
@@ -87,12 +85,10 @@ def test_a_second_signal_ends_a_program_on_ray_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_command_on_ray_in_an_asynchronous_mode_saves_and_resumes(tmp_path):
+def test_a_command_on_ray_in_an_asynchronous_mode_saves_and_resumes(tmp_path, forks):
     (tmp_path / "run.toml").write_text(CONFIG)
     out = tmp_path / "out"
-    with Command(
-        [sys.executable, "-m", "persia", "train", "run.toml", "--output", "out"], tmp_path, **ENVIRONMENT
-    ) as running:
+    with Command(forks, ["-m", "persia", "train", "run.toml", "--output", "out"], tmp_path, **ENVIRONMENT) as running:
         running.until(lambda: saved(out), "a checkpoint")
         running.signal(signal.SIGTERM, group=False)
         assert running.end() == 143
@@ -101,7 +97,6 @@ def test_a_command_on_ray_in_an_asynchronous_mode_saves_and_resumes(tmp_path):
     step = saved(out)[-1]
     words = shlex.split(resume_line(running.text, "persia train"))
     assert words == ["persia", "train", "run.toml", "--resume", "out"]
-    more = [sys.executable, "-m", *words, "--set", "train.max_steps=3"]
-    done = subprocess.run(more, cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, capture_output=True, timeout=120)
+    done = forks.run(["-m", *words, "--set", "train.max_steps=3"], tmp_path, env={**os.environ, **ENVIRONMENT})
     assert done.returncode == 0, done.stderr
     assert saved(out)[-1] == step + 3

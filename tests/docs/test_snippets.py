@@ -16,7 +16,6 @@ import pytest
 import persia
 from persia.cli.run_config import RunConfig
 from persia.config import convert
-from support.forked import Forks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
@@ -74,12 +73,6 @@ def make_adult(folder):
             for i in range(rows)
         )
         (folder / name).write_text("\n".join(lines) + "\n")
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as started:
-        yield started
 
 
 @pytest.mark.processes
