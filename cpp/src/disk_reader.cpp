@@ -25,9 +25,11 @@ namespace {
 
 // The part of <linux/io_uring.h> (Linux 5.6) that is needed: systems on which wheels are built have older headers.
 constexpr long kSetup = 425, kEnter = 426;  // numbers of the system calls, the same on all architectures
-constexpr std::uint8_t kOpRead = 22;
-constexpr unsigned kGetEvents = 1;
+constexpr std::uint8_t kOpNothing = 0, kOpRead = 22;
+constexpr std::uint8_t kAsync = 1u << 4;                       // of a submission: by a thread of the kernel
+constexpr unsigned kGetEvents = 1u << 0, kExtended = 1u << 3;  // of kEnter
 constexpr std::uint32_t kSingleMapping = 1u << 0, kNoDrop = 1u << 1, kReadWrite56 = 1u << 3;  // features
+constexpr std::uint32_t kTimeouts = 1u << 8;  // a feature that is not needed (Linux 5.11)
 constexpr off_t kRingOffset = 0, kEntriesOffset = 0x10000000;
 
 struct SubmissionOffsets {
@@ -56,7 +58,18 @@ struct Completion {
   std::int32_t result;
   std::uint32_t flags;
 };
+struct Timespec {
+  std::int64_t seconds, nanoseconds;
+};
+struct Extension {
+  std::uint64_t signals;
+  std::uint32_t signals_bytes, reserved;
+  std::uint64_t timeout;
+};
 static_assert(sizeof(Parameters) == 120 && sizeof(Submission) == 64 && sizeof(Completion) == 16);
+
+// Seconds without a completion, after which the kernel is reminded of its reads.
+constexpr std::int64_t kPatience = 1;
 
 constexpr std::size_t kLongestRead = std::size_t{1} << 30;  // The kernel takes a little less than 2 GiB.
 
@@ -185,6 +198,7 @@ class DiskReader::Ring {
     fd_ = static_cast<int>(syscall(kSetup, kDepth, &parameters));  // close-on-exec
     constexpr std::uint32_t needed = kSingleMapping | kNoDrop | kReadWrite56;
     if (fd_ < 0 || (parameters.features & needed) != needed) return false;
+    times_out_ = (parameters.features & kTimeouts) != 0;
     const SubmissionOffsets& s = parameters.submission;
     const CompletionOffsets& c = parameters.completion;
     queues_bytes_ = std::max(s.array + parameters.submission_entries * sizeof(std::uint32_t),
@@ -215,21 +229,36 @@ class DiskReader::Ring {
     return at;
   }
 
-  // At most kDepth reads are in flight, so there is a free entry.
   void submit(unsigned slot) {
-    const std::uint32_t tail = *submission_tail_;  // Only this side writes it.
-    const std::uint32_t at = tail & submission_mask_;
     const Read& rest = slots_[slot].rest;
-    Submission& entry = submissions_[at];
-    entry = {};
+    Submission entry{};
     entry.operation = kOpRead;
     entry.fd = rest.fd;
     entry.offset = rest.offset;
     entry.address = reinterpret_cast<std::uint64_t>(rest.to);
     entry.bytes = static_cast<std::uint32_t>(std::min(rest.bytes, kLongestRead));
     entry.user_data = slot;
+    submit(entry);
+  }
+
+  // At most kDepth reads are in flight, and reminders are sent when all of these are submitted: there is a free entry.
+  void submit(const Submission& entry) {
+    const std::uint32_t tail = *submission_tail_;  // Only this side writes it.
+    const std::uint32_t at = tail & submission_mask_;
+    submissions_[at] = entry;
     order_[at] = at;
     Word(*submission_tail_).store(tail + 1, std::memory_order_release);
+  }
+
+  // Linux 6.18 was seen to never begin the first reads of a ring, whose thread in the kernel it had failed to start:
+  // for work that has to be done by such a thread it starts one.
+  void remind() {
+    Submission entry{};
+    entry.operation = kOpNothing;
+    entry.flags = kAsync;
+    entry.fd = -1;
+    entry.user_data = kReminder;
+    submit(entry);
   }
 
   std::uint32_t unsubmitted() const {
@@ -237,24 +266,39 @@ class DiskReader::Ring {
   }
 
   // Hands over what has been submitted and waits for a completion. Returns an errno if the kernel refuses the ring.
-  int enter() const {
-    if (syscall(kEnter, fd_, unsubmitted(), 1u, kGetEvents, nullptr, std::size_t{0}) >= 0) return 0;
+  int enter() {
+    const Timespec patience{kPatience, 0};
+    Extension extension{};
+    extension.timeout = reinterpret_cast<std::uint64_t>(&patience);
+    const unsigned flags = times_out_ ? kGetEvents | kExtended : kGetEvents;
+    void* const argument = times_out_ ? &extension : nullptr;
+    if (syscall(kEnter, fd_, unsubmitted(), 1u, flags, argument, times_out_ ? sizeof(extension) : 0) >= 0) return 0;
     if (errno == EINTR) return 0;
+    if (errno == ETIME) {
+      if (unsubmitted() == 0) remind();
+      return 0;
+    }
     if (errno != EAGAIN && errno != EBUSY) return errno;
     sched_yield();  // It lacks memory for the moment, or wants completions to be taken first.
     return 0;
   }
 
+  // Takes the next completion of a read, if there is one.
   bool complete(Completion& done) {
-    const std::uint32_t head = *completion_head_;  // Only this side writes it.
-    if (head == Word(*completion_tail_).load(std::memory_order_acquire)) return false;
-    done = completions_[head & completion_mask_];
-    Word(*completion_head_).store(head + 1, std::memory_order_release);
-    return true;
+    for (;;) {
+      const std::uint32_t head = *completion_head_;  // Only this side writes it.
+      if (head == Word(*completion_tail_).load(std::memory_order_acquire)) return false;
+      done = completions_[head & completion_mask_];
+      Word(*completion_head_).store(head + 1, std::memory_order_release);
+      if (done.user_data != kReminder) return true;
+    }
   }
+
+  static constexpr std::uint64_t kReminder = kDepth;  // Reads have the numbers of their slots.
 
   int fd_ = -1;
   bool broken_ = false;
+  bool times_out_ = false;
   void *queues_ = nullptr, *entries_ = nullptr;
   std::size_t queues_bytes_ = 0, entries_bytes_ = 0;
   std::uint32_t *submission_head_ = nullptr, *submission_tail_ = nullptr, *order_ = nullptr;

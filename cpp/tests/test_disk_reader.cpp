@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstring>
 #include <random>
@@ -190,6 +191,28 @@ TEST(signals_do_not_disturb) {
   }
   const itimerval never{};
   CHECK(setitimer(ITIMER_REAL, &never, nullptr) == 0);
+}
+
+TEST(reads_that_take_longer_than_the_patience_are_waited_for) {
+  DiskReader reader;
+  if (reader.kind() != DiskReader::Kind::kUring) return;  // Threads cannot read a pipe at an offset.
+  int pipes[2][2];
+  for (auto& ends : pipes) CHECK(pipe(ends) == 0);
+  Bytes first(4), second(4);
+  std::thread writer([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2300));
+    for (const auto& ends : pipes) CHECK(write(ends[1], "read", 4) == 4);
+  });
+  reader.read(std::vector<DiskReader::Read>{{pipes[0][0], 0, 4, first.data()}, {pipes[1][0], 0, 4, second.data()}});
+  writer.join();
+  CHECK(std::memcmp(first.data(), "read", 4) == 0 && second == first);
+  for (const auto& ends : pipes) close(ends[0]), close(ends[1]);
+  const File file;  // What reminds the kernel leaves nothing behind.
+  for (unsigned seed = 0; seed < 5; ++seed) {
+    const Batch batch(file, 300, seed);
+    reader.read(batch.reads);
+    CHECK(batch.right(file));
+  }
 }
 
 TEST(a_forked_child_is_refused_and_lets_go) {
