@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from persia.nn.pipeline import Channel, Closed
+from persia.nn.channel import Channel, Closed
 
 DEADLINE = 10.0
 

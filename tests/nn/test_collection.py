@@ -11,6 +11,7 @@ import torch
 
 import persia
 from persia.batching.batch import Batch, IdColumn
+from persia.cluster import Embedded
 from persia.errors import DataError, PersiaError, StaleBatchError
 from persia.modes import Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
@@ -29,6 +30,15 @@ SCHEMA = persia.Schema(
     dense_features=["price"],
     labels=["click"],
 )
+
+
+@pytest.fixture(params=["near", "far"], autouse=True)
+def place(request, monkeypatch):
+    """Each test with rows in memory, where the training thread looks up in `Sync`, and as if they were elsewhere."""
+    if request.param == "far":
+        connect = Embedded.connect
+        monkeypatch.setattr(Embedded, "connect", lambda *arguments: connect(*arguments)._replace(near=False))
+    return request.param
 
 
 def make_batch(rng, size=16, ids=30):
@@ -312,7 +322,7 @@ def test_a_bad_batch_surfaces_with_its_origin_and_earlier_ones_are_trained():
             flat(embeddings(batch)).sum().backward()
             trained += 1
     assert trained == 2
-    assert "lookup thread of prefetch, at batch 2" in caught.value.__notes__[0]
+    assert "lookup of batch 2 of prefetch" in caught.value.__notes__[0]
     assert embeddings.global_step == 2
 
 
@@ -338,10 +348,10 @@ def test_an_error_of_a_push_surfaces_at_the_next_draw(monkeypatch):
     with pytest.raises(PersiaError, match="no room") as caught:
         for batch in embeddings.prefetch(make_batches(5)):
             flat(embeddings(batch)).sum().backward()
-    assert "push thread" in caught.value.__notes__[0]
+    assert "Raised by a push of prefetch." in caught.value.__notes__[0]
 
 
-def test_a_late_loader_is_named(monkeypatch):
+def test_a_late_loader_is_named(monkeypatch, place):
     stop = threading.Event()
 
     def loader():
@@ -352,11 +362,14 @@ def test_a_late_loader_is_named(monkeypatch):
     passing = embeddings.prefetch(loader())
     batch = next(passing)
     flat(embeddings(batch)).sum().backward()
-    pipeline = embeddings._pass.pipeline
-    wait_until(lambda: pipeline._doing == "data loader: batch 1")
-    get = pipeline._ready.get
-    monkeypatch.setattr(pipeline._ready, "get", lambda _: get(0.1))  # Of the draw alone.
-    monkeypatch.setattr("persia.nn.pipeline.LOADER_GRACE", 0.1)
+    part = embeddings._pass.part
+    if place == "far":
+        wait_until(lambda: part._doing == "data loader: batch 1")
+        get = part._ready.get
+        monkeypatch.setattr(part._ready, "get", lambda _: get(0.1))  # Of the draw alone.
+    else:
+        part._timeout = 0.1
+    monkeypatch.setattr("persia.nn.reading_thread.LOADER_GRACE", 0.1)
     with pytest.raises(PersiaError, match=r"was not ready.*data loader"):
         next(passing)
     stop.set()
@@ -464,6 +477,7 @@ import gc, os, sys
 import numpy as np
 import persia
 from persia.batching.batch import Batch, IdColumn
+from persia.cluster import Embedded
 
 schema = persia.Schema([persia.IdFeature("a", dim=4)], labels=["y"])
 ids, dense, labels = np.arange(4, dtype=np.uint64), np.zeros((4, 0), np.float32), np.zeros((4, 1), np.float32)
@@ -509,6 +523,7 @@ import itertools
 import numpy as np
 import persia
 from persia.batching.batch import Batch, IdColumn
+from persia.cluster import Embedded
 
 names = [f"f{i}" for i in range(8)]
 schema = persia.Schema([persia.IdFeature(name, dim=16) for name in names], labels=["y"])

@@ -73,7 +73,10 @@ class RecordedWorker:
 
 
 class Recorded:
-    """This process, with a recorded embedding worker; also as one NN worker of several, whose pushes go nowhere."""
+    """This process, with a recorded embedding worker; also as one NN worker of several, whose pushes go nowhere.
+
+    As if rows were elsewhere, so that other threads push.
+    """
 
     def __init__(self, nn_workers=1, **options):
         self.nn_workers, self.options = nn_workers, options
@@ -81,7 +84,7 @@ class Recorded:
     def connect(self, *arguments):
         connection = Embedded().connect(*arguments)
         self.worker = RecordedWorker(connection.worker, self.nn_workers == 1, **self.options)
-        return connection._replace(worker=self.worker, nn_workers=self.nn_workers)
+        return connection._replace(worker=self.worker, nn_workers=self.nn_workers, near=False)
 
 
 class OthersHaveData:
@@ -293,7 +296,7 @@ def test_the_exit_handler_stays_while_threads_run(monkeypatch):
     handlers = []
     monkeypatch.setattr("atexit.register", handlers.append)
     monkeypatch.setattr("atexit.unregister", handlers.remove)
-    monkeypatch.setattr("persia.nn.pipeline.LOADER_GRACE", DEADLINE)
+    monkeypatch.setattr("persia.nn.reading_thread.LOADER_GRACE", DEADLINE)
     cluster = Recorded(nn_workers=2)
     embeddings = collection(cluster, Hybrid(8, warmup=0))
     cluster.worker.held.clear()
@@ -313,7 +316,7 @@ def test_the_failure_of_a_push_is_told_with_that_of_the_loop():
     cluster.worker.push = mock.Mock(side_effect=KeyError("of the push"))
     passed = embeddings.prefetch(batches(3))
     backward(embeddings, next(passed))
-    until(lambda: embeddings._pass.pipeline.push_failure)
+    until(lambda: embeddings._pass.part.push_failure)
     with pytest.raises(ZeroDivisionError) as failure:
         passed.throw(ZeroDivisionError("of the loop"))
     assert failure.value.__notes__ == ["A push has failed, too (KeyError: 'of the push')."]

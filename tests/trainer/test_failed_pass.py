@@ -150,7 +150,7 @@ def test_nn_workers_that_failed_before_and_after_a_push_count_alike_again(applie
     def prepare(member, t):
         def await_earlier():
             """Only a push that waits for one that never comes is left behind, however slow the others are."""
-            until(lambda: t.embeddings._pass.pipeline._returned == FAILS_AT - 1)
+            until(lambda: t.embeddings._pass.part._returned == FAILS_AT - 1)
 
         t.model.first = await_earlier
         if member.rank == 1:  # Fails behind the push of the batch, as if it had learned of the other's error there.

@@ -94,5 +94,12 @@ class Embedded:
         def observe(trainer: Callable[[], Readings]) -> None:
             self._trainer = weakref.WeakMethod(trainer)
 
-        tracer = self._process.tracer
-        return Connection(worker, [server], tokens=TokenScheduler(), dense=serve, observe=observe, tracer=tracer)
+        return Connection(
+            worker,
+            [server],
+            tokens=TokenScheduler(),
+            dense=serve,
+            observe=observe,
+            tracer=self._process.tracer,
+            near=all(table.spill is None for table in tables.values()),
+        )

@@ -112,13 +112,15 @@ class Observation(NamedTuple):
     """Measurements of an NN worker over a window of its steps, for modes that adapt.
 
     Attributes:
-        waited: seconds that the training thread waited for rows while the gate delayed their lookup.
+        waited: seconds that the training thread waited for rows while the gate delayed their lookup; or looked them up
+            and pushed gradients by itself, while cores were idle that could have.
         elapsed: duration of the steps in seconds, waiting included.
         steps: number of batches.
         would_wait: predicted seconds of waiting with one step fewer in flight, which delays rows by one step time.
         change: last change of the depth; 0 if it never changed.
         windows: number of windows since that change, this one included.
         before: seconds waited per batch in the last window before that change.
+        seconds_before: duration of a batch in that window; 0 if it is not known.
     """
 
     waited: float
@@ -128,6 +130,7 @@ class Observation(NamedTuple):
     change: int = 0
     windows: int = 1
     before: float = 0.0
+    seconds_before: float = 0.0
 
 
 @runtime_checkable

@@ -44,6 +44,12 @@ HELPED = 0.9
 RETRY_WINDOWS = 8
 """Number of windows before "auto" repeats a change that did not help."""
 
+FASTER = 0.5
+"""Part of `LAST_STEP` by which the first step in flight must have made training faster, else it is taken back."""
+
+RETRY_FIRST = 64
+"""Number of windows before "auto" repeats a first step in flight that did not: training is slower while it tries."""
+
 WARMUP = 500
 """Global steps of the warm-up by default: most of what a delay costs is lost at the start of a run (docs/papers.md)."""
 
@@ -112,12 +118,19 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         Raises it by one if the training thread waited for the gate. If the raise did not help, something else is slow,
         such as a PS, and the depth is lowered by two, from 2 or 1 by one. Lowers it by one if that would cost no
         waiting, but not soon after a raise. A change that did not help is not repeated for some windows, so that the
-        depth does not oscillate. The last step in flight must save more: `LAST_STEP`.
+        depth does not oscillate. The last step in flight must save more, `LAST_STEP`, and prove it: where all roles
+        share the cores, lookups that are hidden may slow down what hides them.
         """
         if self.staleness != "auto":
             return depth
         assert depth is not None
         settled = seen.change <= 0 or seen.windows >= RETRY_WINDOWS
+        seconds, least = seen.elapsed / seen.steps, FASTER * LAST_STEP
+        if depth == 1 and seen.change > 0 and seen.windows == 1 and seconds > (1 - least) * seen.seconds_before > 0:
+            return 0
+        slower = 0 < seconds < (1 + least) * seen.seconds_before
+        if depth == 0 and seen.change < 0 and slower and seen.windows < RETRY_FIRST:
+            return 0
         if depth == 1 and settled and seen.waited + seen.would_wait < LAST_STEP * seen.elapsed:
             return 0
         if seen.waited > (RAISE_ABOVE if depth else LAST_STEP) * seen.elapsed:

@@ -30,12 +30,14 @@ from persia.nn.batch_counts import batch_counts
 from persia.nn.evaluation import EvaluationReader
 from persia.nn.feature_costs import feature_costs
 from persia.nn.gate import Staleness, StalenessGate
+from persia.nn.inline import Inline
 from persia.nn.options import CollectionOptions, check_gpus
 from persia.nn.outbox import Outbox, PushCounts
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pooling import Embeddings, Expander
 from persia.nn.prepared import PreparedBatch, dummy_batch, loss_scale
 from persia.nn.pushing import Pusher, StepPusher, TokenPusher, named
+from persia.nn.reading_thread import ReadingThread, spare_cores
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
 from persia.nn.row_cache import CacheCounts, RowCache
@@ -116,8 +118,9 @@ class EmbeddingCollection(torch.nn.Module):
         self._worker = self.connection.worker
         self._rows = RowAccess(schema, self.connection.servers)
         checked = self._rows if self.connection.rank == 0 else None  # One of several NN workers is enough.
-        self._reading = EvaluationReader(schema, self._worker, self._transfer, self.options.timeout, checked)
-        self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
+        far = not self.connection.near or self._staging.device.type != "cpu"
+        self._reading = EvaluationReader(schema, self._worker, self._transfer, self.options.timeout, checked, ahead=far)
+        self.gate = StalenessGate(self.mode, self.options.accumulation_steps, self.connection.near)
         self.outbox = Outbox(self.connection)
         """The pushes so far."""
         self._cache = RowCache(schema.resolved_tables(), warns=self.connection.rank == 0)
@@ -138,7 +141,7 @@ class EmbeddingCollection(torch.nn.Module):
     def change_mode(self, mode: Mode) -> None:
         """Adopts another mode from the next pass of `prefetch` on. Switch the PSs separately."""
         self.mode = mode
-        self.gate.mode, self.gate.depth = mode, mode.initial_depth()
+        self.gate.adopt(mode)
 
     def begin_anew(self) -> None:
         """Lets training continue after a pass that has failed. Switch the PSs to `global_step` first."""
@@ -170,7 +173,10 @@ class EmbeddingCollection(torch.nn.Module):
         start: int = 0,
         endless: bool = False,
     ) -> Generator[PreparedBatch, None, None]:
-        """Iterates over a loader with rows looked up ahead, in background threads.
+        """Iterates over a loader with rows looked up: as far ahead as the mode allows, in background threads.
+
+        In `Sync`, and while the depth of a `Hybrid` is 0, the calling thread looks rows up and pushes gradients as it
+        draws batches, if the rows are in memory of this process: there is nothing to hide.
 
         Args:
             loader: any iterable of `persia.Batch`, a torch `DataLoader` with `batch_size=None` included; or `fed()`.
@@ -225,7 +231,7 @@ class EmbeddingCollection(torch.nn.Module):
             )
         with self.tracer.span("pool", batch=batch.batch_id or 0):
             if batch.trains and self._pass is not None and torch.is_grad_enabled():
-                self._pass.pipeline.check_others()
+                self._pass.part.check_others()
             if batch.pooled is not None:
                 return batch.pooled.embeddings()
             return self._expander(batch.rows, batch.inverse, batch.offsets)
@@ -254,7 +260,7 @@ class EmbeddingCollection(torch.nn.Module):
         if self._pass is None:
             self.flush()
         else:
-            self._pass.pipeline.await_pushes()
+            self._pass.part.await_pushes()
 
     # --- measurements ----------------------------------------------------------------------------------------
 
@@ -286,7 +292,7 @@ class EmbeddingCollection(torch.nn.Module):
     def ready(self) -> int:
         """Number of batches that are looked up and wait for the network."""
         current = self._pass
-        return current.pipeline.ready if current is not None else 0
+        return current.part.ready if current is not None else 0
 
     @property
     def pushed(self) -> PushCounts:
@@ -363,7 +369,7 @@ class EmbeddingCollection(torch.nn.Module):
             finally:
                 self._steps.sequence = pusher.sequence
                 if failure is None:
-                    self._push_failure = current.pipeline.push_failure
+                    self._push_failure = current.part.push_failure
                 if missing := self._steps.not_applied:
                     LOG.warning(
                         "The training pass has failed before its pushes of %s had returned. Rows may never get these "
@@ -380,12 +386,13 @@ class EmbeddingCollection(torch.nn.Module):
         start: int,
         endless: bool,
     ) -> TrainingPass:
-        """Starts the threads of a training pass."""
+        """Starts a training pass, with its threads."""
         pusher.open(start)
         dummy = functools.partial(
             dummy_batch, self.schema, equal_steps.dummy_rows if equal_steps else 1, self._staging.device
         )
-        lookup = self._lookup(dummy, self._open_cache())
+        cache = self._open_cache()
+        lookup = self._lookup(dummy, cache)
         stages = Stages(
             lookup.register,
             pusher.may_look_up,
@@ -394,18 +401,31 @@ class EmbeddingCollection(torch.nn.Module):
             pusher.close,
             self._transfer.begin_beside_network,
         )
+        near = self.connection.near and pusher is self._steps and cache is None
+        stays = near and self.gate.depth == 0 and self._staging.device.type == "cpu"
         own_loop = equal_steps is None and pusher.equal_steps
-        pipeline = Pipeline(
+        reading = ReadingThread(
             source,
-            stages,
-            self.options.timeout,
-            read_ahead=pusher.read_ahead,
-            counts=batch_counts(self.connection, self.options.timeout) if own_loop else None,
-            pushing=pusher.most_pushes,
-            tracer=self.tracer,
-            endless=endless,
+            # A thread that reads ahead of a step that has all cores would only be in its way.
+            0 if stays and not spare_cores() else pusher.read_ahead,
+            batch_counts(self.connection, self.options.timeout) if own_loop else None,
+            self.tracer,
         )
-        return TrainingPass(pipeline, pusher, self.outbox, self.waits, equal_steps, dummy)
+
+        def begin_part(number: int, ahead: bool) -> Pipeline | Inline:
+            timeout, tracer = self.options.timeout, self.tracer
+            if ahead:
+                pushing = pusher.most_pushes
+                return Pipeline(
+                    reading, stages, timeout, pushing=pushing, tracer=tracer, endless=endless, number=number
+                )
+            drawn = functools.partial(self.gate.drawn, inline=True)
+            return Inline(reading, stages._replace(drawn=drawn), timeout, tracer, endless, number)
+
+        def wants_ahead() -> bool:
+            return not near or self.gate.ahead
+
+        return TrainingPass(reading, begin_part, wants_ahead, pusher, self.outbox, self.waits, equal_steps, dummy)
 
     def _open_cache(self) -> RowCache | None:
         """Returns the cache for a pass, without copies; None if there is none, or no copy could serve a batch."""
@@ -430,7 +450,7 @@ class EmbeddingCollection(torch.nn.Module):
         scale = loss_scale(self.grad_scaler, self._staging.device)
         current = self._pass
         # Sums take less memory than the gradients of features.
-        waiting = current.pipeline.unpushed if current is not None else 0
+        waiting = current.part.unpushed if current is not None else 0
         crowded = batch.pooled is not None and not batch.pooled.fits(waiting)
         sum_now = self.options.accumulation_steps > 1 or crowded
         gradients = self._transfer.gradients_of(batch, scale, compressed, sum_now=sum_now)

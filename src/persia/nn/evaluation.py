@@ -7,8 +7,10 @@ from collections.abc import Callable, Generator, Iterator
 from persia.batching.batch import Batch
 from persia.errors import DataError
 from persia.nn.coverage import IdSample, warn_of_unknown_ids
+from persia.nn.inline import Inline
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.prepared import PreparedBatch
+from persia.nn.reading_thread import READ_AHEAD, ReadingThread, spare_cores
 from persia.nn.row_access import RowAccess
 from persia.nn.transfer import Transfer
 from persia.schema import Schema
@@ -30,11 +32,20 @@ class EvaluationReader:
         transfer: brings rows to the device.
         timeout: seconds that a batch may take.
         rows: access to rows, to check at the end of a pass whether ids have rows; None for no check.
+        ahead: whether lookups are always worth hiding, as they wait for something, or the network is on a device.
     """
 
     def __init__(
-        self, schema: Schema, worker: EmbeddingWorker, transfer: Transfer, timeout: float, rows: RowAccess | None
+        self,
+        schema: Schema,
+        worker: EmbeddingWorker,
+        transfer: Transfer,
+        timeout: float,
+        rows: RowAccess | None,
+        *,
+        ahead: bool,
     ) -> None:
+        self._ahead = ahead
         self._schema = schema
         self._worker = worker
         self._transfer = transfer
@@ -42,7 +53,7 @@ class EvaluationReader:
         self._rows = rows
 
     def batches(self, source: Iterator[Batch | FedBatch]) -> Generator[PreparedBatch, None, None]:
-        """Yields batches with rows, looked up ahead in threads. At the end it warns of features without rows."""
+        """Yields batches with rows, looked up ahead where cores are spare. At the end it warns of features without rows."""
         stopped = False
         sample = IdSample()
 
@@ -58,16 +69,22 @@ class EvaluationReader:
         stages = Stages(
             self._validated, lambda: not stopped, look_up, lambda _: None, stop, self._transfer.begin_beside_network
         )
-        pipeline = Pipeline(source, stages, self._timeout, ready=READY)
+        ahead = self._ahead or spare_cores()
+        reading = ReadingThread(source, READ_AHEAD if ahead else 0)
+        part: Pipeline | Inline = (
+            Pipeline(reading, stages, self._timeout, READY) if ahead else Inline(reading, stages, self._timeout)
+        )
         try:
             while True:
                 try:
-                    batch = pipeline.draw()
+                    batch = part.draw()
                 except StopIteration:
                     break
                 yield batch
         finally:
-            pipeline.close()
+            reading.stop()
+            part.close()
+            reading.join()
         if self._rows is not None:
             warn_of_unknown_ids(sample, self._rows, self._schema)
 

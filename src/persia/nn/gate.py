@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter, deque
 from typing import NamedTuple
 
-from persia.modes import Mode, Observation
+from persia.modes import Hybrid, Mode, Observation
 
 __all__ = ["LookupTime", "Staleness", "StalenessGate", "Window"]
 
@@ -16,7 +17,8 @@ class Window:
     """Measures waiting over windows of `WINDOW` batches, for modes that adapt their depth. Not thread-safe.
 
     Its estimate for one step fewer in flight: the gate opens later by the time of one step, and the rows behind it are
-    ready later by as much.
+    ready later by as much. Where the training thread looks up and pushes by itself, that counts as waiting, as far as
+    cores were idle: others could have done it meanwhile.
 
     Args:
         accumulation: batches per step.
@@ -27,22 +29,28 @@ class Window:
         self._change = 0
         self._windows = 0
         self._before = 0.0
+        self._seconds_before = 0.0
         self._previous = 0.0  # Seconds waited per batch in the last window that has ended.
+        self._previous_seconds = 0.0  # Of a batch.
         self.restart()
 
     def restart(self) -> None:
         """Starts a window."""
         self._waited = self._would_wait = self._elapsed = 0.0
+        self._inline = False
+        self._computed = time.process_time()
         self.draws = 0
 
-    def add(self, seconds: float, lead: float, held: float) -> None:
+    def add(self, seconds: float, lead: float, held: float, *, inline: bool = False) -> None:
         """Counts a draw.
 
         Args:
             seconds: since the draw before, waiting included.
             lead: seconds that the rows had been ready; negative: seconds that the training thread waited for them.
             held: seconds that the gate had delayed their lookup.
+            inline: whether the thread did not wait, but looked up and pushed by itself.
         """
+        self._inline = inline
         wait = max(-lead, 0.0)
         step = self._accumulation * (seconds - wait)
         self._waited += min(wait, held)
@@ -53,16 +61,27 @@ class Window:
     def observation(self) -> Observation:
         """Ends the window and starts the next one. Returns what was measured."""
         self._windows += 1
+        if self._inline:
+            computed = (time.process_time() - self._computed) / len(os.sched_getaffinity(0))
+            self._waited = max(0.0, min(self._waited, self._elapsed - computed))
         seen = Observation(
-            self._waited, self._elapsed, self.draws, self._would_wait, self._change, self._windows, self._before
+            self._waited,
+            self._elapsed,
+            self.draws,
+            self._would_wait,
+            self._change,
+            self._windows,
+            self._before,
+            self._seconds_before,
         )
-        self._previous = self._waited / self.draws
+        self._previous, self._previous_seconds = self._waited / self.draws, self._elapsed / self.draws
         self.restart()
         return seen
 
     def changed(self, by: int) -> None:
         """Notes that the depth was changed after the window that has just ended."""
-        self._change, self._windows, self._before = by, 0, self._previous
+        self._change, self._windows = by, 0
+        self._before, self._seconds_before = self._previous, self._previous_seconds
 
 
 WINDOW = 128
@@ -101,11 +120,16 @@ class StalenessGate:
     """Lets lookups pass as the mode allows. A step is one batch, or `accumulation_steps` of them.
 
     Safe to use from several threads.
+
+    Args:
+        mode: of the training.
+        accumulation_steps: batches of a step.
+        near: whether all rows are in memory of this process. `Hybrid("auto")` then begins at depth 0.
     """
 
-    def __init__(self, mode: Mode, accumulation_steps: int) -> None:
-        self.mode = mode
-        self.depth = mode.initial_depth()
+    def __init__(self, mode: Mode, accumulation_steps: int, near: bool = False) -> None:
+        self._near = near
+        self.adopt(mode)
         self.versions: list[int] | None = None
         """If a list, the number of applied steps is appended at each lookup."""
         self.reserves = False
@@ -125,6 +149,18 @@ class StalenessGate:
         self._window = Window(accumulation_steps)
         self._held: deque[float] = deque()  # Seconds of batches that are looked up and not drawn.
         self._drawn_at: float | None = None
+
+    def adopt(self, mode: Mode) -> None:
+        """Changes the mode, between two passes."""
+        self.mode = mode
+        auto = isinstance(mode, Hybrid) and mode.staleness == "auto"
+        self.depth = 0 if auto and self._near else mode.initial_depth()
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the next lookup may run ahead of the steps before it."""
+        with self._changed:
+            return self._ahead_at(self._looked_up) != 0
 
     @property
     def measured(self) -> Staleness:
@@ -197,20 +233,25 @@ class StalenessGate:
             self._done += batches
             self._changed.notify_all()
 
-    def drawn(self, lead: float) -> None:
+    def drawn(self, lead: float, *, inline: bool = False) -> None:
         """Notes that the training thread drew a batch.
 
         Args:
             lead: seconds that its rows had been ready; negative: seconds that the thread waited for them.
+            inline: whether it looked them up, and pushed gradients, by itself in that time.
         """
         with self._changed:
             now = time.monotonic()
-            warm = self._depth_at(self._looked_up - len(self._held)) == self.depth
+            least = self.depth if self.depth is None else max(self.depth, 1)
+            number = self._first_step + (self._looked_up - len(self._held)) // self._accumulation
+            warm = self.mode.depth_at(least, number) == least
             held = self._held.popleft()
+            if inline:
+                held = -lead
             before, self._drawn_at = self._drawn_at, now
             if before is None or not warm:
                 return  # No interval before the first draw; in a warm-up the gate delays lookups on purpose.
-            self._window.add(now - before, lead, held)
+            self._window.add(now - before, lead, held, inline=inline)
             if self._window.draws < WINDOW:
                 return
             depth = self.mode.next_depth(self.depth, self._window.observation())

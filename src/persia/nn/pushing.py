@@ -11,8 +11,8 @@ from typing import Protocol
 from persia.errors import PersiaError
 from persia.nn.gate import StalenessGate
 from persia.nn.outbox import Gradient, Outbox
-from persia.nn.pipeline import READ_AHEAD
 from persia.nn.prepared import PreparedBatch
+from persia.nn.reading_thread import READ_AHEAD
 from persia.nn.token_client import DrawnToken, TokenClient
 from persia.nn.transfer import Ready
 from persia.types import FedBatch, PushHeader

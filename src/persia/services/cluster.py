@@ -49,6 +49,7 @@ class Connection(NamedTuple):
         tracer: records the spans of this process; None if the cluster takes no traces of it.
         stream: makes the data loaders read the data of `fit` if these are a stream, which it returns; None for other
             data. All NN workers call it. None without data loaders that read streams.
+        near: whether the rows of all tables are in memory of this process: a lookup or a push then waits for nothing.
     """
 
     worker: EmbeddingWorker
@@ -66,6 +67,7 @@ class Connection(NamedTuple):
     gpus: float = 0.0
     tracer: Tracer | None = None
     stream: Callable[[object], FedStream | None] | None = None
+    near: bool = False
 
 
 class Cluster(Protocol):

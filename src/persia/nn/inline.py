@@ -1,0 +1,141 @@
+"""Looks rows up and pushes their gradients in the training thread: for depth 0, with rows in memory of this process.
+
+Nothing can be hidden there: a lookup has to wait for the gradients of the step before, and no row is fetched from
+elsewhere. So each hand-over between threads would only cost time, and the cores are the network's and the store's in
+turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from persia.errors import PersiaError
+from persia.nn.channel import Closed
+from persia.nn.pipeline import Stages, late_batch
+from persia.nn.prepared import PreparedBatch
+from persia.nn.reading_thread import ReadingThread
+from persia.telemetry.tracing import Tracer
+
+__all__ = ["Inline"]
+
+
+class Inline:
+    """A pass over a loader, or a part of one, like a `Pipeline` without threads. For the training thread.
+
+    A draw pushes the gradients since the draw before, takes a batch from the reading thread, and looks its rows up. The
+    order is that of `Sync`, and so are the bits.
+
+    Args:
+        reading: reads the batches; its owner stops it.
+        stages: what is done with each batch; `drawn` gets the seconds of pushing and looking up, which a pipeline would
+            hide, as a wait.
+        timeout: seconds that the loader may take for a batch.
+        tracer: records what a draw does.
+        endless: whether the loader may be idle for any time.
+        number: of the first batch within the pass.
+    """
+
+    ready = 0
+    """Number of batches that are looked up and not drawn yet."""
+
+    def __init__(
+        self,
+        reading: ReadingThread,
+        stages: Stages,
+        timeout: float,
+        tracer: Tracer | None = None,
+        endless: bool = False,
+        number: int = 0,
+    ) -> None:
+        self.number = number
+        """Number of the next batch within the pass."""
+        self.push_failure: BaseException | None = None
+        """The failure of the first push that failed."""
+        self.failed = False
+        """Whether another NN worker is known to have left the pass, or a push has failed."""
+        self._reading = reading
+        self._stages = stages
+        self._timeout = timeout
+        self._tracer = tracer or Tracer()
+        self._endless = endless
+        self._pushes: deque[Callable[[], None]] = deque()
+
+    @property
+    def unpushed(self) -> int:
+        """Number of pushes that were handed over and have not succeeded yet."""
+        return len(self._pushes)
+
+    def draw(self) -> PreparedBatch:
+        """Returns the next batch.
+
+        Raises:
+            StopIteration: the loader has ended.
+            DeadlineError: the loader was late.
+            Exception: the failure of the loader, the lookup, or an earlier push.
+        """
+        began = time.monotonic()
+        self.await_pushes()
+        pushed = time.monotonic()
+        batch = self._read()
+        read = time.monotonic()
+        try:
+            with self._tracer.span("register"):
+                registered = self._stages.register(batch)
+            self._stages.may_lookup()  # It may: nothing is in flight.
+            prepared, make_ready = self._stages.lookup(registered)
+            make_ready()
+        except BaseException as error:
+            error.add_note(f"Raised at the lookup of batch {self.number} of prefetch.")
+            raise
+        self.number += 1
+        self._stages.drawn(-(pushed - began) - (time.monotonic() - read))
+        return prepared
+
+    def check_others(self) -> None:
+        """Waits until all NN workers are known to have the batch that was drawn last; see `Pipeline.check_others`."""
+        if self._reading.counts is not None:
+            try:
+                self._reading.counts.check(self.number - 1)
+            except PersiaError:
+                self.failed = True
+                raise
+
+    def push(self, task: Callable[[], None]) -> None:
+        """Keeps a push until the next draw; no-op after a failed push."""
+        if self.push_failure is None:
+            self._pushes.append(task)
+
+    def await_pushes(self) -> None:
+        """Runs the pushes that were handed over. Raises the failure of one, also of an earlier one."""
+        while self._pushes and self.push_failure is None:
+            try:
+                self._pushes[0]()
+                self._pushes.popleft()
+            except BaseException as error:
+                error.add_note("Raised by a push of prefetch.")
+                self.push_failure, self.failed = error, True
+                self._pushes.clear()
+        if self.push_failure is not None:
+            raise self.push_failure
+
+    def close(self, *, finish: bool = True) -> None:
+        """Ends the part: runs the pushes that were handed over, or drops them. A failure stays in `push_failure`."""
+        if finish and self.push_failure is None:
+            try:
+                self.await_pushes()
+            except Exception as error:
+                if error is not self.push_failure:
+                    raise
+        self._pushes.clear()
+
+    def _read(self) -> object:
+        while True:
+            try:
+                return self._reading.next(self._timeout)
+            except Closed:
+                raise StopIteration from None
+            except TimeoutError:
+                if not self._endless:
+                    raise late_batch(self.number, f"data loader: batch {self.number}", self._timeout) from None
