@@ -1,15 +1,12 @@
 """Train recommenders with unbounded embedding tables in plain PyTorch.
 
-Importing `persia` is cheap: names load what they need when they are first used. Before `torch`, it also lets the
-threads of torch spin for a shorter time while they wait; see `persia.openmp`.
+Importing `persia` is cheap: names load what they need when they are first used.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
-
-from persia.openmp import limit_spinning
 
 if TYPE_CHECKING:
     from persia import cluster, data, dense, modes, nn, optim
@@ -39,8 +36,6 @@ if TYPE_CHECKING:
     from persia.trainer.options import TrainerOptions
 
 __version__ = "0.1.0"
-
-limit_spinning()
 
 _HOMES = {
     "persia.batching.batch": ("Batch", "IdColumn"),

@@ -5,15 +5,17 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 
 import persia
 from persia.cluster import Embedded
-from persia.dense.torch_threads import LARGE, TorchThreads, default_torch_threads, shorten_spinning
+from persia.dense import torch_threads
+from persia.dense.torch_threads import BusyCores, TorchThreads, default_torch_threads, shorten_spinning
 from persia.nn import EmbeddingCollection, transfer
-from persia.nn.models import DIN, FFNN
+from persia.nn.models import FFNN
 from persia.openmp import SPINS, WAITING
 from persia.testing import Threads
 
@@ -27,173 +29,162 @@ def eight_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *WAITING):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(TorchThreads, "_set", 0)
+    monkeypatch.setattr(TorchThreads, "_last", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(8)
     yield
     torch.set_num_threads(before)
 
 
-def make_trainer(cluster=None):
+def make_trainer(cluster=None, mode=None):
     return persia.Trainer(
         FFNN(SCHEMA, hidden=(2,)),
         SCHEMA,
         optimizer=lambda params: torch.optim.SGD(params, 0.1),
         embedding_optimizer=persia.optim.SGD(lr=0.1),
-        mode=persia.modes.Sync(),
+        mode=mode or persia.modes.Hybrid(1, warmup=0),
         cluster=cluster,
         options=persia.TrainerOptions(progress=False),
     )
 
 
-def test_a_trainer_leaves_half_of_the_cores_to_others(caplog):
+class Counting:
+    """Batches, and the number of torch's threads at each step."""
+
+    def __init__(self, trainer, batches=3):
+        self.threads = []
+        step = trainer.step.optimizer.step
+        trainer.step.optimizer.step = lambda: (self.threads.append(torch.get_num_threads()), step())[1]
+        self.data = [persia.Batch.from_columns(SCHEMA, {"item": [1, 2], "label": [1, 0]})] * batches
+        trainer.fit(self.data)
+
+
+def test_beside_lookups_that_run_ahead_torch_has_a_core_less(caplog):
+    trainer = make_trainer()
+    assert torch.get_num_threads() == 8
     with caplog.at_level(logging.INFO, "persia.trainer"):
-        trainer = make_trainer()
-        make_trainer()
-    assert torch.get_num_threads() == 4
-    assert [r.message for r in caplog.records] == [
-        "torch computes with 4 of 8 cores, which leaves the others to lookups, updates and reading; "
-        "OMP_NUM_THREADS=8 gives it all."
+        assert Counting(trainer).threads == [7] * 3
+    assert torch.get_num_threads() == 8
+    assert [r.message for r in caplog.records if "torch computes" in r.message] == [
+        "torch computes with 7 of 8 cores, as lookups and updates run beside it; OMP_NUM_THREADS=8 gives it all."
     ]
-    assert {f.name: f.value for f in trainer.monitor.observe().figures}["nn_torch_threads"] == 4
+
+
+@pytest.mark.parametrize("mode", [persia.modes.Sync(), persia.modes.Hybrid("auto")])
+def test_in_one_thread_torch_keeps_all_cores(mode):
+    assert Counting(make_trainer(mode=mode)).threads == [8] * 3
 
 
 def test_on_two_cores_and_on_one_it_is_one_thread(monkeypatch):
     for cores in (2, 1):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         torch.set_num_threads(cores)
-        TorchThreads()
-        assert torch.get_num_threads() == 1
+        assert Counting(make_trainer()).threads == [1] * 3
+        assert torch.get_num_threads() == cores
 
 
-@pytest.mark.parametrize(
-    ("cores", "half", "more"), [(1, 1, 1), (2, 1, 2), (3, 1, 3), (4, 2, 3), (8, 4, 6), (16, 8, 12)]
-)
-def test_a_large_network_has_more_threads_if_they_sleep_soon(cores, half, more, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setenv("GOMP_SPINCOUNT", str(SPINS))
-    torch.set_num_threads(cores)
-    threads = TorchThreads()
-    assert torch.get_num_threads() == half
-    threads.suit(LARGE // 64 - 1, 64)
-    assert torch.get_num_threads() == half
-    threads.suit(LARGE // 64, 64)
-    assert torch.get_num_threads() == more
-    TorchThreads()  # The number of the one before is not the user's.
-    assert torch.get_num_threads() == half
-
-
-def test_a_number_that_is_set_after_a_trainer_was_made_is_kept_for_a_large_network(monkeypatch):
-    monkeypatch.setenv("GOMP_SPINCOUNT", str(SPINS))
-    threads = TorchThreads()
-    torch.set_num_threads(5)
-    threads.suit(LARGE, 1)
-    assert torch.get_num_threads() == 5
-    TorchThreads().suit(LARGE, 1)
-    assert torch.get_num_threads() == 5
-
-
-def test_a_trainer_suits_its_threads_to_its_first_batch(monkeypatch):
-    monkeypatch.setenv("GOMP_SPINCOUNT", str(SPINS))
-    trainer = make_trainer()
-    monkeypatch.setattr("persia.dense.torch_threads.LARGE", 2 * sum(p.numel() for p in trainer.model.parameters()))
-    for rows, threads in ((1, 4), (2, 6)):
-        trainer = make_trainer()
-        columns = {"item": [1] * rows, "label": [1] * rows}
-        trainer.fit([persia.Batch.from_columns(SCHEMA, columns)])
-        assert torch.get_num_threads() == threads
-
-
-def test_a_history_counts_with_all_its_events(monkeypatch):
-    past = persia.IdFeature("past", dim=4, table="item", pooling=None, max_length=3)
-    schema = persia.Schema([persia.IdFeature("item", dim=4), past])
-    trainer = persia.Trainer(
-        DIN(schema),
-        schema,
-        optimizer=lambda params: torch.optim.SGD(params, 0.1),
-        embedding_optimizer=persia.optim.SGD(lr=0.1),
-        options=persia.TrainerOptions(progress=False),
-    )
-    asked = []
-    monkeypatch.setattr(trainer.step.threads, "suit", lambda *arguments: asked.append(arguments))
-    trainer.fit([persia.Batch.from_columns(schema, {"item": [1, 2], "past": [[1], [2, 3, 4]], "label": [1, 0]})] * 2)
-    assert asked == [(sum(parameter.numel() for parameter in trainer.model.parameters()), 2 * 3)]
-
-
-@pytest.mark.parametrize("spins", ["", "300000", "0", "INFINITE"])
-def test_threads_that_spin_for_long_or_sleep_at_once_have_half_of_the_cores(spins, monkeypatch):
-    monkeypatch.setenv("GOMP_SPINCOUNT", spins)
-    TorchThreads().suit(LARGE, 1)
-    assert torch.get_num_threads() == 4
+def test_a_warm_up_begins_with_all_cores():
+    assert Counting(make_trainer(mode=persia.modes.Hybrid(1, warmup=2)), 4).threads == [8, 8, 7, 7]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("first", "environment", "spins"),
-    [
-        ("persia", {}, str(SPINS)),
-        ("torch", {}, "None"),
-        ("persia", {"GOMP_SPINCOUNT": "7"}, "7"),
-        ("persia", {"OMP_WAIT_POLICY": "active"}, "None"),
-    ],
+    ("environment", "spins"),
+    [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
-def test_importing_persia_before_torch_shortens_spinning(first, environment, spins):
-    code = f"import os, {first}, persia, torch; print(os.environ.get('GOMP_SPINCOUNT'))"
+def test_the_command_shortens_spinning_unless_somebody_has_said_it(environment, spins):
+    code = "import os, sys, persia.cli.app as a; a.app = lambda: print(os.environ.get('GOMP_SPINCOUNT')); a.main()"
     kept = {k: v for k, v in os.environ.items() if k not in WAITING} | environment
     done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == spins
 
 
+@pytest.mark.processes
+def test_importing_persia_changes_nothing_of_torch():
+    code = "import os; before = dict(os.environ); import persia, persia.nn, torch; print(before == dict(os.environ))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
 def test_what_the_environment_says_is_kept(name, monkeypatch):
     monkeypatch.setenv(name, "8")
-    make_trainer()
-    assert torch.get_num_threads() == 8
+    assert Counting(make_trainer()).threads == [8] * 3
 
 
-def test_a_smaller_number_and_one_that_is_set_later_are_kept():
-    torch.set_num_threads(7)
-    trainer = make_trainer()
-    assert torch.get_num_threads() == 7
+def test_a_smaller_number_and_one_that_is_set_meanwhile_are_kept():
+    torch.set_num_threads(6)
+    assert Counting(make_trainer()).threads == [6] * 3
     torch.set_num_threads(8)
-    trainer.fit([persia.Batch.from_columns(SCHEMA, {"item": [1, 2], "label": [1, 0]})])
-    assert torch.get_num_threads() == 8
+    trainer = make_trainer()
+    forward = trainer.model.forward
+    trainer.model.forward = lambda *inputs: (torch.set_num_threads(5), forward(*inputs))[1]
+    assert Counting(trainer).threads == [5] * 3
+    assert torch.get_num_threads() == 5
 
 
 def test_nn_workers_of_one_process_share():
     def work(member):
-        make_trainer(member)
-        return torch.get_num_threads()
+        return Counting(make_trainer(member)).threads
 
-    assert Threads(nn_workers=2).run(work) == [2, 2]
+    assert Threads(nn_workers=2).run(work) == [[3] * 2] * 2  # Of three batches one has two, the other one and none.
     assert default_torch_threads(16) == 1
 
 
 def test_in_a_process_group_whoever_made_it_has_chosen(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        make_trainer(Embedded())
-        assert torch.get_num_threads() == 8
+        assert Counting(make_trainer(Embedded())).threads == [8] * 3
     finally:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.processes
-def test_the_default_of_torch_is_recognised():
-    """In a fresh process, where nobody has set anything."""
-    code = """
-import os, torch
-from persia.dense.torch_threads import TorchThreads
-before = torch.get_num_threads()
-TorchThreads()
-print(before, torch.get_num_threads(), len(os.sched_getaffinity(0)))
-"""
-    unset = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *WAITING)
-    environment = {k: v for k, v in os.environ.items() if k not in unset}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    before, after, cores = map(int, done.stdout.split())
-    assert before <= cores  # Of cores with two hardware threads each torch takes one.
-    assert after == (max(1, cores // 2) if before == cores else before)
+class Machine:
+    """A clock, the seconds for which the cores have computed, and those of this process."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.busy = self.own = 0.0
+        monkeypatch.setattr(torch_threads.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(torch_threads.time, "process_time", lambda: self.own)
+        monkeypatch.setattr(torch_threads, "_busy_seconds", lambda: self.busy)
+
+    def train(self, cores, others, seconds=5.0):
+        self.now += seconds
+        self.own += cores * seconds
+        self.busy += (cores + others) * seconds
+
+
+def test_busy_cores_are_told_once(monkeypatch, caplog):
+    machine, cores = Machine(monkeypatch), BusyCores()
+    cores.look()
+    for others in (0.0, 0.3, 1.2, 1.2):
+        machine.train(1.5, others)
+        cores.look()
+    (told,) = [record.message for record in caplog.records]
+    assert told.startswith("Other programs use 1.2 of the 8 cores.")
+    assert "GOMP_SPINCOUNT=1000" in told
+
+
+@pytest.mark.parametrize(
+    ("threads", "environment"), [(1, {}), (8, {"GOMP_SPINCOUNT": "1000"}), (8, {"OMP_WAIT_POLICY": "passive"})]
+)
+def test_threads_that_lose_nothing_are_no_reason_to_say_it(threads, environment, monkeypatch, caplog):
+    torch.set_num_threads(threads)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    machine, cores = Machine(monkeypatch), BusyCores()
+    for _ in range(3):
+        cores.look()
+        machine.train(1.5, 1.2)
+    assert not caplog.records
+
+
+def test_the_time_of_cores_is_that_of_all_programs():
+    before, own = torch_threads._busy_seconds(), time.process_time()
+    while time.process_time() - own < 0.2:
+        pass
+    spent = torch_threads._busy_seconds() - before
+    assert spent > 0.1
 
 
 SPINNING = """
@@ -236,21 +227,6 @@ def test_threads_of_torch_spin_less_while_a_thread_has_asked_for_it():
     assert meanwhile < 0.4 * max(before, after)
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(CORES < 2 or sys.platform != "linux", reason="needs two cores and GNU's OpenMP")
-def test_threads_of_torch_spin_less_if_persia_is_imported_first():
-    kept = {k: v for k, v in os.environ.items() if k not in WAITING}
-    # Only the number before the thread of the script counts here.
-    code = SPINNING.format(threads=CORES)
-    spent = []
-    for first in ("persia", "torch"):
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {first}{code}"], env=kept, capture_output=True, text=True, check=True
-        )
-        spent.append(float(done.stdout.split()[0]))
-    assert spent[0] < 0.4 * spent[1]
-
-
 @pytest.mark.parametrize("name", WAITING)
 def test_what_the_environment_says_of_waiting_is_kept(name, monkeypatch):
     for other in WAITING:
@@ -270,7 +246,8 @@ def test_what_the_environment_says_of_waiting_is_kept(name, monkeypatch):
 def test_the_thread_that_looks_up_asks_for_it_beside_a_network_on_the_cpu(on_host, trains, monkeypatch):
     asked = []
     monkeypatch.setattr(transfer, "shorten_spinning", lambda: asked.append(threading.current_thread().name))
-    embeddings = EmbeddingCollection(SCHEMA, optimizer=persia.optim.SGD(lr=0.1)).train(trains)
+    mode = persia.modes.Hybrid(1, warmup=0)
+    embeddings = EmbeddingCollection(SCHEMA, optimizer=persia.optim.SGD(lr=0.1), mode=mode).train(trains)
     embeddings._transfer._on_host = embeddings._expander.on_host = on_host
     for _ in embeddings.prefetch([persia.Batch.from_columns(SCHEMA, {"item": [1, 2], "label": [1, 0]})]):
         pass

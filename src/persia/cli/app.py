@@ -26,6 +26,7 @@ from persia.cli.trace import trace
 from persia.cli.train import train
 from persia.cli.train_days import continual
 from persia.errors import PersiaError
+from persia.openmp import limit_spinning
 
 __all__ = ["app", "main"]
 
@@ -75,6 +76,7 @@ def root(
 
 def main() -> Any:
     """Runs the command line. Prints a PersiaError or OSError as one line, without a traceback."""
+    limit_spinning()  # This process is ours; commands load torch.
     try:
         return app()
     except (PersiaError, OSError) as error:

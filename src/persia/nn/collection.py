@@ -295,6 +295,12 @@ class EmbeddingCollection(torch.nn.Module):
         return current.part.ready if current is not None else 0
 
     @property
+    def ahead(self) -> bool:
+        """Whether rows of the current training pass are looked up ahead, in threads beside the network."""
+        current = self._pass
+        return current is not None and isinstance(current.part, Pipeline)
+
+    @property
     def pushed(self) -> PushCounts:
         """Outcome of the gradients so far."""
         return self.outbox.counts(self._worker.statistics().get("lost_gradients", 0))

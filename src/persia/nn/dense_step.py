@@ -12,7 +12,7 @@ import torch
 from persia.dense.torch_threads import TorchThreads
 from persia.errors import ConfigError
 from persia.nn.output import logits_of, loss_of
-from persia.nn.pooling import Embeddings, SequenceEmbedding
+from persia.nn.pooling import Embeddings
 from persia.nn.prepared import PreparedBatch, loss_scale
 from persia.nn.replicas import Replicas, SingleReplica
 from persia.schema import Schedule
@@ -66,7 +66,7 @@ class DenseStep:
     Attributes:
         replicas: this network among those of other NN workers; set it before the first batch.
         tracer: records forward, backward and update.
-        threads: of torch on a CPU, suited to the first batch; None where others have chosen their number.
+        threads: of torch; None if the network is not on a CPU.
     """
 
     def __init__(
@@ -141,11 +141,6 @@ class DenseStep:
     def _forward_backward(
         self, batch: PreparedBatch, embeddings: Embeddings, model: torch.nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.threads is not None:
-            events = [each.values.shape[1] for each in embeddings.values() if isinstance(each, SequenceEmbedding)]
-            parameters = sum(parameter.numel() for parameter in self.model.parameters())
-            self.threads.suit(parameters, len(batch.labels) * max(events, default=1))
-            self.threads = None
         with self.tracer.span("forward"):
             with self._autocast():
                 output = model(batch.dense, embeddings)

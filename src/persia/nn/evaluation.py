@@ -53,7 +53,7 @@ class EvaluationReader:
         self._rows = rows
 
     def batches(self, source: Iterator[Batch | FedBatch]) -> Generator[PreparedBatch, None, None]:
-        """Yields batches with rows, looked up ahead where cores are spare. At the end it warns of features without rows."""
+        """Yields batches with rows, looked up ahead where cores are spare. At the end warns of features without any."""
         stopped = False
         sample = IdSample()
 

@@ -120,7 +120,7 @@ class Inline:
         if self.push_failure is not None:
             raise self.push_failure
 
-    def close(self, *, finish: bool = True) -> None:
+    def close(self, *, finish: bool = True, last: bool = True) -> None:
         """Ends the part: runs the pushes that were handed over, or drops them. A failure stays in `push_failure`."""
         if finish and self.push_failure is None:
             try:

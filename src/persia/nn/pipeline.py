@@ -208,7 +208,7 @@ class Pipeline:
                 timeout=self._timeout,
             )
 
-    def close(self, *, finish: bool = True) -> None:
+    def close(self, *, finish: bool = True, last: bool = True) -> None:
         """Ends the threads; finishes pushes that were handed over, and drops batches that were not drawn.
 
         Stop the reading thread before, unless `end_lookups` was called and the last batch is drawn.
@@ -216,11 +216,12 @@ class Pipeline:
         Args:
             finish: False waits for pushes only while one succeeds every few seconds, as they may wait for NN workers
                 that push no more. Then those that have not started are dropped, the others end in the background.
+            last: whether no other part of the pass follows.
 
         Raises:
             DeadlineError: a lookup or a push in progress does not end.
         """
-        self._stop()
+        self._stop(last)
         lookup, *pushing = self._threads
         self._join(lookup, "embedding worker: lookup")
         if finish:
@@ -237,8 +238,9 @@ class Pipeline:
         thread.start()
         self._threads.append(thread)
 
-    def _stop(self) -> None:
-        self._stages.stop()
+    def _stop(self, last: bool) -> None:
+        if last:
+            self._stages.stop()
         self._ready.close(discard=True)
         self._pushes.close()
 
@@ -247,7 +249,7 @@ class Pipeline:
         if os.getpid() != self._process:  # A forked child does not have the threads, and their locks may be taken.
             return
         self._reading.stop()
-        self._stop()
+        self._stop(last=True)
         for thread in self._threads:
             if thread.is_alive():  # A signal may have come before it was started.
                 thread.join(END_GRACE)

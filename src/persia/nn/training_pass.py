@@ -118,7 +118,7 @@ class TrainingPass:
     def _turn(self, *, ahead: bool) -> None:
         """Begins another part, with nothing in flight. Raises the failure of a push."""
         before = self.part
-        before.close()
+        before.close(last=False)
         if before.push_failure is not None:
             raise before.push_failure
         self.part = self._begin_part(before.number, ahead)

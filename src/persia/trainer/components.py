@@ -117,7 +117,7 @@ def assemble(
 def _connect_replicas(
     network: DenseStep, embeddings: EmbeddingCollection, device: torch.device, timeout: float
 ) -> None:
-    """Connects the network to its replicas on the other NN workers, and chooses the number of torch threads."""
+    """Connects the network to its replicas on the other NN workers."""
     connection = embeddings.connection
     network.tracer = embeddings.tracer
     if device.type == "cpu":

@@ -92,7 +92,8 @@ class TrainingLoop:
         drawn, stopped_at, complete = 0, None, False
         read = self._counted(source)
         mine = _in_turn(read, state.position, batches, self._embeddings.connection)
-        # In background threads: read a batch, wait at the mode's gate, look up its rows at the embedding workers.
+        # As far ahead as the mode's gate allows, in background threads: read a batch, look up its rows at the embedding
+        # workers. With nothing to hide, the loop does so itself as it draws a batch; see `nn/inline.py`.
         prepared = self._embeddings.prefetch(mine, replicas, start=state.position, endless=source.endless)
         try:
             with _told_errors(prepared):
@@ -121,7 +122,7 @@ class TrainingLoop:
                 network.finish()
             else:
                 network.discard()
-            self._progress.score_rest()
+            self._end()
         return PhaseEnd(stopped_at is None and (batches is None or drawn < batches), stopped_at)
 
     def token_driven(self, source: BatchSource, client: TokenClient) -> None:
@@ -146,13 +147,20 @@ class TrainingLoop:
                     if self._should_stop():
                         client.stop()
         finally:
-            self._progress.score_rest()
+            self._end()
+
+    def _end(self) -> None:
+        self._progress.score_rest()
+        if self._network.threads is not None:
+            self._network.threads.suit(ahead=False)
 
     def _counted(self, source: BatchSource) -> Callable[[int], Batch | FedBatch | None]:
         return source.read if self._publishing is None else self._publishing.counted(source.read)
 
     def _forward_backward(self, batch: PreparedBatch, *, all_reduce: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Pools the rows of a batch, and computes logits, loss and gradients."""
+        if self._network.threads is not None:
+            self._network.threads.suit(ahead=self._embeddings.ahead)
         return self._network.forward_backward(batch, self._embeddings(batch), all_reduce=all_reduce)
 
     def _trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:

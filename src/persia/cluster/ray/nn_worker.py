@@ -23,6 +23,7 @@ from persia.cluster.ray.hosts import Host, together
 from persia.cluster.ray.plan import Plan, Service
 from persia.errors import ConfigError
 from persia.modes import Mode, encode
+from persia.openmp import limit_spinning
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS, Observable, Recordable
 from persia.telemetry.metrics import Readings, figures
@@ -78,6 +79,7 @@ class NNWorkerHost(Host):
     role = "nn_worker"
 
     def __init__(self, plan: Plan, rank: int) -> None:
+        limit_spinning()  # Modules of the user, which `super` imports, may load torch.
         super().__init__(plan, rank)
         import torch
 
@@ -189,6 +191,7 @@ class DenseServerHost(Host):
     role = "dense_ps"
 
     def __init__(self, plan: Plan, rank: int, maker: DenseMaker) -> None:
+        limit_spinning()  # Modules of the user, which `super` imports, may load torch.
         super().__init__(plan, rank)
         import torch
 
