@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from persia.openmp import SPINS
 
-__all__ = ["LONG_SPINS", "SHORT_SPINS", "Elsewhere", "started"]
+__all__ = ["AS_A_COMMAND", "AS_A_PROGRAM", "Elsewhere", "started"]
 
-LONG_SPINS = {"GOMP_SPINCOUNT": "300000"}
-"""What GNU's OpenMP does by itself, and so what plain PyTorch does."""
-SHORT_SPINS = {"GOMP_SPINCOUNT": str(SPINS)}
-"""What `import persia` asks for, if it comes before torch."""
+AS_A_PROGRAM: Mapping[str, str] = {}
+"""As a user's program is started: the threads of torch wait as they do by themselves."""
+AS_A_COMMAND = {"GOMP_SPINCOUNT": str(SPINS)}
+"""As `persia train` sets it, and the roles on Ray."""
 
 T = TypeVar("T")
 

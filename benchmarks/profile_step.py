@@ -6,7 +6,7 @@ Prints the parts one by one, with one and with all cores for the store, and the 
 gradients use as many threads as torch.
 
 The parts are the calls that training on a CPU makes for each batch, in the same order, but one after another in the
-calling thread. In training three threads make them, so they overlap, on the cores that torch leaves idle:
+calling thread. So does the training thread in `Sync`. Where lookups run ahead three threads make them, so they overlap:
 
 - The lookup thread: `validate`; `register`, which removes duplicates; `lookup`; `transfer`, which wraps the rows as
   tensors; `pool`; and `hooks`, which makes autograd leaves of the rows.

@@ -36,7 +36,8 @@ __all__ = [
 
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
-    "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "checkpoint", "rpc", "step", "gpu", "reuse",
+    "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "checkpoint", "rpc", "step",
+    "sync", "gpu", "reuse",
     "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "paper", "paper_figures",
     "convergence", "modes_runtime", "traffic", "roles", "cluster", "recovery", "ssd", "ssd_rates", "plan",
     "plan_seconds", "capacity", "capacity_measured", "capacity_simulated", "threads", "apmsqueeze", "apms_learning",
@@ -196,6 +197,7 @@ def ratio(
     of: str,
     rounds: int = MIN_ROUNDS,
     at_least: float | None = None,
+    details: Mapping[str, Any] | None = None,
 ) -> Measure:
     """Returns the median over rounds of ours / theirs, both rates (larger is better), measured in alternating order."""
     pairs = []
@@ -205,12 +207,13 @@ def ratio(
         else:
             a, b = ours(), theirs()
         pairs.append((a, b))
-    details = {
+    found = {
         "of": of,
         "ours": statistics.median(a for a, _ in pairs),
         "theirs": statistics.median(b for _, b in pairs),
+        **(details or {}),
     }
-    return quantity(name, [a / b for a, b in pairs], "ratio", at_least=at_least, details=details)
+    return quantity(name, [a / b for a, b in pairs], "ratio", at_least=at_least, details=found)
 
 
 def quantity(

@@ -2,16 +2,14 @@
 
     python -m benchmarks 'step.*' [--preset smoke|laptop|full] [--json FILE]
 
-Each peer runs in a process of its own, as torch's threads wait for a shorter time beside persia's. TorchRec also has an
-environment of its own: create it with benchmarks/baselines/torchrec_env.sh; without it that measure is skipped, and
-says so.
+Persia is in its default mode. Each peer runs in a process of its own. TorchRec also has an environment of its own:
+create it with benchmarks/baselines/torchrec_env.sh; without it that measure is skipped, and says so.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -22,9 +20,9 @@ import torch
 
 from benchmarks import runner
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, TorchRec, Variant, Workload, generate
-from benchmarks.elsewhere import LONG_SPINS, started
+from benchmarks.elsewhere import AS_A_PROGRAM, started
 from persia import Batch, IdColumn, IdFeature, Schema
-from persia.modes import Hybrid
+from persia.modes import Hybrid, Mode
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.schema import Adagrad, EmbeddingOptimizer, RowwiseAdagrad
 from persia.services import Cluster
@@ -33,14 +31,12 @@ from persia.types.values import Dtype
 WORK = {"smoke": Workload(rows=2_000, batch=128, batches=2), "laptop": Workload(), "full": Workload()}
 STEPS = {"smoke": 5, "laptop": 20, "full": 50}
 ROUNDS = {"smoke": 1, "laptop": 9, "full": 15}
-DEADLINE = 60.0
-"""Seconds that pushes may take to be applied."""
 FIRST = 0.01
 """Initial accumulator of Adagrad here and in `step_torch.Plain`, so that both make the same steps."""
 
 
 class Persia(Variant):
-    """The same network and data with `EmbeddingCollection`, in Hybrid(4); `benchmarks/cluster.py` runs it elsewhere."""
+    """The same network and data with `EmbeddingCollection`, in Hybrid(4) or another mode."""
 
     def __init__(
         self,
@@ -49,6 +45,7 @@ class Persia(Variant):
         optimizer: EmbeddingOptimizer,
         cluster: Cluster | None = None,
         dtype: Dtype = "float32",
+        mode: Mode = Hybrid(4, warmup=0),  # noqa: B008 - frozen
     ) -> None:
         super().__init__(work, data)
         names = [f"f{i}" for i in range(work.features)]
@@ -57,7 +54,7 @@ class Persia(Variant):
         self.embeddings = EmbeddingCollection(
             schema,
             optimizer=optimizer,
-            mode=Hybrid(4, warmup=0),
+            mode=mode,
             cluster=cluster,
             options=CollectionOptions(work.device),
         )
@@ -65,23 +62,17 @@ class Persia(Variant):
             Batch({n: IdColumn(ids.astype(np.uint64)) for n, ids in zip(names, s.ids, strict=True)}, s.dense, s.labels)
             for s in data
         ]
-        self.steps = 0
         self.prefetched: Iterator = self.embeddings.prefetch(itertools.cycle(batches))
 
     def step(self) -> None:
         """One training step."""
         batch = next(self.prefetched)
         self.backward(list(self.embeddings(batch).values()), batch)
-        self.steps += 1
 
     def drain(self) -> None:
         """Waits until the gradient of each step is applied. Later batches are looked up meanwhile, as far as may be."""
         super().drain()
-        deadline = time.monotonic() + DEADLINE
-        while self.embeddings.connection.worker.statistics()["pushed"] < self.steps:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"The gradients of {self.steps} steps are not applied within {DEADLINE:g} s.")
-            time.sleep(1e-4)
+        self.embeddings.await_pushes()
 
     def close(self) -> None:
         """Ends the background threads."""
@@ -97,8 +88,7 @@ class Apart:
     """
 
     def __init__(self, kind: type[Variant], work: Workload) -> None:
-        # Threads wait as if persia were not there.
-        self._pipe, self._process = started(_serve, LONG_SPINS, kind, work, torch.get_num_threads())
+        self._pipe, self._process = started(_serve, AS_A_PROGRAM, kind, work, torch.get_num_threads())
 
     def time(self, steps: int) -> float:
         """Seconds for so many steps."""
@@ -155,7 +145,7 @@ def compare_to(kind: type[Variant], preset: str, name: str, target: float) -> ru
         name,
         preset,
         WORK[preset],
-        lambda work, data: Persia(work, data, adagrad),
+        lambda work, data: Persia(work, data, adagrad, mode=Hybrid()),
         lambda work, _: Apart(kind, work),
         target,
     )
@@ -175,7 +165,7 @@ def compare_to_torchrec(
         name,
         preset,
         replace(WORK[preset], **shape),
-        lambda work, data: Persia(work, data, RowwiseAdagrad(lr=0.05), dtype=ours),
+        lambda work, data: Persia(work, data, RowwiseAdagrad(lr=0.05), dtype=ours, mode=Hybrid()),
         lambda work, _: TorchRec(work, dtype=theirs),
         target,
     )
@@ -188,7 +178,7 @@ def vs_torch(preset: str) -> runner.Measure:
 
 @runner.measures("step.vs_torchrec")
 def vs_torchrec(preset: str) -> runner.Measure | None:
-    return compare_to_torchrec(preset, "step.vs_torchrec", 1.15)
+    return compare_to_torchrec(preset, "step.vs_torchrec", 2.8)
 
 
 @runner.measures("step.vs_torchrec_bf16")
@@ -214,4 +204,4 @@ def wide(preset: str) -> runner.Measure | None:
 
 @runner.measures("step.vs_dense_only")
 def vs_dense_only(preset: str) -> runner.Measure:
-    return compare_to(DenseOnly, preset, "step.vs_dense_only", 0.75)
+    return compare_to(DenseOnly, preset, "step.vs_dense_only", 0.55)

@@ -1,10 +1,13 @@
-"""How many threads torch should compute with beside persia's own threads and other processes.
+"""How long the threads of torch should spin, beside other processes: persia over plain PyTorch, and over what it did.
 
     python -m benchmarks 'threads.*' [--preset smoke|laptop|full] [--json FILE]
 
-Each way to run is a process of its own; they train in turn, while 0, 1 or 2 other processes keep a core busy. Half of
-the cores for torch is compared with all of them, whose threads spin for a short time (`small`, `large`); and that with
-all cores whose threads spin for long, or never.
+Each way to run is a process of its own; they train in turn, while 0, 1 or 2 other processes keep a core busy. Plain
+PyTorch has torch's own spins in each. 8 features of dim 16 over 10,000 ids each, batches of 512.
+
+threads.program.load_N   A user's program: the default mode, torch's own spins.
+threads.command.load_N   As `persia train` runs: the default mode, shorter spins.
+threads.ahead.load_N     As before there was one thread: Hybrid(4), half of the cores for torch, short spins.
 """
 
 from __future__ import annotations
@@ -14,49 +17,40 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from benchmarks import runner
-from benchmarks.elsewhere import LONG_SPINS, SHORT_SPINS, started
+from benchmarks.baselines.step_torch import Plain, Variant, Workload, generate
+from benchmarks.elsewhere import AS_A_COMMAND, AS_A_PROGRAM, started
+from persia.openmp import SPINS_SHARED
 
 LOADS = {"smoke": (0, 1), "laptop": (0, 1, 2), "full": (0, 1, 2)}
-SECONDS = {"smoke": 0.05, "laptop": 1.0, "full": 3.0}
+STEPS = {"smoke": 2, "laptop": 200, "full": 600}
 ROUNDS = {"smoke": 1, "laptop": 9, "full": 15}
-
-
-@dataclass(frozen=True)
-class Work:
-    """Shape of a training run."""
-
-    features: int
-    dense: int
-    hidden: tuple[int, ...]
-    batch: int
-    batches: int = 8
-
-
-SMALL = Work(features=8, dense=4, hidden=(64, 32), batch=512)
-LARGE = Work(features=26, dense=13, hidden=(256, 128), batch=4096)
-SMOKE = Work(features=2, dense=1, hidden=(8,), batch=64, batches=2)
+SMALL = Workload(features=8, dense=4, rows=10_000, batch=512, batches=8)
+SMOKE = Workload(features=2, dense=1, rows=100, batch=64, batches=2)
+CORES = len(os.sched_getaffinity(0))
+AS_BEFORE = {"GOMP_SPINCOUNT": str(SPINS_SHARED), "OMP_NUM_THREADS": str(max(1, CORES // 2))}
 
 
 class Way:
     """A process that trains when it is asked to.
 
     Args:
+        kind: "plain", "default" or "ahead".
         work: what it trains.
         variables: of its environment, beside those of this process.
     """
 
-    def __init__(self, work: Work, variables: Mapping[str, str]) -> None:
-        self._pipe, self._process = started(_train, variables, work)
+    def __init__(self, kind: str, work: Workload, variables: Mapping[str, str]) -> None:
+        self._pipe, self._process = started(_train, variables, kind, work)
         self.threads: int = self._pipe.recv()
+        self._rows = work.batch
 
-    def rate(self, seconds: float) -> float:
-        """Trains for so long, and returns samples/s."""
-        self._pipe.send(seconds)
-        return float(self._pipe.recv())
+    def rate(self, steps: int) -> float:
+        """Trains so many steps, and returns samples/s."""
+        self._pipe.send(steps)
+        return steps * self._rows / float(self._pipe.recv())
 
     def close(self) -> None:
         """Ends the process."""
@@ -64,37 +58,20 @@ class Way:
         self._process.join()
 
 
-def _train(pipe: Connection, work: Work) -> None:
+def _train(pipe: Connection, kind: str, work: Workload) -> None:
     import torch
 
-    import persia
+    from benchmarks.step import Persia
+    from persia.modes import Hybrid
+    from persia.schema import Adagrad
 
-    rows = work.batch * work.batches
-    reader = persia.data.synthetic(
-        rows,
-        id_features=work.features,
-        ids_per_feature=10_000,
-        dense_features=work.dense,
-        batch_size=work.batch,
-    )
-    data = list(reader)
-    trainer = persia.Trainer(
-        persia.nn.models.FFNN(reader.schema, hidden=work.hidden),
-        reader.schema,
-        optimizer=lambda params: torch.optim.Adam(params, 1e-3),
-        embedding_optimizer=persia.optim.Adagrad(lr=0.05),
-        mode=persia.modes.Hybrid(4, warmup=0),
-        options=persia.TrainerOptions(device="cpu", progress=False),
-    )
-    trainer.fit(data)
+    data = generate(work)
+    modes = {"default": Hybrid(), "ahead": Hybrid(4, warmup=0)}
+    variant: Variant = Plain(work, data) if kind == "plain" else Persia(work, data, Adagrad(lr=0.05), mode=modes[kind])
+    variant.time(2 * len(data))
     pipe.send(torch.get_num_threads())
     while True:
-        seconds = pipe.recv()
-        trained, spent = 0, 0.0
-        while spent < seconds:
-            result = trainer.fit(data)
-            trained, spent = trained + result.rows, spent + result.seconds
-        pipe.send(trained / spent)
+        pipe.send(variant.time(pipe.recv()))
 
 
 @contextlib.contextmanager
@@ -110,31 +87,26 @@ def busy(count: int) -> Iterator[None]:
 
 
 def compare(
-    preset: str, name: str, work: Work, ours: Mapping[str, str], theirs: Mapping[str, str]
+    preset: str, name: str, kind: str, variables: Mapping[str, str], idle: float | None, beside: float | None
 ) -> Iterator[runner.Measure]:
-    """Samples/s of one way over those of the other, under each load."""
-    cores = len(os.sched_getaffinity(0))
-    work = SMOKE if preset == "smoke" else work
-    mine, other = Way(work, ours), Way(work, theirs)
+    """Samples/s of one way over those of plain PyTorch, under each load. The last two are targets."""
+    work = SMOKE if preset == "smoke" else SMALL
+    mine, other = Way(kind, work, variables), Way("plain", work, AS_A_PROGRAM)
     try:
         for load in LOADS[preset]:
             with busy(load):
-                found = runner.ratio(
+                yield runner.ratio(
                     f"{name}.load_{load}",
-                    ours=lambda: mine.rate(SECONDS[preset]),
-                    theirs=lambda: other.rate(SECONDS[preset]),
+                    ours=lambda: mine.rate(STEPS[preset]),
+                    theirs=lambda: other.rate(STEPS[preset]),
                     of="rows/s",
                     rounds=ROUNDS[preset],
+                    at_least=beside if load else idle,
+                    details={"cores": CORES, "threads": mine.threads, "threads_theirs": other.threads},
                 )
-            details = {**found.details, "cores": cores, "threads": mine.threads, "threads_theirs": other.threads}
-            yield runner.Measure(found.name, found.value, found.unit, spread=found.spread, details=details)
     finally:
         mine.close()
         other.close()
-
-
-HALF = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
-ALL = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
 
 
 def names(name: str) -> list[str]:
@@ -142,21 +114,16 @@ def names(name: str) -> list[str]:
     return [f"{name}.load_{load}" for load in LOADS["full"]]
 
 
-@runner.measures(*names("threads.small"))
-def small(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.small", SMALL, HALF, {**ALL, **SHORT_SPINS})
+@runner.measures(*names("threads.program"))
+def program(preset: str) -> Iterator[runner.Measure]:
+    return compare(preset, "threads.program", "default", AS_A_PROGRAM, None, 1.0)
 
 
-@runner.measures(*names("threads.large"))
-def large(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.large", LARGE, HALF, {**ALL, **SHORT_SPINS})
+@runner.measures(*names("threads.command"))
+def command(preset: str) -> Iterator[runner.Measure]:
+    return compare(preset, "threads.command", "default", AS_A_COMMAND, None, 2.5)
 
 
-@runner.measures(*names("threads.spinning"))
-def spinning(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.spinning", SMALL, {**ALL, **SHORT_SPINS}, {**ALL, **LONG_SPINS})
-
-
-@runner.measures(*names("threads.passive"))
-def passive(preset: str) -> Iterator[runner.Measure]:
-    return compare(preset, "threads.passive", SMALL, {**ALL, **SHORT_SPINS}, {**ALL, "OMP_WAIT_POLICY": "passive"})
+@runner.measures(*names("threads.ahead"))
+def ahead(preset: str) -> Iterator[runner.Measure]:
+    return compare(preset, "threads.ahead", "ahead", AS_BEFORE, None, None)

@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Before torch is loaded: several processes share the cores here, and a thread that spins takes one from the others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import pytest
 from hypothesis import settings
 

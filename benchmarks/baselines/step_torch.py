@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -202,7 +201,6 @@ class TorchRec:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "GOMP_SPINCOUNT": "300000"},  # As if persia were not there.
         )
         self._read("ready")
 

@@ -28,10 +28,17 @@ CALLS = [
 """Calls for a batch in training, by thread."""
 
 
+class Elsewhere(Embedded):
+    """As if rows were in another process, so that lookups run in a thread."""
+
+    def connect(self, *arguments):
+        return super().connect(*arguments)._replace(near=False)
+
+
 def train(parts, batches):
     """Trains on batches as `Parts.step` does, but through `prefetch`; returns the collection."""
     optimizer = parts.collection.optimizer
-    collection = EmbeddingCollection(parts.schema, optimizer=optimizer, mode=Sync(), cluster=Embedded(threads=1))
+    collection = EmbeddingCollection(parts.schema, optimizer=optimizer, mode=Sync(), cluster=Elsewhere(threads=1))
     for batch in collection.prefetch(batches):
         sum(values.sum() for values in collection(batch).values()).backward()
     return collection

@@ -11,7 +11,6 @@ import persia
 from benchmarks import runner, zoo, zoo_runs
 from persia.metrics import Metrics
 from persia.nn import SequenceEmbedding
-from persia.openmp import SPINS
 from persia.schema import IdFeature, Schema
 
 SCHEMA = Schema(
@@ -59,8 +58,7 @@ def test_sequences_tell_the_click_by_their_newest_event():
     assert abs(metrics.result().auc - clicks.best) < 0.01
 
 
-def test_the_share_of_embeddings_decides_the_target(monkeypatch):
-    assert [zoo.target_rate(share) for share in (0.1, 0.39, 0.4, 0.9)] == [1.0, 1.0, 1.2, 1.2]
+def test_the_share_of_embeddings_is_what_is_not_the_network(monkeypatch):
     clicks = zoo_runs.sequences(2_048)
     clock = iter(range(1_000))
     monkeypatch.setattr(zoo_torch.time, "perf_counter", lambda: next(clock) ** 2)
@@ -85,8 +83,8 @@ def test_training_in_plain_pytorch_differs_by_rounding_only():
 def test_each_side_trains_in_a_process_that_is_started_as_by_a_user():
     ours, theirs = zoo.sides()
     with runner.RESOURCES:
-        assert ours.call(os.getenv, "GOMP_SPINCOUNT") == str(SPINS)
-        assert theirs.call(os.getenv, "GOMP_SPINCOUNT") == "300000"
+        for side in (ours, theirs):
+            assert side.call(os.getenv, "GOMP_SPINCOUNT") == os.getenv("GOMP_SPINCOUNT")
         mine, other = zoo.in_turn("sequences", "two_tower", "smoke", 1)
         assert abs(mine.auc - other.auc) < 0.1
         assert min(mine.rows_per_s, other.rows_per_s) > 0
