@@ -93,7 +93,7 @@ class Parts:
         return prepared
 
     def _pooled(self, prepared: PreparedBatch) -> PooledAhead:
-        pooled = self.collection._expander.ahead(prepared.rows, prepared.inverse, prepared.offsets)
+        pooled = self.collection._expander.ahead(prepared.host_rows(), prepared.inverse, prepared.offsets)
         pooled.pool()
         return pooled
 

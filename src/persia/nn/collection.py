@@ -37,7 +37,7 @@ from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pooling import Embeddings, Expander
 from persia.nn.prepared import PreparedBatch, dummy_batch, loss_scale
 from persia.nn.pushing import Pusher, StepPusher, TokenPusher, named
-from persia.nn.reading_thread import ReadingThread, spare_cores
+from persia.nn.reading_thread import ReadingThread
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
 from persia.nn.row_cache import CacheCounts, RowCache
@@ -408,12 +408,10 @@ class EmbeddingCollection(torch.nn.Module):
             self._transfer.begin_beside_network,
         )
         near = self.connection.near and pusher is self._steps and cache is None
-        stays = near and self.gate.depth == 0 and self._staging.device.type == "cpu"
         own_loop = equal_steps is None and pusher.equal_steps
         reading = ReadingThread(
             source,
-            # A thread that reads ahead of a step that has all cores would only be in its way.
-            0 if stays and not spare_cores() else pusher.read_ahead,
+            pusher.read_ahead,
             batch_counts(self.connection, self.options.timeout) if own_loop else None,
             self.tracer,
         )

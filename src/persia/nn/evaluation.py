@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator
 
 from persia.batching.batch import Batch
@@ -10,7 +11,7 @@ from persia.nn.coverage import IdSample, warn_of_unknown_ids
 from persia.nn.inline import Inline
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.prepared import PreparedBatch
-from persia.nn.reading_thread import READ_AHEAD, ReadingThread, spare_cores
+from persia.nn.reading_thread import ReadingThread
 from persia.nn.row_access import RowAccess
 from persia.nn.transfer import Transfer
 from persia.schema import Schema
@@ -69,8 +70,9 @@ class EvaluationReader:
         stages = Stages(
             self._validated, lambda: not stopped, look_up, lambda _: None, stop, self._transfer.begin_beside_network
         )
-        ahead = self._ahead or spare_cores()
-        reading = ReadingThread(source, READ_AHEAD if ahead else 0)
+        # On two cores threads that look up would only be in the network's way.
+        ahead = self._ahead or len(os.sched_getaffinity(0)) > 2
+        reading = ReadingThread(source)
         part: Pipeline | Inline = (
             Pipeline(reading, stages, self._timeout, READY) if ahead else Inline(reading, stages, self._timeout)
         )

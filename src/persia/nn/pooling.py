@@ -116,19 +116,18 @@ class Expander:
 
     def ahead(
         self,
-        rows: Mapping[str, torch.Tensor],
+        rows: Mapping[str, Floats],
         inverse: Mapping[str, Inverse] | Mapping[str, torch.Tensor],
         offsets: Mapping[str, Int64Array | None] | Mapping[str, torch.Tensor | None],
     ) -> PooledAhead:
         """Returns the features of a batch for a training thread that takes them later. Only `on_host`.
 
         Args:
-            rows: by table, `[unique, dim]`, without gradients yet. They must not change while the result is in use.
+            rows: by table, float32 `[unique, dim]`. They must not change while the result is in use.
             inverse: by feature.
             offsets: by feature, or None if each sample has one id.
         """
-        arrays = {table: rows[table].numpy() for table in self._tables}
-        return PooledAhead(self, self._plans(inverse, offsets), arrays)
+        return PooledAhead(self, self._plans(inverse, offsets), {table: rows[table] for table in self._tables})
 
     def pool_rows(self, plans: Sequence[batching.FeaturePlan], rows: Sequence[Floats]) -> batching.Pooled:
         """Returns the values and masks of all features. Thread-safe."""

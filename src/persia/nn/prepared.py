@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from persia.errors import StaleBatchError
 from persia.nn.pooling import PooledAhead
 from persia.nn.token_client import DrawnToken
 from persia.schema import Schema
-from persia.types import Int32Array, Int64Array, Inverse
+from persia.types import Floats, Int32Array, Int64Array, Inverse, Packed
 
 __all__ = ["PreparedBatch", "dummy_batch", "loss_scale"]
 
@@ -24,7 +24,7 @@ class PreparedBatch:
         dense: float32 `[batch, dense features]`.
         labels: float32 `[batch, labels]`.
         day: int32 `[batch]` on the host, or None.
-        rows: by table, float32 `[unique ids, dim]`: autograd leaves, if a gradient is awaited.
+        rows: by table, float32 `[unique ids, dim]`; on a host as they are packed.
         inverse: by feature, the index of each id's row; arrays on the CPU, else tensors.
         offsets: by feature, int64 `[batch + 1]` likewise, or None if each sample has one id.
 
@@ -43,14 +43,15 @@ class PreparedBatch:
         dense: torch.Tensor,
         labels: torch.Tensor,
         day: Int32Array | None,
-        rows: dict[str, torch.Tensor],
+        rows: dict[str, torch.Tensor] | Packed[np.float32],
         inverse: dict[str, Inverse] | dict[str, torch.Tensor],
         offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None],
     ) -> None:
         self.dense = dense
         self.labels = labels
         self.day = day
-        self.rows = rows
+        self._packed = rows if isinstance(rows, Packed) else None
+        self._rows = None if isinstance(rows, Packed) else rows
         self.inverse = inverse
         self.offsets = offsets
         self.batch_id: int | None = None
@@ -67,6 +68,24 @@ class PreparedBatch:
         return len(self.labels)
 
     @property
+    def rows(self) -> dict[str, torch.Tensor]:
+        """By table, float32 `[unique ids, dim]`: autograd leaves, if a gradient is awaited.
+
+        With `pooled`, only a loss that uses rows directly needs them, so they are made by the first access.
+        """
+        if self._rows is None:
+            assert self._packed is not None
+            views = self._packed.items()
+            self._rows = {n: torch.from_numpy(v) if v.flags.writeable else torch.tensor(v) for n, v in views}
+            if self.trains:
+                self._make_leaves(self._rows.values())
+        return self._rows
+
+    def host_rows(self) -> Mapping[str, Floats]:
+        """Returns the same as arrays, which share memory with them; for a batch on a host. No leaves are made."""
+        return self._packed if self._packed is not None else {name: part.numpy() for name, part in self.rows.items()}
+
+    @property
     def weight(self) -> int:
         """Number of samples that count."""
         return 0 if self.dummy else len(self)
@@ -77,9 +96,15 @@ class PreparedBatch:
         return self._finish is not None and not self._closed
 
     def await_gradient(self, batch_id: int, finish: Callable[[PreparedBatch], None]) -> None:
-        """Makes autograd leaves of the rows; `finish(self)` is called at the end of the first backward pass."""
+        """Makes autograd leaves; `finish(self)` is called at the end of the first backward pass."""
         self.batch_id = batch_id
         self._finish = finish
+        if self.pooled is not None:
+            self._make_leaves([self.pooled.leaf])
+        if self._rows is not None or self.pooled is None:
+            self._make_leaves(self.rows.values())
+
+    def _make_leaves(self, tensors: Iterable[torch.Tensor]) -> None:
         # Weak: a leaf that kept its batch alive would be a cycle, and megabytes would wait for the cycle collector.
         myself = weakref.ref(self)
 
@@ -92,7 +117,7 @@ class PreparedBatch:
                 )
             batch._on_gradient()
 
-        for leaf in [*self.rows.values(), *([] if self.pooled is None else [self.pooled.leaf])]:
+        for leaf in tensors:
             leaf.requires_grad_()
             leaf.register_post_accumulate_grad_hook(on_gradient)
 
@@ -110,7 +135,7 @@ class PreparedBatch:
         """
         factor = None if scale is None else scale.double().reciprocal().float()
         gradients: dict[str, torch.Tensor] = {}
-        for table, leaf in self.rows.items():
+        for table, leaf in (self._rows or {}).items():
             if leaf.grad is not None:
                 gradients[table] = leaf.grad if factor is None else leaf.grad.mul_(factor)
                 leaf.grad = None

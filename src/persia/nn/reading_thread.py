@@ -14,18 +14,13 @@ from persia.nn.batch_counts import BatchCounts
 from persia.nn.channel import Channel, Closed
 from persia.telemetry.tracing import Tracer
 
-__all__ = ["READ_AHEAD", "ReadingThread", "spare_cores"]
+__all__ = ["READ_AHEAD", "ReadingThread"]
 
 READ_AHEAD = 16
 """Batches to read before they are needed; more only costs memory."""
 
 LOADER_GRACE = 1.0
 """Seconds to wait for the loader at the end of a pass."""
-
-
-def spare_cores() -> bool:
-    """Returns whether this process has cores that a network and its embedding tables leave to other threads."""
-    return len(os.sched_getaffinity(0)) > 2
 
 
 class _Failure(NamedTuple):
@@ -35,8 +30,8 @@ class _Failure(NamedTuple):
 class ReadingThread:
     """Reads the batches of a loader. Its batches are for one thread; its own thread starts with it.
 
-    A thread also where batches are read one by one: the loader is the user's, and may block for ever. Whoever waits
-    for the thread has a deadline, and gets signals.
+    A thread also where nothing else has one: the loader is the user's, and may block for ever. Whoever waits for the
+    thread has a deadline, and gets signals.
 
     Args:
         source: the loader's iterator.

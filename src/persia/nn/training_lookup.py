@@ -100,7 +100,7 @@ class TrainingLookup:
         if plan is not None:
             self._gate.aged(plan.oldest)
         if self._expander.on_host:
-            prepared.pooled = self._expander.ahead(prepared.rows, prepared.inverse, prepared.offsets)
+            prepared.pooled = self._expander.ahead(prepared.host_rows(), prepared.inverse, prepared.offsets)
             if prepared.pooled.fits(self._ready()):
                 with self._tracer.span("pool", batch=batch.batch_id):
                     prepared.pooled.pool()

@@ -301,14 +301,18 @@ class Transfer:
         arrays: dict[str, NDArray[Any]] = {"dense": batch.dense, "labels": batch.labels}
         if cached is not None:
             arrays["places"] = cached.places.buffer
+        rows: dict[str, torch.Tensor] | Packed[np.float32]
         inverse: dict[str, Inverse] | dict[str, torch.Tensor]
         offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None]
         if self._on_host:
             plain = decode(found.rows, found.scales, self._scratch, self._tables)
-            tensors, ready = self._staging.to_device({**arrays, "rows": plain.buffer})
-            rows, inverse = unpacked(tensors["rows"], plain), found.inverse
-            if cached is not None:
-                rows = cached.assemble(rows, unpacked(tensors["places"].long(), cached.places))
+            rows, inverse = plain, found.inverse
+            if cached is None:
+                tensors, ready = self._staging.to_device(arrays)
+            else:
+                tensors, ready = self._staging.to_device({**arrays, "rows": plain.buffer})
+                looked_up = unpacked(tensors["rows"], plain)
+                rows = cached.assemble(looked_up, unpacked(tensors["places"].long(), cached.places))
             ends = cast("Mapping[str, Int64Array]", found.offsets)
             offsets = {name: ends.get(name) for name in inverse}
         else:

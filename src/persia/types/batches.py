@@ -121,7 +121,9 @@ class UpdateCounts(NamedTuple):
 
     def __add__(self, other: tuple[int, ...]) -> UpdateCounts:  # type: ignore[override]
         """Adds count by count."""
-        return UpdateCounts(*map(sum, zip(self, other, strict=True)))
+        applied, absent, non_finite, duplicate = other
+        mine = self.applied + applied, self.absent + absent, self.non_finite + non_finite, self.duplicate + duplicate
+        return UpdateCounts(*mine)
 
 
 def sum_counts(answers: Iterable[Mapping[str, UpdateCounts]]) -> dict[str, UpdateCounts]:

@@ -67,6 +67,16 @@ class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
         widths = [array.shape[1] for array in given] if dimensions == {2} else None
         return Packed(list(arrays), [len(array) for array in given], buffer, widths)
 
+    @staticmethod
+    def nbytes_of(arrays: Mapping[str, NDArray[Any]]) -> int:
+        """Returns the bytes of arrays, without making those of packed ones."""
+        return arrays.buffer.nbytes if isinstance(arrays, Packed) else sum(array.nbytes for array in arrays.values())
+
+    @staticmethod
+    def counts_of(arrays: Mapping[str, NDArray[Any]]) -> Sequence[int]:
+        """Returns the length of each array, without making those of packed ones."""
+        return arrays.counts if isinstance(arrays, Packed) else [len(array) for array in arrays.values()]
+
     def arrays(self) -> list[NDArray[S_co]]:
         """Returns all arrays, in order."""
         if self.widths is None:

@@ -172,7 +172,7 @@ class Worker:
                 del outcomes[min(outcomes)]
         for contribution in contributions:
             self._carried("gradient_bytes", contribution.gradients, contribution.scales)
-            self._count("gradient_rows", sum(map(len, contribution.gradients.values())))
+            self._count("gradient_rows", sum(Packed.counts_of(contribution.gradients)))
             self._buffer.forget(contribution.batch_id, "pushed")
         return counts
 
@@ -257,9 +257,7 @@ class Worker:
 
     def _carried(self, what: str, rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None) -> None:
         """Counts bytes to or from an NN worker."""
-        nbytes = sum(array.nbytes for array in rows.values())
-        if scales is not None:
-            nbytes += sum(array.nbytes for array in scales.values())
+        nbytes = Packed.nbytes_of(rows) + (0 if scales is None else Packed.nbytes_of(scales))
         with self._lock:
             self._traffic[what, "none" if scales is None else "fp16"] += nbytes
 
