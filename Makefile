@@ -66,6 +66,8 @@ demo-cluster: install  ## the same program on processes of this machine
 
 # A test command prints its seconds, and runs on all cores, file by file. What each holds is in CONTRIBUTING.md.
 PYTEST = $(BIN)/python -m pytest -q --dist loadscope --no-loadscope-reorder -n auto
+# Tests that start processes wait for two thirds of their time.
+PYTEST_WAITING = $(PYTEST) -n $(shell expr $$(nproc) + $$(nproc) / 2)
 timed = @export TIMEFORMAT='$@: %0R s'; time
 
 quick: install-tests  ## tests of Python that start no process, with few examples of property tests
@@ -79,11 +81,11 @@ test: install-tests test-cpp  ## all tests that start no process, and those of t
 	$(timed) PERSIA_EXAMPLES=0.5 $(PYTEST) -m "not processes and not slow" $(PYTEST_OPTIONS)
 
 test-all: install test-cpp row-bits-16  ## all tests but the slow ones
-	$(timed) $(PYTEST) -m "not slow" $(PYTEST_OPTIONS)
+	$(timed) $(PYTEST_WAITING) -m "not slow" $(PYTEST_OPTIONS)
 
 # What `make test-all` adds to `make test`.
 test-processes: install row-bits-16
-	$(timed) $(PYTEST) -m "processes and not slow" $(PYTEST_OPTIONS)
+	$(timed) $(PYTEST_WAITING) -m "processes and not slow" $(PYTEST_OPTIONS)
 
 test-slow: install row-bits-16  ## the slow tests: minutes each
 	$(timed) PERSIA_EXAMPLES=3 $(PYTEST) -m slow $(PYTEST_OPTIONS)

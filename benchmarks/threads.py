@@ -25,8 +25,8 @@ from benchmarks.elsewhere import AS_A_COMMAND, AS_A_PROGRAM, started
 from persia.openmp import SPINS_SHARED
 
 LOADS = {"smoke": (0, 1), "laptop": (0, 1, 2), "full": (0, 1, 2)}
-STEPS = {"smoke": 2, "laptop": 200, "full": 600}
-ROUNDS = {"smoke": 1, "laptop": 9, "full": 15}
+STEPS = {"smoke": 2, "laptop": 50, "full": 600}
+ROUNDS = {"smoke": 1, "laptop": 7, "full": 15}
 SMALL = Workload(features=8, dense=4, rows=10_000, batch=512, batches=8)
 SMOKE = Workload(features=2, dense=1, rows=100, batch=64, batches=2)
 CORES = len(os.sched_getaffinity(0))

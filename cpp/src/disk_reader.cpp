@@ -165,7 +165,7 @@ class DiskReader::Ring {
         // The kernel does not take what has not been submitted, but writes to the buffers of what has.
         broken_ = true;
         failure.note(error, {-1, 0, 0, nullptr});
-        in_flight -= unsubmitted();
+        in_flight -= unsubmitted_reads();
         while (in_flight > 0) {
           sched_yield();
           for (Completion done; complete(done);) --in_flight;
@@ -263,6 +263,15 @@ class DiskReader::Ring {
 
   std::uint32_t unsubmitted() const {
     return *submission_tail_ - Word(*submission_head_).load(std::memory_order_acquire);
+  }
+
+  // Without a reminder, which nobody waits for.
+  std::uint32_t unsubmitted_reads() const {
+    std::uint32_t reads = 0;
+    for (std::uint32_t left = unsubmitted(), at = *submission_tail_; left > 0; --left) {
+      reads += submissions_[--at & submission_mask_].operation == kOpRead;
+    }
+    return reads;
   }
 
   // Hands over what has been submitted and waits for a completion. Returns an errno if the kernel refuses the ring.

@@ -161,7 +161,7 @@ def test_busy_cores_are_told_once(monkeypatch, caplog):
         machine.train(1.5, others)
         cores.look()
     (told,) = [record.message for record in caplog.records]
-    assert told.startswith("Other programs use 1.2 of the 8 cores.")
+    assert told.startswith("Other processes use 1.2 of the 8 cores.")
     assert "GOMP_SPINCOUNT=1000" in told
 
 

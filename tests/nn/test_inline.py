@@ -1,6 +1,9 @@
 """Lookups and pushes in the training thread: the bits of lookups ahead in Sync, and changes from one to the other."""
 
+import os
+import signal
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -256,6 +259,103 @@ def test_rows_have_the_updates_so_far_once_pushes_are_awaited():
         break
 
 
+def test_whoever_reads_in_the_loop_finds_the_updates_so_far():
+    declared = schema()
+    data = batches(3, declared)
+    embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), mode=Sync())
+    item = int(data[0].id_features["item"].values[0])
+    for batch in embeddings.prefetch(data):
+        before = embeddings(batch)["item"][0].detach().clone()
+        embeddings(batch)["item"].sum().backward()
+        after = torch.from_numpy(embeddings.rows("item", [item]).values[0])
+        assert (after != before).all()
+        embeddings.eval()
+        (read,) = embeddings.prefetch(data[:1])
+        assert torch.equal(embeddings(read)["item"][0], after)
+        assert torch.equal(embeddings(data[0])["item"][0], after)
+        embeddings.train()
+        break
+
+
+@pytest.mark.parametrize("cores", [2, 8])
+@pytest.mark.parametrize("cluster", [Embedded, Elsewhere])
+def test_evaluation_looks_up_ahead_where_cores_are_spare(cluster, cores, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    declared = schema()
+    embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), cluster=cluster(threads=1)).eval()
+    names = set()
+    for batch in embeddings.prefetch(batches(50, declared)):
+        embeddings(batch)
+        names |= set(background())
+    assert ("persia-lookup" in names) == (cluster is Elsewhere or cores > 2)
+    assert background() == []
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_an_error_of_the_loader_that_looks_like_ours_is_not_taken_for_it(endless):
+    declared, error = schema(), TimeoutError("the socket")
+    embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), mode=Sync())
+    with pytest.raises(TimeoutError) as caught:
+        for batch in embeddings.prefetch(Late(batches(2, declared), error), endless=endless):
+            embeddings(batch)["item"].sum().backward()
+    assert caught.value is error
+
+
+def test_a_stream_may_be_idle_for_longer_than_the_timeout():
+    declared, idle = schema(), threading.Event()
+
+    def stream():
+        first, second = batches(2, declared)
+        yield first
+        idle.wait(30)
+        yield second
+
+    options = CollectionOptions(timeout=0.01)
+    embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), mode=Sync(), options=options)
+    timer = threading.Timer(0.2, idle.set)
+    timer.start()
+    passed = embeddings.prefetch(stream(), endless=True)
+    for batch in passed:
+        embeddings(batch)["item"].sum().backward()
+    timer.join()
+    assert embeddings.global_step == 2
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_interrupt_comes_after_the_push(last, monkeypatch):
+    declared = schema()
+    embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), mode=Sync())
+    worker, pushed = embeddings.connection.worker, []
+    push = worker.push
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        pushed.append(push(*arguments))
+        return pushed[-1]
+
+    monkeypatch.setattr(worker, "push", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        for batch in embeddings.prefetch(batches(1 if last else 5, declared)):
+            embeddings(batch)["item"].sum().backward()
+    assert len(pushed) == 1
+    assert embeddings.pushed.applied == pushed[0]["item"].applied
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    embeddings.flush()  # It is not raised again.
+    monkeypatch.undo()
+    for batch in embeddings.prefetch(batches(2, declared)):
+        embeddings(batch)["item"].sum().backward()
+    assert embeddings.global_step == 3
+
+
+def test_what_fails_to_begin_leaves_no_thread(monkeypatch):
+    declared = schema()
+    embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), mode=Hybrid(1, warmup=0))
+    monkeypatch.setattr("persia.nn.collection.Pipeline", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    with pytest.raises(RuntimeError, match="new thread"):
+        next(embeddings.prefetch(batches(2, declared)))
+    assert background() == []
+
+
 # --- when to go ahead ---------------------------------------------------------------------------------------------
 
 
@@ -319,7 +419,7 @@ def test_auto_comes_back_where_it_is_not_and_tries_again_much_later(clock):
 
 
 def test_in_a_warm_up_nothing_is_measured(clock):
-    assert windows(clock, Hybrid("auto", warmup=3 * WINDOW), 1.0, 0.6, 6) == [0, 0, 0, 0, 1, 1]
+    assert windows(clock, Hybrid("auto", warmup=3 * WINDOW), 1.0, 0.6, 6) == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -344,6 +444,25 @@ def test_the_first_step_in_flight_is_judged_by_its_speed(depth, seconds, before,
         seconds_before=before,
     )
     assert Hybrid("auto", warmup=0).next_depth(depth, seen) == expected
+
+
+def test_another_mode_does_not_inherit_what_was_measured():
+    """A raise of the depth before a switch would count as one that did not help after it."""
+    found = StalenessGate(Hybrid("auto", warmup=0), 1, near=True)
+    found._window.changed(1)
+    found.adopt(Hybrid("auto", warmup=0))
+    seen = found._window
+    seen.add(1.0, -0.5, 0.5)
+    assert seen.observation().change == 0
+    raised = Observation(waited=50.0, elapsed=100.0, steps=100, change=1, windows=1, before=0.5)
+    assert Hybrid("auto", warmup=0).next_depth(0, raised) == 1
+
+
+def test_the_depth_of_an_earlier_run_is_restored_but_in_one_thread():
+    for near, mode, depth in [(False, Hybrid("auto"), 3), (True, Hybrid("auto"), 0), (False, Hybrid(2), 2)]:
+        found = StalenessGate(mode, 1, near)
+        found.restore(3)
+        assert found.depth == depth
 
 
 def test_auto_begins_in_the_training_thread_only_with_rows_in_memory():

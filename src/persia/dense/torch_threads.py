@@ -87,19 +87,19 @@ class TorchThreads:
             self._chosen = TorchThreads._last = threads
             torch.set_num_threads(threads)
         else:
-            self._chosen = 0
+            self._chosen = TorchThreads._last = 0
             if torch.get_num_threads() == chosen:  # Else the user has set another one meanwhile.
                 torch.set_num_threads(self._before)
 
 
 class BusyCores:
-    """Says once that other programs compete with torch's threads for the cores. For the thread that trains."""
+    """Says once that other processes compete with torch's threads for the cores. For the thread that trains."""
 
     SECONDS = 5.0
     """Duration of a measurement; training says nothing before."""
 
     SHARE = 0.4
-    """Cores that others use, from which on it is worth saying."""
+    """Cores that others use, children of this process included, from which on it is worth saying."""
 
     def __init__(self) -> None:
         self._since: tuple[float, float, float] | None = None
@@ -121,8 +121,8 @@ class BusyCores:
             if others > self.SHARE:
                 self._told = True
                 LOG.warning(
-                    "Other programs use %.1f of the %d cores. torch's threads spin while they wait for each other, and "
-                    "lose much of the rest: start with GOMP_SPINCOUNT=%d in the environment, or with "
+                    "Other processes use %.1f of the %d cores. torch's threads spin while they wait, and lose much of "
+                    "the rest: start with GOMP_SPINCOUNT=%d in the environment, or with "
                     "OMP_NUM_THREADS=1. See the guide, Threads of torch.",
                     others,
                     len(os.sched_getaffinity(0)),

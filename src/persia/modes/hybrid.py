@@ -128,13 +128,13 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         seconds, least = seen.elapsed / seen.steps, FASTER * LAST_STEP
         if depth == 1 and seen.change > 0 and seen.windows == 1 and seconds > (1 - least) * seen.seconds_before > 0:
             return 0
-        slower = 0 < seconds < (1 + least) * seen.seconds_before
-        if depth == 0 and seen.change < 0 and slower and seen.windows < RETRY_FIRST:
+        no_slower = 0 < seconds < (1 + least) * seen.seconds_before
+        if depth == 0 and seen.change < 0 and no_slower and seen.windows < RETRY_FIRST:
             return 0
         if depth == 1 and settled and seen.waited + seen.would_wait < LAST_STEP * seen.elapsed:
             return 0
         if seen.waited > (RAISE_ABOVE if depth else LAST_STEP) * seen.elapsed:
-            raised = seen.change > 0 and seen.windows == 1
+            raised = depth > 0 and seen.change > 0 and seen.windows == 1
             if raised and seen.waited > HELPED * seen.before * seen.steps:
                 # By two, but to 1 first; otherwise noise would slowly raise a useless depth.
                 return max(depth - 2, min(depth - 1, 1))

@@ -127,7 +127,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._steps = StepPusher(self.outbox, self.gate, self.options.accumulation_steps)
         self._pass: TrainingPass | None = None
         """The current training pass; None outside of one."""
-        self._inline: PreparedBatch | None = None
+        self._called_last: PreparedBatch | None = None
         """The batch that was called last without `prefetch`."""
         self._push_failure: BaseException | None = None
         self.tracer = self.outbox.tracer
@@ -204,6 +204,7 @@ class EmbeddingCollection(torch.nn.Module):
         source = checked_items(iter(loader))  # `iter` here, so that DataLoader workers are forked by this thread.
         if not self.training:
             self._check_process()
+            self._await_own_pushes()
             return self._reading.batches(source)
         if (tokens is None) != (self.mode.dense() is Dense.ALL_REDUCE):
             raise self._needs_trainer()
@@ -243,9 +244,9 @@ class EmbeddingCollection(torch.nn.Module):
         """
         self._raise_push_failure()
         self._steps.check_applied()
-        if self._inline is not None:
-            finish(self._inline, self.outbox, self._steps)
-            self._inline = None
+        if self._called_last is not None:
+            finish(self._called_last, self.outbox, self._steps)
+            self._called_last = None
         self._steps.flush()
 
     def await_pushes(self) -> None:
@@ -317,6 +318,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     def rows(self, table: str, ids: ArrayLike, *, state: bool = False) -> StoredRows:
         """Reads rows by id; nothing is admitted, touched or counted. Blocks. See `nn.row_access.RowAccess.read`."""
+        self._await_own_pushes()
         return self._rows.read(table, ids, state)
 
     def set_rows(self, table: str, ids: ArrayLike, values: ArrayLike, *, state: RowState | None = None) -> RowsSet:
@@ -407,7 +409,7 @@ class EmbeddingCollection(torch.nn.Module):
             pusher.close,
             self._transfer.begin_beside_network,
         )
-        near = self.connection.near and pusher is self._steps and cache is None
+        near = self.connection.near and pusher is self._steps and cache is None and self.mode.gate(0, 0)
         own_loop = equal_steps is None and pusher.equal_steps
         reading = ReadingThread(
             source,
@@ -429,7 +431,12 @@ class EmbeddingCollection(torch.nn.Module):
         def wants_ahead() -> bool:
             return not near or self.gate.ahead
 
-        return TrainingPass(reading, begin_part, wants_ahead, pusher, self.outbox, self.waits, equal_steps, dummy)
+        try:
+            return TrainingPass(reading, begin_part, wants_ahead, pusher, self.outbox, self.waits, equal_steps, dummy)
+        except BaseException:
+            reading.stop()
+            reading.join()
+            raise
 
     def _open_cache(self) -> RowCache | None:
         """Returns the cache for a pass, without copies; None if there is none, or no copy could serve a batch."""
@@ -495,13 +502,19 @@ class EmbeddingCollection(torch.nn.Module):
             prepared, ready = lookup.look_up(lookup.register(batch))
             if prepared.dummy:
                 raise StaleBatchError("The batch was lost between its registration and its lookup; call again.")
-            if self._inline is not None:
-                finish(self._inline, self.outbox, self._steps)
-            self._inline = prepared
+            if self._called_last is not None:
+                finish(self._called_last, self.outbox, self._steps)
+            self._called_last = prepared
         else:
+            self._await_own_pushes()
             prepared, ready = self._reading.now(batch)
         ready()
         return prepared
+
+    def _await_own_pushes(self) -> None:
+        """Applies gradients that this thread would push with the next draw: whoever reads now expects them."""
+        if self._pass is not None and isinstance(self._pass.part, Inline):
+            self._pass.part.await_pushes()
 
     def _needs_trainer(self) -> ConfigError:
         name = type(self.mode).__name__
@@ -510,7 +523,7 @@ class EmbeddingCollection(torch.nn.Module):
         )
 
     def _raise_push_failure(self) -> None:
-        """Raises, once, the failure of the push thread of an earlier pass."""
+        """Raises, once, the failure of a push of an earlier pass."""
         failure, self._push_failure = self._push_failure, None
         if failure is not None:
             raise failure

@@ -85,8 +85,10 @@ class EvaluationReader:
                 yield batch
         finally:
             reading.stop()
-            part.close()
-            reading.join()
+            try:
+                part.close()
+            finally:
+                reading.join()
         if self._rows is not None:
             warn_of_unknown_ids(sample, self._rows, self._schema)
 

@@ -129,14 +129,14 @@ class StalenessGate:
 
     def __init__(self, mode: Mode, accumulation_steps: int, near: bool = False) -> None:
         self._near = near
+        self._accumulation = accumulation_steps
         self.adopt(mode)
         self.versions: list[int] | None = None
         """If a list, the number of applied steps is appended at each lookup."""
         self.reserves = False
         """Whether lookups run only half as far ahead as the mode allows, so that copies of rows may serve the rest."""
         self.last_lookup = LookupTime(0, 0, 0)
-        """The moment of the last lookup that has passed. For the lookup thread."""
-        self._accumulation = accumulation_steps
+        """The moment of the last lookup that has passed. For the thread that looks up."""
         # Of the current pass over the data, in batches; earlier passes count as `_steps_before`.
         self._looked_up = 0
         self._done = 0
@@ -146,15 +146,19 @@ class StalenessGate:
         self._changed = threading.Condition()
         self._counts: Counter[int] = Counter()
         """Lookups by staleness."""
-        self._window = Window(accumulation_steps)
         self._held: deque[float] = deque()  # Seconds of batches that are looked up and not drawn.
         self._drawn_at: float | None = None
 
     def adopt(self, mode: Mode) -> None:
         """Changes the mode, between two passes."""
         self.mode = mode
-        auto = isinstance(mode, Hybrid) and mode.staleness == "auto"
-        self.depth = 0 if auto and self._near else mode.initial_depth()
+        self.depth = 0 if self._near and _adapts(mode) else mode.initial_depth()
+        self._window = Window(self._accumulation)
+
+    def restore(self, depth: int) -> None:
+        """Sets the depth of an earlier run, if the mode adapts it. One that begins at 0 has to prove itself again."""
+        if _adapts(self.mode) and not self._near:
+            self.depth = depth
 
     @property
     def ahead(self) -> bool:
@@ -250,6 +254,7 @@ class StalenessGate:
                 held = -lead
             before, self._drawn_at = self._drawn_at, now
             if before is None or not warm:
+                self._window.restart()
                 return  # No interval before the first draw; in a warm-up the gate delays lookups on purpose.
             self._window.add(now - before, lead, held, inline=inline)
             if self._window.draws < WINDOW:
@@ -272,3 +277,7 @@ class StalenessGate:
     def _in_flight(self) -> int:
         """Returns the number of steps before that of the next batch without an applied gradient."""
         return self._looked_up // self._accumulation - self._done // self._accumulation
+
+
+def _adapts(mode: Mode) -> bool:
+    return isinstance(mode, Hybrid) and mode.staleness == "auto"

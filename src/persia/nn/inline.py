@@ -7,9 +7,12 @@ turn.
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from persia.errors import PersiaError
 from persia.nn.channel import Closed
@@ -83,7 +86,7 @@ class Inline:
         try:
             with self._tracer.span("register"):
                 registered = self._stages.register(batch)
-            self._stages.may_lookup()  # It may: nothing is in flight.
+            self._stages.may_lookup()  # It may, as nothing is in flight. Staleness is counted here.
             prepared, make_ready = self._stages.lookup(registered)
             make_ready()
         except BaseException as error:
@@ -109,19 +112,25 @@ class Inline:
 
     def await_pushes(self) -> None:
         """Runs the pushes that were handed over. Raises the failure of one, also of an earlier one."""
-        while self._pushes and self.push_failure is None:
-            try:
-                self._pushes[0]()
-                self._pushes.popleft()
-            except BaseException as error:
-                error.add_note("Raised by a push of prefetch.")
-                self.push_failure, self.failed = error, True
-                self._pushes.clear()
+        with _uninterrupted():
+            while self._pushes and self.push_failure is None:
+                try:
+                    self._pushes[0]()
+                    self._pushes.popleft()
+                except Exception as error:
+                    error.add_note("Raised by a push of prefetch.")
+                    self.push_failure, self.failed = error, True
+                    self._pushes.clear()
         if self.push_failure is not None:
             raise self.push_failure
 
     def close(self, *, finish: bool = True, last: bool = True) -> None:
-        """Ends the part: runs the pushes that were handed over, or drops them. A failure stays in `push_failure`."""
+        """Ends the part: runs the pushes that were handed over, or drops them. A failure stays in `push_failure`.
+
+        Args:
+            finish: whether they are run.
+            last: whether no other part of the pass follows.
+        """
         if finish and self.push_failure is None:
             try:
                 self.await_pushes()
@@ -129,13 +138,36 @@ class Inline:
                 if error is not self.push_failure:
                     raise
         self._pushes.clear()
+        if last:
+            self._stages.stop()
 
     def _read(self) -> object:
         while True:
             try:
-                return self._reading.next(self._timeout)
+                read = self._reading.next(self._timeout)
+                break
             except Closed:
                 raise StopIteration from None
             except TimeoutError:
                 if not self._endless:
                     raise late_batch(self.number, f"data loader: batch {self.number}", self._timeout) from None
+        if read.error is not None:
+            raise read.error
+        return read.batch
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Delays the KeyboardInterrupt of a loop of the user to its end: a push that is cut short is applied in part."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupted = []
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupted:
+            raise KeyboardInterrupt

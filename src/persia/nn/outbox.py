@@ -60,7 +60,8 @@ class Outbox:
         registered: ids of the batches that are registered, and whose push has neither begun nor failed.
         released: number of batches that were drawn and never back-propagated.
         observer: receives the inputs of each gradient while a schedule is recorded, with one batch per push.
-        submit: runs a task in a push thread, started after those before it; outside of a training pass, at once.
+        submit: runs a push after those before it, in a push thread or with the next draw; outside of a training pass at
+            once.
         tracer: records pushes.
     """
 

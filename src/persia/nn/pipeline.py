@@ -38,7 +38,7 @@ MOST_READY = 64
 
 
 class Stages(NamedTuple):
-    """The work of a pipeline's threads.
+    """What is done with each batch, by a pipeline's threads or inline.
 
     Attributes:
         register: registers a batch of the loader; its result goes to `lookup`.
@@ -279,17 +279,14 @@ class Pipeline:
             while not self.lookups_ended:
                 self._doing = f"data loader: batch {number}"
                 self._awaits_loader = True
-                try:
-                    item = self._reading.next()
-                except Closed:
-                    break
-                except BaseException as error:
-                    self._put_failure(self._ready, error)
+                read = self._reading.next()
+                if read.error is not None:
+                    self._put_failure(self._ready, read.error)
                     break
                 self._awaits_loader = False
                 self._doing = f"embedding worker: registering batch {number}"
                 with self._tracer.span("register"):
-                    registered = self._stages.register(item)
+                    registered = self._stages.register(read.batch)
                 self._doing = f"embedding worker: pushed gradients that batch {number} has to wait for"
                 with self._tracer.span("gate"):
                     may_look_up = self._stages.may_lookup()

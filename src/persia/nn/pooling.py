@@ -187,10 +187,10 @@ class Expander:
 
 
 class PooledAhead:
-    """The features of a batch on the host, with the work for them beside the training thread.
+    """The features of a batch on the host, with the work for them apart from the network's passes.
 
-    The lookup thread pools, the training thread takes the features, and the push thread sums the gradients of the rows.
-    So neither delays the network. The results are those of `Expander.__call__`, bit for bit.
+    Whoever looks up pools, the training thread takes the features, and whoever pushes sums the gradients of the rows.
+    Where other threads do that, neither delays the network. The results are those of `Expander.__call__`, bit for bit.
 
     Args:
         expander: pools and sums.

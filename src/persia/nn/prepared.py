@@ -82,7 +82,7 @@ class PreparedBatch:
         return self._rows
 
     def host_rows(self) -> Mapping[str, Floats]:
-        """Returns the same as arrays, which share memory with them; for a batch on a host. No leaves are made."""
+        """Returns the same as arrays; for a batch on a host. No leaves are made."""
         return self._packed if self._packed is not None else {name: part.numpy() for name, part in self.rows.items()}
 
     @property

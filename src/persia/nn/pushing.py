@@ -60,10 +60,10 @@ class Pusher(Protocol):
         """Announces that the training thread is about to draw a batch."""
 
     def may_look_up(self) -> bool:
-        """Blocks until the next lookup is allowed; False when closed instead. For the lookup thread."""
+        """Blocks until the next lookup is allowed; False when closed instead. For the thread that looks up."""
 
     def look_up(self, find: LookUp, batch: FedBatch) -> tuple[PreparedBatch, Ready]:
-        """Looks up a batch. The second result makes it ready, in the training thread. For the lookup thread."""
+        """Looks up a batch. The second result makes it ready, in the training thread."""
 
     def drawn(self, lead: float) -> None:
         """Notes that the training thread has drawn a batch; see `StalenessGate.drawn`."""

@@ -14,7 +14,7 @@ from persia.nn.batch_counts import BatchCounts
 from persia.nn.channel import Channel, Closed
 from persia.telemetry.tracing import Tracer
 
-__all__ = ["READ_AHEAD", "ReadingThread"]
+__all__ = ["READ_AHEAD", "Read", "ReadingThread"]
 
 READ_AHEAD = 16
 """Batches to read before they are needed; more only costs memory."""
@@ -23,8 +23,11 @@ LOADER_GRACE = 1.0
 """Seconds to wait for the loader at the end of a pass."""
 
 
-class _Failure(NamedTuple):
-    error: BaseException
+class Read(NamedTuple):
+    """What was read: a batch, or the error that the loader has raised, with a note."""
+
+    batch: Any
+    error: BaseException | None = None
 
 
 class ReadingThread:
@@ -50,7 +53,7 @@ class ReadingThread:
         self.counts = counts
         self._source = source
         self._tracer = tracer or Tracer()
-        self._read: Channel[Any] = Channel(max(1, read_ahead))
+        self._read: Channel[Read] = Channel(max(1, read_ahead))
         self._on_demand = read_ahead == 0
         # A thread that returns from native code while the interpreter ends crashes the process.
         self._process = os.getpid()
@@ -58,18 +61,14 @@ class ReadingThread:
         self._thread = threading.Thread(target=self._run, name="persia-read", daemon=True)
         self._thread.start()
 
-    def next(self, timeout: float | None = None) -> Any:
-        """Returns the next batch. Blocks, at most `timeout` seconds.
+    def next(self, timeout: float | None = None) -> Read:
+        """Returns the next batch, or the loader's error. Blocks, at most `timeout` seconds.
 
         Raises:
             Closed: the loader has ended, or `stop` was called.
             TimeoutError: the loader is late.
-            Exception: what the loader has raised, with a note.
         """
-        item = self._read.get(timeout)
-        if isinstance(item, _Failure):
-            raise item.error
-        return item
+        return self._read.get(timeout)
 
     def stop(self) -> None:
         """Drops the batches that were read. The thread ends when the loader returns from its `next`."""
@@ -104,7 +103,7 @@ class ReadingThread:
                     break
                 if self.counts is not None:
                     self.counts.add()
-                self._read.put(batch)
+                self._read.put(Read(batch))
                 number += 1
             if self.counts is not None:
                 self.counts.end()
@@ -116,5 +115,5 @@ class ReadingThread:
             place = "" if isinstance(error, PersiaError) and "batch" in error.fields else f", at batch {number}"
             error.add_note(f"Raised by the loader, in the reading thread of prefetch{place}.")
             with contextlib.suppress(Closed):
-                self._read.put(_Failure(error))
+                self._read.put(Read(None, error))
         self._read.close()

@@ -1,4 +1,4 @@
-"""Lookups of rows for training: what the lookup thread does with each batch."""
+"""Lookups of rows for training: what is done with each batch before the network gets it."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ class TrainingPass:
         pusher = self.pusher
         if left is not None and left.close():
             self._outbox.released += 1
-        pusher.end(complete, left)
         try:
+            pusher.end(complete, left)
             failed = failure is not None or self.part.failed
             self._reading.stop()
             self.part.close(finish=not (failed and pusher.combined))

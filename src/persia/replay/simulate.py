@@ -264,7 +264,8 @@ class _Simulation:
     def _adapt(self, worker: _Worker, drawn: _Ready) -> None:
         """Adapts the depth as `StalenessGate.drawn` does."""
         before, worker.drawn_at = worker.drawn_at, self.now
-        warm = self.mode.depth_at(worker.depth, self.first_step + worker.began) == worker.depth
+        least = worker.depth if worker.depth is None else max(worker.depth, 1)
+        warm = self.mode.depth_at(least, self.first_step + worker.began) == least
         if before is None or not warm:
             return
         worker.window.add(self.now - before, worker.wants_batch - drawn.at, drawn.held)

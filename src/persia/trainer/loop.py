@@ -150,9 +150,9 @@ class TrainingLoop:
             self._end()
 
     def _end(self) -> None:
-        self._progress.score_rest()
         if self._network.threads is not None:
             self._network.threads.suit(ahead=False)
+        self._progress.score_rest()
 
     def _counted(self, source: BatchSource) -> Callable[[int], Batch | FedBatch | None]:
         return source.read if self._publishing is None else self._publishing.counted(source.read)

@@ -13,7 +13,7 @@ import torch
 from persia.checkpoint.packing import pack, unpack
 from persia.checkpoint.tensors import decode, encode
 from persia.metrics import Metrics, merged_metrics
-from persia.modes import Hybrid, Mode
+from persia.modes import Mode
 from persia.modes import decode as decode_mode
 from persia.modes import encode as encode_mode
 from persia.nn.collection import EmbeddingCollection
@@ -236,9 +236,8 @@ class TrainingState:
             self.change_mode(decode_mode(state["mode"], recorded=True))
         if (entry := state.get("entry")) is not None:
             self.schedule_entry = entry[0], decode_mode(entry[1], recorded=True)
-        auto = isinstance(self.mode, Hybrid) and self.mode.staleness == "auto"
-        if auto and isinstance(state["depth"], int):
-            self._embeddings.gate.depth = state["depth"]
+        if isinstance(state["depth"], int):
+            self._embeddings.gate.restore(state["depth"])
         self.local_batch = state.get("local_batch", 0)  # Earlier checkpoints lack it.
         self.epoch, self.position = state["epoch"], state["position"]
         self._offsets = state.get("offsets", {})  # Earlier checkpoints lack them.
