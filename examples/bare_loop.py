@@ -23,7 +23,7 @@ def main() -> None:
     for step, batch in enumerate(embeddings.prefetch(reader)):  # Lookups run ahead of the step.
         features = torch.cat([*embeddings(batch).values(), batch.dense], dim=1)
         loss = criterion(net(features), batch.labels)
-        loss.backward()  # Pushes the gradients of the rows, asynchronously.
+        loss.backward()  # Passes the gradients of the rows on.
         optimizer.step()
         optimizer.zero_grad()
         running += 0.01 * (loss.item() - running) if step else loss.item()
