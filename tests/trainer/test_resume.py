@@ -16,6 +16,7 @@ from fsspec.implementations.local import LocalFileOpener
 
 import persia
 from persia.checkpoint import list_checkpoints
+from persia.cluster import Embedded
 from persia.errors import CheckpointError, DataError, PeerRestartedError, PersiaError, StoreError, WireError
 from persia.modes import Hybrid, Sync
 from persia.nn.gate import StalenessGate
@@ -151,12 +152,16 @@ def test_a_state_of_version_0_1_is_taken():
     assert torch.equal(torch.get_rng_state(), state["random"]["torch"])
 
 
-def test_the_depth_of_auto_is_restored_from_a_state_of_version_0_1():
+@pytest.mark.parametrize("near", [False, True])
+def test_the_depth_of_auto_is_restored_from_a_state_of_version_0_1(near, monkeypatch):
+    """Not with rows in memory of the process, where a depth has to prove itself."""
+    connect = Embedded.connect
+    monkeypatch.setattr(Embedded, "connect", lambda *arguments: connect(*arguments)._replace(near=near))
     t = trainer(schema_of(), Hybrid(4, warmup=0))
     state = t.state.state_dict() | {"mode": '{"kind":"hybrid","staleness":"auto"}', "depth": 7}
     t.state.load_state_dict(state, trains_in_other_processes=False)
     assert t.mode == Hybrid("auto", combine=False, reduction="per_id", warmup=0)
-    assert t.embeddings.gate.depth == 7
+    assert t.embeddings.gate.depth == (0 if near else 7)
 
 
 @pytest.mark.parametrize("mode", [Hybrid(4, warmup=0), Hybrid("auto", warmup=0)])

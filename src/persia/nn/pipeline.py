@@ -38,7 +38,7 @@ MOST_READY = 64
 
 
 class Stages(NamedTuple):
-    """What is done with each batch, by a pipeline's threads or inline.
+    """The work for each batch, by a pipeline's threads or inline.
 
     Attributes:
         register: registers a batch of the loader; its result goes to `lookup`.

@@ -24,7 +24,7 @@ LOADER_GRACE = 1.0
 
 
 class Read(NamedTuple):
-    """What was read: a batch, or the error that the loader has raised, with a note."""
+    """A batch that was read, or the error that the loader has raised, with a note."""
 
     batch: Any
     error: BaseException | None = None
