@@ -117,12 +117,20 @@ def test_the_bits_are_those_of_lookups_ahead(optimizer, dtype, capacity, admissi
     assert (near.global_step, near.pushes, near.staleness) == (far.global_step, far.pushes, far.staleness)
 
 
+@pytest.fixture
 def background():
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("persia-"))
+    """Returns the names of the threads of persia that have begun since the test did."""
+    before = set(threading.enumerate())  # An earlier test may have left one that waits for ever.
+
+    def found():
+        new = [thread.name for thread in threading.enumerate() if thread not in before]
+        return sorted(name for name in new if name.startswith("persia-"))
+
+    return found
 
 
 @pytest.mark.parametrize("mode", [Sync(), Hybrid("auto"), Hybrid(4, warmup=100)])
-def test_one_thread_reads_and_none_looks_up_or_pushes(mode):
+def test_one_thread_reads_and_none_looks_up_or_pushes(mode, background):
     declared, seen = schema(), []
     train(Embedded(), declared, batches(5, declared), mode, each=lambda embeddings: seen.append(background()))
     assert all(names in ([], ["persia-read"]) for names in seen)
@@ -159,7 +167,7 @@ def test_after_a_warm_up_lookups_run_ahead():
 
 @given(st.lists(st.sampled_from([0, 1, 3]), min_size=1, max_size=12), st.integers(1, 2))
 def test_any_change_of_depth_trains_each_batch_once_in_order(depths, accumulation):
-    declared = schema()
+    declared, before = schema(), set(threading.enumerate())
     data = batches(len(depths), declared)
     prices, changes = [], iter(depths)
     embeddings = EmbeddingCollection(
@@ -180,7 +188,7 @@ def test_any_change_of_depth_trains_each_batch_once_in_order(depths, accumulatio
     assert embeddings.global_step == -(-len(data) // accumulation)
     assert embeddings.staleness.max <= 3
     assert embeddings.connection.worker.buffered == 0
-    assert background() == []
+    assert not [thread for thread in threading.enumerate() if thread not in before]
 
 
 def test_back_from_lookups_ahead_no_batch_is_left_out_or_stale():
@@ -212,7 +220,7 @@ class Late:
 
 @pytest.mark.parametrize("error", [None, OSError("disk on fire")])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_end_and_an_error_of_the_loader_come_after_its_last_batch(depth, error):
+def test_the_end_and_an_error_of_the_loader_come_after_its_last_batch(depth, error, background):
     declared = schema()
     embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), mode=Hybrid("auto", warmup=0))
     embeddings.gate.depth, trained = depth, 0
@@ -279,7 +287,7 @@ def test_whoever_reads_in_the_loop_finds_the_updates_so_far():
 
 @pytest.mark.parametrize("cores", [2, 8])
 @pytest.mark.parametrize("cluster", [Embedded, Elsewhere])
-def test_evaluation_looks_up_ahead_where_cores_are_spare(cluster, cores, monkeypatch):
+def test_evaluation_looks_up_ahead_where_cores_are_spare(cluster, cores, monkeypatch, background):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     declared = schema()
     embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), cluster=cluster(threads=1)).eval()
@@ -326,7 +334,7 @@ def test_an_interrupt_comes_after_the_push(last, monkeypatch):
     declared = schema()
     embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), mode=Sync())
     worker, pushed = embeddings.connection.worker, []
-    push = worker.push
+    push, handler = worker.push, signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(*arguments):
         signal.raise_signal(signal.SIGINT)
@@ -334,12 +342,15 @@ def test_an_interrupt_comes_after_the_push(last, monkeypatch):
         return pushed[-1]
 
     monkeypatch.setattr(worker, "push", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        for batch in embeddings.prefetch(batches(1 if last else 5, declared)):
-            embeddings(batch)["item"].sum().backward()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for batch in embeddings.prefetch(batches(1 if last else 5, declared)):
+                embeddings(batch)["item"].sum().backward()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert len(pushed) == 1
     assert embeddings.pushed.applied == pushed[0]["item"].applied
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     embeddings.flush()  # It is not raised again.
     monkeypatch.undo()
     for batch in embeddings.prefetch(batches(2, declared)):
@@ -347,7 +358,7 @@ def test_an_interrupt_comes_after_the_push(last, monkeypatch):
     assert embeddings.global_step == 3
 
 
-def test_what_fails_to_begin_leaves_no_thread(monkeypatch):
+def test_what_fails_to_begin_leaves_no_thread(monkeypatch, background):
     declared = schema()
     embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), mode=Hybrid(1, warmup=0))
     monkeypatch.setattr("persia.nn.collection.Pipeline", mock.Mock(side_effect=RuntimeError("can't start new thread")))

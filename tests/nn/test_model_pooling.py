@@ -140,7 +140,7 @@ def test_pooled_ahead_is_pooled_in_place_bit_for_bit(case, factor, calls, leave_
     features, unique, dim, inverse, offsets = case
     expander = Expander(persia.Schema(features), torch.device("cpu"), 2)
     leaf = torch.randn(unique, dim).requires_grad_()
-    ahead = expander.ahead({"t": leaf.detach()}, inverse, offsets)
+    ahead = expander.ahead({"t": leaf.detach().numpy()}, inverse, offsets)
     if in_time:
         ahead.pool()
     found = [expander({"t": leaf}, inverse, offsets) for _ in range(calls)]
@@ -168,7 +168,8 @@ def ahead_of(dims):
     schema = persia.Schema([persia.IdFeature(name, dim=dim) for name, dim in dims.items()])
     rows = {table.name: torch.rand(4, table.dim) for table in schema.resolved_tables().values()}
     inverse = dict.fromkeys(dims, np.array([0, 3, 3], np.uint16))
-    return rows, Expander(schema, torch.device("cpu")).ahead(rows, inverse, dict.fromkeys(dims))
+    arrays = {name: part.numpy() for name, part in rows.items()}
+    return rows, Expander(schema, torch.device("cpu")).ahead(arrays, inverse, dict.fromkeys(dims))
 
 
 def test_what_the_network_changes_in_place_is_pooled_anew_by_the_next_call():
