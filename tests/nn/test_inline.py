@@ -262,7 +262,9 @@ def test_rows_have_the_updates_so_far_once_pushes_are_awaited():
     for batch in embeddings.prefetch(data):
         before = embeddings.rows("item", [item]).values
         embeddings(batch)["item"].sum().backward()
+        assert embeddings.connection.worker.statistics()["pushed"] == 0
         embeddings.await_pushes()
+        assert embeddings.connection.worker.statistics()["pushed"] == 1
         assert (embeddings.rows("item", [item]).values != before).all()
         break
 
