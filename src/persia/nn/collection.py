@@ -232,7 +232,7 @@ class EmbeddingCollection(torch.nn.Module):
             )
         with self.tracer.span("pool", batch=batch.batch_id or 0):
             if batch.trains and self._pass is not None and torch.is_grad_enabled():
-                self._pass.part.check_others()
+                self._pass.check_others()
             if batch.pooled is not None:
                 return batch.pooled.embeddings()
             return self._expander(batch.rows, batch.inverse, batch.offsets)

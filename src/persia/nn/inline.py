@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from persia.errors import PersiaError
 from persia.nn.channel import Closed
 from persia.nn.pipeline import Stages, late_batch
 from persia.nn.prepared import PreparedBatch
@@ -95,15 +94,6 @@ class Inline:
         self.number += 1
         self._stages.drawn(-(pushed - began) - (time.monotonic() - read))
         return prepared
-
-    def check_others(self) -> None:
-        """Waits until all NN workers are known to have the batch that was drawn last; see `Pipeline.check_others`."""
-        if self._reading.counts is not None:
-            try:
-                self._reading.counts.check(self.number - 1)
-            except PersiaError:
-                self.failed = True
-                raise
 
     def push(self, task: Callable[[], None]) -> None:
         """Keeps a push until the next draw; no-op after a failed push."""

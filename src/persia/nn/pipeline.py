@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from persia.errors import DeadlineError, PersiaError
+from persia.errors import DeadlineError
 from persia.nn.channel import Channel, Closed
 from persia.nn.prepared import PreparedBatch
 from persia.nn.reading_thread import ReadingThread
@@ -162,20 +162,6 @@ class Pipeline:
     def end_lookups(self) -> None:
         """Looks up no more than the batch that the thread is at, if any. `draw` then ends after the last one."""
         self.lookups_ended = True
-
-    def check_others(self) -> None:
-        """Waits until all NN workers are known to have the batch that was drawn last.
-
-        Raises:
-            UnequalStepsError: an NN worker has run out of batches.
-            DeadlineError: an NN worker was late.
-        """
-        if self._reading.counts is not None:
-            try:
-                self._reading.counts.check(self.number - 1)
-            except PersiaError:
-                self.failed = True
-                raise
 
     def push(self, task: Callable[[], None]) -> None:
         """Runs the task in a push thread, started in order; no-op after a failed push.

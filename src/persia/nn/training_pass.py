@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from persia.errors import PersiaError
 from persia.nn.inline import Inline
 from persia.nn.outbox import Outbox, run_now
 from persia.nn.pipeline import Pipeline
@@ -73,6 +74,20 @@ class TrainingPass:
             equal_steps.start(batch.weight, has_data=True)
         batch.began = time.monotonic()
         return batch
+
+    def check_others(self) -> None:
+        """Waits until all NN workers are known to have the batch that was drawn last.
+
+        Raises:
+            UnequalStepsError: an NN worker has run out of batches.
+            DeadlineError: an NN worker was late.
+        """
+        if self._reading.counts is not None:
+            try:
+                self._reading.counts.check(self.part.number - 1)
+            except PersiaError:
+                self.part.failed = True
+                raise
 
     def end(self, left: PreparedBatch | None, *, complete: bool, failure: BaseException | None) -> None:
         """Ends the pass, also when its loop is left early: batches with a gradient are applied, others released.
