@@ -5,8 +5,6 @@ import gc
 import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -314,40 +312,6 @@ def test_what_cannot_be_sent_leaves_no_half_message():
         with pytest.raises(AttributeError):
             port.send((b"header",), [LARGE, object()])
         assert socket.sent == []
-
-
-KEEPING = """
-import resource, sys
-import numpy as np
-from persia.rpc.port import keep_memory
-if sys.argv[1] == "keep":
-    keep_memory()
-
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-def fill():
-    pieces = [np.full(1 << 20, 1, np.uint8) for _ in range(8)]
-
-fill()
-before = faults()
-for _ in range(20):
-    fill()
-print(faults() - before)
-"""
-
-
-@pytest.mark.processes
-def test_memory_of_messages_is_kept():
-    def page_faults(how, **env):
-        run = subprocess.run(
-            [sys.executable, "-c", KEEPING, how], capture_output=True, text=True, check=True, env={**os.environ, **env}
-        )
-        return int(run.stdout)
-
-    pages = 20 * 8 * 256
-    assert page_faults("keep") < pages / 20
-    assert page_faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > pages / 2, "what is set from outside stays"
 
 
 # --- back-pressure --------------------------------------------------------------------------------------------------

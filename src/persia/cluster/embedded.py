@@ -8,6 +8,7 @@ from collections.abc import Callable
 from persia.batching import default_threads
 from persia.checks import MAX_THREADS, check_flag, check_integer, plain
 from persia.coordinator import TokenScheduler
+from persia.malloc import keep_memory
 from persia.modes import Mode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.shares import divide_here
@@ -82,6 +83,7 @@ class Embedded:
 
             return [DenseServer(maker)]
 
+        keep_memory()  # Without messages between processes, too: a step frees megabytes that the next one allocates.
         tables = schema.resolved_tables()
         shares = divide_here(tables, optimizer, 1, overcommit=self._overcommit)[0]
         options = ServerOptions(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import struct
@@ -17,10 +16,11 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from persia.errors import ConfigError
+from persia.malloc import keep_memory
 from persia.rpc.keys import Keys
 from persia.rpc.limits import Limits
 
-__all__ = ["UNREAD_MESSAGES", "Intake", "Port", "client_port", "keep_memory", "server_port"]
+__all__ = ["UNREAD_MESSAGES", "Intake", "Port", "client_port", "server_port"]
 
 DOMAIN = "persia"
 HEARTBEAT_SECONDS = 5
@@ -53,15 +53,6 @@ _FRAME_BYTES = 64
 """Upper bound on the bytes that ZeroMQ and CURVE add to a frame."""
 
 _SLACK_BYTES = 1 << 16
-
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-
-KEPT_BYTES = 256 << 20
-"""Free bytes at the end of a malloc arena above which glibc returns memory to the system."""
-
-LARGE_BYTES = 32 << 20
-"""Size above which a block is mapped separately and returned at once. The maximum of glibc."""
 
 
 class Port:
@@ -311,18 +302,3 @@ class Intake:
                 continue
         self._delivered.clear()
         return closed
-
-
-def keep_memory() -> None:
-    """Lets this process keep the memory of messages for the next ones, by malloc's thresholds.
-
-    By default, glibc returns freed blocks above 128 KiB to the system and requests new ones for the next message. Each
-    page is then mapped and zeroed again, which takes longer than copying it, and many times longer on a virtual
-    machine. No-op if the environment sets thresholds, or without glibc.
-    """
-    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
-        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
