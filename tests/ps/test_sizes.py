@@ -19,8 +19,8 @@ from persia.nn import EmbeddingCollection
 from persia.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.memory_checks import check_free, check_share
-from persia.ps.shares import Shares, divide, divide_here
-from persia.ps.sizes import MIN_SHARE, TableSize, declared_sizes, text_of_bytes
+from persia.ps.shares import ADDRESS_SPACE, LEAST_ROWS, Shares, divide, divide_here, rows_of_undeclared
+from persia.ps.sizes import MIN_SHARE, TableSize, declared_sizes, size_of, text_of_bytes
 from persia.ps.tables import table_config
 from persia.schema import IdFeature, Schema, Table
 from persia.store import MAX_ROWS, ROW_OVERHEAD
@@ -379,3 +379,32 @@ def test_memory_of_regions_on_a_disk_is_that_of_the_disk(root, monkeypatch):
 def test_parts_of_a_host():
     assert Memory(900, 600, "x").shared(3) == Memory(300, 200, "x")
     assert Memory(900, 600, "x").shared(3, taken=150) == Memory(300, 250, "x")
+
+
+def undeclared(count, dim=64):
+    return {f"t{number}": Table(f"t{number}", dim=dim) for number in range(count)}
+
+
+def test_many_tables_without_a_capacity_fit_into_the_address_space():
+    embedded = persia.cluster.Embedded(threads=1)
+    schema = Schema([IdFeature(f"f{number}", dim=64) for number in range(300)], labels=["label"])
+    both = [embedded.connect(schema, Adam(lr=0.1), Sync(), 0) for _ in range(2)]
+    assert len(both[0].servers[0].tables()) == 300
+
+
+def test_a_table_without_a_capacity_has_room_for_more_than_the_host_holds(caplog):
+    host = memory(1 << 35)
+    row_bytes = size_of(undeclared(1)["t0"], Adam(lr=0.1), 0).row_bytes
+    assert rows_of_undeclared(undeclared(1), Adam(lr=0.1), host) == {"t0": (1 << 36) // row_bytes}
+    assert rows_of_undeclared(undeclared(1), Adam(lr=0.1), memory(1 << 41)) == {"t0": 1 << 30}, "as many as ever"
+    assert rows_of_undeclared(undeclared(2), Adam(lr=0.1), memory(1 << 20)) == dict.fromkeys(["t0", "t1"], LEAST_ROWS)
+    assert not caplog.records
+
+
+def test_rooms_of_tables_without_a_capacity_share_the_address_space(caplog):
+    rooms = rows_of_undeclared(undeclared(1000), Adam(lr=0.1), memory(1 << 41))
+    row_bytes = size_of(undeclared(1)["t0"], Adam(lr=0.1), 0).row_bytes
+    assert len(rooms) == 1000
+    assert ADDRESS_SPACE * 0.99 < sum(rooms.values()) * row_bytes <= ADDRESS_SPACE
+    assert "declare the `capacity`" in caplog.text
+    assert rooms == rows_of_undeclared(undeclared(1000), Adam(lr=0.1), None), "regions may move to another host"

@@ -8,7 +8,7 @@ from persia.memory import host_memory
 from persia.ps.memory_checks import check_free, check_share
 from persia.ps.options import ServerOptions
 from persia.ps.regions import Regions, taken_space
-from persia.ps.shares import Shares, divide_tables, table_sizes
+from persia.ps.shares import Shares, divide_tables, rows_of_undeclared, table_sizes
 from persia.ps.spill import SpillPlaces, warn_of_disks
 from persia.ps.tables import table_config
 from persia.schema import EmbeddingOptimizer, Table
@@ -41,8 +41,9 @@ def open_tables(
         StoreFullError: there is no space for the regions.
     """
     shares = _shares(tables, optimizer, options, regions)
+    capacities = rows_of_undeclared(tables, optimizer, host_memory() if regions is None else None) | shares.capacities
     configs = {
-        name: table_config(table, seed, shares.capacities.get(name), shares.memory_rows.get(name, 0))
+        name: table_config(table, seed, capacities.get(name), shares.memory_rows.get(name, 0))
         for name, table in tables.items()
     }
     roots = {name: table.spill for name, table in tables.items() if table.spill is not None}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -115,7 +117,9 @@ class EmbeddingServer(JournaledServer):
         self._snapshots = StoreSnapshots(self._store, self._index)
         self._publishing = RowPublishing(self._store, self._index)
         self._setter = RowSetter(self._store, self._space)
-        self._latest = LatestReading(lambda: (self.statistics(), self._publishing.figures()))
+        # No cycle: rows leave memory with the last reference to this PS, and do not wait for the garbage collector.
+        myself = cast("EmbeddingServer", weakref.proxy(self))
+        self._latest = LatestReading(lambda: (myself.statistics(), myself._publishing.figures()))
         kept = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(kept) if kept else mode)
 
@@ -135,6 +139,7 @@ class EmbeddingServer(JournaledServer):
         if not all_reduce or alone:  # Turns are not steps.
             before = None
         regions = self._regions
+        myself = cast("EmbeddingServer", weakref.proxy(self))  # As for the latest reading.
         if regions is not None and before is not None:
             regions.keep_step(0, *before)
         self._barriers = [
@@ -142,7 +147,7 @@ class EmbeddingServer(JournaledServer):
                 members,
                 self._options.timeout,
                 mode.arrive,
-                functools.partial(self._apply_step, number),
+                functools.partial(EmbeddingServer._apply_step, myself, number),
                 applied=regions.last_step(number) if regions is not None else before,
                 gaps=self._barrier_per_rank,  # It gets only pushes of several parts.
             )

@@ -30,12 +30,19 @@ from persia.ps.sizes import (
 from persia.schema import EmbeddingOptimizer, Table
 from persia.store import MAX_ROWS, TableConfig
 
-__all__ = ["MEMORY_SHARE", "Shares", "divide", "divide_here", "divide_tables", "table_sizes"]
+__all__ = ["MEMORY_SHARE", "Shares", "divide", "divide_here", "divide_tables", "rows_of_undeclared", "table_sizes"]
 
 LOG = logging.getLogger("persia.ps")
 
 MEMORY_SHARE = Fraction(9, 10)
 """Share of a host's memory for rows, where tables take what they find: processes need some for themselves."""
+
+
+ADDRESS_SPACE = 1 << 46
+"""Bytes of address space for all tables of a PS that declare no capacity: half of what a process has on x86-64."""
+
+LEAST_ROWS = 1 << 23
+"""Rows that each of them has room for in any case: below, shards and admission sketches of a table would be smaller."""
 
 
 class Shares(NamedTuple):
@@ -112,6 +119,34 @@ def table_sizes(tables: Mapping[str, Table], optimizer: EmbeddingOptimizer, shar
         if rows is not None:
             size = size_of(table, optimizer, rows)
             found.append(size._replace(capacity=shares.capacities.get(name) if size.spills else None))
+    return found
+
+
+def rows_of_undeclared(
+    tables: Mapping[str, Table], optimizer: EmbeddingOptimizer, memory: Memory | None
+) -> dict[str, int]:
+    """Returns how many rows a PS has room for in tables without a capacity, by name; only address space is taken.
+
+    That is more than the host can hold, and no more: a few hundred tables with room for 2^30 rows each would be more
+    than the address space of a process. A table that is declared larger has what it declares.
+
+    Args:
+        tables: by name.
+        optimizer: of tables that declare none.
+        memory: of the host; None if the number must not depend on it, as in regions, which another host may attach to.
+    """
+    names = [name for name, table in tables.items() if table.capacity is None and table.spill is None]
+    found = {}
+    for name in names:
+        row_bytes = size_of(tables[name], optimizer, 0).row_bytes
+        most = ADDRESS_SPACE // len(names)
+        held = most if memory is None else 2 * memory.total  # Twice: what is swapped out is in no limit.
+        found[name] = min(TableConfig.capacity, max(LEAST_ROWS, min(most, held) // row_bytes))
+        if most < held and found[name] < TableConfig.capacity:
+            LOG.warning(
+                "Table %r has room for %d rows, a share of the address space of a process; declare the `capacity` of "
+                "tables that may have more.", name, found[name],
+            )  # fmt: skip
     return found
 
 

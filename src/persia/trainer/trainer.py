@@ -106,7 +106,7 @@ class Trainer:
         self.monitor = components.monitor
         self.trained_here = TrainedRows(0, 0.0)
         """Rows that this NN worker trained in the last call of `fit`, and the seconds that it took."""
-        self.resume_line: Callable[[str, int], str] = self._resume_line
+        self.resume_line: Callable[[str, int], str] = functools.partial(_resume_line, self.cluster is not None)
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
         self._stopping = False
 
@@ -419,6 +419,7 @@ class Trainer:
             fit, stop=self.stop, step=lambda: self.global_step, directory=directory, resume_line=line
         )
 
-    def _resume_line(self, directory: str, step: int) -> str:
-        cluster = ", cluster=cluster" if self.cluster is not None else ""
-        return f"trainer = persia.Trainer.resume({directory!r}, model, optimizer=optimizer{cluster})"
+
+def _resume_line(with_cluster: bool, directory: str, step: int) -> str:
+    cluster = ", cluster=cluster" if with_cluster else ""
+    return f"trainer = persia.Trainer.resume({directory!r}, model, optimizer=optimizer{cluster})"
