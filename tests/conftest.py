@@ -164,6 +164,7 @@ def ray_here() -> Iterator[None]:
     """One Ray for all tests: clusters come and go in it, as in an existing Ray job."""
     import ray
 
+    from persia.cluster.ray.processes import of_this_host_only
     from support.ray_forks import forking
 
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -171,8 +172,14 @@ def ray_here() -> Iterator[None]:
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: they would wait for all other tests.
     with forking():
         # Ray believes in the GPU, whether there is one or not.
-        ray.init(
-            address="local", num_cpus=4, num_gpus=1, include_dashboard=False, log_to_driver=False, logging_level="error"
-        )
+        with of_this_host_only():
+            ray.init(
+                address="local",
+                num_cpus=4,
+                num_gpus=1,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+            )
         yield
         ray.shutdown()

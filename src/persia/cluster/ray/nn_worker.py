@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import functools
 import itertools
 import logging
 import os
 import pickle
 import queue
+import socket
+import struct
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -36,10 +40,14 @@ __all__ = [
     "Request",
     "WorkerProcess",
     "check_cuda",
+    "interface_of",
     "warn_of_idle_gpus",
 ]
 
 LOG = logging.getLogger("persia.cluster")
+
+SIOCGIFADDR = 0x8915
+"""Request of Linux for the IPv4 address of an interface."""
 
 CLUSTER = "persia cluster"
 """Takes the place of the cluster in a pickled function."""
@@ -90,8 +98,11 @@ class NNWorkerHost(Host):
             here = plan.nn_workers if plan.loopback else 1
             threads = default_torch_threads(here)
         torch.set_num_threads(threads)
-        if plan.loopback:  # The name of the host may resolve to an interface that does not reach itself.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Without it gloo takes the interface that the name of the host resolves to: perhaps one that does not reach the
+        # host itself, or one that the whole world reaches.
+        interface = "lo" if plan.loopback else interface_of(ray.util.get_node_ip_address())
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._requests: queue.Queue[Request] = queue.Queue()
         self._answers: dict[int, Future[Any]] = {}
         self._numbers = itertools.count(1)
@@ -110,17 +121,27 @@ class NNWorkerHost(Host):
     def rendezvous(self) -> tuple[str, int]:
         """Starts the store of the next run's process group at a free port; returns its address."""
         host = "127.0.0.1" if self.plan.loopback else ray.util.get_node_ip_address()
-        # It listens from now on: another process could take a port that is only known to be free. The others use the
-        # store for their last batches, perhaps after the function has returned here, so it lives until the next run.
-        self._served = self._store_at(host, 0)
-        return host, self._served.port
+        # By itself, the store would listen on every interface, and anyone may write to it.
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+            port = listening.getsockname()[1]
+            # It listens from now on: another process could take a port that is only known to be free. The others use
+            # the store for their last batches, perhaps after the function has returned here, so it lives until the
+            # next run.
+            self._served = self._store_at(host, port, listening.detach())
+        return host, port
 
-    def _store_at(self, host: str, port: int) -> Any:
-        """Returns the store at an address. With port 0, serves it at any free port."""
+    def _store_at(self, host: str, port: int, listening: int | None = None) -> Any:
+        """Returns the store at an address. With a socket that listens, serves it there and closes it later."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # It is documented.
 
-        seconds = datetime.timedelta(seconds=self.plan.options.timeout)
-        return TCPStore(host, port, is_master=port == 0, timeout=seconds, wait_for_workers=False)
+        return TCPStore(
+            host,
+            port,
+            is_master=listening is not None,
+            timeout=datetime.timedelta(seconds=self.plan.options.timeout),
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
 
     def run(self, function: bytes, generation: int, rendezvous: tuple[str, int], recovers: bool) -> Outcome:
         """Runs a function, with a process group of all NN workers, and returns how it ended.
@@ -310,3 +331,14 @@ class WorkerProcess:
         """Ends the connection."""
         if self._connected is not None:
             self._connected.close()
+
+
+def interface_of(address: str) -> str | None:
+    """Returns the network interface that has an IPv4 address; None if none has it, or for another kind of address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # It has no IPv4 address.
+                found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None

@@ -7,11 +7,12 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from persia import modes
@@ -395,8 +396,28 @@ def connect(address: str | None) -> bool:
         return False
     # Without an address Ray would join any cluster that it finds on this machine.
     address = address or (None if "RAY_ADDRESS" in os.environ else "local")
-    ray.init(address=address, namespace=NAMESPACE, include_dashboard=False if address == "local" else None)
+    with of_this_host_only() if address == "local" else contextlib.nullcontext():
+        ray.init(address=address, namespace=NAMESPACE, include_dashboard=False if address == "local" else None)
     return True
+
+
+@contextlib.contextmanager
+def of_this_host_only() -> Iterator[None]:
+    """Lets the Ray that is started within listen at 127.0.0.1 only, as it does by itself on macOS and Windows.
+
+    Ray executes what it gets at its ports, so they must not be open to the network of a laptop. Its only switch is an
+    environment variable, read when Ray is imported: here for the processes that it starts, and as it was read here.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before[0]
+        del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
+        if before[1] is not None:
+            os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = before[1]
 
 
 def make_plan(servers: int, nn_workers: int, options: RayOptions) -> Plan:
