@@ -13,8 +13,6 @@ from persia.errors import ConfigError, DataError
 from persia.metrics import AUC, BLOCK, Calibration, LogLoss, Metrics
 from support.examples import examples
 
-GRID = 32 / (1 << 18)  # width of a bin
-
 
 def clicks(rows, labels=1, seed=0):
     rng = np.random.default_rng(seed)
@@ -25,42 +23,6 @@ def clicks(rows, labels=1, seed=0):
 def same(a, b):
     """Equality to the last digit, nan included."""
     return repr(a) == repr(b)
-
-
-@given(
-    hnp.arrays(np.int32, st.integers(2, 300), elements=st.integers(-100_000, 100_000)),
-    st.randoms(use_true_random=False),
-)
-def test_auc_is_exact_when_bins_hold_equal_logits(steps, random):
-    logits = ((steps + 0.5) * GRID).astype(np.float32)
-    labels = np.array([random.randint(0, 1) for _ in logits], np.float32)
-    labels[:2] = 0, 1
-    auc = AUC()
-    auc.update(logits, labels)
-    assert auc.result() == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
-
-
-@settings(max_examples=examples(50))
-@given(
-    hnp.arrays(np.float32, st.integers(2, 200), elements=st.floats(-15, 15, width=32)), st.floats(0.01, 1), st.data()
-)
-def test_auc_is_off_by_no_more_than_its_bound(logits, scale, data):
-    logits = (logits * np.float32(scale)).astype(np.float32)
-    labels = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(logits), max_size=len(logits))), np.float32)
-    labels[:2] = 0, 1
-    auc = AUC(1 << 10)
-    auc.update(logits, labels)
-    assert abs(auc.result() - roc_auc_score(labels, logits)) <= auc.bound() + 1e-12
-
-
-@pytest.mark.parametrize("rows", [20_000, 200_000])
-def test_auc_of_continuous_logits(rows):
-    logits, labels = clicks(rows)
-    auc = AUC()
-    for low in range(0, rows, 1000):
-        auc.update(logits[low : low + 1000, 0], labels[low : low + 1000, 0])
-    assert auc.result() == pytest.approx(roc_auc_score(labels[:, 0], logits[:, 0]), abs=1e-6)
-    assert auc.bound() < 1e-4
 
 
 def test_auc_of_fractional_labels_is_weighted():
@@ -169,8 +131,6 @@ def test_merge_equals_one_pass():
     assert mine.calibration == pytest.approx(reference.calibration, rel=1e-12)
     with pytest.raises(ConfigError, match="Cannot merge metrics of the labels"):
         a.merge(Metrics(["other"]))
-    with pytest.raises(ConfigError, match="same number of bins"):
-        AUC(4).merge(AUC(8))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Metrics of binary predictions, from logits: AUC, log-loss and calibration, per label and per day, and by group.
 
-Memory does not grow with rows (but for groups), and an update takes microseconds. A metric that is restored from its
+Memory is bounded (but for groups), and an update takes microseconds. A metric that is restored from its
 state gives the same results to the last bit. Torch is not needed; CPU tensors without gradient are accepted as arrays.
 `DriftCounts` tells how inputs and predictions are distributed, and `psi` how far two distributions are apart.
 """

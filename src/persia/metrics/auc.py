@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -10,40 +9,58 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from persia.errors import ConfigError
-from persia.metrics.checks import State, check, column
+from persia.metrics.bins import Bins, Cells, SortedRows, sorted_rows
+from persia.metrics.checks import State, check, column, sigmoid
 from persia.types import Floats
 
 __all__ = ["AUC", "BLOCK"]
 
 BLOCK: Final = 1 << 14
-"""Number of rows that are buffered before they are binned, so that temporaries fit into the cache."""
+"""Number of rows that are buffered before they are added, so that temporaries fit into the cache."""
 
-LIMIT: Final = 16.0
-"""Logits are clipped to +-LIMIT before they are binned."""
+WAITING: Final = 16
+"""Rows that wait for their bins, over the number of bins."""
+
+MOST_PIECES: Final = 256
+"""Arrays of rows that wait, from which they are joined."""
+
+BYTES_PER_BIN: Final = 24
+
+KINDS: Final = ("cells", "loose")
 
 
 class AUC:
-    """Area under the ROC curve, over a histogram of logits.
+    """Area under the ROC curve, over a histogram of logits whose bins follow the logits.
 
-    Logits are clipped to +-16 and binned uniformly. Two rows of one bin count as a tie, that is as half a pair. With
-    the default of 2^18 bins (1.2e-4 wide) the result agrees with the exact AUC to about 1e-6 once logits spread over
-    hundreds of bins; `bound` returns the maximum error. A label between 0 and 1 counts as that fraction of a positive
-    and the rest of a negative.
+    It does not matter how large logits are, how close to one another, or where they lie. The result is exact while at
+    most `2 * bins` logits differ. After that two rows of one bin count as a tie, that is as half a pair, and `bound`
+    returns the maximum error. With the default number of bins that is at most 1e-5 while the distribution of logits is
+    stable, and a few times as much if it changes often. The error itself is much smaller where the order of rows within
+    a bin is mixed. A label between 0 and 1 counts as that fraction of a positive and the rest of a negative.
 
-    Memory: 16 bytes per bin (pages in use only) and a buffer of 128 KiB. Not thread-safe.
+    Memory: 64 bytes per bin for rows that wait to be counted (8 MiB by default), 24 to 48 for bins, and up to 96 more
+    after merging or changes of the distribution; less with fewer rows. Not thread-safe.
 
     Args:
         bins: number of bins.
     """
 
-    def __init__(self, bins: int = 1 << 18) -> None:
+    def __init__(self, bins: int = 1 << 17) -> None:
         if not 2 <= bins <= 1 << 24:
             raise ConfigError(f"Invalid AUC.bins = {bins}; expected a number from 2 to 2^24.", field="AUC.bins")
         self.bins = bins
-        self._counts: NDArray[np.float64] | None = None  # [2 * bins]: negatives and positives of each bin
         self._logits = np.empty(0, np.float32)
         self._labels = np.empty(0, np.float32)
         self._filled = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._counted = Bins(self.bins)
+        self._negatives, self._positives = _Waiting(), _Waiting()
+        self._waiting = 0
+        """Rows that wait. One whose label is between 0 and 1 waits in both classes."""
+        self._complete: Bins | None = None
+        """`_counted` with the rows that wait, if that has been computed."""
 
     def update(self, logits: ArrayLike, labels: ArrayLike) -> None:
         """Adds rows.
@@ -75,67 +92,76 @@ class AUC:
             self._filled = 0
 
     def add(self, logits: Floats, labels: Floats) -> None:
-        """Bins rows without checks or buffering, for callers that have done both."""
-        if self._counts is None:
-            self._counts = np.zeros(2 * self.bins)
-        scaled = (np.clip(logits, -LIMIT, LIMIT) + np.float32(LIMIT)) * np.float32(self.bins / (2 * LIMIT))
-        index = np.minimum(scaled.astype(np.intp), self.bins - 1)
-        index *= 2
-        positive = labels == 1
-        if np.all(positive | (labels == 0)):
-            index += positive
-            np.add.at(self._counts, index, 1.0)
-        else:
-            np.add.at(self._counts, index, 1.0 - labels.astype(np.float64))
-            np.add.at(self._counts, index + 1, labels.astype(np.float64))
+        """Adds rows without checks or buffering, for callers that have done both. They are copied."""
+        while len(logits):  # Rows are counted after the same rows whatever the sizes of batches are.
+            some = max(1, WAITING * self.bins - self._waiting)
+            self._wait(logits[:some], labels[:some])
+            self._waiting += min(some, len(logits))
+            logits, labels = logits[some:], labels[some:]
+            self._count()
 
-    def _sides(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _wait(self, logits: Floats, labels: Floats) -> None:
+        negative, positive = np.flatnonzero(labels == 0), np.flatnonzero(labels == 1)  # `take` is faster than a mask.
+        if len(negative) + len(positive) == len(labels):
+            self._negatives.add(logits.take(negative))
+            self._positives.add(logits.take(positive))
+        else:
+            shares = labels.astype(np.float64)
+            self._negatives.add(logits[labels < 1], 1 - shares[labels < 1])
+            self._positives.add(logits[labels > 0], shares[labels > 0])
+
+    def _count(self) -> None:
+        """Counts the rows that wait once there are enough of them."""
+        self._complete = None
+        if self._waiting >= WAITING * self.bins:
+            self.settle()
+
+    def settle(self) -> None:
+        """Counts the rows that wait if they take more memory than their bins, as no more rows are expected for now."""
+        if self._waiting > BYTES_PER_BIN // 4 * self.bins:
+            self._counted, self._waiting = self._binned(), 0
+            self._negatives, self._positives, self._complete = _Waiting(), _Waiting(), None
+
+    def _all(self) -> Bins:
+        """Returns the bins of all rows."""
         self._flush()
-        if self._counts is None:
-            return np.zeros(1), np.zeros(1)
-        sides = self._counts.reshape(-1, 2)
-        return sides[:, 0], sides[:, 1]
+        return self._binned()
+
+    def _binned(self) -> Bins:
+        """Returns the bins of all rows but those in the buffer. Which rows wait does not change."""
+        if self._complete is None:
+            self._complete = self._counted.added(self._negatives.sorted(), self._positives.sorted())
+        return self._complete
 
     def histogram(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """Returns the centers of all bins, float64 `[bins]`, and how much of negatives and of positives is in each."""
-        negative, positive = self._sides()
-        centers = (np.arange(len(negative), dtype=np.float64) + 0.5) * (2 * LIMIT / self.bins) - LIMIT
-        return centers, negative, positive
+        """Returns the centers of all bins, ascending, and the weight of negatives and of positives in each."""
+        cells = self._all().all_cells()
+        return (cells.low.astype(np.float64) + cells.high) / 2, cells.negatives, cells.positives
 
     def result(self) -> float:
         """Returns the AUC; nan while there are rows of one class only."""
-        negative, positive = self._sides()
-        pairs = float(negative.sum()) * float(positive.sum())
-        if pairs == 0:
-            return math.nan
-        below = np.cumsum(negative) - 0.5 * negative
-        return float((positive * below).sum()) / pairs  # `np.dot` of strided arrays takes three times as long.
+        return self._all().area()
 
     def reliability(self, groups: int = 20) -> list[tuple[float, float, float]]:
         """Returns mean prediction, mean label and number of rows of `groups` groups of about as many rows each.
 
         Groups are in ascending order of predictions; bins of equal predictions are not divided.
         """
-        negative, positive = self._sides()
+        centers, negative, positive = self.histogram()
         rows = negative + positive
-        used = np.flatnonzero(rows)
-        if not len(used):
+        if not len(rows):
             return []
-        rows, positive = rows[used], positive[used]
-        predicted = 1.0 / (1.0 + np.exp(LIMIT - (used + 0.5) * (2 * LIMIT / self.bins)))
         middle = (np.cumsum(rows) - rows / 2) / rows.sum()
         group = np.minimum((middle * groups).astype(np.intp), groups - 1)
-        sums = [np.bincount(group, of, groups) for of in (predicted * rows, positive, rows)]
+        sums = [np.bincount(group, of, groups) for of in (sigmoid(centers) * rows, positive, rows)]
         return [(float(p / n), float(y / n), float(n)) for p, y, n in zip(*sums, strict=True) if n]
 
     def bound(self) -> float:
-        """Returns the maximum error due to binning: half the fraction of pairs that share a bin."""
-        negative, positive = self._sides()
-        pairs = float(negative.sum()) * float(positive.sum())
-        return 0.5 * float(np.dot(positive, negative)) / pairs if pairs else math.nan
+        """Returns the maximum error due to binning: half the fraction of pairs whose order is unknown."""
+        return self._all().bound()
 
     def merge(self, other: AUC) -> None:
-        """Adds the rows of another AUC with the same number of bins."""
+        """Adds the rows of another AUC with the same number of bins, which is not modified."""
         if other.bins != self.bins:
             raise ConfigError(
                 f"Cannot merge an AUC of {other.bins} bins into one of {self.bins}; use the same number of bins.",
@@ -143,26 +169,94 @@ class AUC:
             )
         self._flush()
         other._flush()
-        if other._counts is None:
-            return
-        if self._counts is None:
-            self._counts = np.zeros(2 * self.bins)
-        used = np.flatnonzero(other._counts)
-        if len(used) < self.bins // 8:  # Of a few rows: memory of other bins is not even touched.
-            self._counts[used] += other._counts[used]
-        else:
-            self._counts += other._counts
+        if len(other._counted.cells.low):
+            self._counted = self._counted.united(other._counted)
+        self._negatives.extend(other._negatives)
+        self._positives.extend(other._positives)
+        self._waiting += other._waiting
+        self._count()
+
+    def copy(self) -> AUC:
+        """Returns another AUC with the same rows."""
+        self._flush()
+        other = AUC(self.bins)
+        other._counted, other._complete = self._counted, self._complete
+        other._negatives.extend(self._negatives)
+        other._positives.extend(self._positives)
+        other._waiting = self._waiting
+        return other
 
     def state_dict(self) -> State:
-        """Returns the bins in use and their counts."""
+        """Returns the bins, and the rows that wait for theirs."""
         self._flush()
-        used = np.flatnonzero(self._counts) if self._counts is not None else np.empty(0, np.int64)
-        counts = self._counts[used] if self._counts is not None else np.empty(0)
-        return {"bins": self.bins, "used": used.astype(np.int64), "counts": counts}
+        state: State = {"bins": self.bins, "waiting": self._waiting}
+        for name, cells in zip(KINDS, (self._counted.cells, self._counted.loose), strict=True):
+            state |= {f"{name}_{field}": value for field, value in zip(Cells._fields, cells, strict=True)}
+        for name, waiting in (("negatives", self._negatives), ("positives", self._positives)):
+            state[name], state[f"{name}_weights"] = waiting.joined()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the counts by those of a state."""
-        self.bins = int(state["bins"])
         self._filled = 0
-        self._counts = np.zeros(2 * self.bins)
-        self._counts[np.asarray(state["used"])] = state["counts"]
+        if "used" in state:  # Of version 0.1.
+            self._clear()
+            self._counted = Bins(self.bins, _uniform_bins(int(state["bins"]), state["used"], state["counts"]))
+            return
+        self.bins = int(state["bins"])
+        self._clear()
+        cells, loose = (
+            Cells(*(np.asarray(state[f"{name}_{f}"]) for f in Cells._fields)) for name in ("cells", "loose")
+        )
+        self._counted = Bins(self.bins, cells, loose)
+        self._waiting = int(state["waiting"])
+        for name, waiting in (("negatives", self._negatives), ("positives", self._positives)):
+            weights = np.asarray(state[f"{name}_weights"])
+            waiting.add(np.asarray(state[name]), weights if len(weights) else None)
+
+
+class _Waiting:
+    """Rows of one class that wait for their bins."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Floats] = []
+        self._weights: list[NDArray[np.float64] | None] = []
+
+    def add(self, logits: Floats, weights: NDArray[np.float64] | None = None) -> None:
+        """Adds rows, whose arrays must not change afterwards. Without weights each row weighs 1."""
+        if not len(logits):
+            return
+        self._pieces.append(logits)
+        self._weights.append(weights)
+        if len(self._pieces) >= MOST_PIECES:
+            joined, of_rows = self.joined()
+            self._pieces, self._weights = [joined], [of_rows if len(of_rows) else None]
+
+    def extend(self, other: _Waiting) -> None:
+        """Adds the rows of another one."""
+        self._pieces += other._pieces
+        self._weights += other._weights
+
+    def joined(self) -> tuple[Floats, NDArray[np.float64]]:
+        """Returns the logits in the order in which they came, and their weights; none if each is 1."""
+        if not self._pieces:
+            return np.empty(0, np.float32), np.empty(0)
+        logits = np.concatenate(self._pieces)
+        if all(weights is None for weights in self._weights):
+            return logits, np.empty(0)
+        pairs = zip(self._pieces, self._weights, strict=True)
+        return logits, np.concatenate([np.ones(len(x)) if weights is None else weights for x, weights in pairs])
+
+    def sorted(self) -> SortedRows:
+        """Returns the rows by logit."""
+        logits, weights = self.joined()
+        return sorted_rows(logits, weights if len(weights) else None)
+
+
+def _uniform_bins(bins: int, used: NDArray[np.int64], counts: NDArray[np.float64]) -> Cells:
+    """Returns the bins of an earlier version's state: of equal widths between logits of -16 and 16."""
+    numbers, of = np.unique(np.asarray(used) // 2, return_inverse=True)
+    sides = np.zeros((2, len(numbers)))
+    sides[np.asarray(used) % 2, of] = counts
+    edges = ((np.stack([numbers, numbers + 1]) * (32 / bins)) - 16).astype(np.float32)
+    return Cells(edges[0], np.nextafter(edges[1], edges[0]), *sides)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from persia.errors import DataError
 from persia.types import Floats
 
-__all__ = ["State", "check", "column", "loss_terms"]
+__all__ = ["State", "check", "column", "loss_terms", "sigmoid"]
 
 State = dict[str, Any]
 """State of a metric: numpy arrays and numbers by name."""
@@ -45,8 +45,19 @@ def check(logits: Floats, labels: Floats) -> None:
 def loss_terms(logits: Floats, labels: Floats) -> tuple[float, float, float]:
     """Returns the sums of log-loss, prediction and label. Numerically stable for logits of any size."""
     x = logits.astype(np.float64)
-    small = np.exp(-np.abs(x))
-    positive = x >= 0
-    loss = np.where(positive, x, 0.0) - x * labels + np.log1p(small)
-    prediction = np.where(positive, 1.0, small) / (1.0 + small)
+    small = np.abs(x)
+    np.exp(np.negative(small, out=small), out=small)
+    prediction = np.where(x >= 0, 1.0, small)
+    loss = np.maximum(x, 0.0)
+    np.multiply(x, labels, out=x)
+    np.subtract(loss, x, out=loss)
+    np.add(loss, np.log1p(small, out=x), out=loss)
+    np.divide(prediction, np.add(small, 1.0, out=small), out=prediction)
     return float(loss.sum()), float(prediction.sum()), float(labels.sum(dtype=np.float64))
+
+
+def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the predictions that belong to logits of any size."""
+    small = np.exp(-np.abs(logits))
+    prediction: NDArray[np.float64] = np.where(logits >= 0, 1.0, small) / (1.0 + small)
+    return prediction

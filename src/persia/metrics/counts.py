@@ -38,6 +38,14 @@ class LabelMetrics:
         self.log_loss.merge(other.log_loss)
         self.calibration.merge(other.calibration)
 
+    def copy(self) -> LabelMetrics:
+        """Returns other LabelMetrics of the same rows."""
+        other = LabelMetrics(self.auc.bins)
+        other.auc = self.auc.copy()
+        other.log_loss.merge(self.log_loss)
+        other.calibration.merge(self.calibration)
+        return other
+
     def figures(self) -> Figures:
         """Returns the metrics so far."""
         rows, loss = self.log_loss.rows, self.log_loss.result()
