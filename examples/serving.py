@@ -37,8 +37,7 @@ def serve(url: str, done: threading.Event) -> None:
             metrics = Metrics(predictor.schema.labels)
             began = time.perf_counter()
             for batch in held_out:
-                probabilities = torch.from_numpy(predictor.predict(batch).probabilities)
-                metrics.update(torch.logit(probabilities).numpy(), batch.labels)
+                metrics.update(predictor.predict(batch).scores, batch.labels)
             rate = len(held_out) * 256 / (time.perf_counter() - began)
             state = predictor.state()
             print(f"step {state.network_step}: AUC {metrics.result().auc:.4f}, ", end="")

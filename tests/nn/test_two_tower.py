@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+import persia
 from persia.errors import ConfigError
 from persia.nn.models import TwoTower
+from persia.nn.output import predictions_of, probabilities_of
 from persia.schema import IdFeature, Schema
 from support.histories import Numbers, history_schema, made_inputs, outcome, softmax
 
@@ -148,3 +150,33 @@ def test_two_tower_takes_batches_of_hardly_any_rows(rows):
 def test_bad_arguments_are_refused(build, match):
     with pytest.raises(ConfigError, match=match):
         build()
+
+
+def test_predictions_keep_the_order_of_logits():
+    """At the default temperature most sigmoids of trained towers are 1."""
+    schema = two_tower_schema(())
+    rng = np.random.default_rng(0)
+    columns = {"user": rng.integers(0, 8, 512), "item": rng.integers(0, 64, 512), "shop": rng.integers(0, 4, 512)}
+    columns["label"] = (columns["user"] % 8 == columns["item"] % 8).astype(np.float32)
+    data = persia.Batch.from_columns(schema, columns)
+    torch.manual_seed(0)
+    trainer = persia.Trainer(
+        TwoTower(schema, item=["item", "shop"], hidden=(16,), dim=8, temperature=0.01),
+        schema,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
+        embedding_optimizer=persia.optim.Adagrad(lr=0.3),
+        options=persia.TrainerOptions(progress=False),
+    )
+    trainer.fit([data.slice(start, start + 128) for start in range(0, 512, 128)] * 5)
+    (scores,) = trainer.predict([data])
+    ((_, logits),) = trainer._components.evaluator.scored([data])
+    np.testing.assert_array_equal(scores, logits)
+    assert len(np.unique(probabilities_of(logits))) < len(np.unique(scores))
+
+
+def test_a_model_says_whether_its_logits_are_log_odds():
+    logits = np.float32([[20.0], [30.0]])
+    assert predictions_of(torch.nn.Linear(1, 1), logits).tolist() == [[1.0], [1.0]]
+    ranking = torch.nn.Linear(1, 1)
+    ranking.are_log_odds = False
+    assert predictions_of(ranking, logits).tolist() == [[20.0], [30.0]]

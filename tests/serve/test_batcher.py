@@ -65,7 +65,7 @@ def test_what_waits_is_joined_up_to_max_batch_and_split_again():
         predictor.go.set()
         for each, users in zip(jobs, [(1, 2), (3,), (4, 5), (6, 7, 8, 9, 10, 11), (12,)], strict=True):
             found = each.future.result(30)
-            np.testing.assert_array_equal(found.probabilities, expected(users, [0.5] * len(users)))
+            np.testing.assert_array_equal(found.values, expected(users, [0.5] * len(users)))
             assert (found.step, found.epoch) == (12, 3)
     assert predictor.sizes == [1, 5, 6, 1]
     counts = made.counts()
@@ -195,7 +195,7 @@ def test_many_threads_get_their_own_answers():
         for user in range(start, start + 50):
             mine = job(user)
             made.submit(mine)
-            found = mine.future.result(30).probabilities
+            found = mine.future.result(30).values
             if not np.array_equal(found, expected([user], [0.5])):
                 failures.append(user)
 

@@ -81,6 +81,17 @@ def test_predictions_in_all_forms():
     run(test, FakePredictor())
 
 
+def test_a_model_without_probabilities_answers_scores():
+    async def test(client):
+        answer = await client.post("/predict", json=BODY)
+        assert answer.json().keys() == {"scores", "step", "epoch"}
+        np.testing.assert_array_equal(np.float32(answer.json()["scores"]["buy"]), expected([1, 2], [0.5, 1.0])[:, 1])
+
+    predictor = FakePredictor()
+    predictor.are_log_odds = False
+    run(test, predictor)
+
+
 def test_rankings_and_embeddings():
     async def test(client):
         user = {"features": {"user": [5], "tags": [[1]]}, "dense": {"age": [2]}}
@@ -88,7 +99,7 @@ def test_rankings_and_embeddings():
         answer = await client.post("/rank", json={"user": user, "items": items})
         assert answer.json()["step"] == 12
         np.testing.assert_array_equal(
-            np.float32(answer.json()["probabilities"]["buy"]), expected([5] * 3, [0.1, 0.2, 0.3])[:, 1]
+            np.float32(answer.json()["scores"]["buy"]), expected([5] * 3, [0.1, 0.2, 0.3])[:, 1]
         )
         answer = await client.post("/embeddings", json={"table": "code", "ids": [3, 4]})
         assert answer.json() == {

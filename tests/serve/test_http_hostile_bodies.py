@@ -59,10 +59,13 @@ class Server:
         """Asks for predictions; those of an answer are the predictor's own. Returns whether there was one."""
         content = self.ask("/predict", kind, body, accept)
         if content is not None:
-            expected = self.predictor.predict(self.bodies.samples(kind, body)).probabilities
-            np.testing.assert_array_equal(probabilities(content, accept, self.schema.labels), expected)
-            assert not (np.nan_to_num(expected) < 0).any()
-            assert not (np.nan_to_num(expected) > 1).any()
+            found = self.predictor.predict(self.bodies.samples(kind, body))
+            name = "probabilities" if found.are_log_odds else "scores"
+            expected = getattr(found, name)
+            np.testing.assert_array_equal(answered(name, content, accept, self.schema.labels), expected)
+            if found.are_log_odds:
+                assert not (np.nan_to_num(expected) < 0).any()
+                assert not (np.nan_to_num(expected) > 1).any()
         return content is not None
 
     def is_well(self):
@@ -75,15 +78,15 @@ class Server:
         assert self.predict(MSGPACK, body, MSGPACK)
 
 
-def probabilities(content, accept, labels):
+def answered(name, content, accept, labels):
     if accept == ARROW:
         table = pa.ipc.open_stream(content).read_all()
         assert table.column_names == list(labels)
         return np.stack([column.to_numpy() for column in table.columns], axis=1)
     if accept == JSON:
-        found = msgspec.json.decode(content)["probabilities"]
+        found = msgspec.json.decode(content)[name]
         return np.stack([np.float32(found[label]) for label in labels], axis=1)
-    found = msgspec.msgpack.decode(content)["probabilities"]
+    found = msgspec.msgpack.decode(content)[name]
     assert found["labels"] == list(labels)
     return np.frombuffer(found["values"]["data"], "<f4").reshape(found["values"]["shape"])
 
@@ -202,8 +205,8 @@ def test_rankings_of_any_msgpack(server):
     def check(body, accept):
         content = server.ask("/rank", MSGPACK, body, accept)
         if content is not None:
-            expected = server.predictor.rank(*server.bodies.user_and_items(MSGPACK, body)).probabilities
-            np.testing.assert_array_equal(probabilities(content, accept, server.schema.labels), expected)
+            expected = server.predictor.rank(*server.bodies.user_and_items(MSGPACK, body)).scores
+            np.testing.assert_array_equal(answered("scores", content, accept, server.schema.labels), expected)
 
     check()
     server.is_well()

@@ -196,14 +196,20 @@ def test_many_clients_are_joined_and_get_their_own_answers():
             for user in range(start, start + 10):
                 found = client.predict(columns(user, user + 1))
                 np.testing.assert_array_equal(found.probabilities, expected([user, user + 1], [0.5] * 2), strict=True)
-                assert found[1:] == (("click", "buy"), 12, 3)
+                assert found[1:] == ("probabilities", ("click", "buy"), 12, 3)
 
         with ThreadPoolExecutor(12) as threads:
             list(threads.map(ask, range(0, 1200, 100)))
         ranked = client.rank(
             {"user": [3], "tags": [[1, 2]], "age": np.float32([2])}, {"code": [1, 2], "price": [0.1, 0.2]}
         )
-        np.testing.assert_array_equal(ranked.probabilities, expected([3, 3], [0.1, 0.2]))
+        np.testing.assert_array_equal(ranked.scores, expected([3, 3], [0.1, 0.2]))
+        with pytest.raises(ServeError, match="has scores, not probabilities"):
+            _ = ranked.probabilities
+        with pytest.raises(ServeError, match="has probabilities, not scores"):
+            _ = client.predict(columns(1)).scores
+        predictor.are_log_odds = False
+        np.testing.assert_array_equal(client.predict(columns(1, 2)).scores, expected([1, 2], [0.5] * 2))
         rows = client.embeddings("user", np.array([3, 4], np.uint64))
         np.testing.assert_array_equal(rows.found, [False, True], strict=True)
         np.testing.assert_array_equal(rows.rows, np.float32([[0] * 4, [4] * 4]), strict=True)

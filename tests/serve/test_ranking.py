@@ -1,4 +1,4 @@
-"""Ranking gives each item the probability of its row with the user's features in it."""
+"""Ranking gives each item the score of its row with the user's features in it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 import persia
 from persia.batching.batch import IdColumn
 from persia.cli.run_config import ModelConfig
-from persia.errors import DataError
+from persia.errors import ConfigError, DataError
 from persia.nn import RankingModel
+from persia.nn.output import probabilities_of
 from persia.serve.ranking import expanded
 from support.written_log import WrittenLog
 
@@ -79,11 +80,11 @@ def test_it_is_predict_on_expanded_rows(tmp_path, serve, kind, history):
     assert rows.id_features["user"].values.tolist() == [6] * 7
     expected = predictor.predict(rows)
     assert (found.step, found.epoch) == (1, 0)
-    assert found.probabilities.std() > 1e-4
+    assert found.scores.std() > 1e-4
     if kind == "dien":  # Has no part for the user.
-        np.testing.assert_array_equal(found.probabilities, expected.probabilities)
+        np.testing.assert_array_equal(found.scores, expected.scores)
     else:
-        np.testing.assert_allclose(found.probabilities, expected.probabilities, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found.scores, expected.scores, rtol=0, atol=2e-5)
         assert calls == [7]
 
 
@@ -92,8 +93,8 @@ def test_it_is_predict_on_expanded_rows(tmp_path, serve, kind, history):
 def test_any_division_of_features_is_right(tmp_path, serve, kind, user):
     predictor, _ = published(tmp_path, serve, kind, MODELS[kind])
     mine, items = user_and_items(user=user)
-    expected = predictor.predict(expanded(SCHEMA, mine, items)).probabilities
-    np.testing.assert_allclose(predictor.rank(mine, items).probabilities, expected, rtol=0, atol=1e-6)
+    expected = predictor.predict(expanded(SCHEMA, mine, items)).scores
+    np.testing.assert_allclose(predictor.rank(mine, items).scores, expected, rtol=0, atol=2e-5)
 
 
 def test_a_user_column_that_the_items_have_is_theirs(tmp_path, serve):
@@ -102,8 +103,34 @@ def test_a_user_column_that_the_items_have_is_theirs(tmp_path, serve):
     items.dense[:, 0] = np.arange(7)
     rows = expanded(SCHEMA, user, items)
     assert rows.dense[:, 0].tolist() == list(range(7))
-    expected = predictor.predict(rows).probabilities
-    np.testing.assert_array_equal(predictor.rank(user, items).probabilities, expected)
+    expected = predictor.predict(rows).scores
+    np.testing.assert_array_equal(predictor.rank(user, items).scores, expected)
+
+
+def test_scores_keep_the_order_where_sigmoids_are_all_one(tmp_path, serve):
+    predictor, model = published(tmp_path, serve, "two_tower", {**MODELS["two_tower"], "temperature": 0.002})
+    user, items = user_and_items(items=64)
+    found = predictor.rank(user, items)
+    assert not found.are_log_odds
+    assert len(np.unique(probabilities_of(found.scores))) < 40 < len(np.unique(found.scores))
+    rows = expanded(SCHEMA, user, items)
+    view = predictor.current()
+    dense, _, embeddings = view.readers.whole.read(rows, view.rows)
+    with torch.no_grad():
+        cosine = (model.users(dense, embeddings) * model.items(dense, embeddings)).sum(1).double()
+    best = found.scores[:, 0].argsort()[::-1][:10]
+    np.testing.assert_array_equal(best, cosine.numpy().argsort()[::-1][:10])
+    np.testing.assert_array_equal(predictor.predict(rows).scores[:, 0].argsort()[::-1][:10], best)
+
+
+def test_logits_that_are_no_log_odds_have_no_probabilities(tmp_path, serve):
+    predictor, _ = published(tmp_path, serve, "two_tower", MODELS["two_tower"])
+    found = predictor.rank(*user_and_items())
+    with pytest.raises(ConfigError, match="use `scores`"):
+        _ = found.probabilities
+    predictor, _ = published(tmp_path / "other", serve, "din", MODELS["din"])
+    found = predictor.rank(*user_and_items())
+    np.testing.assert_array_equal(found.probabilities, probabilities_of(found.scores))
 
 
 def test_batches_that_do_not_fit_are_refused(tmp_path, serve):

@@ -27,9 +27,17 @@ SCHEMA = persia.Schema(
 
 
 class Scored(NamedTuple):
-    probabilities: np.ndarray
+    """Its scores are what it says they are: probabilities of log-odds, or scores."""
+
+    scores: np.ndarray
     step: int
     epoch: int
+    are_log_odds: bool = True
+
+    @property
+    def probabilities(self):
+        assert self.are_log_odds
+        return self.scores
 
 
 class State(NamedTuple):
@@ -130,6 +138,7 @@ class FakePredictor:
         sizes: samples of each computation.
         stopped: set by `stop`.
         may_start: `start` raises this, one after another, before it succeeds.
+        are_log_odds: whether its scores have probabilities.
     """
 
     schema = SCHEMA
@@ -143,6 +152,7 @@ class FakePredictor:
         self.stopped = threading.Event()
         self.closed = False
         self.current = State()
+        self.are_log_odds = True
 
     def start(self, timeout):
         if self.may_start:
@@ -160,7 +170,7 @@ class FakePredictor:
         self.computing.clear()
         self.sizes.append(len(batch))
         batch.validate(SCHEMA, require_labels=False)
-        return Scored(expected(first_users(batch), batch.dense[:, 0]), 12, 3)
+        return Scored(expected(first_users(batch), batch.dense[:, 0]), 12, 3, self.are_log_odds)
 
     def rank(self, user, items):
         assert len(user) == 1
@@ -168,7 +178,7 @@ class FakePredictor:
         assert {*user.id_features, *items.id_features} == {feature.name for feature in SCHEMA.id_features}
         dense = np.where(np.isnan(items.dense), user.dense, items.dense)
         assert np.isfinite(dense).all()
-        return Scored(expected(ids, dense[:, 0]), 12, 3)
+        return Scored(expected(ids, dense[:, 0]), 12, 3, self.are_log_odds)
 
     def table_rows(self, table, ids):
         dim = self.schema.resolved_tables()[table].dim

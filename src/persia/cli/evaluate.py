@@ -49,12 +49,13 @@ def evaluate(
 def predict(
     config: Config,
     checkpoint: Checkpoint,
-    output: Annotated[str, typer.Option(help="File for the probabilities: .csv, else Parquet.", metavar="FILE")],
+    output: Annotated[str, typer.Option(help="File for the predictions: .csv, else Parquet.", metavar="FILE")],
     overrides: Set = None,
     data: Data = None,
 ) -> None:
     """Write predicted probabilities for `eval_data`, or for `data` if there is none.
 
+    Of a model without probabilities, such as `two_tower`, they are logits, which rank.
     The file has a column per label and a row per sample, in the order of the source: `drop_last` and `shuffle_rows`
     are ignored, and with --data `split` and `where`, too. That file needs no labels.
 

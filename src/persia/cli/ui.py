@@ -137,16 +137,16 @@ def write_json(path: str, record: Any) -> None:
 
 
 def write_predictions(path: str, labels: list[str], batches: Iterator[NDArray[np.float32]]) -> int:
-    """Streams probabilities to a Parquet or CSV file, which appears once it is whole; returns the number of samples."""
+    """Streams predictions to a Parquet or CSV file, which appears once it is whole; returns the number of samples."""
     schema = pa.schema([(label, pa.float32()) for label in labels])
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     open_writer: Any = pa.csv.CSVWriter if path.endswith(".csv") else pa.parquet.ParquetWriter
     rows = 0
     with replaced([path]) as (draft,), open_writer(draft, schema) as writer:
-        for probabilities in batches:
-            columns = [pa.array(np.ascontiguousarray(column)) for column in probabilities.T]
+        for predictions in batches:
+            columns = [pa.array(np.ascontiguousarray(column)) for column in predictions.T]
             writer.write_table(pa.table(columns, schema=schema))
-            rows += len(probabilities)
+            rows += len(predictions)
     return rows
 
 

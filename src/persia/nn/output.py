@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from persia.errors import ConfigError
 
-__all__ = ["ModelOutput", "logits_of", "loss_of", "probabilities_of"]
+__all__ = ["ModelOutput", "are_log_odds", "logits_of", "loss_of", "predictions_of", "probabilities_of"]
 
 
 class ModelOutput(NamedTuple):
@@ -43,9 +43,25 @@ def logits_of(output: object, labels: torch.Tensor) -> torch.Tensor:
 
 
 def probabilities_of(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns probabilities float32 `[batch, labels]` from logits float32 `[batch, labels]`."""
+    """Returns probabilities float32 `[batch, labels]` from log-odds float32 `[batch, labels]`.
+
+    They do not keep the order: those of all log-odds above 17 are 1.
+    """
     with np.errstate(over="ignore"):  # exp(-logit) of a large negative logit: the probability is 0.
         return (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
+
+
+def are_log_odds(model: torch.nn.Module) -> bool:
+    """Returns whether the sigmoid of a model's logits is a probability.
+
+    It is not if the model has an attribute `are_log_odds` that is False, as `TwoTower` has: its logits only rank.
+    """
+    return bool(getattr(model, "are_log_odds", True))
+
+
+def predictions_of(model: torch.nn.Module, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns probabilities float32 `[batch, labels]`, or the logits themselves if they are no log-odds."""
+    return probabilities_of(logits) if are_log_odds(model) else logits
 
 
 def loss_of(model: torch.nn.Module, output: object, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

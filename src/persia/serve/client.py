@@ -35,16 +35,41 @@ class Scores(NamedTuple):
     """Predictions.
 
     Attributes:
-        probabilities: float32 `[rows, labels]`.
+        values: what the server has answered, float32 `[rows, labels]`.
+        name: what that is: "probabilities", or "scores" of a ranking, or of a model without probabilities.
         labels: names of the labels.
         step: global step of the network that made them.
         epoch: its epoch of the log of changes.
     """
 
-    probabilities: NDArray[np.float32]
+    values: NDArray[np.float32]
+    name: str
     labels: tuple[str, ...]
     step: int
     epoch: int
+
+    @property
+    def probabilities(self) -> NDArray[np.float32]:
+        """The values, if they are probabilities. They do not keep the order: those of high scores are all 1.
+
+        Raises:
+            ServeError: they are scores.
+        """
+        return self._called("probabilities")
+
+    @property
+    def scores(self) -> NDArray[np.float32]:
+        """The values, if they are scores, which keep the order.
+
+        Raises:
+            ServeError: they are probabilities.
+        """
+        return self._called("scores")
+
+    def _called(self, name: str) -> NDArray[np.float32]:
+        if name != self.name:
+            raise ServeError(f"The answer has {self.name}, not {name}; use `{self.name}`.")
+        return self.values
 
 
 class NearestItems(NamedTuple):
@@ -111,7 +136,7 @@ class Client:
         return self._scores("/predict", _samples(columns))
 
     def rank(self, user: Columns, items: Columns) -> Scores:
-        """Returns the predictions of one user for each of many items. Blocks, and raises as `predict` does.
+        """Returns the scores of one user with each of many items. Blocks, and raises as `predict` does.
 
         Args:
             user: features of the user, each of length 1.
@@ -169,8 +194,11 @@ class Client:
 
     def _scores(self, path: str, content: Any) -> Scores:
         answer = self._call(path, content, _ScoresAnswer)
-        found = answer.probabilities
-        return Scores(values_of("probabilities", found.values), found.labels, answer.step, answer.epoch)
+        name = "probabilities" if answer.scores is None else "scores"
+        found = getattr(answer, name)
+        if found is None:
+            raise ServeError(f"The answer of {self._url} has no predictions. Is it a persia server?", url=self._url)
+        return Scores(values_of(name, found.values), name, found.labels, answer.step, answer.epoch)
 
     def _call(self, path: str, content: Any, form: type[Any]) -> Any:
         headers = {"Content-Type": MSGPACK, "Persia-Deadline-Ms": f"{1000 * self._timeout:.0f}"}
@@ -292,15 +320,16 @@ class _Problem(msgspec.Struct):
     fields: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class _Probabilities(msgspec.Struct):
+class _Values(msgspec.Struct):
     labels: tuple[str, ...]
     values: Array
 
 
 class _ScoresAnswer(msgspec.Struct):
-    probabilities: _Probabilities
     step: int
     epoch: int
+    probabilities: _Values | None = None
+    scores: _Values | None = None
 
 
 class _EmbeddingsAnswer(msgspec.Struct):

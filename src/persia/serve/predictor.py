@@ -14,7 +14,7 @@ from persia.batching.batch import Batch
 from persia.checks import without_userinfo
 from persia.errors import ClosedError, ConfigError, DeadlineError, PublishError
 from persia.nn.arguments import check_arguments, options_of
-from persia.nn.output import probabilities_of
+from persia.nn.output import are_log_odds, probabilities_of
 from persia.schema import Schema
 from persia.serve.network import ModelSource
 from persia.serve.options import ServeOptions, ServeState
@@ -32,17 +32,33 @@ START_POLL_SECONDS = 0.1
 
 
 class Prediction(NamedTuple):
-    """Probabilities, and what they were computed with.
+    """Scores of samples, and what they were computed with.
 
     Attributes:
-        probabilities: float32 `[n, labels]`.
+        scores: logits, float32 `[n, labels]`. Rank by them.
         step: global step of the network; the rows contain it, at least.
         epoch: number of the epoch in the log.
+        are_log_odds: whether the scores have probabilities; those of a `TwoTower` have none.
     """
 
-    probabilities: NDArray[np.float32]
+    scores: NDArray[np.float32]
     step: int
     epoch: int
+    are_log_odds: bool = True
+
+    @property
+    def probabilities(self) -> NDArray[np.float32]:
+        """Sigmoids of the scores, float32 `[n, labels]`. They do not keep the order: those of high scores are all 1.
+
+        Raises:
+            ConfigError: the scores are no log-odds.
+        """
+        if not self.are_log_odds:
+            raise ConfigError(
+                "The logits of this model are no log-odds, so there are no probabilities; use `scores`, which rank.",
+                field="probabilities",
+            )
+        return probabilities_of(self.scores)
 
 
 class Predictor:
@@ -152,10 +168,10 @@ class Predictor:
         return self._view().schema
 
     def predict(self, batch: Batch) -> Prediction:
-        """Returns the probabilities of a batch, whose labels are not needed. Blocks for the computation only.
+        """Returns the predictions for a batch, whose labels are not needed. Blocks for the computation only.
 
-        Ids without rows read as zeros, as in `Trainer.predict`, which returns the same bits at the same step for the
-        same batch on a device of the same kind.
+        Ids without rows read as zeros, as in `Trainer.predict`, whose probabilities have the same bits at the same
+        step for the same batch on a device of the same kind.
 
         Raises:
             DataError: the batch does not fit the schema.
@@ -169,7 +185,7 @@ class Predictor:
             logits = view.logits(batch).cpu().numpy()
         if self._updater.drift is not None:
             self._updater.drift.note(batch, logits)
-        return Prediction(probabilities_of(logits), view.network.step, view.epoch)
+        return Prediction(logits, view.network.step, view.epoch, are_log_odds(view.network.module))
 
     def embeddings(self, table: str, ids: Ids) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
         """Returns whether each id has a row, bool `[n]`, and the rows, float32 `[n, dim]`; zeros where there is none.
@@ -200,7 +216,7 @@ class Predictor:
         return TableEmbeddings(found[table], rows[table], step, view.epoch)
 
     def rank(self, user: Batch, items: Batch) -> Prediction:
-        """Returns the probabilities of one user with each of many items. Blocks for the computation only.
+        """Returns the predictions for one user with each of many items: rank by `scores`. Blocks for the computation.
 
         The result is that of `predict` on the rows of the items with the user's features in each. A model with
         `user_part` and `score` (see `persia.nn.RankingModel`) computes the user's part once.
@@ -220,7 +236,7 @@ class Predictor:
             logits = rank(view, user, items).cpu().numpy()
         if self._updater.drift is not None:
             self._updater.drift.note_ranking(user, items, logits)
-        return Prediction(probabilities_of(logits), view.network.step, view.epoch)
+        return Prediction(logits, view.network.step, view.epoch, are_log_odds(view.network.module))
 
     def state(self) -> ServeState:
         """Returns what is served at present, and how old it is.

@@ -30,7 +30,7 @@ from persia.nn.arguments import (
     options_of,
 )
 from persia.nn.dense_step import OptimizerFactory
-from persia.nn.output import probabilities_of
+from persia.nn.output import predictions_of
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.trace_events import tracing_to
@@ -286,10 +286,11 @@ class Trainer:
     def predict(self, data: Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
         """Yields probabilities float32 `[batch, labels]`, batch by batch; read-only. The data need no labels.
 
+        Of a model whose logits are no log-odds, such as `TwoTower`, it yields the logits, which keep the order.
         They come in the order of the data: a reader with `shuffle_rows` gives its rows shuffled.
         """
         for _, logits in self._components.evaluator.scored(data):
-            yield probabilities_of(logits)
+            yield predictions_of(self.model, logits)
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from persia.interop.lightning.rows import KEY, RowsCheckpointIO
 from persia.metrics import Metrics
 from persia.nn import EmbeddingCollection, PreparedBatch
 from persia.nn.arguments import DENSE_OPTIMIZER, MODEL, Expected, check_arguments
-from persia.nn.output import logits_of, loss_of
+from persia.nn.output import are_log_odds, logits_of, loss_of
 
 __all__ = ["RecommenderModule"]
 
@@ -29,7 +29,7 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
     The loss is that of `persia.Trainer`: the model's own method `loss`, else the mean binary cross-entropy. `backward`
     pushes the gradients of rows; Lightning's optimizer gets the network's parameters. Batches come from
     `PrefetchLoader`. Logs `train_loss`, and of validation and test `val_auc`, `val_log_loss`, `test_auc` and
-    `test_log_loss`; `trainer.predict` returns probabilities `[batch, labels]`.
+    `test_log_loss`; `trainer.predict` returns probabilities `[batch, labels]`, or logits that are no log-odds.
 
     A LightningModule of your own needs no base class: hold the collection as a submodule, call it with the batch, and
     give its Trainer `PrefetchLoader` and `PersiaCallback`.
@@ -79,8 +79,9 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: PreparedBatch, batch_idx: int) -> torch.Tensor:
-        """Returns probabilities `[batch, labels]`."""
-        return torch.sigmoid(logits_of(self(batch), batch.labels))
+        """Returns probabilities `[batch, labels]`, or logits that are no log-odds."""
+        logits = logits_of(self(batch), batch.labels)
+        return torch.sigmoid(logits) if are_log_odds(self.model) else logits
 
     def on_validation_epoch_end(self) -> None:
         """Logs the metrics of the pass."""

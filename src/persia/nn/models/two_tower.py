@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ class TwoTower(nn.Module):
     ID-type features are equal, and not all zero, as those of ids without rows are. The items are those of one forward
     pass: of the local batch with several NN workers, and of one micro-batch with gradient accumulation. A batch of one
     sample has no negatives, and loss 0. Scores are float32 under autocast, too, as the temperature would magnify their
-    rounding. Logits rank items; they are no probabilities, so log loss and normalised entropy say nothing. Un-pooled
-    sequences enter as the mean over their ids.
+    rounding. Logits rank items; they are no log-odds, so log loss and normalised entropy say nothing, and predictions
+    are the logits. Un-pooled sequences enter as the mean over their ids.
 
     Args:
         schema: the input, with one label, which weighs samples: 1 for what the user chose, 0 for other rows, whose
@@ -52,6 +53,9 @@ class TwoTower(nn.Module):
     Raises:
         ConfigError: a feature is unknown, a tower has none, there is not one label, or a width or number is bad.
     """
+
+    are_log_odds: Final = False
+    """Predictions are logits, which keep the order of items: sigmoids of the highest ones would all be 1."""
 
     def __init__(
         self,

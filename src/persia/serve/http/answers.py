@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from persia.serve.http.wire import ARROW, JSON, MSGPACK, MSGPACK_NAMES, array_of
+
+if TYPE_CHECKING:
+    from persia.serve.http.batcher import JobResult
 
 __all__ = ["AnswerBody", "accepted", "content_kind", "embeddings_answer", "found_answer", "predictions_answer"]
 
@@ -62,20 +65,18 @@ def accepted(header: str | None, default: str) -> str | None:
     return None
 
 
-def predictions_answer(
-    kind: str, labels: Sequence[str], probabilities: NDArray[np.float32], step: int, epoch: int
-) -> AnswerBody:
-    """Returns the answer with the probabilities `[rows, labels]`. JSON has null for a NaN."""
+def predictions_answer(kind: str, labels: Sequence[str], found: JobResult) -> AnswerBody:
+    """Returns the answer with the probabilities or scores `[rows, labels]`. JSON has null for a NaN."""
     if kind == ARROW:
         from persia.serve.http.arrow_bodies import write_columns
 
-        columns = {label: np.ascontiguousarray(probabilities[:, i]) for i, label in enumerate(labels)}
-        return AnswerBody(kind, write_columns(columns, _metadata(step, epoch)), step, epoch)
+        columns = {label: np.ascontiguousarray(found.values[:, i]) for i, label in enumerate(labels)}
+        return AnswerBody(kind, write_columns(columns, _metadata(found.step, found.epoch)), found.step, found.epoch)
     if kind == JSON:
-        values: Any = {label: probabilities[:, i].tolist() for i, label in enumerate(labels)}
+        values: Any = {label: found.values[:, i].tolist() for i, label in enumerate(labels)}
     else:
-        values = {"labels": list(labels), "values": array_of(probabilities)}
-    return _encoded(kind, {"probabilities": values, "step": step, "epoch": epoch})
+        values = {"labels": list(labels), "values": array_of(found.values)}
+    return _encoded(kind, {found.name: values, "step": found.step, "epoch": found.epoch})
 
 
 def embeddings_answer(

@@ -24,7 +24,7 @@ from persia.serve.http.answers import (
     embeddings_answer,
     predictions_answer,
 )
-from persia.serve.http.batcher import Batcher, PredictionJob, expired
+from persia.serve.http.batcher import Batcher, JobResult, PredictionJob, expired
 from persia.serve.http.bodies import Bodies
 from persia.serve.http.conversion import ConversionThread
 from persia.serve.http.daemon import in_daemon_thread
@@ -302,13 +302,17 @@ class PredictionServer:
 
     async def _rank(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
         user, items = await self._converted(deadline, model.bodies.user_and_items, kind, body)
-        job = PredictionJob(len(items), lambda: self._service.rank(user, items), deadline)
-        return await self._scores(model, wanted, job)
+
+        def ranked() -> JobResult:
+            found = self._service.rank(user, items)
+            return JobResult(found.scores, "scores", found.step, found.epoch)
+
+        return await self._scores(model, wanted, PredictionJob(len(items), ranked, deadline))
 
     async def _scores(self, model: _Model, wanted: str, job: PredictionJob) -> AnswerBody:
-        found = await self._computed(job)
-        arguments = wanted, model.schema.labels, found.probabilities, found.step, found.epoch
-        size = 16 * found.probabilities.size
+        found: JobResult = await self._computed(job)
+        arguments = wanted, model.schema.labels, found
+        size = 16 * found.values.size
         if size <= INLINE_BYTES:
             return predictions_answer(*arguments)
         assert self._answers is not None

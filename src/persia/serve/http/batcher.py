@@ -32,12 +32,14 @@ class JobResult(NamedTuple):
     """Predictions of the samples of one request.
 
     Attributes:
-        probabilities: float32 `[rows, labels]`.
+        values: probabilities or scores, float32 `[rows, labels]`.
+        name: what they are: "probabilities" or "scores".
         step: global step of the network.
         epoch: epoch of the log of changes.
     """
 
-    probabilities: NDArray[np.float32]
+    values: NDArray[np.float32]
+    name: str
     step: int
     epoch: int
 
@@ -257,10 +259,11 @@ class Batcher:
             for job in jobs:
                 job.future.set_exception(error)
         else:
-            start = 0
+            start, name = 0, "probabilities" if scored.are_log_odds else "scores"
+            values = getattr(scored, name)
             for job in jobs:
-                part = scored.probabilities[start : start + job.rows]
-                job.future.set_result(JobResult(part, scored.step, scored.epoch))
+                part = values[start : start + job.rows]
+                job.future.set_result(JobResult(part, name, scored.step, scored.epoch))
                 start += job.rows
 
 

@@ -47,10 +47,11 @@ def openapi(schema: Schema, limits: ServeLimits, secured: bool, users: FeatureNa
     records = {"type": "array", "items": record, "minItems": 1, "maxItems": limits.max_rows}
     numbers = {"type": "array", "items": {"type": ["number", "null"]}}
     made_with = {"step": {"type": "integer"}, "epoch": {"type": "integer"}}
-    predictions = _object(
-        {"probabilities": _object(dict.fromkeys(schema.labels, numbers), list(schema.labels)), **made_with},
-        ["probabilities", *made_with],
+    of_labels = _object(dict.fromkeys(schema.labels, numbers), list(schema.labels))
+    probabilities, scores = (
+        _object({name: of_labels, **made_with}, [name, *made_with]) for name in ("probabilities", "scores")
     )
+    predictions = {"oneOf": [probabilities, scores]}  # Scores of a model whose logits are no log-odds.
     embeddings = _object(
         {
             "table": {"type": "string"},
@@ -71,7 +72,7 @@ def openapi(schema: Schema, limits: ServeLimits, secured: bool, users: FeatureNa
         "/predict": _post(
             "predict", "Predict samples", {"oneOf": [samples, records]}, predictions, secured, example, arrow=True
         ),
-        "/rank": _post("rank", "Rank many items for one user", user_and_items, predictions, secured),
+        "/rank": _post("rank", "Rank many items for one user", user_and_items, scores, secured),
         "/embeddings": _post(
             "embeddings", "Rows of a table by id; zeros for ids without a row", wanted, embeddings, secured
         ),

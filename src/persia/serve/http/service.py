@@ -22,8 +22,16 @@ class Scored(Protocol):
     """Predictions of a batch, all made by one version of the network."""
 
     @property
+    def scores(self) -> NDArray[np.float32]:
+        """Logits, float32 `[batch, labels]`."""
+
+    @property
+    def are_log_odds(self) -> bool:
+        """Whether the scores have probabilities."""
+
+    @property
     def probabilities(self) -> NDArray[np.float32]:
-        """float32 `[batch, labels]`."""
+        """float32 `[batch, labels]`, of log-odds."""
 
     @property
     def step(self) -> int:
