@@ -33,7 +33,7 @@ def objective(trial: optuna.Trial) -> float:
     )
     while not trainer.finished:
         result = trainer.fit(train, max_steps=STEPS)
-        trial.report(result.progressive.auc, trainer.global_step)
+        trial.report(result.history.auc, trainer.global_step)
         if trial.should_prune():
             raise optuna.TrialPruned
     return trainer.evaluate(test.batches(epoch=99)).auc

@@ -200,7 +200,7 @@ def test_uneven_data_neither_hang_nor_lose_rows(two, batches, accumulation, mode
         assert all(worker.buffered == 0 for worker in services.workers)
     (first, mine), (second, theirs) = results
     assert repr(first) == repr(second)  # NaN where a label has one class only
-    assert first.rows == first.progressive.rows == 2 * sum(sizes)
+    assert first.rows == first.progressive.rows + first.training.rows == 2 * sum(sizes)
     rounds = (batches + 1) // 2
     assert first.steps == 2 * ((rounds + accumulation - 1) // accumulation)
     assert first.lost_batches == first.released_batches == 0
@@ -360,8 +360,9 @@ def test_a_resumed_run_is_the_same(two, tmp_path):
     for (before, mine), (after, theirs) in zip(whole, rest, strict=True):
         assert after.global_step == before.global_step == 6
         assert after.rows == sum(len(b) for b in batches[6:])
-        assert after.progressive.auc == before.progressive.auc
-        assert after.progressive.log_loss == pytest.approx(before.progressive.log_loss, rel=1e-12)  # Sums, in parts.
+        assert after.progressive.rows == after.rows
+        assert after.history.auc == before.history.auc
+        assert after.history.log_loss == pytest.approx(before.history.log_loss, rel=1e-12)  # Sums, in parts.
         for name, value in mine.items():
             np.testing.assert_array_equal(theirs[name], value)
 

@@ -47,7 +47,7 @@ def test_a_checkpoint_of_version_0_1_goes_on(tmp_path, name):
     # On a busy machine Hybrid's 11 steps have ended up to 0.05 apart: the digits are held by the other two. Processors
     # differ in the last bit of sums of products: up to 2.4e-7 on one of another maker than that which wrote the file.
     within = 0.2 if name == "hybrid" else 1e-6
-    assert [result.progressive.log_loss, *found] == pytest.approx(
+    assert [result.history.log_loss, *found] == pytest.approx(
         [expected["log_loss"], *expected["parameters"]], rel=within, abs=within
     )
 

@@ -16,6 +16,7 @@ from persia.telemetry.tracking import BackgroundTracker, MLflow, Wandb
 from persia.trainer.options import TrainerOptions
 
 ROWS = 2_000
+NAMES = ("rows_per_second", "loss", "stored_rows", "staleness", "progressive_auc", "progressive_auc_of_window")
 
 
 def reader():
@@ -70,8 +71,8 @@ def test_a_tracker_gets_parameters_metrics_and_the_end(recorded):
     assert "Adagrad(lr=0.05" in first[1]["embedding_optimizer"]
     assert last == ("end", False)
     assert [step for _, step, _ in logged] == [1, 2, 4, 8, 16, 32, 51, 100, 100]
-    assert set(logged[0][2]) == {f"train/{n}" for n in ("rows_per_second", "loss", "auc", "stored_rows", "staleness")}
-    assert logged[-2][2]["train/auc"] == result.progressive.auc
+    assert set(logged[0][2]) == {f"train/{n}" for n in NAMES}
+    assert logged[-2][2]["train/progressive_auc"] == result.progressive.auc
     assert logged[-1][2]["eval/auc"] == result.evaluation.auc
 
 

@@ -171,36 +171,36 @@ class Sweep:
         reader = run.reader()
         trainer = convert(unsaved, RunConfig, f"trial {number}").build_trainer(reader.schema)
         with self._close(trainer):
-            state, metric = self._train(run, trainer, reader, trial)
+            state, metric, rows = self._train(run, trainer, reader, trial)
             if state == "done":
                 trainer.save(folder / "checkpoint")
-            rows = trainer.metrics.result().rows
         record = TrialRecord(number, values, state, metric, rows)
         ui.write_json(str(folder / "result.json"), record._asdict())
         return record
 
-    def _train(self, run: RunConfig, trainer: Trainer, reader: Any, trial: optuna.Trial) -> tuple[str, float]:
-        """Trains in parts, after each of which the trial may be pruned; returns its state and metric."""
+    def _train(self, run: RunConfig, trainer: Trainer, reader: Any, trial: optuna.Trial) -> tuple[str, float, int]:
+        """Trains in parts, after each of which the trial may be pruned; returns its state, its metric and its rows."""
         metric, every = self._config.metric, self._config.prune_every_steps
         left = run.train.max_steps
-        progressive = math.nan
+        progressive, rows = math.nan, 0
         while True:
             steps = min((n for n in (every, left) if n is not None), default=None)
             try:
                 result = trainer.fit(reader, epochs=run.train.epochs, max_steps=steps)
             except DivergedError:
-                return "diverged", math.nan
-            progressive = float(getattr(result.progressive, metric))
+                return "diverged", math.nan, rows + trainer.trained_here.rows
+            progressive = float(getattr(result.history, metric))  # Of all parts.
+            rows += result.rows
             left = None if left is None else left - result.steps
             if trainer.finished or left == 0:
                 break
             trial.report(progressive, trainer.global_step)
             if trial.should_prune():
-                return "pruned", progressive
+                return "pruned", progressive, rows
         if run.eval_data is None:
-            return "done", progressive
+            return "done", progressive, rows
         evaluation = trainer.evaluate(run.eval_data.in_order().reader(reader.schema, "eval_data"))
-        return "done", float(getattr(evaluation, metric))
+        return "done", float(getattr(evaluation, metric)), rows
 
     def _keep_best(self) -> None:
         best = self.best

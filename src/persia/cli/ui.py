@@ -45,11 +45,15 @@ def print_fit(result: FitResult, checkpoint: str | None) -> None:
     table.add_row("rows trained", f"{result.rows:,}")
     table.add_row("rows/s", f"{result.rows_per_second:,.0f}")
     table.add_row("global step", f"{result.global_step:,}")
-    table.add_row("progressive AUC", f"{result.progressive.auc:.4f}")
-    if result.progressive.per_day:
-        table.add_row("progressive AUC, mean of days", f"{result.progressive.auc_mean_of_days:.4f}")
-    table.add_row("log-loss", f"{result.progressive.log_loss:.4f}")
-    table.add_row("calibration", f"{result.progressive.calibration:.3f}")
+    for name, metrics in result.scored:
+        table.add_row(f"{name} AUC", f"{metrics.auc:.4f}")
+        if metrics.per_day:
+            table.add_row(f"{name} AUC, mean of days", f"{metrics.auc_mean_of_days:.4f}")
+    if result.history.rows != result.progressive.rows:
+        table.add_row("progressive AUC since the first run", f"{result.history.auc:.4f}")
+    shown = result.scored[0][1]
+    table.add_row("log-loss", f"{shown.log_loss:.4f}")
+    table.add_row("calibration", f"{shown.calibration:.3f}")
     table.add_row("staleness mean / max", f"{result.staleness_mean:.2f} / {result.staleness_max}")
     table.add_row("rows stored", f"{result.stored_rows:,}")
     table.add_row("store memory", f"{result.stored_bytes / 2**20:,.0f} MiB")
@@ -110,7 +114,8 @@ def metrics_record(result: MetricsResult) -> dict[str, Any]:
 def fit_record(result: FitResult) -> dict[str, Any]:
     """Converts the result of a training run to plain data."""
     record: dict[str, Any] = {name: getattr(result, name) for name in result.__struct_fields__}
-    record["progressive"] = metrics_record(result.progressive)
+    for name in ("progressive", "training", "history"):
+        record[name] = metrics_record(getattr(result, name))
     record["evaluation"] = metrics_record(result.evaluation) if result.evaluation is not None else None
     if result.asynchronous is not None:
         report = result.asynchronous

@@ -64,7 +64,8 @@ def _tiles(record: RunRecord) -> Iterable[tuple[str, str]]:
     if record.curve:
         last = record.curve[-1]
         yield "samples/s of NN worker 0, median", short(median(point.rows_per_second for point in record.curve))
-        yield f"progressive AUC at step {last.step:,}", "none" if last.auc is None else f"{last.auc:.4f}"
+        kind = "training" if last.seen else "progressive"
+        yield f"{kind} AUC of the last call, at step {last.step:,}", "none" if last.auc is None else f"{last.auc:.4f}"
     for label, metrics in record.evaluation.items():
         for name, value in metrics.items():
             what = f"evaluation {name.replace('_', '-').replace('auc', 'AUC')}"
@@ -81,7 +82,12 @@ def _charts(record: RunRecord) -> Iterable[str]:
         return {name: [(point.step, getattr(point, name)) for point in record.curve]}
 
     yield lines("Loss of single batches", curve("loss"), "step")
-    yield lines("Progressive AUC: each batch is scored before it is trained", curve("auc"), "step")
+    aucs: dict[str, Series] = {
+        name: [(p.step, p.window_auc) for p in record.curve if p.seen == seen]
+        for name, seen in (("progressive", False), ("training: rows seen in an earlier pass", True))
+    }
+    aucs = {name: points for name, points in aucs.items() if points}
+    yield lines("AUC of the samples since the point before, scored before they are trained", aucs, "step")
     yield lines("Samples/s of NN worker 0", curve("rows_per_second"), "step")
     yield lines("Hit rate: share of looked-up ids that had a row", curve("hit_rate"), "step")
     yield lines("Rows in the store", curve("stored_rows"), "step")

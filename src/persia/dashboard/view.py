@@ -62,7 +62,7 @@ class ProcessView(msgspec.Struct, frozen=True):
         memory: bytes of the process.
         step: global step.
         loss: of the last batch.
-        auc: progressive AUC.
+        auc: progressive AUC of this call of `fit`; in later passes over the data, training AUC.
         staleness: mean over all lookups so far.
         hit_rate: share of ids looked up since the last view that had a row.
     """

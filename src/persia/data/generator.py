@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,6 +121,9 @@ def synthetic(
 @dataclass(frozen=True)
 class Synthetic:
     """The reader that `synthetic` returns. Its fields are the function's arguments, with `share` for `shard`."""
+
+    new_rows_each_epoch: ClassVar[bool] = True
+    """No pass repeats rows of another, so metrics of later passes are progressive, too."""
 
     rows: int
     id_features: int

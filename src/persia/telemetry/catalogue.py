@@ -80,7 +80,9 @@ CATALOGUE: dict[str, MetricKind] = {
     "nn_epoch": MetricKind("gauge", "epoch, counted from 0"),
     "nn_rows": MetricKind("counter", "samples trained by this NN worker"),
     "nn_loss": MetricKind("gauge", "of the last batch"),
-    "nn_auc": MetricKind("gauge", "progressive AUC of this NN worker, at most some seconds old"),
+    "nn_auc": MetricKind(
+        "gauge", "AUC of this NN worker in this call of fit, some seconds old; in later passes training AUC"
+    ),
     "nn_ready": MetricKind("gauge", "batches looked up that wait for the network"),
     "nn_torch_threads": MetricKind("gauge", "threads that torch computes with"),
     "nn_staleness_sum": MetricKind("counter", "own steps between lookup and applied gradient, over all lookups"),

@@ -26,10 +26,11 @@ class Snapshot(NamedTuple):
         rows: samples trained in this call.
         rows_per_second: speed since the last snapshot.
         loss: mean loss of the last steps.
-        auc: progressive AUC so far of the first label; each batch is scored before training on it.
+        auc: AUC of this call so far, mean over labels; each batch is scored before training on it.
         stored_rows: rows in the embedding store.
         staleness: mean measured staleness in steps.
         hit_rate: fraction of ids looked up since the last snapshot that had a row; nan without any.
+        seen: whether the rows were trained in an earlier pass over the data, so that the AUC is a training AUC.
     """
 
     step: int
@@ -40,13 +41,14 @@ class Snapshot(NamedTuple):
     stored_rows: int
     staleness: float
     hit_rate: float = math.nan
+    seen: bool = False
 
     def text(self) -> str:
         """Formats the snapshot as one line."""
         return (
             f"step {self.step:>7,}  {self.rows:>11,} rows  {self.rows_per_second:>9,.0f} rows/s  "
-            f"loss {self.loss:.4f}  AUC {self.auc:.4f}  store {self.stored_rows:,} rows  "
-            f"staleness {self.staleness:.2f}"
+            f"loss {self.loss:.4f}  {'training ' if self.seen else ''}AUC {self.auc:.4f}  "
+            f"store {self.stored_rows:,} rows  staleness {self.staleness:.2f}"
         )
 
 

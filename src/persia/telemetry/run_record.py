@@ -25,10 +25,12 @@ class CurvePoint(msgspec.Struct, frozen=True):
         seconds: since the call of `fit` began.
         rows_per_second: samples trained by NN worker 0 per second, since the point before.
         loss: of the last batch; None if it was not a number, as are the next two.
-        auc: progressive AUC so far.
+        auc: AUC of the call of `fit` so far: progressive, or where `seen` is set, that of its later passes.
         hit_rate: fraction of ids looked up since the point before that had a row.
         staleness: mean over all lookups so far.
         stored_rows: rows in the embedding store.
+        window_auc: AUC of the rows since the point before; None if unknown.
+        seen: whether the last rows were trained in an earlier pass over the data, so that these are training AUCs.
     """
 
     step: int
@@ -39,6 +41,8 @@ class CurvePoint(msgspec.Struct, frozen=True):
     hit_rate: float | None
     staleness: float
     stored_rows: int
+    window_auc: float | None = None
+    seen: bool = False
 
 
 class CalibrationBin(msgspec.Struct, frozen=True):
@@ -82,7 +86,8 @@ class RunRecord(msgspec.Struct):
         began: Unix time at which the last call of `fit` began.
         step: last global step.
         curve: by step; continues over calls of `fit` and resumes.
-        calibration: by label, bins in ascending order of predictions, each scored before it was trained.
+        calibration: by label, bins in ascending order of predictions, of the training logits of the last call of `fit`:
+            in its first pass over the data, or else in later ones.
         staleness: number of lookups by staleness.
         tables: counters of each table, such as `rows`, `bytes`, `hits` and `evicted`.
         features: most expensive first.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -27,6 +27,7 @@ from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster
 from persia.trainer import loading
 from persia.trainer.options import Declared
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
+from persia.trainer.scores import PARTS, ScoresState
 from persia.trainer.sources import set_local_batch
 from persia.trainer.state import RunTotals, TrainingState
 from persia.types import StreamStart
@@ -55,12 +56,14 @@ class RunState(NamedTuple):
     Attributes:
         model: its tensors and all else that `torch.save` writes, on the CPU.
         training: see `TrainingState.state_dict`.
+        scores: see `TrainingScores.state_dict`.
         finished: see `TrainingState.finished`.
         trained: rows that were trained in this call since all NN workers last started.
     """
 
     model: bytes
     training: dict[str, Any]
+    scores: ScoresState
     finished: bool
     trained: TrainedRows
 
@@ -277,32 +280,37 @@ def _merged(base: RunState, survived: dict[int, RunState], labels: Sequence[str]
     Of the counts of the dead since all started from `base` only their losses are kept, by one of the survivors.
     """
     first = survived[min(survived)]
-    metrics = Metrics(labels)
     generators = list(base.training["random"])
     counts = msgspec.convert(base.training["counts"], RunTotals)
-    parts = [state.training for state in survived.values()]
+    parts = list(survived.values())
     if 0 in survived:  # Its counts and metrics contain those of `base`.
         counts = RunTotals()
     else:
-        parts.append(base.training)
-    for part in parts:
-        loaded = Metrics(labels)
-        loaded.load_state_dict(part["metrics"])
-        metrics.merge(loaded)
+        parts.append(base)
+    scores = {name: _merged_metrics([part.scores[name] for part in parts], labels) for name in PARTS}
     for rank, state in survived.items():
         counts += msgspec.convert(state.training["counts"], RunTotals)
         if rank < len(generators):  # Else `base` has no random states of these ranks: each starts with its own seed.
             generators[rank : rank + 1] = state.training["random"]
     training = {
         **first.training,
-        "local_batch": max(part["local_batch"] for part in parts),
-        "metrics": metrics.state_dict(),
+        "local_batch": max(part.training["local_batch"] for part in parts),
         "counts": msgspec.to_builtins(counts),
         "random": generators,
     }
     trained = [state.trained for state in survived.values()]
     total = TrainedRows(sum(t.rows for t in trained), max(t.seconds for t in trained))
-    return first._replace(training=training, trained=total)
+    return first._replace(training=training, scores={**first.scores, **scores}, trained=total)
+
+
+def _merged_metrics(states: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
+    """Merges states of metrics."""
+    total = Metrics(labels)
+    for state in states:
+        part = Metrics(labels)
+        part.load_state_dict(state)
+        total.merge(part)
+    return total.state_dict()
 
 
 def _sum(a: TrainedRows, b: TrainedRows) -> TrainedRows:
@@ -312,11 +320,15 @@ def _sum(a: TrainedRows, b: TrainedRows) -> TrainedRows:
 def _captured(network: DenseStep, state: TrainingState, trained: TrainedRows) -> RunState:
     model = io.BytesIO()
     torch.save(network.model.state_dict(), model)
-    return RunState(model.getvalue(), state.state_dict(), state.finished, trained)
+    scores = state.scores.state_dict(network.replicas.gather)
+    return RunState(model.getvalue(), state.state_dict(), scores, state.finished, trained)
 
 
 def _restore(network: DenseStep, state: TrainingState, saved: RunState, *, trains_in_other_processes: bool) -> None:
     model = torch.load(io.BytesIO(saved.model), map_location="cpu", weights_only=True)
     network.model.load_state_dict(model)
     state.load_state_dict(saved.training, trains_in_other_processes=trains_in_other_processes)
+    state.scores.repeats = saved.scores["repeats"]
+    if state.rank == 0:
+        state.scores.load_state_dict(saved.scores)
     state.finished = saved.finished

@@ -63,7 +63,7 @@ class Monitor:
         now = time.monotonic()
         if now - self._observed_at < WATCHED_SECONDS and now - self._scored_at > AUC_SECONDS:
             self._scored_at = now
-            self._auc = self._state.metrics.result().auc
+            self._auc = self._state.scores.of_call.auc()
 
     def observe(self) -> Readings:
         """Returns all metrics. Takes no lock that training holds for long, and asks no other process."""

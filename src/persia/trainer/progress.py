@@ -46,8 +46,12 @@ class FitResult(msgspec.Struct, frozen=True):
         rows_per_second: rows / seconds.
         steps: global steps of this call.
         global_step: global steps in all.
-        progressive: metrics of the training logits themselves, each batch scored before it is trained; they and the
-            counts below continue from call to call, and over a resume.
+        progressive: metrics of the training logits of this call in the first pass over the data: each row was scored
+            before it was trained, so it was new to the model. Of no rows if the call has later passes only.
+        training: metrics of the training logits of this call in later passes, on rows that the model has seen. They say
+            how well it fits its data, not how well it predicts. Of no rows without such passes.
+        history: progressive metrics of all calls so far, those before a resume included. The counts below continue
+            likewise.
         evaluation: metrics on `eval_data` after training, or None.
         staleness_mean: measured, in own steps; continues like the counts.
         staleness_max: likewise.
@@ -73,6 +77,8 @@ class FitResult(msgspec.Struct, frozen=True):
     steps: int
     global_step: int
     progressive: MetricsResult
+    training: MetricsResult
+    history: MetricsResult
     evaluation: MetricsResult | None
     staleness_mean: float
     staleness_max: int
@@ -89,12 +95,18 @@ class FitResult(msgspec.Struct, frozen=True):
     mode_choices: list[ModeChoice] = []
     failures: int = 0
 
+    @property
+    def scored(self) -> list[tuple[str, MetricsResult]]:
+        """The metrics of the training logits of this call that have rows, by name; `progressive` if there are none."""
+        found = [(name, metrics) for name in ("progressive", "training") if (metrics := getattr(self, name)).rows]
+        return found or [("progressive", self.progressive)]
+
     def __str__(self) -> str:
         """Returns a summary of three lines; `repr` has all fields."""
         lines = [
             f"Trained {self.rows} rows in {self.seconds:.1f} s ({self.rows_per_second:.0f} rows/s), "
             f"{self.steps} steps; global step {self.global_step}",
-            f"progressive {_scores(self.progressive)}",
+            "; ".join(f"{name} {_scores(metrics)}" for name, metrics in self.scored),
             f"{self.stored_rows} embedding rows stored ({self.stored_bytes / 1e6:.1f} MB)",
         ]
         if self.evaluation is not None:
@@ -130,7 +142,7 @@ class FitProgress:
     """Counts and scores the batches of one call of `fit`, shows its progress, and makes its result.
 
     Args:
-        state: has the position in the data and the progressive metrics.
+        state: has the position in the data and the metrics.
         network: its replicas gather counts; its optimizer may count what it sends.
         embeddings: has the counts of lookups and gradients.
         monitor: receives rows and losses.
@@ -169,10 +181,14 @@ class FitProgress:
         """Time of the last snapshot, and the rows trained until then."""
         self._found = (0, 0)
         """Lookups and hits until the last snapshot."""
+        self._auc, self._auc_seen, self._auc_until = math.nan, False, 0.0
+        """The last AUC of the call, whether it is of rows seen before, and the time until which it is shown."""
         self._recorder = RunRecorder(options, state, embeddings)
         self._on_rank0 = embeddings.connection.rank == 0
-        self.line = LiveLine(options.progress and self._on_rank0)
         self._trackers = trackers if self._on_rank0 else ()
+        if self._trackers or self._recorder.active:
+            state.scores.begin_window()
+        self.line = LiveLine(options.progress and self._on_rank0)
         self.on_scored: Callable[[Floats], None] | None = None
         """Receives the logits of each batch, `[batch, labels]`."""
 
@@ -275,7 +291,7 @@ class FitProgress:
         self._loss = float(arrays["loss"])
         where = f"Global step {done.step} (batch {done.number} of epoch {done.epoch}, counted from 0)"
         check_finite(where, arrays["logits"], self._loss, step=done.step, epoch=done.epoch, batch=done.number)
-        self._state.metrics.update(arrays["logits"], arrays["labels"], done.day)
+        self._state.scores.update(arrays["logits"], arrays["labels"], done.day, done.epoch)
         if self.on_scored is not None:
             self.on_scored(arrays["logits"])
         self._monitor.trained(len(arrays["labels"]), self._loss)
@@ -295,8 +311,9 @@ class FitProgress:
         """Stops the clock, tells trackers the last metrics, and writes the record of the run so far."""
         self._seconds = time.monotonic() - self._began
         if self._trackers:
+            self._auc_until = 0.0
             self._record(self._snapshot())
-        self._recorder.save(self._state.metrics)
+        self._recorder.save(self._state.scores.of_call)
 
     def _snapshot(self) -> Snapshot:
         self.score_rest()
@@ -311,20 +328,33 @@ class FitProgress:
             rows=self._rows,
             rows_per_second=(self._rows - rows_before) / max(now - before, 1e-9),
             loss=self._loss,
-            auc=self._state.metrics.result().auc,
+            auc=self._auc_of_call(),
             stored_rows=sum(t["rows"] for t in tables),
             staleness=self._embeddings.staleness.mean,
             hit_rate=(hits - before_hits) / (lookups - before_lookups) if lookups > before_lookups else math.nan,
+            seen=self._state.scores.seen,
         )
 
-    def _record(self, snapshot: Snapshot) -> None:
-        self._recorder.add(snapshot)
-        if self._trackers:
-            self._track(snapshot)
+    def _auc_of_call(self) -> float:
+        """Returns the AUC of this call so far, at most some seconds old: it takes up to 1 % of the time."""
+        began, scores = time.monotonic(), self._state.scores
+        if began >= self._auc_until or scores.seen != self._auc_seen:
+            self._auc, self._auc_seen = scores.of_call.auc(), scores.seen
+            now = time.monotonic()
+            self._auc_until = now + 100 * (now - began)
+        return self._auc
 
-    def _track(self, snapshot: Snapshot) -> None:
-        names = ("rows_per_second", "loss", "auc", "stored_rows", "staleness")
+    def _record(self, snapshot: Snapshot) -> None:
+        window = self._state.scores.end_window()
+        self._recorder.add(snapshot, window)
+        if self._trackers:
+            self._track(snapshot, window)
+
+    def _track(self, snapshot: Snapshot, window: float) -> None:
+        names = ("rows_per_second", "loss", "stored_rows", "staleness")
         values = {f"train/{name}": float(getattr(snapshot, name)) for name in names}
+        kind = "training" if snapshot.seen else "progressive"
+        values |= {f"train/{kind}_auc": snapshot.auc, f"train/{kind}_auc_of_window": window}
         # APMSqueeze has statistics of its communication.
         statistics: dict[str, Any] = getattr(self._network.optimizer, "statistics", dict)()
         for name, value in statistics.items():
@@ -348,8 +378,10 @@ class FitProgress:
         pushed = so_far.pushed
         of_tables = self._embeddings.statistics()
         tables = of_tables.values()
-        metrics = merged_metrics(self._state.metrics, self._network.replicas.gather)
-        self._recorder.complete(metrics, of_tables, evaluation)
+        scores, gather = self._state.scores, self._network.replicas.gather
+        progressive, training = merged_metrics(scores.progressive, gather), merged_metrics(scores.training, gather)
+        history = merged_metrics(scores.history(), gather)
+        self._recorder.complete(progressive if progressive.rows else training, of_tables, evaluation)
         per_ps = [server.row_staleness() for server in self._embeddings.connection.servers]
         return FitResult(
             rows=rows,
@@ -357,7 +389,9 @@ class FitProgress:
             rows_per_second=rows / seconds if seconds else 0.0,
             steps=step - self._first_step,
             global_step=step,
-            progressive=metrics.result(),
+            progressive=progressive.result(),
+            training=training.result(),
+            history=history.result(),
             evaluation=evaluation,
             staleness_mean=so_far.staleness_sum / max(1, so_far.lookups),
             staleness_max=so_far.staleness_max,

@@ -56,8 +56,8 @@ class RunRecorder:
         if self._directory is not None:
             self._last = batch
 
-    def add(self, snapshot: Snapshot) -> None:
-        """Adds a point to the curves."""
+    def add(self, snapshot: Snapshot, window_auc: float) -> None:
+        """Adds a point to the curves; `window_auc` is of the rows since the point before."""
         self._record.add(
             CurvePoint(
                 snapshot.step,
@@ -68,6 +68,8 @@ class RunRecorder:
                 _number(snapshot.hit_rate),
                 snapshot.staleness,
                 snapshot.stored_rows,
+                _number(window_auc),
+                snapshot.seen,
             )
         )
 
@@ -75,7 +77,7 @@ class RunRecorder:
         """Writes what is known without asking another process. A failure is logged.
 
         Args:
-            metrics: progressive metrics, of this NN worker or of all.
+            metrics: of the training logits of this call, of this NN worker or of all.
         """
         record = self._record
         record.mode, record.step = str(self._state.mode), self._state.global_step
@@ -91,7 +93,7 @@ class RunRecorder:
         """Writes the whole record. A failure is logged.
 
         Args:
-            metrics: progressive metrics of all NN workers.
+            metrics: of the training logits of this call, of all NN workers.
             tables: counters of each table.
             evaluation: metrics on `eval_data`.
         """

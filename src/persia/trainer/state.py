@@ -12,7 +12,7 @@ import torch
 
 from persia.checkpoint.packing import pack, unpack
 from persia.checkpoint.tensors import decode, encode
-from persia.metrics import Metrics, merged_metrics
+from persia.metrics import merged_metrics
 from persia.modes import Mode
 from persia.modes import decode as decode_mode
 from persia.modes import encode as encode_mode
@@ -20,6 +20,7 @@ from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.outbox import PushCounts
 from persia.services import StreamPosition
+from persia.trainer.scores import TrainingScores
 from persia.types import Offsets
 
 __all__ = ["RandomState", "RecordCover", "RunTotals", "TrainingState", "random_states", "set_random_state"]
@@ -107,8 +108,8 @@ class TrainingState:
         """Batches of the current epoch that are trained, by all NN workers together."""
         self.local_batch = 0
         """Rows of a batch that is not partial; 0 if unknown. It decides how many gradients make a step of `Gba`."""
-        self.metrics = Metrics(list(labels))
-        """Progressive metrics of this NN worker."""
+        self.scores = TrainingScores(labels)
+        """Metrics of the logits of training, of this NN worker."""
         self.earlier = RunTotals()
         """Counts of all NN workers from before this process counted: up to a resume, or in earlier calls of `fit`."""
         self.other_random: list[RandomState] = []
@@ -212,7 +213,7 @@ class TrainingState:
             "position": self.position,
             "offsets": self.offsets,
             "random": [*random_states(gather), *self.other_random],
-            "metrics": merged_metrics(self.metrics, gather).state_dict(),
+            "metrics": merged_metrics(self.scores.history(), gather).state_dict(),
             "counts": msgspec.to_builtins(self.totals()),
         }
 
@@ -243,7 +244,7 @@ class TrainingState:
         self._offsets = state.get("offsets", {})  # Earlier checkpoints lack them.
         self.earlier = msgspec.convert(state.get("counts", {}), RunTotals)
         if rank == 0:
-            self.metrics.load_state_dict(state["metrics"])
+            self.scores.load_history(state["metrics"])
         generators = state["random"] if isinstance(state["random"], list) else [state["random"]]  # Version 0.1 had one.
         if rank < len(generators):
             set_random_state(generators[rank])

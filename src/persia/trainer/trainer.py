@@ -132,8 +132,8 @@ class Trainer:
 
     @property
     def metrics(self) -> Metrics:
-        """Progressive metrics of this NN worker."""
-        return self.state.metrics
+        """Progressive metrics of this NN worker, of all calls of `fit` and a resumed run."""
+        return self.state.scores.history()
 
     @property
     def finished(self) -> bool:
@@ -225,6 +225,7 @@ class Trainer:
         if eval_data is not None:
             check_data("eval_data", eval_data)
         self._stopping = False
+        self.state.scores.begin(train_data)
         if isinstance(self.cluster, ProcessCluster) and train_data is not None:
             remote, data, bounds = self._driver(self.cluster), train_data, {"epochs": epochs, "max_steps": max_steps}
             return self._stoppable(lambda: remote.fit(data, eval_data, bounds, lambda: self.stopping))

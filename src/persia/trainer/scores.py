@@ -1,0 +1,100 @@
+"""`TrainingScores`: metrics of the logits of training, of one call of `fit` and of all calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from persia.metrics import AUC, Metrics, merged_metrics
+from persia.metrics.result import mean
+from persia.types import Floats, Int32Array
+
+__all__ = ["PARTS", "ScoresState", "TrainingScores"]
+
+ScoresState = dict[str, Any]
+"""State of `TrainingScores`: that of each of `PARTS` by name, and `repeats`."""
+
+PARTS: Final = ("earlier", "progressive", "training")
+
+
+class TrainingScores:
+    """Metrics of the training logits on one NN worker. The training thread uses it.
+
+    Args:
+        labels: names of the labels.
+    """
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = list(labels)
+        self.earlier = Metrics(labels)
+        """Progressive metrics of earlier calls; on rank 0 those of all NN workers before a resume or a restart."""
+        self.progressive = Metrics(labels)
+        """Rows of this call that were new to the model: each was scored before it was ever trained."""
+        self.training = Metrics(labels)
+        """Rows of this call in later passes over the data, which the model has seen."""
+        self.repeats = True
+        """Whether a later pass has the rows of the first one."""
+        self.seen = False
+        """Whether the last rows were seen before."""
+        self._window: list[AUC] = []
+        """Of the rows since the last point of the curves, by label; empty if there are no curves."""
+
+    def begin(self, data: object) -> None:
+        """Begins a call of `fit`.
+
+        Args:
+            data: its attribute `new_rows_each_epoch` says whether each pass has rows of its own.
+        """
+        self.earlier = self.history()
+        self.progressive, self.training = Metrics(self._labels), Metrics(self._labels)
+        self.repeats, self.seen = not getattr(data, "new_rows_each_epoch", False), False
+        self._window = []
+
+    def update(self, logits: Floats, labels: Floats, day: Int32Array | None, epoch: int) -> None:
+        """Adds a batch of pass `epoch` over the data: `[batch, labels]`, and the days of its rows."""
+        seen = self.repeats and epoch > 0
+        if seen != self.seen:  # A window has rows of one kind.
+            self.seen = seen
+            self._window = [AUC() for _ in self._window]
+        self.of_call.update(logits, labels, day)
+        for k, window in enumerate(self._window):
+            window.add(logits[:, k], labels[:, k])
+
+    @property
+    def of_call(self) -> Metrics:
+        """The rows of this call that are like the last ones: new to the model, or seen before."""
+        return self.training if self.seen else self.progressive
+
+    def begin_window(self) -> None:
+        """Begins a window: the rows from now on."""
+        self._window = [AUC() for _ in self._labels]
+
+    def end_window(self) -> float:
+        """Begins another window; returns the AUC of the last one, mean over the labels that have both classes."""
+        found = mean(window.result() for window in self._window)
+        self.begin_window()
+        return found
+
+    def history(self) -> Metrics:
+        """Returns the progressive metrics of all calls, this one included."""
+        total = Metrics(self._labels)
+        total.merge(self.earlier)
+        total.merge(self.progressive)
+        return total
+
+    def state_dict(self, gather: Callable[[bytes], list[bytes]]) -> ScoresState:
+        """Returns the state of all NN workers, the same on each. Blocks until all have called it."""
+        parts = {part: merged_metrics(getattr(self, part), gather).state_dict() for part in PARTS}
+        return {**parts, "repeats": self.repeats}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues the call of a state. Rank 0 loads what all NN workers have counted."""
+        for part in PARTS:
+            getattr(self, part).load_state_dict(state[part])
+
+    def load_history(self, state: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Loads the progressive metrics of all calls up to a checkpoint, and begins with those."""
+        self.earlier.load_state_dict(state)
+        self.progressive, self.training = Metrics(self._labels), Metrics(self._labels)
