@@ -76,7 +76,7 @@ def slowdown(preset: str) -> runner.Measure:
         for number in range(ROUNDS[preset]):
             for which in [0, 1] if number % 2 else [1, 0]:
                 began = time.process_time()
-                result = (publishing, quiet)[which].fit(data)
+                result = (publishing, quiet)[which].fit(data, again=True)
                 processor[which].append(time.process_time() - began)
                 rates[which] = result.rows / result.seconds
             ratios.append(rates[0] / rates[1])

@@ -65,6 +65,9 @@ class Log:
     def shard(self, index: int, count: int) -> Log:
         return Log(self.clicks.shard(index, count))
 
+    def fingerprint(self) -> Any:
+        return self.clicks.fingerprint()
+
 
 def make_data() -> Log:
     """Few ids, so that the AUC is soon what it will be; ever new ones, so that regions grow; and many that return."""

@@ -113,17 +113,18 @@ def test_between_two_calls_of_fit_and_data_that_are_a_list():
         os.kill(pids(cluster, "nn_worker")[1], signal.SIGKILL)
         eventually(lambda: len(cluster._roles.processes.of("nn_worker")) == 1, "its death is noticed")
         assert "embedding_ps-0" in cluster.statistics()
-        again = trainer.fit(data)
+        again = trainer.fit(data, again=True)
         assert (again.rows, again.failures) == (20 * BATCH, 0)
         # A list cannot be shared by two data loaders: nothing changes.
         with pytest.raises(DataError, match="cannot share"):
             cluster.scale(data_loaders=2)
-        assert trainer.fit(data).rows == 20 * BATCH
+        assert trainer.fit(data, again=True).rows == 20 * BATCH
         assert len(cluster._roles.processes.of("data_loader")) == 1
         # Of a pass of which only the last, smaller batch is left, the size of others is still known.
         last = next(reader(1).batches()).slice(0, BATCH // 2 + 1)
-        assert trainer.fit([*data, last], max_steps=10).rows == 20 * BATCH
-        assert trainer.fit([*data, last]).rows == BATCH // 2 + 1
+        longer = [*data, last]
+        assert trainer.fit(longer, max_steps=10).rows == 20 * BATCH
+        assert trainer.fit(longer).rows == BATCH // 2 + 1
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Training with Lightning: the same steps as a loop of one's own, and checkpoints that continue bit by bit."""
 
+import dataclasses
 import os
 import threading
 from pathlib import Path
@@ -38,6 +39,9 @@ class Shuffled:
 
     def __iter__(self):
         return self.batches()
+
+    def fingerprint(self):
+        return "shuffled"
 
 
 SHUFFLED = Shuffled()
@@ -111,7 +115,8 @@ def test_checkpoints_continue_where_they_were_written(tmp_path):
 
     train, test = PrefetchLoader(whole.embeddings, SHUFFLED), PrefetchLoader(whole.embeddings, SHUFFLED)
     saving().fit(whole, train, test)
-    assert (train.state_dict(), test.state_dict()["epoch"]) == ({"epoch": 2, "batch": 0}, 1)  # Tests are of epoch 0.
+    position = train.state_dict()
+    assert (position["epoch"], position["batch"], test.state_dict()["epoch"]) == (2, 0, 1)  # Tests are of epoch 0.
     # 24 steps: of 5, 10, 15 and 20 the last two are kept, with their rows.
     assert sorted(os.listdir(tmp_path / "one")) == ["step=15.ckpt", "step=15.rows", "step=20.ckpt", "step=20.rows"]
     path = tmp_path / "one" / "step=15.ckpt"
@@ -129,6 +134,39 @@ def test_checkpoints_continue_where_they_were_written(tmp_path):
     os.rename(tmp_path / "one" / "step=15.rows", tmp_path / "away")
     with pytest.raises(CheckpointError, match=r"step=15\.rows"):
         trainer(tmp_path, max_epochs=2).test(make(), PrefetchLoader(fresh.embeddings, READER), ckpt_path=path)
+
+
+def test_a_position_belongs_to_its_data(caplog):
+    module = make()
+
+    def drawn(data, state=None, most=100, **options):
+        loader = PrefetchLoader(module.embeddings, data, **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        count = 0
+        for count, pending in enumerate(loader, 1):
+            pending.to(torch.device("cpu"))
+            if count == most:
+                break
+        state = loader.state_dict()
+        loader.close()
+        return count, state
+
+    def other(**changes):
+        return dataclasses.replace(READER, **changes)
+
+    _, state = drawn(READER, most=4)
+    assert (state["epoch"], state["batch"]) == (0, 4)
+    assert drawn(READER, state)[0] == 8
+    assert not caplog.records
+    assert drawn(other(seed=1), state)[0] == 12
+    assert "Continuing the model on other data" in caplog.text
+    with pytest.raises(ConfigError, match=r"batch_size changed in the middle of a pass.*restart_data=True"):
+        drawn(other(batch_size=25), state)
+    assert drawn(other(batch_size=25), state, restart_data=True)[0] == 24
+    assert drawn(list(READER), state)[0] == 12
+    assert drawn(READER, {"epoch": 0, "batch": 4})[0] == 8  # Of an earlier version.
+    assert "does not record its data" in caplog.text
 
 
 def test_rows_are_as_new_as_the_network_of_their_checkpoint(tmp_path, monkeypatch):

@@ -136,6 +136,9 @@ class Gated:
     def __iter__(self) -> Iterator[persia.Batch]:
         return self.batches()
 
+    def fingerprint(self) -> Any:
+        return self.source.fingerprint()
+
     def shard(self, index: int, count: int) -> Gated:
         return Gated(self.source.shard(index, count), -(-max(0, self.first - index) // count), self.gate)
 

@@ -81,7 +81,7 @@ def main(folder: str | None = None) -> None:
                 found["scale"] = error.message
             found["scaled"] = len(pids(cluster, "embedding_worker"))
             os.kill(pids(cluster, "embedding_ps")[0], signal.SIGKILL)
-            result = trainer.fit(reader(100))
+            result = trainer.fit(reader(100), again=True)
             found["restarted"] = [result.rows, result.lost_batches, result.lost_gradients]
             found["after_restart"] = hosts(cluster)["embedding_ps"]
 

@@ -37,7 +37,7 @@ def main() -> None:
             found["loopback"] = cluster._roles.plan.loopback
             found["rows"] = trainer.fit(reader(40)).rows
             cluster.scale(embedding_workers=1, data_loaders=1)
-            assert trainer.fit(reader(40)).lost_batches == 0
+            assert trainer.fit(reader(40), again=True).lost_batches == 0
             places = Counter(p.info.node for p in cluster._roles.processes.of("embedding_ps") if p.info is not None)
             found["servers"] = list(places.values())
             found["nn_workers"] = len(

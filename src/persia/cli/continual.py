@@ -153,8 +153,9 @@ class Recipe:
         found = days(self._config.reader(), self._config.data.batch_size, wanted[0], wanted[-1], row=row)
         for day, test_day in itertools.zip_longest(found, [*found][1:]):
             if day in wanted:
-                record = begun if begun is not None and begun.day == day else self._begin(trainer, day, found[day])
-                yield self._finish(trainer, record, found[day], found.get(test_day), test_day)
+                resumed = begun is not None and begun.day == day
+                record = begun if begun is not None and resumed else self._begin(trainer, day, found[day])
+                yield self._finish(trainer, record, resumed, found[day], found.get(test_day), test_day)
         if not any(day in wanted for day in found):
             raise ConfigError(
                 f"The data have no rows of the days {wanted[0]} to {wanted[-1]}; correct --days or data.path.",
@@ -191,14 +192,15 @@ class Recipe:
         return record
 
     def _finish(
-        self, trainer: Trainer, record: DayRecord, span: Span, test: Span | None, test_day: int | None
+        self, trainer: Trainer, record: DayRecord, resumed: bool, span: Span, test: Span | None, test_day: int | None
     ) -> DayRecord:
         if trainer.mode != record.mode:
             trainer.switch(record.mode)
         epochs = self._config.train.epochs
         changes: dict[str, Any] = {}
-        if trainer.finished or trainer.epoch < epochs:  # Else the run was interrupted between training and testing.
-            changes = self._measured(trainer.fit(span, epochs=epochs))
+        if not resumed or trainer.epoch < epochs:  # Else the run was interrupted between training and testing.
+            # Another run may have trained the day, or begun it.
+            changes = self._measured(trainer.fit(span, epochs=epochs, again=not resumed))
         changes["progressive_auc"] = _known(trainer.metrics.result().auc_per_day.get(record.day, math.nan))
         if test is not None:
             scores = trainer.evaluate(test)
@@ -208,7 +210,6 @@ class Recipe:
                 "log_loss": _known(scores.log_loss),
                 "calibration": _known(scores.calibration),
             }
-        trainer.state.finished = True
         record = msgspec.structs.replace(record, global_step=trainer.global_step, **changes)
         self._write([*self.records[:-1], record])
         return record
@@ -235,13 +236,11 @@ class Recipe:
             self.records = []
             if inherit is not None:
                 trainer.load(inherit)
-                trainer.state.finished = True  # The inherited run trained other days: start at the first batch.
             return None
         trainer.load(self._output)
         self._write([record for record in self.records if record.step < trainer.global_step])
         last = self.records[-1] if self.records else None
         if last is None or last.global_step == trainer.global_step:
-            trainer.state.finished = True  # Start the next day at its first batch.
             return None
         self._write([*self.records[:-1], msgspec.structs.replace(last, global_step=None)])
         return self.records[-1]

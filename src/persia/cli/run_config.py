@@ -308,7 +308,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Length of the training.
 
     Attributes:
-        epochs: passes over the data.
+        epochs: passes over the data in all, those before a resume included.
         max_steps: maximum number of global steps; null for no limit.
     """
 

@@ -33,6 +33,15 @@ def train(
     resume: Annotated[
         str | None, typer.Option(help="Continue from the latest checkpoint in this directory.", metavar="DIR")
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="With --resume, train the data as if none of them had been trained.")
+    ] = False,
+    restart_data: Annotated[
+        bool,
+        typer.Option(
+            "--restart-data", help="With --resume, begin an incomplete pass over the data at its first batch."
+        ),
+    ] = False,
     ui: Annotated[
         bool, typer.Option("--ui", help="Show the run on a page at 127.0.0.1, while it trains; see `observe.ui_port`.")
     ] = False,
@@ -46,6 +55,10 @@ def train(
     """Train a model; report progressive AUC and rows per second.
 
     Progressive metrics score each batch before training on it, so they measure quality on unseen data.
+
+    With --resume, the same data continue at the next batch, and other data at their first one. Data of which some files
+    were trained continue with the new files. Where nothing is left to train, the last line says so; the exit status is
+    0, so the command may be repeated as data come.
     """
     from persia.cli import ui as out
 
@@ -70,10 +83,15 @@ def train(
         trainer.resume_line = _resume_line(trainer.global_step, run.train.max_steps, config, overrides, json)
         evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
         with _page(trainer, run.observe.ui_port) if ui else contextlib.nullcontext():
-            result = trainer.fit(reader, evaluation, epochs=run.train.epochs, max_steps=run.train.max_steps)
+            epochs, steps = run.train.epochs, run.train.max_steps
+            result = trainer.fit(
+                reader, evaluation, epochs=epochs, max_steps=steps, again=again, restart_data=restart_data
+            )
     out.print_fit(result, trainer.options.checkpoint_dir)
     if json is not None:
         out.write_json(json, out.fit_record(result))
+    if result.nothing_left:
+        typer.echo(result.nothing_left)
 
 
 def _sweep(config: str, overrides: list[str] | None, output: str | None, resume: str | None, json: str | None) -> None:

@@ -48,8 +48,12 @@ def continual(
     again = ["continual", config, "--days", days, "--output", output, *(["--inherit", inherit] if inherit else [])]
     trainer.resume_line = lambda *_: command_line(again, overrides or [], json)
     with closing_cluster(trainer, trains=True):
+        trained = 0
         for record in todo.run(trainer, wanted, inherit):
+            trained += 1
             typer.echo(f"day {record.day} is trained in {type(record.mode).__name__}")
     out.CONSOLE.print(recipe.table(todo.records))
     if json is not None:
         out.write_json(json, [msgspec.to_builtins(record) for record in todo.records])
+    if not trained:
+        typer.echo(f"Nothing was left to train: days {days} are trained in {output}. To train on, give later --days.")

@@ -38,7 +38,11 @@ CONSOLE = Console()
 
 
 def print_fit(result: FitResult, checkpoint: str | None) -> None:
-    """Prints the summary of a training run."""
+    """Prints the summary of a training run; only the evaluation if it had nothing left to train."""
+    if result.nothing_left:
+        if result.evaluation is not None:
+            print_metrics("evaluation", result.evaluation)
+        return
     table = Table(title="training")
     table.add_column("")
     table.add_column("", justify="right")

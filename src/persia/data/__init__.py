@@ -28,6 +28,7 @@ from persia.data.loader import Loader
 from persia.data.negatives import ItemCatalog, NegativeSampling, item_catalog, negatives
 from persia.data.reader import Order, Reader, RowSource, StreamReader
 from persia.data.selection import Split
+from persia.types import SourceFingerprint, SourcePart
 
 __all__ = [
     "EventBatches",
@@ -40,6 +41,8 @@ __all__ = [
     "Order",
     "Reader",
     "RowSource",
+    "SourceFingerprint",
+    "SourcePart",
     "Span",
     "Split",
     "StreamReader",

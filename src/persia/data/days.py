@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from persia.batching.batch import Batch
 from persia.data.reader import Reader, cut
 from persia.errors import DataError
 from persia.schema import Schema
+from persia.services import fingerprint_of
+from persia.types import SourceFingerprint
 
 __all__ = ["Span", "days"]
 
@@ -44,6 +47,15 @@ class Span:
     def __iter__(self) -> Iterator[Batch]:
         """Iterates over the first pass."""
         return self.batches()
+
+    def fingerprint(self) -> SourceFingerprint | None:
+        """Returns the rows and the first part of the source: more of it may come behind these rows."""
+        whole = fingerprint_of(self.source)
+        if whole is None:
+            return None
+        first = whole.parts[0]
+        part = msgspec.structs.replace(first, name=f"{first.name}, rows {self.first} to {self.first + self.rows}")
+        return msgspec.structs.replace(whole, parts=(part,)).ordered(batch_size=self.batch_size)
 
     def _pieces(self, epoch: int, begin: int) -> Iterator[Batch]:
         number, skip = divmod(begin, self.batch_size)

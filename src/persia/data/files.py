@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeAlias
 from urllib.parse import unquote
 
 from persia.errors import DataError, PersiaError
 from persia.filesystems import missing_package
+from persia.types import SourcePart
 
 __all__ = ["File", "Paths", "expand", "find", "found", "listed"]
 
@@ -32,10 +34,25 @@ class File:
     Attributes:
         path: path for fsspec, with the protocol unless it is local.
         keys: hive keys in the path, such as {"day": "03"} for `clicks/day=03/part.parquet`.
+        size: bytes when it was listed; None if unknown.
+        modified: time of its last modification when it was listed, in nanoseconds since 1970; None if unknown.
     """
 
     path: str
     keys: dict[str, str] = field(default_factory=dict)
+    size: int | None = field(default=None, compare=False)
+    modified: int | None = field(default=None, compare=False)
+
+    @property
+    def part(self) -> SourcePart:
+        """Path, size and time of modification: of a local file as it is now, else as it was when it was listed."""
+        if "://" not in self.path:
+            try:
+                found = os.stat(self.path)
+            except OSError:
+                return SourcePart(self.path)  # Reading it says why.
+            return SourcePart(self.path, found.st_size, found.st_mtime_ns)
+        return SourcePart(self.path, self.size, self.modified)
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -121,17 +138,34 @@ def _expand_one(path: str, suffixes: tuple[str, ...]) -> list[File]:
     system, local = _file_system(path)
     try:
         if any(c in local for c in "*?["):
-            names, problem = system.glob(local), f"No file matches {path}"
+            found, problem = system.glob(local, detail=True), f"No file matches {path}"
         elif system.isdir(local):
-            names = [n for n in system.find(local) if n.endswith(suffixes) and not _hidden(n[len(local) :])]
+            below = system.find(local, detail=True)
+            found = {n: below[n] for n in below if n.endswith(suffixes) and not _hidden(n[len(local) :])}
             problem = f"{path} has no file whose name ends in {', '.join(suffixes)}"
         else:
-            names, problem = [local] if system.exists(local) else [], f"There is no file or directory {path}"
+            found = {local: system.info(local)} if system.exists(local) else {}
+            problem = f"There is no file or directory {path}"
     except OSError as error:
         raise DataError(f"{path} cannot be listed ({error}); check path and access.", path=path) from error
-    if not names:
+    if not found:
         raise DataError(f"{problem}; correct the path.", path=path)
-    return [File(_full(path, system, n), _hive_keys(n)) for n in sorted(map(str, names))]
+    infos = sorted((str(name), info) for name, info in found.items())
+    return [File(_full(path, system, n), _hive_keys(n), info.get("size"), _modified(info)) for n, info in infos]
+
+
+def _modified(info: Mapping[str, Any]) -> int | None:
+    """Returns the time of the last modification that a file system tells, under a name of its own."""
+    names = ("mtime", "LastModified", "last_modified", "modified", "updated", "modificationTime", "created")
+    found = next((info[name] for name in names if info.get(name) is not None), None)
+    if isinstance(found, str):
+        try:
+            found = datetime.fromisoformat(found)
+        except ValueError:
+            return None
+    if isinstance(found, datetime):
+        found = found.timestamp()
+    return round(found * 1e9) if isinstance(found, int | float) else None
 
 
 def _full(path: str, system: Any, name: str) -> str:

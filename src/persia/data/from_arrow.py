@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
+import msgspec
+
 from persia.batching.batch import Batch
 from persia.data.expressions import Rule
 from persia.data.files import File
+from persia.data.fingerprints import fingerprint_of_files, fingerprint_of_frame, selecting_options
 from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion, DayUnit, Piece, require_rows
 from persia.data.selection import Selection, Split
 from persia.errors import DataError, PersiaError
 from persia.schema import Schema
+from persia.services import fingerprint_of
+from persia.types import SourceFingerprint, SourcePart
 
 __all__ = ["arrow"]
 
@@ -108,6 +113,15 @@ class ArrowSource:
         """Pickles without the readers that are open."""
         return ArrowSource, (self.source, self.conversion)
 
+    def fingerprint(self) -> SourceFingerprint | None:
+        """Returns content, files or version of the source, and the selection; None if it cannot be recognised."""
+        found = fingerprint_of(self.source) or _fingerprint(self.source)
+        if found is None:
+            return None
+        selection = self.conversion.selection
+        numbered = selection is not None and selection.numbered
+        return msgspec.structs.replace(found, rows=found.rows | selecting_options(selection), numbered=numbered)
+
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`."""
         file = File(f"{_root(self.source)}.{type(self.source).__name__}")
@@ -158,6 +172,22 @@ class ArrowSource:
         for part in _tables(source, columns):
             table = pa.Table.from_batches([part]) if isinstance(part, pa.RecordBatch) else part
             yield from table.to_batches(max_chunksize=_CHUNK_ROWS)
+
+
+def _fingerprint(source: Any) -> SourceFingerprint | None:
+    """Returns the fingerprint of a source that is no function; None if it cannot be recognised."""
+    name = f"{_root(source)}.{type(source).__name__}"
+    match _opener(source):
+        case "batch" | "stream":
+            return fingerprint_of_frame(name, source)
+        case "datasets" if isinstance(text := getattr(source, "_fingerprint", None), str):
+            return SourceFingerprint(name, (SourcePart(text),))
+        case "dataset" if hasattr(source, "version") and hasattr(source, "uri"):  # Lance
+            return SourceFingerprint(name, (SourcePart(f"{source.uri}, version {source.version}"),))
+        case "dataset" if files := getattr(source, "files", None):
+            found = fingerprint_of_files(name, [File(path) for path in files], None).merged(name)
+            return msgspec.structs.replace(found, rows={"filter": str(getattr(source, "_scan_options", ""))})
+    return None
 
 
 def _opener(source: Any) -> str:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from csv import Error as CsvError
 from csv import reader
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 from persia.batching.batch import Batch
 from persia.data.csv_batches import csv_batches
 from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand
+from persia.data.fingerprints import fingerprint_of_files
 from persia.data.numerals import Numerals
 from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion, DayUnit, Piece, present_columns, require_rows
 from persia.data.selection import Selection, Split
 from persia.errors import ConfigError, DataError
 from persia.schema import Schema
+from persia.types import SourceFingerprint
 
 __all__ = ["CSV_SUFFIXES", "CsvFormat", "CsvSource", "csv"]
 
@@ -154,17 +156,42 @@ class CsvFormat:
 
 @dataclass(frozen=True)
 class CsvSource:
-    """Rows of delimited text files."""
+    """Rows of delimited text files.
+
+    Attributes:
+        files: in the order in which they are read.
+        conversion: to batches.
+        format: of the files.
+        counted: places of files whose rows are not read, but count where rows are selected by their number.
+        whole: whether these are all files of the source, which has a row at least.
+    """
 
     files: tuple[File, ...]
     conversion: Conversion
     format: CsvFormat = field(default_factory=CsvFormat)
+    counted: frozenset[int] = frozenset()
+    whole: bool = True
+
+    def fingerprint(self) -> SourceFingerprint:
+        """Returns files and selection."""
+        return fingerprint_of_files("csv", self.files, self.conversion.selection)
+
+    def of_parts(self, order: Sequence[int], read: Sequence[int]) -> CsvSource:
+        """See `persia.services.Divisible`."""
+        unread = {*order}.difference(read)
+        counted = frozenset(place for place, number in enumerate(order) if number in unread)
+        files = tuple(self.files[number] for number in order)
+        return replace(self, files=files, counted=counted, whole=len(read) == len(self.files))
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Skipped rows are parsed but not converted."""
-        pieces = (piece for file in self.files for piece in self.pieces(file))
+        pieces = (
+            piece._replace(counted=place in self.counted)
+            for place, file in enumerate(self.files)
+            for piece in self.pieces(file)
+        )
         batches = self.conversion.batches(pieces, skip, self._prepare)
-        return require_rows(batches, self.files, skip, self.conversion.selection)
+        return require_rows(batches, self.files, skip, self.conversion.selection) if self.whole else batches
 
     def pieces(self, file: File) -> Iterator[Piece]:
         """Reads the needed columns as they are in the file: each field a text, or null if empty."""

@@ -21,7 +21,7 @@ from persia.data.rows import Conversion, DayUnit
 from persia.errors import DataError
 from persia.schema import Schema
 from persia.telemetry.metrics import Metric
-from persia.types import Offsets
+from persia.types import Offsets, SourceFingerprint, SourcePart
 
 __all__ = ["DirectoryReader", "growing"]
 
@@ -193,6 +193,10 @@ class DirectoryReader:
         """
         self.interrupted = False
         return self._batches(self._record, start, self._stopping)
+
+    def fingerprint(self) -> SourceFingerprint:
+        """Returns the directory; offsets say what of it was read."""
+        return SourceFingerprint("stream", (SourcePart(self._options.path),))
 
     # --- Stream -------------------------------------------------------------------------------------------------
 

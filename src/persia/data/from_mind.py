@@ -18,6 +18,7 @@ from persia.data.rows import Conversion, Piece, require_rows
 from persia.data.selection import Selection, Split
 from persia.errors import DataError
 from persia.schema import IdFeature, Pooling, Schema
+from persia.types import SourceFingerprint
 
 __all__ = ["mind"]
 
@@ -82,6 +83,10 @@ class MindSource:
     """Samples of impressions: one row of the file is several of them."""
 
     impressions: CsvSource
+
+    def fingerprint(self) -> SourceFingerprint:
+        """Returns files and selection."""
+        return self.impressions.fingerprint().merged("mind")
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Skipped rows are parsed but not converted."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from persia.batching.batch import Batch
 from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand
+from persia.data.fingerprints import fingerprint_of_files
 from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion, DayUnit, Piece, require_rows
 from persia.data.selection import Selection, Split
 from persia.schema import Schema
+from persia.types import SourceFingerprint
 
 __all__ = ["parquet"]
 
@@ -82,10 +84,30 @@ def parquet(
 
 @dataclass(frozen=True)
 class ParquetSource:
-    """Rows of Parquet files."""
+    """Rows of Parquet files.
+
+    Attributes:
+        files: in the order in which they are read.
+        conversion: to batches.
+        counted: places of files whose rows are not read, but count where rows are selected by their number.
+        whole: whether these are all files of the source, which has a row at least.
+    """
 
     files: tuple[File, ...]
     conversion: Conversion
+    counted: frozenset[int] = frozenset()
+    whole: bool = True
+
+    def fingerprint(self) -> SourceFingerprint:
+        """Returns files and selection."""
+        return fingerprint_of_files("parquet", self.files, self.conversion.selection)
+
+    def of_parts(self, order: Sequence[int], read: Sequence[int]) -> ParquetSource:
+        """See `persia.services.Divisible`."""
+        unread = {*order}.difference(read)
+        counted = frozenset(place for place, number in enumerate(order) if number in unread)
+        files = tuple(self.files[number] for number in order)
+        return replace(self, files=files, counted=counted, whole=len(read) == len(self.files))
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Without a selection, skips whole files and row groups by their metadata."""
@@ -94,7 +116,7 @@ class ParquetSource:
             batches = self.conversion.batches((p for p, _ in self._pieces(0)), skip)
         else:
             batches = (b for p, left in self._pieces(skip) for b in self.conversion.batches(iter([p]), left))
-        return require_rows(batches, self.files, skip, selection)
+        return require_rows(batches, self.files, skip, selection) if self.whole else batches
 
     def count(self) -> int:
         """Returns the number of rows, by the metadata of the files."""
@@ -108,12 +130,15 @@ class ParquetSource:
 
     def _pieces(self, skip: int) -> Iterator[tuple[Piece, int]]:
         """Yields pieces from the row group of row `skip` on, each with the number of its rows to skip."""
-        for file in self.files:
+        for place, file in enumerate(self.files):
             with file.open() as stream:
                 import pyarrow.parquet as pq
 
                 table = pq.ParquetFile(stream, pre_buffer=False)
                 total = table.metadata.num_rows
+                if place in self.counted:
+                    yield Piece(file, 0, {}, total, counted=True), skip
+                    continue
                 if skip >= total:
                     skip -= total
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from persia.data.reader import share_of
 from persia.data.zipf import Zipf
 from persia.errors import ConfigError
 from persia.schema import IdFeature, Schema
-from persia.types import Floats, Int32Array
+from persia.types import Floats, Int32Array, SourceFingerprint, SourcePart
 
 __all__ = ["Synthetic", "expected_auc", "synthetic"]
 
@@ -187,6 +188,14 @@ class Synthetic:
     def __iter__(self) -> Iterator[Batch]:
         """Iterates over the first pass."""
         return self.batches()
+
+    def fingerprint(self) -> SourceFingerprint:
+        """Returns the arguments; see `persia.services.Fingerprinted`."""
+        order = ("batch_size", "share")
+        names = [f.name for f in dataclasses.fields(self) if f.name not in (*order, "dim", "drop_last")]
+        text = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        found = SourceFingerprint("synthetic", (SourcePart(f"synthetic({text})"),))
+        return found.ordered(**{name: getattr(self, name) for name in order})
 
     def shard(self, index: int, count: int) -> Synthetic:
         """Returns a reader of the batches with number % count == index; the others are not generated."""

@@ -6,14 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from persia.batching.batch import Batch, IdColumn
 from persia.data.files import File
+from persia.data.fingerprints import fingerprint_of_files
 from persia.data.rows import Conversion, Piece
 from persia.errors import DataError
 from persia.schema import IdFeature, Pooling, Schema
-from persia.types import Floats, Ids, Int32Array, Int64Array
+from persia.types import Floats, Ids, Int32Array, Int64Array, SourceFingerprint
 
 __all__ = ["EventColumns", "EventLog", "HistorySource", "events_of", "history_feature", "history_of"]
 
@@ -44,7 +46,12 @@ class EventLog(Protocol):
 
     @property
     def files(self) -> tuple[File, ...]:
-        """The files, for error messages."""
+        """The files, for error messages and the fingerprint."""
+        ...
+
+    @property
+    def conversion(self) -> Conversion:
+        """The conversion of the files' columns; its selection says which events become samples."""
         ...
 
     def events(self) -> EventColumns:
@@ -71,6 +78,11 @@ class HistorySource:
     owner: str
     histories: Mapping[str, str]
     min_history: int = 0
+
+    def fingerprint(self) -> SourceFingerprint:
+        """Returns files and selection, as one part: a history may have events of any file."""
+        found = fingerprint_of_files("histories", self.log.files, self.log.conversion.selection).merged("histories")
+        return msgspec.structs.replace(found, rows=found.rows | {"min_history": str(self.min_history)})
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Skipped samples are not built, but all events are read."""

@@ -19,7 +19,7 @@ from persia.data.join_buffer import Emitted, JoinBuffer
 from persia.errors import ConfigError, DataError
 from persia.schema import Schema
 from persia.telemetry.metrics import Metric
-from persia.types import OffsetRange, Offsets, Partition, PartitionBounds
+from persia.types import OffsetRange, Offsets, Partition, PartitionBounds, SourceFingerprint, SourcePart
 
 __all__ = ["JoinedStream", "join"]
 
@@ -156,6 +156,10 @@ class JoinedStream:
         """
         self.interrupted = False
         return self._batches(self._record, start, self._stopping)
+
+    def fingerprint(self) -> SourceFingerprint:
+        """Returns the topics; offsets say what of them was read."""
+        return SourceFingerprint("stream", (SourcePart(", ".join([*self._impressions.topics, *self._clicks.topics])),))
 
     def begin(self, number: int, offsets: Offsets, stopping: Callable[[], bool]) -> None:
         """Starts a new record; see `persia.services.Stream`."""

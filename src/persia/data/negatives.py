@@ -17,8 +17,8 @@ from persia.checks import MAX_SEED, check_choice, check_integer, check_number
 from persia.data.reader import Reader, share_of
 from persia.errors import ConfigError, DataError
 from persia.schema import Schema
-from persia.services import Seekable, Sharded, SharedStream
-from persia.types import BoolArray, Floats, Ids, Int64Array
+from persia.services import Divisible, Seekable, Sharded, SharedStream, fingerprint_of
+from persia.types import BoolArray, Floats, Ids, Int64Array, SourceFingerprint
 
 if TYPE_CHECKING:
     from persia.data.stream_negatives import NegativeStream
@@ -209,6 +209,16 @@ class NegativeSampling:
     def __iter__(self) -> Iterator[Batch]:
         """Iterates over the first pass."""
         return self.batches()
+
+    def fingerprint(self) -> SourceFingerprint | None:
+        """Returns that of the other reader: negatives do not move its samples to other batches."""
+        found = fingerprint_of(self.reader)
+        return None if found is None else found.ordered(share=self.share)
+
+    def of_parts(self, order: Sequence[int], read: Sequence[int]) -> NegativeSampling:
+        """See `persia.services.Divisible`."""
+        assert isinstance(self.reader, Divisible)  # Else it has one part.
+        return replace(self, reader=self.reader.of_parts(order, read))
 
     def shard(self, index: int, count: int) -> NegativeSampling:
         """Returns a reader of the batches with number % count == index.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +12,8 @@ from persia.batching.batch import Batch, IdColumn
 from persia.checks import MAX_SEED, check_integer, plain
 from persia.errors import ConfigError
 from persia.schema import Schema
-from persia.types import Int64Array
+from persia.services import Divisible, fingerprint_of
+from persia.types import Int64Array, SourceFingerprint
 
 __all__ = ["Order", "Reader", "RowSource", "StreamReader", "canonical", "cut", "share_of"]
 
@@ -118,6 +119,20 @@ class StreamReader:
         """
         mine = share_of(self.order.shard, index, count)
         return replace(self, order=replace(self.order, shard=mine))
+
+    def fingerprint(self) -> SourceFingerprint | None:
+        """Returns what decides which rows are in which batch; None if the source of rows cannot be recognised."""
+        found = fingerprint_of(self.source)
+        if found is None:
+            return None
+        order = self.order
+        found = found.ordered(batch_size=order.batch_size, shuffle_rows=order.shuffle_rows, shard=order.shard)
+        return found.ordered(seed=order.seed) if order.shuffle_rows else found
+
+    def of_parts(self, order: Sequence[int], read: Sequence[int]) -> StreamReader:
+        """See `persia.services.Divisible`."""
+        assert isinstance(self.source, Divisible)  # Else it has one part.
+        return replace(self, source=self.source.of_parts(order, read))
 
     def _shuffled(self, epoch: int, block: int, skip: int) -> Iterator[_Permuted]:
         """Yields rows from `skip` on, permuted within blocks of `shuffle_rows`; `skip` lies in block `block`."""

@@ -11,7 +11,7 @@ from persia.data.broker import Stopped
 from persia.services import StreamLog, StreamShare
 from persia.streams import OffsetLog
 from persia.telemetry.metrics import Metric
-from persia.types import Offsets
+from persia.types import Offsets, SourceFingerprint, SourcePart
 
 __all__ = ["LoggedStream"]
 
@@ -64,6 +64,10 @@ class LoggedStream(ABC):
     def offsets(self, number: int) -> Offsets:
         """Returns where a batch begins; see `persia.services.Stream`."""
         return self._log.stream_offsets(number)
+
+    def fingerprint(self) -> SourceFingerprint:
+        """Returns the topics; offsets say what of them was read."""
+        return SourceFingerprint("stream", (SourcePart(", ".join(self.topics)),))
 
     def forget(self, below: int) -> None:
         """Forgets batches of lower numbers."""

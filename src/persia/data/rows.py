@@ -39,12 +39,14 @@ class Piece(NamedTuple):
         row: number of the first row in the file, from 0; a header line does not count.
         columns: pyarrow array `[rows]` by column of the file.
         rows: number of rows.
+        counted: whether the rows only count, for the numbers of those behind them; then `columns` may be empty.
     """
 
     file: File
     row: int
     columns: dict[str, Any]
     rows: int
+    counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,9 @@ class Conversion:
         """
         first = 0
         for piece in pieces:
+            if piece.counted:
+                first += piece.rows
+                continue
             piece = piece._replace(columns={name: without_views(column) for name, column in piece.columns.items()})
             positions = None
             if self.selection is not None:

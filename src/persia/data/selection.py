@@ -154,6 +154,11 @@ class Selection:
         named = (self.split.column,) if self.split is not None and self.split.column is not None else ()
         return (*(self.where.columns if self.where is not None else ()), *named)
 
+    @property
+    def numbered(self) -> bool:
+        """Whether the number of a row over all files decides if it is selected."""
+        return self.split is not None and self.split.by == "random"
+
     def positions(self, columns: Mapping[str, Any], first: int, rows: int) -> Int64Array:
         """Returns the ascending positions of the selected rows.
 

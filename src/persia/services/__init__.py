@@ -7,7 +7,7 @@ repeated call has the effect of one. docs/reference/protocol.md says who calls w
 
 from persia.services.cluster import Attempt, Cluster, Connection, ProcessCluster
 from persia.services.control import ControlPlane, Coordinator, Observable, Tokens, TrainingPhase
-from persia.services.data import DataLoader, Seekable, Sharded
+from persia.services.data import DataLoader, Divisible, Fingerprinted, Seekable, Sharded, fingerprint_of
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, SnapshotInfo, StatePiece
 from persia.services.recording import ReadObserver, Recordable, RecordableRows, RecordableTokens, RecordableWorker
@@ -32,9 +32,11 @@ __all__ = [
     "DataLoader",
     "DenseMaker",
     "DensePS",
+    "Divisible",
     "EmbeddingPS",
     "EmbeddingWorker",
     "FedStream",
+    "Fingerprinted",
     "FoundRows",
     "NewBatch",
     "Observable",
@@ -61,4 +63,5 @@ __all__ = [
     "StreamShare",
     "Tokens",
     "TrainingPhase",
+    "fingerprint_of",
 ]

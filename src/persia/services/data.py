@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from persia.batching.batch import Batch
-from persia.types import Delivery, Feed
+from persia.errors import DataError
+from persia.types import Delivery, Feed, SourceFingerprint, SourcePart
 
-__all__ = ["DataLoader", "Seekable", "Sharded"]
+__all__ = ["DataLoader", "Divisible", "Fingerprinted", "Seekable", "Sharded", "fingerprint_of"]
 
 
 class DataLoader(Protocol):
@@ -57,3 +58,51 @@ class Sharded(Seekable, Protocol):
 
     def shard(self, index: int, count: int) -> Seekable:
         """Returns the batches with number % count == index; number `i` there is `i * count + index` here."""
+
+
+@runtime_checkable
+class Fingerprinted(Protocol):
+    """A source that can be recognised, also by a later run, which continues where this one stopped."""
+
+    def fingerprint(self) -> SourceFingerprint | str | None:
+        """Returns what decides which rows are in which batch.
+
+        A text is enough: the source is the same if it is equal. None if that is not known.
+        """
+
+
+@runtime_checkable
+class Divisible(Fingerprinted, Protocol):
+    """A source some parts of whose fingerprint can be read without the others. One with a single part need not be."""
+
+    def of_parts(self, order: Sequence[int], read: Sequence[int]) -> Any:
+        """Returns a source of parts, by their numbers in the fingerprint.
+
+        Args:
+            order: parts in the order in which they are read, and rows are numbered.
+            read: those that are read; the others only count, where the number of a row decides if it is read.
+        """
+
+
+def fingerprint_of(source: object) -> SourceFingerprint | None:
+    """Returns the fingerprint of a source; None if it has none.
+
+    Raises:
+        DataError: its method `fingerprint` returns something else.
+    """
+    if not isinstance(source, Fingerprinted) or not callable(source.fingerprint):  # A frame may have such a column.
+        return None
+    found, kind = source.fingerprint(), type(source).__name__
+    if isinstance(found, str):
+        return SourceFingerprint(kind, (SourcePart(found),))
+    if found is not None and not (isinstance(found, SourceFingerprint) and found.parts):
+        raise DataError(
+            f"{kind}.fingerprint() returned a {type(found).__name__}; return a text that is equal for the same data, "
+            "a persia.data.SourceFingerprint with one part or more, or None."
+        )
+    if found is not None and len(found.parts) > 1 and not isinstance(source, Divisible):
+        raise DataError(
+            f"{kind}.fingerprint() has {len(found.parts)} parts, and {kind} has no method `of_parts` that reads some "
+            "of them; add it, or give one part."
+        )
+    return found

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from types import GeneratorType
 
 from persia.batching.batch import Batch
 from persia.batching.validation import check_data
-from persia.errors import ConfigError
-from persia.services import Connection, SharedStream, Stream
+from persia.errors import ConfigError, DataError
+from persia.services import Connection, SharedStream, Stream, StreamPosition
+from persia.trainer.options import TrainerOptions
 
-__all__ = ["check_stream", "check_train_data"]
+__all__ = ["check_begin", "check_eval_data", "check_stream", "check_train_data"]
 
 
 def check_train_data(
@@ -38,6 +40,48 @@ def check_train_data(
             "train_data is an iterator and cannot be read twice; give a reader or a list.", field="train_data"
         )
     check_stream(data, epochs, connection, in_other_processes=in_other_processes)
+
+
+def check_begin(data: object, *, again: bool, restart_data: bool) -> None:
+    """Checks that `fit` can begin its data again, if it is to.
+
+    Raises:
+        ConfigError: an argument is no bool, or the data are a stream, which goes on at its offsets.
+    """
+    for name, value in (("again", again), ("restart_data", restart_data)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"Invalid {name} = {value!r}; expected True or False.", field=name)
+        if value and isinstance(data, StreamPosition):
+            raise ConfigError(
+                f"{name} = True, and train_data is a stream, which goes on at its offsets. Leave {name} out; to read "
+                "it from its beginning, begin a new run.",
+                field=name,
+            )
+
+
+def check_eval_data(data: Iterable[Batch] | None, options: TrainerOptions) -> None:
+    """Checks that `fit` can evaluate on data as often as it is going to.
+
+    Raises:
+        ConfigError: each checkpoint needs a score, and the data can be read only once.
+        DataError: the data are not iterable, or empty.
+    """
+    if data is None:
+        return
+    check_data("eval_data", data)
+    if options.keep_best is not None and isinstance(data, Iterator):
+        raise ConfigError(
+            "eval_data is an iterator, which can be read only once, and keep_best evaluates each checkpoint; give a "
+            "reader or a list.",
+            field="eval_data",
+        )
+    used_up = isinstance(data, GeneratorType) and data.gi_frame is None
+    if used_up:
+        raise DataError("eval_data is an iterator that was read before; give a reader or a list.")
+    if isinstance(data, Sequence) and not len(data) and not options.allow_empty:
+        raise DataError(
+            "eval_data are empty; give batches, or None. If there may be none, set TrainerOptions(allow_empty=True)."
+        )
 
 
 def check_stream(data: object, epochs: int, connection: Connection, *, in_other_processes: bool) -> None:

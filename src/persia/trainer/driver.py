@@ -23,12 +23,13 @@ from persia.metrics import Metrics
 from persia.nn.dense_step import DenseStep
 from persia.nn.outbox import PushCounts
 from persia.nn.replicas import SingleReplica
-from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster
+from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster, StreamPosition
 from persia.trainer import loading
+from persia.trainer.data_progress import DataProgress
 from persia.trainer.options import Declared
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
 from persia.trainer.scores import PARTS, ScoresState
-from persia.trainer.sources import set_local_batch
+from persia.trainer.sources import scheduled, set_local_batch
 from persia.trainer.state import RunTotals, TrainingState
 from persia.types import StreamStart
 
@@ -151,6 +152,8 @@ class Driver:
         eval_data: Iterable[Batch] | None,
         bounds: dict[str, Any],
         should_stop: Callable[[], bool],
+        again: bool = False,
+        restart_data: bool = False,
     ) -> FitResult:
         """Trains on the NN workers; see `Trainer.fit`.
 
@@ -159,20 +162,28 @@ class Driver:
             eval_data: likewise.
             bounds: `epochs` and `max_steps`.
             should_stop: polled meanwhile; whether the call is to end after its step.
+            again: see `Trainer.fit`.
+            restart_data: likewise.
 
         Raises:
+            ConfigError: the position in the data has no meaning any more.
             PersiaError: an NN worker has raised it, or a process has died for good. The network here is as it was.
         """
         options = self._declared.options
+        stream = isinstance(train_data, StreamPosition)
+        self._state.begin_source(train_data, stream=stream, again=again, restart=restart_data)
+        self._state.loaded = False
         set_local_batch(train_data, self._state)
         state = _captured(self._network, self._state, TrainedRows(0, 0.0))
         log = _FailureLog(options.max_failures)
         first_step, before, restarted = state.step, TrainedRows(0, 0.0), False
         while True:
-            training = state.training
-            epoch, position = (0, 0) if state.finished else (training["epoch"], training["position"])
+            training, position = state.training, state.training["position"]
+            progress = msgspec.convert(training["data"], DataProgress).at_rest(position)
+            number = progress.number if progress.current is None else progress.current.number
             record = StreamStart(training["offsets"], fresh=not restarted)
-            self._cluster.feed(train_data, epoch, position, options.accumulation_steps, record)
+            source = scheduled(train_data, progress)
+            self._cluster.feed(source, number, position, options.accumulation_steps, record)
             left = dict(bounds)
             if left["max_steps"] is not None:
                 left["max_steps"] -= state.step - first_step

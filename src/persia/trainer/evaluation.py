@@ -23,7 +23,7 @@ from persia.schema import Schema
 from persia.trainer.progress import check_finite
 from persia.types import FedBatch, Floats, Ids
 
-__all__ = ["Evaluator"]
+__all__ = ["Evaluator", "no_rows"]
 
 
 class Evaluator:
@@ -38,7 +38,14 @@ class Evaluator:
         self._network = network
         self._embeddings = embeddings
 
-    def evaluate(self, data: Iterable[Batch], group_by: str | None = None, at: Sequence[int] = (10,)) -> MetricsResult:
+    def evaluate(
+        self,
+        data: Iterable[Batch],
+        group_by: str | None = None,
+        at: Sequence[int] = (10,),
+        *,
+        may_be_empty: bool = False,
+    ) -> MetricsResult:
         """Returns metrics on data; see `Trainer.evaluate`. All NN workers call it, and score the batches in turn."""
         check_data("data", data)
         connection = self._embeddings.connection
@@ -62,6 +69,8 @@ class Evaluator:
                 groups.update(logits, labels)
         gather = self._network.replicas.gather
         result = merged_metrics(metrics, gather).result()
+        if not result.rows and not may_be_empty:
+            raise no_rows()
         return result if groups is None else dataclasses.replace(result, grouped=groups.result(gather))
 
     def scored(self, data: Iterable[Batch | FedBatch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
@@ -87,6 +96,14 @@ class Evaluator:
         finally:
             for module, training in modes:
                 module.train(training)
+
+
+def no_rows() -> DataError:
+    """Returns the error for data to evaluate that have no batch."""
+    return DataError(
+        "The data to evaluate are empty: no batch was scored. Check the path and the filter of the reader; an iterator "
+        "that was read before has no batch left, so give a reader or a list."
+    )
 
 
 class _Groups:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable
 from persia.batching.batch import Batch
 from persia.errors import ConfigError
 from persia.metrics import MetricsResult
+from persia.services import StreamPosition
 from persia.trainer.components import Components
 from persia.trainer.driver import save_recovery_point
+from persia.trainer.evaluation import no_rows
 from persia.trainer.intervals import Bounds
 from persia.trainer.loop import TrainingLoop
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
@@ -29,9 +31,12 @@ class FitCall:
         epochs: passes over the data.
         max_steps: most global steps of this call; None for no bound.
         should_stop: whether this NN worker was asked to stop.
+        again: see `Trainer.fit`.
+        restart_data: likewise.
 
     Raises:
-        ConfigError: the best checkpoint is to be kept, and there are no data to evaluate.
+        ConfigError: the best checkpoint is to be kept, and there are no data to evaluate; or the position in the data
+            has no meaning any more.
     """
 
     def __init__(
@@ -42,6 +47,8 @@ class FitCall:
         epochs: int,
         max_steps: int | None,
         should_stop: Callable[[], bool],
+        again: bool = False,
+        restart_data: bool = False,
     ) -> None:
         network, embeddings, state = components.network, components.embeddings, components.state
         connection, options, publishing = embeddings.connection, components.declared.options, components.publishing
@@ -56,11 +63,14 @@ class FitCall:
         self._should_stop = should_stop
         self._saved_step: int | None = None
         """Step of the last checkpoint of this call."""
-        set_local_batch(train_data, state)
-        self._fed = connection.stream(train_data) if connection.stream is not None else None
-        state.begin_data(train_data if self._fed is None else self._fed.stream, should_stop)
         if self._keep_best and eval_data is None:
             raise ConfigError("keep_best needs eval_data.", field="eval_data")
+        self._fed = connection.stream(train_data) if connection.stream is not None else None
+        stream = train_data if self._fed is None else self._fed.stream
+        position = stream if isinstance(stream, StreamPosition) else None
+        state.begin_source(train_data, stream=position is not None, again=again, restart=restart_data)
+        set_local_batch(train_data, state)
+        state.begin_data(position, should_stop)
         self._keeps_recovery_points = connection.save_recovery_point is not None
         if self._keeps_recovery_points:
             state.record_covered_by = "recovery point"
@@ -114,7 +124,8 @@ class FitCall:
     def _train(self) -> None:
         """Trains one pass over the data after the other."""
         components, state = self._components, self._components.state
-        while state.epoch < self._epochs and not self._bounds.reached():
+        while state.data.left(self._epochs) and not self._bounds.reached():
+            state.data = state.data.begin_pass()
             source = source_of(self._train_data, state, self._connection, components.network.replicas, fed=self._fed)
             state.loaded = False
             self._train_pass(source)
@@ -157,7 +168,7 @@ class FitCall:
             if self._directory is not None and self._saved_step != state.global_step:
                 checkpointing.save_last(evaluation)
         # Set only after the save: if that fails, the next call saves again, rather than train from epoch 0.
-        state.finished = state.epoch >= self._epochs
+        state.finished = not state.data.left(self._epochs)
         self._components.network.replicas.settle()
         return self._progress.result(evaluation or self._evaluate(), phases.report(), phases.mode_choices())
 
@@ -166,5 +177,9 @@ class FitCall:
         if self._eval_data is None or self._bounds.stop_requested():
             return None
         data = itertools.takewhile(lambda _: not self._should_stop(), self._eval_data)
-        result = self._components.evaluator.evaluate(data)
-        return None if self._bounds.stop_requested() else result
+        result = self._components.evaluator.evaluate(data, may_be_empty=True)
+        if self._bounds.stop_requested():
+            return None
+        if not result.rows and not self._components.declared.options.allow_empty:
+            raise no_rows()
+        return result

@@ -333,7 +333,7 @@ class Phases:
                 number=self._number,
                 mode=state.mode,
                 nn_workers=connection.nn_workers,
-                epoch=state.epoch,
+                epoch=state.pass_number,
                 position=state.position,
                 step=state.global_step,
                 steps=steps,

@@ -67,6 +67,7 @@ class FitResult(msgspec.Struct, frozen=True):
         row_staleness_max: likewise.
         asynchronous: report of asynchronous modes, since the cluster began; None if there were none.
         mode_choices: decisions of the mode Auto since the cluster started, one per window.
+        nothing_left: why nothing was trained, and what to do, if the call had nothing left to train; else empty.
         failures: restarts of NN workers in this call, after one of them, a dense PS or a host had died. `rows` and
             `steps` count repeated training once; `seconds` do not count what was lost.
     """
@@ -94,6 +95,7 @@ class FitResult(msgspec.Struct, frozen=True):
     asynchronous: TokenReport | None = None
     mode_choices: list[ModeChoice] = []
     failures: int = 0
+    nothing_left: str = ""
 
     @property
     def scored(self) -> list[tuple[str, MetricsResult]]:
@@ -175,6 +177,9 @@ class FitProgress:
         self._loss = float("nan")
         self._seconds = 0.0
         self._unscored: _Unscored | None = None
+        self._goes_on = state.stream is not None and bool(state.stream.offsets(state.position))
+        """Whether a stream was read before, so that there may be nothing new."""
+        self._nothing_left = ""
         self._empty = False
         """Whether a pass had no batch, which `allow_empty` permits."""
         self._shown = (self._began, 0)
@@ -227,9 +232,11 @@ class FitProgress:
         Raises:
             DataError: it had none, and that was not expected.
         """
-        epoch = self._state.epoch
+        epoch, current = self._state.epoch, self._state.data.current
         if self._state.position or self._empty:
             return
+        if (current is not None and current.read is not None) or self._goes_on:
+            return  # New files without rows, or a stream in which nothing has come.
         what = f"train_data are empty: epoch {epoch} has no batch, so nothing was trained."
         if not self._options.allow_empty:
             raise DataError(
@@ -241,19 +248,26 @@ class FitProgress:
         LOG.warning("%s", what)
 
     def check_trained(self, epochs: int, max_steps: int | None) -> None:
-        """Warns if a run that is resumed at the end of its data has nothing left to train.
+        """Warns if the call has ended its data and had nothing left to train.
 
         A loop of calls with `max_steps` cannot know beforehand that one of them ended at the end of the data.
         """
-        epoch, step = self._state.epoch, self._state.global_step
-        if max_steps is not None and not self._resumed:
+        state = self._state
+        if state.global_step != self._first_step or state.data.left(epochs) or self._empty:
             return
-        if self._on_rank0 and epoch >= epochs and step == self._first_step and not self._empty:
-            LOG.warning(
-                "Nothing was left to train: the run is at the end of its data, at step %d, with epoch %d of %d done. "
-                "To train on, raise `epochs`, which counts the epochs before a resume too.",
-                step, epoch, epochs,
-            )  # fmt: skip
+        if self._goes_on:
+            self._nothing_left = (
+                f"Nothing was left to train: at step {state.global_step} the stream has nothing behind its offsets. "
+                "The next call goes on with what has come until then."
+            )
+        else:
+            self._nothing_left = (
+                f"Nothing was left to train: at step {state.global_step}, {state.epoch} of {epochs} passes over these "
+                "data are done. To train on, raise `epochs` (`train.epochs`), which counts all of them; or begin again "
+                "with again=True (`persia train --again`)."
+            )
+        if self._on_rank0 and (max_steps is None or self._resumed):
+            LOG.warning("%s", self._nothing_left)
 
     def trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
         """Counts a batch of global step `step`, scores it, and shows progress when that is due.
@@ -406,6 +420,7 @@ class FitProgress:
             row_staleness_max=max(s.staleness_max for s in per_ps),
             asynchronous=asynchronous,
             mode_choices=mode_choices,
+            nothing_left=self._nothing_left,
         )
 
 

@@ -13,7 +13,17 @@ from persia.batching.validation import checked_items
 from persia.errors import DataError
 from persia.modes import Gba, Mode
 from persia.nn.replicas import Replicas
-from persia.services import Connection, DataLoader, FedStream, Seekable, StreamDataLoader
+from persia.services import (
+    Connection,
+    DataLoader,
+    Divisible,
+    FedStream,
+    Seekable,
+    Sharded,
+    StreamDataLoader,
+    StreamPosition,
+)
+from persia.trainer.data_progress import DataProgress, Pass
 from persia.trainer.state import TrainingState
 from persia.types import FedBatch, Feed
 
@@ -21,9 +31,12 @@ __all__ = [
     "BatchSource",
     "LoaderSource",
     "LocalSource",
+    "ScheduledSource",
     "StreamSource",
     "declared_batch_size",
     "largest_batch",
+    "parts_of",
+    "scheduled",
     "set_local_batch",
     "source_of",
 ]
@@ -141,7 +154,7 @@ class LoaderSource:
         loader: the data loaders.
         begin: makes them begin where training is, in turn or on demand. All NN workers call it.
         rank: of the NN worker that takes batches.
-        epoch: number of the pass.
+        epoch: number of the pass in the run.
     """
 
     endless = False
@@ -187,7 +200,7 @@ class StreamSource(LoaderSource):
     def __init__(
         self, loader: StreamDataLoader, begin: Callable[[bool], None], state: TrainingState, rank: int
     ) -> None:
-        super().__init__(loader, begin, rank, state.epoch)
+        super().__init__(loader, begin, rank, state.pass_number)
         self._stream_loader = loader
         self._state = state
 
@@ -227,11 +240,58 @@ def set_local_batch(data: Iterable[Batch] | None, state: TrainingState) -> None:
 
     Args:
         data: see `Trainer.fit`; None where data loaders read.
-        state: keeps its local batch if the data declare none and the call before has not finished its epochs.
+        state: keeps its local batch if the data declare none and a pass over them is under way.
     """
     if data is not None:
-        known = declared_batch_size(data) or (0 if state.finished else state.local_batch)
+        known = declared_batch_size(data) or (state.local_batch if state.position else 0)
         state.local_batch = known or largest_batch(data, state.mode)
+
+
+def parts_of(data: Seekable, wanted: Pass | None) -> Seekable:
+    """Returns a source of the parts that a pass reads; all of them for None."""
+    if wanted is None or wanted.read is None or wanted.order is None:
+        return data
+    if not isinstance(data, Divisible):
+        raise DataError(
+            f"The pass under way reads {len(wanted.read)} parts of the data, and a {type(data).__name__} reads them as "
+            "a whole. All NN workers have to be given the same data."
+        )
+    divided: Seekable = data.of_parts(wanted.order, wanted.read)
+    return divided
+
+
+def scheduled(data: Iterable[Batch] | Seekable, progress: DataProgress) -> Iterable[Batch] | Seekable:
+    """Returns a source for data loaders, of which each pass is that of its number in the run."""
+    if isinstance(data, StreamPosition) or not isinstance(data, Seekable) or progress.uniform():
+        return data
+    return ScheduledSource(data, progress)
+
+
+class ScheduledSource:
+    """A source whose passes differ in what they read, for data loaders, which know a pass by its number in the run.
+
+    Args:
+        data: the source.
+        progress: of the run when the data loaders begin.
+        shard: share of a data loader, as (index, count).
+    """
+
+    def __init__(self, data: Seekable, progress: DataProgress, shard: tuple[int, int] = (0, 1)) -> None:
+        self._data = data
+        self._progress = progress
+        self._shard = shard
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """Iterates over a pass by its number; see `persia.services.Seekable`."""
+        wanted, (index, count) = self._progress.at(epoch), self._shard
+        parts = parts_of(self._data, wanted)
+        if count > 1 and isinstance(parts, Sharded):
+            return parts.shard(index, count).batches(wanted.epoch, start)
+        return itertools.islice(parts.batches(wanted.epoch, start * count + index), None, None, count)
+
+    def shard(self, index: int, count: int) -> ScheduledSource:
+        """Returns the batches with number % count == index; see `persia.services.Sharded`."""
+        return ScheduledSource(self._data, self._progress, (index, count))
 
 
 def source_of(
@@ -242,32 +302,33 @@ def source_of(
     *,
     fed: FedStream | None = None,
 ) -> BatchSource:
-    """Opens the rest of the current pass over the data.
+    """Opens the rest of the pass under way.
 
     Args:
         data: see `Trainer.fit`; None where data loaders read.
-        state: has the epoch and the position. After it has been loaded, an iterator is at its beginning.
+        state: has the pass and the position. After it has been loaded, an iterator is at its beginning.
         connection: has the data loaders, if any.
         replicas: of all NN workers; the first one makes data loaders begin.
         fed: a stream that data loaders read.
     """
     loader = fed.loader if fed is not None else connection.loader
-    epoch, position = state.epoch, state.position
+    position = state.position
     if loader is not None:
 
         def begin(on_demand: bool) -> None:
             # `DataLoaders` fills in the share of each loader, and how far it reads ahead.
             takers = 1 if on_demand else connection.nn_workers
-            feed = Feed(state.epoch, state.position, takers, 0, 1, 1, connection.generation, on_demand)
+            feed = Feed(state.pass_number, state.position, takers, 0, 1, 1, connection.generation, on_demand)
             replicas.run_on_rank0(lambda: loader.begin(feed), NoneType)
 
         if fed is not None:
             return StreamSource(fed.loader, begin, state, connection.rank)
-        return LoaderSource(loader, begin, connection.rank, epoch)
+        return LoaderSource(loader, begin, connection.rank, state.pass_number)
     assert data is not None
     if isinstance(data, Seekable):
         stream = state if state.stream is not None else None
-        return _local(lambda n: data.batches(epoch, n), data.batches(epoch, position), position, stream)
+        parts, epoch = parts_of(data, state.data.current), state.epoch
+        return _local(lambda n: parts.batches(epoch, n), parts.batches(epoch, position), position, stream)
     if isinstance(data, Iterator):  # The call before has read it up to `position`, except after a resume.
         return _local(None, itertools.islice(data, position if state.loaded else 0, None), position)
     return _local(

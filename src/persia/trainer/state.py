@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -19,11 +21,14 @@ from persia.modes import encode as encode_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.outbox import PushCounts
-from persia.services import StreamPosition
+from persia.services import StreamPosition, fingerprint_of
+from persia.trainer.data_progress import Begun, DataProgress, begin_source, begin_stream, fingerprint_of_object
 from persia.trainer.scores import TrainingScores
-from persia.types import Offsets
+from persia.types import Offsets, SourceFingerprint, SourcePart
 
 __all__ = ["RandomState", "RecordCover", "RunTotals", "TrainingState", "random_states", "set_random_state"]
+
+LOG = logging.getLogger("persia.data")
 
 RecordCover: TypeAlias = Literal["training", "checkpoint", "recovery point"]
 """The oldest state that a run goes back to."""
@@ -81,6 +86,31 @@ class RunTotals(msgspec.Struct, frozen=True):
         )
 
 
+class _Given:
+    """A source without a fingerprint, by the object. It is kept alive only if it cannot be referenced weakly.
+
+    Args:
+        data: the source.
+    """
+
+    def __init__(self, data: object) -> None:
+        self.fingerprint = fingerprint_of_object(data)
+        self._length = _length(data)
+        self._object: Callable[[], object]
+        try:
+            self._object = weakref.ref(data)
+        except TypeError:
+            self._object = lambda: data
+
+    def same(self, data: object) -> bool:
+        """Returns whether an object is this source, with as many batches as before."""
+        return self._object() is data and self._length == _length(data)
+
+
+def _length(data: object) -> int | None:
+    return len(data) if isinstance(data, Sequence) else None
+
+
 class TrainingState:
     """Step, epoch, position, mode, optimizer, random states, metrics and counts of a run, on one NN worker.
 
@@ -103,7 +133,10 @@ class TrainingState:
         self.mode = mode
         self.schedule_entry: tuple[int, Mode] | None = None
         """Last entry of `mode_schedule` that was followed. A mode requested after it holds until the next entry."""
-        self.epoch = 0
+        self.data = DataProgress()
+        """What was trained of which source."""
+        self._given: _Given | None = None
+        """The object that the last call of `fit` read, if it has no fingerprint."""
         self.position = 0
         """Batches of the current epoch that are trained, by all NN workers together."""
         self.local_batch = 0
@@ -139,6 +172,17 @@ class TrainingState:
         self._embeddings.global_step = step
 
     @property
+    def epoch(self) -> int:
+        """Number of the pass over the source that is under way; between passes, the number of complete ones."""
+        return self.data.epoch
+
+    @property
+    def pass_number(self) -> int:
+        """Number of the pass under way; it counts those over all sources."""
+        assert self.data.current is not None  # `FitCall` begins one before it reads.
+        return self.data.current.number
+
+    @property
     def interrupted(self) -> bool:
         """Whether a pass ended only because its stream was asked to stop."""
         return self.stream is not None and self.stream.interrupted
@@ -150,18 +194,55 @@ class TrainingState:
             return self._offsets
         return self._offsets | self.stream.offsets(self.position)
 
-    def begin_data(self, data: object, stopping: Callable[[], bool]) -> None:
-        """Begins a call of `fit`. A stream goes on at its offsets.
+    def begin_source(self, data: object, *, stream: bool, again: bool = False, restart: bool = False) -> None:
+        """Decides where a call of `fit` begins in its source. Blocks until all NN workers have called it.
 
         Args:
-            data: see `Trainer.fit`; a stream that data loaders read as a `StreamPosition`.
+            data: see `Trainer.fit`; None where data loaders read what the driver of a cluster has decided on.
+            stream: whether the data are a stream.
+            again: see `Trainer.fit`.
+            restart: see `restart_data` of `Trainer.fit`.
+
+        Raises:
+            ConfigError: a pass is under way, and the source has changed so that its position has no meaning.
+            DataError: the source's own fingerprint is not valid.
+        """
+
+        def begin() -> Begun:
+            given = self._fingerprint(data, stream)
+            if stream:
+                return begin_stream(self.data, self.position, given)
+            begun = begin_source(self.data, self.position, given, again=again, restart=restart)
+            if begun.notice is not None:
+                LOG.log(logging.WARNING if begun.surprising or self.loaded else logging.INFO, "%s", begun.notice)
+            return begun
+
+        self.data, self.position, *_ = self._network.replicas.run_on_rank0(begin, Begun)
+        self.finished = False
+
+    def _fingerprint(self, data: object, stream: bool) -> SourceFingerprint:
+        """Returns the fingerprint of the data; of an object without one, a name that it keeps in this process."""
+        if data is None:
+            return self.data.source or SourceFingerprint("loaders", (SourcePart("data loaders"),))
+        found = fingerprint_of(data)
+        if found is None and stream:
+            return SourceFingerprint("stream", (SourcePart(type(data).__name__),))
+        if found is None:
+            if self._given is None or not self._given.same(data):
+                self._given = _Given(data)
+            return self._given.fingerprint
+        self._given = None
+        return found
+
+    def begin_data(self, stream: StreamPosition | None, stopping: Callable[[], bool]) -> None:
+        """Begins to read, after `begin_source`. A stream goes on at its offsets.
+
+        Args:
+            stream: the stream that is read, perhaps by data loaders; None for other data.
             stopping: polled by a stream that waits for data; whether the call is to end.
         """
-        if self.finished:
-            self.epoch = self.position = 0
-        self.finished = False
         self._offsets = self.offsets
-        self.stream = data if isinstance(data, StreamPosition) else None
+        self.stream = stream
         self._in_stream = self.stream is not None
         if self.stream is not None:
             self.stream.begin(self.position, self._offsets, stopping)
@@ -169,7 +250,7 @@ class TrainingState:
     def end_pass(self) -> None:
         """Ends a pass over the data. The next one goes on at the offsets of a stream."""
         self._offsets, self._in_stream = self.offsets, False
-        self.epoch, self.position = self.epoch + 1, 0
+        self.data, self.position = self.data.end_pass(), 0
 
     def covered(self, by: RecordCover, position: int) -> None:
         """Lets the stream forget batches before a position, if that is what makes them dispensable."""
@@ -211,6 +292,7 @@ class TrainingState:
             "local_batch": self.local_batch,
             "epoch": self.epoch,
             "position": self.position,
+            "data": msgspec.to_builtins(self.data),
             "offsets": self.offsets,
             "random": [*random_states(gather), *self.other_random],
             "metrics": merged_metrics(self.scores.history(), gather).state_dict(),
@@ -240,7 +322,10 @@ class TrainingState:
         if isinstance(state["depth"], int):
             self._embeddings.gate.restore(state["depth"])
         self.local_batch = state.get("local_batch", 0)  # Earlier checkpoints lack it.
-        self.epoch, self.position = state["epoch"], state["position"]
+        self.position = state["position"]
+        # Earlier checkpoints do not record the source.
+        recorded = state.get("data") or {"done": state["epoch"], "number": state["epoch"]}
+        self.data = msgspec.convert(recorded, DataProgress)
         self._offsets = state.get("offsets", {})  # Earlier checkpoints lack them.
         self.earlier = msgspec.convert(state.get("counts", {}), RunTotals)
         if rank == 0:

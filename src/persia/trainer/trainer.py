@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
-from persia.batching.validation import check_data
 from persia.checks import MAX_STEPS, check_integer, plain
 from persia.errors import ConfigError
 from persia.metrics import Metrics, MetricsResult
@@ -36,7 +35,7 @@ from persia.services import Cluster, ProcessCluster
 from persia.telemetry.trace_events import tracing_to
 from persia.trainer import driver, loading, signals
 from persia.trainer.components import assemble
-from persia.trainer.data_checks import check_train_data
+from persia.trainer.data_checks import check_begin, check_eval_data, check_train_data
 from persia.trainer.fit_call import FitCall
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.phases import ModeSwitch
@@ -117,7 +116,7 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """Epochs that are done."""
+        """Epochs of the data that are done."""
         return self.state.epoch
 
     @property
@@ -185,12 +184,18 @@ class Trainer:
         *,
         epochs: int = 1,
         max_steps: int | None = None,
+        again: bool = False,
+        restart_data: bool = False,
     ) -> FitResult:
-        """Trains until `epochs` epochs, or `max_steps` steps of this call, are done.
+        """Trains until `epochs` passes over the data, or `max_steps` steps of this call, are done.
 
         The next call continues where this one was stopped by `max_steps` or an error, or where a checkpoint was
-        written. After a call that finished its epochs, the next one starts at epoch 0, perhaps with other data; a
-        stream goes on at its offsets, which are part of checkpoints. A stream without an end trains until `max_steps`,
+        written, if it has the same data: readers are recognised by files (size and time of modification), filter,
+        split, batch size and shuffling, other data by their method `fingerprint`, or else as the same object. Other
+        data begin at their first batch and at epoch 0. Data that have new files beside such as were trained continue
+        with the new ones. A log line says so. See docs/guide/continue.md.
+
+        A stream goes on at its offsets, which are part of checkpoints. One without an end trains until `max_steps`,
         `stop` or a signal.
 
         Signals: the first SIGINT (Ctrl-C) or SIGTERM ends the call after its step. It saves if there is a
@@ -201,12 +206,17 @@ class Trainer:
         Args:
             train_data: a reader of `persia.data`, or any iterable of `persia.Batch` (not a one-shot iterator when
                 there are several epochs, or several NN workers). None where the cluster has data loaders, which read.
-            eval_data: evaluated once, at the end.
-            epochs: passes over the data; those before a resume count.
+            eval_data: evaluated at the end, and with `TrainerOptions.keep_best` for each checkpoint: then not a
+                one-shot iterator.
+            epochs: passes over these data in all, those of earlier calls and before a resume included. A call that has
+                nothing left to do warns and returns.
             max_steps: most global steps of this call.
+            again: train the data as if none of them had been trained.
+            restart_data: if a pass over the data is incomplete, begin it again at its first batch.
 
         Raises:
-            ConfigError: an argument is not valid.
+            ConfigError: an argument is not valid; or a pass over the data is incomplete, and a change of options or
+                files makes its position meaningless.
             DataError: the data do not yield batches, or one does not fit the schema; earlier ones are trained. Or there
                 is no batch at all (see `TrainerOptions.allow_empty`).
             DivergedError: logits or loss are not finite. The network has had that batch's gradient, on a GPU that of
@@ -222,20 +232,33 @@ class Trainer:
             check_integer("max_steps", max_steps, 1, MAX_STEPS)
         in_other_processes = self._trains_in_other_processes
         check_train_data(train_data, epochs, self.embeddings.connection, in_other_processes=in_other_processes)
-        if eval_data is not None:
-            check_data("eval_data", eval_data)
+        check_begin(train_data, again=again, restart_data=restart_data)
+        check_eval_data(eval_data, self.options)
         self._stopping = False
         self.state.scores.begin(train_data)
         if isinstance(self.cluster, ProcessCluster) and train_data is not None:
             remote, data, bounds = self._driver(self.cluster), train_data, {"epochs": epochs, "max_steps": max_steps}
-            return self._stoppable(lambda: remote.fit(data, eval_data, bounds, lambda: self.stopping))
-        return self._stoppable(lambda: self.fit_here(train_data, eval_data, epochs, max_steps))
+            return self._stoppable(
+                lambda: remote.fit(data, eval_data, bounds, lambda: self.stopping, again, restart_data)
+            )
+        return self._stoppable(
+            lambda: self.fit_here(train_data, eval_data, epochs, max_steps, again=again, restart_data=restart_data)
+        )
 
     def fit_here(
-        self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
+        self,
+        train_data: Iterable[Batch] | None,
+        eval_data: Iterable[Batch] | None,
+        epochs: int,
+        max_steps: int | None,
+        *,
+        again: bool = False,
+        restart_data: bool = False,
     ) -> FitResult:
         """Trains on this NN worker; the arguments of `fit` have been checked."""
-        call = FitCall(self._components, train_data, eval_data, epochs, max_steps, lambda: self.stopping)
+        call = FitCall(
+            self._components, train_data, eval_data, epochs, max_steps, lambda: self.stopping, again, restart_data
+        )
         try:
             return call.run()
         finally:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import msgspec
 import torch
 
 from persia.batching.batch import Batch
 from persia.batching.validation import check_data
 from persia.errors import ConfigError
 from persia.nn import EmbeddingCollection, PreparedBatch
-from persia.services import Seekable
+from persia.services import Seekable, fingerprint_of
+from persia.trainer.data_progress import DataProgress, begin_source, fingerprint_of_object
+from persia.trainer.sources import parts_of
 
 __all__ = ["PendingBatch", "PrefetchLoader"]
+
+
+LOG = logging.getLogger("persia.data")
 
 
 class PrefetchLoader:
@@ -27,26 +34,34 @@ class PrefetchLoader:
     Lightning gets the batch of a stand-in when it moves it to the device.
 
     Its position is part of Lightning's checkpoints: a resumed `fit` continues with the batch after the last one, if
-    `data` is a reader of `persia.data`. Each pass that trains is another epoch of it.
+    `data` are the same: a reader of `persia.data`, or data with a method `fingerprint`. Other data begin at their first
+    batch, and a warning says so. Each pass that trains is another epoch of it. See docs/guide/continue.md.
 
     Args:
         embeddings: of the module that is trained. In training mode their backward passes push gradients, in evaluation
             mode they are read only, as Lightning sets it.
         data: a reader, or any iterable of `persia.Batch` that can be iterated again.
+        restart_data: begin an incomplete pass of a checkpoint at its first batch.
 
     Raises:
         DataError: `data` is not of this kind.
     """
 
-    def __init__(self, embeddings: EmbeddingCollection, data: Iterable[Batch]) -> None:
+    def __init__(self, embeddings: EmbeddingCollection, data: Iterable[Batch], *, restart_data: bool = False) -> None:
         check_data("data", data)
         self.embeddings = embeddings
         self.data = data
+        self._restart_data = restart_data
         self._pass: _Pass | None = None
-        self._next = 0, 0
-        """Where the next pass begins: epoch, and number of a batch."""
+        self._fingerprint = fingerprint_of(data) or fingerprint_of_object(data)
+        self._progress = DataProgress(self._fingerprint)
+        """With the next pass, or the one under way."""
+        self._start = 0
+        """Number of the first batch of the next pass."""
         self._position = 0, 0
-        """Where the last pass has ended."""
+        """Where the last pass has ended: epoch, and number of a batch."""
+        self._recorded = self._progress
+        """The progress there."""
 
     def __iter__(self) -> Iterator[PendingBatch]:
         """Begins a pass over the data, and ends the one before.
@@ -56,7 +71,10 @@ class PrefetchLoader:
         """
         check_one_process()
         self.close()
-        found = self._pass = _Pass(self.embeddings, self.data, *self._next)
+        self._progress = self._progress.begin_pass()
+        current = self._progress.current
+        data = parts_of(self.data, current) if isinstance(self.data, Seekable) else self.data
+        found = self._pass = _Pass(self.embeddings, data, self._progress.epoch, self._start)
         number = 0
         while found.has(number):
             yield PendingBatch(found)
@@ -64,20 +82,39 @@ class PrefetchLoader:
 
     def close(self) -> None:
         """Ends a pass: its threads, and the last step. `PersiaCallback` does it at the end of `fit`."""
+        if self._pass is None:
+            return
+        self._position, self._recorded = self._pass.position, self._reached(self._pass)
         found, self._pass = self._pass, None
-        if found is not None:
-            self._position = found.position
-            self._next = self._next[0] + found.trains, 0
-            found.close()
+        self._progress = self._progress.end_pass() if found.trains else self._progress.at_rest(0)
+        self._start = 0
+        found.close()
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns the position, for Lightning's checkpoints: the pass, and the batches that were drawn in it."""
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, for Lightning's checkpoints: the pass, the batches that were drawn in it, the data."""
         epoch, batch = self._position if self._pass is None else self._pass.position
-        return {"epoch": epoch, "batch": batch}
+        progress = self._recorded if self._pass is None else self._reached(self._pass)
+        return {"epoch": epoch, "batch": batch, "data": msgspec.to_builtins(progress)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begins the next pass at a position that `state_dict` has returned."""
-        self._next = self._position = state["epoch"], state["batch"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begins the next pass at a position that `state_dict` has returned, if it is of the same data.
+
+        Raises:
+            ConfigError: the pass is incomplete, and the data have changed so that the position has no meaning.
+        """
+        # Earlier checkpoints do not record the data.
+        recorded = state.get("data") or {"done": state["epoch"], "number": state["epoch"]}
+        progress = msgspec.convert(recorded, DataProgress)
+        begun = begin_source(progress, state["batch"], self._fingerprint, restart=self._restart_data)
+        if begun.notice is not None:
+            LOG.warning("%s", begun.notice)
+        self._progress = self._recorded = begun.progress
+        self._start = begun.position
+        self._position = begun.progress.epoch, begun.position
+
+    def _reached(self, found: _Pass) -> DataProgress:
+        """Returns the progress at the position of a pass."""
+        return self._progress.end_pass() if found.complete else self._progress
 
 
 class PendingBatch:
@@ -118,9 +155,14 @@ class _Pass:
         self._batches: Generator[PreparedBatch, None, None] | None = None
 
     @property
+    def complete(self) -> bool:
+        """Whether all batches were drawn."""
+        return self._drawn == self._items.total
+
+    @property
     def position(self) -> tuple[int, int]:
         """Where the next pass would continue this one: epoch, and number of a batch."""
-        if self._drawn == self._items.total:
+        if self.complete:
             return self._epoch + 1, 0
         return self._epoch, self._start + self._drawn
 
