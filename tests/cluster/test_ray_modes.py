@@ -19,6 +19,7 @@ from persia.replay.virtual import VirtualTraining
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
 from support.cluster_samples import BATCH, Gated, eventually, make_trainer, options, reader
+from support.listed import Listed
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -100,13 +101,6 @@ def test_two_nn_workers_switch_while_they_train(tmp_path):
         assert isinstance(trainer.mode, Gba)
         refused = CliRunner().invoke(app, [*arguments[:4], "--set", f"global_batch_size={2 * BATCH + 1}"])
         assert "no multiple" in str(refused.exception)
-
-
-class Listed(list):
-    """A list that a later run recognises."""
-
-    def fingerprint(self):
-        return "seven batches"
 
 
 def test_gba_goes_on_with_the_last_partial_batch_of_a_pass(tmp_path):

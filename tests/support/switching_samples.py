@@ -12,6 +12,7 @@ from persia import Batch, IdColumn, IdFeature, Schema
 from persia.coordinator import TokenScheduler
 from persia.optim import Adagrad
 from persia.types.values import from_halves
+from support.listed import Listed
 
 DEADLINE = 30.0
 ROWS = 16
@@ -22,14 +23,14 @@ SCHEMA = Schema([IdFeature("user", dim=4), IdFeature("item", dim=4)], dense_feat
 
 def batches(count, rows=ROWS, ids=40, seed=0):
     random = np.random.default_rng(seed)
-    return [
+    return Listed(
         Batch(
             {name: IdColumn(random.integers(0, ids, rows, dtype=np.uint64)) for name in ("user", "item")},
             random.normal(size=(rows, 2)).astype(np.float32),
             random.integers(0, 2, (rows, 1)).astype(np.float32),
         )
         for _ in range(count)
-    ]
+    )
 
 
 class Net(torch.nn.Module):

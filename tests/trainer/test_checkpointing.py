@@ -67,6 +67,9 @@ class Letting:
                 self.event.set()
             yield batch
 
+    def fingerprint(self):
+        return self.source.fingerprint()
+
 
 def ids_and_values(path, table, step=None):
     found = {}

@@ -11,6 +11,7 @@ from persia.modes import Bsp, Gba, Sync
 from persia.nn.models import FFNN
 from persia.optim import Adagrad
 from persia.testing import Threads
+from support.listed import Listed
 from support.switching_samples import DEADLINE, ROWS, Net, assert_same, batches, trainer
 
 
@@ -32,7 +33,7 @@ def joined(part):
 
 def with_rest(count, rest):
     """So many whole batches, and one of `rest` rows."""
-    return [*batches(count), *batches(1, rows=rest, seed=9)]
+    return Listed([*batches(count), *batches(1, rows=rest, seed=9)])
 
 
 def reader(rows):
@@ -77,7 +78,7 @@ def test_one_step_of_bsp_with_a_partial_batch_is_the_mean_over_rows():
 def test_a_run_goes_on_with_the_last_partial_batch_of_a_pass(declared, tmp_path):
     """The checkpoint knows the local batch, and so does a reader."""
     rows = 6 * ROWS + 5
-    data = reader(rows) if declared else list(reader(rows))
+    data = reader(rows) if declared else Listed(reader(rows))
     first = small_trainer(Gba(2 * ROWS))
     first.fit(data, max_steps=3)
     assert first.position == 6
@@ -87,13 +88,13 @@ def test_a_run_goes_on_with_the_last_partial_batch_of_a_pass(declared, tmp_path)
     second = persia.Trainer.resume(str(tmp_path), FFNN(first.schema, hidden=(4,), dropout=0.0), optimizer=adam)
     result = second.fit(data)
     assert (result.rows, result.steps, result.global_step) == (5, 1, 4)
-    second.fit(data, epochs=1)
+    second.fit(data, again=True)
     assert second.global_step == 8
 
 
 def test_a_run_goes_on_with_a_partial_batch_in_the_midst_of_a_list(tmp_path):
     """Only the checkpoint tells the local batch here."""
-    data = [*with_rest(2, 5), *batches(3, seed=2)]
+    data = Listed([*with_rest(2, 5), *batches(3, seed=2)])
     first = trainer(Gba(2 * ROWS))
     first.fit(data, max_steps=1)
     first.save(tmp_path)
@@ -129,7 +130,7 @@ def test_the_batches_of_another_source_may_be_of_another_size():
     assert t.fit(batches(4)).steps == 2
     assert t.fit(batches(4, rows=ROWS // 2)).steps == 1
     assert t.fit(batches(1, rows=5)).steps == 1  # Fewer rows than any batch: a step by itself.
-    assert t.fit(batches(4)).steps == 2
+    assert t.fit(batches(4), again=True).steps == 2
 
 
 def test_a_local_batch_that_does_not_fit_is_refused_still():

@@ -38,6 +38,9 @@ class Source:
     def __iter__(self):
         return self.batches()
 
+    def fingerprint(self):
+        return self.list.fingerprint()
+
 
 def send(number):
     return lambda: os.kill(os.getpid(), number)
@@ -217,10 +220,8 @@ def test_a_run_at_the_end_of_its_data_says_so(tmp_path, caplog):
         caplog.clear()
         assert second.fit(data).steps == 0
         assert second.finished
-        assert (
-            "Nothing was left to train: the run is at the end of its data, at step 10, with epoch 1 of 1" in caplog.text
-        )
-        assert second.fit(data, epochs=1).steps == 10  # Anew, as ever.
+        assert "Nothing was left to train: at step 10, 1 of 1 passes over these data are done" in caplog.text
+        assert second.fit(data, again=True).steps == 10
 
 
 def test_a_loop_of_calls_that_ends_with_the_data_warns_of_nothing(tmp_path, caplog):

@@ -94,7 +94,7 @@ def fingerprint_of(source: object) -> SourceFingerprint | None:
         return None
     found, kind = source.fingerprint(), type(source).__name__
     if isinstance(found, str):
-        return SourceFingerprint(kind, (SourcePart(found),))
+        return SourceFingerprint("text", (SourcePart(found),))
     if found is not None and not (isinstance(found, SourceFingerprint) and found.parts):
         raise DataError(
             f"{kind}.fingerprint() returned a {type(found).__name__}; return a text that is equal for the same data, "

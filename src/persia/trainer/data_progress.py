@@ -1,4 +1,4 @@
-"""What a run has trained of its sources: passes by part, and the pass under way. Pure functions; no data are read.
+"""`DataProgress`: passes of a run over the parts of its sources, and the pass under way. Reads no data.
 
 docs/guide/continue.md is the table of what happens when data change between two calls of `fit`.
 """
@@ -42,7 +42,7 @@ class Pass(msgspec.Struct, frozen=True):
 
 
 class DataProgress(msgspec.Struct, frozen=True):
-    """What a run has trained of its sources. Part of checkpoints.
+    """Passes of a run over the parts of its sources. Part of checkpoints.
 
     Attributes:
         source: the source of the last call of `fit`; None before the first one.

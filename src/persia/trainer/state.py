@@ -134,7 +134,7 @@ class TrainingState:
         self.schedule_entry: tuple[int, Mode] | None = None
         """Last entry of `mode_schedule` that was followed. A mode requested after it holds until the next entry."""
         self.data = DataProgress()
-        """What was trained of which source."""
+        """Passes over the source, and over those before it."""
         self._given: _Given | None = None
         """The object that the last call of `fit` read, if it has no fingerprint."""
         self.position = 0

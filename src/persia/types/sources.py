@@ -26,7 +26,7 @@ class SourcePart(msgspec.Struct, frozen=True):
 
 
 class SourceFingerprint(msgspec.Struct, frozen=True):
-    """What decides which rows are in which batch of a source. A position counts for sources of one fingerprint.
+    """Identity of a source: all that decides which row is in which batch. A position counts for sources of the same one.
 
     Attributes:
         kind: kind of the source, such as "parquet".
