@@ -26,7 +26,7 @@ class SourcePart(msgspec.Struct, frozen=True):
 
 
 class SourceFingerprint(msgspec.Struct, frozen=True):
-    """Identity of a source: all that decides which row is in which batch. A position counts for sources of the same one.
+    """Identity of a source: all that decides which row is in which batch. A position counts for one fingerprint.
 
     Attributes:
         kind: kind of the source, such as "parquet".

@@ -143,7 +143,9 @@ class PendingBatch:
 class _Pass:
     """One pass over the data; its lookups begin at the first draw, when Lightning has set the mode of the module."""
 
-    def __init__(self, embeddings: EmbeddingCollection, data: Iterable[Batch], epoch: int, start: int) -> None:
+    def __init__(
+        self, embeddings: EmbeddingCollection, data: Iterable[Batch] | Seekable, epoch: int, start: int
+    ) -> None:
         items = data.batches(epoch, start) if isinstance(data, Seekable) else islice(data, start, None)
         self._items = _Lookahead(items)
         self._embeddings = embeddings
