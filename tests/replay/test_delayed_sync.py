@@ -23,6 +23,7 @@ from persia.testing import Threads
 from persia.testing.logistic import LOCAL, Problem, delayed_sync, lock_step
 from persia.types import Gradients, PushHeader
 from support.examples import examples
+from support.listed import Listed
 from support.switching_samples import CrashingNet, Net, adam, batches, rows_of, trainer
 
 GLOBAL = 32
@@ -258,7 +259,7 @@ def test_a_run_with_rests_and_switches_is_delayed_sync(workers, tmp_path):
 )
 def test_a_run_that_dies_is_delayed_sync(workers, mode, death, rank, increments):
     """One NN worker dies with several steps open; all go on from the last checkpoint, which may hold changes only."""
-    data, optimizer = uneven(40), Adagrad(lr=0.05)
+    data, optimizer = Listed(uneven(40)), Adagrad(lr=0.05)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("persia.nn.pipeline.PUSH_GRACE", 0.1)  # Pushes that wait for the dead one never return.
         before, checkpoints, after = (Path(folder) / name for name in ("before", "checkpoints", "after"))
