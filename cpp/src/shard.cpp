@@ -422,7 +422,8 @@ TierCounts Shard::tier_counts() {
   if (!tier_) return {};
   const Cold& c = header_->cold;
   const RowLog& log = tier_->log;
-  return {log.live_records(), log.disk_bytes(), c.spilled, c.read, c.promoted, c.compacted, log.set_aside_segments()};
+  const std::uint64_t unreadable = log.set_aside_segments() + tier_->damaged;
+  return {log.live_records(), log.disk_bytes(), c.spilled, c.read, c.promoted, c.compacted, unreadable};
 }
 
 Counters Shard::counters() {

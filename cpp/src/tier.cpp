@@ -107,12 +107,22 @@ Shard::ColdRow Shard::find_cold(std::uint64_t id) {
       ++header_->cold.read;
       bytes = tier_->bytes.data();
     }
-    const std::byte* const row = tier_->log.row_in(record, bytes);
+    const std::byte* const row = row_of_request(record, bytes);
     if (reinterpret_cast<const RowHeader*>(row)->key() != id) return false;
     found = {record, row, RowLog::last_step_in(bytes)};
     return true;
   });
   return found;
+}
+
+// The row in the bytes of a record that a request needs. Counts those that are damaged.
+const std::byte* Shard::row_of_request(std::uint32_t record, const std::byte* bytes) {
+  try {
+    return tier_->log.row_in(record, bytes);
+  } catch (const std::runtime_error&) {
+    ++tier_->damaged;
+    throw;
+  }
 }
 
 // Wants all records that may be those of an id. Returns whether there are any.
@@ -373,6 +383,7 @@ void Shard::clear_tier() {
   tier_->newest.clear();
   tier_->oldest.clear();
   tier_->looked_for = 0;
+  tier_->damaged = 0;
   Cold& cold = header_->cold;
   cold.spilled = cold.read = cold.promoted = cold.compacted = 0;
 }

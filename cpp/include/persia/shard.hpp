@@ -155,7 +155,8 @@ struct TierCounts {
   std::uint64_t read = 0;        // records that requests have read
   std::uint64_t promoted = 0;    // rows that have come back
   std::uint64_t compacted = 0;   // rows written again, to free the space of others
-  std::uint64_t unreadable = 0;  // segments of the files with rows that cannot be read now
+  // Segments of the files with rows that cannot be read now, and requests that have failed on a damaged record.
+  std::uint64_t unreadable = 0;
 
   TierCounts& operator+=(const TierCounts& other);
 };
@@ -385,6 +386,7 @@ class Shard {
     std::uint32_t last_step = 0;
   };
   ColdRow find_cold(std::uint64_t id);
+  const std::byte* row_of_request(std::uint32_t record, const std::byte* bytes);
   bool want_cold(std::uint64_t id, FetchedRecords& wanted) const;
   void fetch_cold(const Slice& slice, std::size_t from, std::size_t shards);
   bool defer(const Slice& slice, std::size_t i, Deferred& deferred) const;

@@ -56,6 +56,7 @@ struct Tier {
   std::uint32_t generation = 0;
   std::uint32_t cursor = 0;
   std::uint64_t to_compact = 0;  // records to look at
+  std::uint64_t damaged = 0;     // requests that have failed on a damaged record
   // By segment, no record has a later stamp, and none an earlier one; and the stamps for which segments were looked at
   // last (`left_before`).
   std::vector<std::uint32_t> newest, oldest;

@@ -224,7 +224,8 @@ class EmbeddingStore(Protocol):
         """Returns counts of rows on disk; all are 0 in a table without.
 
         `rows`: on disk now. `disk_bytes`: of the files now. `unreadable`: segments of the files that could not be read
-        when their rows were to move, so they stay as they are. Since creation: `spilled`, rows that left memory;
+        when their rows were to move, so they stay as they are, and calls that have failed as a record that they needed
+        is damaged. Since creation: `spilled`, rows that left memory;
         `read`, rows that calls read from disk; `promoted`, rows that came back to memory; `compacted`, rows written
         again to free the space of others.
         """

@@ -39,7 +39,11 @@ CATALOGUE: dict[str, MetricKind] = {
     "ps_disk_reads": MetricKind("counter", "rows read from disk for lookups, pushes and reads by id"),
     "ps_promoted": MetricKind("counter", "rows that came back to memory"),
     "ps_compacted": MetricKind("counter", "rows on disk written again, to free the space of others"),
-    "ps_disk_unreadable": MetricKind("gauge", "segments of their files that could not be read when rows were to move"),
+    "ps_disk_unreadable": MetricKind(
+        "gauge",
+        "segments of their files that could not be read when rows were to move, and calls that failed on a damaged "
+        "record",
+    ),
     "ps_metrics_late_seconds": MetricKind(
         "gauge", "for how long the disk or a lock has held up the metrics of this PS; 0 if they are of now"
     ),
