@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +24,10 @@ from persia.cli.app import app
 from persia.errors import ConfigError
 from persia.publish import PublishOptions
 from persia.serve import Client
+from support.written_log import WrittenLog
+
+INSTALLED = str(Path(sys.executable).with_name("persia"))
+"""The console script, whose `sys.path` lacks the working directory that `python -m persia` has."""
 
 
 def publishing_trainer(network, schema, url):
@@ -36,7 +43,7 @@ def publishing_trainer(network, schema, url):
 @contextlib.contextmanager
 def served(ready, *arguments, cwd=None):
     """Runs `persia serve` until SIGTERM ends it; yields its log, at first up to `ready`."""
-    command = [sys.executable, "-m", "persia", "serve", *arguments, "--port", "0", "--threads", "1"]
+    command = [INSTALLED, "serve", *arguments, "--port", "0", "--threads", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=cwd) as process:
         lines = []
         for line in process.stderr:
@@ -82,6 +89,88 @@ def test_a_server_answers_what_the_trainer_predicts_and_ends_with_sigterm(tmp_pa
     assert "SIGTERM: requests that have begun are answered" in "".join(lines)
 
 
+MODEL = """
+import torch
+
+class Steps(torch.nn.Module):
+    def __init__(self, schema):
+        super().__init__()
+        self.step = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, dense, embeddings):
+        return embeddings["item"][:, :1] - self.step
+"""
+
+
+@pytest.fixture
+def log_of_a_class(tmp_path):
+    """URL of a log whose network is a class of `steps.py` in the directory of the test."""
+    (tmp_path / "steps.py").write_text(MODEL)
+    log = WrittenLog(tmp_path / "log", model=("steps:Steps", {}))
+    log.begin(3)
+    return log.url
+
+
+@pytest.mark.processes
+def test_a_server_imports_modules_of_the_working_directory(tmp_path, log_of_a_class):
+    with served("ready: ", log_of_a_class, "--import", "steps", cwd=tmp_path) as lines:
+        address = re.search(r"INFO (http://127.0.0.1:\d+) serves", "".join(lines))[1]
+        with Client(address, timeout=60) as client:
+            assert client.predict({"item": [1, 2], "user": [3, 4]}).probabilities.tolist() == [[0.5], [0.5]]
+
+
+@pytest.mark.processes
+def test_an_export_imports_modules_of_the_working_directory(tmp_path, log_of_a_class, forks):
+    pytest.importorskip("onnxscript", reason='onnxscript is not installed: pip install "persia[onnx]"')
+    done = forks.run([INSTALLED, "export-onnx", log_of_a_class, "steps.onnx", "--import", "steps"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "steps.onnx: the network of step 3" in done.stdout
+    assert (tmp_path / "steps.onnx").stat().st_size > 0
+
+
+def shows(rows):
+    """Writes rows of a file with lists in texts and missing numbers."""
+    return "".join(f"{user},{genres},{age}{label}\n" for user, genres, age, label in rows)
+
+
+@pytest.mark.processes
+def test_a_file_becomes_a_server_that_takes_its_rows_as_they_are(tmp_path, forks):
+    genres = ["drama|comedy", "comedy", "news|drama|sport", "sport", "news|comedy"]
+    rows = [
+        (f"u{n % 37}", genres[n % 5], "" if n % 9 == 0 else 20 + n * 7 % 41, f",{int(n % 5 in (0, 2))}")
+        for n in range(600)
+    ]
+    new = [("u3", "drama|comedy", "", ""), ("u4", "news", 33, ""), ("u5", "", "NA", ""), ("new", "sport|other", 50, "")]
+    (tmp_path / "shows.csv").write_text("user,genres,age,watched\n" + shows(rows))
+    (tmp_path / "new.csv").write_text("user,genres,age\n" + shows(new))
+    config = "shows_model/config.toml"
+    for command in (
+        ["init", "shows.csv", "--label", "watched", "--yes"],
+        ["train", config, "--output", "run"],
+        ["predict", config, "--checkpoint", "run", "--data", "new.csv", "--output", "found.csv"],
+        ["checkpoint", "publish", "run", "--output", "changes"],
+    ):
+        done = forks.run([INSTALLED, *command], tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / config).read_text()
+    assert 'genres = "|"' in text
+    assert "fill = " in text
+    wanted = np.loadtxt(tmp_path / "found.csv", delimiter=",", skiprows=1, ndmin=2)[:, -1]
+    records = [
+        {"user": user, "genres": genre or None, "age": None if age in ("", "NA") else age}
+        for user, genre, age, _ in new
+    ]
+    with served("ready: ", str(tmp_path / "changes"), "--import", "model", cwd=tmp_path / "shows_model") as lines:
+        address = re.search(r"INFO (http://127.0.0.1:\d+) serves", "".join(lines))[1]
+        request = urllib.request.Request(
+            f"{address}/predict", json.dumps(records).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found = json.load(answer)["probabilities"]["watched"]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+    assert len(set(found)) == len(new)
+
+
 TOWERS = """
 import persia
 
@@ -125,6 +214,7 @@ def test_a_server_with_items_answers_retrieve(tmp_path):
         (["--model", "persia.nn.models"], "expected MODULE:NAME"),
         (["--model", "persia.nn.models:Nothing"], "no class or function 'Nothing'"),
         (["--model", "no_such_module:Model"], "Cannot import 'no_such_module'"),
+        (["--import", "no_such_module"], "Cannot import 'no_such_module'"),
         (["--max-batch", "0"], "Invalid max_batch = 0"),
         (["--max-body-bytes", "much"], "Invalid max_body_bytes = 'much'"),
         (["--key-file", "nowhere"], "Cannot read the keys in nowhere"),

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from persia.cli.imports import import_modules
 from persia.errors import PublishError
 
 __all__ = ["export_onnx"]
@@ -23,6 +24,7 @@ def export_onnx(
 
     Rows are no part of it. For the network of a checkpoint, run `persia checkpoint publish` first.
     """
+    import_modules(imports or (), "import")
     import torch
 
     from persia.publish import NetworkUpdate, RowsUpdate, follow

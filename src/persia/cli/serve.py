@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 from persia.checks import check_choice, without_userinfo
+from persia.cli.imports import import_modules
 from persia.errors import ConfigError, MissingExtraError
 
 __all__ = ["serve"]
@@ -195,6 +196,7 @@ def serve(
     )
     check_choice("compile", compiling, list(COMPILE))
     network = _network(model)
+    import_modules(imports or (), "import")
     if threads is not None:
         import torch
 
@@ -226,8 +228,6 @@ def _network(name: str | None) -> Any:
     """Returns what `module:name` names; None for None."""
     if name is None:
         return None
-    from persia.cli.imports import import_modules
-
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(f"Invalid --model {name}; expected MODULE:NAME.", field="model")
