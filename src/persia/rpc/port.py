@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import struct
@@ -134,8 +133,10 @@ class Port:
 
     def __del__(self) -> None:
         # Not in `close`: until then some thread may be about to write to it, and its number would be another file's.
-        with contextlib.suppress(AttributeError):
+        try:  # noqa: SIM105  # `contextlib` may be gone.
             os.close(self._wake)
+        except AttributeError:  # Of a port that was not made; or Python ends, and `os` is gone.
+            pass
 
     def pending(self) -> bool:
         """Whether a message can be received."""

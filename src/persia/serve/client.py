@@ -183,8 +183,11 @@ class Client:
             connection.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # Of an object whose arguments were refused.
+        # Without names of this module: they are gone when Python ends, as are parts of an object that was refused.
+        try:  # noqa: SIM105
             self.close()
+        except (AttributeError, TypeError):
+            pass
 
     def __enter__(self) -> Client:
         return self
