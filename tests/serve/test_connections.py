@@ -54,15 +54,20 @@ async def never(scope, receive, send):
     await asyncio.Event().wait()
 
 
+def opened(config, state):
+    """Returns a protocol of a new connection, and its transport."""
+    protocol, transport = config.http_protocol_class(config, state, {}), Transport()
+    protocol.connection_made(transport)
+    return protocol, transport
+
+
 def connected(test, head_seconds=3600.0, answer_seconds=3600.0):
     """Runs a test with a protocol and its transport."""
 
     async def main():
-        config = uvicorn.Config(never, http=limited_protocol(head_seconds, answer_seconds), log_config=None)
+        config = uvicorn.Config(never, http=limited_protocol(head_seconds, answer_seconds, 1000), log_config=None)
         config.load()
-        protocol, transport = config.http_protocol_class(config, ServerState(), {}), Transport()
-        protocol.connection_made(transport)
-        await test(protocol, transport)
+        await test(*opened(config, ServerState()))
 
     asyncio.run(main())
 
@@ -144,3 +149,92 @@ def test_warnings_that_clients_cause_are_rare(caplog):
             logger.warning("another")
         found = [record.getMessage() for record in caplog.records]
         assert [found.count(text) for text in sorted({*found})] == [1, 100, 1]
+
+
+REQUEST = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def several(test, most, app=never):
+    """Runs a test with a function that opens connections to one server, which has at most so many."""
+
+    async def main():
+        config = uvicorn.Config(app, http=limited_protocol(3600.0, 3600.0, most), log_config=None)
+        config.load()
+        state = ServerState()
+        await test(lambda: opened(config, state))
+
+    asyncio.run(main())
+
+
+def lost(protocol, transport):
+    """Tells a protocol of the end of its connection, as an event loop does."""
+    if transport.ended and protocol in protocol.connections:
+        protocol.connection_lost(None)
+
+
+def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest():
+    async def test(opens):
+        found = [opens() for _ in range(3)]
+        found[0][0].data_received(REQUEST)  # Is being answered.
+        found[1][0].data_received(REQUEST[:-2])  # Has begun to send, and keeps its place: it waits for its client.
+        for ended in (1, 2, 3, 4):
+            found.append(opens())
+            assert [bool(transport.ended) for _, transport in found].index(True) == 1
+            assert found[ended][1].ended == "abort"
+            lost(*found[ended])
+            assert sum(not transport.ended for _, transport in found) == 3
+        assert not found[0][1].ended
+
+    several(test, 3)
+
+
+def test_bodies_that_do_not_come_and_answers_that_are_not_read_wait_for_their_clients():
+    async def test(opens):
+        (slow, first), (unread, second), (_, busy) = opens(), opens(), opens()
+        slow.data_received(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nab")
+        unread.data_received(REQUEST)
+        _.data_received(REQUEST * 2)
+        opens()
+        assert (first.ended, second.ended, busy.ended) == ("abort", "", "")
+        lost(slow, first)
+        unread.pause_writing()
+        last, latest = opens()  # The one of above has waited longer than the unread answer.
+        assert not second.ended
+        last.data_received(REQUEST)
+        opens()
+        assert (second.ended, latest.ended) == ("abort", "")
+        lost(unread, second)
+
+    several(test, 3)
+
+
+def test_no_connection_that_is_being_answered_gives_way():
+    async def test(opens):
+        found = [opens() for _ in range(2)]
+        for protocol, _ in found:
+            protocol.data_received(REQUEST)
+        new, transport = opens()
+        assert not any(each.ended for _, each in found)
+        new.data_received(REQUEST)
+        assert not transport.ended  # It is refused with 503 by `limit_concurrency`.
+        for protocol, _ in found:
+            protocol.connection_lost(None)
+
+    several(test, 2)
+
+
+def test_a_connection_that_is_kept_alive_waits_from_its_answer_on():
+    async def answer(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def test(opens):
+        (first, kept), (_, idle) = opens(), opens()
+        first.data_received(REQUEST)
+        async with asyncio.timeout(30):
+            while not (first.cycle and first.cycle.response_complete):
+                await asyncio.sleep(0)
+        opens()
+        assert (kept.ended, idle.ended) == ("", "abort")
+
+    several(test, 2, answer)

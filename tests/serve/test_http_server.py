@@ -6,6 +6,7 @@ import contextlib
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -147,13 +148,28 @@ def test_an_endless_head_is_cut_off():
         assert raw(url, b"GET /" + b"x" * 1_000_000) == b""
 
 
-def test_connections_are_limited():
-    limits = msgspec.structs.replace(LIMITS, max_connections=1)
-    with serving(FakePredictor(), limits=limits) as url, client_of(url) as client:
+def test_connections_are_limited_and_idle_ones_lock_nobody_out():
+    limits = msgspec.structs.replace(LIMITS, max_connections=1, head_seconds=3600)
+    predictor = FakePredictor()
+    with (
+        serving(predictor, limits=limits) as url,
+        client_of(url) as client,
+        contextlib.ExitStack() as opened,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        host, port = url.rpartition("/")[2].split(":")
+        for _ in range(10):
+            opened.enter_context(socket.create_connection((host, int(port))))
         assert client.predict(columns(1)).step == 12
+        with client_of(url) as other:
+            assert other.predict(columns(1)).step == 12
+        predictor.go.clear()
+        asked = threads.submit(client.predict, columns(1))
+        assert predictor.computing.wait(60)  # What is being answered is kept.
         with pytest.raises(OverloadedError, match="answered with status 503"):
             client_of(url).health()
-        assert client.predict(columns(1)).step == 12
+        predictor.go.set()
+        assert asked.result(60).step == 12
 
 
 def test_a_client_that_pipelines_and_does_not_read_keeps_nobody_out():
@@ -421,3 +437,23 @@ def test_a_client_retrieves_items():
         assert (found.scores.dtype, found.step) == (np.float32, 11)
         with pytest.raises(DataError, match="'user' of the user is missing"):
             client.retrieve({"age": [1]})
+
+
+def test_a_client_that_is_open_when_python_ends_says_nothing():
+    program = """
+import builtins
+from persia.serve import Client
+
+builtins.client = Client("http://127.0.0.1:1")  # Ends after the names of modules are gone.
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_client_ends_without_the_names_of_its_module(monkeypatch):
+    client = Client("http://127.0.0.1:1")
+    monkeypatch.setattr("persia.serve.client.contextlib", None)
+    client.__del__()
+    Client.__del__(object.__new__(Client))
+    with pytest.raises(ClosedError):
+        client.health()

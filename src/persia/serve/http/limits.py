@@ -28,7 +28,8 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         body_seconds: time within which the body of a request must arrive, and for which a client may leave more than
             64 KiB of answers unread.
         head_seconds: time within which the head of a request must arrive.
-        max_connections: open connections.
+        max_connections: open connections. A new one above it takes the place of the one that has waited longest for
+            its client; it is refused if all are being answered.
 
     Raises:
         ConfigError: a limit is out of range.

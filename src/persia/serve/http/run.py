@@ -128,7 +128,9 @@ def run_server(
         host, port = listener.getsockname()[:2]
         config = uvicorn.Config(
             app,
-            http=limited_protocol(options.limits.head_seconds, options.limits.body_seconds),
+            http=limited_protocol(
+                options.limits.head_seconds, options.limits.body_seconds, options.limits.max_connections
+            ),
             ws="none",
             loop="asyncio",
             lifespan="on",
