@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from persia.errors import DataError
 from persia.schema import IdKind
 from persia.types import BoolArray, Int64Array
 
-__all__ = ["arrow_entries", "arrow_floats", "arrow_ids", "arrow_seconds"]
+__all__ = ["arrow_entries", "arrow_floats", "arrow_ids", "arrow_lists", "arrow_parts", "arrow_seconds", "arrow_without"]
 
 
 def arrow_ids(name: str, column: Any, kind: IdKind) -> IdColumn:
@@ -41,6 +42,46 @@ def arrow_seconds(column: Any) -> IdColumn | None:
 def arrow_entries(column: Any) -> Int64Array | None:
     """Number of entries in each list of an arrow array, nulls too; None if it is of another type."""
     return np.diff(_list_offsets(_combine(column))) if _is_list(column.type) else None
+
+
+def arrow_lists(column: Any, separator: str) -> Any:
+    """Returns an arrow array of texts as one of lists of their parts; an array of another type as it is."""
+    array = _plain_texts(column)
+    return pc.split_pattern(array, separator) if _is_text(array.type) else column
+
+
+def arrow_parts(column: Any, separator: str) -> int:
+    """Returns the number of parts of all texts in an arrow array; 0 if it is of another type."""
+    array = _plain_texts(column)
+    if not _is_text(array.type):
+        return 0
+    return len(array) + (pc.sum(pc.count_substring(array, separator)).as_py() or 0)
+
+
+def arrow_without(column: Any, texts: Sequence[str], numbers: Sequence[float]) -> Any:
+    """Returns an arrow array in which these texts, or numbers, are null. Values within lists stay."""
+    array = _plain_texts(column)
+    if _is_text(array.type):
+        return pc.if_else(pc.is_in(array, value_set=pa.array(texts).cast(array.type)), None, array)
+    if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+        return column
+    for number in numbers:
+        try:
+            same = pc.equal(array, pa.scalar(number, array.type))
+        except (pa.ArrowException, OverflowError):  # The type does not have this number.
+            continue
+        array = pc.if_else(same, None, array)
+    return array
+
+
+def _plain_texts(column: Any) -> Any:
+    """Returns a column of one chunk, without dictionaries of texts, or views of them."""
+    array = _combine(column)
+    if pa.types.is_dictionary(array.type) and _is_text(array.type.value_type):
+        array = array.dictionary_decode()
+    if str(array.type) in ("string_view", "binary_view"):
+        array = array.cast(pa.large_string() if str(array.type) == "string_view" else pa.large_binary())
+    return array
 
 
 def _is_list(kind: Any) -> bool:

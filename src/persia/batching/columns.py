@@ -19,7 +19,7 @@ from persia.errors import DataError
 from persia.schema import HashTo, IdFeature, IdKind, IdMapping, Quotient, Schema
 from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array
 
-__all__ = ["add_computed", "from_columns", "id_column", "mapped_ids"]
+__all__ = ["add_computed", "from_columns", "id_column", "is_pair", "mapped_ids"]
 
 _INT32 = np.iinfo(np.int32)
 
@@ -114,7 +114,7 @@ def id_column(name: str, column: Any, kind: IdKind = "auto") -> IdColumn:
         from persia.batching.arrow_columns import arrow_ids
 
         return arrow_ids(name, column, kind)
-    if _is_pair(column):
+    if is_pair(column):
         return _jagged(name, id_column(name, column[0], kind), column[1])
     if isinstance(column, (list, tuple)):
         return ids_of_list(name, column, kind)
@@ -140,7 +140,7 @@ def _entries(column: Any) -> Int64Array | None:
         from persia.batching.arrow_columns import arrow_entries
 
         return arrow_entries(column)
-    if _is_pair(column):
+    if is_pair(column):
         return np.diff(as_array("offsets", column[1])).astype(np.int64)
     if not isinstance(column, (list, tuple)):
         array = as_array("list", column)
@@ -163,7 +163,7 @@ def _jagged(name: str, flat: IdColumn, offsets: Any) -> IdColumn:
     return IdColumn(flat.values, bounds if flat.offsets is None else flat.offsets[bounds])
 
 
-def _is_pair(column: Any) -> bool:
+def is_pair(column: Any) -> bool:
     """Whether a column is given as values and offsets."""
     return isinstance(column, tuple) and len(column) == 2 and all(map(_is_array_like, column))
 
@@ -245,7 +245,7 @@ def _times(name: str, column: Any) -> tuple[IdColumn, str]:
         DataError: a value is neither a timestamp nor a whole number from 0 on.
     """
     column = from_frame(name, column)
-    if _is_pair(column):
+    if is_pair(column):
         flat, kind = _times(name, column[0])
         return _jagged(name, flat, column[1]), kind
     seconds: IdColumn | None = None

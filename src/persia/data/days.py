@@ -12,7 +12,7 @@ import numpy as np
 from persia.batching.batch import Batch
 from persia.data.reader import Reader, cut
 from persia.errors import DataError
-from persia.schema import Schema
+from persia.schema import InputRules, Schema, input_rules_of
 from persia.services import fingerprint_of
 from persia.types import SourceFingerprint
 
@@ -39,6 +39,11 @@ class Span:
     def schema(self) -> Schema:
         """The schema of the source."""
         return self.source.schema
+
+    @property
+    def input_rules(self) -> InputRules | None:
+        """The rules of the source for missing values and lists."""
+        return input_rules_of(self.source)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """See `Reader.batches`. Opens the source at the batch with the first row of the span."""

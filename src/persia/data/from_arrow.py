@@ -17,7 +17,7 @@ from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion, DayUnit, Piece, require_rows
 from persia.data.selection import Selection, Split
 from persia.errors import DataError, PersiaError
-from persia.schema import Schema
+from persia.schema import InputRules, Schema
 from persia.services import fingerprint_of
 from persia.types import SourceFingerprint, SourcePart
 
@@ -121,6 +121,11 @@ class ArrowSource:
         selection = self.conversion.selection
         numbered = selection is not None and selection.numbered
         return msgspec.structs.replace(found, rows=found.rows | selecting_options(selection), numbered=numbered)
+
+    @property
+    def input_rules(self) -> InputRules:
+        """See `Conversion.input_rules`."""
+        return self.conversion.input_rules
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`."""

@@ -54,7 +54,8 @@ def criteo(
     schema = Schema([IdFeature(n, dim=dim, kind="text") for n in categories], dense_features=counts)
     layout = ("label", *counts, *categories)
     form = CsvFormat("\t", columns=layout, transform=_criteo_columns, layouts=(layout, layout[1:]))
-    conversion = Conversion(schema, require_labels=require_labels, selection=Selection.of(where, split))
+    fill = dict.fromkeys(counts, 0.0)  # For servers: here they are filled in before the logarithm.
+    conversion = Conversion(schema, require_labels=require_labels, fill=fill, selection=Selection.of(where, split))
     suffixes = (*CSV_SUFFIXES, *(f"day_{i}{z}" for i in range(24) for z in ("", ".gz")))
     source = CsvSource(tuple(expand(path, suffixes)), conversion, form)
     return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))

@@ -8,6 +8,8 @@ from csv import reader
 from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
+import msgspec
+
 from persia.batching.batch import Batch
 from persia.data.csv_batches import csv_batches
 from persia.data.expressions import Rule
@@ -18,7 +20,7 @@ from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion, DayUnit, Piece, present_columns, require_rows
 from persia.data.selection import Selection, Split
 from persia.errors import ConfigError, DataError
-from persia.schema import Schema
+from persia.schema import InputRules, Schema
 from persia.types import SourceFingerprint
 
 __all__ = ["CSV_SUFFIXES", "CsvFormat", "CsvSource", "csv"]
@@ -101,19 +103,17 @@ def csv(
         dict(labels or {}),
         dict(fill or {}),
         Selection.of(where, split),
+        InputRules(lists=dict(lists or {})),
     )
     for name, texts in (("column_names", column_names), ("null_values", null_values)):
         if isinstance(texts, str):
             raise ConfigError(f"{name} = {texts!r} is one text; give a list of texts.", field=name)
     for feature in lists or {}:
-        column = conversion.wanted.get(feature)
-        if feature not in [f.name for f in schema.id_features] or column is None:
+        if feature not in [f.name for f in schema.id_features] or feature not in conversion.wanted:
             raise ConfigError(f"lists has {feature!r}, which is no (uncrossed) ID-type feature.", field="lists")
-        if list(conversion.wanted.values()).count(column) > 1:
-            raise ConfigError(f"lists has {feature!r}, whose column {column!r} is read twice.", field="lists")
     names = None if column_names is None else tuple(column_names)
     numerals = Numerals(decimal, thousands).check()
-    form = CsvFormat(delimiter, names, dict(lists or {}), tuple(null_values), numerals=numerals)
+    form = CsvFormat(delimiter, names, tuple(null_values), numerals=numerals)
     return StreamReader(schema, CsvSource(tuple(expand(paths, CSV_SUFFIXES)), conversion, form), order)
 
 
@@ -124,7 +124,6 @@ class CsvFormat:
     Attributes:
         delimiter: one character.
         column_names: names of the columns; None reads them from the first line.
-        lists: separator within a field, by feature.
         null_values: texts that mean a missing value, besides the empty one.
         columns: columns that `transform` reads, if they differ from those of the schema.
         transform: converts the file's columns to those that the conversion expects.
@@ -136,7 +135,6 @@ class CsvFormat:
 
     delimiter: str = ","
     column_names: tuple[str, ...] | None = None
-    lists: Mapping[str, str] = field(default_factory=dict)
     null_values: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
@@ -183,6 +181,11 @@ class CsvSource:
         files = tuple(self.files[number] for number in order)
         return replace(self, files=files, counted=counted, whole=len(read) == len(self.files))
 
+    @property
+    def input_rules(self) -> InputRules:
+        """See `Conversion.input_rules`; those of the texts that mean a missing value are added."""
+        return msgspec.structs.replace(self.conversion.input_rules, null_values=self.format.null_values)
+
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Skipped rows are parsed but not converted."""
         pieces = (
@@ -190,7 +193,7 @@ class CsvSource:
             for place, file in enumerate(self.files)
             for piece in self.pieces(file)
         )
-        batches = self.conversion.batches(pieces, skip, self._prepare)
+        batches = self.conversion.batches(pieces, skip, self.format.transform)
         return require_rows(batches, self.files, skip, self.conversion.selection) if self.whole else batches
 
     def pieces(self, file: File) -> Iterator[Piece]:
@@ -356,11 +359,3 @@ class CsvSource:
             block_bytes=_BLOCK_BYTES,
             convert=convert,
         )
-
-    def _prepare(self, columns: dict[str, Any]) -> dict[str, Any]:
-        import pyarrow.compute as pc
-
-        for name, separator in self.format.lists.items():
-            column = self.conversion.wanted[name]
-            columns[column] = pc.split_pattern(columns[column], separator)
-        return self.format.transform(columns) if self.format.transform else columns

@@ -19,7 +19,7 @@ from persia.data.from_parquet import ParquetSource
 from persia.data.reader import canonical, cut
 from persia.data.rows import Conversion, DayUnit
 from persia.errors import DataError
-from persia.schema import Schema
+from persia.schema import InputRules, Schema
 from persia.telemetry.metrics import Metric
 from persia.types import Offsets, SourceFingerprint, SourcePart
 
@@ -178,6 +178,11 @@ class DirectoryReader:
     def schema(self) -> Schema:
         """The schema of the batches."""
         return self._conversion.schema
+
+    @property
+    def input_rules(self) -> InputRules:
+        """See `Conversion.input_rules`."""
+        return self._conversion.input_rules
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterates from the first file on, with a record of its own."""

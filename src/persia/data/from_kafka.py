@@ -21,7 +21,7 @@ from persia.data.rows import Conversion, DayUnit
 from persia.data.stream_rows import MessageConverter
 from persia.errors import ConfigError
 from persia.kafka_client import require_library
-from persia.schema import Schema
+from persia.schema import InputRules, Schema
 from persia.services import StreamLog
 from persia.streams import OffsetLog
 from persia.telemetry.metrics import Metric
@@ -182,6 +182,11 @@ class KafkaReader(LoggedStream):
     def schema(self) -> Schema:
         """The schema of the batches."""
         return self._conversion.schema
+
+    @property
+    def input_rules(self) -> InputRules:
+        """See `Conversion.input_rules`."""
+        return self._conversion.input_rules
 
     def share(self, log: StreamLog, loader: int, loaders: int, stopping: Callable[[], bool]) -> KafkaShare:
         """Opens the share of a data loader; see `persia.services.SharedStream`."""

@@ -13,10 +13,12 @@ from persia.data.fingerprints import fingerprint_of_files
 from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion, DayUnit, Piece, require_rows
 from persia.data.selection import Selection, Split
-from persia.schema import Schema
+from persia.schema import InputRules, Schema
 from persia.types import SourceFingerprint
 
-__all__ = ["parquet"]
+__all__ = ["PARQUET_SUFFIXES", "ParquetSource", "parquet"]
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
 
 _CHUNK_ROWS = 65_536
 
@@ -79,7 +81,7 @@ def parquet(
         dict(fill or {}),
         Selection.of(where, split),
     )
-    return StreamReader(schema, ParquetSource(tuple(expand(paths, (".parquet", ".pq"))), conversion), order)
+    return StreamReader(schema, ParquetSource(tuple(expand(paths, PARQUET_SUFFIXES)), conversion), order)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,11 @@ class ParquetSource:
         counted = frozenset(place for place, number in enumerate(order) if number in unread)
         files = tuple(self.files[number] for number in order)
         return replace(self, files=files, counted=counted, whole=len(read) == len(self.files))
+
+    @property
+    def input_rules(self) -> InputRules:
+        """See `Conversion.input_rules`."""
+        return self.conversion.input_rules
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Without a selection, skips whole files and row groups by their metadata."""

@@ -17,7 +17,7 @@ from persia.data.broker import Stopped
 from persia.data.events import EventShare, EventStream, KeyedEvents
 from persia.data.join_buffer import Emitted, JoinBuffer
 from persia.errors import ConfigError, DataError
-from persia.schema import Schema
+from persia.schema import InputRules, Schema, input_rules_of
 from persia.telemetry.metrics import Metric
 from persia.types import OffsetRange, Offsets, Partition, PartitionBounds, SourceFingerprint, SourcePart
 
@@ -143,6 +143,11 @@ class JoinedStream:
     def schema(self) -> Schema:
         """The schema of the impressions."""
         return self._impressions.schema
+
+    @property
+    def input_rules(self) -> InputRules | None:
+        """The rules of the impressions for missing values and lists."""
+        return input_rules_of(self._impressions)
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterates from the beginning on, with a record of its own."""

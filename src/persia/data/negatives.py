@@ -16,7 +16,7 @@ from persia.batching.columns import add_computed
 from persia.checks import MAX_SEED, check_choice, check_integer, check_number
 from persia.data.reader import Reader, share_of
 from persia.errors import ConfigError, DataError
-from persia.schema import Schema
+from persia.schema import InputRules, Schema, input_rules_of
 from persia.services import Divisible, Seekable, Sharded, SharedStream, fingerprint_of
 from persia.types import BoolArray, Floats, Ids, Int64Array, SourceFingerprint
 
@@ -199,6 +199,11 @@ class NegativeSampling:
     def schema(self) -> Schema:
         """The schema of the other reader."""
         return self.reader.schema
+
+    @property
+    def input_rules(self) -> InputRules | None:
+        """The rules of the other reader for missing values and lists."""
+        return input_rules_of(self.reader)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """See `Reader.batches`."""

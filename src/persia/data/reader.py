@@ -11,7 +11,7 @@ import numpy as np
 from persia.batching.batch import Batch, IdColumn
 from persia.checks import MAX_SEED, check_integer, plain
 from persia.errors import ConfigError
-from persia.schema import Schema
+from persia.schema import InputRules, Schema, input_rules_of
 from persia.services import Divisible, fingerprint_of
 from persia.types import Int64Array, SourceFingerprint
 
@@ -97,6 +97,11 @@ class StreamReader:
     schema: Schema
     source: RowSource
     order: Order = field(default_factory=Order)
+
+    @property
+    def input_rules(self) -> InputRules | None:
+        """The rules of the source for missing values and lists; None if it has none to tell."""
+        return input_rules_of(self.source)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Iterates over one pass, without the first `start` batches of this shard; see `Reader.batches`."""

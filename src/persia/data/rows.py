@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import msgspec
+
 from persia.batching.batch import Batch
-from persia.batching.columns import number_column
+from persia.batching.input_rules import apply_rules
 from persia.data.expressions import Expression, Rule
 from persia.data.files import File
 from persia.data.selection import Selection
 from persia.data.values import times_of_text, without_views
 from persia.errors import ConfigError, DataError
-from persia.schema import Schema
+from persia.schema import NO_RULES, InputRules, Schema
 from persia.types import Int64Array
 
 __all__ = ["Conversion", "DayUnit", "Piece", "present_columns", "require_rows"]
@@ -62,6 +64,7 @@ class Conversion:
         labels: rules of computed labels, by name; see `persia.data.expressions`.
         fill: replacement of missing values, by dense feature or label.
         selection: rows to read; None for all.
+        rules: lists and missing values, besides `fill`.
     """
 
     schema: Schema
@@ -72,6 +75,7 @@ class Conversion:
     labels: Mapping[str, Rule] = field(default_factory=dict)
     fill: Mapping[str, float] = field(default_factory=dict)
     selection: Selection | None = None
+    rules: InputRules = NO_RULES
 
     def __post_init__(self) -> None:
         if self.day_unit not in _PER_DAY:
@@ -97,6 +101,7 @@ class Conversion:
             if name not in (*self.schema.dense_features, *self.schema.labels):
                 raise ConfigError(f"fill has {name!r}, which is no dense feature or label of the schema.", field="fill")
         self._rules()
+        self._applied_rules()
 
     @property
     def wanted(self) -> dict[str, str]:
@@ -105,6 +110,12 @@ class Conversion:
         names += [f.age_since for f in self.schema.id_features if f.age_since is not None]
         names += [*self.schema.dense_features, *(n for n in self.schema.labels if n not in self.labels)]
         return {name: self.rename.get(name, name) for name in names}
+
+    @property
+    def input_rules(self) -> InputRules:
+        """Returns the rules for missing values and lists of features, which a server applies, too."""
+        fill = {name: float(value) for name, value in self.fill.items() if name in self.schema.dense_features}
+        return msgspec.structs.replace(self._applied_rules(), fill=fill)
 
     @property
     def rule_columns(self) -> list[str]:
@@ -194,15 +205,13 @@ class Conversion:
     def _batch(self, piece: Piece, computed: dict[str, Any]) -> Batch:
         texts = {feature.name for feature in self.schema.id_features if feature.kind == "text"}
         named = {name: self._read(piece, column, name in texts) for name, column in self.wanted.items()} | computed
-        for name, value in self.fill.items():
-            if named.get(name) is not None:
-                named[name] = number_column(name, named[name], value)
-        return Batch.from_columns(
-            self.schema,
-            {name: column for name, column in named.items() if column is not None},
-            self._day(piece),
-            require_labels=self.require_labels,
-        )
+        given = {name: column for name, column in named.items() if column is not None}
+        columns = apply_rules(self._applied_rules(), given)
+        return Batch.from_columns(self.schema, columns, self._day(piece), require_labels=self.require_labels)
+
+    def _applied_rules(self) -> InputRules:
+        """Returns the rules of this reader, with those of labels."""
+        return msgspec.structs.replace(self.rules, fill=dict(self.fill))
 
     def _rules(self) -> dict[str, Expression]:
         return {name: Expression(f"labels[{name!r}]", rule) for name, rule in self.labels.items()}

@@ -11,7 +11,7 @@ import numpy as np
 from persia.batching.batch import Batch
 from persia.data.negatives import NegativeSampling
 from persia.data.recorded_stream import LoggedStream
-from persia.schema import Schema
+from persia.schema import InputRules, Schema
 from persia.services import NewBatch, SharedStream, StreamLog, StreamShare
 from persia.telemetry.metrics import Metric
 from persia.types import OffsetRange, Offsets
@@ -40,6 +40,11 @@ class NegativeStream(LoggedStream):
     def schema(self) -> Schema:
         """The schema of the batches."""
         return self._sampling.schema
+
+    @property
+    def input_rules(self) -> InputRules | None:
+        """The rules of the samples for missing values and lists."""
+        return self._sampling.input_rules
 
     def share(self, log: StreamLog, loader: int, loaders: int, stopping: Callable[[], bool]) -> StreamShare:
         """Opens the share of a data loader; see `persia.services.SharedStream`."""

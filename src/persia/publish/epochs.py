@@ -21,7 +21,7 @@ from persia.publish.format import (
     parse_epoch,
 )
 from persia.publish.storage import LogStorage
-from persia.schema import Schema
+from persia.schema import NO_RULES, InputRules, Schema
 from persia.types.publishing import ModelDescription
 
 __all__ = ["begin_epoch", "remove_older_epochs", "write_drift"]
@@ -33,6 +33,7 @@ def begin_epoch(
     schema: Schema,
     precision: Precision = "float32",
     model: ModelDescription | None = None,
+    input_rules: InputRules = NO_RULES,
 ) -> Epoch:
     """Writes `epoch.json` and `model.json` of the epoch after the newest one, before any of its entries. Blocks.
 
@@ -42,6 +43,7 @@ def begin_epoch(
         schema: the input of the model.
         precision: of its forward pass.
         model: how to build it; None if that is not known.
+        input_rules: of the reader of the training data.
 
     Raises:
         CheckpointError: they cannot be written to the file system.
@@ -52,7 +54,14 @@ def begin_epoch(
     number, run = max(used, default=-1) + 1, secrets.token_hex(16)
     epoch = Epoch(format=FORMAT, version=VERSION, epoch=number, run=run, servers=servers)
     description = Description(
-        format=FORMAT, version=VERSION, epoch=number, run=run, schema=schema, precision=precision, model=model
+        format=FORMAT,
+        version=VERSION,
+        epoch=number,
+        run=run,
+        schema=schema,
+        precision=precision,
+        model=model,
+        input_rules=input_rules,
     )
     storage.put(f"{epoch_name(number)}/{EPOCH_FILE}", msgspec.json.encode(epoch))
     storage.put(f"{epoch_name(number)}/{MODEL_FILE}", msgspec.json.encode(description))

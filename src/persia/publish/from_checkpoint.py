@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from persia.checkpoint.reader import CheckpointReader
 from persia.checks import check_choice
-from persia.errors import CheckpointError
+from persia.errors import CheckpointError, ConfigError
 from persia.publish.epochs import begin_epoch, remove_older_epochs
 from persia.publish.format import NETWORK, Precision, TableChanges, stream_of
 from persia.publish.publisher import PART_BYTES
 from persia.publish.storage import open_storage
 from persia.publish.stream import StreamWriter
 from persia.publish.values import encode_values
+from persia.schema import InputRules
 from persia.types.publishing import ModelDescription, PublishDtype
 
 __all__ = ["publish_checkpoint"]
@@ -60,7 +61,8 @@ def publish_checkpoint(
     storage = open_storage(url)
     network = reader.tensors("model")
     began, at = time.monotonic(), reader.manifest.global_step
-    epoch = begin_epoch(storage, 1, reader.schema, _precision(reader), model or _model(reader))
+    description = _precision(reader), model or _model(reader), _input_rules(reader)
+    epoch = begin_epoch(storage, 1, reader.schema, *description)
     rows = StreamWriter(storage, epoch.epoch, epoch.run, stream_of(0), dtype)
     tables = []
     for place, name in enumerate(sorted(reader.manifest.tables)):
@@ -101,3 +103,10 @@ def _model(reader: CheckpointReader) -> ModelDescription | None:
         return None if found is None else msgspec.convert(found, ModelDescription)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{reader.path}: the description of its model is not valid: {error}.") from None
+
+
+def _input_rules(reader: CheckpointReader) -> InputRules:
+    try:
+        return msgspec.convert(reader.config.get("input_rules", {}), InputRules)
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise CheckpointError(f"{reader.path}: the rules of its reader are not valid: {error}.") from None

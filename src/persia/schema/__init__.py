@@ -7,6 +7,7 @@ names, and is stored in every checkpoint.
 
 from persia.schema.dims import dims_by_frequency
 from persia.schema.features import IdFeature, IdKind, Pooling, Schema
+from persia.schema.input_rules import NO_RULES, InputRules, input_rules_of
 from persia.schema.mappings import HashTo, IdMapping, Quotient, Remainder
 from persia.schema.optimizers import (
     INITIAL_ACCUMULATOR,
@@ -35,6 +36,7 @@ from persia.schema.tables import (
 
 __all__ = [
     "INITIAL_ACCUMULATOR",
+    "NO_RULES",
     "SGD",
     "Adagrad",
     "Adam",
@@ -50,6 +52,7 @@ __all__ = [
     "IdKind",
     "IdMapping",
     "Initializer",
+    "InputRules",
     "Normal",
     "Pooling",
     "Quotient",
@@ -63,4 +66,5 @@ __all__ = [
     "Uniform",
     "Zeros",
     "dims_by_frequency",
+    "input_rules_of",
 ]

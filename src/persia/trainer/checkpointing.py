@@ -331,6 +331,7 @@ class Checkpointing:
             "embedding_optimizer": dump(self._declared.embedding_optimizer),
             "mode": dump(self._declared.auto or state.mode),
             "options": dump(options),
+            "input_rules": dump(state.input_rules),
             "capacity_scope": CAPACITY_SCOPE,
         }
         description = description_of(self._network.model)

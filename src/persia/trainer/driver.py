@@ -29,7 +29,7 @@ from persia.trainer.data_progress import DataProgress
 from persia.trainer.options import Declared
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
 from persia.trainer.scores import PARTS, ScoresState
-from persia.trainer.sources import scheduled, set_local_batch
+from persia.trainer.sources import scheduled, set_input_rules, set_local_batch
 from persia.trainer.state import RunTotals, TrainingState
 from persia.types import StreamStart
 
@@ -174,6 +174,7 @@ class Driver:
         self._state.begin_source(train_data, stream=stream, again=again, restart=restart_data)
         self._state.loaded = False
         set_local_batch(train_data, self._state)
+        set_input_rules(train_data, self._state)
         state = _captured(self._network, self._state, TrainedRows(0, 0.0))
         log = _FailureLog(options.max_failures)
         first_step, before, restarted = state.step, TrainedRows(0, 0.0), False

@@ -16,7 +16,7 @@ from persia.trainer.evaluation import no_rows
 from persia.trainer.intervals import Bounds
 from persia.trainer.loop import TrainingLoop
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
-from persia.trainer.sources import BatchSource, set_local_batch, source_of
+from persia.trainer.sources import BatchSource, set_input_rules, set_local_batch, source_of
 
 __all__ = ["FitCall"]
 
@@ -70,6 +70,7 @@ class FitCall:
         position = stream if isinstance(stream, StreamPosition) else None
         state.begin_source(train_data, stream=position is not None, again=again, restart=restart_data)
         set_local_batch(train_data, state)
+        set_input_rules(train_data, state)
         state.begin_data(position, should_stop)
         self._keeps_recovery_points = connection.save_recovery_point is not None
         if self._keeps_recovery_points:

@@ -101,7 +101,7 @@ class Publishing:
         if self._options is None:
             return
         model = description_of(self._network.model)
-        run = _Run(self._options, self._declared, model, self._state.global_step, self._servers)
+        run = _Run(self._options, self._declared, model, self._state, self._servers)
         self._stop = threading.Event()
         self._take_copy()
         self._thread = threading.Thread(
@@ -212,20 +212,21 @@ class Publishing:
 
 
 class _Run:
-    """The epochs of one call of `fit` from `step` on, and the stream of the network in the last one."""
+    """The epochs of one call of `fit`, and the stream of the network in the last one."""
 
     def __init__(
         self,
         options: PublishOptions,
         declared: Declared,
         model: ModelDescription | None,
-        step: int,
+        state: TrainingState,
         servers: Sequence[EmbeddingPS],
     ) -> None:
         self._options = options
         self._declared = declared
         self._model = model
-        self._step = step
+        self._input_rules = state.input_rules
+        self._step = state.global_step
         """Global steps that the rows of all PSs contain."""
         self._storage = open_storage(options.url)
         self._servers = servers
@@ -246,7 +247,14 @@ class _Run:
     def _begin_epoch(self) -> None:
         self._epoch = None
         options = self._declared.options
-        epoch = begin_epoch(self._storage, len(self._servers), self._declared.schema, options.precision, self._model)
+        epoch = begin_epoch(
+            self._storage,
+            len(self._servers),
+            self._declared.schema,
+            options.precision,
+            self._model,
+            self._input_rules,
+        )
         number, run = epoch.epoch, epoch.run
         for rank, server in enumerate(self._servers):
             server.publish(PublishOrder(self._options, number, run, rank, self._step))

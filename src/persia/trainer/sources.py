@@ -13,6 +13,7 @@ from persia.batching.validation import checked_items
 from persia.errors import DataError
 from persia.modes import Gba, Mode
 from persia.nn.replicas import Replicas
+from persia.schema import input_rules_of
 from persia.services import (
     Connection,
     DataLoader,
@@ -37,6 +38,7 @@ __all__ = [
     "largest_batch",
     "parts_of",
     "scheduled",
+    "set_input_rules",
     "set_local_batch",
     "source_of",
 ]
@@ -245,6 +247,11 @@ def set_local_batch(data: Iterable[Batch] | None, state: TrainingState) -> None:
     if data is not None:
         known = declared_batch_size(data) or (state.local_batch if state.position else 0)
         state.local_batch = known or largest_batch(data, state.mode)
+
+
+def set_input_rules(data: Iterable[Batch] | None, state: TrainingState) -> None:
+    """Keeps the reader's rules for missing values and lists at the start of a `fit` call, if the data declare some."""
+    state.input_rules = input_rules_of(data) or state.input_rules
 
 
 def parts_of(data: Seekable, wanted: Pass | None) -> Seekable:

@@ -21,6 +21,7 @@ from persia.modes import encode as encode_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.outbox import PushCounts
+from persia.schema import NO_RULES, InputRules
 from persia.services import StreamPosition, fingerprint_of
 from persia.trainer.data_progress import Begun, DataProgress, begin_source, begin_stream, fingerprint_of_object
 from persia.trainer.scores import TrainingScores
@@ -141,6 +142,8 @@ class TrainingState:
         """Batches of the current epoch that are trained, by all NN workers together."""
         self.local_batch = 0
         """Rows of a batch that is not partial; 0 if unknown. It decides how many gradients make a step of `Gba`."""
+        self.input_rules = NO_RULES
+        """Rules of the reader for missing values and lists, which go into checkpoints and the log of changes."""
         self.scores = TrainingScores(labels)
         """Metrics of the logits of training, of this NN worker."""
         self.earlier = RunTotals()
@@ -290,6 +293,7 @@ class TrainingState:
             "entry": [entry[0], encode_mode(entry[1])] if entry is not None else None,
             "depth": self._embeddings.gate.depth,
             "local_batch": self.local_batch,
+            "input_rules": msgspec.to_builtins(self.input_rules),
             "epoch": self.epoch,
             "position": self.position,
             "data": msgspec.to_builtins(self.data),
@@ -322,6 +326,7 @@ class TrainingState:
         if isinstance(state["depth"], int):
             self._embeddings.gate.restore(state["depth"])
         self.local_batch = state.get("local_batch", 0)  # Earlier checkpoints lack it.
+        self.input_rules = msgspec.convert(state.get("input_rules", {}), InputRules)  # Likewise.
         self.position = state["position"]
         # Earlier checkpoints do not record the source.
         recorded = state.get("data") or {"done": state["epoch"], "number": state["epoch"]}

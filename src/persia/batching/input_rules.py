@@ -1,0 +1,128 @@
+"""Applies a reader's rules for missing values and lists to columns of any kind: of files and of requests alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from persia.batching.batch import IdColumn
+from persia.batching.columns import as_array, is_pair, number_column
+from persia.batching.frames import as_mapping, from_frame, is_arrow
+from persia.schema import NO_RULES, InputRules
+
+__all__ = ["apply_rules", "split_count"]
+
+
+def apply_rules(rules: InputRules, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns columns for `Batch.from_columns` in which missing values are filled in, and texts split into lists.
+
+    Columns that are lists already, or ids, stay as they are, but for missing numbers.
+
+    Args:
+        rules: of a reader. Names that are not among the columns are ignored.
+        columns: as for `Batch.from_columns`.
+
+    Raises:
+        DataError: a column that is to be filled in has a value that is no number.
+    """
+    columns = as_mapping(columns)
+    if rules == NO_RULES:
+        return columns
+    found = dict(columns)
+    if rules.null_values:
+        nulls = _Nulls(rules.null_values)
+        for name, column in columns.items():
+            found[name] = nulls.removed(name, from_frame(name, column))
+    for name, separator in rules.lists.items():
+        if name in found:
+            found[name] = _split(name, from_frame(name, found[name]), separator)
+    for name, value in rules.fill.items():
+        if name in found:
+            found[name] = number_column(name, found[name], value)
+    return found
+
+
+def split_count(column: Any, separator: str) -> int:
+    """Returns how many parts the texts of a column have, without making them; 0 for a column of other values."""
+    if is_arrow(column):
+        from persia.batching.arrow_columns import arrow_parts
+
+        return arrow_parts(column, separator)
+    if not isinstance(column, list):
+        return 0
+    return sum(value.count(separator) + 1 for value in column if isinstance(value, str))
+
+
+class _Nulls:
+    """Values that stand for missing ones.
+
+    Args:
+        texts: these, and the numbers that they name.
+    """
+
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        self._texts = texts
+        self._numbers = [number for number in map(_number, texts) if number is not None]
+
+    def removed(self, name: str, column: Any) -> Any:
+        """Returns a column without them; values within lists stay."""
+        if is_arrow(column):
+            from persia.batching.arrow_columns import arrow_without
+
+            return arrow_without(column, self._texts, self._numbers)
+        if isinstance(column, IdColumn) or is_pair(column):
+            return column
+        values = _listed(name, column)
+        if values is not None:
+            return [None if self._has(value) else value for value in values]
+        array = as_array(name, column)
+        missing = np.zeros(len(array), np.bool_)
+        if array.ndim == 1 and array.dtype.kind in "iuf":
+            for number in self._numbers:
+                missing |= array == number
+        return [None if gone else value for value, gone in zip(array, missing, strict=True)] if missing.any() else array
+
+    def _has(self, value: Any) -> bool:
+        if isinstance(value, (str, bytes)):
+            return (value.decode(errors="replace") if isinstance(value, bytes) else value) in self._texts
+        numeric = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+        return numeric and value in self._numbers
+
+
+def _number(text: str) -> int | float | None:
+    kinds: tuple[Callable[[str], int | float], ...] = (int, float)
+    for kind in kinds:
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+def _listed(name: str, column: Any) -> Sequence[Any] | None:
+    """Returns the values of a list, or of an array of objects or texts; None for an array of numbers."""
+    if isinstance(column, (list, tuple)):
+        return column
+    array = as_array(name, column)
+    values: list[Any] | None = array.tolist() if array.dtype.kind in "OUST" else None
+    return values
+
+
+def _split(name: str, column: Any, separator: str) -> Any:
+    """Returns a column with the parts of texts as lists; values of other kinds stay."""
+    if is_arrow(column):
+        from persia.batching.arrow_columns import arrow_lists
+
+        return arrow_lists(column, separator)
+    if isinstance(column, IdColumn) or is_pair(column):
+        return column
+    values = _listed(name, column)
+    return column if values is None else [_parts(value, separator) for value in values]
+
+
+def _parts(value: Any, separator: str) -> Any:
+    if isinstance(value, bytes):
+        return value.split(separator.encode())
+    return value.split(separator) if isinstance(value, str) else value
