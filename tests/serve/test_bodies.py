@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import decimal
+
 import msgspec
 import numpy as np
 import pyarrow as pa
@@ -12,12 +14,20 @@ from hypothesis import strategies as st
 import persia
 from persia.errors import DataError
 from persia.serve.client import _samples
-from persia.serve.http.bodies import Bodies, MalformedBodyError
+from persia.serve.http.bodies import Bodies
 from persia.serve.http.limits import ServeLimits
-from persia.serve.http.wire import ARROW, JSON, MSGPACK, array_of
+from persia.serve.http.wire import ARROW, JSON, MSGPACK, MalformedBodyError, array_of
 from support.served import SCHEMA
 
 LIMITS = ServeLimits(max_rows=100, max_values=1000)
+LARGE = "x" * 100_000
+LARGE_ENTRY = pa.DictionaryArray.from_arrays([0] * 90, [LARGE])
+LARGE_LIST = pa.ListArray.from_arrays([0, 90], LARGE_ENTRY)
+_ONE_VIEW = pa.array([LARGE], pa.string_view()).buffers()
+LARGE_VIEW = pa.Array.from_buffers(
+    pa.string_view(), 90, [None, pa.py_buffer(_ONE_VIEW[1].to_pybytes()[:16] * 90), _ONE_VIEW[2]]
+)
+MANY_NULLS = pa.ListArray.from_arrays([0, 1_000_000], pa.nulls(1_000_000))
 BODIES = Bodies(SCHEMA, LIMITS)
 
 COLUMNS = {
@@ -182,9 +192,16 @@ REFUSED = [
     (ARROW, as_arrow(TABLE, compression="zstd"), "is compressed"),
     (ARROW, as_arrow(pa.table({"user": OUTSIDE})), "not a valid Arrow IPC stream"),
     (ARROW, as_arrow(pa.concat_tables([TABLE] * 34)), "has 102 rows or more"),
-    (ARROW, as_arrow(pa.table({"user": pa.nulls(3)})), "'user' of the Arrow stream is null"),
-    (ARROW, as_arrow(pa.table({"user": pa.array([[None]])})), "is list<item: null>"),
-    (ARROW, as_arrow(pa.table({"user": pa.array(["a"]).dictionary_encode()})), "decode it"),
+    (ARROW, as_arrow(pa.table({"tags": MANY_NULLS})), "'tags' has 1000000 values"),
+    (ARROW, as_arrow(pa.table({"user": LARGE_ENTRY})), "have 9000000 bytes or more once each row has its own"),
+    (
+        ARROW,
+        as_arrow(pa.table({"tags": pa.array([[0]]).cast(pa.list_(pa.int8()))}).append_column("user", LARGE_LIST)),
+        "bytes or more once each row has its own",
+    ),
+    (ARROW, as_arrow(pa.table({"user": LARGE_VIEW})), "have 9000000 bytes or more once each row has its own"),
+    (ARROW, as_arrow(pa.table({"user": pa.array(["a"]).dictionary_encode()}), compression="zstd"), "is compressed"),
+    (ARROW, as_arrow(pa.table({"user": pa.array([1]).cast(pa.duration("s"))})), "is duration.*: cast it"),
     (ARROW, as_arrow(pa.table({"user": pa.array([{"a": 1}])})), "'user' of the Arrow stream is struct"),
     (ARROW, as_arrow(TABLE.drop(["age"])), "'age' .* is missing"),
     (ARROW, as_arrow(TABLE.append_column("usr", [[1, 2, 3]])), "no feature 'usr'"),
@@ -192,6 +209,37 @@ REFUSED = [
     (ARROW, as_arrow(pa.table({"tags": pa.array([[1] * 1001])})), "'tags' has 1001 values"),
     (ARROW, as_arrow(TABLE.select([])), "no columns"),
 ]
+
+
+DECIMALS = pa.array([decimal.Decimal("0.50"), decimal.Decimal("1.50"), decimal.Decimal("-2.00")])
+TAKEN = {
+    "decimal128": TABLE.set_column(3, "price", DECIMALS),
+    "decimal256": TABLE.set_column(3, "price", DECIMALS.cast(pa.decimal256(40, 2))),
+    "decimals as ids": TABLE.set_column(0, "user", TABLE["user"].cast(pa.decimal128(20, 0))),
+    "lists of decimals": TABLE.set_column(1, "tags", TABLE["tags"].cast(pa.list_(pa.decimal128(20, 0)))),
+    "texts": TABLE.set_column(3, "price", TABLE["price"].cast(pa.string())),
+    "dictionary": TABLE.set_column(0, "user", TABLE["user"].cast(pa.string()).dictionary_encode()),
+    "dictionary of numbers": TABLE.set_column(3, "price", TABLE["price"].combine_chunks().dictionary_encode()),
+    "dictionaries of each batch": pa.Table.from_batches(
+        [row.set_column(0, "user", row["user"].cast(pa.string()).dictionary_encode()) for row in TABLE.to_batches(1)]
+    ),
+    "views": TABLE.set_column(0, "user", TABLE["user"].cast(pa.string()).cast(pa.string_view())),
+    "binary views": TABLE.set_column(3, "price", TABLE["price"].cast(pa.string()).cast(pa.binary_view())),
+}
+"""Tables of the same values in types that readers of files take, too."""
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_arrow_columns_of_all_types_that_readers_take(name, tmp_path):
+    table = TAKEN[name]
+    same(BODIES.samples(ARROW, as_arrow(table)))
+    same(next(iter(persia.data.arrow(table, SCHEMA, require_labels=False))))
+
+
+def test_columns_without_values_are_taken():
+    table = TABLE.set_column(0, "user", pa.nulls(3)).set_column(1, "tags", pa.array([[None], [], [None, None]]))
+    found = BODIES.samples(ARROW, as_arrow(table))
+    assert [len(found.id_features[name].values) for name in ("user", "tags", "code")] == [0, 0, 3]
 
 
 @pytest.mark.parametrize(("kind", "body", "message"), REFUSED, ids=[f"{k}-{m}" for k, _, m in REFUSED])
@@ -303,3 +351,15 @@ def test_any_content_is_read_or_refused(content):
             read(MSGPACK, as_msgpack(content))
         except DataError:
             continue
+
+
+@pytest.mark.parametrize(("kind", "encode"), [(JSON, as_json), (MSGPACK, as_msgpack)])
+def test_booleans_are_one_and_zero_as_in_files(kind, encode):
+    found = BODIES.samples(
+        kind, encode(columns(user=[True, False, 2], code=[False, True, 5], price=[True, False, 2.5]))
+    )
+    wanted = pa.table({**COLUMNS, "user": [1, 0, 2], "code": [0, 1, 5], "price": [1.0, 0.0, 2.5]})
+    wanted = persia.Batch.from_columns(SCHEMA, wanted, require_labels=False)
+    for name in IDS[::2]:
+        np.testing.assert_array_equal(found.id_features[name].values, wanted.id_features[name].values)
+    np.testing.assert_array_equal(found.dense, wanted.dense)

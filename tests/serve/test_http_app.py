@@ -21,7 +21,7 @@ from persia.serve.http.keys import ClientKeys, read_keys
 from persia.serve.http.lag import Lag
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.wire import ARROW, JSON, MSGPACK
-from support.served import SCHEMA, FakePredictor, State, expected
+from support.served import SCHEMA, FakePredictor, FakeRetriever, State, expected
 
 BODY = {
     "features": {"user": [1, 2], "tags": [[1, 2], []], "code": [3, 4]},
@@ -432,3 +432,56 @@ def test_a_late_event_loop_refuses_requests_that_it_would_answer_too_late():
         assert (await client.post("/predict", json=BODY)).status_code == 200
 
     run(test, FakePredictor())
+
+
+OVERFLOW = {
+    "features": {"user": [1, 2, 3], "tags": [[], [], []], "code": [3, 4, 5]},
+    "dense": {"price": [0.5, 3.4e38, 1.0], "age": [1, 2, 3]},
+}
+
+
+@pytest.mark.parametrize("accept", [JSON, MSGPACK, ARROW])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_no_answer_lacks_its_numbers(accept, value):
+    class Overflowing(FakePredictor):
+        def predict(self, batch):
+            found = super().predict(batch)
+            found.probabilities[batch.dense[:, 0] > 1e38, 1] = value
+            return found
+
+        def rank(self, user, items):
+            found = super().rank(user, items)
+            return found._replace(probabilities=np.full_like(found.probabilities, value))
+
+    async def test(client):
+        headers = {"Accept": accept}
+        alone, joined = await asyncio.gather(
+            client.post("/predict", json=OVERFLOW, headers=headers), client.post("/predict", json=BODY, headers=headers)
+        )
+        assert (alone.status_code, joined.status_code) == (422, 200)
+        problem = alone.json()
+        assert problem["message"].startswith("The prediction of row 1 is not a number: a dense feature there")
+        assert problem["fields"] == {"row": 1}
+        user = {"features": {"user": [5], "tags": [[1]]}, "dense": {"age": [2]}}
+        items = {"features": {"code": [1, 2]}, "dense": {"price": [0.1, 0.2]}}
+        answer = await client.post("/rank", json={"user": user, "items": items}, headers=headers)
+        assert (answer.status_code, answer.json()["fields"]) == (422, {"row": 0})
+
+    run(test, Overflowing())
+
+
+def test_no_scores_of_items_lack_their_numbers():
+    class Overflowing(FakeRetriever):
+        def search(self, users, k):
+            found = super().search(users, k)
+            return found._replace(scores=found.scores * np.float32("nan"))
+
+    async def test(client):
+        retriever.start()
+        users = {"features": {"user": [5]}, "dense": {"age": [2]}}
+        answer = await client.post("/retrieve", json={"users": users, "k": 2})
+        assert (answer.status_code, answer.json()["fields"]) == (422, {"row": 0})
+        assert "The score of row 0 is not a number" in answer.json()["message"]
+
+    retriever = Overflowing()
+    run(test, FakePredictor(), retriever=retriever)

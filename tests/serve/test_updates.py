@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 import persia
 from persia.checks import without_userinfo
@@ -356,3 +358,81 @@ def test_model_json_has_what_a_server_needs(log):
     assert data["format"] == "persia-changes"
     assert [feature["name"] for feature in data["schema"]["id_features"]] == ["item", "user"]
     assert (data["precision"], data["model"], data["run"]) == ("float32", None, log.epoch.run)
+
+
+BROKEN = [np.nan, np.inf, -np.inf]
+
+
+def publish_network(log, at_step, /, **tensors):
+    log.networks.add_part(tensors)
+    log.networks.commit("network", at_step, time.monotonic(), [])
+
+
+@pytest.mark.parametrize("value", BROKEN)
+def test_a_network_that_is_not_finite_leaves_the_one_before(log, serve, value):
+    predictor = serve(log)
+    for server in range(2):
+        log.rows(server, 4)
+    publish_network(log, 4, step=np.full(1, value, np.float32))
+    predictor.refresh()
+    assert "network of step 4 is not finite, in 'step'" in predictor.state().problem
+    assert predictor.state().network_step == 3
+    assert np.isfinite(predictor.predict(batch()).probabilities).all()
+    log.publish(5)
+    predictor.refresh()
+    assert steps_of(predictor) == (5, 5)
+    assert predictor.state().problem == ""
+
+
+class Masked(Steps):
+    def __init__(self, schema=None):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+
+def test_buffers_may_have_infinities_and_no_nan(log, serve):
+    publish_network(log, 4, step=np.full(1, 3, np.float32), mask=np.array([0, -np.inf], np.float32))
+    for server in range(2):
+        log.rows(server, 4)
+    predictor = serve(log, Masked)
+    assert predictor.state().network_step == 4
+    log.publish(5)
+    publish_network(log, 6, step=np.full(1, 3, np.float32), mask=np.array([0, np.nan], np.float32))
+    for server in range(2):
+        log.rows(server, 6)
+    predictor.refresh()
+    assert "not finite, in 'mask'" in predictor.state().problem
+
+
+@pytest.mark.parametrize("value", BROKEN)
+@pytest.mark.parametrize("whole", [False, True])
+def test_rows_that_are_not_finite_leave_those_before(log, serve, monkeypatch, whole, value):
+    predictor = serve(log)
+    values = log.values
+
+    def broken(ids, dim, step):
+        return np.where(ids[:, None] == ids[-1], np.float32(value), values(ids, dim, step))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(log, "values", broken)
+        log.rows(0, 4, whole=whole)
+    log.rows(1, 4)
+    log.network(4)
+    predictor.refresh()
+    problem = predictor.state().problem
+    assert re.search(r"Table 'item' has a row that is not finite at step 4, of id \d+", problem)
+    assert set(predictor.embeddings("item", IDS)[1].reshape(-1)) == {3, 4}
+    assert (predictor.state().row_steps, predictor.state().network_step) == ({0: 3, 1: 4}, 3)
+    log.publish(5, whole=True)
+    predictor.refresh()
+    assert steps_of(predictor) == (5, 5)
+    predictor.refresh()
+    assert predictor.state().problem == ""
+
+
+def test_a_log_that_begins_with_what_is_not_finite_is_not_served(tmp_path):
+    log = WrittenLog(tmp_path / "log")
+    log.begin(3, network=False)
+    publish_network(log, 3, step=np.full(1, np.nan, np.float32))
+    with pytest.raises(DeadlineError, match="network of step 3 is not finite"):
+        Predictor(log.url, Steps).start(timeout=0.0)

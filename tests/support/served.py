@@ -11,6 +11,7 @@ import numpy as np
 
 import persia
 from persia.errors import ClosedError
+from persia.schema import NO_RULES
 from persia.serve.table_embeddings import TableEmbeddings
 
 SCHEMA = persia.Schema(
@@ -142,6 +143,7 @@ class FakePredictor:
     """
 
     schema = SCHEMA
+    input_rules = NO_RULES
 
     def __init__(self):
         self.go = threading.Event()

@@ -104,7 +104,8 @@ class EpochRows:
             The changes of an increment; None for a whole update.
 
         Raises:
-            PublishError: the update is damaged, or does not fit the schema. No row has changed.
+            PublishError: the update is damaged, does not fit the schema, or has a row that is not finite. No row has
+                changed.
             ClosedError: the reader was closed.
         """
         if update.whole:
@@ -150,11 +151,20 @@ class EpochRows:
             return cache.keep(key, tables) or tables
 
     def _check(self, change: Change) -> None:
-        """Raises PublishError if a change does not fit the schema."""
+        """Raises PublishError if a change does not fit the schema, or is not finite."""
         dim = self.dims.get(change.table)
         if dim is None or change.values.shape[1] != dim:
             has = "is unknown to" if dim is None else f"has dim {change.values.shape[1]}, not {dim}, as in"
             raise PublishError(f"Table {change.table!r} {has} the schema of epoch {self.number}.", table=change.table)
+        if not np.isfinite(change.values).all():
+            place = int(np.isfinite(change.values).all(axis=1).argmin())
+            raise PublishError(
+                f"Table {change.table!r} has a row that is not finite at step {change.step}, of id "
+                f"{change.ids[place]}: training has diverged, or the log is damaged. Rows that were served before "
+                "stay until a finite snapshot comes.",
+                table=change.table,
+                id=int(change.ids[place]),
+            )
 
 
 def _without_readmitted(changes: list[Change]) -> list[Change]:

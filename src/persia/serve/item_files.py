@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from persia.batching.batch import Batch
-from persia.schema import Schema
+from persia.schema import NO_RULES, InputRules, Schema
 from persia.serve.catalogue import TowerFeatures
 from persia.serve.schema_parts import columns_of, schema_of_columns, with_all_dense
 
@@ -15,20 +15,29 @@ __all__ = ["read_items"]
 BATCH_ROWS = 65536
 
 
-def read_items(paths: str | os.PathLike[str], schema: Schema, features: TowerFeatures) -> Iterator[Batch]:
+def read_items(
+    paths: str | os.PathLike[str], schema: Schema, features: TowerFeatures, rules: InputRules = NO_RULES
+) -> Iterator[Batch]:
     """Yields the items of Parquet files, with the features of their tower. Blocks for the file system.
 
     Args:
         paths: file, directory, glob or URL, as in `persia.data.parquet`.
         schema: of the model.
         features: of the items. Features that are computed are not read: what they are computed from is.
+        rules: for missing values and lists.
 
     Raises:
         DataError: there is no such file, or it lacks a column or has invalid values.
         MissingExtraError: a package for the URL's file system is not installed.
     """
-    from persia.data import parquet
+    from persia.data.files import expand
+    from persia.data.from_parquet import PARQUET_SUFFIXES, ParquetSource
+    from persia.data.reader import Order, StreamReader
+    from persia.data.rows import Conversion
 
     wanted = schema_of_columns(schema, columns_of(schema, features.ids) | set(features.dense))
-    for batch in parquet(os.fspath(paths), wanted, BATCH_ROWS, require_labels=False):
+    fill = {name: value for name, value in rules.fill.items() if name in wanted.dense_features}
+    conversion = Conversion(wanted, require_labels=False, fill=fill, rules=rules)
+    source = ParquetSource(tuple(expand(os.fspath(paths), PARQUET_SUFFIXES)), conversion)
+    for batch in StreamReader(wanted, source, Order(BATCH_ROWS)):
         yield with_all_dense(batch, wanted.dense_features, schema)

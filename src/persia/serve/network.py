@@ -38,6 +38,8 @@ class Network:
         """The module, or compiled code in its place."""
         self.step = update.step
         self.time = update.time
+        self.input_rules = builder.input_rules
+        """Rules of the reader of its training data, for missing values and lists."""
         self._autocast = builder.autocast
 
     def logits(self, dense: torch.Tensor, embeddings: Embeddings, labels: torch.Tensor) -> torch.Tensor:
@@ -70,6 +72,7 @@ class NetworkBuilder:
     ) -> None:
         self._device = device
         self.autocast = autocast_for(description.precision, device)
+        self.input_rules = description.input_rules
         try:
             made = _built(source, description, imports)
         except Exception as error:  # The code of a model may raise anything.
@@ -82,7 +85,7 @@ class NetworkBuilder:
         """Returns a version of the network.
 
         Raises:
-            PublishError: its tensors do not fit the network.
+            PublishError: its tensors do not fit the network, or are not finite.
         """
         try:
             module = copy.deepcopy(self._template)
@@ -94,11 +97,30 @@ class NetworkBuilder:
                     f"it lacks {', '.join(missing[:4]) or 'nothing'}, and has {', '.join(unexpected[:4]) or 'nothing'} "
                     "that the model does not know; give the model that was trained"
                 )
+            broken = _not_finite(module)
+            if broken is not None:
+                raise PublishError(
+                    f"The network of step {update.step} is not finite, in {broken!r}: training has diverged, or the "
+                    "log is damaged. What was served before stays until a finite version comes.",
+                    step=update.step,
+                    tensor=broken,
+                )
             return Network(module.to(self._device).eval().requires_grad_(False), self, update)
         except (CheckpointError, ConfigError, RuntimeError, ValueError, TypeError) as error:
             raise PublishError(
                 f"The network of step {update.step} does not fit the model: {_text(error)}", step=update.step
             ) from error
+
+
+def _not_finite(module: torch.nn.Module) -> str | None:
+    """Returns the name of a parameter that is not finite, or of a buffer with a NaN; None if there is none.
+
+    Buffers may have infinities, as masks of attention do.
+    """
+    for name, tensor in module.named_parameters():
+        if not bool(torch.isfinite(tensor).all()):
+            return name
+    return next((name for name, tensor in module.named_buffers() if bool(torch.isnan(tensor).any())), None)
 
 
 def _built(source: ModelSource, description: Description, imports: Sequence[str]) -> torch.nn.Module:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
+from persia.batching.input_rules import apply_rules
 from persia.checks import without_userinfo
 from persia.errors import ClosedError, ConfigError, DeadlineError, PublishError
 from persia.nn.arguments import check_arguments, options_of
 from persia.nn.output import are_log_odds, probabilities_of
-from persia.schema import Schema
+from persia.schema import InputRules, Schema
 from persia.serve.network import ModelSource
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.polling import LogPoller
@@ -167,11 +169,38 @@ class Predictor:
         """
         return self._view().schema
 
-    def predict(self, batch: Batch) -> Prediction:
+    @property
+    def input_rules(self) -> InputRules:
+        """The rules for missing values and lists that the reader of the training data had, from the log.
+
+        Raises:
+            ClosedError: the predictor has not started, or is closed.
+        """
+        return self._view().network.input_rules
+
+    def batch(self, columns: Mapping[str, Any]) -> Batch:
+        """Returns a batch of raw columns, converted by the rules of the reader of the training data.
+
+        Missing numbers are filled in, texts are split into lists, and texts that stand for a missing value are none, as
+        in training: the same values give the same bits.
+
+        Args:
+            columns: each feature, as for `Batch.from_columns`. Labels are not needed.
+
+        Raises:
+            DataError: a column is missing or does not fit; names the column, the first bad row and the remedy.
+            ClosedError: the predictor has not started, or is closed.
+        """
+        return _batch_of(columns, self._view())
+
+    def predict(self, batch: Batch | Mapping[str, Any]) -> Prediction:
         """Returns the predictions for a batch, whose labels are not needed. Blocks for the computation only.
 
         Ids without rows read as zeros, as in `Trainer.predict`, whose probabilities have the same bits at the same
         step for the same batch on a device of the same kind.
+
+        Args:
+            batch: the samples; or raw columns, which are converted as by `batch`.
 
         Raises:
             DataError: the batch does not fit the schema.
@@ -181,6 +210,7 @@ class Predictor:
         """
         view = self._view()
         with view.in_use():
+            batch = batch if isinstance(batch, Batch) else _batch_of(batch, view)
             batch.validate(view.schema, require_labels=False)
             logits = view.logits(batch).cpu().numpy()
         if self._updater.drift is not None:
@@ -285,3 +315,7 @@ class Predictor:
     def _closed(self) -> ClosedError:
         how = "is closed" if self._stop.is_set() else "has not started; call start(), or use it in a with statement"
         return ClosedError(f"The predictor of {self._url} {how}.")
+
+
+def _batch_of(columns: Mapping[str, Any], view: View) -> Batch:
+    return Batch.from_columns(view.schema, apply_rules(view.network.input_rules, columns), require_labels=False)

@@ -122,7 +122,8 @@ class Retriever:
         self._version = view.epoch, view.network.step
         items = self._items
         if isinstance(items, str | os.PathLike):
-            items = read_items(items, view.schema, item_features(towers_of(view.network.module), view.schema))
+            features = item_features(towers_of(view.network.module), view.schema)
+            items = read_items(items, view.schema, features, view.network.input_rules)
         index = ItemIndex(
             view.network.module,
             view.schema,

@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.errors import DataError
+from persia.serve.http.arrow_bodies import write_columns, write_embeddings, write_lists
 from persia.serve.http.wire import ARROW, JSON, MSGPACK, MSGPACK_NAMES, array_of
 
 if TYPE_CHECKING:
@@ -66,10 +68,13 @@ def accepted(header: str | None, default: str) -> str | None:
 
 
 def predictions_answer(kind: str, labels: Sequence[str], found: JobResult) -> AnswerBody:
-    """Returns the answer with the probabilities or scores `[rows, labels]`. JSON has null for a NaN."""
-    if kind == ARROW:
-        from persia.serve.http.arrow_bodies import write_columns
+    """Returns the answer with the probabilities or scores `[rows, labels]`.
 
+    Raises:
+        DataError: one is not a number.
+    """
+    _check_numbers(found.values, "prediction")
+    if kind == ARROW:
         columns = {label: np.ascontiguousarray(found.values[:, i]) for i, label in enumerate(labels)}
         return AnswerBody(kind, write_columns(columns, _metadata(found.step, found.epoch)), found.step, found.epoch)
     if kind == JSON:
@@ -82,10 +87,8 @@ def predictions_answer(kind: str, labels: Sequence[str], found: JobResult) -> An
 def embeddings_answer(
     kind: str, table: str, found: NDArray[np.bool_], rows: NDArray[np.float32], step: int, epoch: int
 ) -> AnswerBody:
-    """Returns the answer with rows `[n, dim]`, zeros where none was found."""
+    """Returns the answer with rows `[n, dim]`, zeros where none was found. They are finite, as the server checks."""
     if kind == ARROW:
-        from persia.serve.http.arrow_bodies import write_embeddings
-
         return AnswerBody(kind, write_embeddings(found, rows, _metadata(step, epoch)), step, epoch)
     parts: dict[str, Any] = {"table": table}
     if kind == JSON:
@@ -96,13 +99,28 @@ def embeddings_answer(
 
 
 def found_answer(kind: str, ids: NDArray[np.uint64], scores: NDArray[np.float32], step: int) -> AnswerBody:
-    """Returns the answer with ids and scores of items `[users, k]`, nearest first."""
-    if kind == ARROW:
-        from persia.serve.http.arrow_bodies import write_lists
+    """Returns the answer with ids and scores of items `[users, k]`, nearest first.
 
+    Raises:
+        DataError: a score is not a number.
+    """
+    _check_numbers(scores, "score")
+    if kind == ARROW:
         return AnswerBody(kind, write_lists({"ids": ids, "scores": scores}, {"persia.step": str(step)}), step, None)
     values = [each.tolist() if kind == JSON else array_of(each) for each in (ids, scores)]
     return _encoded(kind, {"ids": values[0], "scores": values[1], "step": step})
+
+
+def _check_numbers(values: NDArray[np.float32], what: str) -> None:
+    """Raises DataError if a value `[rows, n]` is not finite: the network is, so a value of the request is too large."""
+    finite = np.isfinite(values)
+    if not finite.all():
+        row = int(finite.reshape(len(values), -1).all(axis=1).argmin())
+        raise DataError(
+            f"The {what} of row {row} is not a number: a dense feature there is so large that the network computes "
+            "beyond float32. Correct the value, or clip such values as in the training data.",
+            row=row,
+        )
 
 
 def _encoded(kind: str, content: dict[str, Any]) -> AnswerBody:

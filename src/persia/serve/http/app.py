@@ -259,8 +259,9 @@ class PredictionServer:
         schema = self._service.schema
         if self._model is None or self._model.schema is not schema:
             users = None if self._search is None else self._search.user_features
-            document = openapi(schema, self._limits, self._secured, users)
-            self._model = _Model(schema, Bodies(schema, self._limits), document)
+            rules = self._service.input_rules
+            document = openapi(schema, self._limits, self._secured, users, rules)
+            self._model = _Model(schema, Bodies(schema, self._limits, rules), document)
         return self._model
 
     async def _answer(

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.ipc
 from numpy.typing import NDArray
 
+import persia.batching.arrow_columns  # noqa: F401  # Before the first request, which would wait for it.
 from persia.errors import DataError
+from persia.serve.http.wire import MalformedBodyError
+
+if TYPE_CHECKING:
+    from persia.serve.http.limits import ServeLimits
 
 __all__ = ["read_table", "value_counts", "write_columns", "write_embeddings", "write_lists"]
 
-_RECORD_BATCH = 3
+_DICTIONARY, _RECORD_BATCH = 2, 3
+"""Types of messages in Arrow's Message.fbs."""
+
 _COMPRESSION = 3
-"""Type of a message, and number of a field of it, in Arrow's Message.fbs."""
+"""Number of a field of a record batch there."""
 
 
-def read_table(body: bytes, max_rows: int) -> Any:
+def read_table(body: bytes, limits: ServeLimits) -> Any:
     """Returns the table of an IPC stream, checked as a whole.
 
-    Compressed streams, dictionaries and types without memory of their own (nulls, views, runs, unions) are refused:
-    a small body could stand for any number of values.
+    It has the types that readers of files take. A small body could stand for any number of values, so compressed
+    streams are refused, and dictionaries and views of texts whose values would be larger than the largest body.
+
+    Args:
+        body: the stream.
+        limits: of rows and bytes.
 
     Raises:
         MalformedBodyError: the body is no such stream.
-        DataError: it has too many rows, or a type that is refused.
+        DataError: it has too many rows, or a type that is refused, or its texts are too large.
     """
-    from persia.serve.http.bodies import MalformedBodyError
-
     try:
         _check_plain(body)
         with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
@@ -38,16 +49,23 @@ def read_table(body: bytes, max_rows: int) -> Any:
                 _check_type(field.name, field.type)
             if len(set(names)) != len(names):
                 raise DataError("Two columns of the Arrow stream have one name; rename one.")
-            batches, rows = [], 0
+            batches, rows, text_bytes = [], 0, 0
             for batch in reader:
                 rows += batch.num_rows
-                if rows > max_rows:
+                if rows > limits.max_rows:
                     raise DataError(
-                        f"The Arrow stream has {rows} rows or more; the server takes {max_rows} (--max-rows). Send "
-                        "several requests.",
-                        row=max_rows,
+                        f"The Arrow stream has {rows} rows or more; the server takes {limits.max_rows} (--max-rows). "
+                        "Send several requests.",
+                        row=limits.max_rows,
                     )
                 batch.validate(full=True)
+                text_bytes += sum(map(_shared_bytes, batch.columns))
+                if text_bytes > limits.max_body_bytes:
+                    raise DataError(
+                        f"The texts of the Arrow stream have {text_bytes} bytes or more once each row has its own; "
+                        f"the server takes {limits.max_body_bytes} (--max-body-bytes). Send several requests.",
+                        row=rows - batch.num_rows,
+                    )
                 batches.append(batch)
             return pa.Table.from_batches(batches, reader.schema)
     except (
@@ -111,17 +129,50 @@ def _stream(batch: Any) -> bytes:
 
 def _check_type(name: str, kind: Any) -> None:
     inner = kind.value_type if _is_list(kind) else kind
+    inner = inner.value_type if pa.types.is_dictionary(inner) else inner
     tests = (
-        pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_string, pa.types.is_large_string,
-        pa.types.is_binary, pa.types.is_large_binary, pa.types.is_timestamp, pa.types.is_date,
+        pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean, pa.types.is_null,
+        pa.types.is_timestamp, pa.types.is_date, _is_text, _is_view,
     )  # fmt: skip
     if not any(test(inner) for test in tests):
-        hint = "decode it: column.dictionary_decode()" if pa.types.is_dictionary(inner) else "cast it"
         raise DataError(
             f"Column {name!r} of the Arrow stream is {str(kind)[:100]}; it takes numbers, booleans, texts, times, "
-            f"and lists of these: {hint}.",
+            "and dictionaries or lists of these: cast it.",
             column=name,
         )
+
+
+def _is_text(kind: Any) -> bool:
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(test(kind) for test in tests)
+
+
+def _is_view(kind: Any) -> bool:
+    return str(kind) in ("string_view", "binary_view")
+
+
+def _shared_bytes(array: Any) -> int:
+    """Returns the bytes that the texts of an array would have if no two of its values shared memory."""
+    array = _flat(array)
+    if pa.types.is_dictionary(array.type):
+        places = array.indices.drop_null().to_numpy(zero_copy_only=False)
+        lengths = _text_lengths(array.dictionary)
+        return 0 if lengths is None or not len(places) else int(lengths[places].sum())
+    lengths = _text_lengths(array) if _is_view(array.type) else None
+    return 0 if lengths is None else int(lengths.sum())
+
+
+def _text_lengths(array: Any) -> NDArray[np.int64] | None:
+    """Returns the bytes of each text, 0 for a null; None if the values are no texts."""
+    if _is_view(array.type) and len(array):
+        validity, views = array.buffers()[:2]  # The first four bytes of a view of 16 are its length.
+        lengths = np.frombuffer(views, np.int32)[4 * array.offset : 4 * (array.offset + len(array)) : 4]
+        present = np.ones(len(array), np.bool_) if validity is None else array.is_valid().to_numpy(zero_copy_only=False)
+        return np.where(present, lengths, 0).astype(np.int64)
+    if not _is_text(array.type):
+        return None
+    lengths = pc.fill_null(pc.binary_length(array), 0).to_numpy(zero_copy_only=False)
+    return lengths.astype(np.int64)  # type: ignore[no-any-return]
 
 
 def _check_plain(body: bytes) -> None:
@@ -130,14 +181,19 @@ def _check_plain(body: bytes) -> None:
         header = memoryview(message.metadata)
         (table,) = struct.unpack_from("<I", header, 0)
         kind = _field(header, table, 1)
-        if kind is None or header[kind] != _RECORD_BATCH:
+        if kind is None or header[kind] not in (_DICTIONARY, _RECORD_BATCH):
             continue
         at = _field(header, table, 2)
-        if at is None:
-            continue
-        (step,) = struct.unpack_from("<I", header, at)
-        if _field(header, at + step, _COMPRESSION) is not None:
+        if at is not None and header[kind] == _DICTIONARY:  # Its record batch is a table within.
+            at = _field(header, _follow(header, at), 1)
+        if at is not None and _field(header, _follow(header, at), _COMPRESSION) is not None:
             raise DataError("The Arrow stream is compressed, which the server refuses; write it without compression.")
+
+
+def _follow(header: memoryview, at: int) -> int:
+    """Returns the position of the table that the field at a position refers to."""
+    (step,) = struct.unpack_from("<I", header, at)
+    return at + int(step)
 
 
 def _field(header: memoryview, table: int, number: int) -> int | None:

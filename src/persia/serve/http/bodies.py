@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.batching.columns import add_computed, id_column
+from persia.batching.input_rules import apply_rules, split_count
 from persia.errors import DataError
-from persia.schema import Schema
+from persia.schema import NO_RULES, InputRules, Schema
+from persia.serve.http.arrow_bodies import read_table, value_counts
 from persia.serve.http.wire import (
     ARROW,
     JSON,
@@ -21,6 +23,7 @@ from persia.serve.http.wire import (
     JsonEmbeddingsRequest,
     JsonRecords,
     JsonSamples,
+    MalformedBodyError,
     RankRequest,
     RetrieveRequest,
     Samples,
@@ -32,13 +35,9 @@ if TYPE_CHECKING:
     from persia.serve.http.limits import ServeLimits
     from persia.serve.http.service import FeatureNames
 
-__all__ = ["Bodies", "IdsOfTable", "MalformedBodyError", "UsersAndCount"]
+__all__ = ["Bodies", "IdsOfTable", "UsersAndCount"]
 
 T = TypeVar("T")
-
-
-class MalformedBodyError(DataError):
-    """A body is not what its Content-Type says."""
 
 
 class IdsOfTable(NamedTuple):
@@ -71,11 +70,13 @@ class Bodies:
     Args:
         schema: of the model.
         limits: of rows and values.
+        rules: of the reader of the training data, for missing values and lists.
     """
 
-    def __init__(self, schema: Schema, limits: ServeLimits) -> None:
+    def __init__(self, schema: Schema, limits: ServeLimits, rules: InputRules = NO_RULES) -> None:
         self._schema = schema
         self._limits = limits
+        self._rules = rules
         self._ids = {f.name: f for f in schema.id_features if not f.computed}
         times = {f.age_since for f in schema.id_features if f.age_since is not None}
         self._names = frozenset({*self._ids, *times, *schema.dense_features})
@@ -93,9 +94,7 @@ class Bodies:
             DataError: the samples do not fit the schema or the limits; names the feature, the row and the remedy.
         """
         if kind == ARROW:
-            from persia.serve.http.arrow_bodies import read_table
-
-            table = read_table(body, self._limits.max_rows)
+            table = read_table(body, self._limits)
             columns = {name: table.column(name) for name in table.column_names}
             self._check_table(table)
         else:
@@ -256,8 +255,6 @@ class Bodies:
         return column
 
     def _check_table(self, table: Any) -> None:
-        from persia.serve.http.arrow_bodies import value_counts
-
         for name, count in value_counts(table).items():
             self._check_count(name, count)
 
@@ -297,7 +294,10 @@ class Bodies:
         if not columns:
             raise DataError(f"There are no columns in {part}; give the features of the model.")
         wanted = {name: column for name, column in columns.items() if name not in self._ignored}
-        return Batch.from_columns(schema, wanted, require_labels=False)
+        for name, separator in self._rules.lists.items():
+            if name in wanted:
+                self._check_count(name, split_count(wanted[name], separator))
+        return Batch.from_columns(schema, apply_rules(self._rules, wanted), require_labels=False)
 
 
 def _starts_array(kind: str, body: bytes) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from persia import __version__
+from persia.schema import NO_RULES
 from persia.serve.http.wire import ARROW, JSON, MSGPACK
 from persia.serve.schema_parts import columns_of
 
 if TYPE_CHECKING:
-    from persia.schema import IdFeature, Schema
+    from persia.schema import IdFeature, InputRules, Schema
     from persia.serve.http.limits import ServeLimits
     from persia.serve.http.service import FeatureNames
 
@@ -28,7 +29,13 @@ _ERRORS = {
 }
 
 
-def openapi(schema: Schema, limits: ServeLimits, secured: bool, users: FeatureNames | None = None) -> dict[str, Any]:
+def openapi(
+    schema: Schema,
+    limits: ServeLimits,
+    secured: bool,
+    users: FeatureNames | None = None,
+    rules: InputRules = NO_RULES,
+) -> dict[str, Any]:
     """Returns the document.
 
     Args:
@@ -36,16 +43,17 @@ def openapi(schema: Schema, limits: ServeLimits, secured: bool, users: FeatureNa
         limits: of requests.
         secured: whether keys are needed.
         users: features of users, for a server that retrieves items; None for one without.
+        rules: for missing values and lists.
     """
     read = [f for f in schema.id_features if not f.computed]
     times = dict.fromkeys(f.age_since for f in read if f.age_since is not None)
-    ids = {**{f.name: _ids(f, limits) for f in read}, **{name: _column(_WHOLE, limits) for name in times}}
-    dense = {name: _column(_NUMBER, limits) for name in schema.dense_features}
+    ids = {**{f.name: _ids(f, limits, rules) for f in read}, **{name: _column(_WHOLE, limits) for name in times}}
+    dense = {name: _column(_number(name, rules), limits) for name in schema.dense_features}
     samples = _samples(ids, dense, list(ids), list(dense))
     part = {**_samples(ids, dense, [], []), "description": "A part of the features; the other part has the others."}
     record = _object({**{n: c["items"] for n, c in ids.items()}, **{n: c["items"] for n, c in dense.items()}}, [])
     records = {"type": "array", "items": record, "minItems": 1, "maxItems": limits.max_rows}
-    numbers = {"type": "array", "items": {"type": ["number", "null"]}}
+    numbers = {"type": "array", "items": {"type": "number"}}
     made_with = {"step": {"type": "integer"}, "epoch": {"type": "integer"}}
     of_labels = _object(dict.fromkeys(schema.labels, numbers), list(schema.labels))
     probabilities, scores = (
@@ -135,14 +143,23 @@ def _retrieve(
     return _post("retrieve", "Find the nearest items of users", body, answer, secured)
 
 
-_ID: dict[str, Any] = {"type": ["number", "string"]}
+_ID: dict[str, Any] = {"type": ["number", "string", "boolean"]}
+_TEXT: dict[str, Any] = {"type": ["number", "string"]}
 _WHOLE: dict[str, Any] = {
-    "anyOf": [{"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, {"type": "string", "pattern": "^[0-9]{1,19}$"}]
+    "anyOf": [
+        {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+        {"type": "string", "pattern": "^[0-9]{1,19}$"},
+        {"type": "boolean"},
+    ]
 }
 _NUMBER: dict[str, Any] = {
-    "anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^-?[0-9]{1,19}(\.[0-9]{1,19})?$"}]
+    "anyOf": [
+        {"type": "number"},
+        {"type": "string", "pattern": r"^-?[0-9]{1,19}(\.[0-9]{1,19})?$"},
+        {"type": "boolean"},
+    ]
 }
-"""Numbers may be texts, as in training."""
+"""Numbers may be texts, and booleans are 1 and 0, as in training."""
 _ERROR: dict[str, Any] = {
     "type": "object",
     "properties": {"error": {"type": "string"}, "message": {"type": "string"}, "fields": {"type": "object"}},
@@ -164,10 +181,21 @@ def _column(items: dict[str, Any], limits: ServeLimits) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": 1, "maxItems": limits.max_rows}
 
 
-def _ids(feature: IdFeature, limits: ServeLimits) -> dict[str, Any]:
-    one = _WHOLE if feature.kind == "number" or feature.age_since else _ID
+def _ids(feature: IdFeature, limits: ServeLimits, rules: InputRules) -> dict[str, Any]:
+    one = _WHOLE if feature.kind == "number" or feature.age_since else _TEXT if feature.kind == "text" else _ID
     several = {"type": "array", "items": one}
-    return _column({"anyOf": [one, {"type": "null"}, several]}, limits)
+    others: list[dict[str, Any]] = [{"enum": list(rules.null_values)}] if rules.null_values else []
+    if feature.name in rules.lists:
+        others.append({"type": "string", "description": f"Several, separated by {rules.lists[feature.name]!r}."})
+    return _column({"anyOf": [one, {"type": "null"}, several, *others]}, limits)
+
+
+def _number(name: str, rules: InputRules) -> dict[str, Any]:
+    """Returns the schema of a value of a dense feature, which may be missing if it is filled in."""
+    if name not in rules.fill:
+        return _NUMBER
+    filled = {"enum": [None, "", *rules.null_values], "description": f"Missing: {rules.fill[name]:g} in its place."}
+    return {"anyOf": [*_NUMBER["anyOf"], filled]}
 
 
 def _samples(ids: dict[str, Any], dense: dict[str, Any], features: list[str], numbers: list[str]) -> dict[str, Any]:

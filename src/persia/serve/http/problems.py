@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from persia.errors import ClosedError, DataError, DeadlineError, OverloadedError, PersiaError, PublishError, StoreError
-from persia.serve.http.bodies import MalformedBodyError
+from persia.serve.http.wire import MalformedBodyError
 
 __all__ = ["RefusedError", "problem_response", "response_of"]
 

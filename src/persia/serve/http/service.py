@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from persia.batching.batch import Batch
-    from persia.schema import Schema
+    from persia.schema import InputRules, Schema
     from persia.serve.table_embeddings import TableEmbeddings
 
 __all__ = ["FeatureNames", "Found", "IndexState", "PredictionService", "RetrievalService", "Scored", "ServedState"]
@@ -87,6 +87,10 @@ class PredictionService(Protocol):
     @property
     def schema(self) -> Schema:
         """The input of the network, once started. Another object, of the same features, in a new epoch."""
+
+    @property
+    def input_rules(self) -> InputRules:
+        """Rules for missing values and lists of the columns that batches are made from, once started."""
 
     def start(self, timeout: float) -> Any:
         """Begins to follow the log, and blocks until there is something to serve.

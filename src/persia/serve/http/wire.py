@@ -21,6 +21,7 @@ __all__ = [
     "JsonEmbeddingsRequest",
     "JsonRecords",
     "JsonSamples",
+    "MalformedBodyError",
     "RankRequest",
     "RetrieveRequest",
     "Samples",
@@ -32,6 +33,11 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 MSGPACK_NAMES = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
 ARROW = "application/vnd.apache.arrow.stream"
+
+
+class MalformedBodyError(DataError):
+    """A body is not what its Content-Type says."""
+
 
 Dtype: TypeAlias = Literal[
     "uint64", "int64", "uint32", "int32", "uint16", "int16", "uint8", "int8", "float64", "float32", "bool"
@@ -54,7 +60,7 @@ class Array(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     offsets: bytes | None = None
 
 
-Scalar: TypeAlias = int | float | str | None
+Scalar: TypeAlias = bool | int | float | str | None
 Value: TypeAlias = Scalar | list[Scalar]
 JsonColumn: TypeAlias = list[Value]
 Column: TypeAlias = Array | list[Value]
