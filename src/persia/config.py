@@ -13,7 +13,7 @@ import msgspec
 from persia.errors import ConfigError
 from persia.types.decoding import decode_hook
 
-__all__ = ["call", "convert", "dump", "load"]
+__all__ = ["call", "convert", "dump", "load", "override"]
 
 T = TypeVar("T")
 
@@ -34,8 +34,8 @@ def load(path: str, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.", path=path) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.", path=path) from error
-    for override in overrides:
-        _override(tree, override)
+    for assignment in overrides:
+        override(tree, assignment)
     return tree
 
 
@@ -97,7 +97,16 @@ def call(make: Callable[..., T], options: Mapping[str, Any], where: str, *positi
         raise ConfigError(f"{where}: {error}.", field=where) from error
 
 
-def _override(tree: dict[str, Any], text: str) -> None:
+def override(tree: dict[str, Any], text: str) -> None:
+    """Sets a field of plain data.
+
+    Args:
+        tree: changed in place.
+        text: `a.b=value`; a value that is not valid TOML is taken as text.
+
+    Raises:
+        ConfigError: the text has another form, or the path leads through a value.
+    """
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):

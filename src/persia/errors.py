@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from persia.printable import printable
+
 __all__ = [
     "CheckpointError",
     "ClosedError",
@@ -38,13 +40,14 @@ class PersiaError(Exception):
     """Base class of all errors that persia raises.
 
     Args:
-        message: what is wrong, where, and what to do about it.
+        message: what is wrong, where, and what to do about it. Control characters in it become escapes, as names of
+            columns and files are part of messages.
         **fields: facts of the message by name (`feature`, `step`, `path`, ...).
     """
 
     def __init__(self, message: str, **fields: Any) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = printable(message)
+        super().__init__(self.message)
         self.fields = fields
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -120,7 +120,7 @@ def test_the_report_of_an_asynchronous_run_is_json_and_a_table(tmp_path, capsys)
     assert report["rows"] + report["dropped_rows"] <= record["rows"]
     assert report["staleness_max"] >= report["staleness_mean"] >= 0
     assert [v["switch"] for v in record["mode_choices"]].count(True) >= 1
-    ui.print_fit(result, None)
+    ui.print_fit(result, "out")
     assert "dropped batches" in capsys.readouterr().out
 
 

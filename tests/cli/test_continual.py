@@ -93,7 +93,7 @@ def test_each_day_is_trained_once_and_tested_before(tmp_path, trained):
         assert record.log_loss == pytest.approx(tested.log_loss)
     assert run.days() == [0, 1, 2]
     torch.testing.assert_close(run.parameters(), by_hand.parameters())
-    assert table(run.recipe.records).row_count == 3
+    assert len(table(run.recipe.records).rows) == 3
 
 
 def test_the_last_day_there_is_has_no_test(tmp_path):

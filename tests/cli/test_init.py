@@ -412,7 +412,7 @@ def test_both_ways_train_as_they_are(folder, forks):
     status, output = persia("train", "clicks_model/config.toml", "--set", "trainer.progress=false")
     assert status == 0, output
     assert "evaluation" in output
-    checkpoint = "clicks_model/runs/config"
+    checkpoint = "clicks_model/runs/config/latest"
     status, output = persia("evaluate", "clicks_model/config.toml", "--checkpoint", checkpoint)
     assert status == 0, output
     # As the line says that `persia init` prints; a file that comes later has no label yet.

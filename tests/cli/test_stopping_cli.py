@@ -136,7 +136,7 @@ def test_days_go_on_with_the_same_command(tmp_path, forks):
     assert saved(out)[-1] == 600
 
 
-def test_a_command_without_a_directory_says_that_nothing_is_saved(tmp_path, forks):
+def test_a_command_without_a_directory_saves_in_a_folder_of_its_own(tmp_path, forks):
     config = config_of(tmp_path, ENDLESS).replace("run.toml", "bare.toml")
     (tmp_path / "bare.toml").write_text((tmp_path / "run.toml").read_text().replace("checkpoint_every_steps = 5", ""))
     logs = tmp_path / "logs"
@@ -145,8 +145,11 @@ def test_a_command_without_a_directory_says_that_nothing_is_saved(tmp_path, fork
         running.until(lambda: logs.exists() and any(logs.iterdir()), "it trains")
         running.signal(signal.SIGTERM)
         assert running.end() == 143
-    assert "Nothing was saved: give a directory for checkpoints" in running.text
     assert "Traceback" not in running.text
+    line = resume_line(running.text, "persia train")
+    folder = (tmp_path / "runs" / "bare" / "latest").resolve()
+    assert shlex.split(line)[3:5] == ["--resume", str(folder)]
+    assert f"Step {saved(folder)[-1]} is saved in {folder}." in running.text
 
 
 def program(forks, tmp_path, directory="out", mode="persia.modes.Sync()", blocks=False):

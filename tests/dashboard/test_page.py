@@ -122,7 +122,8 @@ def test_the_command_prints_the_address(tmp_path, monkeypatch):
         return fit(self, *args, **kwargs)
 
     urls: list[str] = []
-    monkeypatch.setattr("typer.echo", lambda text, **_: urls.extend(w for w in text.split() if w.startswith("http")))
+    said = "persia.cli.train.say"
+    monkeypatch.setattr(said, lambda text, **_: urls.extend(w for w in text.split() if w.startswith("http")))
     monkeypatch.setattr(persia.Trainer, "fit", watched)
     done = CliRunner().invoke(app, ["train", str(config), "--ui", "--set", "trainer.progress=false"])
     assert done.exit_code == 0, done.exception

@@ -15,6 +15,8 @@ import termios
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
@@ -22,9 +24,10 @@ pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray
 
 import persia
 from persia.cli.app import app
-from persia.dashboard.top import COLUMNS, Top, frame
+from persia.dashboard.top import COLUMNS, Top, details, frame
 from persia.dashboard.view import ClusterView, ProcessView, Watch
 from persia.membership.observing import Answer
+from persia.telemetry.metrics import Health, Histogram, Metric
 from persia.types import Member
 from support.observed_cluster import Trained, observed_cluster
 
@@ -148,6 +151,63 @@ def test_the_marked_process_is_on_the_screen():
         assert any(line.startswith(f"{process.name} ") for line in lines)
     assert lines[-1].startswith("data loader 0: dead: xxx")
     assert lines[-1].endswith("…")
+
+
+def metrics_of(role: str, labels: list[dict[str, str]]) -> Answer:
+    """A process with several metrics of one name and value, as tables without a row have."""
+    times = Histogram()
+    times.add(0.001)
+    found = [Metric("ps_disk_unreadable", 0.0, each) for each in labels]
+    return Answer(
+        Member(role, 0, 1, "tcp://127.0.0.1:1"),
+        Health(role, 0, 1, 7, "host", 60.0, "", found, [times.latency("rpc_seconds", each) for each in labels]),
+    )
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["table", "method", "rank"]), st.sampled_from("abc")), max_size=5))
+def test_metrics_of_one_name_and_value_are_ordered_by_their_labels(labels):
+    lines = shown(details(metrics_of("embedding_ps", labels)), 120)
+    found = [line.split("│")[2].strip() for line in lines if "ps_disk_unreadable" in line]
+    assert found == sorted(" ".join(f"{name}={value}" for name, value in each.items()) for each in labels)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_enter_opens_each_process(rank):
+    tables = [{"table": "user"}, {"table": "item"}]
+    answers = [metrics_of(role, tables) for role in ("embedding_ps", "nn_worker", "embedded")]
+    watch = Watch(lambda: answers, 3600.0)
+    console = Console(width=80, height=30, file=io.StringIO(), force_terminal=True, color_system=None)
+    try:
+        watch.next(0, 30.0)
+        top = Top(watch, console)
+        for action in ["down"] * rank + ["open"]:
+            top._act(action)
+        text = "\n".join(shown(top._render(), 80))
+    finally:
+        watch.close()
+    assert f"{answers[rank].member.role} 0 at host 7" in text
+    assert text.count("ps_disk_unreadable") == 2
+
+
+@pytest.mark.parametrize("width", [40, 60, 79, 80, 100])
+def test_no_figure_of_a_process_is_cut(width):
+    answer = metrics_of("embedding_ps", [{"table": "a-table-of-a-rather-long-name", "method": "lookup"}])
+    health = answer.health._replace(figures=[Metric("ps_bytes_of_some_kind", 123456789012.0, {"table": "item" * 9})])
+    lines = shown(details(answer._replace(health=health)), width)
+    assert max(map(len, lines)) <= width
+    for figure in ("1.23457e+11", "0.001 s"):
+        assert figure in "\n".join(lines)
+
+
+@pytest.mark.parametrize("width", range(30, 161, 5))
+def test_a_frame_of_any_width_has_whole_figures(width):
+    wide, lines = shown(frame(many(2), 0, 1000, 23), 1000), shown(frame(many(2), 0, width, 23), width)
+    assert max(map(len, lines)) <= width
+    parts = wide[0].split("  ")
+    assert all(part in parts for part in lines[0].split("  "))
+    for line, whole in zip(lines[3:7], wide[3:7], strict=True):
+        assert "…" not in line
+        assert set(line.split()) <= set(whole.split())
 
 
 def test_a_pipe_gets_whole_lines():

@@ -375,6 +375,7 @@ def test_the_checkpoint_at_the_end_waits_for_room(tmp_path, monkeypatch, caplog)
     schema = schema_of()
     monkeypatch.setattr(saving, "RETRY_SECONDS", 0.01)
     t = trainer(schema, checkpoint_dir=str(tmp_path))
+    t.fit(reader(), max_steps=1)  # A disk that is full from the start is found before the first step.
     with monkeypatch.context() as patch:
         disk = FullDisk(patch, 0)
 
@@ -387,7 +388,7 @@ def test_the_checkpoint_at_the_end_waits_for_room(tmp_path, monkeypatch, caplog)
 
         room = threading.Thread(target=make_room)
         room.start()
-        t.fit(reader(), max_steps=4)
+        t.fit(reader(), max_steps=3)
         room.join()
     assert persia.checkpoint.CheckpointReader(str(tmp_path)).manifest.global_step == 4
     assert caplog.text.count("The last checkpoint has failed; retrying") == 1

@@ -107,11 +107,12 @@ def test_a_place_that_cannot_be_written_does_not_end_training(tmp_path, monkeypa
     def failing(self, *args):
         raise CheckpointError("cannot write") from OSError("no space")
 
-    monkeypatch.setattr(Storage, "write", failing)
     run = trainer(tmp_path / "log")
+    run.fit(reader(), max_steps=1)  # A place that cannot be written from the start is found before the first step.
+    monkeypatch.setattr(Storage, "write", failing)
     with caplog.at_level(logging.WARNING, "persia.publish"):
         result = run.fit(reader(), max_steps=20)
-    assert result.steps == 20
+    assert result.steps == 19
     lines = [record.getMessage() for record in caplog.records]
     assert sum("Cannot publish the network" in line for line in lines) == 1
     found = {figure.name: figure.value for figure in run.monitor.observe().figures}

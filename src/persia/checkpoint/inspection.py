@@ -107,32 +107,31 @@ def inspect(url: str | os.PathLike[str], step: int | None = None) -> Inspection:
 
 
 def format_inspection(inspection: Inspection) -> Group:
-    """Renders a summary for a `rich` console; its text contains no markup."""
+    """Renders a summary for a `rich` console."""
     from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
+
+    from persia.telemetry.terminal import Grid, plain
 
     step = f"step {inspection.global_step}"
     if inspection.span[0] != inspection.span[1]:
         step += f" (rows of steps {inspection.span[0]} to {inspection.span[1]})"
     if inspection.adds_to:
         step += f", adds to steps {', '.join(map(str, inspection.adds_to))}"
-    about = Text(
+    about = plain(
         f"{inspection.path}\n{step}, created {inspection.created:%Y-%m-%d %H:%M:%S %Z} by persia {inspection.persia}\n"
         f"{inspection.parts} parts, {_bytes(inspection.bytes)}"
     )
-    tables = Table("table", "dim", "dtype", "optimizer", title="Embedding tables", title_justify="left")
-    for heading in ("rows", "shards", "parts", "size"):
-        tables.add_column(heading, justify="right")
+    text, sizes = ("table", "dtype", "optimizer"), ("rows", "shards", "parts", "size")
+    tables = Grid("table", "dim", "dtype", "optimizer", *sizes, text=text, title="Embedding tables")
     for t in inspection.tables:
         cells = (t.name, str(t.dim), t.dtype, t.optimizer, f"{t.rows:,}", str(t.shards), str(t.parts), _bytes(t.bytes))
-        tables.add_row(*map(Text, cells))
-    dense = Table("part", "tensor", "dtype", "shape", title="Dense tensors and states", title_justify="left")
-    dense.add_column("size", justify="right")
+        tables.add_row(*cells)
+    text = ("part", "tensor", "dtype")
+    dense = Grid("part", "tensor", "dtype", "shape", "size", text=text, title="Dense tensors and states")
     for d in inspection.tensors:
-        dense.add_row(*map(Text, (d.part, d.name, d.dtype, "x".join(map(str, d.shape)) or "-", _bytes(d.bytes))))
+        dense.add_row(d.part, d.name, d.dtype, "x".join(map(str, d.shape)) or "-", _bytes(d.bytes))
     for name, size in inspection.states:
-        dense.add_row(*map(Text, (name, "", "", "", _bytes(size))))
+        dense.add_row(name, "", "", "", _bytes(size))
     return Group(about, tables, dense)
 
 

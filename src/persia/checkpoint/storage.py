@@ -10,6 +10,7 @@ import errno
 import importlib
 import os
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -177,6 +178,12 @@ class Storage:
         for directory in sorted(self._changed, reverse=True):
             _sync(directory)
         self._changed.clear()
+
+    def probe(self) -> None:
+        """Creates the directory if there is none, and writes and removes a file, to see whether that is possible."""
+        name = f".probe-{secrets.token_hex(8)}"
+        self.put(name, b"A file of a moment: persia tries whether it can write here.\n")
+        self.remove(name)
 
     def remove(self, path: str) -> None:
         """Deletes a file, or a directory and its contents. No-op if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Annotated, Any
 
@@ -27,6 +28,8 @@ from persia.cli.train import train
 from persia.cli.train_days import continual
 from persia.errors import PersiaError
 from persia.openmp import limit_spinning
+from persia.printable import say
+from persia.telemetry.logs import LogFormatter
 
 __all__ = ["app", "main"]
 
@@ -61,7 +64,7 @@ app.add_typer(bench_app, name="bench")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"persia {__version__}")
+        say(f"persia {__version__}")
         raise typer.Exit
 
 
@@ -77,8 +80,10 @@ def root(
 def main() -> Any:
     """Runs the command line. Prints a PersiaError or OSError as one line, without a traceback."""
     limit_spinning()  # This process is ours; commands load torch.
+    if logging.lastResort is not None:  # Writes the warnings of commands without a log of their own.
+        logging.lastResort.setFormatter(LogFormatter())
     try:
         return app()
     except (PersiaError, OSError) as error:
-        print(f"persia: {error}", file=sys.stderr)
+        say(f"persia: {error}", error=True)
         return sys.exit(1)

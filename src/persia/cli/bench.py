@@ -9,6 +9,7 @@ import typer
 from persia.cli.configured_run import Config, Set, read_config
 from persia.cli.plan import rates
 from persia.errors import ConfigError
+from persia.printable import say
 
 __all__ = ["bench_app"]
 
@@ -38,8 +39,9 @@ def modes(
     from persia.cli import ui as out
     from persia.testing import emulation
 
+    out.check_writable(json)
     found = emulation.compare(emulation.Emulation.parse(workers, slow, compute, trace), steps)
-    typer.echo(emulation.table(found))
+    say(emulation.table(found))
     if json is not None:
         out.write_json(json, [emulation.record(line) for line in found])
 
@@ -61,4 +63,4 @@ def rehearse(
     if not isinstance(mode, Auto):
         raise ConfigError(f"Invalid mode {mode} in {config}; rehearse needs mode.kind = 'auto'.", field="mode")
     for choice in decisions(mode, load_evidence(evidence).steps):
-        typer.echo(str(choice))
+        say(str(choice))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from persia.errors import ConfigError
+from persia.printable import say
 from persia.types.values import DTYPES, Dtype
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def verify(directory: Directory, step: Step = None) -> None:
     reader = CheckpointReader(directory, step)
     with _bar("verifying", sum(part.bytes for _, part in reader.all_parts())) as progress:
         checked = reader.verify(progress)
-    typer.echo(f"{reader.path} is intact: {len(reader.all_parts()):,} parts, {checked:,} bytes")
+    say(f"{reader.path} is intact: {len(reader.all_parts()):,} parts, {checked:,} bytes")
 
 
 @checkpoint_app.command()
@@ -80,7 +81,7 @@ def reshard(
     options = ReshardOptions(ps, tuple(table) if table else None, kind, not rows_only)
     with _bar("resharding", _rows(CheckpointReader(directory, step), table)) as progress:
         path = reshard_checkpoint(directory, target, options, step=step, progress=progress)
-    typer.echo(path)
+    say(path)
 
 
 @checkpoint_app.command()
@@ -91,7 +92,7 @@ def compact(directory: Directory, step: Step = None) -> None:
 
     with _bar("compacting", _rows(CheckpointReader(directory, step), None)) as progress:
         path = compact_checkpoint(directory, step, progress=progress)
-    typer.echo(path)
+    say(path)
 
 
 @checkpoint_app.command()
@@ -107,22 +108,19 @@ def diff(
 
     To compare two steps of one run: `persia checkpoint diff DIR DIR --step 1000 --second-step 2000`.
     """
-    from rich.table import Table
-    from rich.text import Text
-
     from persia.checkpoint import CheckpointReader
     from persia.checkpoint import diff as diff_checkpoints
     from persia.cli import ui as out
+    from persia.telemetry.terminal import Grid
 
     total = _rows(CheckpointReader(first, step), None) + _rows(CheckpointReader(second, second_step), None)
     with _bar("comparing", total) as progress:
         found = diff_checkpoints(first, second, steps=(step, second_step), progress=progress)
-    table = Table("table", title="Embeddings", title_justify="left")
-    for heading in ("only first", "only second", "same", "changed", "largest", "mean distance"):
-        table.add_column(heading, justify="right")
+    columns = ("only first", "only second", "same", "changed", "largest", "mean distance")
+    table = Grid("table", *columns, text=["table"], title="Embeddings")
     for t in found:
         counts = (f"{count:,}" for count in (t.only_first, t.only_second, t.same, t.changed))
-        table.add_row(Text(t.name), *counts, f"{t.largest:.3g}", f"{t.mean:.3g}")
+        table.add_row(t.name, *counts, f"{t.largest:.3g}", f"{t.mean:.3g}")
     out.CONSOLE.print(table)
 
 
@@ -156,7 +154,7 @@ def export(
             progress=progress,
         )
     for file in files:
-        typer.echo(file)
+        say(file)
 
 
 @checkpoint_app.command()
@@ -184,7 +182,7 @@ def publish(
         epoch = publish_checkpoint(
             directory, output, step=step, dtype=cast("PublishDtype", dtype), model=description, progress=progress
         )
-    typer.echo(f"published to {output} as epoch {epoch}")
+    say(f"published to {output} as epoch {epoch}")
 
 
 def _rows(reader: CheckpointReader, tables: list[str] | None) -> int:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json as jsonlib
-import os
 import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-from persia.errors import CheckpointError
 
 if TYPE_CHECKING:
     from persia.cli.run_config import RunConfig
     from persia.trainer import Trainer
 
-__all__ = ["Checkpoint", "Config", "Set", "check_unused", "closing_cluster", "command_line", "read_config"]
+__all__ = ["Checkpoint", "Config", "Set", "closing_cluster", "command_line", "load_config", "read_config"]
 
 Config = Annotated[str, typer.Argument(help="TOML file; see examples/*.toml.", metavar="CONFIG")]
 Set = Annotated[
@@ -31,8 +28,8 @@ Checkpoint = Annotated[
 ]
 
 
-def read_config(config: str, overrides: list[str] | None, output: str | None = None) -> RunConfig:
-    """Reads a configuration, after importing the modules that it names.
+def load_config(config: str, overrides: list[str] | None, output: str | None = None) -> dict[str, Any]:
+    """Reads a configuration into plain data. Paths in the file are relative to it, others to the working directory.
 
     Args:
         config: path of the file.
@@ -40,16 +37,31 @@ def read_config(config: str, overrides: list[str] | None, output: str | None = N
         output: directory for checkpoints, instead of that of the file.
 
     Raises:
+        ConfigError: the file cannot be read, or an override has no path.
+    """
+    from persia.cli.config_paths import directory_of, resolve_paths
+    from persia.config import load, override
+
+    tree = load(config, [])
+    resolve_paths(tree, directory_of(config))
+    for assignment in overrides or []:
+        override(tree, assignment)
+    if output is not None:
+        override(tree, f"trainer.checkpoint_dir={jsonlib.dumps(output)}")
+    return tree
+
+
+def read_config(config: str, overrides: list[str] | None, output: str | None = None) -> RunConfig:
+    """Reads a configuration, after importing the modules that it names; see `load_config`.
+
+    Raises:
         ConfigError: a field is invalid, or a module cannot be imported; the message names it.
     """
     from persia.cli.imports import Imports, add_folder, import_modules
     from persia.cli.run_config import RunConfig
-    from persia.config import convert, load
+    from persia.config import convert
 
-    changes = list(overrides or [])
-    if output is not None:
-        changes.append(f"trainer.checkpoint_dir={jsonlib.dumps(output)}")
-    tree = load(config, changes)
+    tree = load_config(config, overrides, output)
     add_folder(config)
     import_modules(convert(tree, Imports, config).imports)
     return convert(tree, RunConfig, config)
@@ -83,22 +95,3 @@ def command_line(words: list[str], overrides: list[str], json: str | None) -> st
     """Formats a command of `persia` for the shell, with its options --set and --json."""
     options = [word for override in overrides for word in ("--set", override)]
     return shlex.join(["persia", *words, *options, *(["--json", json] if json is not None else [])])
-
-
-def check_unused(output: str | None, resume: str | None) -> None:
-    """Rejects a directory with checkpoints of a run other than the resumed one, as the two would mix.
-
-    Raises:
-        CheckpointError: the directory holds another run.
-    """
-    from persia.checkpoint import list_checkpoints
-
-    # `realpath` treats a URL as a relative path, so equal URLs stay equal.
-    if output is None or (resume is not None and os.path.realpath(resume) == os.path.realpath(output)):
-        return
-    if found := list_checkpoints(output):
-        raise CheckpointError(
-            f"{output} holds another run, trained to step {found[-1].step}. Continue that run with --resume {output}, "
-            "or give another directory as --output (or trainer.checkpoint_dir).",
-            path=output,
-        )

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from rich.table import Table
-from rich.text import Text
 
 from persia.checkpoint import list_checkpoints
 from persia.checkpoint.storage import Storage
@@ -18,6 +16,7 @@ from persia.coordinator import TokenReport
 from persia.data import Span, days
 from persia.errors import CheckpointError, ConfigError
 from persia.modes import Auto, Mode, combined_as, recorded_mode
+from persia.telemetry.terminal import Grid
 from persia.trainer import Trainer
 from persia.trainer.progress import FitResult
 from persia.types.decoding import decode_hook
@@ -250,16 +249,14 @@ class Recipe:
         self._storage.put(FILE, msgspec.json.format(msgspec.json.encode(records), indent=2) + b"\n")
 
 
-def table(records: list[DayRecord]) -> Table:
+def table(records: list[DayRecord]) -> Grid:
     """Formats one row per day."""
-    found = Table(title="continual training")
     columns = ("day", "mode", "rows", "rows/s", "progressive AUC", "tested on", "AUC", "log-loss", "calibration")
-    for column in (*columns, "dropped", "staleness", "lost tokens"):
-        found.add_column(column, justify="left" if column == "mode" else "right")
+    found = Grid(*columns, "dropped", "staleness", "lost tokens", text=["mode"], title="continual training")
     for r in records:
         found.add_row(
             str(r.day),
-            Text(type(r.mode).__name__),
+            type(r.mode).__name__,
             f"{r.rows:,}",
             _text(r.rows_per_second, ",.0f"),
             _text(r.progressive_auc, ".4f"),

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from persia.errors import ConfigError
+from persia.printable import say
 
 __all__ = ["control_app"]
 
@@ -63,4 +64,4 @@ def switch(
         tokens.request(mode)
     finally:
         rpc.close(tokens)
-    typer.echo(f"The run at {address} switches to {mode} at its next step boundary.")
+    say(f"The run at {address} switches to {mode} at its next step boundary.")

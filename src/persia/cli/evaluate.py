@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from persia.cli.configured_run import Checkpoint, Config, Set, closing_cluster, read_config
+from persia.printable import say
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
@@ -38,6 +39,7 @@ def evaluate(
     """
     from persia.cli import ui as out
 
+    out.check_writable(json)
     trainer, reader = _restored(config, overrides, checkpoint, data, labels=True)
     with closing_cluster(trainer):
         result = trainer.evaluate(reader, group_by=group_by, at=at or (10,))
@@ -63,10 +65,11 @@ def predict(
     """
     from persia.cli import ui as out
 
+    out.check_writable(output)
     trainer, reader = _restored(config, overrides, checkpoint, data, labels=False)
     with closing_cluster(trainer):
         rows = out.write_predictions(output, list(trainer.schema.labels), trainer.predict(reader))
-    typer.echo(f"Wrote {rows:,} predictions to {output}")
+    say(f"Wrote {rows:,} predictions to {output}")
 
 
 def _restored(

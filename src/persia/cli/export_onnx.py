@@ -8,6 +8,7 @@ import typer
 
 from persia.cli.imports import import_modules
 from persia.errors import PublishError
+from persia.printable import say
 
 __all__ = ["export_onnx"]
 
@@ -46,4 +47,4 @@ def export_onnx(
             url=url,
         )
     network = NetworkBuilder(None, description, torch.device("cpu"), imports or []).load(newest)
-    typer.echo(f"{export(network.module, description.schema, target)}: the network of step {network.step}")
+    say(f"{export(network.module, description.schema, target)}: the network of step {network.step}")

@@ -34,6 +34,7 @@ def health(
     from persia.cli import ui as out
     from persia.membership.observing import ask_members
 
+    out.check_writable(json, targets)
     answers = ask_members(address, timeout)
     out.CONSOLE.print(_table(answers))
     if json is not None:
@@ -47,16 +48,14 @@ def health(
 
 
 def _table(answers: list[Answer]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
+    from persia.telemetry.terminal import Grid, plain
 
-    table = Table()
-    for column in ("process", "up", "where", "calls", "p50 / p99", "queue", "what it does"):
-        table.add_column(column, overflow="fold")
+    columns = ("process", "up", "where", "calls", "p50 / p99", "queue", "what it does")
+    table = Grid(*columns, text=("process", "where", "what it does"))
     for member, health, problem in answers:
         name = f"{member.role} {member.rank}"
         if health is None:
-            table.add_row(name, "-", member.address, "-", "-", "-", Text(problem, "red"))  # Not markup: a log is in it.
+            table.add_row(name, "-", member.address, "-", "-", "-", plain(problem, "red"))
             continue
         state = "" if member.state == "alive" else f" ({member.state})"
         again = f", incarnation {health.incarnation}" if health.incarnation > 1 else ""

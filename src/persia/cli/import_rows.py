@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Annotated
 
 import typer
 
-from persia.cli.configured_run import Config, Set, check_unused, closing_cluster, command_line, read_config
+from persia.cli.configured_run import Config, Set, closing_cluster, command_line, read_config
+from persia.cli.earlier_run import check_unused
+from persia.printable import say
 
 __all__ = ["import_"]
 
@@ -34,11 +38,17 @@ def import_(
     """
     from pathlib import Path
 
+    from persia.checkpoint.storage import Storage
     from persia.interop import import_rows
     from persia.interop.torchrec import import_dcp
 
     run = read_config(config, overrides, output)
-    check_unused(output, None)
+    check_unused(output)
+    new = not os.path.exists(output)
+    Storage(output).probe()  # Before rows are read for hours.
+    if new:
+        with contextlib.suppress(OSError):  # Nothing is left if they do not fit. A URL is no path.
+            os.rmdir(output)
     read = import_dcp if (Path(source) / ".metadata").exists() else import_rows
     trainer = run.build_trainer(run.reader().schema)
     with closing_cluster(trainer):
@@ -46,5 +56,5 @@ def import_(
         path = trainer.save(output)
     for name, rows in done.items():
         evicted = f", {rows.evicted:,} of them evicted" if rows.evicted else ""
-        typer.echo(f"{name}: {rows.inserted + rows.replaced:,} rows{evicted}")
-    typer.echo(f"Wrote {path}. Next: {command_line(['train', config, '--resume', output], overrides or [], None)}")
+        say(f"{name}: {rows.inserted + rows.replaced:,} rows{evicted}")
+    say(f"Wrote {path}. Next: {command_line(['train', config, '--resume', output], overrides or [], None)}")

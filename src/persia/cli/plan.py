@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import statistics
 import sys
@@ -14,6 +15,7 @@ import typer
 
 from persia.cli.configured_run import Set, closing_cluster, read_config
 from persia.errors import ConfigError
+from persia.printable import say
 
 if TYPE_CHECKING:
     from persia.batching.batch import Batch
@@ -76,6 +78,7 @@ def plan(
     from persia.plan import cluster_file, load_hosts, load_rates, plan_deployment
     from persia.units import parse_count
 
+    out.check_writable(json, ray_file)
     wanted = {}
     for item in rows or []:
         name, equals, count = item.rpartition("=")
@@ -110,22 +113,22 @@ def rates(
     Takes about half a minute, or a minute if CONFIG runs on Ray, and up to 500 MB of memory. Run it on a machine like
     those of the plan, with the network of CONFIG on the device that NN workers will have.
     """
+    from persia.cli import ui as out
     from persia.plan import save_rates
 
+    out.check_writable(save)
     run = read_config(config, overrides)
     command = shlex.join(["persia", *sys.argv[1:]])
     measured = measure_rates(run, config, command, disk)
     save_rates(save, measured)
     for key, row in measured.rows.items():
-        typer.echo(
-            f"rows {key}: {1 / row.lookup / 1e6:,.1f} M lookups/s and {1 / row.update / 1e6:,.1f} M updates/s per core"
-        )
+        say(f"rows {key}: {1 / row.lookup / 1e6:,.1f} M lookups/s and {1 / row.update / 1e6:,.1f} M updates/s per core")
     for workload in measured.workloads.values():
         step = workload.step
-        typer.echo(f"steps of {workload.batch.samples:,} samples on {step.device}: {step.seconds * 1e3:,.1f} ms")
+        say(f"steps of {workload.batch.samples:,} samples on {step.device}: {step.seconds * 1e3:,.1f} ms")
     if measured.sharing is not None:
-        typer.echo(f"roles that share this machine: {measured.sharing:.2f} times the core seconds of each alone")
-    typer.echo(f"Saved the rates to {save}")
+        say(f"roles that share this machine: {measured.sharing:.2f} times the core seconds of each alone")
+    say(f"Saved the rates to {save}")
 
 
 def measure_rates(run: RunConfig, name: str, command: str, disk: str | None = None) -> Rates:
@@ -138,7 +141,6 @@ def measure_rates(run: RunConfig, name: str, command: str, disk: str | None = No
         disk: directory on an SSD to measure; None to leave it out.
     """
     import datetime
-    import os
     import platform
 
     import msgspec
@@ -256,6 +258,9 @@ def run_key(run: RunConfig) -> str:
     from persia.plan import workload_key
 
     dumped = run.dump()
+    path = dumped["data"]["path"]
+    if path is not None and "://" not in path:  # Absolute, and another one on another machine.
+        dumped["data"]["path"] = os.path.basename(path)
     return workload_key(*(dumped[name] for name in ("data", "schema", "model", "optimizer", "embedding_optimizer")))
 
 
@@ -300,29 +305,25 @@ def _processor() -> str:
 
 
 def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates, regions: str) -> None:
-    from rich.table import Table
-
     from persia.cli import ui as out
     from persia.plan import ENLARGE_REGIONS, in_shared_memory
+    from persia.telemetry.terminal import Grid
     from persia.units import format_bytes, format_count, format_seconds
 
     for source in measured.sources:
-        typer.echo(f"Rates: {source.file}, measured {source.measured} on {source.machine}")
+        say(f"Rates: {source.file}, measured {source.measured} on {source.machine}")
     if request.topology.apart and measured.sharing is None:
-        typer.echo(
+        say(
             "What roles cost one another on one machine was not measured: rates may be half as high. Measure it where "
             "Ray is installed: persia bench rates CONFIG --save FILE"
         )
-    tables = Table(title="tables")
-    for column in ("table", "rows", "in memory", "memory", "SSD", "checkpoint"):
-        tables.add_column(column, justify="left" if column == "table" else "right")
+    tables = Grid("table", "rows", "in memory", "memory", "SSD", "checkpoint", text=["table"], title="tables")
     for table in found.tables:
         sizes = [format_bytes(size) for size in (table.memory, table.disk, table.checkpoint)]
         tables.add_row(table.name, format_count(table.rows), format_count(table.memory_rows), *sizes)
     out.CONSOLE.print(tables)
-    hosts = Table(title="hosts")
-    for column in ("kind", "hosts", "for", "rows in memory of each", "on its SSD", "processes"):
-        hosts.add_column(column, justify="left" if column in ("kind", "for", "processes") else "right")
+    columns = ("kind", "hosts", "for", "rows in memory of each", "on its SSD", "processes")
+    hosts = Grid(*columns, text=("kind", "for", "processes"), title="hosts")
     for host in found.hosts:
         processes = ", ".join(f"{count} {role}" for role, count in host.roles.items())
         sizes = [format_bytes(host.memory), format_bytes(host.disk)]
@@ -331,35 +332,32 @@ def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates, regions
     servers = next((host for host in found.hosts if host.reserved), None)
     if request.topology.apart and servers is not None and in_shared_memory(regions):
         of_each = math.ceil(servers.roles["embedding_ps"] / servers.number) * servers.reserved
-        typer.echo(
+        say(
             f"Embedding PSs need {format_bytes(of_each)} of RayOptions.regions on each host of kind "
             f"{servers.kind.name!r}. Its default /dev/shm is often half of the memory: the file of --ray-file enlarges "
             f"it; elsewhere run {ENLARGE_REGIONS}"
         )
-    roles = Table(title=f"roles at {found.samples_per_second:,.0f} samples/s")
-    for column in ("role", "processes", "busy cores", "in, each", "out, each"):
-        roles.add_column(column, justify="left" if column == "role" else "right")
+    title = f"roles at {found.samples_per_second:,.0f} samples/s"
+    roles = Grid("role", "processes", "busy cores", "in, each", "out, each", text=["role"], title=title)
     for role in found.roles:
         moved = [f"{format_bytes(rate)}/s" for rate in (role.received, role.sent)]
         roles.add_row(role.role, f"{role.processes:,}", f"{role.cores:,.1f}", *moved)
     out.CONSOLE.print(roles)
-    limits = Table(title="what the resources permit")
-    limits.add_column("resource")
-    limits.add_column("samples/s", justify="right")
+    limits = Grid("resource", "samples/s", text=["resource"], title="what the resources permit")
     for limit in found.limits:
         limits.add_row(limit.resource, f"{limit.samples_per_second:,.0f}")
     out.CONSOLE.print(limits)
-    typer.echo(f"Bottleneck: {found.bottleneck.resource}")
-    typer.echo(
+    say(f"Bottleneck: {found.bottleneck.resource}")
+    say(
         f"A checkpoint takes {format_seconds(found.checkpoint_seconds)} to write and "
         f"{format_seconds(found.restore_seconds)} to load; a restarted PS whose host lives answers after "
         f"{format_seconds(found.restart_seconds)}."
     )
     if found.added:
         capacities = ", ".join(f"{name}: {capacity:_}" for name, capacity in found.added.items())
-        typer.echo(f"Rows do not fit into memory. Set `spill` to a directory on the SSD, and `capacity`: {capacities}")
+        say(f"Rows do not fit into memory. Set `spill` to a directory on the SSD, and `capacity`: {capacities}")
     if request.depth == 0 and request.tables and request.tables[0].last_steps:
-        typer.echo("Dense PSs of the asynchronous mode are not counted.")
+        say("Dense PSs of the asynchronous mode are not counted.")
 
 
 def _record(found: DeploymentPlan, measured: Rates) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from persia.errors import ConfigError
+from persia.printable import say
 
 __all__ = ["cluster_app"]
 
@@ -38,11 +39,8 @@ def regions(
     with the regions that they belong to; if the host has restarted, only they are left, in the directory `spill` of
     their tables. Do not clean while a cluster recovers: a PS that restarts does not use its regions for a moment.
     """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from persia.ps.regions import leftovers
+    from persia.telemetry.terminal import DataConsole, Grid
 
     if not os.path.isdir(directory):
         raise ConfigError(
@@ -51,20 +49,18 @@ def regions(
         )
     found = leftovers(directory)
     if not found:
-        typer.echo(f"There are no regions in {directory}.")
+        say(f"There are no regions in {directory}.")
         return
-    table = Table()
-    for column in ("regions", "tables", "MiB", "MiB on disk", "started", ""):
-        table.add_column(column, overflow="fold", justify="right" if column.startswith("MiB") else "left")
+    table = Grid("regions", "tables", "MiB", "MiB on disk", "started", "", text=("regions", "tables", "started", ""))
     for left in found:
         state = "in use" if left.in_use else ("removed" if clean and left.remove() else "left over")
         tables = ", ".join(left.tables) or "(never completed)"
         table.add_row(
-            Text(left.path),
-            Text(tables),
+            left.path,
+            tables,
             f"{left.memory / (1 << 20):,.1f}",
             f"{left.disk / (1 << 20):,.1f}",
             f"{left.seconds / 60:,.0f} min ago",
             state,
         )
-    Console().print(table)
+    DataConsole().print(table)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from persia.printable import say
+
 __all__ = ["report"]
 
 
@@ -27,4 +29,4 @@ def report(
 
     path = Path(output) if output is not None else Path(directory) / "report.html"
     path.write_text(html(read_run(directory), Path(directory).resolve().name), encoding="utf-8")
-    typer.echo(f"Wrote {path}")
+    say(f"Wrote {path}")

@@ -57,6 +57,8 @@ READERS: dict[str, Callable[..., Any]] = {
 }
 FOUND = ("adult", "globo", "amazon", "diginetica", "kuairand", "mind", "taobao")
 """Readers that take files of PERSIA_DATA where no path is given."""
+OF_TRAINING = ("split", "shuffle_rows", "drop_last", "shard", "start", "until", "group", "dead_letters")
+"""Options that say which rows are trained, and in which order."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -160,6 +162,16 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         place = self.path.split(",") if self.kind == "kafka" and self.path is not None else self.path
         return call(make, arguments, f"{where}.options", place)
+
+    def inheriting(self, data: DataConfig) -> DataConfig:
+        """Returns a copy with the options of the training data that it does not set itself.
+
+        Those that choose or order rows are not inherited, nor those of a reader of another kind.
+        """
+        if self.kind != data.kind:
+            return self
+        inherited = {name: value for name, value in data.options.items() if name not in OF_TRAINING}
+        return msgspec.structs.replace(self, options=inherited | self.options)
 
     def in_order(self) -> DataConfig:
         """Returns a copy that reads all samples in the order of the source, for output aligned with its rows."""
@@ -392,7 +404,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         data: training samples.
-        eval_data: samples to evaluate on at the end; null for none.
+        eval_data: samples to evaluate on at the end; null for none. Options that it lacks are those of `data`, if both
+            have the same kind: all but those that choose or order rows.
         schema: required by "parquet", "csv" and "kafka"; other readers define their own.
         model: the network.
         optimizer: optimizer of the network.
@@ -421,6 +434,15 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continual: ContinualConfig = ContinualConfig()
     sweep: SweepConfig | None = None
     imports: list[str] = []
+
+    def __post_init__(self) -> None:
+        if self.eval_data is not None:
+            msgspec.structs.force_setattr(self, "eval_data", self.eval_data.inheriting(self.data))
+
+    def saving_to(self, directory: str) -> RunConfig:
+        """Returns a copy that saves checkpoints to a directory."""
+        trainer = msgspec.structs.replace(self.trainer, checkpoint_dir=directory)
+        return msgspec.structs.replace(self, trainer=trainer)
 
     def reader(self) -> Any:
         """Opens the training reader; its `schema` is that of the run."""

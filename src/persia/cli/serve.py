@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -13,6 +12,7 @@ import typer
 from persia.checks import check_choice, without_userinfo
 from persia.cli.imports import import_modules
 from persia.errors import ConfigError, MissingExtraError
+from persia.telemetry.logs import log_to_stderr
 
 __all__ = ["serve"]
 
@@ -159,7 +159,7 @@ def serve(
     /metrics has the same for Prometheus. The server starts before there is anything in the log, and answers 503 until
     then. What it cannot answer in time it refuses at once with 503. SIGTERM ends it once requests have been answered.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    log_to_stderr(logging.INFO)
     try:
         from persia.serve.http.limits import ServeLimits
         from persia.serve.http.run import HttpOptions, run_server

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import signal
-import sys
 from typing import Annotated
 
 import typer
 
 from persia.errors import ConfigError
+from persia.telemetry.logs import log_to_stderr
 
 __all__ = ["serve_rows"]
 
@@ -48,7 +48,7 @@ def serve_rows(
 
     Set PERSIA_CURVE_KEYS, here and for `persia serve`, to listen on other interfaces than loopback. SIGTERM ends it.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    log_to_stderr(logging.INFO)
     from persia import rpc
     from persia.serve import RowServer, RowServerOptions
     from persia.services import ServedRows

@@ -19,10 +19,9 @@ from persia.cli import ui
 from persia.cli.run_config import Range, RunConfig, SweepConfig
 from persia.config import convert, dump
 from persia.errors import ConfigError, DataError, DivergedError
+from persia.telemetry.terminal import Grid
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from persia.trainer import Trainer
 
 __all__ = ["Sweep", "TrialRecord", "with_values"]
@@ -119,14 +118,10 @@ class Sweep:
 
         study.optimize(objective, n_trials=trials)
 
-    def table(self) -> Table:
+    def table(self) -> Grid:
         """Formats the trials, the best first."""
-        from rich.table import Table
-
         sign = 1 if self._minimize else -1
-        table = Table(title="sweep")
-        for column in ("trial", *self._config.values, self._config.metric, "rows", ""):
-            table.add_column(column, justify="left" if not column else "right", overflow="fold")
+        table = Grid("trial", *self._config.values, self._config.metric, "rows", "", text=[""], title="sweep")
         order = {"done": 0, "pruned": 1, "diverged": 2}
         for record in sorted(self.records, key=lambda r: (order[r.state], sign * r.metric)):
             shown = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in record.values.values()]

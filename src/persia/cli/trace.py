@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from persia.errors import PersiaError
+from persia.printable import say
 
 __all__ = ["trace"]
 
@@ -34,18 +35,18 @@ def trace(
     events = trace_events(recorded.traces, recorded.steps)
     write_trace(output, events)
     if recorded.steps is None:
-        typer.echo(
+        say(
             f"NN workers did not report {steps} more steps within {timeout:g} s; {output} has all that was recorded. "
             "Raise --timeout, or trace fewer --steps.",
-            err=True,
+            error=True,
         )
     if dropped := events["otherData"]["dropped_spans"]:
-        typer.echo(f"{dropped:,} spans are missing, as processes keep a limited number; trace fewer --steps.", err=True)
+        say(f"{dropped:,} spans are missing, as processes keep a limited number; trace fewer --steps.", error=True)
     for process, problem in recorded.problems.items():
-        typer.echo(f"{process} is missing: {problem}", err=True)
+        say(f"{process} is missing: {problem}", error=True)
     spans = sum(event["ph"] == "X" for event in events["traceEvents"])
     if not spans:
         raise PersiaError(f"Nothing was recorded at {address}: no process has run anything. Trace while it trains.")
-    typer.echo(f"Wrote {spans:,} spans of {len(recorded.traces)} processes to {output}; open it in ui.perfetto.dev.")
+    say(f"Wrote {spans:,} spans of {len(recorded.traces)} processes to {output}; open it in ui.perfetto.dev.")
     if recorded.problems:
         raise typer.Exit(1)

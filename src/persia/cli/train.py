@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json as jsonlib
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from persia.cli.configured_run import Config, Set, check_unused, closing_cluster, command_line, read_config
-from persia.errors import ConfigError, MissingExtraError
+from persia.cli import earlier_run
+from persia.cli.configured_run import Config, Set, closing_cluster, load_config, read_config
+from persia.cli.earlier_run import Command
+from persia.cli.run_folder import RunFolder
+from persia.errors import CheckpointError, ConfigError, MissingExtraError
+from persia.printable import say
 
 if TYPE_CHECKING:
+    from persia.cli.run_config import RunConfig
     from persia.trainer import Trainer
 
 __all__ = ["train"]
@@ -26,9 +32,13 @@ def train(
     output: Annotated[
         str | None,
         typer.Option(
-            help="Directory for checkpoints. Defaults to that of --resume. Must not hold another run.", metavar="DIR"
+            help="Directory for checkpoints. Defaults to that of --resume, else to a new folder beside CONFIG.",
+            metavar="DIR",
         ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove the run that --output holds, once training can begin.")
+    ] = False,
     json: Annotated[str | None, typer.Option(help="Write the result to this file as JSON.", metavar="FILE")] = None,
     resume: Annotated[
         str | None, typer.Option(help="Continue from the latest checkpoint in this directory.", metavar="DIR")
@@ -54,7 +64,8 @@ def train(
 ) -> None:
     """Train a model; report progressive AUC and rows per second.
 
-    Progressive metrics score each batch before training on it, so they measure quality on unseen data.
+    Progressive metrics score each batch before training on it, so they measure quality on unseen data. Without --output
+    a run is saved in a new folder beside CONFIG, runs/NAME/TIME; runs/NAME/latest leads to the last one.
 
     With --resume, the same data continue at the next batch, and other data at their first one. Data of which some files
     were trained continue with the new files. Where nothing is left to train, the last line says so; the exit status is
@@ -62,72 +73,129 @@ def train(
     """
     from persia.cli import ui as out
 
+    resume, output = _followed(resume), _followed(output)
     run = read_config(config, overrides, output or resume)
     if dump_config:
         out.print_toml(run.dump())
         return
-    check_unused(run.trainer.checkpoint_dir, resume)
-    if json is not None:
-        out.check_writable(json)
+    out.check_writable(json)
     if sweep:
-        _sweep(config, overrides, output, resume, json)
+        _sweep(config, overrides, output, resume, json, overwrite)
         return
+    saved = run.trainer.checkpoint_dir or ""
+    if overwrite and resume is not None and os.path.realpath(saved) == os.path.realpath(resume):
+        raise ConfigError("--overwrite would remove the run of --resume; give another --output.", field="overwrite")
+    if run.trainer.keep_best is not None and run.eval_data is None:
+        raise ConfigError("trainer.keep_best needs a section [eval_data] to evaluate on.", field="eval_data")
+    with RunFolder(config) if run.trainer.checkpoint_dir is None else contextlib.nullcontext() as folder:
+        if folder is not None:
+            run = run.saving_to(str(folder.path))
+        command = Command(config, overrides, json)
+        _train(run, command, resume, folder, ui=ui, overwrite=overwrite, again=again, restart_data=restart_data)
+
+
+def _train(
+    run: RunConfig,
+    command: Command,
+    resume: str | None,
+    folder: RunFolder | None,
+    *,
+    ui: bool,
+    overwrite: bool,
+    again: bool,
+    restart_data: bool,
+) -> None:
+    """Trains one run, and prints its result."""
+    from persia.cli import ui as out
+    from persia.trainer.outputs import check_outputs
+
+    if run.cluster.kind == "embedded":  # Else another process writes, perhaps on another host: it checks.
+        check_outputs(run.trainer)
     reader = run.reader()
+    directory = run.trainer.checkpoint_dir
+    assert directory is not None
+    step = earlier_run.held(directory, resume)
+    if step is not None and not overwrite:
+        raise earlier_run.refusal(directory, step, command, run, reader.schema)
     trainer = run.build_trainer(reader.schema)
     with closing_cluster(trainer, trains=True):
         if run.cluster.kind == "ray":
             address = _control_address(trainer)
-            typer.echo(f"Control address for `persia top`, `health`, `trace` and `control`: {address}", err=True)
+            say(f"Control address for `persia top`, `health`, `trace` and `control`: {address}", error=True)
         if resume is not None:
-            trainer.load(resume)
-        trainer.resume_line = _resume_line(trainer.global_step, run.train.max_steps, config, overrides, json)
+            _load(trainer, resume, command, run)
+        trainer.resume_line = _resume_line(trainer.global_step, run.train.max_steps, command)
         evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
+        if step is not None:
+            earlier_run.remove(directory)
+        if folder is not None:
+            folder.link()
         with _page(trainer, run.observe.ui_port) if ui else contextlib.nullcontext():
             epochs, steps = run.train.epochs, run.train.max_steps
             result = trainer.fit(
                 reader, evaluation, epochs=epochs, max_steps=steps, again=again, restart_data=restart_data
             )
-    out.print_fit(result, trainer.options.checkpoint_dir)
-    if json is not None:
-        out.write_json(json, out.fit_record(result))
+    out.print_fit(result, directory)
+    if command.json is not None:
+        out.write_json(command.json, out.fit_record(result))
     if result.nothing_left:
-        typer.echo(result.nothing_left)
+        say(result.nothing_left)
 
 
-def _sweep(config: str, overrides: list[str] | None, output: str | None, resume: str | None, json: str | None) -> None:
+def _followed(directory: str | None) -> str | None:
+    """Returns where a link such as `latest` leads now: it leads elsewhere once another run begins."""
+    if directory is None or not os.path.islink(directory.rstrip("/")):
+        return directory
+    return os.path.realpath(directory)
+
+
+def _load(trainer: Trainer, resume: str, command: Command, run: RunConfig) -> None:
+    """Loads a checkpoint; an error about what differs says what works."""
+    try:
+        trainer.load(resume)
+    except CheckpointError as error:
+        ways = earlier_run.ways_to_resume(resume, command, run, trainer.schema)
+        raise CheckpointError(f"{error.message}\n{ways}" if ways else error.message, **error.fields) from error
+
+
+def _sweep(
+    config: str,
+    overrides: list[str] | None,
+    output: str | None,
+    resume: str | None,
+    json: str | None,
+    overwrite: bool,
+) -> None:
     from persia.cli import ui as out
-    from persia.config import load
 
-    if output is None or resume is not None:
-        raise ConfigError("--sweep needs --output, and does not go with --resume.", field="sweep")
+    if output is None or resume is not None or overwrite:
+        raise ConfigError("--sweep needs --output, and does not go with --resume or --overwrite.", field="sweep")
     try:
         from persia.cli.sweep import Sweep
     except ImportError as error:
         raise MissingExtraError('--sweep needs Optuna: pip install "persia[optuna]".', extra="optuna") from error
-    tree = load(config, overrides or [])
+    tree = load_config(config, overrides)
     trials = Sweep(tree, output, closing_cluster)
-    trials.run(lambda r: typer.echo(f"trial {r.number} {r.state}: {r.metric:.4f} with {jsonlib.dumps(r.values)}"))
+    trials.run(lambda r: say(f"trial {r.number} {r.state}: {r.metric:.4f} with {jsonlib.dumps(r.values)}"))
     out.CONSOLE.print(trials.table())
     if trials.best is not None:
         name, own, _ = tree.get("model", {}).get("kind", "").partition(":")
         module = Path(config).parent / f"{name}.py"
         if own and module.is_file():  # Modules of one's own are looked for beside a configuration.
             shutil.copy2(module, output)
-        typer.echo(f"Best configuration: {output}/best.toml, trained in {trials.folder(trials.best.number)}/checkpoint")
+        say(f"Best configuration: {output}/best.toml, trained in {trials.folder(trials.best.number)}/checkpoint")
     if json is not None:
         out.write_json(json, [record._asdict() for record in trials.records])
 
 
-def _resume_line(
-    first: int, most: int | None, config: str, overrides: list[str] | None, json: str | None
-) -> Callable[[str, int], str]:
+def _resume_line(first: int, most: int | None, command: Command) -> Callable[[str, int], str]:
     """Formats the command that resumes a `persia train` which started at step `first` with `max_steps` = `most`."""
 
     def line(directory: str, step: int) -> str:
-        changes = [o for o in overrides or [] if not o.startswith("train.max_steps=")]
+        changes = [o for o in command.overrides or [] if not o.startswith("train.max_steps=")]
         if most is not None:
             changes.append(f"train.max_steps={max(1, first + most - step)}")
-        return command_line(["train", config, "--resume", directory], changes, json)
+        return command._replace(overrides=changes).line("--resume", directory)
 
     return line
 
@@ -147,5 +215,5 @@ def _page(trainer: Trainer, port: int) -> Iterator[None]:
 
     assert trainer.cluster is not None
     with serve_page(asking(trainer.cluster), port) as url:
-        typer.echo(f"Page of this run: {url}", err=True)
+        say(f"Page of this run: {url}", error=True)
         yield

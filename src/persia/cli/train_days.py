@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from persia.cli.configured_run import Config, Set, closing_cluster, command_line, read_config
+from persia.printable import say
 
 __all__ = ["continual"]
 
@@ -41,8 +42,7 @@ def continual(
 
     wanted = recipe.parse_days(days)
     run = read_config(config, overrides, output)
-    if json is not None:
-        out.check_writable(json)
+    out.check_writable(json)
     todo = recipe.Recipe(run, output)
     trainer = run.build_trainer(run.reader().schema)
     again = ["continual", config, "--days", days, "--output", output, *(["--inherit", inherit] if inherit else [])]
@@ -51,9 +51,9 @@ def continual(
         trained = 0
         for record in todo.run(trainer, wanted, inherit):
             trained += 1
-            typer.echo(f"day {record.day} is trained in {type(record.mode).__name__}")
+            say(f"day {record.day} is trained in {type(record.mode).__name__}")
     out.CONSOLE.print(recipe.table(todo.records))
     if json is not None:
         out.write_json(json, [msgspec.to_builtins(record) for record in todo.records])
     if not trained:
-        typer.echo(f"Nothing was left to train: days {days} are trained in {output}. To train on, give later --days.")
+        say(f"Nothing was left to train: days {days} are trained in {output}. To train on, give later --days.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,12 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from persia.checkpoint.exporting import replaced
+from persia.errors import ConfigError
 from persia.metrics import Figures, MetricsResult
+from persia.printable import say
+from persia.telemetry.terminal import DataConsole, Grid
 from persia.trainer import FitResult
 
 __all__ = [
@@ -34,18 +37,16 @@ __all__ = [
     "write_predictions",
 ]
 
-CONSOLE = Console()
+CONSOLE = DataConsole()
 
 
-def print_fit(result: FitResult, checkpoint: str | None) -> None:
-    """Prints the summary of a training run; only the evaluation if it had nothing left to train."""
+def print_fit(result: FitResult, checkpoint: str) -> None:
+    """Prints the summary of a training run, and where it is saved; only the evaluation if nothing was left to train."""
     if result.nothing_left:
         if result.evaluation is not None:
             print_metrics("evaluation", result.evaluation)
         return
-    table = Table(title="training")
-    table.add_column("")
-    table.add_column("", justify="right")
+    table = Grid("", "result", text=[""], title="training")
     table.add_row("rows trained", f"{result.rows:,}")
     table.add_row("rows/s", f"{result.rows_per_second:,.0f}")
     table.add_row("global step", f"{result.global_step:,}")
@@ -69,17 +70,21 @@ def print_fit(result: FitResult, checkpoint: str | None) -> None:
         table.add_row("lost tokens", f"{report.lost_tokens:,}")
         table.add_row("staleness of the network", f"{report.staleness_mean:.2f} / {report.staleness_max}")
         table.add_row("staleness of rows", f"{result.row_staleness_mean:.2f} / {result.row_staleness_max}")
-    table.add_row("saved in", "nowhere; --output DIR keeps the model" if checkpoint is None else checkpoint)
     CONSOLE.print(table)
     if result.evaluation is not None:
         print_metrics("evaluation", result.evaluation)
+    say(f"Saved in {_near(checkpoint)}")
+
+
+def _near(path: str) -> str:
+    """Returns a path relative to the working directory, if it is inside."""
+    here = os.getcwd()
+    return os.path.relpath(path, here) if path.startswith(f"{here}/") else path
 
 
 def print_metrics(title: str, result: MetricsResult) -> None:
     """Prints metrics by label, and by day if the data have days."""
-    table = Table(title=title)
-    for column in ("", "rows", "AUC", "log-loss", "NE", "calibration"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = Grid("", "rows", "AUC", "log-loss", "NE", "calibration", text=[""], title=title)
     lines: list[tuple[str, Figures]] = list(result.labels.items())
     for day, figures in result.per_day.items():
         lines += [(f"{label}, day {day}", f) for label, f in figures.items()]
@@ -90,7 +95,7 @@ def print_metrics(title: str, result: MetricsResult) -> None:
     for label, grouped in result.grouped.items():
         ranks = [f"recall@{k} {share:.4f}" for k, share in grouped.recall.items()]
         ranks += [f"NDCG@{k} {gain:.4f}" for k, gain in grouped.ndcg.items()]
-        CONSOLE.print(f"{label}, {grouped.groups:,} groups: GAUC {grouped.auc:.4f}, {', '.join(ranks)}")
+        say(f"{label}, {grouped.groups:,} groups: GAUC {grouped.auc:.4f}, {', '.join(ranks)}")
 
 
 def metrics_record(result: MetricsResult) -> dict[str, Any]:
@@ -132,11 +137,24 @@ def fit_record(result: FitResult) -> dict[str, Any]:
     return record
 
 
-def check_writable(path: str) -> None:
-    """Raises OSError if a file cannot be written, before hours of training rather than after."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8"):
-        pass
+def check_writable(*paths: str | None) -> None:
+    """Checks that files can be written, before hours of training rather than after; makes their directories.
+
+    Raises:
+        ConfigError: one cannot be written; those that exist are unchanged.
+    """
+    for path in paths:
+        if path is None or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)):
+            continue  # A pipe or device is opened once.
+        new = not os.path.exists(path)
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab"):
+                pass
+            if new:
+                os.unlink(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}. Give another file.", path=path) from error
 
 
 def write_json(path: str, record: Any) -> None:
@@ -171,10 +189,11 @@ def print_toml(tree: dict[str, Any], prefix: str = "") -> None:
         if tables or (isinstance(value, dict) and value):
             sections.append((key, value))
         elif value is None and key not in NULLS:
-            print(f"# {key} is not set")
+            print(f"# {_key(key)} is not set")
         else:
-            print(f"{key} = {_inline(value, key)}")
+            print(f"{_key(key)} = {_inline(value, key)}")
     for key, value in sections:
+        key = _key(key)
         for item in value if isinstance(value, list) else [value]:
             brackets = ("[[", "]]") if isinstance(value, list) else ("[", "]")
             print(f"\n{brackets[0]}{prefix}{key}{brackets[1]}")
@@ -185,10 +204,21 @@ def _inline(value: Any, key: str = "") -> str:
     """Formats a TOML value on one line, for example a schedule's `[[0, {kind = "sync"}]]`."""
     if isinstance(value, dict):
         known = {name: item for name, item in value.items() if item is not None or name in NULLS}
-        return "{" + ", ".join(f"{name} = {_inline(item, name)}" for name, item in known.items()) + "}"
+        return "{" + ", ".join(f"{_key(name)} = {_inline(item, name)}" for name, item in known.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_inline, value)) + "]"
-    return json.dumps(NULLS[key] if value is None else value)
+    value = NULLS[key] if value is None else value
+    return _quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _key(name: str) -> str:
+    """Formats a key of TOML; names of columns are keys, too."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _quoted(name)
+
+
+def _quoted(text: str) -> str:
+    """Formats a text of TOML; what cannot be printed is an escape."""
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in json.dumps(text, ensure_ascii=False))
 
 
 def _finite(value: Any) -> Any:

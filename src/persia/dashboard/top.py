@@ -9,7 +9,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.box import SIMPLE_HEAD
@@ -21,6 +21,7 @@ from rich.text import Text
 from persia.dashboard.charts import short
 from persia.dashboard.view import ClusterView, ProcessView, Watch
 from persia.membership.observing import Answer
+from persia.telemetry.terminal import UNLIMITED, Grid, fitting, plain
 
 __all__ = ["Top", "frame"]
 
@@ -34,11 +35,8 @@ KEYS = {
 """What keys do."""
 
 COLUMNS = ("process", "up", "rate", "wait", "stale", "step", "loss", "AUC", "queue", "CPU", "memory")
-LEFT_OUT = ("up", "CPU", "step", "stale", "queue")
+LEFT_OUT = ("up", "CPU", "step", "stale", "queue", "loss", "AUC", "memory", "wait")
 """Columns that a narrow terminal lacks, in this order; the line above the table has the means of some."""
-
-UNLIMITED = 1000
-"""Width of a table that no terminal shows."""
 
 
 def frame(
@@ -53,13 +51,13 @@ def frame(
         height: number of lines; of more processes, those around the marked one are shown.
     """
     if seen.problem:
-        return Text(seen.problem, "red")
+        return plain(seen.problem, "red")
     chosen = seen.processes if selected is None else seen.processes[selected : selected + 1]
-    problems = [Text(f"{p.name}: {' '.join(p.problem.split())}", "red") for p in chosen if p.problem]
-    headline = _headline(seen)
+    problems = [plain(f"{p.name}: {' '.join(p.problem.split())}", "red") for p in chosen if p.problem]
+    headline = _headline(seen, width)
     first, end = 0, len(seen.processes)
     if height is not None:
-        for line in (headline, *problems):
+        for line in problems:
             line.truncate(width, overflow="ellipsis")
         rows = max(1, height - 3 - len(problems))  # Headline, names of columns and a rule take three lines.
         first = max(0, min((selected or 0) - rows // 2, end - rows))
@@ -75,11 +73,11 @@ def frame(
         table.add_column(column, justify="left" if column == "process" else "right", no_wrap=True)
     for number in range(first, end):
         style = "reverse" if number == selected else "red" if seen.processes[number].problem else None
-        table.add_row(*(Text(cells[number][column]) for column in columns), style=style)  # No markup: names are data.
+        table.add_row(*(plain(cells[number][column]) for column in columns), style=style)
     return Group(headline, table, *problems)
 
 
-def _headline(seen: ClusterView) -> Text:
+def _headline(seen: ClusterView, width: int) -> Text:
     parts = [
         ("samples/s", _text(seen.total("rate"))),
         ("step", _text(seen.mean("step"), ",.0f")),
@@ -88,7 +86,7 @@ def _headline(seen: ClusterView) -> Text:
         ("waiting", _text(seen.mean("wait"), ".0%")),
         ("staleness", _text(seen.mean("staleness"), ".2f")),
     ]
-    return Text("  ".join(f"{name} {value}" for name, value in parts), "bold")
+    return Text(fitting([f"{name} {value}" for name, value in parts], width), "bold")
 
 
 def _cells(process: ProcessView) -> list[str]:
@@ -119,17 +117,20 @@ def details(answer: Answer) -> RenderableType:
     member, health, problem = answer
     title = f"{member.role} {member.rank}"
     if health is None:
-        return Group(Text(title, "bold"), Text(problem, "red"))
-    table = Table("metric", "labels", "value", expand=False)
-    for figure in sorted(health.figures):
-        labels = " ".join(f"{name}={value}" for name, value in figure.labels.items())
-        table.add_row(Text(figure.name), Text(labels), Text(f"{figure.value:,.6g}", justify="right"))
+        return Group(plain(title, "bold"), plain(problem, "red"))
+    table = Grid("metric", "labels", "value", text=("metric", "labels"))
+    for figure in sorted(health.figures, key=lambda figure: (figure.name, _labels(figure.labels))):
+        table.add_row(figure.name, _labels(figure.labels), f"{figure.value:,.6g}")
+    times = Grid("metric", "labels", "p50 ≤", "p99 ≤", "times", text=("metric", "labels"))
     for latency in sorted(health.latencies, key=lambda latency: -latency.seconds):
-        labels = " ".join(f"{name}={value}" for name, value in latency.labels.items())
         if count := sum(latency.counts):
-            bounds = f"p50 ≤ {latency.quantile(0.5):g} s, p99 ≤ {latency.quantile(0.99):g} s, {count:,} times"
-            table.add_row(Text(latency.name), Text(labels), Text(bounds, justify="right"))
-    return Group(Text(f"{title} at {health.host} {health.pid}, up {health.uptime:,.0f} s", "bold"), table)
+            bounds = (f"{latency.quantile(share):g} s" for share in (0.5, 0.99))
+            times.add_row(latency.name, _labels(latency.labels), *bounds, f"{count:,}")
+    return Group(plain(f"{title} at {health.host} {health.pid}, up {health.uptime:,.0f} s", "bold"), table, times)
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in labels.items())
 
 
 class Top:

@@ -50,6 +50,9 @@ class LogStorage(Protocol):
     def put(self, path: str, data: bytes) -> None:
         """Writes or replaces a small file: readers see the old or the new one."""
 
+    def probe(self) -> None:
+        """Sees whether the place can be written, and creates it if there is none."""
+
     def sync(self) -> None:
         """Makes everything written so far survive a power failure."""
 

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from persia.telemetry.terminal import UNLIMITED, fitting
+
 __all__ = ["LiveLine", "Snapshot"]
 
 REFRESH_SECONDS = 0.5
@@ -43,13 +45,15 @@ class Snapshot(NamedTuple):
     hit_rate: float = math.nan
     seen: bool = False
 
-    def text(self) -> str:
-        """Formats the snapshot as one line."""
-        return (
-            f"step {self.step:>7,}  {self.rows:>11,} rows  {self.rows_per_second:>9,.0f} rows/s  "
-            f"loss {self.loss:.4f}  {'training ' if self.seen else ''}AUC {self.auc:.4f}  "
-            f"store {self.stored_rows:,} rows  staleness {self.staleness:.2f}"
-        )
+    def text(self, width: int = UNLIMITED) -> str:
+        """Formats the snapshot as one line, of as many figures as fit into the width."""
+        figures = (
+            f"step {self.step:>7,}", f"{self.rows:>11,} rows", f"{self.rows_per_second:>9,.0f} rows/s",
+            f"loss {self.loss:.4f}", f"{'training ' if self.seen else ''}AUC {self.auc:.4f}",
+            f"store {self.stored_rows:,} rows",
+            f"staleness {self.staleness:.2f}",
+        )  # fmt: skip
+        return fitting(figures, width)
 
 
 class LiveLine:
@@ -83,7 +87,7 @@ class LiveLine:
     def show(self, snapshot: Snapshot) -> None:
         """Shows a snapshot."""
         if self._live:
-            self._live.update(Text(snapshot.text()), refresh=True)
+            self._live.update(Text(snapshot.text(self._console.width)), refresh=True)
         elif self._enabled:
             print(snapshot.text(), file=sys.stderr, flush=True)
         self._next = time.monotonic() + (REFRESH_SECONDS if self._live else PLAIN_SECONDS)

@@ -11,6 +11,7 @@ import io
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -26,7 +27,8 @@ from persia.nn.replicas import SingleReplica
 from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster, StreamPosition
 from persia.trainer import loading
 from persia.trainer.data_progress import DataProgress
-from persia.trainer.options import Declared
+from persia.trainer.options import Declared, TrainerOptions
+from persia.trainer.outputs import check_outputs
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
 from persia.trainer.scores import PARTS, ScoresState
 from persia.trainer.sources import scheduled, set_input_rules, set_local_batch
@@ -88,6 +90,7 @@ class _Work:
         eval_data: evaluated at the end.
         state: to begin with.
         bounds: `epochs` and `max_steps`.
+        outputs: options whose outputs are checked before training; None after a restart.
     """
 
     def __init__(
@@ -96,8 +99,10 @@ class _Work:
         eval_data: Iterable[Batch] | None,
         state: RunState,
         bounds: dict[str, Any],
+        outputs: TrainerOptions | None = None,
     ) -> None:
         self._make = make
+        self._outputs = outputs
         self._eval_data = eval_data
         self._state = state
         self._bounds = bounds
@@ -106,6 +111,8 @@ class _Work:
         trainer = self._make()
         network, state = trainer.step, trainer.state
         _restore(network, state, self._state, trains_in_other_processes=False)
+        if (options := self._outputs) is not None:
+            network.replicas.run_on_rank0(lambda: check_outputs(options), NoneType)
         try:
             result = trainer.fit_here(None, self._eval_data, **self._bounds)
         except NNWorkersDiedError as error:
@@ -188,7 +195,8 @@ class Driver:
             left = dict(bounds)
             if left["max_steps"] is not None:
                 left["max_steps"] -= state.step - first_step
-            attempt = self._cluster.attempt(_Work(self._make, eval_data, state, left), should_stop)
+            work = _Work(self._make, eval_data, state, left, None if restarted else options)
+            attempt = self._cluster.attempt(work, should_stop)
             if not attempt.deaths:
                 break
             restarted = True

@@ -34,6 +34,7 @@ from persia.types.values import LARGEST
 __all__ = [
     "LoadOptions",
     "LoadedTable",
+    "check_resumable",
     "load",
     "load_partitions",
     "load_rows",
@@ -146,6 +147,21 @@ def load(
             "`mode_schedule`, which may begin at step 0.",
             state.mode, declared.first_mode,
         )  # fmt: skip
+
+
+def check_resumable(
+    reader: CheckpointReader, declared: Declared, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Checks that a run can continue from a checkpoint, as `load` does, without a cluster and without reading rows.
+
+    Raises:
+        CheckpointError: it cannot; the message says why.
+    """
+    reader.check_schema(declared.schema, declared.embedding_optimizer)
+    training = reader.state("training")
+    _check_model(model, reader.tensors("model"), reader.path)
+    _check_optimizer(optimizer, training, reader.path, False)
+    _check_seed(declared.options.seed, training["seed"], reader.path)
 
 
 def load_rows(

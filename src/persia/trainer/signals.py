@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from persia.checkpoint import list_checkpoints
 from persia.errors import PersiaError
+from persia.printable import printable
 
 __all__ = ["REPORTED", "saved", "say", "stoppable", "terminable"]
 
@@ -137,7 +138,8 @@ def _name(number: int) -> str:
 
 def say(text: str) -> None:
     """Prints a message to stderr, also from a signal handler."""
+    line = printable(f"persia: {text}")
     try:
-        print(f"persia: {text}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
     except RuntimeError:  # The signal came while something else was printed.
-        os.write(2, f"persia: {text}\n".encode())
+        os.write(2, f"{line}\n".encode())

@@ -38,6 +38,7 @@ from persia.trainer.components import assemble
 from persia.trainer.data_checks import check_begin, check_eval_data, check_train_data
 from persia.trainer.fit_call import FitCall
 from persia.trainer.options import Declared, TrainerOptions
+from persia.trainer.outputs import check_outputs
 from persia.trainer.phases import ModeSwitch
 from persia.trainer.progress import FitResult, TrainedRows
 
@@ -108,6 +109,7 @@ class Trainer:
         self.resume_line: Callable[[str, int], str] = functools.partial(_resume_line, self.cluster is not None)
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
         self._stopping = False
+        self._outputs_checked = False
 
     @property
     def global_step(self) -> int:
@@ -215,8 +217,8 @@ class Trainer:
             restart_data: if a pass over the data is incomplete, begin it again at its first batch.
 
         Raises:
-            ConfigError: an argument is not valid; or a pass over the data is incomplete, and a change of options or
-                files makes its position meaningless.
+            ConfigError: an argument is not valid, or an output of the options cannot be written; nothing was trained.
+                Or a pass over the data is incomplete, and a change of options or files makes its position meaningless.
             DataError: the data do not yield batches, or one does not fit the schema; earlier ones are trained. Or there
                 is no batch at all (see `TrainerOptions.allow_empty`).
             DivergedError: logits or loss are not finite. The network has had that batch's gradient, on a GPU that of
@@ -241,6 +243,9 @@ class Trainer:
             return self._stoppable(
                 lambda: remote.fit(data, eval_data, bounds, lambda: self.stopping, again, restart_data)
             )
+        if not self._outputs_checked:
+            self.step.replicas.run_on_rank0(lambda: check_outputs(self.options), NoneType)
+            self._outputs_checked = True
         return self._stoppable(
             lambda: self.fit_here(train_data, eval_data, epochs, max_steps, again=again, restart_data=restart_data)
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from persia.errors import ConfigError, DataError
+from persia.printable import printable, say
 
 if TYPE_CHECKING:
     from persia.cli.init.columns import ColumnGuess
@@ -93,11 +94,12 @@ def _choose_label(sample: Sample, found: list[LabelGuess], yes: bool) -> LabelGu
             f"{best.column!r} with --yes.",
             field="label",
         )
-    typer.echo("Columns that may be the label:")
+    say("Columns that may be the label:")
     for label in found:
-        typer.echo(f"  {label.column}: {label.reason}")
-    while (name := typer.prompt("Which column do you want to predict?", default=best.column)) not in names:
-        typer.echo(f"Choose one of: {', '.join(names)}")
+        say(f"  {label.column}: {label.reason}")
+    question = printable(f"Which column do you want to predict? [{best.column}]")
+    while (name := typer.prompt(question, default=best.column, show_default=False)) not in names:
+        say(f"Choose one of: {', '.join(names)}")
     return found[names.index(name)]
 
 
@@ -106,8 +108,9 @@ def _ask(column: ColumnGuess) -> ColumnGuess:
     if column.sure or column.role not in ("id", "number"):
         return column
     question = f"{column.column} has {column.distinct:,} different {column.reason}. Is it an id or a number?"
+    question = printable(question)
     while (answer := typer.prompt(question, default=column.role)) not in ("id", "number"):
-        typer.echo("Answer id or number.")
+        say("Answer id or number.")
     return column if answer == column.role else column._replace(role=answer, reason="as you said")
 
 
@@ -160,37 +163,35 @@ def _report(guess: Guess, config: str, folder: Path) -> None:
     """Prints what was guessed, what was written, and what to run."""
     import tomllib
 
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from persia.cli.init.files import FILES
+    from persia.telemetry.terminal import DataConsole, Grid
 
     sample, label = guess.sample, guess.label
     split = tomllib.loads(config)["eval_data"]["options"]["split"]
-    table = Table("column", "use", "because", title=f"{sample.path}", title_justify="left")
-    table.add_row(Text(label.column), "label", Text(label.reason))
+    columns = ("column", "use", "because")
+    table = Grid(*columns, text=columns, title=sample.path)
+    table.add_row(label.column, "label", label.reason)
     order = {"id": 0, "list": 1, "number": 2, "time": 3, "unused": 4}
     for column in sorted(guess.columns, key=lambda c: order[c.role]):
         use = {"time": "split", "unused": "left out"}.get(column.role, column.role)
         if column.role == "time" and split.get("column") != column.column:
             use = "left out"
-        table.add_row(Text(column.column), use, Text(column.reason))
-    Console().print(table)
+        table.add_row(column.column, use, column.reason)
+    DataConsole().print(table)
     if sample.kind == "csv":
         lines = "the first line has the names" if sample.header else "no line of names"
         numbers = "" if sample.numerals.plain else f" Numbers are written with {_written(sample.numerals)}."
-        typer.echo(f"Fields are separated by {sample.delimiter!r}; {lines}.{numbers}")
+        say(f"Fields are separated by {sample.delimiter!r}; {lines}.{numbers}")
     if "by" in split:
-        typer.echo(f"Held out for testing: the last tenth by {split['column']}, from {split['at']} on.")
+        say(f"Held out for testing: the last tenth by {split['column']}, from {split['at']} on.")
     else:
-        typer.echo(f"Held out for testing: {split['test']:.0%} of the rows, at random; `split` in config.toml says so.")
-    typer.echo(f"Wrote {', '.join(FILES)} to {folder}. Next:\n")
-    config, program, run = (_shown(folder, name) for name in ("config.toml", "train.py", "runs/config"))
-    typer.echo(f"  persia train {config}")
-    typer.echo(f"  persia evaluate {config} --checkpoint {run}")
-    typer.echo(f"  persia predict {config} --checkpoint {run} --data NEW_FILE --output predictions.csv")
-    typer.echo(f"  python {program}\n")
+        say(f"Held out for testing: {split['test']:.0%} of the rows, at random; `split` in config.toml says so.")
+    say(f"Wrote {', '.join(FILES)} to {folder}. Next:\n")
+    config, program, run = (_shown(folder, name) for name in ("config.toml", "train.py", "runs/config/latest"))
+    say(f"  persia train {config}")
+    say(f"  persia evaluate {config} --checkpoint {run}")
+    say(f"  persia predict {config} --checkpoint {run} --data NEW_FILE --output predictions.csv")
+    say(f"  python {program}\n")
 
 
 def _written(numerals: Numerals) -> str:

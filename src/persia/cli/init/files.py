@@ -67,9 +67,6 @@ lr = 0.05
 
 [train]
 epochs = {epochs}
-
-[trainer]
-checkpoint_dir = {checkpoints}
 """
 
 _TRAIN = '''\
@@ -183,7 +180,6 @@ def file_texts(guess: Guess, folder: Path) -> dict[str, str]:
         features="\n".join(_features(guess, names)),
         unused=_unused(guess),
         epochs=epochs,
-        checkpoints=_toml(str(folder / "runs" / "config")),
     )
     config = re.sub(r"\n{3,}", "\n\n", config.replace("options]\n\n", "options]\n"))
     where = "" if sample.complete else f", of the first {sample.rows:,} rows"

@@ -47,6 +47,7 @@ from persia.services import (
     Tokens,
 )
 from persia.streams import OffsetLog
+from persia.telemetry.logs import log_to_stderr
 from persia.telemetry.metrics import Readings, figures
 from persia.telemetry.process import LOOPBACK, ObservedProcess, process_metrics
 from persia.types import TITLES, Feed, Membership
@@ -84,11 +85,8 @@ class Host:
         for module in plan.modules:
             importlib.import_module(module)
         title = repr(self)
-        logging.basicConfig(
-            format=f"%(asctime)s %(levelname)s {title}: %(message)s",
-            level=plan.options.log_level.upper(),
-            force=True,
-        )
+        layout = f"%(asctime)s %(levelname)s {title}: %(message)s"
+        log_to_stderr(plan.options.log_level.upper(), layout, force=True)
         self.log = logging.getLogger("persia.cluster")
         self.server: rpc.Server | None = None
         self.ready = False

@@ -235,6 +235,10 @@ class TopicStorage:
         checksum = checksum_text(crc32(memoryview(data)))
         self._record(FileRecord(path=path, begin=self._begin(), size=len(data), checksum=checksum, data=data))
 
+    def probe(self) -> None:
+        """Writes the removal of a file that does not exist, which readers skip."""
+        self.remove("probe")
+
     def sync(self) -> None:
         """No-op: what has been written is at all in-sync replicas."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import shlex
 from typing import Any
 
 __all__ = ["PAGE_HEADERS", "page"]
@@ -45,15 +46,15 @@ def page(document: dict[str, Any], url: str) -> str:
 
 def _operation(path: str, method: str, operation: dict[str, Any], url: str) -> str:
     parts = [f"<h2><code>{method.upper()} {path}</code></h2><p>{html.escape(operation['summary'])}</p>"]
-    key = " -H 'Authorization: Bearer KEY'" if operation.get("security") else ""
+    call = ["curl", url + path, *(("-H", "Authorization: Bearer KEY") if operation.get("security") else ())]
     content = operation.get("requestBody", {}).get("content", {})
     json_body = content.get("application/json", {})
     if "example" in json_body:
-        example = json.dumps(json_body["example"])
-        call = f"curl {url}{path}{key} -H 'Content-Type: application/json' \\\n  -d '{example}'"
-        parts.append(f"<pre>{html.escape(call)}</pre>")
+        call += ["-H", "Content-Type: application/json"]
+        example = shlex.join(["-d", json.dumps(json_body["example"])])
+        parts.append(f"<pre>{html.escape(shlex.join(call))} \\\n  {html.escape(example)}</pre>")
     elif not content:
-        parts.append(f"<pre>{html.escape(f'curl {url}{path}{key}')}</pre>")
+        parts.append(f"<pre>{html.escape(shlex.join(call))}</pre>")
     if json_body:
         parts.append(f"<details><summary>Body</summary><pre>{_dump(json_body['schema'])}</pre></details>")
     for parameter in operation.get("parameters", ()):

@@ -1,0 +1,158 @@
+"""A directory that holds an earlier run: what can be done with it, by commands that work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from persia.cli.configured_run import command_line
+from persia.errors import CheckpointError, PersiaError
+
+if TYPE_CHECKING:
+    from persia.checkpoint import CheckpointReader
+    from persia.cli.run_config import RunConfig
+    from persia.schema import Schema
+
+__all__ = ["Command", "check_unused", "held", "refusal", "remove", "ways_to_resume"]
+
+
+class Command(NamedTuple):
+    """The command that was typed, to print it with other directories.
+
+    Attributes:
+        config: path of the configuration.
+        overrides: values of --set.
+        json: value of --json.
+    """
+
+    config: str
+    overrides: Sequence[str] | None
+    json: str | None = None
+
+    def line(self, *words: str) -> str:
+        """Formats `persia train` with other directories."""
+        return command_line(["train", self.config, *words], list(self.overrides or []), self.json)
+
+
+def held(output: str | None, resume: str | None) -> int | None:
+    """Returns the step of the run that a directory holds; None if it holds none, or the one that is resumed."""
+    from persia.checkpoint import list_checkpoints
+
+    # `realpath` treats a URL as a relative path, so equal URLs stay equal.
+    if output is None or (resume is not None and os.path.realpath(resume) == os.path.realpath(output)):
+        return None
+    found = list_checkpoints(output)
+    return found[-1].step if found else None
+
+
+def check_unused(output: str) -> None:
+    """Rejects a directory with checkpoints of a run, as another one would mix with it.
+
+    Raises:
+        CheckpointError: the directory holds a run.
+    """
+    step = held(output, None)
+    if step is not None:
+        raise CheckpointError(
+            f"{output} holds another run, trained to step {step}; give another directory as --output.", path=output
+        )
+
+
+def refusal(output: str, step: int, command: Command, run: RunConfig, schema: Schema) -> CheckpointError:
+    """Returns the error for a directory that holds another run, with the commands that work.
+
+    Args:
+        output: the directory.
+        step: to which that run is trained.
+        command: what was typed.
+        run: the configuration.
+        schema: that of its data.
+    """
+    why, reader = _why_not(output, run, schema)
+    lines = [f"{output} holds another run, trained to step {step}. To train a new one elsewhere, or in its place:", ""]
+    lines += [f"    {command.line('--output', _free(output))}"]
+    lines += [f"    {command.line('--output', output, '--overwrite')}", ""]
+    if why is None:
+        lines += ["To continue it:", "", f"    {command.line('--resume', output)}"]
+    else:
+        lines += [f"It cannot be continued with this configuration: {why}"]
+        lines += _with_its_rows(output, command, reader, schema)
+    return CheckpointError("\n".join(lines), path=output)
+
+
+def ways_to_resume(resume: str, command: Command, run: RunConfig, schema: Schema) -> str:
+    """Returns how to go on from a checkpoint that a configuration does not fit; empty if it fits or is damaged.
+
+    Args:
+        resume: its directory.
+        command: what was typed.
+        run: the configuration.
+        schema: that of its data.
+    """
+    why, reader = _why_not(resume, run, schema)
+    return "" if why is None else "\n".join(_with_its_rows(resume, command, reader, schema))
+
+
+def remove(directory: str) -> None:
+    """Removes the checkpoints and the record of a run from a directory; other files stay.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
+    from persia.checkpoint.format import LATEST, parse_step
+    from persia.checkpoint.storage import Storage
+    from persia.telemetry.run_record import RUN_FILE
+
+    storage = Storage(directory)
+    steps = [name for name in storage.names() if parse_step(name) is not None]
+    for name in (LATEST, RUN_FILE, *steps):  # First what leads to the others.
+        storage.remove(name)
+
+
+def _why_not(directory: str, run: RunConfig, schema: Schema) -> tuple[str | None, CheckpointReader | None]:
+    """Returns why the run in a directory cannot continue with a configuration, and its checkpoint if it can be read."""
+    from persia.checkpoint import CheckpointReader
+    from persia.trainer.loading import check_resumable
+    from persia.trainer.options import Declared
+
+    reader = None
+    try:
+        reader = CheckpointReader(directory)
+        model = run.model.build(schema)
+        optimizer = run.optimizer.factory()(model.parameters())
+        check_resumable(reader, Declared(schema, run.embedding_optimizer, run.mode, run.trainer), model, optimizer)
+    except PersiaError as error:
+        differences = error.fields.get("differences")
+        return (error.message if differences is None else f"{'; '.join(differences)}."), reader
+    return None, reader
+
+
+def _with_its_rows(directory: str, command: Command, reader: CheckpointReader | None, schema: Schema) -> list[str]:
+    """Returns the lines that start a run with the rows of another one; none if no table is in both."""
+    if reader is None:
+        return []
+    there, here = reader.manifest.tables, schema.resolved_tables()
+    common = [name for name, table in here.items() if name in there and there[name].dim == table.dim]
+    if not common:
+        return []
+    some = [word for name in common for word in ("--table", name)] if set(common) != here.keys() & there.keys() else []
+    rows, new = _free(f"{directory.rstrip('/')}-rows"), _free(directory)
+    overrides = list(command.overrides or [])
+    return [
+        "",
+        f"To start with its rows of {', '.join(common)}, and a new network:",
+        "",
+        f"    {command_line(['export', directory, rows, *some], [], None)}",
+        f"    {command_line(['import', command.config, rows, '--output', new, *some], overrides, None)}",
+        f"    {command.line('--resume', new)}",
+    ]
+
+
+def _free(directory: str) -> str:
+    """Returns a name like that of a directory, of one that does not exist."""
+    name = directory.rstrip("/")
+    number = 2
+    while os.path.exists(f"{name}-{number}"):
+        number += 1
+    return name if not os.path.exists(name) and "://" not in name else f"{name}-{number}"
