@@ -107,7 +107,8 @@ Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_
       words_(values_.words(config.dim)),
       stride_(stride_of(config, optimizer)),
       number_(shard) {
-  if (values_.narrow()) scratch_.resize(dim_ + optimizer.state_width(dim_));
+  before_.resize(dim_ + optimizer.state_width(dim_));
+  if (values_.narrow()) scratch_.resize(before_.size());
   open_region();
   header_ = reinterpret_cast<Header*>(region_.base());
   rows_ = region_.base() + layout_.rows;

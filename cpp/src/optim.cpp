@@ -43,69 +43,91 @@ inline float clamp(float value, float bound) { return std::min(std::max(value, -
   return ((four[0][0] + four[0][2]) + (four[0][1] + four[0][3])) / static_cast<float>(dim);
 }
 
+// Writes a new value, and keeps the one before.
+[[gnu::always_inline]] inline void replace(float& value, float& before, float updated, Finite& finite) {
+  before = value;
+  value = updated;
+  finite.add(updated);
+}
+
+// A step updates a row in place, and returns whether all of its new values are finite.
 template <OptimizerKind>
 struct Step;
 
 template <>
 struct Step<OptimizerKind::kSgd> {
-  [[gnu::always_inline]] static inline void run(const Optimizer& o, const Optimizer::Row& r) {
+  [[gnu::always_inline]] static inline bool run(const Optimizer& o, const Optimizer::Row& r) {
     const auto& c = o.config();
     const float momentum = c.momentum, decay = c.weight_decay, bound = o.bound(), lr = r.lr;
     float* __restrict weight = r.weight;
     float* __restrict buffer = r.state;
+    float* __restrict old_weight = r.before;
+    float* __restrict old_buffer = r.before + r.dim;
     const float* __restrict gradient = r.gradient;
+    Finite finite;
     if (momentum == 0.0f) {
       for (std::size_t i = 0; i < r.dim; ++i) {
         const float g = gradient[i] + decay * weight[i];
-        weight[i] = clamp(weight[i] - lr * g, bound);
+        replace(weight[i], old_weight[i], clamp(weight[i] - lr * g, bound), finite);
       }
-      return;
+      return finite.all();
     }
     for (std::size_t i = 0; i < r.dim; ++i) {
       const float g = gradient[i] + decay * weight[i];
-      buffer[i] = momentum * buffer[i] + g;
-      weight[i] = clamp(weight[i] - lr * buffer[i], bound);
+      const float moved = momentum * buffer[i] + g;
+      replace(buffer[i], old_buffer[i], moved, finite);
+      replace(weight[i], old_weight[i], clamp(weight[i] - lr * moved, bound), finite);
     }
+    return finite.all();
   }
 };
 
 // Duchi, Hazan, Singer 2011, diagonal form.
 template <>
 struct Step<OptimizerKind::kAdagrad> {
-  [[gnu::always_inline]] static inline void run(const Optimizer& o, const Optimizer::Row& r) {
+  [[gnu::always_inline]] static inline bool run(const Optimizer& o, const Optimizer::Row& r) {
     const auto& c = o.config();
     const float decay = c.weight_decay, eps = c.eps, bound = o.bound(), lr = r.lr;
     float* __restrict weight = r.weight;
     float* __restrict sum = r.state;
+    float* __restrict old_weight = r.before;
+    float* __restrict old_sum = r.before + r.dim;
     const float* __restrict gradient = r.gradient;
+    Finite finite;
     for (std::size_t i = 0; i < r.dim; ++i) {
       const float g = gradient[i] + decay * weight[i];
-      sum[i] += g * g;
-      weight[i] = clamp(weight[i] - lr * g / (std::sqrt(sum[i]) + eps), bound);
+      const float squares = sum[i] + g * g;
+      replace(sum[i], old_sum[i], squares, finite);
+      replace(weight[i], old_weight[i], clamp(weight[i] - lr * g / (std::sqrt(squares) + eps), bound), finite);
     }
+    return finite.all();
   }
 };
 
 template <>
 struct Step<OptimizerKind::kRowwiseAdagrad> {
-  [[gnu::always_inline]] static inline void run(const Optimizer& o, const Optimizer::Row& r) {
+  [[gnu::always_inline]] static inline bool run(const Optimizer& o, const Optimizer::Row& r) {
     const auto& c = o.config();
     const float decay = c.weight_decay, bound = o.bound();
     float* __restrict weight = r.weight;
+    float* __restrict old_weight = r.before;
     const float* __restrict gradient = r.gradient;
-    r.state[0] += mean_square(gradient, weight, decay, r.dim);
-    const float lr = r.lr / (std::sqrt(r.state[0]) + c.eps);
+    Finite finite;
+    const float squares = r.state[0] + mean_square(gradient, weight, decay, r.dim);
+    replace(r.state[0], r.before[r.dim], squares, finite);
+    const float lr = r.lr / (std::sqrt(squares) + c.eps);
     for (std::size_t i = 0; i < r.dim; ++i) {
       const float g = gradient[i] + decay * weight[i];
-      weight[i] = clamp(weight[i] - lr * g, bound);
+      replace(weight[i], old_weight[i], clamp(weight[i] - lr * g, bound), finite);
     }
+    return finite.all();
   }
 };
 
 // Kingma, Ba 2015, on the steps in which the row takes part only ("lazy"), corrected by the row's own count.
 template <>
 struct Step<OptimizerKind::kAdam> {
-  [[gnu::always_inline]] static inline void run(const Optimizer& o, const Optimizer::Row& r) {
+  [[gnu::always_inline]] static inline bool run(const Optimizer& o, const Optimizer::Row& r) {
     const auto& c = o.config();
     const auto beta1 = static_cast<float>(c.beta1), beta2 = static_cast<float>(c.beta2);
     const auto rest1 = static_cast<float>(1.0 - c.beta1), rest2 = static_cast<float>(1.0 - c.beta2);
@@ -115,53 +137,67 @@ struct Step<OptimizerKind::kAdam> {
     float* __restrict weight = r.weight;
     float* __restrict first = r.state;
     float* __restrict second = r.state + r.dim;
+    float* __restrict old_weight = r.before;
+    float* __restrict old_first = r.before + r.dim;
+    float* __restrict old_second = r.before + 2 * r.dim;
     const float* __restrict gradient = r.gradient;
+    Finite finite;
     for (std::size_t i = 0; i < r.dim; ++i) {
       const float g = gradient[i] + decay * weight[i];
-      first[i] = beta1 * first[i] + rest1 * g;
-      second[i] = beta2 * second[i] + rest2 * (g * g);
-      weight[i] = clamp(weight[i] - lr * first[i] / (std::sqrt(second[i]) * root_scale + eps), bound);
+      const float mean = beta1 * first[i] + rest1 * g;
+      const float squares = beta2 * second[i] + rest2 * (g * g);
+      const float updated = weight[i] - lr * mean / (std::sqrt(squares) * root_scale + eps);
+      replace(first[i], old_first[i], mean, finite);
+      replace(second[i], old_second[i], squares, finite);
+      replace(weight[i], old_weight[i], clamp(updated, bound), finite);
     }
+    return finite.all();
   }
 };
 
 // McMahan et al. 2013, Algorithm 1; alpha is the learning rate.
 template <>
 struct Step<OptimizerKind::kFtrl> {
-  [[gnu::always_inline]] static inline void run(const Optimizer& o, const Optimizer::Row& r) {
+  [[gnu::always_inline]] static inline bool run(const Optimizer& o, const Optimizer::Row& r) {
     const auto& c = o.config();
     const float beta = c.beta, l1 = c.l1, l2 = c.l2, bound = o.bound(), alpha = r.lr;
     float* __restrict weight = r.weight;
     float* __restrict z = r.state;
     float* __restrict n = r.state + r.dim;
+    float* __restrict old_weight = r.before;
+    float* __restrict old_z = r.before + r.dim;
+    float* __restrict old_n = r.before + 2 * r.dim;
     const float* __restrict gradient = r.gradient;
+    Finite finite;
     for (std::size_t i = 0; i < r.dim; ++i) {
       const float g = gradient[i];
       const float squares = n[i] + g * g;
       const float root = std::sqrt(squares);
       const float sigma = (root - std::sqrt(n[i])) / alpha;
-      z[i] = z[i] + (g - sigma * weight[i]);
-      n[i] = squares;
-      const float shrunk = z[i] - std::copysign(l1, z[i]);
+      const float moved = z[i] + (g - sigma * weight[i]);
+      const float shrunk = moved - std::copysign(l1, moved);
       const float solved = -shrunk / ((beta + root) / alpha + l2);
-      weight[i] = clamp(std::fabs(z[i]) <= l1 ? 0.0f : solved, bound);
+      replace(z[i], old_z[i], moved, finite);
+      replace(n[i], old_n[i], squares, finite);
+      replace(weight[i], old_weight[i], clamp(std::fabs(moved) <= l1 ? 0.0f : solved, bound), finite);
     }
+    return finite.all();
   }
 };
 
 template <OptimizerKind K>
-void step_base(const Optimizer& o, const Optimizer::Row& r) {
-  Step<K>::run(o, r);
+bool step_base(const Optimizer& o, const Optimizer::Row& r) {
+  return Step<K>::run(o, r);
 }
 
 #if defined(__x86_64__)
 template <OptimizerKind K>
-[[gnu::target("avx2")]] void step_avx2(const Optimizer& o, const Optimizer::Row& r) {
-  Step<K>::run(o, r);
+[[gnu::target("avx2")]] bool step_avx2(const Optimizer& o, const Optimizer::Row& r) {
+  return Step<K>::run(o, r);
 }
 template <OptimizerKind K>
-PERSIA_AVX512 void step_avx512(const Optimizer& o, const Optimizer::Row& r) {
-  Step<K>::run(o, r);
+PERSIA_AVX512 bool step_avx512(const Optimizer& o, const Optimizer::Row& r) {
+  return Step<K>::run(o, r);
 }
 #endif
 
@@ -232,6 +268,11 @@ std::size_t Optimizer::state_width(std::size_t dim) const {
       return 2 * dim;
   }
   return 0;
+}
+
+void Optimizer::restore(const Row& row) const {
+  std::copy_n(row.before, row.dim, row.weight);
+  std::copy_n(row.before + row.dim, state_width(row.dim), row.state);
 }
 
 void Optimizer::initialize_state(float* state, std::size_t width) const {

@@ -226,6 +226,7 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
   const Turn turn(shards);
   const std::size_t dim = shards[0]->dim_;
   const std::size_t bytes = std::min(shards[0]->stride_, kMaxPrefetch);
+  float* const before = shards[0]->before_.data();  // One for all shards stays in L1.
   const auto use = [&](std::size_t i, const Group& group, std::size_t lane) {
     Shard& shard = *group.shard[lane];
     if (shard.begun_push_ != PushState::kOpen) {
@@ -254,11 +255,10 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
     if (number == Index::kNone) {
       ++counts.absent;
       ++header.counters.absent;
-    } else if (!all_finite(gradient, dim)) {
+    } else if (!all_finite(gradient, dim) || !shard.apply(number, push, gradient, before)) {
       ++counts.nonfinite;
       ++header.counters.nonfinite;
     } else {
-      shard.apply(number, push, gradient);
       ++counts.applied;
       ++header.counters.applied;
     }
@@ -285,21 +285,29 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
   return counts;
 }
 
-void Shard::apply(std::uint32_t number, const Push& push, const float* gradient) {
+// Returns whether the row has changed. If a new value would not be finite, only its recency has: a push that is
+// repeated after an interruption knows of its gradient alone.
+bool Shard::apply(std::uint32_t number, const Push& push, const float* gradient, float* before) {
   mark_changed(number);
-  changefeed_.mark(number);
   save_undo(number);
   RowHeader& r = *row(number);
-  if (r.update_count != std::numeric_limits<std::uint32_t>::max()) ++r.update_count;
-  set_last_step(number, push.step);
+  const std::uint32_t count = r.update_count;
+  if (count != std::numeric_limits<std::uint32_t>::max()) ++r.update_count;
   if (makes_recent(number)) renew(number);
   crash_point();
-  if (values_.narrow()) return apply_narrow(number, push, gradient);
-  optimizer_->apply({weight(number), state(number), gradient, dim_, push.lr, r.update_count});
+  if (!(values_.narrow()
+            ? apply_narrow(number, push, gradient, before)
+            : optimizer_->apply({weight(number), state(number), gradient, dim_, push.lr, r.update_count, before}))) {
+    r.update_count = count;
+    return false;
+  }
+  changefeed_.mark(number);
+  set_last_step(number, push.step);
+  return true;
 }
 
-// The same in float32 for a row of 16-bit values, which are rounded at the end.
-void Shard::apply_narrow(std::uint32_t number, const Push& push, const float* gradient) {
+// The same in float32 for a row of 16-bit values, which are rounded at the end: a finite value stays finite.
+bool Shard::apply_narrow(std::uint32_t number, const Push& push, const float* gradient, float* before) {
   const RowHeader& r = *row(number);
   float* const values = scratch_.data();
   float* const moments = states_.narrow() ? values + dim_ : state(number);
@@ -307,12 +315,13 @@ void Shard::apply_narrow(std::uint32_t number, const Push& push, const float* gr
       Rounding::key_of(header_->seed, header_->name_hash, r.key(), push.step, weight(number), words_);
   values_.load(weight(number), values, dim_);
   if (states_.narrow()) states_.load(state(number), moments, header_->state_width);
-  optimizer_->apply({values, moments, gradient, dim_, push.lr, r.update_count});
+  if (!optimizer_->apply({values, moments, gradient, dim_, push.lr, r.update_count, before})) return false;
   values_.store_stochastic(values, weight(number), dim_, Rounding::of(key, r.update_count, 0));
   crash_point();
   if (states_.narrow()) {
     states_.store_stochastic(moments, state(number), header_->state_width, Rounding::of(key, r.update_count, 1));
   }
+  return true;
 }
 
 }  // namespace persia

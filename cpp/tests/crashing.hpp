@@ -104,12 +104,13 @@ struct Tested {
 
   void look(const Keys& keys) { persia::look(store, keys); }
 
-  // The gradient of `bad`, if it is among the keys, is not finite.
+  // The gradient of `bad`, if it is among the keys, is not finite, or in every other push its square is not.
   PushCounts push(const Keys& keys, std::uint64_t client, std::uint64_t sequence, std::uint64_t bad = ~0ull) {
     const std::size_t dim = row_shape.dim;
     std::vector<float> gradients(keys.size() * dim);
     for (std::size_t i = 0; i < gradients.size(); ++i) {
-      gradients[i] = keys[i / dim] == bad ? INFINITY : 0.01f * static_cast<float>(i % 17 + 1);
+      gradients[i] =
+          keys[i / dim] == bad ? (sequence % 2 == 0 ? INFINITY : 3e38f) : 0.01f * static_cast<float>(i % 17 + 1);
     }
     return persia::push(store, keys, gradients, {static_cast<std::uint32_t>(sequence), client, sequence});
   }

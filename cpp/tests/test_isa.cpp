@@ -111,7 +111,8 @@ TEST(updates_of_rows) {
         std::vector<float> weight = numbers(dim, dim, 20), state = squares(numbers(2 * dim, dim + 1000, 20));
         for (std::uint32_t count = 1; count < 4; ++count) {
           const std::vector<float> gradient = numbers(dim, dim + 2000 + count, 20);
-          optimizer.apply({weight.data(), state.data(), gradient.data(), dim, 0.07f, count});
+          std::vector<float> before(3 * dim);
+          CHECK(optimizer.apply({weight.data(), state.data(), gradient.data(), dim, 0.07f, count, before.data()}));
         }
         append(all, weight);
         append(all, state);

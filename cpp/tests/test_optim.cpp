@@ -1,6 +1,7 @@
 #include <cmath>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -16,7 +17,8 @@ namespace {
 float step(const Optimizer& o, std::size_t dim, std::vector<float>& weight, std::vector<float>& state, float gradient,
            std::uint32_t count) {
   const std::vector<float> gradients(dim, gradient);
-  o.apply({weight.data(), state.data(), gradients.data(), dim, 0.1f, count});
+  std::vector<float> before(dim + state.size());
+  CHECK(o.apply({weight.data(), state.data(), gradients.data(), dim, 0.1f, count, before.data()}));
   for (const float w : weight) CHECK(w == weight[0]);
   return weight[0];
 }
@@ -80,6 +82,45 @@ TEST(adam_correction_is_continuous_past_its_table) {
     CHECK(o.correction(t + 1).root_scale < o.correction(t).root_scale);
     CHECK(o.correction(t).scale == 1.0f);
   }
+}
+
+TEST(a_row_stays_as_it_was_if_a_new_value_would_not_be_finite) {
+  OptimizerConfig momentum;
+  momentum.momentum = 0.9f;
+  momentum.kind = OptimizerKind::kSgd;
+  std::vector<OptimizerConfig> configs{momentum};
+  for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowwiseAdagrad,
+                          OptimizerKind::kAdam, OptimizerKind::kFtrl}) {
+    configs.emplace_back().kind = kind;
+  }
+  for (const OptimizerConfig& config : configs) {
+    const Optimizer o(config);
+    for (const std::size_t dim : {1u, 15u, 16u, 17u, 33u, 64u}) {
+      std::vector<float> weight(dim), state(o.state_width(dim)), before(dim + state.size());
+      for (std::size_t i = 0; i < dim; ++i) weight[i] = 0.25f * static_cast<float>(i);
+      for (std::size_t i = 0; i < state.size(); ++i) state[i] = 0.5f + static_cast<float>(i);
+      for (std::size_t bad = 0; bad < dim; ++bad) {
+        const auto kept = std::pair(weight, state);
+        std::vector<float> gradient(dim, 0.1f);
+        gradient[bad] = -3e38f;  // Its square is infinite, or so is its product with the learning rate.
+        CHECK(!o.apply({weight.data(), state.data(), gradient.data(), dim, 100.0f, 1, before.data()}));
+        CHECK(kept == std::pair(weight, state));
+        gradient[bad] = 0.2f;
+        CHECK(o.apply({weight.data(), state.data(), gradient.data(), dim, 0.1f, 1, before.data()}));
+        CHECK(kept.first != weight);
+      }
+    }
+  }
+}
+
+TEST(a_state_that_would_not_be_finite_counts_though_the_weight_would_be) {
+  OptimizerConfig c;
+  c.kind = OptimizerKind::kAdagrad;
+  const Optimizer o(c);
+  float weight = 0.5f, state = 0.0f, before[2];
+  const float gradient = 2e19f;
+  CHECK(!o.apply({&weight, &state, &gradient, 1, 0.1f, 1, before}));
+  CHECK(weight == 0.5f && state == 0.0f);
 }
 
 TEST(finite_check_finds_each_position) {

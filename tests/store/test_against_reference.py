@@ -80,6 +80,8 @@ def compare(store, reference):
     assert mine.keys() == theirs.keys()
     for shard, rows in mine.items():
         assert_same_rows(rows, theirs[shard])
+        assert np.isfinite(rows.embeddings).all()  # Whatever an update would have made of it.
+        assert np.isfinite(rows.state).all()
 
 
 ACTIONS = ["train", "train", "update", "update", "evaluate", "read", "set", "restore", "keep", "age"]

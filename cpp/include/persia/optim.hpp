@@ -47,8 +47,10 @@ class Optimizer {
     std::size_t dim;
     float lr;
     std::uint32_t count;  // updates of this row including this one
+    float* before;        // gets the row as it was: [dim + state width]
   };
-  using Kernel = void (*)(const Optimizer&, const Row&);
+  // Updates a row in place, and returns whether all of its new values are finite.
+  using Kernel = bool (*)(const Optimizer&, const Row&);
 
   // Chooses the kernel of the optimizer and computes Adam's first bias corrections.
   explicit Optimizer(const OptimizerConfig& config);
@@ -61,9 +63,15 @@ class Optimizer {
   std::size_t state_width(std::size_t dim) const;
   // Writes the state of a new row.
   void initialize_state(float* state, std::size_t width) const;
-  // Updates a row in place. The result is bit-identical on every machine: each kernel is compiled for several
-  // instruction sets, and none reorders a sum.
-  void apply(const Row& row) const { kernel_(*this, row); }
+  // Updates a row in place, and returns whether it has: if a new value would not be finite, the row stays as it was.
+  // The result is bit-identical on every machine: each kernel is compiled for several instruction sets, and none
+  // reorders a sum.
+  bool apply(const Row& row) const {
+    if (kernel_(*this, row)) [[likely]]
+      return true;
+    restore(row);
+    return false;
+  }
   // Returns Adam's bias corrections after `count` updates of a row.
   Correction correction(std::uint32_t count) const {
     return count < corrections_.size() ? corrections_[count] : compute_correction(count);
@@ -71,6 +79,7 @@ class Optimizer {
 
  private:
   Correction compute_correction(std::uint32_t count) const;
+  void restore(const Row& row) const;
 
   OptimizerConfig config_;
   float bound_;
@@ -78,14 +87,24 @@ class Optimizer {
   std::vector<Correction> corrections_;
 };
 
-// Returns whether no element is NaN or infinite: the exponent of those is all ones, which the addition carries into the
-// sign.
+// Whether all of some values are finite, without a branch: the exponent of those that are not is all ones, which the
+// addition carries into the sign.
+class Finite {
+ public:
+  // Adds a value.
+  void add(float value) { carried_ |= (std::bit_cast<std::uint32_t>(value) & 0x7F800000u) + 0x00800000u; }
+  // Returns whether all values so far are finite.
+  bool all() const { return (carried_ & 0x80000000u) == 0; }
+
+ private:
+  std::uint32_t carried_ = 0;
+};
+
+// Returns whether no element is NaN or infinite.
 inline bool all_finite(const float* values, std::size_t count) {
-  std::uint32_t carried = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    carried |= (std::bit_cast<std::uint32_t>(values[i]) & 0x7F800000u) + 0x00800000u;
-  }
-  return (carried & 0x80000000u) == 0;
+  Finite finite;
+  for (std::size_t i = 0; i < count; ++i) finite.add(values[i]);
+  return finite.all();
 }
 
 }  // namespace persia

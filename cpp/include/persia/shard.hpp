@@ -94,7 +94,7 @@ struct Slice {
 struct PushCounts {
   std::uint64_t applied = 0;
   std::uint64_t absent = 0;
-  std::uint64_t nonfinite = 0;
+  std::uint64_t nonfinite = 0;   // rows that stay as they are: their gradient, or a value after it, is not finite
   std::uint64_t duplicates = 0;  // gradients of a push that the shard had applied before
 
   PushCounts& operator+=(const PushCounts& other);
@@ -340,8 +340,8 @@ class Shard {
   // Builds the queue of rows to evict if there is none and the shard is nearly full.
   void make_victims_ready() noexcept;
   void store_embedding(std::uint32_t number, const float* values);
-  void apply(std::uint32_t number, const Push& push, const float* gradient);
-  void apply_narrow(std::uint32_t number, const Push& push, const float* gradient);
+  bool apply(std::uint32_t number, const Push& push, const float* gradient, float* before);
+  bool apply_narrow(std::uint32_t number, const Push& push, const float* gradient, float* before);
   void tick();
   void save_undo(std::uint32_t number);
   void drop_undo();
@@ -464,6 +464,7 @@ class Shard {
   std::mutex mutex_;
   // Of the request that holds the lock:
   std::vector<float> scratch_;  // embedding and state of a row, if they have 16 bits
+  std::vector<float> before_;   // the same of a row before its update
   bool begun_ = false;
   PushState begun_push_ = PushState::kNone;
   std::uint64_t skip_ = 0;  // gradients that an interrupted attempt of the push has applied

@@ -170,12 +170,15 @@ class ReferenceShard:
             return "absent"
         if not np.isfinite(gradient).all():
             return "nonfinite"
-        row.update_count += 1
-        row.last_step = step if self.keeps_last_steps else 0
         self._touch(row)
+        count, embedding, state = row.update_count + 1, row.embedding.copy(), row.state.copy()
+        reference_optim.apply(self.config, embedding, state, gradient, lr, count)
+        if not (np.isfinite(embedding).all() and np.isfinite(state).all()):
+            return "nonfinite"
         key = rounding_key(self.config, id_, step, as_words(row.embedding, self.config))
-        reference_optim.apply(self.config, row.embedding, row.state, gradient, lr, row.update_count)
-        round_update(self.config, key, row.update_count, row.embedding, row.state)
+        round_update(self.config, key, count, embedding, state)
+        row.embedding[:], row.state[:], row.update_count = embedding, state, count
+        row.last_step = step if self.keeps_last_steps else 0
         return "applied"
 
     def put(self, row: ReferenceRow) -> None:

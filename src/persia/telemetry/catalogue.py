@@ -31,7 +31,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "ps_evicted": MetricKind("counter", "rows that made room for others"),
     "ps_applied": MetricKind("counter", "rows of gradients that were applied"),
     "ps_absent": MetricKind("counter", "rows of gradients dropped as their id had no row"),
-    "ps_nonfinite": MetricKind("counter", "rows of gradients dropped because of a NaN or Inf"),
+    "ps_nonfinite": MetricKind("counter", "rows that stay as they were: gradient, or a value after it, not finite"),
     "ps_duplicates": MetricKind("counter", "pushes that came twice and were applied once"),
     "ps_disk_rows": MetricKind("gauge", "rows of the table that are on disk"),
     "ps_disk_bytes": MetricKind("gauge", "size of their files"),

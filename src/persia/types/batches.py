@@ -110,7 +110,7 @@ class UpdateCounts(NamedTuple):
     Attributes:
         applied: rows updated.
         absent: rows that are not in the table (not admitted, or evicted): skipped.
-        non_finite: rows whose gradient has a NaN or Inf: dropped.
+        non_finite: rows that stay as they were, as their gradient, or a value after it, is not finite.
         duplicate: rows of a repeated push that were updated before: skipped.
     """
 
