@@ -148,7 +148,10 @@ class ClosedError(PersiaError):
 
 
 class DivergedError(PersiaError):
-    """The logits or the loss of a batch are not finite; the message names the batch. The network may hold NaN."""
+    """Logits, the loss of a batch, or gradients are not finite; the message names the batch, or tables and features.
+
+    The network may hold NaN.
+    """
 
 
 class StaleBatchError(PersiaError):

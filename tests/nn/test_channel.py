@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from persia.nn.channel import Channel, Closed
+from persia.nn.channel import Channel, Closed, get_or_idle
 
 DEADLINE = 10.0
 
@@ -38,3 +38,27 @@ def test_who_gave_up_waiting_demands_nothing():
         channel.close()
         with pytest.raises(Closed):
             demand.result(DEADLINE)
+
+
+def test_whoever_waits_has_something_to_do_meanwhile(monkeypatch):
+    monkeypatch.setattr("persia.nn.channel.IDLE_SECONDS", 0.01)
+    channel = Channel(1)
+    calls = []
+
+    def idle():
+        calls.append(len(channel))
+        if len(calls) == 3:
+            channel.put("item")
+
+    assert get_or_idle(channel.get, DEADLINE, idle) == "item"
+    assert calls == [0, 0, 0]
+    channel.put("at once")
+    assert get_or_idle(channel.get, DEADLINE, idle) == "at once"
+    assert len(calls) == 3
+    with pytest.raises(TimeoutError):
+        get_or_idle(channel.get, 0.03, calls.clear)
+    with pytest.raises(TimeoutError):
+        get_or_idle(channel.get, 0.01, None)
+    channel.close()
+    with pytest.raises(Closed):
+        get_or_idle(channel.get, DEADLINE, idle)

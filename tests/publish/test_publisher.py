@@ -124,6 +124,38 @@ def test_it_publishes_by_rows(trained):
     publisher.stop(last=False)
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_an_entry_that_needs_approval_is_seen_once_it_has_it_or_is_the_last(trained, last):
+    publisher = Publisher(
+        trained.stores[0], {"item": 0, "user": 1}, order(trained, seconds=0.02)._replace(approval=True), lambda: 2
+    )
+    publisher.start()
+    until(lambda: publisher.status.waiting == 1)
+    publisher.approve(2)  # Of another entry.
+    assert publisher.status.sequence == -1
+    publisher.approve(1)
+    until(lambda: publisher.status.sequence == 0)
+    trained.train()
+    until(lambda: publisher.status.waiting == 2)
+    assert publisher.status.sequence == 0
+    publisher.stop(last=last)
+    assert (publisher.status.sequence > 0) == last
+    assert publisher.status.complete == last
+
+
+def test_an_entry_that_is_written_again_waits_again(trained, monkeypatch):
+    """It has the number of the one before, and other rows."""
+    monkeypatch.setattr(publisher.StreamWriter, "commit", lambda *_: 1 / 0)
+    publishing = Publisher(
+        trained.stores[0], {"item": 0, "user": 1}, order(trained, seconds=0.02)._replace(approval=True), lambda: 2
+    )
+    publishing.start()
+    until(lambda: publishing.status.waiting == 1)
+    publishing.approve(1)
+    until(lambda: publishing.status.waiting == 2)
+    publishing.stop(last=False)
+
+
 def test_without_changes_nothing_is_written(trained):
     publisher = publisher_of(trained)
     publisher._publish()

@@ -291,6 +291,7 @@ CALLS = {
         "end_snapshot": ("snapshot",),
         "publish": (PublishOrder(PublishOptions("changes"), 0, "0" * 32, 0, 0),),
         "published": (),
+        "approve": ("0" * 32, 1),
         "end_publishing": (True,),
         "import_rows": (RowChunk("item", 0, {"ids": IDS["item"]}),),
         "export_state": (),

@@ -322,22 +322,26 @@ def test_data_without_labels_are_predicted_but_not_evaluated():
 
 
 class Diverging(torch.nn.Module):
-    """Logits, or the loss alone, are not finite from one call on."""
+    """Logits, or the loss alone, are not finite from one call on, in training or in evaluation."""
 
     def __init__(self, at, bad, in_loss):
         super().__init__()
         self.head = torch.nn.Linear(16, 1)
         self.at, self.bad, self.in_loss = at, bad, in_loss
-        self.calls = 0
+        self.calls = {True: 0, False: 0}
+
+    @property
+    def diverged(self):
+        return self.calls[self.training] > self.at
 
     def forward(self, dense, embeddings):
-        self.calls += 1
+        self.calls[self.training] += 1
         logits = self.head(embeddings["id_0"])
-        return logits * self.bad if self.calls > self.at and not self.in_loss else logits
+        return logits * self.bad if self.diverged and not self.in_loss else logits
 
     def loss(self, logits, labels):
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
-        return loss * self.bad if self.calls > self.at and self.in_loss else loss
+        return loss * self.bad if self.diverged and self.in_loss else loss
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -70,6 +70,10 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
         table.add_row("lost tokens", f"{report.lost_tokens:,}")
         table.add_row("staleness of the network", f"{report.staleness_mean:.2f} / {report.staleness_max}")
         table.add_row("staleness of rows", f"{result.row_staleness_mean:.2f} / {result.row_staleness_max}")
+    for found in result.non_finite:
+        table.add_row(
+            f"not finite: gradients of table {found.table} ({', '.join(found.features)})", f"{found.rows:,} rows"
+        )
     CONSOLE.print(table)
     if result.evaluation is not None:
         print_metrics("evaluation", result.evaluation)
@@ -133,6 +137,7 @@ def fit_record(result: FitResult) -> dict[str, Any]:
             "staleness_mean": report.staleness_mean,
             "rows_per_second_by_worker": report.rates(),
         }
+    record["non_finite"] = msgspec.to_builtins(result.non_finite)
     record["mode_choices"] = [{**choice._asdict(), "ratio": choice.ratio} for choice in result.mode_choices]
     return record
 

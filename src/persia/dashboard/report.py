@@ -37,6 +37,7 @@ def report(record: RunRecord, title: str) -> str:
         *_charts(record),
         "</div>",
         *_tables(record),
+        *_non_finite(record),
         *_features(record),
     ]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -127,6 +128,16 @@ def _tables(record: RunRecord) -> Iterable[str]:
     ]
     yield "<h2>Tables</h2>"
     yield _table(names, rows)
+
+
+def _non_finite(record: RunRecord) -> Iterable[str]:
+    if not record.non_finite:
+        return
+    rows = [
+        [found.table, ", ".join(found.features), f"{found.rows:,}", f"{found.step:,}"] for found in record.non_finite
+    ]
+    yield "<h2>Rows that the last call of fit left as they were: gradient or new value not finite</h2>"
+    yield _table(["table", "features", "rows of gradients", "first global step"], rows)
 
 
 def _features(record: RunRecord) -> Iterable[str]:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["Channel", "Closed"]
+from persia.retry import Deadline
+
+__all__ = ["Channel", "Closed", "get_or_idle"]
 
 T = TypeVar("T")
+
+IDLE_SECONDS = 0.5
+"""Between two calls of `idle` in `get_or_idle`."""
 
 
 class Closed(Exception):  # noqa: N818 - not an error: the other side has ended
@@ -85,3 +91,26 @@ class Channel(Generic[T]):
             if discard:
                 self._items.clear()
             self._changed.notify_all()
+
+
+def get_or_idle(get: Callable[[float], T], timeout: float, idle: Callable[[], None] | None) -> T:
+    """Gets an item within `timeout` seconds, and calls `idle` now and then until there is one.
+
+    Args:
+        get: raises TimeoutError if nothing came within so many seconds, like `Channel.get`.
+        timeout: in seconds.
+        idle: called in this thread; None for no calls.
+
+    Raises:
+        TimeoutError: nothing came in time.
+    """
+    if idle is None:
+        return get(timeout)
+    deadline = Deadline(timeout)
+    while True:
+        try:
+            return get(min(IDLE_SECONDS, deadline.left))
+        except TimeoutError:
+            if deadline.passed:
+                raise
+        idle()

@@ -31,6 +31,7 @@ from persia.nn.evaluation import EvaluationReader
 from persia.nn.feature_costs import feature_costs
 from persia.nn.gate import Staleness, StalenessGate
 from persia.nn.inline import Inline
+from persia.nn.non_finite import NonFiniteLog
 from persia.nn.options import CollectionOptions, check_gpus
 from persia.nn.outbox import Outbox, PushCounts
 from persia.nn.pipeline import Pipeline, Stages
@@ -121,7 +122,8 @@ class EmbeddingCollection(torch.nn.Module):
         far = not self.connection.near or self._staging.device.type != "cpu"
         self._reading = EvaluationReader(schema, self._worker, self._transfer, self.options.timeout, checked, ahead=far)
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps, self.connection.near)
-        self.outbox = Outbox(self.connection)
+        scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        self.outbox = Outbox(self.connection, NonFiniteLog(schema, usual=scaled))
         """The pushes so far."""
         self._cache = RowCache(schema.resolved_tables(), warns=self.connection.rank == 0)
         self._steps = StepPusher(self.outbox, self.gate, self.options.accumulation_steps)
@@ -136,6 +138,8 @@ class EmbeddingCollection(torch.nn.Module):
         """Time that the network has waited for batches."""
         self.step_timings: StepTimings | None = None
         """Receives the compute time of each batch."""
+        self.idle: Callable[[], None] | None = None
+        """Called now and then by the training thread while it waits for a batch of a training pass."""
         self._pid = os.getpid()
 
     def change_mode(self, mode: Mode) -> None:
@@ -236,6 +240,22 @@ class EmbeddingCollection(torch.nn.Module):
             if batch.pooled is not None:
                 return batch.pooled.embeddings()
             return self._expander(batch.rows, batch.inverse, batch.offsets)
+
+    def looked_up_again(self, batch: PreparedBatch) -> PreparedBatch:
+        """Returns the batch whose gradient was pushed last, with its rows as they are now; read-only. Blocks.
+
+        If its embedding worker does not have it any more, it has the rows that it was trained with.
+        """
+        if batch.batch_id is None:
+            return batch
+        dense, labels = (part.detach().cpu().numpy() for part in (batch.dense, batch.labels))
+        try:
+            found = self._worker.lookup(batch.batch_id, train=False)
+        except StaleBatchError:  # Its gradient was dropped, or its embedding worker has been replaced.
+            return batch
+        now, ready = self._transfer.rows(FedBatch(batch.batch_id, dense, labels, batch.day), found)
+        ready()
+        return now
 
     def flush(self) -> None:
         """Applies an incomplete step of `accumulation_steps` batches that were called without `prefetch`. Blocks.
@@ -423,10 +443,17 @@ class EmbeddingCollection(torch.nn.Module):
             if ahead:
                 pushing = pusher.most_pushes
                 return Pipeline(
-                    reading, stages, timeout, pushing=pushing, tracer=tracer, endless=endless, number=number
+                    reading,
+                    stages,
+                    timeout,
+                    pushing=pushing,
+                    tracer=tracer,
+                    endless=endless,
+                    number=number,
+                    idle=self.idle,
                 )
             drawn = functools.partial(self.gate.drawn, inline=True)
-            return Inline(reading, stages._replace(drawn=drawn), timeout, tracer, endless, number)
+            return Inline(reading, stages._replace(drawn=drawn), timeout, tracer, endless, number, self.idle)
 
         def wants_ahead() -> bool:
             return not near or self.gate.ahead

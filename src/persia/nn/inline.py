@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from persia.nn.channel import Closed
+from persia.nn.channel import Closed, get_or_idle
 from persia.nn.pipeline import Stages, late_batch
 from persia.nn.prepared import PreparedBatch
 from persia.nn.reading_thread import ReadingThread
@@ -37,6 +37,7 @@ class Inline:
         tracer: records what a draw does.
         endless: whether the loader may be idle for any time.
         number: of the first batch within the pass.
+        idle: called now and then by a draw that waits for the loader; None for no calls.
     """
 
     ready = 0
@@ -50,6 +51,7 @@ class Inline:
         tracer: Tracer | None = None,
         endless: bool = False,
         number: int = 0,
+        idle: Callable[[], None] | None = None,
     ) -> None:
         self.number = number
         """Number of the next batch within the pass."""
@@ -62,6 +64,7 @@ class Inline:
         self._timeout = timeout
         self._tracer = tracer or Tracer()
         self._endless = endless
+        self._idle = idle
         self._pushes: deque[Callable[[], None]] = deque()
 
     @property
@@ -134,7 +137,7 @@ class Inline:
     def _read(self) -> object:
         while True:
             try:
-                read = self._reading.next(self._timeout)
+                read = get_or_idle(self._reading.next, self._timeout, self._idle)
                 break
             except Closed:
                 raise StopIteration from None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from persia.errors import StaleBatchError
+from persia.nn.non_finite import NonFiniteLog
 from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Encoded
 from persia.services import Connection, ReadObserver
@@ -26,7 +27,7 @@ class PushCounts(NamedTuple):
     Attributes:
         applied: rows updated.
         absent: rows that are not in the table (not admitted, or evicted): skipped.
-        non_finite: rows whose gradient had a NaN or Inf: dropped.
+        non_finite: rows that stay as they were, as their gradient, or a value after it, is not finite.
         released: batches that were drawn and never back-propagated.
         lost_batches: batches whose rows could not be looked up, as their embedding worker was gone: skipped.
         lost_rows: samples of those.
@@ -54,6 +55,7 @@ class Outbox:
 
     Args:
         connection: has the embedding workers and the identity of this NN worker.
+        non_finite: notes which gradients are not finite.
 
     Attributes:
         global_step: number of global steps that have been pushed.
@@ -65,8 +67,9 @@ class Outbox:
         tracer: records pushes.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, non_finite: NonFiniteLog) -> None:
         self.connection = connection
+        self.non_finite = non_finite
         self.tracer = connection.tracer or Tracer()
         self.global_step = 0
         self.registered: set[int] = set()
@@ -160,10 +163,24 @@ class Outbox:
                 self.observer.note(ReadRecord(rank, sequence, batch.number, rows, batch.batch_id, versions))
         return found, total
 
-    def pushed(self, counts: Mapping[str, UpdateCounts]) -> None:
-        """Counts the outcome of a push."""
+    def pushed(
+        self,
+        counts: Mapping[str, UpdateCounts],
+        step: int,
+        group: Sequence[Gradient],
+        contributions: Sequence[Contribution],
+    ) -> None:
+        """Counts the outcome of a push.
+
+        Args:
+            counts: by table.
+            step: number of the global step, from 1.
+            group: the gradients that were pushed.
+            contributions: the same, as they were sent.
+        """
         with self._lock:
             self._updates = sum_counts([self._updates, counts])
+        self.non_finite.add(counts, step, [(batch, c) for (batch, _), c in zip(group, contributions, strict=True)])
 
 
 def run_now(task: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from persia.errors import DeadlineError
-from persia.nn.channel import Channel, Closed
+from persia.nn.channel import Channel, Closed, get_or_idle
 from persia.nn.prepared import PreparedBatch
 from persia.nn.reading_thread import ReadingThread
 from persia.retry import Deadline
@@ -79,6 +79,7 @@ class Pipeline:
         tracer: records what the threads do.
         endless: whether the loader may be idle for any time; draws then wait for its next batch without a deadline.
         number: of the first batch within the pass.
+        idle: called now and then by a draw that waits; None for no calls.
     """
 
     def __init__(
@@ -91,9 +92,11 @@ class Pipeline:
         tracer: Tracer | None = None,
         endless: bool = False,
         number: int = 0,
+        idle: Callable[[], None] | None = None,
     ) -> None:
         self._reading = reading
         self._endless = endless
+        self._idle = idle
         self._awaits_loader = False
         self._stages = stages
         self._timeout = timeout
@@ -145,7 +148,7 @@ class Pipeline:
         item: _Ready | _Failure | None = None
         while item is None:
             try:
-                item = self._ready.get(self._timeout)
+                item = get_or_idle(self._ready.get, self._timeout, self._idle)
             except Closed:
                 raise StopIteration from None
             except TimeoutError:

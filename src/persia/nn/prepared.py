@@ -36,6 +36,7 @@ class PreparedBatch:
         token: its token, in asynchronous modes.
         number: of the batch within the pass over the data.
         began: time at which it was drawn, on the monotonic clock.
+        looked_up: time at which its lookup began, on the same clock.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class PreparedBatch:
         self.token: DrawnToken | None = None
         self.number = 0
         self.began = 0.0
+        self.looked_up = 0.0
         self._finish: Callable[[PreparedBatch], None] | None = None
         self._closed = False
         self._called_back = False

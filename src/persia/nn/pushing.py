@@ -225,7 +225,8 @@ class StepPusher:
         with self._outbox.tracer.span("push", step + 1), self._outbox.pushing(group):
             contributions, rows = self._outbox.contributions(group, sequence, [step])
             header = PushHeader(connection.generation, connection.rank, sequence, step, rows)
-            self._outbox.pushed(connection.worker.push(header, contributions))
+            counts = connection.worker.push(header, contributions)
+            self._outbox.pushed(counts, step + 1, group, contributions)
 
 
 class TokenPusher:
@@ -315,7 +316,7 @@ class TokenPusher:
             with self._outbox.tracer.span("push", batch=batch_id), self._outbox.pushing(group):
                 contributions, rows = self._outbox.contributions(group, token.sequence, versions)
                 ticket, counts = self._client.push(token.sequence, rows, version, contributions, dense)
-            self._outbox.pushed(counts)
+            self._outbox.pushed(counts, ticket.header.step + 1, group, contributions)
             self._outbox.global_step = max(self._outbox.global_step, ticket.header.step)
 
         self._outbox.submit(push)

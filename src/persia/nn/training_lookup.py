@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -83,6 +84,7 @@ class TrainingLookup:
     def look_up(self, batch: FedBatch) -> tuple[PreparedBatch, Ready]:
         """Looks up the rows of a batch; returns a dummy batch if it was lost with its embedding worker."""
         plan: CachePlan | None = None
+        began = time.monotonic()
         try:
             with self._tracer.span("lookup", batch=batch.batch_id):
                 if self._cache is None:
@@ -97,6 +99,7 @@ class TrainingLookup:
             return self._dummy(), nothing_to_do
         with self._tracer.span("transfer", batch=batch.batch_id):
             prepared, ready = self._transfer.rows(batch, found, plan)
+        prepared.looked_up = began
         if plan is not None:
             self._gate.aged(plan.oldest)
         if self._expander.on_host:

@@ -57,6 +57,12 @@ class RowPublishing:
         publisher = self._publisher
         return PublishStatus() if publisher is None else publisher.status
 
+    def approve(self, run: str, ticket: int) -> None:
+        """See `persia.services.EmbeddingPS.approve`. Does not wait for a publisher that is ending."""
+        publisher = self._publisher
+        if publisher is not None and run == self._run:
+            publisher.approve(ticket)
+
     def end(self, *, last: bool) -> PublishStatus:
         """Ends publishing, if it has begun, and returns how far it came. Blocks."""
         with self._lock:

@@ -391,6 +391,10 @@ class EmbeddingServer(JournaledServer):
         """Returns how far this PS has published."""
         return self._publishing.status()
 
+    def approve(self, run: str, ticket: int) -> None:
+        """Lets readers see an entry; see `persia.services.EmbeddingPS`."""
+        self._publishing.approve(run, ticket)
+
     def end_publishing(self, last: bool) -> PublishStatus:
         """Ends publishing; see `persia.services.EmbeddingPS`."""
         return self._publishing.end(last=last)

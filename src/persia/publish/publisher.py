@@ -87,6 +87,9 @@ class Publisher:
         """Set when publishing is to end, perhaps with a last entry."""
         self._ended = threading.Event()
         """Set when nothing more may be written."""
+        self._approval = threading.Condition()
+        self._approved = self._ticket = 0
+        """Tickets: the last one that was approved, and the last one. A number of an entry may be used again."""
         self._lost = False
         """Whether changes were taken from the store that no entry has."""
         self._status = PublishStatus(order.epoch)
@@ -126,9 +129,17 @@ class Publisher:
         if not last:
             self._ended.set()
         self._stop.set()
+        with self._approval:
+            self._approval.notify_all()
         if self._thread.ident is not None:
             self._thread.join(seconds)
         self._ended.set()  # If it hangs in the file system, it must not take what another publisher is to have.
+
+    def approve(self, ticket: int) -> None:
+        """Lets readers see the entry that waits for that; `status.waiting` is its ticket."""
+        with self._approval:
+            self._approved = ticket
+            self._approval.notify_all()
 
     @property
     def status(self) -> PublishStatus:
@@ -204,6 +215,7 @@ class Publisher:
                 TableChanges(name=name, dim=self._store.config(index).dim, rows=rows, removed=removed)
                 for (name, index), (rows, removed) in zip(self._tables.items(), totals, strict=True)
             ]
+            self._await_approval()
             if self._ended.is_set():
                 raise _StoppedError("stopped")
             self._retried(lambda: writer.commit("snapshot" if whole else "increment", step, began, tables))
@@ -213,6 +225,16 @@ class Publisher:
         self._status = self._status._replace(sequence=writer.sequence, step=step, rows=rows)
         self._succeeded()
         self._retried(self._remove_old)
+
+    def _await_approval(self) -> None:
+        """Waits until readers may see the entry in work. At the end they may: `stop` says so with `last`."""
+        if not self._order.approval:
+            return
+        self._ticket += 1
+        self._status = self._status._replace(waiting=self._ticket)
+        with self._approval:
+            self._approval.wait_for(lambda: self._approved == self._ticket or self._stop.is_set())
+        self._status = self._status._replace(waiting=0)
 
     def _remove_old(self) -> None:
         """Removes old entries. A failure at the end is left, so that it delays nothing: they go with the epoch."""

@@ -170,6 +170,14 @@ class EmbeddingPS(Protocol):
     def published(self) -> PublishStatus:
         """Returns how far this PS has published; an epoch of -1 if it does not, or not any more."""
 
+    def approve(self, run: str, ticket: int) -> None:
+        """Lets readers see the entry that waits for approval; no-op if that is another one.
+
+        Args:
+            run: `PublishOrder.run` of its epoch.
+            ticket: `PublishStatus.waiting`.
+        """
+
     @rpc.waits
     def end_publishing(self, last: bool) -> PublishStatus:
         """Ends publishing, if it has begun, and returns how far it came.
@@ -284,7 +292,7 @@ class EmbeddingWorker(Protocol):
         Args:
             batch_id: what `register` returned.
             train: ids may be admitted, and the batch stays registered until its push or release. Otherwise nothing
-                changes, and the batch is forgotten.
+                changes, and the batch is forgotten; the one that an NN worker has pushed last can still be read.
 
         Raises:
             StaleBatchError: the batch is unknown here: pushed, released, expired, or of an earlier incarnation.

@@ -9,7 +9,16 @@ import msgspec
 
 from persia.errors import DataError
 
-__all__ = ["RUN_FILE", "CalibrationBin", "CurvePoint", "FeatureCost", "RunRecord", "read_run", "write_run"]
+__all__ = [
+    "RUN_FILE",
+    "CalibrationBin",
+    "CurvePoint",
+    "FeatureCost",
+    "NonFiniteRows",
+    "RunRecord",
+    "read_run",
+    "write_run",
+]
 
 RUN_FILE = "run.json"
 
@@ -77,6 +86,22 @@ class FeatureCost(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class NonFiniteRows(msgspec.Struct, frozen=True):
+    """Rows of a table that stay as they are, because their gradient, or a value after it, is not finite.
+
+    Attributes:
+        table: name of the table.
+        features: the features with such gradients; all of the table if that is not known.
+        rows: number of rows of gradients.
+        step: first global step.
+    """
+
+    table: str
+    features: list[str]
+    rows: int
+    step: int
+
+
 class RunRecord(msgspec.Struct):
     """A run, as NN worker 0 has recorded it.
 
@@ -91,6 +116,7 @@ class RunRecord(msgspec.Struct):
         staleness: number of lookups by staleness.
         tables: counters of each table, such as `rows`, `bytes`, `hits` and `evicted`.
         features: most expensive first.
+        non_finite: rows that the last call of `fit` has left as they are, by table.
         evaluation: AUC and log-loss by label on `eval_data`.
         complete: whether `fit` returned.
     """
@@ -104,6 +130,7 @@ class RunRecord(msgspec.Struct):
     staleness: dict[int, int] = {}
     tables: dict[str, dict[str, int]] = {}
     features: list[FeatureCost] = []
+    non_finite: list[NonFiniteRows] = []
     evaluation: dict[str, dict[str, float | None]] = {}
     complete: bool = False
 

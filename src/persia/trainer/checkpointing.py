@@ -26,6 +26,7 @@ from persia.nn.dense_step import DenseStep
 from persia.nn.models.registry import description_of
 from persia.retry import Backoff, Deadline, retry
 from persia.services import EmbeddingPS, SnapshotInfo
+from persia.trainer.finite_state import FiniteState
 from persia.trainer.loading import resolved
 from persia.trainer.options import Declared
 from persia.trainer.state import TrainingState
@@ -113,15 +114,22 @@ class Checkpointing:
     Args:
         network: the dense network, whose replicas run functions on NN worker 0.
         state: what training changes, besides rows and the network's tensors.
+        finite: finds out whether the state gives finite logits; no other is saved.
         servers: the embedding PSs.
         declared: the declarations of the run, which each checkpoint records.
     """
 
     def __init__(
-        self, network: DenseStep, state: TrainingState, servers: Sequence[EmbeddingPS], declared: Declared
+        self,
+        network: DenseStep,
+        state: TrainingState,
+        finite: FiniteState,
+        servers: Sequence[EmbeddingPS],
+        declared: Declared,
     ) -> None:
         self._network = network
         self._state = state
+        self._finite = finite
         self._servers = servers
         self._declared = declared
         self._options = declared.options
@@ -133,6 +141,8 @@ class Checkpointing:
         self._failing = False
         """Whether the last checkpoint that was begun in the background has failed."""
         self._warned_of_skips = False
+        self._diverged = False
+        """Whether the model has diverged since the last checkpoint was begun."""
         self._hurry = threading.Event()  # Set while the training thread waits for what is being written.
 
     @property
@@ -223,10 +233,18 @@ class Checkpointing:
 
         Args:
             evaluation: decides which checkpoint is the best.
+
+        Raises:
+            DivergedError: the state does not give finite logits.
         """
+        self._finite.check()
         self._network.replicas.settle()
         consistent = self._options.checkpoint_consistent or isinstance(self._state.mode, Sync)
         return CheckpointState(self._state.state_dict(), self._score(evaluation), consistent)
+
+    def give_up_live(self) -> None:
+        """Gives up a checkpoint that is being written, if its rows are those of now: the model has diverged."""
+        self._diverged = True
 
     @property
     def _directory(self) -> str:
@@ -311,6 +329,7 @@ class Checkpointing:
         step = state.global_step
         chain = self._chain if self._may_add_increment(directory, step, options.checkpoint_increments) else None
         self._chain = None
+        self._diverged = False
         writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None)
         try:
             with _as_checkpoint_error(step):
@@ -349,6 +368,12 @@ class Checkpointing:
                         writer.add_state(part, pieces)
                     writer.add_tensors("model", model)
                     writer.add_state("training", training)
+                    if live and self._diverged:
+                        raise CheckpointError(
+                            f"The checkpoint of step {step} is given up: the model has diverged while its rows were "
+                            "written. The checkpoint before stays the latest.",
+                            step=step,
+                        )
                     path = writer.commit(
                         schema=schema,
                         config=config,

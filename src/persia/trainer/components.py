@@ -17,6 +17,7 @@ from persia.services import Cluster, ProcessCluster
 from persia.telemetry.tracking import Tracker
 from persia.trainer.checkpointing import Checkpointing
 from persia.trainer.evaluation import Evaluator
+from persia.trainer.finite_state import FiniteState
 from persia.trainer.monitor import Monitor
 from persia.trainer.options import Declared
 from persia.trainer.phases import Phases
@@ -40,6 +41,7 @@ class Components(NamedTuple):
         publishing: publishes rows and the network, if the options say so.
         monitor: collects the metrics of this NN worker.
         evaluator: scores data without training.
+        finite: finds out whether the state of training gives finite logits.
         trackers: receive metrics.
     """
 
@@ -53,6 +55,7 @@ class Components(NamedTuple):
     publishing: Publishing
     monitor: Monitor
     evaluator: Evaluator
+    finite: FiniteState
     trackers: list[Tracker]
 
 
@@ -94,8 +97,10 @@ def assemble(
     servers = embeddings.connection.servers
     state = TrainingState(network, embeddings, declared.schema.labels, declared.first_mode, options.seed)
     phases = Phases(state, network, embeddings, declared, trains_in_other_processes=trains_in_other_processes)
-    checkpointing = Checkpointing(network, state, servers, declared)
-    publishing = Publishing(declared, network, state, servers)
+    evaluator = Evaluator(network, embeddings)
+    finite = FiniteState(network, state, evaluator)
+    checkpointing = Checkpointing(network, state, finite, servers, declared)
+    publishing = Publishing(declared, network, state, finite, servers)
     monitor = Monitor(state, network, embeddings, checkpointing, publishing)
     if embeddings.connection.observe is not None:
         embeddings.connection.observe(monitor.observe)
@@ -109,7 +114,8 @@ def assemble(
         checkpointing=checkpointing,
         publishing=publishing,
         monitor=monitor,
-        evaluator=Evaluator(network, embeddings),
+        evaluator=evaluator,
+        finite=finite,
         trackers=options.make_trackers(),
     )
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -14,16 +15,27 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.batching.validation import check_data, checked_items
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, DivergedError
 from persia.metrics import GroupedFigures, GroupedMetrics, Metrics, MetricsResult, merged_grouped, merged_metrics
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.prepared import PreparedBatch
 from persia.schema import Schema
-from persia.trainer.progress import check_finite
 from persia.types import FedBatch, Floats, Ids
 
-__all__ = ["Evaluator", "no_rows"]
+__all__ = ["Evaluator", "check_finite", "no_rows"]
+
+
+def check_finite(where: str, logits: Floats, loss: float = 0.0, **fields: int) -> None:
+    """Raises DivergedError, which begins with `where`, unless all logits and the loss are finite."""
+    bad = logits.size - int(np.count_nonzero(np.isfinite(logits)))
+    if bad or not math.isfinite(loss):
+        what = f"{bad} of {logits.size} logits are not finite" if bad else f"the loss is {loss}, all logits are finite"
+        raise DivergedError(
+            f"{where}: {what}. The model has diverged: go back to a checkpoint; lower the learning rates, set "
+            "clip_norm, or look at what the model computes.",
+            **fields,
+        )
 
 
 class Evaluator:
@@ -83,6 +95,12 @@ class Evaluator:
                 with self._evaluation_mode():
                     logits = self._network.logits(batch, self._embeddings(batch)).cpu().numpy()
                 yield batch, logits
+
+    def again(self, batch: PreparedBatch) -> NDArray[np.float32]:
+        """Returns the logits of the batch that was trained last, with network and rows as they are now."""
+        with self._evaluation_mode():
+            now = self._embeddings.looked_up_again(batch)
+            return self._network.logits(now, self._embeddings(now)).cpu().numpy()
 
     @contextlib.contextmanager
     def _evaluation_mode(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 
 from persia.batching.batch import Batch
-from persia.errors import ConfigError
+from persia.errors import ConfigError, DivergedError
 from persia.metrics import MetricsResult
 from persia.services import StreamPosition
 from persia.trainer.components import Components
@@ -61,6 +61,7 @@ class FitCall:
         self._epochs = epochs
         self._max_steps = max_steps
         self._should_stop = should_stop
+        self._raises = options.nonfinite == "raise"
         self._saved_step: int | None = None
         """Step of the last checkpoint of this call."""
         if self._keep_best and eval_data is None:
@@ -79,11 +80,22 @@ class FitCall:
             state.record_covered_by = "checkpoint" if self._directory else "training"
         self._bounds = Bounds(state, network, options, max_steps, self._keeps_recovery_points, should_stop)
         self._progress = FitProgress(
-            state, network, embeddings, components.monitor, components.staging, options, components.trackers
+            state,
+            network,
+            embeddings,
+            components.monitor,
+            components.finite,
+            components.staging,
+            options,
+            components.trackers,
         )
         if publishing.drift is not None:
             self._progress.on_scored = publishing.drift.scored
-        self._loop = TrainingLoop(state, network, embeddings, self._progress, should_stop, publishing)
+
+        def ends() -> bool:
+            return should_stop() or (self._raises and self._progress.has_non_finite)
+
+        self._loop = TrainingLoop(state, network, embeddings, self._progress, ends, publishing)
 
     @property
     def trained_here(self) -> TrainedRows:
@@ -106,14 +118,19 @@ class FitCall:
         publishing, rank = self._components.publishing, self._connection.rank
         if rank == 0:
             publishing.begin()
+            self._components.embeddings.idle = publishing.idle if publishing.active else None
         trained = False
         try:
             with self._progress.line:
                 self._train()
+            if publishing.active:
+                self._components.finite.check()
             if publishing.drift is not None:
                 publishing.drift.merge(self._components.network.replicas.gather, keep=rank == 0)
             trained = True
-        except Exception:
+        except Exception as error:
+            if isinstance(error, DivergedError):
+                self._components.checkpointing.give_up_live()
             with contextlib.suppress(Exception):  # The first error says more than that of a checkpoint.
                 self._components.checkpointing.wait()
             raise
@@ -145,6 +162,8 @@ class FitCall:
                 self._progress.check_pass()
                 state.end_pass()
             phases.raise_if_nn_workers_died()
+            if self._raises:
+                self._progress.check_gradients()
             if bounds.stop_requested() or ended:
                 return
             if bounds.checkpoints.due() and self._components.checkpointing.begin_periodic(self._evaluate):

@@ -60,7 +60,7 @@ class TrainingLoop:
         network: the dense network, its optimizer, and its replicas.
         embeddings: looks up rows ahead; the backward pass makes it push their gradients.
         progress: scores batches and shows progress.
-        should_stop: whether this NN worker was asked to stop.
+        should_stop: whether training is to end after the step.
         publishing: publishes the network, and counts what is read; None for neither.
     """
 

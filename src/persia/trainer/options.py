@@ -69,6 +69,10 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_failures: maximum number of NN-worker restarts per `fit` call, after an NN worker, a dense PS or a host has
             died; the next such death ends the call. Other roles restart by themselves: see `RayOptions.restarts`.
         allow_empty: let `fit` on data without a single batch warn, instead of raising DataError.
+        nonfinite: what `fit` does about gradients of rows that are not finite while the logits are. In either case the
+            rows stay as they were, and log, result and report name table and feature. "warn" trains on without these
+            gradients; "raise" ends `fit` after the step with a `DivergedError`. In fp16 they are usual while the loss
+            scale is found, so there is only "warn".
         publish: where `fit` publishes changes of rows, and the network, for those who serve them; None for nowhere.
         mode_schedule: `[(global step, mode), ...]`: from this step on this mode. `Trainer.switch` holds until the next
             entry.
@@ -96,6 +100,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recovery_point_every_seconds: float = 30.0
     max_failures: int = 5
     allow_empty: bool = False
+    nonfinite: Literal["warn", "raise"] = "warn"
     publish: PublishOptions | None = None
     mode_schedule: list[tuple[int, Mode]] = msgspec.field(default_factory=list)
 
@@ -107,6 +112,13 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             check_kind(name, getattr(self, name), (str, NoneType), "a path, or None")
         check_device(self.device)
         check_choice("precision", self.precision, ("float32", "bf16", "fp16"))
+        check_choice("nonfinite", self.nonfinite, ("warn", "raise"))
+        if self.nonfinite == "raise" and self.precision == "fp16":
+            raise ConfigError(
+                'nonfinite = "raise" does not go with precision = "fp16", whose gradients overflow now and then while '
+                'the loss scale is found. Use "bf16" or "float32", or leave nonfinite at "warn".',
+                field="nonfinite",
+            )
         check_kind("schedule", self.schedule, (Schedule, NoneType), "a Schedule, or None")
         for name in ("checkpoint_consistent", "progress", "allow_empty"):
             check_flag(name, getattr(self, name))

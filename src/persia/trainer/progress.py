@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 
 from persia.coordinator import TokenReport
@@ -19,17 +18,21 @@ from persia.metrics import MetricsResult, merged_metrics
 from persia.modes import ModeChoice
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
+from persia.nn.non_finite import merged, named
 from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Staging
 from persia.telemetry.live import LiveLine, Snapshot
+from persia.telemetry.run_record import NonFiniteRows
 from persia.telemetry.tracking import Tracker
+from persia.trainer.evaluation import check_finite
+from persia.trainer.finite_state import FiniteState
 from persia.trainer.monitor import Monitor
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.run_recorder import RunRecorder
 from persia.trainer.state import TrainingState
 from persia.types import Floats, Int32Array
 
-__all__ = ["FitProgress", "FitResult", "TrainedRows", "check_finite"]
+__all__ = ["FitProgress", "FitResult", "TrainedRows"]
 
 LOG = logging.getLogger("persia.data")
 
@@ -58,7 +61,7 @@ class FitResult(msgspec.Struct, frozen=True):
         stored_rows: rows in the embedding store at the end.
         stored_bytes: memory of the store at the end.
         absent_rows: gradient rows skipped because their id had no row (not admitted, or evicted).
-        non_finite_rows: gradient rows dropped because of a NaN or Inf.
+        non_finite_rows: rows that stay as they were, as their gradient, or a value after it, was not finite.
         released_batches: batches without a backward pass.
         lost_batches: batches skipped because their embedding worker was gone.
         lost_gradients: batches trained whose embedding gradients were lost with their embedding worker.
@@ -70,6 +73,7 @@ class FitResult(msgspec.Struct, frozen=True):
         nothing_left: why nothing was trained, and what to do, if the call had nothing left to train; else empty.
         failures: restarts of NN workers in this call, after one of them, a dense PS or a host had died. `rows` and
             `steps` count repeated training once; `seconds` do not count what was lost.
+        non_finite: the non-finite rows of this call by table, with the features to blame.
     """
 
     rows: int
@@ -96,6 +100,7 @@ class FitResult(msgspec.Struct, frozen=True):
     mode_choices: list[ModeChoice] = []
     failures: int = 0
     nothing_left: str = ""
+    non_finite: list[NonFiniteRows] = []
 
     @property
     def scored(self) -> list[tuple[str, MetricsResult]]:
@@ -104,7 +109,7 @@ class FitResult(msgspec.Struct, frozen=True):
         return found or [("progressive", self.progressive)]
 
     def __str__(self) -> str:
-        """Returns a summary of three lines; `repr` has all fields."""
+        """Returns a summary of three lines, and one more if rows were not finite; `repr` has all fields."""
         lines = [
             f"Trained {self.rows} rows in {self.seconds:.1f} s ({self.rows_per_second:.0f} rows/s), "
             f"{self.steps} steps; global step {self.global_step}",
@@ -116,6 +121,8 @@ class FitResult(msgspec.Struct, frozen=True):
         for name in ("non_finite_rows", "released_batches", "lost_batches", "lost_gradients", "failures"):
             if count := getattr(self, name):
                 lines[2] += f"; {name} {count}"
+        if self.non_finite:
+            lines.append(f"not finite in this call: {named(self.non_finite)}")
         return "\n".join(lines)
 
 
@@ -131,13 +138,14 @@ class TrainedRows(NamedTuple):
 
 
 class _Unscored(NamedTuple):
-    """Logits, labels and loss of a batch on their way to the host, and the batch's number."""
+    """Logits, labels and loss of a batch on their way to the host, the batch's number, and the time of its lookup."""
 
     arrays: Callable[[], dict[str, Floats]]
     day: Int32Array | None
     step: int
     epoch: int
     number: int
+    looked_up: float
 
 
 class FitProgress:
@@ -148,6 +156,7 @@ class FitProgress:
         network: its replicas gather counts; its optimizer may count what it sends.
         embeddings: has the counts of lookups and gradients.
         monitor: receives rows and losses.
+        finite: receives which batches had finite logits.
         staging: moves logits to the host.
         options: has the live line.
         trackers: receive metrics; the first NN worker has them.
@@ -159,6 +168,7 @@ class FitProgress:
         network: DenseStep,
         embeddings: EmbeddingCollection,
         monitor: Monitor,
+        finite: FiniteState,
         staging: Staging,
         options: TrainerOptions,
         trackers: Sequence[Tracker] = (),
@@ -167,9 +177,11 @@ class FitProgress:
         self._network = network
         self._embeddings = embeddings
         self._monitor = monitor
+        self._finite = finite
         self._staging = staging
         self._options = options
         self._first_step = state.global_step
+        embeddings.outbox.non_finite.clear()
         self._resumed = state.loaded
         self._began = time.monotonic()
         self._rows = 0
@@ -281,9 +293,10 @@ class FitProgress:
             return
         self._rows += len(batch)
         self._batches += 1
+        self._finite.trained(batch, self._state.epoch)
         self.score_rest()
         arrays = self._staging.to_host({"logits": logits, "labels": batch.labels, "loss": loss.float()})
-        self._unscored = _Unscored(arrays, batch.day, step, self._state.epoch, batch.number)
+        self._unscored = _Unscored(arrays, batch.day, step, self._state.epoch, batch.number, batch.looked_up)
         if logits.device.type == "cpu":
             self.score_rest()
         self._recorder.trained(batch)
@@ -305,10 +318,40 @@ class FitProgress:
         self._loss = float(arrays["loss"])
         where = f"Global step {done.step} (batch {done.number} of epoch {done.epoch}, counted from 0)"
         check_finite(where, arrays["logits"], self._loss, step=done.step, epoch=done.epoch, batch=done.number)
+        self._finite.scored(done.looked_up)
         self._state.scores.update(arrays["logits"], arrays["labels"], done.day, done.epoch)
         if self.on_scored is not None:
             self.on_scored(arrays["logits"])
         self._monitor.trained(len(arrays["labels"]), self._loss)
+
+    @property
+    def has_non_finite(self) -> bool:
+        """Whether gradients of this call were not finite, as far as this NN worker knows. See `nonfinite`."""
+        return bool(self._embeddings.outbox.non_finite.found())
+
+    def check_gradients(self) -> None:
+        """Raises DivergedError if gradients of this call were not finite. Blocks until all NN workers have called it.
+
+        Raises:
+            DivergedError: on all NN workers; the message names tables and features.
+        """
+        found = self._non_finite()
+        if found:
+            raise DivergedError(
+                f"Gradients are not finite, though the logits are: {named(found)}. These rows stay as they were. Look "
+                'at how the model uses these features, or lower the learning rates; with nonfinite = "warn" training '
+                "goes on without these gradients.",
+                tables=[each.table for each in found],
+                features=[name for each in found for name in each.features],
+                step=found[0].step,
+            )
+
+    def _non_finite(self) -> list[NonFiniteRows]:
+        """Returns the non-finite rows of this call that all NN workers know of, by table."""
+        mine = msgspec.json.encode(self._embeddings.outbox.non_finite.found())
+        return merged(
+            [msgspec.json.decode(part, type=list[NonFiniteRows]) for part in self._network.replicas.gather(mine)]
+        )
 
     @property
     def trained_here(self) -> TrainedRows:
@@ -395,7 +438,8 @@ class FitProgress:
         scores, gather = self._state.scores, self._network.replicas.gather
         progressive, training = merged_metrics(scores.progressive, gather), merged_metrics(scores.training, gather)
         history = merged_metrics(scores.history(), gather)
-        self._recorder.complete(progressive if progressive.rows else training, of_tables, evaluation)
+        non_finite = self._non_finite()
+        self._recorder.complete(progressive if progressive.rows else training, of_tables, evaluation, non_finite)
         per_ps = [server.row_staleness() for server in self._embeddings.connection.servers]
         return FitResult(
             rows=rows,
@@ -421,18 +465,7 @@ class FitProgress:
             asynchronous=asynchronous,
             mode_choices=mode_choices,
             nothing_left=self._nothing_left,
-        )
-
-
-def check_finite(where: str, logits: Floats, loss: float = 0.0, **fields: int) -> None:
-    """Raises DivergedError, which begins with `where`, unless all logits and the loss are finite."""
-    bad = logits.size - int(np.count_nonzero(np.isfinite(logits)))
-    if bad or not math.isfinite(loss):
-        what = f"{bad} of {logits.size} logits are not finite" if bad else f"the loss is {loss}, all logits are finite"
-        raise DivergedError(
-            f"{where}: {what}. The model has diverged: go back to a checkpoint; lower the learning rates, set "
-            "clip_norm, or look at what the model computes.",
-            **fields,
+            non_finite=non_finite,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -25,6 +26,7 @@ from persia.retry import Deadline, retry
 from persia.rpc.fan_out import call_all
 from persia.services import EmbeddingPS
 from persia.trainer.drift import DriftRecorder
+from persia.trainer.finite_state import FiniteState
 from persia.trainer.options import Declared
 from persia.trainer.state import TrainingState
 from persia.types import FedBatch, ModelDescription, PublishOptions, PublishOrder
@@ -37,7 +39,7 @@ KEPT_NETWORKS = 2
 """Versions of the network that stay, so that a reader of the one before is not disturbed."""
 
 POLL_SECONDS = 0.2
-"""Between two looks whether to stop, while a copy of the network is awaited."""
+"""Between two looks whether to stop, and whether a PS waits for approval."""
 
 LAST_SECONDS = 60.0
 """Time that the last entries may take at the end of a `fit` call."""
@@ -63,20 +65,29 @@ class Publishing:
     A thread does all the work but the copies of the network, so training never waits for the file system. It begins a
     new epoch once a PS does not publish any more: it has restarted, or rows were loaded into it.
 
+    Readers see rows and networks only once training has computed finite logits with them, or with later ones.
+
     Args:
         declared: the declarations of the run; without `TrainerOptions.publish`, nothing is published.
         network: the dense network.
         state: has the global step.
+        finite: has the time until which rows and network have given finite logits.
         servers: the embedding PSs.
     """
 
     def __init__(
-        self, declared: Declared, network: DenseStep, state: TrainingState, servers: Sequence[EmbeddingPS]
+        self,
+        declared: Declared,
+        network: DenseStep,
+        state: TrainingState,
+        finite: FiniteState,
+        servers: Sequence[EmbeddingPS],
     ) -> None:
         self._declared = declared
         self._options = declared.options.publish
         self._network = network
         self._state = state
+        self._finite = finite
         self._servers = servers
         self._thread: threading.Thread | None = None
         self._last = False  # Publish once more at the end.
@@ -87,6 +98,8 @@ class Publishing:
         self._fresh: float | None = None
         """When the network was as it is published."""
         self._error = ""
+        self._unseen = False
+        """Whether rows or a network wait for finite logits."""
         self.drift = None if self._options is None else DriftRecorder(declared.schema)
         """Counts what is trained; None if nothing is published."""
 
@@ -108,6 +121,14 @@ class Publishing:
             target=self._publish, args=(run, self._stop), name="persia-publish-network", daemon=True
         )
         self._thread.start()
+        threading.Thread(
+            target=self._approve, args=(run, self._stop), name="persia-publish-approve", daemon=True
+        ).start()
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is published."""
+        return self._options is not None
 
     def counted(self, read: Callable[[int], _Read]) -> Callable[[int], _Read]:
         """Returns a function that reads the batch of a number, and counts it for drift if anything is published."""
@@ -127,6 +148,12 @@ class Publishing:
         """Copies the network if the thread wants it. Call it after each batch."""
         if self._wanted.is_set():
             self._take_copy()
+
+    def idle(self) -> None:
+        """Looks whether the state gives finite logits, if readers wait for that and no batch comes."""
+        if self._unseen:
+            self._unseen = False
+            self._finite.look()
 
     def end(self, *, last: bool) -> None:
         """Ends the publishing of a call of `fit`. Blocks for 60 s at most.
@@ -178,6 +205,8 @@ class Publishing:
         while True:
             try:
                 run.check_servers()
+                if not self._await_finite(stop):
+                    break
                 run.write_network(self._copy)
                 run.write_drift(self._reference())
                 run.remove_old_epochs()
@@ -206,6 +235,25 @@ class Publishing:
         except Exception as error:
             LOG.warning("The last changes are not published to %s: %s", self._options.url, reason(error))
             self._error = reason(error)
+
+    def _await_finite(self, stop: threading.Event) -> bool:
+        """Waits until a later batch than the copy of the network has had finite logits; False when stopped instead."""
+        while self._finite.since <= self._copy.at:
+            self._unseen = True
+            if stop.wait(self._poll_seconds):
+                return False
+        return True
+
+    def _approve(self, run: _Run, stop: threading.Event) -> None:
+        """Lets readers see the rows that PSs have written, once a later lookup has led to finite logits. A thread."""
+        while not stop.wait(self._poll_seconds):
+            with contextlib.suppress(Exception):  # A PS that does not answer is asked again.
+                self._unseen |= run.approve(self._finite.since)
+
+    @property
+    def _poll_seconds(self) -> float:
+        assert self._options is not None
+        return min(POLL_SECONDS, self._options.seconds / 4)
 
     def _reference(self) -> DriftReference | None:
         return None if self.drift is None else self.drift.reference()
@@ -236,6 +284,8 @@ class _Run:
         """Step of the last version of the network in this epoch; -1 before the first."""
         self._alone = False
         """Whether older epochs have been removed."""
+        self._waiting: dict[int, tuple[str, int, float]] = {}
+        """By PS, the run and the ticket of the entry that waits for approval, and when it was seen first."""
         self._drift: tuple[Epoch, DriftReference] | None = None
         """Epoch and distributions that were written last."""
 
@@ -257,10 +307,29 @@ class _Run:
         )
         number, run = epoch.epoch, epoch.run
         for rank, server in enumerate(self._servers):
-            server.publish(PublishOrder(self._options, number, run, rank, self._step))
+            server.publish(PublishOrder(self._options, number, run, rank, self._step, approval=True))
         self._step = 0  # In the middle of training, pushes of the last steps may be on their way.
         self._writer = StreamWriter(self._storage, number, run, NETWORK, keep=KEPT_NETWORKS)
         self._epoch, self._written, self._alone = epoch, -1, False
+
+    def approve(self, since: float) -> bool:
+        """Lets readers see the entries that were waiting at some time before `since`. Returns whether others wait."""
+        epoch, wait = self._epoch, False
+        if epoch is None:
+            return False
+        for rank, server in enumerate(self._servers):
+            ticket = server.published().waiting
+            known = self._waiting.get(rank, ("", 0, 0.0))
+            if not ticket:
+                continue
+            if known[:2] != (epoch.run, ticket):
+                self._waiting[rank] = epoch.run, ticket, time.monotonic()
+                wait = True
+            elif known[2] < since:
+                server.approve(epoch.run, ticket)
+            else:
+                wait = True
+        return wait
 
     def write_network(self, network: _Network) -> None:
         """Writes a version of the network, if it is a new one."""

@@ -12,7 +12,7 @@ from persia.metrics import Metrics, MetricsResult
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
 from persia.telemetry.live import Snapshot
-from persia.telemetry.run_record import CalibrationBin, CurvePoint, RunRecord, read_run, write_run
+from persia.telemetry.run_record import CalibrationBin, CurvePoint, NonFiniteRows, RunRecord, read_run, write_run
 from persia.trainer.options import TrainerOptions
 from persia.trainer.state import TrainingState
 
@@ -85,10 +85,16 @@ class RunRecorder:
             label: [CalibrationBin(*group) for group in groups] for label, groups in metrics.reliability().items()
         }
         record.staleness = self._embeddings.gate.counts
+        if not record.complete:
+            record.non_finite = self._embeddings.outbox.non_finite.found()
         self._write()
 
     def complete(
-        self, metrics: Metrics, tables: Mapping[str, Mapping[str, int]], evaluation: MetricsResult | None
+        self,
+        metrics: Metrics,
+        tables: Mapping[str, Mapping[str, int]],
+        evaluation: MetricsResult | None,
+        non_finite: list[NonFiniteRows],
     ) -> None:
         """Writes the whole record. A failure is logged.
 
@@ -96,10 +102,12 @@ class RunRecorder:
             metrics: of the training logits of this call, of all NN workers.
             tables: counters of each table.
             evaluation: metrics on `eval_data`.
+            non_finite: rows that were left as they are, by table.
         """
         if self._directory is None:
             return
         record = self._record
+        record.non_finite = non_finite
         record.tables = {name: dict(counters) for name, counters in tables.items()}
         if evaluation is not None:
             record.evaluation = {

@@ -221,8 +221,9 @@ class Trainer:
                 Or a pass over the data is incomplete, and a change of options or files makes its position meaningless.
             DataError: the data do not yield batches, or one does not fit the schema; earlier ones are trained. Or there
                 is no batch at all (see `TrainerOptions.allow_empty`).
-            DivergedError: logits or loss are not finite. The network has had that batch's gradient, on a GPU that of
-                one more; no checkpoint has been written since.
+            DivergedError: logits or loss are not finite: of a batch, whose gradient, on a GPU that of one more, has been
+                applied; or of the state that was to be saved or published, which is not. Or gradients are not
+                finite, and `TrainerOptions.nonfinite` is "raise".
             CheckpointError: a checkpoint could not be written; training state is unharmed.
             DeadlineError: another role or NN worker was late; it says which.
             RoleDiedError: processes of the cluster died more often than `TrainerOptions.max_failures`. The message says
@@ -334,6 +335,7 @@ class Trainer:
 
         Raises:
             CheckpointError: it could not be written; older checkpoints are intact.
+            DivergedError: the model has diverged: its logits for the last batch are not finite. Nothing is written.
         """
         return self.checkpointing.save(os.fspath(directory))
 

@@ -64,6 +64,7 @@ class PublishOrder(NamedTuple):
         run: random identifier of the epoch, which its files repeat.
         server: number of this PS.
         step: global steps that its rows contain now, at least.
+        approval: whether each entry waits for `EmbeddingPS.approve` before readers see it, unless it is the last.
     """
 
     options: PublishOptions
@@ -71,6 +72,7 @@ class PublishOrder(NamedTuple):
     run: str
     server: int
     step: int
+    approval: bool = False
 
 
 class PublishStatus(NamedTuple):
@@ -84,6 +86,7 @@ class PublishStatus(NamedTuple):
         age: seconds since the rows were as they were published last; 0 before the first entry.
         error: why it cannot write at present; empty if it can.
         complete: whether it has ended, and all changes until then are published.
+        waiting: ticket of the entry that waits for approval; 0 if there is none. Each entry that waits has another one.
     """
 
     epoch: int = -1
@@ -93,3 +96,4 @@ class PublishStatus(NamedTuple):
     age: float = 0.0
     error: str = ""
     complete: bool = False
+    waiting: int = 0

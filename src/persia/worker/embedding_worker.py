@@ -89,6 +89,9 @@ class Worker:
         self._outcomes: dict[tuple[int, int, int], dict[int, _Outcome]] = {}
         """The last pushes of each (generation, rank, part), by sequence number, in case their replies were lost."""
 
+        self._last_pushed: dict[int, tuple[int, Entry]] = {}
+        """The batch that each NN worker has pushed last, to be read again: its batch id and its entry, by rank."""
+
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
         """Buffers a batch, duplicates removed, and returns its batch id; blocks while the buffer is full.
 
@@ -101,10 +104,15 @@ class Worker:
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
         """Looks up the rows of a registered batch; without `train` they are only read, and the batch is forgotten.
 
+        The batch that an NN worker has pushed last can still be read.
+
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
         """
-        found = self._look_up(batch_id, [server.lookup for server in self._servers], train)
+        lookups = [server.lookup for server in self._servers]
+        if not train and (entry := dict(self._last_pushed.values()).get(batch_id)) is not None:
+            return self._rows(entry, lookups, False)
+        found = self._look_up(batch_id, lookups, train)
         if not train:
             self.release(batch_id)
         return found
@@ -170,6 +178,8 @@ class Worker:
             outcomes[header.sequence] = _Outcome(batch_ids, counts)
             if len(outcomes) > OUTCOMES:
                 del outcomes[min(outcomes)]
+            if batches:
+                self._last_pushed[header.rank] = contributions[-1].batch_id, batches[-1][0]
         for contribution in contributions:
             self._carried("gradient_bytes", contribution.gradients, contribution.scales)
             self._count("gradient_rows", sum(Packed.counts_of(contribution.gradients)))

@@ -1,0 +1,125 @@
+"""Which tables and features have gradients that are not finite, which may be so although the logits are."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from persia.nn.prepared import PreparedBatch
+from persia.schema import Schema
+from persia.telemetry.run_record import NonFiniteRows
+from persia.types import Contribution, UpdateCounts
+
+__all__ = ["NonFiniteLog", "merged", "named"]
+
+LOG = logging.getLogger("persia.nn")
+
+Pushed = Sequence[tuple[PreparedBatch, Contribution]]
+"""The batches of a push, with their gradients."""
+
+
+class NonFiniteLog:
+    """Collects the rows that PSs leave as they are, by table, and finds the features to blame. Thread-safe.
+
+    It looks at gradients only once a PS has refused some, so it costs nothing before.
+
+    Args:
+        schema: the features and their tables.
+        usual: whether such gradients are expected now and then, as in fp16 while the loss scale is found.
+    """
+
+    def __init__(self, schema: Schema, *, usual: bool = False) -> None:
+        self._features: dict[str, list[str]] = {}
+        for feature in schema.id_features:
+            self._features.setdefault(feature.table_name, []).append(feature.name)
+        self._level = logging.INFO if usual else logging.WARNING
+        self._lock = threading.Lock()
+        self._found: dict[str, NonFiniteRows] = {}
+
+    def clear(self) -> None:
+        """Forgets what was found, at the beginning of a call of `fit`."""
+        with self._lock:
+            self._found = {}
+
+    def found(self) -> list[NonFiniteRows]:
+        """Returns what was found, by table."""
+        return list(self._found.values())
+
+    def add(self, counts: Mapping[str, UpdateCounts], step: int, pushed: Pushed) -> None:
+        """Notes the outcome of a push; logs a table once.
+
+        Args:
+            counts: by table.
+            step: number of the global step, from 1.
+            pushed: what was pushed; where PSs combine the pushes of several NN workers, only the own part.
+        """
+        refused = {table: count.non_finite for table, count in counts.items() if count.non_finite}
+        for table, rows in refused.items():
+            one = NonFiniteRows(table, self._blamed(table, pushed), rows, step)
+            with self._lock:
+                known = self._found.get(table)
+                self._found[table] = one if known is None else _sum(known, one)
+            if known is None:
+                LOG.log(
+                    self._level,
+                    "Global step %d: %d rows of table %r stay as they are, as their gradient, or a value after it, is "
+                    "not finite (%s). Look at how the model uses %s, or lower the table's "
+                    'learning rate. TrainerOptions(nonfinite="raise") ends training.',
+                    step, rows, table, _features(one), "it" if len(one.features) == 1 else "them",
+                )  # fmt: skip
+
+    def _blamed(self, table: str, pushed: Pushed) -> list[str]:
+        """Returns the features whose gradients are not finite; all of the table if that is not known here."""
+        features = self._features.get(table, [])
+        if len(features) < 2:
+            return features
+        alone: set[str] = set()
+        shared: set[str] = set()
+        for batch, contribution in pushed:
+            if table not in contribution.gradients:
+                continue
+            bad = ~np.isfinite(contribution.gradients[table]).all(axis=1)
+            if contribution.scales is not None:
+                bad |= ~np.isfinite(contribution.scales[table])
+            uses = np.stack([_used(batch, feature, bad) for feature in features])
+            shared |= {name for name, rows in zip(features, uses, strict=True) if rows.any()}
+            uses[:, uses.sum(axis=0) > 1] = False  # A row of several features does not tell which one.
+            alone |= {name for name, rows in zip(features, uses, strict=True) if rows.any()}
+        return [name for name in features if name in (alone or shared or features)]
+
+
+def _used(batch: PreparedBatch, feature: str, bad: np.ndarray) -> np.ndarray:
+    """Returns which of the bad rows of its table a feature of a batch uses."""
+    index = batch.inverse[feature]
+    places = index.cpu().numpy() if isinstance(index, torch.Tensor) else index
+    used = np.zeros_like(bad)
+    used[places] = True
+    return used & bad
+
+
+def _sum(a: NonFiniteRows, b: NonFiniteRows) -> NonFiniteRows:
+    features = a.features + [name for name in b.features if name not in a.features]
+    return NonFiniteRows(a.table, features, a.rows + b.rows, min(a.step, b.step))
+
+
+def merged(parts: Sequence[Sequence[NonFiniteRows]]) -> list[NonFiniteRows]:
+    """Returns what several NN workers have found, by table."""
+    found: dict[str, NonFiniteRows] = {}
+    for each in (each for part in parts for each in part):
+        found[each.table] = _sum(found[each.table], each) if each.table in found else each
+    return [found[table] for table in sorted(found)]
+
+
+def _features(found: NonFiniteRows) -> str:
+    return f"feature{'s' if len(found.features) > 1 else ''} {', '.join(map(repr, found.features))}"
+
+
+def named(found: Sequence[NonFiniteRows]) -> str:
+    """Returns "37 rows of table 'item' (feature 'history') from step 12 on", and so on."""
+    return "; ".join(
+        f"{each.rows:,} rows of table {each.table!r} ({_features(each)}) from step {each.step} on" for each in found
+    )
