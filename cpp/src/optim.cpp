@@ -14,6 +14,14 @@ namespace {
 constexpr std::size_t kLanes = 16;
 constexpr std::uint32_t kCachedCorrections = 1u << 15;
 
+// Before a loop whose turns touch different memory: without it each row is tested for overlaps, and with as many arrays
+// as Adam has the loop does not become a vector.
+#if defined(__clang__)
+#define PERSIA_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define PERSIA_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 inline float clamp(float value, float bound) { return std::min(std::max(value, -bound), bound); }
 
 // The mean of squares, summed in 16 lanes and then pairwise: an order that every vector width can keep.
@@ -66,12 +74,14 @@ struct Step<OptimizerKind::kSgd> {
     const float* __restrict gradient = r.gradient;
     Finite finite;
     if (momentum == 0.0f) {
+      PERSIA_INDEPENDENT
       for (std::size_t i = 0; i < r.dim; ++i) {
         const float g = gradient[i] + decay * weight[i];
         replace(weight[i], old_weight[i], clamp(weight[i] - lr * g, bound), finite);
       }
       return finite.all();
     }
+    PERSIA_INDEPENDENT
     for (std::size_t i = 0; i < r.dim; ++i) {
       const float g = gradient[i] + decay * weight[i];
       const float moved = momentum * buffer[i] + g;
@@ -94,6 +104,7 @@ struct Step<OptimizerKind::kAdagrad> {
     float* __restrict old_sum = r.before + r.dim;
     const float* __restrict gradient = r.gradient;
     Finite finite;
+    PERSIA_INDEPENDENT
     for (std::size_t i = 0; i < r.dim; ++i) {
       const float g = gradient[i] + decay * weight[i];
       const float squares = sum[i] + g * g;
@@ -116,6 +127,7 @@ struct Step<OptimizerKind::kRowwiseAdagrad> {
     const float squares = r.state[0] + mean_square(gradient, weight, decay, r.dim);
     replace(r.state[0], r.before[r.dim], squares, finite);
     const float lr = r.lr / (std::sqrt(squares) + c.eps);
+    PERSIA_INDEPENDENT
     for (std::size_t i = 0; i < r.dim; ++i) {
       const float g = gradient[i] + decay * weight[i];
       replace(weight[i], old_weight[i], clamp(weight[i] - lr * g, bound), finite);
@@ -142,6 +154,7 @@ struct Step<OptimizerKind::kAdam> {
     float* __restrict old_second = r.before + 2 * r.dim;
     const float* __restrict gradient = r.gradient;
     Finite finite;
+    PERSIA_INDEPENDENT
     for (std::size_t i = 0; i < r.dim; ++i) {
       const float g = gradient[i] + decay * weight[i];
       const float mean = beta1 * first[i] + rest1 * g;
@@ -169,6 +182,7 @@ struct Step<OptimizerKind::kFtrl> {
     float* __restrict old_n = r.before + 2 * r.dim;
     const float* __restrict gradient = r.gradient;
     Finite finite;
+    PERSIA_INDEPENDENT
     for (std::size_t i = 0; i < r.dim; ++i) {
       const float g = gradient[i];
       const float squares = n[i] + g * g;
