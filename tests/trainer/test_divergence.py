@@ -185,7 +185,8 @@ def sharing(rows=1_000):
     def batch():
         ids = {"a": random.integers(0, 30, 100), "b": random.integers(20, 50, 100), "c": random.integers(0, 9, 100)}
         features = {name: persia.IdColumn(values.astype(np.uint64)) for name, values in ids.items()}
-        return persia.Batch(features, np.zeros((100, 0), np.float32), random.integers(0, 2, (100, 1)).astype(np.float32))
+        labels = random.integers(0, 2, (100, 1)).astype(np.float32)
+        return persia.Batch(features, np.zeros((100, 0), np.float32), labels)
 
     return schema, [batch() for _ in range(rows // 100)]
 
@@ -243,7 +244,9 @@ def test_a_gradient_of_the_last_step_is_found_too():
         with_bad_feature(data, nonfinite="raise").fit(data)
 
 
-@pytest.mark.parametrize(("options", "match"), [({"nonfinite": "raise", "precision": "fp16"}, "fp16"), ({"nonfinite": "stop"}, "nonfinite")])
+@pytest.mark.parametrize(
+    ("options", "match"), [({"nonfinite": "raise", "precision": "fp16"}, "fp16"), ({"nonfinite": "stop"}, "nonfinite")]
+)
 def test_options_are_checked(options, match):
     with pytest.raises(ConfigError, match=match):
         persia.TrainerOptions(**options)

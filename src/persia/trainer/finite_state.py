@@ -77,9 +77,8 @@ class FiniteState:
         if self._last is None:
             return ""
         batch, epoch = self._last
-        where = (
-            f"After global step {self._state.global_step} (batch {batch.number} of epoch {epoch} again, counted from 0)"
-        )
+        step = self._state.global_step
+        where = f"After global step {step} (batch {batch.number} of epoch {epoch} again, counted from 0)"
         try:
             check_finite(where, self._evaluator.again(batch))
         except DivergedError as error:
