@@ -221,7 +221,7 @@ class Trainer:
                 Or a pass over the data is incomplete, and a change of options or files makes its position meaningless.
             DataError: the data do not yield batches, or one does not fit the schema; earlier ones are trained. Or there
                 is no batch at all (see `TrainerOptions.allow_empty`).
-            DivergedError: logits or loss are not finite: of a batch, whose gradient, on a GPU that of one more, has been
+            DivergedError: logits or loss are not finite: of a batch, whose gradient, on a GPU that of one more, is
                 applied; or of the state that was to be saved or published, which is not. Or gradients are not
                 finite, and `TrainerOptions.nonfinite` is "raise".
             CheckpointError: a checkpoint could not be written; training state is unharmed.
