@@ -1,4 +1,4 @@
-"""Converts pyarrow columns to ids and numbers. The only file of this package that imports pyarrow."""
+"""Converts pyarrow columns to ids and numbers. The only file of this package that imports pyarrow with itself."""
 
 from __future__ import annotations
 

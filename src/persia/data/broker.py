@@ -70,6 +70,7 @@ class Buffer:
         position: offset up to which all messages have been fetched.
         end: last known end of the partition; -1 before it was reached.
         rows: rows of `messages`.
+        size: bytes of `messages`, once decompressed.
         since: time at which the first of them came.
         paused: whether fetching is paused, as there is enough.
     """
@@ -78,6 +79,7 @@ class Buffer:
     position: int = 0
     end: int = -1
     rows: int = 0
+    size: int = 0
     since: float = 0.0
     paused: bool = False
 
@@ -86,14 +88,27 @@ class Buffer:
         """Whether all messages of the partition have been fetched, as far as is known."""
         return self.end >= self.position
 
-    def take(self, rows: int) -> list[StreamMessage]:
-        """Removes messages with so many rows, or all; at least one."""
-        taken: list[StreamMessage] = []
-        have = 0
-        while self.messages and (not taken or have + self.messages[0].rows <= rows):
-            taken.append(self.messages.popleft())
-            have += taken[-1].rows
+    def append(self, message: StreamMessage) -> None:
+        """Adds a message."""
+        if not self.messages:
+            self.since = time.monotonic()
+        self.messages.append(message)
+        self.rows += message.rows
+        self.size += message.size
+        self.position = message.offset + 1
+
+    def take(self, rows: int, size: int) -> list[StreamMessage]:
+        """Removes messages with so many rows and bytes, or all; at least one."""
+        messages, taken = self.messages, [self.messages.popleft()]
+        first = taken[0]
+        have, used = first.rows, first.size
+        while messages and have + messages[0].rows <= rows and used + messages[0].size <= size:
+            message = messages.popleft()
+            taken.append(message)
+            have += message.rows
+            used += message.size
         self.rows -= have
+        self.size -= used
         self.since = time.monotonic()
         return taken
 
@@ -103,7 +118,19 @@ class Buffer:
         while self.messages and self.messages[0].offset < end:
             taken.append(self.messages.popleft())
         self.rows -= sum(message.rows for message in taken)
+        self.size -= sum(message.size for message in taken)
         return taken
+
+    def drop_from(self, offset: int) -> None:
+        """Drops the messages from an offset on."""
+        while self.messages and self.messages[-1].offset >= offset:
+            dropped = self.messages.pop()
+            self.rows -= dropped.rows
+            self.size -= dropped.size
+
+    def holds(self, rows: int, size: int) -> bool:
+        """Whether there are so many rows, or so many bytes."""
+        return self.rows >= rows or self.size >= size
 
 
 def client(kind: str, options: BrokerOptions, **settings: Any) -> Any:
@@ -241,7 +268,6 @@ class Broker:
         fetched = self._consumer.consume(1, POLL_SECONDS)
         if fetched and messages > 1:
             fetched += self._consumer.consume(messages - 1, GATHER_SECONDS)
-        now = time.monotonic()
         for message in fetched:
             error = message.error()
             if error is not None:
@@ -251,12 +277,7 @@ class Broker:
             offset = message.offset()
             if offset < buffer.position:  # Fetched again after a pause.
                 continue
-            found = self._decoder.message(offset, message.value(), message.timestamp()[1])
-            if not buffer.messages:
-                buffer.since = now
-            buffer.messages.append(found)
-            buffer.rows += found.rows
-            buffer.position = offset + 1
+            buffer.append(self._decoder.message(offset, message.value(), message.timestamp()[1]))
         self._watch(bool(fetched))
 
     # --- outages ------------------------------------------------------------------------------------------------

@@ -35,7 +35,12 @@ TIME = "@join_time"
 EVENT_TIME = "@event_time"
 """See `persia.types.Offsets`."""
 
-OF_CLICKS = {"stream_lag": "stream_lag", "stream_late": "join_clicks_late", "stream_poison": "join_clicks_poison"}
+OF_CLICKS = {
+    "stream_lag": "stream_lag",
+    "stream_late": "join_clicks_late",
+    "stream_poison": "join_clicks_poison",
+    "stream_too_large": "join_clicks_too_large",
+}
 """Names of the metrics of the clicks that are exported, by the name in their stream. Lag has the topic as a label."""
 
 

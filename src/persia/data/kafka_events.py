@@ -6,8 +6,7 @@ import numpy as np
 
 from persia.data.events import KeyedEvents, NewEvents, Progress
 from persia.data.kafka_share import KafkaShare
-from persia.data.stream_rows import NO_TIME, Converted
-from persia.errors import DataError
+from persia.data.stream_rows import Converted
 from persia.streams import OffsetLog
 from persia.types import OffsetRange, PartitionBounds
 
@@ -29,7 +28,7 @@ class KafkaEvents:
     def read(self, found: OffsetRange) -> KeyedEvents:
         """Reads events again; see `EventShare`."""
         self._share.read(found)
-        return _events(found, self._share.last)
+        return _events(self._share.last)
 
     def poll(self) -> NewEvents | None:
         """Reads on; see `EventShare`."""
@@ -37,7 +36,7 @@ class KafkaEvents:
         if new is None:
             return None
         self._log.covered(new.number + 1)
-        return NewEvents(new.range, _events(new.range, self._share.last))
+        return NewEvents(new.range, _events(self._share.last))
 
     def positions(self) -> list[PartitionBounds]:
         """Returns where each partition will be read on."""
@@ -52,25 +51,15 @@ class KafkaEvents:
         self._share.close()
 
 
-def _events(found: OffsetRange, converted: Converted) -> KeyedEvents:
-    """Returns the events of messages.
-
-    Raises:
-        DataError: one has no time, or several keys.
-    """
+def _events(converted: Converted) -> KeyedEvents:
+    """Returns the events of messages, each of which has a time and one key at most."""
     batch, times, ids = converted.batch, converted.times, converted.keys
     assert batch is not None
     assert times is not None
     assert ids is not None
-    topic, number = found.partition
-    where = f"Offsets {found.begin} to {found.end} of partition {number} of topic {topic!r}"
-    if (times == NO_TIME).any():
-        raise DataError(f"{where}: a row has no event time, without which it cannot be joined.", topic=topic)
     if ids.offsets is None:
         return KeyedEvents(ids.values, times, batch)
-    counts = np.diff(ids.offsets)
-    if len(counts) and counts.max() > 1:
-        raise DataError(f"{where}: a row has several keys; join on a column with one.", topic=topic)
+    keyed = np.diff(ids.offsets) == 1
     keys = np.zeros(len(times), np.uint64)
-    keys[counts == 1] = ids.values
-    return KeyedEvents(keys, times, batch, counts == 1)
+    keys[keyed] = ids.values
+    return KeyedEvents(keys, times, batch, keyed)

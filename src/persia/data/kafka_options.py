@@ -88,7 +88,7 @@ class StreamCounts:
     def observe(self) -> list[Metric]:
         """Returns all as metrics."""
         with self._lock:
-            names = ("rows", "batches", "poison", "late")
+            names = ("rows", "batches", "poison", "too_large", "late")
             found = [Metric(f"stream_{name}", self._counts[name], {}) for name in names]
             found.append(Metric("stream_rows_per_second", self._rate(), {}))
             if self._time:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from datetime import datetime
 
 from persia.batching.batch import Batch
-from persia.data.broker import POLL_SECONDS, Broker, Buffer
+from persia.data.broker import POLL_SECONDS, Broker
 from persia.data.events import Progress
 from persia.data.kafka_options import KafkaOptions, StreamCounts
+from persia.data.messages import MAX_BATCH_BYTES
 from persia.data.stream_rows import Converted, MessageConverter
 from persia.services import NewBatch, StreamLog
 from persia.types import OffsetRange, Partition, PartitionBounds, loader_of
@@ -125,7 +126,7 @@ class KafkaShare:
             self._add_partitions()
             return None
         partition = partition_ready
-        messages = self._broker.buffers[partition].take(self._batch_size)
+        messages = self._broker.buffers[partition].take(self._batch_size, MAX_BATCH_BYTES)
         self._heads[partition] = messages[-1].offset + 1
         converted = self.last = self._converter.convert(partition, messages, self._newest[partition])
         self._newest[partition] = converted.newest
@@ -260,12 +261,12 @@ class KafkaShare:
         for partition, bounds in self._next.items():
             buffer, end = self._broker.buffers[partition], bounds.end
             if end is not None:
-                _cut(buffer, end)
+                buffer.drop_from(end)
             if not buffer.messages:
                 continue
             over = end is not None and buffer.position >= end
             waited = buffer.caught_up and buffer.since <= late  # Else more are on their way.
-            if over or buffer.rows >= self._batch_size or waited:
+            if over or buffer.holds(self._batch_size, MAX_BATCH_BYTES) or waited:
                 ready.append((buffer.messages[0].time, partition))
         return min(ready)[1] if ready else None
 
@@ -275,7 +276,7 @@ class KafkaShare:
             bounds = self._next.get(partition)
             # Brokers wait before they answer a request of partitions that have nothing, and so keep others waiting.
             ended = bounds is not None and bounds.end is not None and buffer.position >= bounds.end
-            full = buffer.rows >= MOST_BUFFERED * self._batch_size
+            full = buffer.holds(MOST_BUFFERED * self._batch_size, MAX_BATCH_BYTES)
             other = wanted is not None and partition != wanted and full
             self._broker.pause(partition, other or ended or (bounds is None and partition != wanted))
         self._broker.poll(self._fetch)
@@ -289,12 +290,6 @@ class KafkaShare:
             lag = self._broker.lag(partition, bounds.begin)
             if lag is not None:
                 self._counts.lag(partition, lag)
-
-
-def _cut(buffer: Buffer, end: int) -> None:
-    """Drops messages from the end of a bounded stream on."""
-    while buffer.messages and buffer.messages[-1].offset >= end:
-        buffer.rows -= buffer.messages.pop().rows
 
 
 def _milliseconds(time: datetime) -> int:

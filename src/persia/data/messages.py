@@ -1,17 +1,31 @@
-"""Values of messages, in bulk, to Arrow columns: JSON objects, msgpack maps, Arrow IPC streams."""
+"""Values of messages to columns: JSON objects, msgpack maps, Arrow IPC streams. No message changes those beside it."""
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
+from persia.batching.arrow_streams import declared_size
+from persia.data.arrow_messages import grouped_tables, grown_size, may_grow, read_stream
 from persia.errors import DataError
+from persia.types import Int64Array
 
-__all__ = ["TIMESTAMP", "MessageDecoder", "StreamMessage", "ValuesFormat"]
+__all__ = [
+    "MAX_BATCH_BYTES",
+    "MAX_BYTES",
+    "MAX_OBJECT_BYTES",
+    "MAX_ROWS",
+    "TIMESTAMP",
+    "MessageDecoder",
+    "MessageRows",
+    "StreamMessage",
+    "ValuesFormat",
+]
 
 ValuesFormat: TypeAlias = Literal["json", "msgpack", "arrow"]
 """Content of a message: one row as a JSON object or a msgpack map, or any number of rows as an Arrow IPC stream."""
@@ -19,23 +33,68 @@ ValuesFormat: TypeAlias = Literal["json", "msgpack", "arrow"]
 TIMESTAMP = "kafka.timestamp"
 """Name of the column with the time of the message, in milliseconds since 1970."""
 
+MAX_ROWS = 1 << 18
+"""Maximum rows of a message."""
+
+MAX_BYTES = 256 << 20
+"""Maximum bytes of an Arrow message, once decompressed."""
+
+MAX_OBJECT_BYTES = 16 << 20
+"""Maximum bytes of a JSON or msgpack message. In Python its values take up to 64 times as much."""
+
+MAX_BATCH_BYTES = 4 * MAX_BYTES
+"""Maximum bytes of the messages of a batch, once decompressed, if there are several."""
+
+_EXACT = 1 << 53
+"""Bound below which float64 represents every whole number exactly."""
+
 
 class StreamMessage(NamedTuple):
     """A message of one partition.
 
     Attributes:
         offset: its offset.
-        rows: number of rows; 1 if it cannot be decoded.
-        content: bytes of a row, or a pyarrow table; None if it has none, or is not an Arrow IPC stream.
+        rows: number of rows that it declares; 1 if it cannot be read.
+        size: bytes that it takes once decompressed, as it declares; those of the value if it cannot be read.
         time: milliseconds since 1970.
         value: value as received.
+        problem: why it is not read; None if it may be.
+        too_large: whether it is not read as it is too large.
     """
 
     offset: int
     rows: int
-    content: Any
+    size: int
     time: int
     value: bytes | None
+    problem: str | None = None
+    too_large: bool = False
+
+
+class MessageRows(NamedTuple):
+    """Rows of messages, each column of which has values of one type.
+
+    Attributes:
+        positions: int64 `[rows]`, places of the rows among those of all messages.
+        columns: by name a pyarrow array `[rows]`, or a list where Arrow has no type for the values.
+    """
+
+    positions: Int64Array
+    columns: dict[str, Any]
+
+
+class _Layout(NamedTuple):
+    """What is needed of Arrow messages of one schema.
+
+    Attributes:
+        schema: the schema.
+        needed: names of the needed columns that it has.
+        growing: those of which few bytes can make many ids.
+    """
+
+    schema: Any
+    needed: list[str]
+    growing: list[str]
 
 
 class MessageDecoder:
@@ -58,66 +117,178 @@ class MessageDecoder:
             rename=dict(zip(fields, self._columns, strict=True)),
             gc=False,
         )
+        self._layout: _Layout | None = None
         self._getters = [operator.attrgetter(field) for field in fields]
-        self._json = msgspec.json.Decoder(list[row])
-        self._msgpack = msgspec.msgpack.Decoder(list[row])
+        decoder: Any = msgspec.json.Decoder(row) if format == "json" else msgspec.msgpack.Decoder(row)
+        self._decode: Callable[[Any], Any] = decoder.decode
 
     def message(self, offset: int, value: bytes | None, time: int) -> StreamMessage:
-        """Returns a message. Arrow values are decoded here, as their number of rows decides about batches."""
-        if self._format != "arrow" or value is None:
-            return StreamMessage(offset, 1, value, time, value)
-        import pyarrow as pa
+        """Returns a message, which is not decoded yet. Rows and sizes are known before, as they decide about batches."""
+        if value is None:
+            return StreamMessage(offset, 1, 0, time, None, "it has no value")
+        rows, size, limit = 1, len(value), MAX_OBJECT_BYTES
+        if self._format == "arrow":
+            limit = MAX_BYTES
+            try:
+                rows, size = declared_size(value)
+            except (DataError, *_invalid()) as error:
+                return StreamMessage(offset, 1, len(value), time, value, f"it is not an Arrow IPC stream ({error})")
+        problem = None
+        if rows > MAX_ROWS:
+            problem = f"it has {rows:,} rows, which is more than {MAX_ROWS:,}; write several messages"
+        elif size > limit:
+            problem = f"it takes {size:,} bytes, which is more than {limit:,}; write several messages"
+        if problem is not None:
+            return StreamMessage(offset, 1, len(value), time, value, problem, too_large=True)
+        return StreamMessage(offset, rows, size, time, value)
 
-        try:
-            table = pa.ipc.open_stream(value).read_all()
-            table.validate(full=True)  # Else lengths and offsets in the message are trusted.
-        except (pa.ArrowException, OSError, ValueError):
-            return StreamMessage(offset, 1, None, time, value)
-        return StreamMessage(offset, table.num_rows, table, time, value)
+    def decode(self, messages: Sequence[StreamMessage]) -> list[MessageRows]:
+        """Returns the rows of messages, in as few parts as their types allow. What one message gives is its own.
 
-    def table(self, messages: Sequence[StreamMessage]) -> Any:
-        """Returns the rows of messages as a pyarrow table. JSON objects and msgpack maps may lack columns: null.
+        JSON objects and msgpack maps may lack columns, which are null there.
 
         Raises:
-            DataError: a message is not of the format; it is not said which.
+            DataError: a message is not of the format, or too large; it is not said which.
         """
-        import pyarrow as pa
-
-        contents = [message.content for message in messages]
-        if None in contents:
-            raise DataError(f"A message has no value, or none that is {self._format}.")
+        for message in messages:
+            if message.problem is not None:
+                raise DataError(f"The message is not read: {message.problem}.")
         try:
-            table = self._decoded(contents)
-        except (pa.ArrowException, msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-            raise DataError(f"A message is not {self._format}: {error}") from error
+            parts = self._tables(messages) if self._format == "arrow" else self._objects(messages)
+        except _invalid() as error:
+            raise DataError(f"The message is not {self._format}: {error}") from error
         if self._timestamp:
+            import pyarrow as pa
+
             times = np.repeat([m.time for m in messages], [m.rows for m in messages])
-            table = table.append_column(TIMESTAMP, pa.array(times, pa.int64()))
-        return table.combine_chunks()
+            for part in parts:
+                part.columns[TIMESTAMP] = pa.array(times[part.positions], pa.int64())
+        return parts
 
-    def _decoded(self, contents: list[Any]) -> Any:
-        import pyarrow as pa
+    def _objects(self, messages: Sequence[StreamMessage]) -> list[MessageRows]:
+        # Each by itself. In one array, the end of a message could complete the beginning of the next one.
+        rows = list(map(self._decode, [message.value for message in messages]))
+        values = {n: list(map(get, rows)) for n, get in zip(self._columns, self._getters, strict=True)}
+        columns = {name: _array(column) for name, column in values.items()}
+        mixed = [values[name] for name, column in columns.items() if column is None]
+        if not mixed:
+            return [MessageRows(np.arange(len(rows)), columns)]
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for position, types in enumerate(zip(*(map(_types, column) for column in mixed), strict=True)):
+            groups.setdefault(types, []).append(position)
+        return [
+            MessageRows(
+                np.array(positions),
+                {
+                    name: _taken(values[name], positions) if column is None else column.take(positions)
+                    for name, column in columns.items()
+                },
+            )
+            for positions in groups.values()
+        ]
 
-        # All rows as one array: decoding each by itself takes several times as long.
-        match self._format:
-            case "json":
-                rows = self._json.decode(b"[" + b",".join(contents) + b"]")
-            case "msgpack":
-                rows = self._msgpack.decode(b"\xdd" + len(contents).to_bytes(4, "big") + b"".join(contents))
-            case "arrow":
-                return pa.concat_tables(contents, promote_options="permissive")
-        if len(rows) != len(contents):
-            raise DataError(f"A message is not one JSON object: {len(contents)} messages have {len(rows)}.")
-        return pa.table(
-            {name: _array(list(map(get, rows))) for name, get in zip(self._columns, self._getters, strict=True)}
-        )
+    def _tables(self, messages: Sequence[StreamMessage]) -> list[MessageRows]:
+        tables = [self._table(message) for message in messages]
+        rows = np.array([message.rows for message in messages])
+        begins = np.cumsum(rows) - rows
+        parts: list[MessageRows] = []
+        for numbers, table in grouped_tables(tables):
+            positions = np.concatenate([np.arange(begins[n], begins[n] + rows[n]) for n in numbers])
+            if len(positions):
+                table = table.combine_chunks()
+                columns = {name: table.column(name).chunk(0) for name in table.column_names}
+                parts.append(MessageRows(positions, columns))
+        return parts
+
+    def _table(self, message: StreamMessage) -> Any:
+        """Returns the needed columns of an Arrow message."""
+        assert message.value is not None
+        table = read_stream(message.value)
+        if len(table) != message.rows:
+            raise DataError(f"The message has {len(table)} rows, and declares {message.rows}.")
+        if self._layout is None or not self._layout.schema.equals(table.schema):
+            names = table.column_names
+            needed = [name for name in self._columns if name in names]
+            for name in needed:
+                if names.count(name) > 1:
+                    raise DataError(f"The message has {names.count(name)} columns named {name!r}.", column=name)
+            growing = [name for name in needed if may_grow(table.schema.field(name).type)]
+            self._layout = _Layout(table.schema, needed, growing)
+        size = sum(grown_size(chunk) for name in self._layout.growing for chunk in table.column(name).chunks)
+        if size > MAX_BYTES:
+            raise DataError(f"The message takes {size:,} bytes once it is expanded, which is more than {MAX_BYTES:,}.")
+        return table.select(self._layout.needed)
+
+
+def _invalid() -> tuple[type[Exception], ...]:
+    """Returns the errors of messages that are not of the format. pyarrow is not imported with this module."""
+    import pyarrow as pa
+
+    return (
+        pa.ArrowException,
+        msgspec.MsgspecError,
+        ValueError,  # Of texts that are not UTF-8, too.
+        TypeError,
+        KeyError,
+        OSError,
+        OverflowError,
+        RecursionError,
+        MemoryError,
+    )
 
 
 def _array(values: list[Any]) -> Any:
+    """Returns values as a pyarrow array; None if Arrow has no type for them, or one that changes their ids."""
     import pyarrow as pa
 
     try:
-        return pa.array(values)
-    except OverflowError:  # Ids of 2^63 and more, which are not inferred.
+        array = pa.array(values)
+    except OverflowError:  # Ids of 2^63 and more, whose type is not inferred.
         nested = any(isinstance(value, list) for value in values)
-        return pa.array(values, pa.list_(pa.uint64()) if nested else pa.uint64())
+        if not _kinds(values, nested) <= {int}:
+            return None
+        try:
+            array = pa.array(values, pa.list_(pa.uint64()) if nested else pa.uint64())
+        except (pa.ArrowException, OverflowError):
+            return None
+    except (pa.ArrowException, TypeError, ValueError, RecursionError):
+        return None
+    if isinstance(array, pa.ChunkedArray):
+        return None
+    nested = pa.types.is_list(array.type)
+    if (array.type.value_type if nested else array.type) == pa.float64():
+        floats = (array.flatten() if nested else array).to_numpy(zero_copy_only=False)
+        # Whole numbers among floats are exact but for 2^53, which is no id as a float.
+        if (np.abs(floats) >= _EXACT).any() and int in _kinds(values, nested):
+            return None
+    return array
+
+
+def _kinds(values: list[Any], nested: bool) -> set[type]:
+    """Returns the types of values, or of the entries of lists, without that of None."""
+    if nested:
+        if not {type(value) for value in values} <= {list, type(None)}:
+            return {list, object}
+        values = list(itertools.chain.from_iterable(value for value in values if value is not None))
+    return set(map(type, values)) - {type(None)}
+
+
+def _types(value: Any) -> Any:
+    """Returns a key that values have in common if Arrow has a type for all of them."""
+    if type(value) is list:
+        return frozenset(map(_type, value)) - {type(None)}
+    return _type(value)
+
+
+def _type(value: Any) -> Any:
+    kind = type(value)
+    if kind is int and not -(1 << 63) <= value < 1 << 63:
+        return "uint64" if 0 <= value < 1 << 64 else "larger"
+    return kind
+
+
+def _taken(values: list[Any], positions: list[int]) -> Any:
+    """Returns some of the values: as an array if Arrow has a type for them, else as a list."""
+    taken = [values[position] for position in positions]
+    array = _array(taken)
+    return taken if array is None else array

@@ -39,7 +39,7 @@ class Piece(NamedTuple):
     Attributes:
         file: the file.
         row: number of the first row in the file, from 0; a header line does not count.
-        columns: pyarrow array `[rows]` by column of the file.
+        columns: pyarrow array `[rows]` by column of the file; a list where Arrow has no one type for the values.
         rows: number of rows.
         counted: whether the rows only count, for the numbers of those behind them; then `columns` may be empty.
     """
@@ -164,7 +164,7 @@ class Conversion:
             if begin == count:
                 continue
             if positions is None:
-                kept = {name: column.slice(begin) for name, column in piece.columns.items()}
+                kept = {name: column[begin:] for name, column in piece.columns.items()}
                 piece = Piece(piece.file, piece.row + begin, kept, count - begin)
             else:
                 import pyarrow as pa
@@ -378,6 +378,8 @@ def _day_of_column(name: str, column: Any, unit: DayUnit) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    if isinstance(column, list):
+        raise DataError(f"Day column {name!r} has no days; give whole numbers, dates or timestamps.", column=name)
     if pa.types.is_string(column.type) or pa.types.is_binary(column.type) or pa.types.is_large_string(column.type):
         column = times_of_text(name, column)
     kind = column.type

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from typing import Any, NamedTuple
 
@@ -10,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch, IdColumn
+from persia.batching.columns import id_column
 from persia.data.broker import client
 from persia.data.files import File
 from persia.data.kafka_options import EventTime, KafkaOptions, StreamCounts
-from persia.data.messages import MessageDecoder, StreamMessage
+from persia.data.messages import MessageDecoder, MessageRows, StreamMessage
 from persia.data.rows import Conversion, Piece
 from persia.errors import DataError
 from persia.types import Partition
@@ -27,6 +29,9 @@ DEAD_LETTER_SECONDS = 30.0
 
 LATEST = 1 << 62
 """Largest event time of either sign, in milliseconds: lateness and windows can be added to it."""
+
+MAX_REASON = 1000
+"""Maximum length of a reason for which a message is skipped, as logs and the dead-letter topic have it."""
 
 POISONED = 16
 """Messages of a batch of which not all can be poison: the schema is wrong then."""
@@ -102,17 +107,33 @@ class MessageConverter:
         Raises:
             DataError: one cannot be converted, and is not to be skipped.
         """
-        try:
-            return self._convert(partition, messages, newest)
-        except DataError:
-            bad: list[_Bad] = []
-            parts = self._salvaged(partition, messages, newest, bad)
+        bad: list[_Bad] = []
+        parts = self._salvaged(partition, messages, newest, bad)
+        if bad:
+            self._skip(partition, messages, bad)
+        batches = [part.batch for part in parts if part.batch is not None]
+        times = [part.times for part in parts if part.times is not None]
+        keys = [part.keys for part in parts if part.keys is not None]
+        return Converted(
+            Batch.concat(batches) if batches else None,
+            parts[-1].newest if parts else newest,
+            np.concatenate(times) if times else None,
+            IdColumn.concat(keys) if keys else None,
+        )
+
+    def _skip(self, partition: Partition, messages: list[StreamMessage], bad: list[_Bad]) -> None:
+        """Counts messages that cannot be converted, and writes them to the dead-letter topic.
+
+        Raises:
+            DataError: they are not to be skipped.
+        """
         first, reason = bad[0]
         where = f"Offset {first.offset} of partition {partition.number} of topic {partition.topic!r}"
+        why = _shortened(reason.message)
         if self._options.poison == "error" or len(bad) == len(messages) >= POISONED:
             others = f" So is every other of {len(bad)} messages." if len(bad) > 1 else ""
             raise DataError(
-                f"{where} cannot be converted: {reason.message}{others} Correct the schema or the topic's producer; "
+                f"{where} cannot be converted: {why}{others} Correct the schema or the topic's producer; "
                 'poison="skip" skips single messages.',
                 topic=partition.topic,
                 partition=partition.number,
@@ -121,22 +142,16 @@ class MessageConverter:
         if self._options.dead_letters is not None:
             self._bury(self._options.dead_letters, partition, bad)
         self._counts.add("poison", len(bad))
-        LOG.warning("%s: %d messages are skipped; the first: %s", where, len(bad), reason.message)
-        batches = [part.batch for part in parts if part.batch is not None]
-        times = [part.times for part in parts if part.times is not None]
-        return Converted(
-            Batch.concat(batches) if batches else None,
-            parts[-1].newest if parts else newest,
-            np.concatenate(times) if times else None,
-            IdColumn.concat([part.keys for part in parts if part.keys is not None]) if self._key and parts else None,
-        )
+        self._counts.add("too_large", sum(message.too_large for message, _ in bad))
+        LOG.warning("%s: %d messages are skipped; the first: %s", where, len(bad), why)
 
     def _salvaged(
         self, partition: Partition, messages: list[StreamMessage], newest: int | None, bad: list[_Bad]
     ) -> list[Converted]:
         """Converts messages in as few parts as possible; appends those that cannot be converted to `bad`.
 
-        Where poison is an error, the first one suffices.
+        Messages that can be converted one by one, and not together, are none of them. Where poison is an error, the
+        first one suffices.
         """
         if not messages or (bad and self._options.poison == "error"):
             return []
@@ -152,34 +167,44 @@ class MessageConverter:
         return before + self._salvaged(partition, messages[half:], newest, bad)
 
     def _convert(self, partition: Partition, messages: list[StreamMessage], newest: int | None) -> Converted:
-        table = self.decoder.table(messages)
+        parts = self.decoder.decode(messages)
+        rows = sum(len(part.positions) for part in parts)
         times: NDArray[np.int64] | None = None
+        kept: NDArray[np.bool_] | None = None
         late = 0
         event_time = self._options.event_time
-        if event_time is not None and table.num_rows:
-            times = _milliseconds(table, event_time)
+        if event_time is not None and rows:
+            times = np.empty(rows, np.int64)
+            for part in parts:
+                times[part.positions] = _milliseconds(part.columns, event_time)
             before = np.maximum.accumulate(np.concatenate([[NO_TIME if newest is None else newest], times]))
             newest = None if before[-1] == NO_TIME else int(before[-1])
             if event_time.allowed is not None:
                 is_late = (times != NO_TIME) & (times < before[:-1] - event_time.allowed) & (before[:-1] != NO_TIME)
                 late = int(is_late.sum())
                 if late and event_time.drop:
-                    table, times = table.filter(~is_late), times[~is_late]
-                    table = table.combine_chunks()
-        keys = None if self._key is None else _keys(table, self._key)
-        batch = self._rows(partition, table)
+                    kept, times = ~is_late, times[~is_late]
+                    parts = [chosen for part in parts if len((chosen := _chosen(part, kept)).positions)]
+        if self._key is not None and times is not None and (times == NO_TIME).any():
+            raise DataError("A row has no event time, without which it cannot be joined.", column=self._key)
+        keys = [] if self._key is None else [_keys(part.columns, self._key) for part in parts]
+        batches = [self._rows(partition, part) for part in parts]
         self._counts.add("late", late)  # Only now: messages that cannot be converted are converted again, in parts.
-        return Converted(batch, newest, times, keys)
+        if len(parts) < 2:
+            return Converted(batches[0] if batches else None, newest, times, keys[0] if keys else None)
+        order = np.argsort(np.concatenate([part.positions for part in parts]))
+        return Converted(
+            Batch.concat(batches).take(order), newest, times, IdColumn.concat(keys).take(order) if keys else None
+        )
 
-    def _rows(self, partition: Partition, table: Any) -> Batch | None:
-        if not table.num_rows:
-            return None
+    def _rows(self, partition: Partition, part: MessageRows) -> Batch:
+        rows = len(part.positions)
         if not self._wants_rows:
-            return Batch({}, np.zeros((table.num_rows, 0), np.float32), np.zeros((table.num_rows, 0), np.float32))
+            return Batch({}, np.zeros((rows, 0), np.float32), np.zeros((rows, 0), np.float32))
         file = File(f"kafka://{partition.topic}/{partition.number}")
-        columns = self._conversion.columns_of(file, table.column_names)
-        named = {name: table.column(name).chunk(0) for name in columns}
-        return next(self._conversion.batches(iter([Piece(file, 0, named, table.num_rows)]), 0))
+        columns = self._conversion.columns_of(file, list(part.columns))
+        named = {name: part.columns[name] for name in columns}
+        return next(self._conversion.batches(iter([Piece(file, 0, named, rows)]), 0))
 
     def _bury(self, topic: str, partition: Partition, bad: list[_Bad]) -> None:
         """Writes messages to the dead-letter topic. Blocks until they are there.
@@ -205,7 +230,7 @@ class MessageConverter:
                 "persia.topic": partition.topic,
                 "persia.partition": str(partition.number),
                 "persia.offset": str(message.offset),
-                "persia.error": error.message,
+                "persia.error": _shortened(error.message),
             }
             callback = functools.partial(delivered, message.offset)
             produce = functools.partial(producer.produce, topic, message.value, headers=headers, on_delivery=callback)
@@ -231,20 +256,41 @@ class MessageConverter:
             )
 
 
-def _keys(table: Any, name: str) -> IdColumn:
+def _shortened(reason: str) -> str:
+    """Returns a reason that fits a header of a message: it may quote a value, which has any length."""
+    return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON - 3]}..."
+
+
+def _chosen(part: MessageRows, kept: NDArray[np.bool_]) -> MessageRows:
+    """Returns the rows of a part that are kept.
+
+    Args:
+        part: rows.
+        kept: bool, for the rows of all parts.
+    """
+    mask = kept[part.positions]
+    columns = {
+        name: list(itertools.compress(column, mask)) if isinstance(column, list) else column.filter(mask)
+        for name, column in part.columns.items()
+    }
+    return MessageRows(part.positions[mask], columns)
+
+
+def _keys(columns: dict[str, Any], name: str) -> IdColumn:
     """Returns the ids of the key of each row.
 
     Raises:
-        DataError: there is no such column, or it has no ids.
+        DataError: there is no such column, it has no ids, or a row has several.
     """
-    from persia.batching.arrow_columns import arrow_ids
-
-    if name not in table.column_names:
+    if name not in columns:
         raise DataError(f"There is no column {name!r}, the key of the join.", column=name)
-    return arrow_ids(name, table.column(name), "auto")
+    keys = id_column(name, columns[name], "auto")
+    if keys.offsets is not None and (np.diff(keys.offsets) > 1).any():
+        raise DataError(f"Column {name!r}, the key of the join, has several keys in a row; give one.", column=name)
+    return keys
 
 
-def _milliseconds(table: Any, event_time: EventTime) -> NDArray[np.int64]:
+def _milliseconds(columns: dict[str, Any], event_time: EventTime) -> NDArray[np.int64]:
     """Returns the event time of each row in milliseconds since 1970; NO_TIME where it is missing.
 
     Raises:
@@ -254,9 +300,11 @@ def _milliseconds(table: Any, event_time: EventTime) -> NDArray[np.int64]:
     import pyarrow.compute as pc
 
     name = event_time.column
-    if name not in table.column_names:
+    if name not in columns:
         raise DataError(f"There is no column {name!r}, the event time.", column=name)
-    column = table.column(name)
+    column = columns[name]
+    if isinstance(column, list):
+        raise _no_times(event_time, "has values that are no times")
     try:
         if pa.types.is_timestamp(column.type):
             whole = pc.CastOptions(pa.timestamp("ms", column.type.tz), allow_time_truncate=True)
@@ -264,13 +312,17 @@ def _milliseconds(table: Any, event_time: EventTime) -> NDArray[np.int64]:
         elif pa.types.is_integer(column.type):
             column = pc.multiply_checked(pc.cast(column, pa.int64()), event_time.milliseconds)
         elif pa.types.is_floating(column.type):
-            numbers = pc.round(pc.multiply(column, float(event_time.milliseconds)))
-            column = pc.cast(pc.if_else(pc.is_nan(numbers), None, numbers), pa.int64())  # NaN is a missing time.
+            column = pc.if_else(pc.is_nan(column), None, column).cast(pa.float64())  # NaN is a missing time.
+            whole_units = pc.cast(pc.trunc(column), pa.int64())  # Multiplied exactly, as whole numbers are.
+            rest = pc.round(pc.multiply(pc.subtract(column, pc.trunc(column)), float(event_time.milliseconds)))
+            column = pc.add_checked(
+                pc.multiply_checked(whole_units, event_time.milliseconds), pc.cast(rest, pa.int64())
+            )
         elif pa.types.is_null(column.type):
             column = pc.cast(column, pa.int64())
         else:
             raise _no_times(event_time, f"is {column.type}")
-    except pa.ArrowException as error:  # A number that 64 bits do not hold.
+    except (pa.ArrowException, ValueError) as error:  # A number that 64 bits do not hold, a zone that is none.
         raise _no_times(event_time, f"has a value that is no time ({error})") from error
     values: NDArray[np.int64] = pc.fill_null(column, NO_TIME).to_numpy()
     beyond = values[(values != NO_TIME) & ((values > LATEST) | (values < -LATEST))]

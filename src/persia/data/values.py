@@ -188,6 +188,8 @@ def _plain(name: str, array: Any) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    if isinstance(array, list):
+        raise DataError(f"column {name!r} holds values of several types, which cannot be compared.", column=name)
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     if pa.types.is_dictionary(array.type):
@@ -210,7 +212,12 @@ def _plain(name: str, array: Any) -> Any:
 
 
 def without_views(column: Any) -> Any:
-    """Returns a column whose texts lie in one buffer: pyarrow selects no rows of the views that polars makes."""
+    """Returns a column whose texts lie in one buffer: pyarrow selects no rows of the views that polars makes.
+
+    A list is returned as it is.
+    """
+    if isinstance(column, list):
+        return column
     kind = _kind_without_views(column.type)
     return column if kind == column.type else column.cast(kind)
 

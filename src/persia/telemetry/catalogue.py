@@ -108,6 +108,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "stream_rows": MetricKind("counter", "samples read"),
     "stream_batches": MetricKind("counter", "batches read"),
     "stream_poison": MetricKind("counter", "messages skipped as they could not be converted"),
+    "stream_too_large": MetricKind("counter", "messages among them with more rows or bytes than are read"),
     "stream_late_files": MetricKind("counter", "files left out as they came in an earlier place than one being read"),
     "stream_late": MetricKind("counter", "rows older than the allowed lateness"),
     "stream_rows_per_second": MetricKind("gauge", "samples read per second, in the last 10 s"),
@@ -121,6 +122,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "join_unmatched_clicks": MetricKind("counter", "clicks without an impression"),
     "join_clicks_late": MetricKind("counter", "clicks older than the allowed lateness of their stream"),
     "join_clicks_poison": MetricKind("counter", "messages of clicks skipped as they could not be converted"),
+    "join_clicks_too_large": MetricKind("counter", "messages among them with more rows or bytes than are read"),
     "join_open": MetricKind("gauge", "impressions whose windows have not ended"),
     # Prediction server.
     "serve_requests": MetricKind("counter", "requests answered, by route and status"),

@@ -12,6 +12,7 @@ import pyarrow.ipc
 from numpy.typing import NDArray
 
 import persia.batching.arrow_columns  # noqa: F401  # Before the first request, which would wait for it.
+from persia.batching.arrow_streams import is_compressed
 from persia.errors import DataError
 from persia.serve.http.wire import MalformedBodyError
 
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
     from persia.serve.http.limits import ServeLimits
 
 __all__ = ["read_table", "value_counts", "write_columns", "write_embeddings", "write_lists"]
-
-_DICTIONARY, _RECORD_BATCH = 2, 3
-"""Types of messages in Arrow's Message.fbs."""
-
-_COMPRESSION = 3
-"""Number of a field of a record batch there."""
 
 
 def read_table(body: bytes, limits: ServeLimits) -> Any:
@@ -177,31 +172,5 @@ def _text_lengths(array: Any) -> NDArray[np.int64] | None:
 
 def _check_plain(body: bytes) -> None:
     """Raises DataError if a message has compressed buffers: they would be decompressed to any length they declare."""
-    for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(body)):
-        header = memoryview(message.metadata)
-        (table,) = struct.unpack_from("<I", header, 0)
-        kind = _field(header, table, 1)
-        if kind is None or header[kind] not in (_DICTIONARY, _RECORD_BATCH):
-            continue
-        at = _field(header, table, 2)
-        if at is not None and header[kind] == _DICTIONARY:  # Its record batch is a table within.
-            at = _field(header, _follow(header, at), 1)
-        if at is not None and _field(header, _follow(header, at), _COMPRESSION) is not None:
-            raise DataError("The Arrow stream is compressed, which the server refuses; write it without compression.")
-
-
-def _follow(header: memoryview, at: int) -> int:
-    """Returns the position of the table that the field at a position refers to."""
-    (step,) = struct.unpack_from("<I", header, at)
-    return at + int(step)
-
-
-def _field(header: memoryview, table: int, number: int) -> int | None:
-    """Returns the position of a field of a flatbuffers table; None if it is not set."""
-    (back,) = struct.unpack_from("<i", header, table)
-    vtable = table - back
-    (size,) = struct.unpack_from("<H", header, vtable)
-    if 4 + 2 * number >= size:
-        return None
-    (offset,) = struct.unpack_from("<H", header, vtable + 4 + 2 * number)
-    return table + offset if offset else None
+    if any(map(is_compressed, pa.ipc.MessageReader.open_stream(pa.py_buffer(body)))):
+        raise DataError("The Arrow stream is compressed, which the server refuses; write it without compression.")
