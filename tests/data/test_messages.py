@@ -25,6 +25,7 @@ from persia.data.stream_rows import MAX_REASON, Converted, MessageConverter
 from persia.errors import DataError
 from persia.types import Partition
 from support.examples import examples
+from support.old_arrow import old_compressed
 
 SCHEMA = persia.Schema(
     [
@@ -409,6 +410,17 @@ def test_an_arrow_message_that_decompresses_to_too_many_bytes_is_poison(compress
     assert len(bomb) < 20_000
     monkeypatch.setattr(module, "read_stream", None)  # It is refused before it is read.
     with pytest.raises(DataError, match=r"it takes 2,[0-9,]+ bytes, which is more than 1,048,576; write several messages"):
+        Case("arrow", poison="error").convert([bomb])
+
+
+def test_a_message_that_is_compressed_as_before_arrow_1_is_poison():
+    bomb = old_compressed(2 << 20)
+    before = pa.total_allocated_bytes()
+    case = Case("arrow")
+    assert len(case.convert([bomb, stream(*table().to_batches())]).batch) == 1
+    assert case.counted("poison") == 1
+    assert pa.total_allocated_bytes() - before < 1 << 20
+    with pytest.raises(DataError, match="compressed as before Arrow 1.0"):
         Case("arrow", poison="error").convert([bomb])
 
 

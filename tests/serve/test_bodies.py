@@ -17,6 +17,7 @@ from persia.serve.client import _samples
 from persia.serve.http.bodies import Bodies
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.wire import ARROW, JSON, MSGPACK, MalformedBodyError, array_of
+from support.old_arrow import old_compressed
 from support.served import SCHEMA
 
 LIMITS = ServeLimits(max_rows=100, max_values=1000)
@@ -190,6 +191,7 @@ REFUSED = [
     (ARROW, as_arrow(TABLE)[:-100], "not a valid Arrow IPC stream"),
     (ARROW, b"\xff\xff\xff\xff\xff\xff\xff\x7f" + b"0" * 100, "not a valid Arrow IPC stream"),
     (ARROW, as_arrow(TABLE, compression="zstd"), "is compressed"),
+    (ARROW, old_compressed(2 << 20), "is compressed"),
     (ARROW, as_arrow(pa.table({"user": OUTSIDE})), "not a valid Arrow IPC stream"),
     (ARROW, as_arrow(pa.concat_tables([TABLE] * 34)), "has 102 rows or more"),
     (ARROW, as_arrow(pa.table({"tags": MANY_NULLS})), "'tags' has 1000000 values"),
