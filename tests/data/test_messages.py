@@ -177,7 +177,8 @@ SWALLOWS = [
     b"\x81\xa4more\xdb" + len(THREE).to_bytes(4, "big"),
     b"\x82\xa4more\xc0", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\x81\xa1a\xdd\xff\xff\xff\xff",
     b"\xc1", b"", b"\xc0", packed(GOOD) + packed(GOOD), packed([GOOD]), packed(GOOD)[:-1], packed(GOOD) + b"\xc0",
-    b"\x81\xa1a" + b"\x91" * 5000, b"\x81\xa1\xff\x01", b"\x81\xa1a\xd5\x05ab", b"\x81\x01\x01", b"\x81\xa1a\x81\x01\x02",
+    b"\x81\xa1a" + b"\x91" * 5000, b"\x81\xa1\xff\x01", 
+    b"\x81\xa1a\xd5\x05ab", b"\x81\x01\x01", b"\x81\xa1a\x81\x01\x02",
     None,
 ]  # fmt: skip
 MSGPACK = objects(SCALARS | BINARY).map(small) | st.sampled_from(SWALLOWS)
@@ -277,10 +278,13 @@ def texts(values, kind):
 ARRAYS = [
     *[[pa.array([5, None], kind)] for kind in (pa.int8(), pa.uint64(), pa.int64(), pa.float32(), pa.float64())],
     *[[texts(["5", "a", ""], kind)] for kind in (pa.string(), pa.large_string(), pa.binary())],
-    [pa.array([0.1, 2.0**24, 2.0**24 + 2], pa.float32())], [pa.array([0.1, 2.0**53])], [pa.array([-1, EXACT + 1])],
-    [pa.array([2**63, 2**64 - 1], pa.uint64())], [pa.array([True, None])], [pa.nulls(2)], [pa.array([1, 2], pa.decimal128(5))],
+    [pa.array([0.1, 2.0**24, 2.0**24 + 2], pa.float32())], [pa.array([0.1, 2.0**53])],
+    [pa.array([-1, EXACT + 1])],
+    [pa.array([2**63, 2**64 - 1], pa.uint64())], [pa.array([True, None])], [pa.nulls(2)],
+    [pa.array([1, 2], pa.decimal128(5))],
     [pa.array(["a", None, "a"]).dictionary_encode()], [pa.array([7, 8, 7]).dictionary_encode()],
-    [pa.array([[1, 2], [], None])], [pa.array([["1"], [None, "x"]])], [pa.array([[None]])], [pa.array([[1, 2]], pa.list_(pa.int8(), 2))],
+    [pa.array([[1, 2], [], None])], [pa.array([["1"], [None, "x"]])], [pa.array([[None]])],
+    [pa.array([[1, 2]], pa.list_(pa.int8(), 2))],
     [pa.array([{"x": 1}])], [pa.array([datetime(2024, 5, 1, tzinfo=UTC)])], [pa.array([1], pa.timestamp("s"))],
     [pa.array([], pa.int64())], [pa.array([[[1]]])],
 ]  # fmt: skip

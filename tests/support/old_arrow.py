@@ -1,4 +1,4 @@
-"""Arrow IPC streams whose buffers are compressed as before Arrow 1.0: metadata of a record batch says so, not a field."""
+"""Arrow IPC streams whose buffers are compressed as before Arrow 1.0: metadata say so, not a field of the message."""
 
 from __future__ import annotations
 
