@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from persia.errors import DataError
 
-__all__ = ["grouped_tables", "grown_size", "may_grow", "read_stream"]
+__all__ = ["concatenated", "grown_size", "may_grow", "read_stream"]
 
 
 def read_stream(value: bytes) -> Any:
@@ -25,17 +25,11 @@ def read_stream(value: bytes) -> Any:
     return table
 
 
-def grouped_tables(tables: list[Any]) -> list[tuple[list[int], Any]]:
-    """Returns the tables of each schema as one table, and which they are: pyarrow would cast those of others."""
+def concatenated(tables: list[Any]) -> Any:
+    """Returns tables of the same types as one, each column of which is one array if its texts have less than 2 GiB."""
     import pyarrow as pa
 
-    first = tables[0].schema
-    if all(table.schema.equals(first) for table in tables):
-        return [(list(range(len(tables))), pa.concat_tables(tables))]
-    groups: dict[Any, list[int]] = {}
-    for number, table in enumerate(tables):
-        groups.setdefault(table.schema.remove_metadata(), []).append(number)
-    return [(numbers, pa.concat_tables([tables[n] for n in numbers])) for numbers in groups.values()]
+    return pa.concat_tables(tables).combine_chunks()
 
 
 def may_grow(kind: Any) -> bool:

@@ -99,14 +99,14 @@ class Buffer:
 
     def take(self, rows: int, size: int) -> list[StreamMessage]:
         """Removes messages with so many rows and bytes, or all; at least one."""
-        messages, taken = self.messages, [self.messages.popleft()]
-        first = taken[0]
-        have, used = first.rows, first.size
-        while messages and have + messages[0].rows <= rows and used + messages[0].size <= size:
-            message = messages.popleft()
-            taken.append(message)
+        count = have = used = 0
+        for message in self.messages:
+            if count and (have + message.rows > rows or used + message.size > size):
+                break
+            count += 1
             have += message.rows
             used += message.size
+        taken = [self.messages.popleft() for _ in range(count)]
         self.rows -= have
         self.size -= used
         self.since = time.monotonic()

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from persia.batching.arrow_streams import declared_size
-from persia.data.arrow_messages import grouped_tables, grown_size, may_grow, read_stream
+from persia.data.arrow_messages import concatenated, grown_size, may_grow, read_stream
 from persia.errors import DataError
 from persia.types import Int64Array
 
@@ -89,12 +89,16 @@ class _Layout(NamedTuple):
     Attributes:
         schema: the schema.
         needed: names of the needed columns that it has.
+        all_needed: whether these are all, in this order.
         growing: those of which few bytes can make many ids.
+        types: name and type of each needed column; messages with the same ones are converted together.
     """
 
     schema: Any
     needed: list[str]
+    all_needed: bool
     growing: list[str]
+    types: tuple[Any, ...]
 
 
 class MessageDecoder:
@@ -123,11 +127,15 @@ class MessageDecoder:
         self._decode: Callable[[Any], Any] = decoder.decode
 
     def message(self, offset: int, value: bytes | None, time: int) -> StreamMessage:
-        """Returns a message, which is not decoded yet. Rows and sizes are known before, as they decide about batches."""
+        """Returns a message that is not decoded yet. Its rows and size are known before, as they decide about batches."""
         if value is None:
             return StreamMessage(offset, 1, 0, time, None, "it has no value")
-        rows, size, limit = 1, len(value), MAX_OBJECT_BYTES
-        if self._format == "arrow":
+        rows, size = 1, len(value)
+        if self._format != "arrow":
+            limit = MAX_OBJECT_BYTES
+            if size <= limit:
+                return StreamMessage(offset, 1, size, time, value)
+        else:
             limit = MAX_BYTES
             try:
                 rows, size = declared_size(value)
@@ -150,11 +158,12 @@ class MessageDecoder:
         Raises:
             DataError: a message is not of the format, or too large; it is not said which.
         """
-        for message in messages:
-            if message.problem is not None:
-                raise DataError(f"The message is not read: {message.problem}.")
+        values = [message.value for message in messages if message.problem is None]
+        if len(values) < len(messages):
+            problem = next(message.problem for message in messages if message.problem is not None)
+            raise DataError(f"The message is not read: {problem}.")
         try:
-            parts = self._tables(messages) if self._format == "arrow" else self._objects(messages)
+            parts = self._tables(messages) if self._format == "arrow" else self._objects(values)
         except _invalid() as error:
             raise DataError(f"The message is not {self._format}: {error}") from error
         if self._timestamp:
@@ -165,9 +174,9 @@ class MessageDecoder:
                 part.columns[TIMESTAMP] = pa.array(times[part.positions], pa.int64())
         return parts
 
-    def _objects(self, messages: Sequence[StreamMessage]) -> list[MessageRows]:
+    def _objects(self, encoded: Sequence[bytes | None]) -> list[MessageRows]:
         # Each by itself. In one array, the end of a message could complete the beginning of the next one.
-        rows = list(map(self._decode, [message.value for message in messages]))
+        rows = list(map(self._decode, encoded))
         values = {n: list(map(get, rows)) for n, get in zip(self._columns, self._getters, strict=True)}
         columns = {name: _array(column) for name, column in values.items()}
         mixed = [values[name] for name, column in columns.items() if column is None]
@@ -188,36 +197,55 @@ class MessageDecoder:
         ]
 
     def _tables(self, messages: Sequence[StreamMessage]) -> list[MessageRows]:
-        tables = [self._table(message) for message in messages]
+        tables, layouts = zip(*map(self._table, messages), strict=True)
         rows = np.array([message.rows for message in messages])
         begins = np.cumsum(rows) - rows
         parts: list[MessageRows] = []
-        for numbers, table in grouped_tables(tables):
+        for numbers in _groups(layouts):
             positions = np.concatenate([np.arange(begins[n], begins[n] + rows[n]) for n in numbers])
             if len(positions):
-                table = table.combine_chunks()
+                table = concatenated([tables[n] for n in numbers])
                 columns = {name: table.column(name).chunk(0) for name in table.column_names}
                 parts.append(MessageRows(positions, columns))
         return parts
 
-    def _table(self, message: StreamMessage) -> Any:
-        """Returns the needed columns of an Arrow message."""
+    def _table(self, message: StreamMessage) -> tuple[Any, _Layout]:
+        """Returns the needed columns of an Arrow message, and the layout of its schema."""
         assert message.value is not None
         table = read_stream(message.value)
-        if len(table) != message.rows:
-            raise DataError(f"The message has {len(table)} rows, and declares {message.rows}.")
-        if self._layout is None or not self._layout.schema.equals(table.schema):
-            names = table.column_names
-            needed = [name for name in self._columns if name in names]
-            for name in needed:
-                if names.count(name) > 1:
-                    raise DataError(f"The message has {names.count(name)} columns named {name!r}.", column=name)
-            growing = [name for name in needed if may_grow(table.schema.field(name).type)]
-            self._layout = _Layout(table.schema, needed, growing)
-        size = sum(grown_size(chunk) for name in self._layout.growing for chunk in table.column(name).chunks)
-        if size > MAX_BYTES:
-            raise DataError(f"The message takes {size:,} bytes once it is expanded, which is more than {MAX_BYTES:,}.")
-        return table.select(self._layout.needed)
+        if table.num_rows != message.rows:
+            raise DataError(f"The message has {table.num_rows} rows, and declares {message.rows}.")
+        layout = self._layout
+        if layout is None or not layout.schema.equals(table.schema):
+            layout = self._layout = self._layout_of(table.schema)
+        if layout.growing:
+            size = sum(grown_size(chunk) for name in layout.growing for chunk in table.column(name).chunks)
+            if size > MAX_BYTES:
+                raise DataError(
+                    f"The message takes {size:,} bytes once it is expanded, which is more than {MAX_BYTES:,}."
+                )
+        return (table if layout.all_needed else table.select(layout.needed)), layout
+
+    def _layout_of(self, schema: Any) -> _Layout:
+        names = schema.names
+        needed = [name for name in self._columns if name in names]
+        for name in needed:
+            if names.count(name) > 1:
+                raise DataError(f"The message has {names.count(name)} columns named {name!r}.", column=name)
+        fields = [schema.field(name) for name in needed]
+        growing = [field.name for field in fields if may_grow(field.type)]
+        types = tuple((field.name, field.type, field.nullable) for field in fields)
+        return _Layout(schema, needed, needed == names, growing, types)
+
+
+def _groups(layouts: Sequence[_Layout]) -> list[list[int]]:
+    """Returns the numbers of the messages of each layout. pyarrow would cast one type to another."""
+    if all(layout is layouts[0] for layout in layouts):
+        return [list(range(len(layouts)))]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number, layout in enumerate(layouts):
+        groups.setdefault(layout.types, []).append(number)
+    return list(groups.values())
 
 
 def _invalid() -> tuple[type[Exception], ...]:

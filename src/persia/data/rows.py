@@ -164,8 +164,9 @@ class Conversion:
             if begin == count:
                 continue
             if positions is None:
-                kept = {name: column[begin:] for name, column in piece.columns.items()}
-                piece = Piece(piece.file, piece.row + begin, kept, count - begin)
+                if begin:
+                    kept = {name: column[begin:] for name, column in piece.columns.items()}
+                    piece = Piece(piece.file, piece.row + begin, kept, count - begin)
             else:
                 import pyarrow as pa
 
