@@ -12,7 +12,7 @@ import torch
 from persia.nn.prepared import PreparedBatch
 from persia.schema import Schema
 from persia.telemetry.run_record import NonFiniteRows
-from persia.types import Contribution, UpdateCounts
+from persia.types import BoolArray, Contribution, UpdateCounts
 
 __all__ = ["NonFiniteLog", "merged", "named"]
 
@@ -82,7 +82,7 @@ class NonFiniteLog:
         for batch, contribution in pushed:
             if table not in contribution.gradients:
                 continue
-            bad = ~np.isfinite(contribution.gradients[table]).all(axis=1)
+            bad: BoolArray = np.logical_not(np.isfinite(contribution.gradients[table]).all(axis=1))
             if contribution.scales is not None:
                 bad |= ~np.isfinite(contribution.scales[table])
             uses = np.stack([_used(batch, feature, bad) for feature in features])
@@ -92,13 +92,13 @@ class NonFiniteLog:
         return [name for name in features if name in (alone or shared or features)]
 
 
-def _used(batch: PreparedBatch, feature: str, bad: np.ndarray) -> np.ndarray:
+def _used(batch: PreparedBatch, feature: str, bad: BoolArray) -> BoolArray:
     """Returns which of the bad rows of its table a feature of a batch uses."""
     index = batch.inverse[feature]
     places = index.cpu().numpy() if isinstance(index, torch.Tensor) else index
     used = np.zeros_like(bad)
     used[places] = True
-    return used & bad
+    return np.logical_and(used, bad)
 
 
 def _sum(a: NonFiniteRows, b: NonFiniteRows) -> NonFiniteRows:
