@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ __all__ = [
     "check_number",
     "check_seconds",
     "described",
+    "did_you_mean",
     "is_loopback",
     "plain",
     "plain_fields",
@@ -121,7 +123,17 @@ def check_flag(name: str, value: object, *, field: str | None = None) -> None:
 def check_choice(name: str, value: object, choices: Sequence[str], *, field: str | None = None) -> None:
     """Raises ConfigError unless `value` is one of these texts; its `field` is `name` by default."""
     if value not in choices:
-        raise ConfigError(f"Invalid {name} = {value!r}; expected one of: {', '.join(choices)}.", field=field or name)
+        raise ConfigError(
+            f"Invalid {name} = {value!r}; expected one of: {', '.join(choices)}.{did_you_mean(value, choices)}",
+            field=field or name,
+        )
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Returns the question for a misspelt name, with a space before it; empty if no known name is similar."""
+    by_letters = {each.lower().replace("-", "_"): each for each in known}
+    close = difflib.get_close_matches(str(name).lower().replace("-", "_"), by_letters, n=1)
+    return f" Did you mean {by_letters[close[0]]!r}?" if close else ""
 
 
 def check_kind(name: str, value: object, kinds: Any, expected: str) -> None:

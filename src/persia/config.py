@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from persia.checks import did_you_mean
 from persia.errors import ConfigError
 from persia.types.decoding import decode_hook
+from persia.types.explaining import explained
 
 __all__ = ["call", "convert", "dump", "load", "override"]
 
@@ -53,10 +55,12 @@ def convert(tree: Any, kind: type[T], origin: str) -> T:
     try:
         return msgspec.convert(tree, kind, dec_hook=decode_hook)
     except msgspec.ValidationError as error:
-        text, *places = str(error).split(" - at `$")  # The innermost record first.
-        field = "".join(place.rstrip("`") for place in reversed(places)).lstrip(".")
+        text, *places = explained(error, tree, kind).split(" - at `")  # The innermost record first.
+        paths = [place.rpartition("` in `")[2].rstrip("`").removeprefix("$") for place in places]
+        field = "".join(reversed(paths)).lstrip(".")
+        ended = text if text.endswith(("?", ".")) else f"{text}."
         raise ConfigError(
-            f"{origin}: {field or 'top level'}: {text}. Run `persia train --dump-config` on an example to list all "
+            f"{origin}: {field or 'top level'}: {ended} Run `persia train --dump-config` on an example to list all "
             "fields.",
             field=field,
             origin=origin,
@@ -89,12 +93,17 @@ def call(make: Callable[..., T], options: Mapping[str, Any], where: str, *positi
     for name in options:
         if name not in known:
             raise ConfigError(
-                f"Unknown option {where}.{name}; expected one of: {', '.join(known)}.", field=f"{where}.{name}"
+                f"Unknown option {where}.{name}; expected one of: {', '.join(known)}.{did_you_mean(name, known)}",
+                field=f"{where}.{name}",
             )
     try:
         return make(*positional, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}.", field=where) from error
+    except ConfigError as error:
+        if where in error.message:
+            raise
+        raise ConfigError(f"{where}: {error.message}", **error.fields) from error
 
 
 def override(tree: dict[str, Any], text: str) -> None:

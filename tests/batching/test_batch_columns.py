@@ -14,6 +14,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia.batching import columns as columns_module
 from persia.batching.batch import Batch, IdColumn
 from persia.errors import DataError
 from persia.schema import IdFeature, Schema
@@ -211,6 +212,38 @@ def test_dense_and_labels_of_any_kind(kind: str) -> None:
     batch.validate(NUMBERS)
     assert batch.dense.tolist() == [[1, 5], [0, 6], [1, 7]]
     assert batch.labels.tolist() == [[1, 0.5], [0, 0.5], [1, 0.5]]
+
+
+ROUNDED: dict[str, Any] = {
+    "seconds": [1_714_564_801, 1_714_564_800],
+    "seconds as floats": np.array([1_714_564_801.0, 3.5]),
+    "ids as texts": ["5", "978867001941"],
+    "ids of arrow": pa.array([5, None, 2**62 + 12_345]).fill_null(0),
+    "small unsigned": np.array([2**24 + 1], np.uint32),
+}
+EXACT: dict[str, Any] = {
+    "large but even": [2**24, 2**24 + 2],
+    "fractions": [0.1, 123_456.789, 16_777_215.9],
+    "powers": np.array([2.0**40, -(2.0**60)]),
+    "float32": np.array([1.7e9], np.float32),
+    "small": np.array([1, 2, 3], np.int8),
+    "booleans": [True, False],
+}
+
+
+@pytest.mark.parametrize("name", [*ROUNDED, *EXACT])
+def test_digits_that_float32_loses_are_named_once_by_column(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns_module, "_ROUNDED", set())
+    values = ROUNDED.get(name, EXACT.get(name))
+    schema = Schema([], dense_features=["when", "other"], labels=[])
+    for _ in range(2):
+        Batch.from_columns(schema, {"when": values, "other": np.zeros(len(values))})
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == (name in ROUNDED)
+    if name == "seconds":
+        assert "Dense feature 'when' has 1714564801, which becomes 1714564864: float32 has about 7 digits" in texts[0]
 
 
 def test_labels_may_be_absent_for_prediction() -> None:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -200,10 +201,74 @@ def test_another_file_is_scored_whole(tmp_path):
     assert "label" in persia("evaluate", *arguments, str(tmp_path / "bare.parquet"), ok=False)
 
 
+RATED = """
+[data]
+kind = "{kind}"
+path = "{path}"
+batch_size = 50
+options = {{ labels = {{ rating = "rating >= 3" }}, split = {{ part = "test", test = 0.5 }}, shuffle_rows = 100 }}
+
+[schema]
+id_features = [{{name = "item", dim = 4}}]
+labels = ["rating"]
+
+[trainer]
+progress = false
+"""
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+def test_columns_are_kept_beside_predictions(kind, tmp_path):
+    items = np.repeat(np.arange(6), 30)
+    rows = [{"item": int(item), "rating": int(item), "key": f"row {i}"} for i, item in enumerate(items)]
+    table, path = pa.Table.from_pylist(rows), tmp_path / f"rated.{kind}"
+    if kind == "csv":
+        pyarrow.csv.write_csv(table, path)
+    elif kind == "parquet":
+        pq.write_table(table, path, row_group_size=40)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "run.toml"
+    config.write_text(RATED.format(kind=kind, path=path))
+    out, predictions = str(tmp_path / "out"), str(tmp_path / "p.parquet")
+    persia("train", str(config), "--output", out)
+    command = ("predict", str(config), "--checkpoint", out, "--keep", "key", "--keep", "rating", "--output")
+    persia(*command, predictions)
+    found = pq.read_table(predictions)
+    assert found.column_names == ["key", "rating", "rating >= 3"]
+    # Half of the rows, each beside its own prediction, which depends on the item alone.
+    assert 50 < len(found) < 130
+    number = {row["key"]: row["item"] for row in rows}
+    by_item = {}
+    for key, rating, score in zip(*(column.to_pylist() for column in found.columns), strict=True):
+        assert int(rating) == number[key]
+        by_item.setdefault(number[key], set()).add(score)
+    assert len(by_item) == 6
+    assert all(len(scores) == 1 for scores in by_item.values())
+
+    persia(*command, str(tmp_path / "all.csv"), "--data", str(path))
+    lines = pyarrow.csv.read_csv(tmp_path / "all.csv")
+    assert lines["key"].to_pylist() == [row["key"] for row in rows]
+    if kind != "csv":
+        return
+    for output, more, message in (
+        ("p.txt", (), "p.txt is of no known format; give a name that ends in .csv or .parquet"),
+        ("p.csv", ("--keep", "nothing"), "has no column 'nothing'"),
+        ("p.csv", ("--keep", "rating >= 3"), "has the name of the predicted column"),
+        ("p.csv", ("--keep", "key"), "--keep names 'key' twice"),
+    ):
+        text = persia(*command, str(tmp_path / output), *more, ok=False)
+        assert message in text
+        assert "Traceback" not in text
+        assert not (tmp_path / output).exists()
+
+
 def test_another_file_needs_a_reader_of_files(config, tmp_path):
     out = str(tmp_path / "out")
     persia("train", config, "--output", out, "--set", "train.max_steps=1")
-    text = persia("predict", config, "--checkpoint", out, "--data", "x.csv", "--output", str(tmp_path / "p"), ok=False)
+    text = persia(
+        "predict", config, "--checkpoint", out, "--data", "x.csv", "--output", str(tmp_path / "p.csv"), ok=False
+    )
     assert "synthetic" in text
     assert "Traceback" not in text
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import sys
 import tomllib
@@ -14,6 +15,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 
+import persia as persia_package
 from persia.cli import main
 from persia.cli.init import init
 from persia.errors import ConfigError, DataError
@@ -329,7 +331,7 @@ HOSTILE = {
         "a,b,label\n" + "".join(f"{i / 7},{i / 3},{i % 2}\n" for i in range(100)),
         "has no column of ids, categories or lists, only numbers",
     ),
-    "JSON": ('{"id": 1, "label": 0}\n' * 100, "looks like JSON; convert it"),
+    "JSON": ('{"id": 1, "label": 0}\n' * 100, "looks like JSON; if it has an object in each line"),
     "a spreadsheet": (b"PK\x03\x04" + b"1" * 99, "is an archive, or a spreadsheet; save the sheet as CSV"),
     "open quote": ('id,x,label\n1,"open,0\n' + GOOD, "close open quotes"),
     "one positive": (
@@ -428,3 +430,88 @@ def test_both_ways_train_as_they_are(folder, forks):
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"AUC on held-out rows: ([\d.]+)", done.stdout)[1]) > 0.9
     assert any(path.name != "config" for path in (folder / "clicks_model" / "runs").iterdir())
+
+
+AMOUNTS = {
+    "dollars": (["$12.30", "$1,234.50", "$7", "$0.5"], {"thousands": ",", "units": {"price": "$"}}, 1234.5),
+    "euros": (
+        ["12,30 €", "1.234,50 €", "7 €", "0,5 €"],
+        {"decimal": ",", "thousands": ".", "units": {"price": "€"}},
+        1234.5,
+    ),
+    "percents": (["17 %", "2.5 %", "7 %", "0.5 %"], {"units": {"price": "%"}}, 17),
+}
+
+
+@pytest.mark.parametrize("name", AMOUNTS)
+def test_amounts_are_numbers(folder, name, capsys):
+    texts, options, largest = AMOUNTS[name]
+    rows = "".join(f"u{i % 7};{texts[i % 4]};{i % 2}\n" for i in range(100))
+    (folder / "data.csv").write_text(f"user;price;label\n{rows}", encoding="utf-8")
+    init("data.csv", "out", yes=True)
+    found = config("out")
+    assert uses(found)[1] == ["price"]
+    assert {key: found["data"]["options"][key] for key in options} == options
+    assert f"Amounts: price in {options['units']['price']}." in capsys.readouterr().out
+    schema = persia_package.Schema([persia_package.IdFeature("user", dim=2)], dense_features=["price"])
+    read = persia_package.data.csv("data.csv", schema, delimiter=";", **options)
+    assert max(batch.dense.max() for batch in read) == largest
+
+
+def test_json_lines(folder):
+    lines = [
+        {
+            "user": f"u{i % 7}",
+            "tags": [f"t{i % 3}"] * (i % 3),
+            "at": f"2024-05-{1 + i // 10:02d} 10:00:00",
+            "label": i % 2,
+        }
+        for i in range(100)
+    ]
+    for number, (begin, end) in enumerate(((0, 60), (60, 100))):
+        text = "".join(
+            json.dumps(line | {"price": i * (1 if number else 1.5)}) + "\n" for i, line in enumerate(lines[begin:end])
+        )
+        (folder / f"{number}.jsonl").write_text(text)
+    init("*.jsonl", "out", yes=True)
+    found = config("out")
+    features, dense = uses(found)
+    assert found["data"]["kind"] == "jsonl"
+    assert set(features) == {"user", "tags"}
+    assert dense == ["price"]
+    assert found["data"]["options"]["split"]["column"] == "at"
+    assert "persia.data.jsonl(" in (folder / "out" / "train.py").read_text()
+    status, printed = persia("train", "out/config.toml", "--set", "train.max_steps=2")
+    assert status == 0, printed
+
+
+@pytest.mark.parametrize("name", ["Stars (1-5)", "score/10", "User rating [1..5]", "rating out of 5", "stars_5"])
+def test_ratings_are_labels(folder, name):
+    rows = "".join(f"u{i % 7},i{i % 9},{1 + i % 5}\n" for i in range(100))
+    (folder / "data.csv").write_text(f"user,item,{name}\n{rows}")
+    init("data.csv", "out", yes=True)
+    found = config("out")
+    (label,) = found["schema"]["labels"]
+    (rule,) = found["data"]["options"]["labels"].values()
+    assert name in rule
+    assert ">= " in rule
+    assert label == name.replace("/", "_")
+
+
+def test_a_terminal_is_asked_for_the_label(folder, monkeypatch, capsys):
+    rows = "".join(f"u{i % 7},i{i % 9},{1 + i % 5}\n" for i in range(100))
+    (folder / "data.csv").write_text(f"user,item,quality\n{rows}")
+    with pytest.raises(DataError, match="cannot guess which column to predict"):
+        init("data.csv", "out")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("nothing\nuser\nquality\n"))
+    init("data.csv", "out")
+    printed = capsys.readouterr().out
+    assert "cannot guess which column to predict" in printed
+    assert "Choose one of: user, item, quality" in printed
+    assert "'user' has 7 different texts" in printed
+    assert config("out")["schema"]["labels"] == ["quality"]

@@ -138,8 +138,14 @@ def test_paths_lead_through_named_records():
         ({"values": {"optimizer.lr": []}}, "is an empty list"),
         ({"values": {"optimizer.lr": {"low": 2, "high": 1}}}, "Invalid range from 2 to 1"),
         ({"values": {"optimizer.lr": {"low": 0, "high": 1, "log": True}}}, "low > 0 with log"),
-        ({"values": {"model.options.hidden": [[16], "x"]}}, r"hidden' = 'x': Invalid width in hidden = 'x'"),
-        ({"values": {"model.kind": ["ffnn", "din"]}}, r"'model\.kind' = 'din': This model needs a history"),
+        (
+            {"values": {"model.options.hidden": [[16], "x"]}},
+            r"hidden' = 'x': model.options: Invalid width in hidden = 'x'",
+        ),
+        (
+            {"values": {"model.kind": ["ffnn", "din"]}},
+            r"'model\.kind' = 'din': model.options: This model needs a history",
+        ),
         ({"values": {"data.kind": ["synthetic", "taobao"]}}, r"'data\.kind' = 'taobao': "),
         (
             {"values": {"model.kind": ["dcn_v2", "ffnn"], "model.options.cross_layers": [2, 3]}},

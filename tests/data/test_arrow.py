@@ -323,3 +323,56 @@ def test_other_sources_are_refused(source: Any, error: str) -> None:
 def test_rows_that_cannot_be_read_are_told(source: Any, error: str) -> None:
     with pytest.raises(DataError, match=error):
         list(data.arrow(source, SCHEMA))
+
+
+LATER_TYPES: dict[str, Any] = {
+    "numbers after texts": [pa.array(["5", "x"]), pa.array([978867001940.0, np.nan])],
+    "large floats after whole numbers": [pa.array([1, 2]), pa.array([2.5, 978867001940.0])],
+    "wider numbers": [pa.array([1, 2], pa.int8()), pa.array([2**62 + 1, -1])],
+    "lists of texts": [pa.array([[1], []]), pa.array([["1", "y"], None])],
+}
+
+
+@pytest.mark.parametrize("name", LATER_TYPES)
+@pytest.mark.parametrize("filtered", [False, True])
+def test_each_file_of_a_data_set_has_its_own_types(name: str, filtered: bool, tmp_path: Path) -> None:
+    schema = Schema([IdFeature("item", dim=2), IdFeature("part", dim=2)], dense_features=["age"], labels=[])
+    for number, values in enumerate(LATER_TYPES[name]):
+        folder = tmp_path / f"part=p{number}"
+        folder.mkdir()
+        age = pa.array([1, 2], pa.int16()) if number == 0 else pa.array([0.5, 1.5])
+        pq.write_table(pa.table({"item": values, "age": age}), folder / "rows.parquet")
+    rows = pyarrow.dataset.dataset(tmp_path, partitioning=pyarrow.dataset.partitioning(flavor="hive"))
+    if filtered:
+        rows = rows.filter(pyarrow.dataset.field("age") != 1.5)
+    found = Batch.concat(list(data.arrow(rows, schema)))
+    expected = Batch.concat(list(data.parquet(tmp_path, schema, where="age != 1.5" if filtered else None)))
+    for feature in ("item", "part"):
+        assert found.id_features[feature].values.tolist() == expected.id_features[feature].values.tolist()
+    np.testing.assert_array_equal(found.dense, expected.dense)
+
+
+def test_a_type_that_a_data_set_declares_counts(tmp_path: Path) -> None:
+    """Here it is not that of the first file, so somebody has chosen it."""
+    schema = Schema([IdFeature("item", dim=2)], labels=[])
+    for number, values in enumerate((["007"], ["08"])):
+        pq.write_table(pa.table({"item": values}), tmp_path / f"{number}.parquet")
+    declared = pa.schema([("item", pa.int64())])
+    (batch,) = data.arrow(pyarrow.dataset.dataset(tmp_path, schema=declared), schema)
+    assert batch.id_features["item"].values.tolist() == [7, 8]
+
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "0.csv").write_text("item\n007\n")
+    codes = pyarrow.dataset.dataset(text, format="csv", schema=pa.schema([("item", pa.string())]))
+    (batch,) = data.arrow(codes, schema)
+    (expected,) = data.csv(text, schema)
+    assert batch.id_features["item"].values.tolist() == expected.id_features["item"].values.tolist()
+
+
+def test_errors_name_the_file_of_a_data_set(tmp_path: Path) -> None:
+    schema = Schema([IdFeature("item", dim=2, kind="number")], labels=[])
+    pq.write_table(pa.table({"item": [1, 2, 3]}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"item": ["4", "x"]}), tmp_path / "1.parquet")
+    with pytest.raises(DataError, match=r"1\.parquet: Feature 'item' has 'x' at row 1"):
+        list(data.arrow(pyarrow.dataset.dataset(tmp_path), schema))

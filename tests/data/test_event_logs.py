@@ -383,6 +383,15 @@ def test_diginetica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ids(every)["item_id"] == [33043, 9654, 9654, 33043, 33043, 9]
     assert every.labels[:, 0].tolist() == [0, 1, 1, 0, 0, 0]
     assert ids(only(data.diginetica(file, where="eventdate >= '2016-05-10'"))) == {"item_id": [9], "history": [33043]}
+    for name, text in (("train-item-views.csv", VIEWS), ("train-purchases.csv", PURCHASES)):  # As in most copies.
+        header, rows = text.split("\n", 1)
+        for one, other in (("sessionId", "session_id"), ("userId", "user_id"), ("itemId", "item_id")):
+            header = header.replace(one, other)
+        assert header.startswith("session_id;")
+        (folder / name).write_text(f"{header}\n{rows}")
+    copied = only(data.diginetica(file, label="purchase", min_history=0, where="sessionId > 0"))
+    assert ids(copied) == ids(every)
+    assert copied.labels.tolist() == every.labels.tolist()
     with pytest.raises(ConfigError, match="label"):
         data.diginetica(file, label="click")  # type: ignore[arg-type]
     file.write_text(VIEWS.replace("2;NA;9;", "NA;NA;9;"))

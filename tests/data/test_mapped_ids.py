@@ -14,7 +14,7 @@ import xxhash
 import persia
 from persia import HashTo, IdFeature, Quotient, Remainder, Schema, data
 from persia.batching.batch import Batch
-from persia.errors import CheckpointError, ConfigError
+from persia.errors import CheckpointError, ConfigError, DataError
 
 BIG = 2**64 - 1
 SCHEMA = Schema(
@@ -61,6 +61,22 @@ def test_quotient_and_remainder_tell_ids_apart() -> None:
         Schema([f for f in SCHEMA.id_features if f.name in ("item", "q", "r")]), {"item": ids, "label": ids * 0}
     ).id_features
     assert len(set(zip(found["q"].values.tolist(), found["r"].values.tolist(), strict=True))) == 5_000
+
+
+@pytest.mark.parametrize(
+    ("values", "row"),
+    [([15.5, 7.0], 0), ([15, -1], 1), (["3", "Oslo"], 1), (["3", "4", "NA"], 2), ([[5], [6, 1.5]], 1)],
+)
+def test_only_whole_numbers_are_divided(values: list[Any], row: int) -> None:
+    schema = Schema([IdFeature("age", dim=2), IdFeature("decade", dim=2, of="age", mapping=Quotient(10))], labels=[])
+    with pytest.raises(DataError, match=rf"'age' has .* at row {row}, which is hashed .* 'decade' divides") as raised:
+        Batch.from_columns(schema, {"age": values})
+    assert raised.value.fields["row"] == row
+    for mapping in (HashTo(10), Remainder(10)):  # Of a hash they are as good as of an id.
+        hashed = Schema([IdFeature("age", 2), IdFeature("bucket", 2, of="age", mapping=mapping)], labels=[])
+        assert Batch.from_columns(hashed, {"age": values}).id_features["bucket"].values.max() < 10
+    whole = Batch.from_columns(schema, {"age": [15.0, None, 7.0]})  # A missing value has no id.
+    assert whole.id_features["decade"].values.tolist() == [1, 0]
 
 
 def test_readers_compute_them(tmp_path: Path) -> None:

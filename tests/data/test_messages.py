@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 from datetime import UTC, datetime
@@ -65,7 +66,7 @@ def listed(column):
     if column is None:
         return None
     bounds = np.arange(len(column) + 1) if column.offsets is None else column.offsets
-    return [column.values[i:j].tolist() for i, j in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [column.values[i:j].tolist() for i, j in itertools.pairwise(bounds)]
 
 
 def rows_of(found: Converted):
@@ -164,10 +165,12 @@ def packed(row):
 
 def small(row):
     """As msgpack, whose whole numbers have 64 bits at most."""
+
     def bounded(value):
         if isinstance(value, list):
             return [bounded(v) for v in value]
         return 7 if type(value) is int and not -(2**63) <= value < 2**64 else value
+
     return packed({name: bounded(value) for name, value in row.items()})
 
 
@@ -177,7 +180,7 @@ SWALLOWS = [
     b"\x81\xa4more\xdb" + len(THREE).to_bytes(4, "big"),
     b"\x82\xa4more\xc0", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\x81\xa1a\xdd\xff\xff\xff\xff",
     b"\xc1", b"", b"\xc0", packed(GOOD) + packed(GOOD), packed([GOOD]), packed(GOOD)[:-1], packed(GOOD) + b"\xc0",
-    b"\x81\xa1a" + b"\x91" * 5000, b"\x81\xa1\xff\x01", 
+    b"\x81\xa1a" + b"\x91" * 5000, b"\x81\xa1\xff\x01",
     b"\x81\xa1a\xd5\x05ab", b"\x81\x01\x01", b"\x81\xa1a\x81\x01\x02",
     None,
 ]  # fmt: skip
@@ -299,7 +302,9 @@ def arrow_table(changes, missing):
 
 TABLES = st.builds(
     arrow_table,
-    st.dictionaries(st.sampled_from(["a", "n", "t", "price", "click", "at", "day"]), st.sampled_from(ARRAYS), max_size=2),
+    st.dictionaries(
+        st.sampled_from(["a", "n", "t", "price", "click", "at", "day"]), st.sampled_from(ARRAYS), max_size=2
+    ),
     st.sets(st.sampled_from(["a", "price", "at"]), max_size=1),
 )  # fmt: skip
 
@@ -364,9 +369,7 @@ def test_rows_of_arrow_messages_of_two_schemas_keep_their_order():
 def test_dictionaries_that_cannot_be_unified_are_good():
     """Their indices have 8 bits, and 200 texts in all need 9."""
     kind = pa.dictionary(pa.int8(), pa.string())
-    values = [
-        stream(*table(a=pa.array([f"{first + n}" for n in range(100)], kind)).to_batches()) for first in (0, 100)
-    ]
+    values = [stream(*table(a=pa.array([f"{first + n}" for n in range(100)], kind)).to_batches()) for first in (0, 100)]
     case = Case("arrow", poison="error")
     assert listed(case.convert(values).batch.id_features["a"]) == [[n] for n in range(200)]
 
@@ -392,7 +395,9 @@ def test_a_name_that_is_no_text_is_poison():
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])
 def test_an_arrow_message_with_too_many_rows_is_poison(compression):
     rows = 60_000_000
-    zeros = pa.RecordBatch.from_arrays([pa.Array.from_buffers(pa.bool_(), rows, [None, pa.py_buffer(bytes(rows // 8))])], ["a"])
+    zeros = pa.RecordBatch.from_arrays(
+        [pa.Array.from_buffers(pa.bool_(), rows, [None, pa.py_buffer(bytes(rows // 8))])], ["a"]
+    )
     bomb = stream(zeros, compression=compression)
     assert len(bomb) < 40_000
     before = pa.total_allocated_bytes()
@@ -402,7 +407,7 @@ def test_an_arrow_message_with_too_many_rows_is_poison(compression):
     assert pa.total_allocated_bytes() - before < 1 << 20
     assert len(case.convert([bomb, stream(*table().to_batches())]).batch) == 1
     assert (case.counted("poison"), case.counted("too_large")) == (1, 1)
-    with pytest.raises(DataError, match=r"Offset 0 .*: it has 60,000,000 rows, which is more than 262,144; write several"):
+    with pytest.raises(DataError, match=r"Offset 0 .*: it has 60,000,000 rows, which is more than 262,144"):
         Case("arrow", poison="error").convert([bomb])
 
 
@@ -413,7 +418,7 @@ def test_an_arrow_message_that_decompresses_to_too_many_bytes_is_poison(compress
     bomb = stream(*table(more=text).to_batches(), compression=compression)
     assert len(bomb) < 20_000
     monkeypatch.setattr(module, "read_stream", None)  # It is refused before it is read.
-    with pytest.raises(DataError, match=r"it takes 2,[0-9,]+ bytes, which is more than 1,048,576; write several messages"):
+    with pytest.raises(DataError, match=r"it takes 2,[0-9,]+ bytes, which is more than 1,048,576"):
         Case("arrow", poison="error").convert([bomb])
 
 
@@ -424,7 +429,7 @@ def test_a_message_that_is_compressed_as_before_arrow_1_is_poison():
     assert len(case.convert([bomb, stream(*table().to_batches())]).batch) == 1
     assert case.counted("poison") == 1
     assert pa.total_allocated_bytes() - before < 1 << 20
-    with pytest.raises(DataError, match="compressed as before Arrow 1.0"):
+    with pytest.raises(DataError, match=r"compressed as before Arrow 1\.0"):
         Case("arrow", poison="error").convert([bomb])
 
 
@@ -456,7 +461,9 @@ def booleans():
 
 
 GROWING = {
-    "entries of a dictionary": lambda: pa.DictionaryArray.from_arrays(pa.array([0] * LENGTH, pa.int8()), [TEXT.decode()]),
+    "entries of a dictionary": lambda: pa.DictionaryArray.from_arrays(
+        pa.array([0] * LENGTH, pa.int8()), [TEXT.decode()]
+    ),
     "views": views,
     "nulls": lambda: pa.FixedSizeListArray.from_arrays(pa.nulls(LENGTH * 3000), 3000),
     "booleans": booleans,
@@ -485,7 +492,7 @@ def test_an_object_with_too_many_bytes_is_poison(values):
     case = Case(values)
     assert len(case.convert([large, encode(GOOD)]).batch) == 1
     assert (case.counted("poison"), case.counted("too_large")) == (1, 1)
-    with pytest.raises(DataError, match=r"takes 16,[0-9,]+ bytes, which is more than 16,777,216; write several messages"):
+    with pytest.raises(DataError, match=r"takes 16,[0-9,]+ bytes, which is more than 16,777,216"):
         Case(values, poison="error").convert([large])
 
 

@@ -71,3 +71,53 @@ def test_dates_with_the_day_first():
     for wrong in ("31.02.2024", "05/31/2024", "1.5.24"):
         with pytest.raises(DataError, match=f"has '{wrong}' at row 1"):
             times_of_text("at", pa.array(["01.02.2024", wrong]))
+
+
+AMOUNTS = {
+    "$": (Numerals(".", ","), {"$12.30": "12.30", "$1,234.50": "1234.50", "-$5": "-5", "$-5": "-5", "5": "5"}),
+    "€": (Numerals(",", "."), {"12,30 €": "12.30", "1.234,50\u00a0€": "1234.50", "-0,5€": "-0.5", "€ 7": "7"}),
+    "%": (Numerals(), {"17 %": "17", "0.5%": "0.5", "+3 %": "+3"}),
+    "CHF": (Numerals(".", "'"), {"CHF 1'234.50": "1234.50", "12 CHF": "12"}),
+    "kr.": (Numerals(",", " "), {"1\u202f234,5 kr.": "1234.5", "1 234 kr.": "1234"}),
+}
+
+
+@pytest.mark.parametrize("unit", AMOUNTS)
+def test_units_are_left_out(unit):
+    numerals, texts = AMOUNTS[unit]
+    others = ["$$5", "5 $ 6", "ten $", "1,2,3 €", "", None]
+    column = pa.array([*texts, *others])
+    assert numerals.normalized(column, unit).to_pylist() == [*texts.values(), *others]
+    column = pa.array([None if text is None else text.encode() for text in [*texts, *others]])
+    read = [None if text is None else text.decode() for text in numerals.normalized(column, unit).to_pylist()]
+    assert read == [*texts.values(), *others]
+
+
+def test_reader_of_amounts(tmp_path):
+    file = tmp_path / "data.csv"
+    file.write_text('item,price,off,stars\na,"$1,234.50",17 %,5 pt\nb,$12.30,0.5%,\nb,7,1 %,3 pt\n')
+    schema = persia.Schema([persia.IdFeature("item", dim=2)], dense_features=["cost", "off"], labels=["liked"])
+    options = {
+        "thousands": ",",
+        "rename": {"cost": "price"},
+        "labels": {"liked": "stars > 4"},
+        "fill": {"liked": 0.0},
+        "units": {"cost": "$", "off": "%", "stars": "pt"},
+    }
+    (batch,) = persia.data.csv(file, schema, **options)
+    assert batch.dense.tolist() == [[1234.5, 17.0], [pytest.approx(12.3), 0.5], [7.0, 1.0]]
+    assert batch.labels[:, 0].tolist() == [1, 0, 0]
+    with pytest.raises(DataError, match=r"'\$12.30' at row 1 \(an amount in \$\? persia.data.csv takes units\)"):
+        list(persia.data.csv(file, schema, **{**options, "where": "item == 'b'", "units": {"off": "%", "stars": "pt"}}))
+    with pytest.raises(ConfigError, match="units has 'item', which is no dense feature"):
+        persia.data.csv(file, schema, units={"item": "$"})
+    with pytest.raises(ConfigError, match="units has '5' for 'off'"):
+        persia.data.csv(file, schema, units={"off": "5"})
+
+
+def test_a_fraction_among_percents_is_refused(tmp_path):
+    (tmp_path / "data.csv").write_text("item,off,label\na,17 %,1\nb,0.17,0\n")
+    schema = persia.Schema([persia.IdFeature("item", dim=2)], dense_features=["off"])
+    with pytest.raises(DataError, match=r"data\.csv: column 'off' has '0\.17' at row 1, without the %") as raised:
+        list(persia.data.csv(tmp_path / "data.csv", schema, units={"off": "%"}))
+    assert raised.value.fields["column"] == "off"

@@ -119,6 +119,12 @@ MAPPED = Schema(
 )
 
 
+def test_a_value_that_would_be_hashed_is_not_divided():
+    embeddings = collection(schema=MAPPED)
+    with pytest.raises(DataError, match=r"has '15\.5' at row 1"):
+        embeddings.rows("shop_q", [7, 15.5])
+
+
 def test_values_are_mapped_as_those_of_the_feature():
     embeddings = collection(schema=MAPPED)
     columns = {"city": ["5", "Oslo"], "shop": [7, 2**64 - 1]}

@@ -445,6 +445,33 @@ def test_rows_with_state_into_another_model(tmp_path):
     np.testing.assert_array_equal(sum(rows)[:, 0], list(ids_and_values(tmp_path, "id_1").values()))
 
 
+@pytest.mark.parametrize(
+    ("saved", "mine", "found"),
+    [
+        ("auto", "text", False),
+        ("text", "number", False),
+        ("auto", "number", True),
+    ],
+)
+def test_rows_whose_values_have_other_ids_are_refused(tmp_path, saved, mine, found):
+    def trainer(kind, *others):
+        schema = persia.Schema([persia.IdFeature("item", dim=2, kind=kind), *others])
+        return several(schema, 1)
+
+    first = trainer(saved)
+    columns = {"item": np.arange(100), "label": np.zeros(100)}
+    first.fit([persia.Batch.from_columns(first.schema, columns)])
+    first.save(str(tmp_path))
+    if found:
+        assert trainer(mine).load_rows(str(tmp_path))["item"].rows == 100
+        return
+    with pytest.raises(CheckpointError, match=rf"table 'item' have other ids: feature 'item' .*{mine}"):
+        trainer(mine).load_rows(str(tmp_path))
+    # A feature beside it that finds them is enough.
+    beside = persia.IdFeature("past", table="item", kind=saved)
+    assert trainer(mine, beside).load_rows(str(tmp_path))["item"].rows == 100
+
+
 def test_an_increment_after_rows_were_loaded_has_them(tmp_path):
     """Loaded rows count as unchanged, so the checkpoint must not be an increment."""
     schema = schema_of()

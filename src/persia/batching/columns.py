@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +23,14 @@ from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array
 
 __all__ = ["add_computed", "from_columns", "id_column", "is_pair", "mapped_ids"]
 
+LOG = logging.getLogger("persia.data")
+
 _INT32 = np.iinfo(np.int32)
+_EXACT = 1 << 24
+"""Up to here float32 represents every whole number."""
+_AMOUNT = re.compile(r"\s*[+-]?\s*(?:([^\d\s.,'+-]{1,4})\s*[+-]?\d[\d.,'\s]*|\d[\d.,'\s]*?\s*([^\d\s.,'+-]{1,4}))\s*")
+_ROUNDED: set[str] = set()
+"""Dense features of which it has been said that they lose digits."""
 
 
 def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *, require_labels: bool = True) -> Batch:
@@ -30,6 +39,7 @@ def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *,
     length = _Length()
     ids: dict[str, IdColumn] = {}
     aligned = schema.aligned()
+    divided = {f.of: f for f in schema.id_features if isinstance(f.mapping, Quotient)}
     for feature in schema.id_features:
         if not feature.computed:
             given = from_frame(feature.name, _get(columns, feature.name, "feature"))
@@ -37,13 +47,15 @@ def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *,
                 column = id_column(feature.name, given, feature.kind)
             else:
                 column = _ages(feature, given, _get(columns, feature.age_since, f"age_since of {feature.name!r}"))
+            if feature.name in divided and feature.age_since is None:
+                _check_undivided(feature, divided[feature.name], given, column)
             if feature.name in aligned:
                 check_complete(feature.name, column, _entries(given))
             ids[feature.name] = column
             length.check(feature.name, len(ids[feature.name]))
     add_computed(schema, ids)
     check_aligned(schema, ids)
-    dense_columns = {n: float_column(n, _get(columns, n, "dense feature")) for n in schema.dense_features}
+    dense_columns = {n: dense_column(n, _get(columns, n, "dense feature")) for n in schema.dense_features}
     has_labels = require_labels or all(name in columns for name in schema.labels)
     label_columns = {n: float_column(n, _get(columns, n, "label")) for n in schema.labels} if has_labels else {}
     for name, values in {**dense_columns, **label_columns}.items():
@@ -216,6 +228,36 @@ def mapped_ids(mapping: IdMapping, ids: Ids) -> Ids:
     return ids // by if isinstance(mapping, Quotient) else ids % by
 
 
+def _check_undivided(feature: IdFeature, divided: IdFeature, given: Any, column: IdColumn) -> None:
+    """Raises DataError if a value of the kind "auto" is hashed, and its hash would be divided in place of the value."""
+    if feature.kind != "auto":
+        return
+    try:
+        numbers = id_column(feature.name, given, "number")
+    except DataError as error:
+        if "value" not in error.fields:
+            raise
+        row, value = error.fields["row"], error.fields["value"]
+    else:
+        fewer = np.diff(_bounds(numbers)) != np.diff(_bounds(column))
+        if not fewer.any():
+            return
+        row, value = int(fewer.argmax()), "NA"  # Or another marker of a missing number.
+    raise DataError(
+        f"Feature {feature.name!r} has {value!r} at row {row}, which is hashed as a text, but {divided.name!r} divides "
+        f"its ids ({divided.mapping}). Give whole numbers from 0 on, map by HashTo, or divide the hashes of all values "
+        'with kind="text".',
+        feature=feature.name,
+        row=row,
+        value=value,
+    )
+
+
+def _bounds(column: IdColumn) -> Int64Array:
+    """Returns the offsets of a column, also of one with an id in each row."""
+    return np.arange(len(column.values) + 1) if column.offsets is None else column.offsets
+
+
 def _ages(feature: IdFeature, times: Any, since: Any) -> IdColumn:
     """Returns as ids the magnitudes of the ages of events; see `IdFeature.age_since`."""
     assert feature.age_since is not None
@@ -283,6 +325,28 @@ def float_column(name: str, column: Any) -> Floats:
     """A dense or label column as float32 [batch]; see `number_column`."""
     with np.errstate(over="ignore"):
         return number_column(name, column).astype(np.float32, copy=False)
+
+
+def dense_column(name: str, column: Any) -> Floats:
+    """A dense feature as float32 [batch]. Logs a warning, once by column, if that changes a number by 0.5 or more."""
+    numbers = number_column(name, column)
+    with np.errstate(over="ignore"):
+        values: Floats = numbers.astype(np.float32, copy=False)
+    if numbers.dtype.itemsize < 4 or numbers.dtype == np.float32 or not len(values) or name in _ROUNDED:
+        return values
+    if max(values.max(), -values.min()) >= _EXACT and np.isfinite(values).all():
+        lost = np.abs(values - numbers.astype(np.float64)) >= 0.5
+        if lost.any():
+            _ROUNDED.add(name)
+            row = int(lost.argmax())
+            LOG.warning(
+                "Dense feature %r has %s, which becomes %.0f: float32 has about 7 digits. If it is an id or a code, "
+                "declare an ID-type feature. If it is a time or an amount, subtract an offset, or divide it.",
+                name,
+                numbers[row] if numbers.dtype.kind in "iu" else f"{numbers[row]:.15g}",
+                values[row],
+            )
+    return values
 
 
 def number_column(name: str, column: Any, fill: float | None = None) -> NDArray[Any]:
@@ -362,9 +426,11 @@ def numbers_of_texts(name: str, texts: TextBuffers) -> tuple[NDArray[np.float64]
     found = text_numbers(texts)
     if found.bad >= 0:
         value = texts.text(found.bad)
-        comma = " (a decimal comma?)" if value.replace(",", ".", 1).replace(".", "", 1).strip("-").isdecimal() else ""
+        hint = " (a decimal comma?)" if value.replace(",", ".", 1).replace(".", "", 1).strip("-").isdecimal() else ""
+        if unit := _AMOUNT.fullmatch(value):
+            hint = f" (an amount in {unit[1] or unit[2]}? persia.data.csv takes units)"
         raise DataError(
-            f"Column {name!r} has {value!r} at row {found.bad}{comma}; it takes decimal numbers such as 1, -0.5 and "
+            f"Column {name!r} has {value!r} at row {found.bad}{hint}; it takes decimal numbers such as 1, -0.5 and "
             "1e3, true and false. Correct the value, leave the row out, or declare the column as an ID-type feature.",
             column=name,
             row=found.bad,

@@ -23,6 +23,7 @@ __all__ = [
     "is_missing",
     "offsets_of_present",
     "row_of",
+    "text_of_id",
 ]
 
 
@@ -114,7 +115,7 @@ def ids_of_list(name: str, rows: Sequence[Any], kind: IdKind) -> IdColumn:
             return ids_of_numbers(name, np.array(whole, np.uint64), bounds, kind)
     if all(isinstance(x, (float, np.floating)) for x in flat) and len({type(x) for x in flat}) <= 1:
         return ids_of_numbers(name, np.array(flat), bounds, kind)
-    texts = [_text(name, x, row_of(i, bounds), kind) for i, x in enumerate(flat)]
+    texts = [text_of_id(name, x, row_of(i, bounds), kind) for i, x in enumerate(flat)]
     return ids_of_texts(name, TextBuffers.of(texts), bounds, kind)
 
 
@@ -129,8 +130,12 @@ def flattened(rows: Sequence[Any]) -> tuple[list[Any], Int64Array | None]:
     return flat, offsets if nested or len(flat) != len(rows) else None
 
 
-def _text(name: str, value: Any, row: int, kind: IdKind) -> bytes:
-    """A text that has the id of the value."""
+def text_of_id(name: str, value: Any, row: int, kind: IdKind) -> bytes:
+    """Returns a text that has the id of a value.
+
+    Raises:
+        DataError: the value is no id of this kind; names the feature, the row and the remedy.
+    """
     if isinstance(value, bytes):
         return value
     if isinstance(value, (bool, np.bool_, float, np.floating)):

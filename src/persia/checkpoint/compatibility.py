@@ -12,7 +12,7 @@ from persia.errors import CheckpointError
 from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
 from persia.types.values import LARGEST, Dtype, largest_finite
 
-__all__ = ["check_values", "differences", "features_with_kind", "same_rule", "schema_differences"]
+__all__ = ["check_values", "differences", "features_with_kind", "id_difference", "same_rule", "schema_differences"]
 
 
 def differences(
@@ -65,6 +65,37 @@ def schema_differences(
 def features_with_kind(manifest: Manifest[Any]) -> set[str]:
     """Returns the ID-type features whose `IdFeature.kind` is recorded; old checkpoints do not record it."""
     return {feature["name"] for feature in manifest.schema["id_features"] if "kind" in feature}
+
+
+def id_difference(saved: Schema, schema: Schema, table: str, recorded: set[str]) -> str:
+    """Returns why the rows of a table are not found by the features that read it, as a sentence; empty if they are.
+
+    Args:
+        saved: schema of the checkpoint.
+        schema: schema of the model.
+        table: in both.
+        recorded: features of `saved` whose kind is recorded.
+    """
+    theirs = {_ids_of(saved, f): f.name for f in saved.id_features if f.table_name == table and f.name in recorded}
+    mine = {_ids_of(schema, f): f.name for f in schema.id_features if f.table_name == table}
+    if not theirs or not mine or theirs.keys() & mine.keys():
+        return ""
+    (here, feature), (there, other) = next(iter(mine.items())), next(iter(theirs.items()))
+    return (
+        f"rows of table {table!r} have other ids: feature {feature!r} of the model has {here}, {other!r} of the "
+        f"checkpoint {there}, so values would not find their rows. Declare it in the same way, or leave the table out."
+    )
+
+
+def _ids_of(schema: Schema, feature: IdFeature) -> str:
+    """Names the way from the value of a feature to its id. Numbers have the same ids under "auto" and "number"."""
+    if feature.of is not None:
+        return f"{feature.mapping} of {_ids_of(schema, schema.feature(feature.of))}"
+    if feature.cross:
+        return f"a cross of {' and '.join(_ids_of(schema, schema.feature(part)) for part in feature.cross)}"
+    if feature.age_since is not None:
+        return "ages"
+    return "hashes of texts (kind='text')" if feature.kind == "text" else "numbers (kind='auto' or 'number')"
 
 
 def check_values(path: str, table: str, rows: dict[str, NDArray[Any]], dtype: Dtype) -> None:

@@ -10,6 +10,7 @@ from persia.cli.configured_run import Checkpoint, Config, Set, closing_cluster, 
 from persia.printable import say
 
 if TYPE_CHECKING:
+    from persia.cli.run_config import DataConfig, RunConfig
     from persia.trainer import Trainer
 
 __all__ = ["evaluate", "predict"]
@@ -40,7 +41,8 @@ def evaluate(
     from persia.cli import ui as out
 
     out.check_writable(json)
-    trainer, reader = _restored(config, overrides, checkpoint, data, labels=True)
+    run = read_config(config, overrides)
+    trainer, reader = _restored(run, _source(run, data, labels=True), checkpoint)
     with closing_cluster(trainer):
         result = trainer.evaluate(reader, group_by=group_by, at=at or (10,))
     out.print_metrics("evaluation", result)
@@ -51,37 +53,49 @@ def evaluate(
 def predict(
     config: Config,
     checkpoint: Checkpoint,
-    output: Annotated[str, typer.Option(help="File for the predictions: .csv, else Parquet.", metavar="FILE")],
+    output: Annotated[str, typer.Option(help="File for the predictions: .csv or .parquet.", metavar="FILE")],
     overrides: Set = None,
     data: Data = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", help="Also write this column of the source, first. Repeatable.", metavar="COLUMN"),
+    ] = None,
 ) -> None:
     """Write predicted probabilities for `eval_data`, or for `data` if there is none.
 
     Of a model without probabilities, such as `two_tower`, they are logits, which rank.
-    The file has a column per label and a row per sample, in the order of the source: `drop_last` and `shuffle_rows`
-    are ignored, and with --data `split` and `where`, too. That file needs no labels.
+    The file has a column per label, named by its rule if it has one, and a row per sample, in the order of the source:
+    `drop_last` and `shuffle_rows` are ignored, and with --data `split` and `where`, too. That file needs no labels.
 
-        persia predict run.toml --checkpoint runs/a --data new.csv --output p.csv
+        persia predict run.toml --checkpoint runs/a --data new.csv --keep user_id --output p.csv
     """
     from persia.cli import ui as out
+    from persia.cli.predictions import check_kept, check_output, write_predictions
 
+    run = read_config(config, overrides)
+    source = _source(run, data, labels=False)
+    rules = source.options.get("labels", {})
+    check_output(output)
     out.check_writable(output)
-    trainer, reader = _restored(config, overrides, checkpoint, data, labels=False)
+    trainer, reader = _restored(run, source, checkpoint)
+    names = [rules.get(name, name) for name in trainer.schema.labels]
+    check_kept(keep or [], names)
     with closing_cluster(trainer):
-        rows = out.write_predictions(output, list(trainer.schema.labels), trainer.predict(reader))
+        rows = write_predictions(output, names, trainer.predict(reader), reader.columns(keep) if keep else None)
     say(f"Wrote {rows:,} predictions to {output}")
 
 
-def _restored(
-    config: str, overrides: list[str] | None, checkpoint: str, data: str | None, labels: bool
-) -> tuple[Trainer, Any]:
-    """Returns a trainer with the checkpoint, and a reader of all samples to score, in order."""
-    run = read_config(config, overrides)
+def _source(run: RunConfig, data: str | None, labels: bool) -> DataConfig:
+    """Returns the source of all samples to score, in order."""
     source = (run.eval_data or run.data).in_order()
-    if data is not None:
-        source = source.of_file(data)
-        if not labels:
-            source = source.unlabelled(run.schema.labels if run.schema is not None else ())
+    if data is None:
+        return source
+    source = source.of_file(data)
+    return source if labels else source.unlabelled(run.schema.labels if run.schema is not None else ())
+
+
+def _restored(run: RunConfig, source: DataConfig, checkpoint: str) -> tuple[Trainer, Any]:
+    """Returns a trainer with the checkpoint, and the reader of a source."""
     schema = run.schema if run.schema is not None or run.eval_data is None else run.reader().schema
     reader = source.reader(schema, "eval_data" if run.eval_data else "data")
     trainer = run.build_trainer(reader.schema)

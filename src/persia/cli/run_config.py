@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from persia import data
-from persia.checks import check_choice, check_integer
+from persia.checks import check_choice, check_integer, did_you_mean
 from persia.cli.imports import import_modules
 from persia.cluster import Embedded, Placement, RayOptions
 from persia.cluster.ray.placement import PlacedRole
@@ -42,6 +42,7 @@ __all__ = [
 READERS: dict[str, Callable[..., Any]] = {
     "parquet": data.parquet,
     "csv": data.csv,
+    "jsonl": data.jsonl,
     "criteo": data.criteo,
     "avazu": data.avazu,
     "movielens": data.movielens,
@@ -55,6 +56,8 @@ READERS: dict[str, Callable[..., Any]] = {
     "synthetic": data.synthetic,
     "kafka": data.kafka,
 }
+FILES = ("parquet", "csv", "jsonl")
+"""Readers of files in a format, whose columns the schema names."""
 FOUND = ("adult", "globo", "amazon", "diginetica", "kuairand", "mind", "taobao")
 """Readers that take files of PERSIA_DATA where no path is given."""
 OF_TRAINING = ("split", "shuffle_rows", "drop_last", "shard", "start", "until", "group", "dead_letters")
@@ -119,6 +122,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Literal[
         "parquet",
         "csv",
+        "jsonl",
         "criteo",
         "avazu",
         "movielens",
@@ -140,7 +144,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Opens the reader.
 
         Args:
-            schema: required by "parquet", "csv" and "kafka"; other readers define their own.
+            schema: required by "parquet", "csv", "jsonl" and "kafka"; other readers define their own.
             where: section of the configuration, for error messages.
         """
         make = READERS[self.kind]
@@ -151,7 +155,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"Missing {where}.path; give a file, directory, glob or URL, or a topic.", field=f"{where}.path"
             )
-        if self.kind in ("parquet", "csv", "kafka"):
+        if self.kind in (*FILES, "kafka"):
             if schema is None:
                 raise ConfigError(f"Missing [schema] section; {where}.kind = {self.kind!r} needs one.", field="schema")
             arguments["schema"] = schema
@@ -185,12 +189,12 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             path: file, directory, glob or fsspec URL.
 
         Raises:
-            ConfigError: the reader is not "parquet" or "csv".
+            ConfigError: the reader is not "parquet", "csv" or "jsonl".
         """
-        if self.kind not in ("parquet", "csv"):
+        if self.kind not in FILES:
             raise ConfigError(
-                f"--data reads files as parquet and csv do, and the configuration has kind = {self.kind!r}; set path "
-                "and options of that reader with --set.",
+                f"--data reads files as {', '.join(FILES)} do, and the configuration has kind = {self.kind!r}; set "
+                "path and options of that reader with --set.",
                 field="data",
             )
         options = {key: value for key, value in self.options.items() if key != "split"}
@@ -219,7 +223,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.kind not in MODELS and not all(self.kind.partition(":")):
             raise ConfigError(
                 f"Invalid model.kind = {self.kind!r}; expected one of: {', '.join(MODELS)}; or a class of your own as "
-                "module:Class.",
+                f"module:Class.{did_you_mean(self.kind, MODELS)}",
                 field="model.kind",
             )
 
@@ -406,7 +410,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         data: training samples.
         eval_data: samples to evaluate on at the end; null for none. Options that it lacks are those of `data`, if both
             have the same kind: all but those that choose or order rows.
-        schema: required by "parquet", "csv" and "kafka"; other readers define their own.
+        schema: required by "parquet", "csv", "jsonl" and "kafka"; other readers define their own.
         model: the network.
         optimizer: optimizer of the network.
         embedding_optimizer: optimizer of tables that declare none.

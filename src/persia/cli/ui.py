@@ -1,4 +1,4 @@
-"""Output of the commands: tables on the terminal, JSON, TOML and prediction files."""
+"""Output of the commands: tables on the terminal, JSON and TOML."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
-from numpy.typing import NDArray
 
-from persia.checkpoint.exporting import replaced
 from persia.errors import ConfigError
 from persia.metrics import Figures, MetricsResult
 from persia.printable import say
@@ -34,7 +27,6 @@ __all__ = [
     "print_metrics",
     "print_toml",
     "write_json",
-    "write_predictions",
 ]
 
 CONSOLE = DataConsole()
@@ -166,20 +158,6 @@ def write_json(path: str, record: Any) -> None:
     """Writes strict JSON; NaN (for example the AUC of a single class) becomes null."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(_finite(record), indent=2) + "\n", encoding="utf-8")
-
-
-def write_predictions(path: str, labels: list[str], batches: Iterator[NDArray[np.float32]]) -> int:
-    """Streams predictions to a Parquet or CSV file, which appears once it is whole; returns the number of samples."""
-    schema = pa.schema([(label, pa.float32()) for label in labels])
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    open_writer: Any = pa.csv.CSVWriter if path.endswith(".csv") else pa.parquet.ParquetWriter
-    rows = 0
-    with replaced([path]) as (draft,), open_writer(draft, schema) as writer:
-        for predictions in batches:
-            columns = [pa.array(np.ascontiguousarray(column)) for column in predictions.T]
-            writer.write_table(pa.table(columns, schema=schema))
-            rows += len(predictions)
-    return rows
 
 
 NULLS = {"pooling": "none", "staleness": "unbounded"}

@@ -16,6 +16,7 @@ from persia.data.from_csv import csv
 from persia.data.from_diginetica import diginetica
 from persia.data.from_directory import growing
 from persia.data.from_globo import globo
+from persia.data.from_jsonl import jsonl
 from persia.data.from_kafka import kafka
 from persia.data.from_kuairand import kuairand
 from persia.data.from_mind import mind
@@ -61,6 +62,7 @@ __all__ = [
     "growing",
     "item_catalog",
     "join",
+    "jsonl",
     "kafka",
     "kuairand",
     "mind",

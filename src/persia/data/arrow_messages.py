@@ -62,11 +62,11 @@ def grown_size(array: Any) -> int:
         if pa.types.is_nested(entries.type) or pa.types.is_dictionary(entries.type):
             raise DataError(f"A column holds {kind}; ids and numbers are texts, numbers, or lists of these.")
         if _is_text(entries.type):
-            return size + (pc.sum(pc.binary_length(entries).take(array.indices)).as_py() or 0)
+            return size + int(pc.sum(pc.binary_length(entries).take(array.indices)).as_py() or 0)
         if _is_view(entries.type):
-            return size + (pc.sum(pa.array(_view_lengths(entries)).take(array.indices)).as_py() or 0)
-        return size * max(1, entries.type.bit_width // 64)
-    return max(size, array.nbytes)
+            return size + int(pc.sum(pa.array(_view_lengths(entries)).take(array.indices)).as_py() or 0)
+        return size * max(1, int(entries.type.bit_width) // 64)
+    return max(size, int(array.nbytes))
 
 
 def _view_lengths(array: Any) -> NDArray[np.int64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import msgspec
@@ -52,7 +52,9 @@ def arrow(
     Args:
         source: one of
             - a pandas or polars DataFrame, a pyarrow Table or RecordBatch, or any object with `__arrow_c_stream__`;
-            - a `pyarrow.dataset.Dataset`, and so a Lance data set: only the columns that are needed are read;
+            - a `pyarrow.dataset.Dataset`, and so a Lance data set: only the columns that are needed are read. Each file
+              of Parquet, Arrow or ORC is read in its own types, unless the data set's schema has another type than its
+              first file;
             - a Hugging Face `datasets.Dataset` or `IterableDataset`;
             - a Ray Data `Dataset`, with `execution_options.preserve_order` of its context set;
             - a function without arguments that returns one of these, or a RecordBatchReader, which can be read only
@@ -134,7 +136,7 @@ class ArrowSource:
         return require_rows(self.conversion.batches(self._pieces(file), skip), (file,), skip, selection)
 
     def _pieces(self, file: File) -> Iterator[Piece]:
-        row = 0
+        row, rows = 0, 0
         parts = self._parts(file)
         while True:
             try:
@@ -148,19 +150,21 @@ class ArrowSource:
                     path=file.path,
                 ) from error
             if part is None:
-                if not row:  # Also of a stream that has been read before, wherever this pass begins.
+                if not rows:  # Also of a stream that has been read before, wherever this pass begins.
                     raise DataError(
                         f"{file.path} is empty: there are no rows; give another source, or if it can be read only "
                         "once, a function that opens a new one.",
                         path=file.path,
                     )
                 return
-            columns = self.conversion.columns_of(file, part.schema.names)
-            yield Piece(file, row, {name: part.column(name) for name in columns}, part.num_rows)
-            row += part.num_rows
+            if part.file != file:
+                file, row = part.file, 0
+            columns = self.conversion.columns_of(file, part.batch.schema.names)
+            yield Piece(file, row, {name: part.batch.column(name) for name in columns}, part.batch.num_rows)
+            row += part.batch.num_rows
+            rows += part.batch.num_rows
 
-    def _parts(self, file: File) -> Iterator[Any]:
-        """Yields record batches."""
+    def _parts(self, file: File) -> Iterator[_Part]:
         import pyarrow as pa
 
         source = self.source() if _opener(self.source) == "function" else self.source
@@ -174,9 +178,49 @@ class ArrowSource:
         columns = None
         if _opener(source) == "dataset":
             columns = self.conversion.columns_of(file, source.schema.names)
+            if _root(source) == "pyarrow":
+                yield from _fragments(source, columns, file)
+                return
         for part in _tables(source, columns):
             table = pa.Table.from_batches([part]) if isinstance(part, pa.RecordBatch) else part
-            yield from table.to_batches(max_chunksize=_CHUNK_ROWS)
+            for batch in table.to_batches(max_chunksize=_CHUNK_ROWS):
+                yield _Part(file, batch)
+
+
+class _Part(NamedTuple):
+    """Consecutive rows, as a record batch, and the file or object that has them."""
+
+    file: File
+    batch: Any
+
+
+_OWN_TYPES = ("parquet", "ipc", "feather", "orc")
+"""Formats whose files have types. Text becomes what the schema of the data set says."""
+
+
+def _fragments(source: Any, columns: list[str], whole: File) -> Iterator[_Part]:
+    """Yields the rows of a data set of pyarrow, each file in its own types.
+
+    pyarrow itself casts later files to the schema of the first one: where that has texts, the number 978867001940.0
+    becomes "9.78867001940e+11", and NaN becomes a text.
+    """
+    import pyarrow as pa
+
+    rows_kept = source._scanner_options({}).get("filter")  # Of `Dataset.filter`, which bars `get_fragments`.
+    declared: set[str] | None = None
+    for fragment in source._get_fragments(rows_kept):
+        schema = source.schema
+        if getattr(getattr(fragment, "format", None), "default_extname", "parquet") in _OWN_TYPES:
+            own = fragment.physical_schema
+            if declared is None:
+                shared = set(own.names) & set(schema.names)
+                declared = {name for name in shared if own.field(name).type != schema.field(name).type}
+            kept = set(own.names) - declared
+            # Keys of paths are in the schema of the data set only, as are columns that this file lacks.
+            schema = pa.schema([own.field(f.name) if f.name in kept else f for f in schema])
+        file = File(fragment.path) if getattr(fragment, "path", None) else whole
+        for batch in fragment.to_batches(schema=schema, columns=columns, filter=rows_kept, batch_size=_CHUNK_ROWS):
+            yield _Part(file, batch)
 
 
 def _fingerprint(source: Any) -> SourceFingerprint | None:

@@ -43,6 +43,7 @@ def csv(
     null_values: Collection[str] = (),
     decimal: str = ".",
     thousands: str = "",
+    units: Mapping[str, str] | None = None,
     rename: Mapping[str, str] | None = None,
     labels: Mapping[str, Rule] | None = None,
     fill: Mapping[str, float] | None = None,
@@ -74,6 +75,9 @@ def csv(
         decimal: `","` if numbers are written 0,5: in dense features, labels, and columns that rules read.
         thousands: separator of thousands in these numbers, such as `"."` in 1.234,50; one of `.`, `,`, `'`, `_` and
             space, which is also a no-break space; none by default.
+        units: text before or after the numbers of a column that is left out, by dense feature, label or column of a
+            rule: {"price": "$", "discount": "%"} reads $12.30 as 12.3 and 17 % as 17. Where the unit is "%", a number
+            without it is an error, as it may be a fraction.
         rename: column of the file by name in the schema, where they differ.
         labels: rule by label, for labels that are not a column; see `parquet`. A function gets texts.
         fill: number in place of missing values, by dense feature or label; see `parquet`.
@@ -113,8 +117,37 @@ def csv(
             raise ConfigError(f"lists has {feature!r}, which is no (uncrossed) ID-type feature.", field="lists")
     names = None if column_names is None else tuple(column_names)
     numerals = Numerals(decimal, thousands).check()
-    form = CsvFormat(delimiter, names, tuple(null_values), numerals=numerals)
+    unit_of_column = _units(conversion, units or {})
+    form = CsvFormat(delimiter, names, tuple(null_values), numerals=numerals, units=unit_of_column)
     return StreamReader(schema, CsvSource(tuple(expand(paths, CSV_SUFFIXES)), conversion, form), order)
+
+
+def _units(conversion: Conversion, units: Mapping[str, str]) -> dict[str, str]:
+    """Returns the unit by column of the file.
+
+    Raises:
+        ConfigError: a column has no numbers, or a unit is no text, or one that belongs to a number.
+    """
+    found: dict[str, str] = {}
+    for name, unit in units.items():
+        column = conversion.wanted.get(name, name)
+        if column not in _number_columns(conversion):
+            raise ConfigError(
+                f"units has {name!r}, which is no dense feature, label or column of a rule.", field="units"
+            )
+        if not isinstance(unit, str) or not set(unit) - set("., +-'_") or any(map(str.isdigit, unit)):
+            raise ConfigError(
+                f"units has {unit!r} for {name!r}; expected a text such as '$' or '%', without digits.", field="units"
+            )
+        found[column] = unit.strip()
+    return found
+
+
+def _number_columns(conversion: Conversion) -> list[str]:
+    """Returns the columns of the file that may hold numbers which are no ids."""
+    schema = conversion.schema
+    names = [conversion.wanted[name] for name in (*schema.dense_features, *schema.labels) if name in conversion.wanted]
+    return [*names, *conversion.rule_columns, *(conversion.selection.columns if conversion.selection else ())]
 
 
 @dataclass(frozen=True)
@@ -131,6 +164,8 @@ class CsvFormat:
         layouts: names of the columns in formats of fixed order, tried if the first line has no column names.
         comment: prefix of comment lines, which are skipped if they have another number of fields.
         numerals: writing of numbers.
+        units: text around the numbers of a column, by column.
+        aliases: other names of columns, in files whose first line has these.
     """
 
     delimiter: str = ","
@@ -142,6 +177,8 @@ class CsvFormat:
     layouts: tuple[tuple[str, ...], ...] = ()
     comment: str | None = None
     numerals: Numerals = field(default_factory=Numerals)
+    units: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.delimiter, str) or len(self.delimiter.encode()) != 1:
@@ -196,6 +233,12 @@ class CsvSource:
         batches = self.conversion.batches(pieces, skip, self.format.transform)
         return require_rows(batches, self.files, skip, self.conversion.selection) if self.whole else batches
 
+    def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """See `ColumnSource.columns`. Values are bytes."""
+        conversion = replace(self.conversion, kept=tuple(names))
+        source = replace(self, conversion=conversion)
+        return conversion.kept_columns(piece for file in self.files for piece in source.pieces(file))
+
     def pieces(self, file: File) -> Iterator[Piece]:
         """Reads the needed columns as they are in the file: each field a text, or null if empty."""
         import pyarrow as pa
@@ -208,10 +251,12 @@ class CsvSource:
         columns = self._columns(file, names)
         if header and not more:
             return
+        written = dict(zip(names, first, strict=True)) if header else dict(zip(names, names, strict=True))
+        included = [written[name] for name in columns]
         convert = {
             # Bytes, not text: they are interpreted later, and UTF-8 need not be checked twice.
-            "column_types": dict.fromkeys(columns, pa.binary()),
-            "include_columns": columns,
+            "column_types": dict.fromkeys(included, pa.binary()),
+            "include_columns": included,
             "null_values": ["", *form.null_values],
             "strings_can_be_null": True,
         }
@@ -220,8 +265,8 @@ class CsvSource:
             invalid: list[Any] = []
             try:
                 for piece in self._open(file, stream, convert, None if header else names, invalid):
-                    read = dict(zip(piece.schema.names, piece.columns, strict=True))
-                    yield Piece(file, row, read | self._numbers(read), len(piece))
+                    read = dict(zip(columns, piece.columns, strict=True))
+                    yield Piece(file, row, read | self._numbers(file, row, read), len(piece))
                     row += len(piece)
             except pa.ArrowInvalid as error:
                 if "straddling" in str(error):
@@ -237,18 +282,32 @@ class CsvSource:
                 line, number = invalid[0]
                 raise self._ragged(file, line, number - header, len(names)) from error
 
-    def _numbers(self, columns: dict[str, Any]) -> dict[str, Any]:
-        """Returns the columns that may hold numbers, with a decimal point and without separators of thousands."""
-        form, conversion = self.format, self.conversion
-        if form.numerals.plain:
+    def _numbers(self, file: File, row: int, columns: dict[str, Any]) -> dict[str, Any]:
+        """Returns the columns that may hold numbers, as Python writes them; `row` is the first one."""
+        form = self.format
+        if form.numerals.plain and not form.units:
             return {}
-        schema = conversion.schema
-        names = [
-            conversion.wanted[name] for name in (*schema.dense_features, *schema.labels) if name in conversion.wanted
-        ]
-        names += conversion.rule_columns
-        names += conversion.selection.columns if conversion.selection is not None else ()
-        return {name: form.numerals.normalized(columns[name]) for name in names if name in columns}
+        names = [name for name in _number_columns(self.conversion) if name in columns]
+        for name in names:
+            if form.units.get(name) == "%":
+                self._check_percent(file, row, name, columns[name])
+        return {name: form.numerals.normalized(columns[name], form.units.get(name, "")) for name in names}
+
+    def _check_percent(self, file: File, row: int, name: str, column: Any) -> None:
+        """Raises DataError if a number has no %."""
+        import pyarrow.compute as pc
+
+        at = int(pc.index(pc.match_substring_regex(column, self.format.numerals.pattern), True).as_py())
+        if at >= 0:
+            value = column[at].as_py().decode(errors="replace")
+            raise DataError(
+                f"{file.path}: column {name!r} has {value!r} at row {row + at}, without the % of its unit, so that it "
+                "may be a fraction. Add the sign, or write the whole column without it.",
+                path=file.path,
+                column=name,
+                row=row + at,
+                value=value,
+            )
 
     def _names(self, file: File, first: list[str]) -> tuple[list[str], bool]:
         """Returns the names of the columns, and whether the first line holds them."""
@@ -261,8 +320,9 @@ class CsvSource:
                     row=0,
                 )
             return list(form.column_names), False
-        if not form.layouts or any(name.strip() and name in layout for layout in form.layouts for name in first):
-            return first, True
+        named = [form.aliases.get(name, name) for name in first]
+        if not form.layouts or any(name.strip() and name in layout for layout in form.layouts for name in named):
+            return named, True
         for layout in form.layouts:
             if len(layout) == len(first):
                 return list(layout), False
@@ -304,7 +364,8 @@ class CsvSource:
             hint = self._hint(present, list(conversion.wanted.values())) or " Correct the schema, or rename."
             return conversion.columns_of(file, present, hint)
         selected = conversion.selection.columns if conversion.selection is not None else ()
-        wanted = [*((name, name) for name in form.columns), *(("where or split", name) for name in selected)]
+        wanted = [(name, name) for name in (*form.columns, *conversion.kept)]
+        wanted += [("where or split", name) for name in selected]
         labels = (*form.labels, *conversion.schema.labels)
         hint = self._hint(present, list(form.columns)) or " Give a file of this format."
         return present_columns(file, present, wanted, labels, conversion.require_labels, hint)

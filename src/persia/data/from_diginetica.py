@@ -26,6 +26,8 @@ __all__ = ["diginetica"]
 
 _VIEWS = ("sessionId", "userId", "itemId", "timeframe", "eventdate")
 _PURCHASES = ("sessionId", "userId", "timeframe", "eventdate", "ordernumber", "itemId")
+_ALIASES = {"session_id": "sessionId", "user_id": "userId", "item_id": "itemId"}
+"""Names in most public copies of the files."""
 _VIEWS_FILE, _PURCHASES_FILE = "train-item-views.csv", "train-purchases.csv"
 _DAY_MS = 86_400_000
 
@@ -50,9 +52,10 @@ def diginetica(
     """Diginetica (CIKM Cup 2016): items that visitors of a shop viewed, session by session.
 
     Reads `train-item-views.csv`: separated by semicolons, session, user, item, milliseconds since the session began,
-    and date. A sample is a view with what was viewed before it in the session, so the task is to tell the next item;
-    samples are in the order of time. ID-type features are `item_id` and `history`, oldest first, in the table
-    `item_id`. The label is `positive`; `Batch.day` is in days since 1970.
+    and date. Columns may also be named `session_id`, `user_id` and `item_id`. A sample is a view with what was viewed
+    before it in the session, so the task is to tell the next item; samples are in the order of time. ID-type features
+    are `item_id` and `history`, oldest first, in the table `item_id`. The label is `positive`; `Batch.day` is in days
+    since 1970.
 
     All views are in memory while rows are read, as for `amazon`.
 
@@ -122,7 +125,9 @@ class _Views:
     """None: every view has the label 1; empty: no labels."""
 
     def events(self) -> EventColumns:
-        source = CsvSource(self.files, self.conversion, CsvFormat(";", layouts=(_VIEWS,), columns=_VIEWS))
+        source = CsvSource(
+            self.files, self.conversion, CsvFormat(";", layouts=(_VIEWS,), columns=_VIEWS, aliases=_ALIASES)
+        )
         pieces = (piece for file in self.files for piece in source.pieces(file))
         events = events_of(pieces, self.conversion, "timeframe")
         labels = np.ones((len(events.time), int(self.purchases != ())), np.float32)
@@ -138,7 +143,9 @@ class _Views:
         schema = Schema([IdFeature(name, dim=1, kind="number") for name in ("sessionId", "itemId")], labels=[])
         conversion = Conversion(schema)
         columns = ("sessionId", "itemId")
-        source = CsvSource(self.purchases, conversion, CsvFormat(";", layouts=(_PURCHASES,), columns=columns))
+        source = CsvSource(
+            self.purchases, conversion, CsvFormat(";", layouts=(_PURCHASES,), columns=columns, aliases=_ALIASES)
+        )
         pieces = (piece for file in self.purchases for piece in source.pieces(file))
         bought = events_of(pieces, conversion, "sessionId").ids
         pairs = np.stack([np.r_[bought[name], own] for name, own in zip(columns, (sessions, items), strict=True)], 1)

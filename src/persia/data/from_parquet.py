@@ -125,6 +125,11 @@ class ParquetSource:
             batches = (b for p, left in self._pieces(skip) for b in self.conversion.batches(iter([p]), left))
         return require_rows(batches, self.files, skip, selection) if self.whole else batches
 
+    def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """See `ColumnSource.columns`."""
+        conversion = replace(self.conversion, kept=tuple(names))
+        return conversion.kept_columns(piece for piece, _ in replace(self, conversion=conversion)._pieces(0))
+
     def count(self) -> int:
         """Returns the number of rows, by the metadata of the files."""
         import pyarrow.parquet as pq

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from typing import IO
 
@@ -10,7 +11,9 @@ from persia.data.files import File
 from persia.data.rows import Piece
 from persia.errors import DataError
 
-__all__ = ["json_pieces"]
+__all__ = ["JSONL_SUFFIXES", "json_blocks", "json_pieces", "refused"]
+
+JSONL_SUFFIXES = tuple(s + z for s in (".jsonl", ".ndjson", ".json") for z in ("", ".gz", ".bz2", ".zst"))
 
 _BLOCK_BYTES = 8 << 20
 _MAX_LINE_BYTES = 1 << 27
@@ -32,20 +35,31 @@ def json_pieces(file: File, types: Mapping[str, str]) -> Iterator[Piece]:
     schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in types.items()])
     parse = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     row = 0
+    for block in json_blocks(file):
+        read = pj.ReadOptions(use_threads=False, block_size=len(block) + 1)
+        try:
+            table = pj.read_json(pa.BufferReader(block), read, parse).combine_chunks()
+        except pa.ArrowInvalid as error:
+            raise refused(file, error, row) from error
+        columns = {
+            name: column.chunk(0) if column.num_chunks else pa.array([], column.type)
+            for name, column in zip(table.column_names, table.columns, strict=True)
+        }
+        yield Piece(file, row, columns, table.num_rows)
+        row += table.num_rows
+
+
+def json_blocks(file: File) -> Iterator[bytes]:
+    """Yields the lines of a file, plain or compressed, in blocks of whole lines.
+
+    Raises:
+        DataError: the file is missing or damaged, or a line is too long.
+    """
+    import pyarrow as pa
+
     with file.open() as stream:
         plain = pa.CompressedInputStream(stream, file.compression) if file.compression else stream
-        for block in _blocks(file, plain):
-            read = pj.ReadOptions(use_threads=False, block_size=len(block) + 1)
-            try:
-                table = pj.read_json(pa.BufferReader(block), read, parse).combine_chunks()
-            except pa.ArrowInvalid as error:
-                raise _refused(file, error, row) from error
-            columns = {
-                name: column.chunk(0) if column.num_chunks else pa.array([], column.type)
-                for name, column in zip(table.column_names, table.columns, strict=True)
-            }
-            yield Piece(file, row, columns, table.num_rows)
-            row += table.num_rows
+        yield from _blocks(file, plain)
 
 
 def _blocks(file: File, stream: IO[bytes]) -> Iterator[bytes]:
@@ -53,6 +67,7 @@ def _blocks(file: File, stream: IO[bytes]) -> Iterator[bytes]:
     rest = b""
     lines = 0
     while block := stream.read(_BLOCK_BYTES):
+        block = block.removeprefix(BOM_UTF8) if not lines and not rest else block
         whole, newline, end = block.rpartition(b"\n")
         if not newline:
             rest += end
@@ -71,7 +86,8 @@ def _blocks(file: File, stream: IO[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-def _refused(file: File, error: Exception, first: int) -> DataError:
+def refused(file: File, error: Exception, first: int) -> DataError:
+    """Returns the error for lines that cannot be parsed; `first` is the row where they begin."""
     found = re.search(r"in row (\d+)", str(error))
     row = first + int(found[1]) if found else first
     near = f"at row {row}" if found else f"from row {row} on"

@@ -127,7 +127,7 @@ class MessageDecoder:
         self._decode: Callable[[Any], Any] = decoder.decode
 
     def message(self, offset: int, value: bytes | None, time: int) -> StreamMessage:
-        """Returns a message that is not decoded yet. Its rows and size are known before, as they decide about batches."""
+        """Returns a message that is not decoded yet; its rows and size decide about batches."""
         if value is None:
             return StreamMessage(offset, 1, 0, time, None, "it has no value")
         rows, size = 1, len(value)
@@ -139,7 +139,7 @@ class MessageDecoder:
             limit = MAX_BYTES
             try:
                 rows, size = declared_size(value)
-            except (DataError, *_invalid()) as error:
+            except _undecodable() as error:
                 return StreamMessage(offset, 1, len(value), time, value, f"it is not an Arrow IPC stream ({error})")
         problem = None
         if rows > MAX_ROWS:
@@ -246,6 +246,11 @@ def _groups(layouts: Sequence[_Layout]) -> list[list[int]]:
     for number, layout in enumerate(layouts):
         groups.setdefault(layout.types, []).append(number)
     return list(groups.values())
+
+
+def _undecodable() -> tuple[type[Exception], ...]:
+    """Returns the errors of messages of which not even the size can be told."""
+    return (DataError, *_invalid())
 
 
 def _invalid() -> tuple[type[Exception], ...]:

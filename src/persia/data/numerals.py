@@ -1,4 +1,4 @@
-"""Reads numbers that are written with a decimal comma, or with separators of thousands."""
+"""Reads numbers that are written with a decimal comma, separators of thousands, or a unit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from persia.errors import ConfigError
 
 __all__ = ["Numerals"]
+
+
+_SPACE = "(?:\\s|\u00a0|\u202f)"
 
 
 class Numerals(NamedTuple):
@@ -58,18 +61,37 @@ class Numerals(NamedTuple):
         return rf"[0-9]{{1,3}}(?:{self.separator}[0-9]{{3}})+"
 
     @property
+    def unsigned(self) -> str:
+        """Regular expression of a number in this writing, without a sign."""
+        groups = f"{self.groups}|" if self.thousands else ""
+        return rf"(?:{groups}[0-9]+)(?:{re.escape(self.decimal)}[0-9]+)?"
+
+    @property
     def pattern(self) -> str:
         """Regular expression of a number in this writing, with spaces around it."""
-        groups = f"{self.groups}|" if self.thousands else ""
-        return rf"^\s*[+-]?(?:{groups}[0-9]+)(?:{re.escape(self.decimal)}[0-9]+)?\s*$"
+        return rf"^\s*[+-]?{self.unsigned}\s*$"
 
-    def normalized(self, column: Any) -> Any:
-        """Returns a pyarrow column of texts or bytes with its numbers as Python writes them; other values stay."""
+    def amounts(self, unit: str) -> str:
+        """Regular expression of a number in this writing, with spaces and perhaps a unit around it."""
+        name, s, number = re.escape(unit), f"{_SPACE}*", self.unsigned
+        return rf"^{s}(?:[+-]?{s}{name}{s}[+-]?{number}|[+-]?{number}{s}(?:{name})?){s}$"
+
+    def normalized(self, column: Any, unit: str = "") -> Any:
+        """Returns a pyarrow column of texts or bytes with its numbers as Python writes them; other values stay.
+
+        Args:
+            column: the texts.
+            unit: text before or after numbers that is left out.
+        """
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        if self.plain or not (pa.types.is_string(column.type) or pa.types.is_binary(column.type)):
+        if (self.plain and not unit) or not (pa.types.is_string(column.type) or pa.types.is_binary(column.type)):
             return column
-        numbers = pc.match_substring_regex(column, self.pattern)
-        digits = pc.replace_substring_regex(column, self.separator, "") if self.thousands else column
+        numbers = pc.match_substring_regex(column, self.amounts(unit) if unit else self.pattern)
+        digits = column
+        if unit:
+            digits = pc.replace_substring_regex(pc.replace_substring(column, unit, ""), _SPACE, "")
+        if self.thousands:
+            digits = pc.replace_substring_regex(digits, self.separator, "")
         return pc.if_else(numbers, pc.replace_substring(digits, self.decimal, "."), column)

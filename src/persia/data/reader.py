@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from persia.schema import InputRules, Schema, input_rules_of
 from persia.services import Divisible, fingerprint_of
 from persia.types import Int64Array, SourceFingerprint
 
-__all__ = ["Order", "Reader", "RowSource", "StreamReader", "canonical", "cut", "share_of"]
+__all__ = ["ColumnSource", "Order", "Reader", "RowSource", "StreamReader", "canonical", "cut", "share_of"]
 
 
 @runtime_checkable
@@ -49,6 +49,15 @@ class RowSource(Protocol):
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """Yields all rows except the first `skip`, which the source skips as cheaply as its format allows."""
+        ...
+
+
+@runtime_checkable
+class ColumnSource(RowSource, Protocol):
+    """A source that also gives columns as they are."""
+
+    def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yields pyarrow arrays by name for all rows of `chunks(0)`, in pieces of any size."""
         ...
 
 
@@ -116,6 +125,22 @@ class StreamReader:
     def __iter__(self) -> Iterator[Batch]:
         """The first pass, from its beginning."""
         return self.batches()
+
+    def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yields columns of the source as they are, beside batches that are neither shuffled nor sharded.
+
+        Args:
+            names: columns of the source; the schema need not have them.
+
+        Returns:
+            Pyarrow arrays by name, of the same rows as the batches, in pieces of other sizes.
+
+        Raises:
+            ConfigError: the source has no columns, as the samples are made of several rows.
+        """
+        if not isinstance(self.source, ColumnSource):
+            raise ConfigError("Samples of this reader are no rows of a file, so no column can be kept.", field="keep")
+        return self.source.columns(names)
 
     def shard(self, index: int, count: int) -> StreamReader:
         """Returns a reader of the batches with number % count == index; see `persia.services.Sharded`.

@@ -65,6 +65,7 @@ class Conversion:
         fill: replacement of missing values, by dense feature or label.
         selection: rows to read; None for all.
         rules: lists and missing values, besides `fill`.
+        kept: further columns of the file, for `kept_columns`.
     """
 
     schema: Schema
@@ -76,6 +77,7 @@ class Conversion:
     fill: Mapping[str, float] = field(default_factory=dict)
     selection: Selection | None = None
     rules: InputRules = NO_RULES
+    kept: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.day_unit not in _PER_DAY:
@@ -136,6 +138,7 @@ class Conversion:
         wanted = [*self.wanted.items(), *([("day", self.day)] if self.day else [])]
         wanted += [(name, column) for name, rule in self._rules().items() for column in rule.columns]
         wanted += [("where or split", column) for column in (self.selection.columns if self.selection else ())]
+        wanted += [(column, column) for column in self.kept]
         return present_columns(file, present, wanted, self.schema.labels, self.require_labels, hint)
 
     def batches(self, pieces: Iterator[Piece], skip: int, prepare: Prepare | None = None) -> Iterator[Batch]:
@@ -178,6 +181,24 @@ class Conversion:
                 computed = self._computed_labels(piece)
             with self._located(piece, positions, self.rename):
                 yield self._batch(piece._replace(columns=prepare(piece.columns)) if prepare else piece, computed)
+
+    def kept_columns(self, pieces: Iterator[Piece]) -> Iterator[dict[str, Any]]:
+        """Yields the columns `kept` of the selected rows, as they are in the file.
+
+        Args:
+            pieces: as for `batches`, from the first row of the first file on.
+        """
+        import pyarrow as pa
+
+        first = 0
+        for piece in pieces:
+            piece = piece._replace(columns={name: without_views(column) for name, column in piece.columns.items()})
+            columns = {name: self._read(piece, name, as_text=True) for name in self.kept}
+            if self.selection is not None:
+                positions = pa.array(self.selected(piece, first))
+                columns = {name: _taken(name, column, positions) for name, column in columns.items()}
+            first += piece.rows
+            yield columns
 
     def selected(self, piece: Piece, first: int) -> Int64Array:
         """Returns the positions of the selected rows in a piece; for a conversion with a selection.

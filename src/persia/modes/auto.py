@@ -20,6 +20,7 @@ from persia.modes.base import Dense, Mode, check_whole
 from persia.modes.registry import mode_of
 from persia.modes.sync import Sync
 from persia.types.decoding import DECODERS, decode_hook
+from persia.types.explaining import explained
 
 __all__ = [
     "Auto",
@@ -110,7 +111,7 @@ def _setting_of(tree: Any) -> ModeSetting:
     try:
         return msgspec.convert(tree, Auto, dec_hook=decode_hook)
     except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(explained(error, tree, Auto)) from error
 
 
 DECODERS[ModeSetting] = _setting_of  # type: ignore[index]  # A class at run time.

@@ -7,9 +7,11 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from persia.checks import did_you_mean
 from persia.errors import ConfigError
 from persia.modes.base import Mode
 from persia.types.decoding import DECODERS, decode_hook
+from persia.types.explaining import explained
 
 __all__ = ["combined_as", "decode", "encode", "mode_of", "modules", "recorded_mode", "register"]
 
@@ -58,15 +60,15 @@ def mode_of(tree: Any, *, other_kinds: Sequence[str] = ()) -> Mode:
         raise ValueError(f"Expected `object`, got `{type(tree).__name__}`")
     kind = tree.get("kind")
     if not isinstance(kind, str) or kind not in _MODES:
-        known = ", ".join(sorted([*_MODES, *other_kinds]))
+        known = sorted([*_MODES, *other_kinds])
         raise ValueError(
-            f"Invalid mode {kind!r}; expected one of: {known}, or import its module first (`imports` in a "
-            "configuration, `--import` of `persia control switch`) - at `$.kind`"
+            f"Invalid mode {kind!r}; expected one of: {', '.join(known)}, or import its module first (`imports` in a "
+            f"configuration, `--import` of `persia control switch`).{did_you_mean(kind, known)} - at `$.kind`"
         )
     try:
         return cast("Mode", msgspec.convert(tree, _MODES[kind], dec_hook=decode_hook))
     except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(explained(error, tree, _MODES[kind])) from error
 
 
 def modules() -> list[str]:

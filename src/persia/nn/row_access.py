@@ -16,7 +16,7 @@ from persia import batching
 from persia.batching.columns import id_column, mapped_ids
 from persia.errors import ConfigError, DataError
 from persia.rpc.fan_out import call_all
-from persia.schema import IdFeature, IdKind, IdMapping, Schema, Table
+from persia.schema import IdFeature, IdKind, IdMapping, Quotient, Schema, Table
 from persia.services import EmbeddingPS
 from persia.types import BoolArray, Floats, Ids, Int64Array, Packed, RowsSet, RowState, StoredRows
 from persia.types.values import LARGEST
@@ -148,6 +148,8 @@ class RowAccess:
             )
         # A table that only crosses read: numbers are their ids.
         name, (kind, mapping) = next(iter(ways.items()), (table, ("auto", None)))
+        if kind == "auto" and isinstance(mapping, Quotient):
+            kind = "number"  # Other values would be hashed, and their hashes divided.
         column = id_column(name, ids, kind)
         if column.offsets is not None:
             raise DataError(

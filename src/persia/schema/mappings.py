@@ -34,7 +34,8 @@ class Quotient(TaggedRecord, frozen=True, tag="quotient"):
     """Divides ids, rounding down. With `Remainder` by the same number, two small tables tell all ids apart.
 
     The quotient-remainder trick (Shi et al., KDD 2020, arXiv 1909.02107) for ids from 0 to n - 1: `by` near the root of
-    n gives two tables of about that many rows.
+    n gives two tables of about that many rows. It divides whole numbers: a text or a fraction in a feature of the kind
+    "auto", which would be hashed first, is refused.
 
     Args:
         by: divisor.

@@ -331,7 +331,7 @@ def _notice(
 def _counted(given: SourceFingerprint, count: int) -> str:
     if count == 1:
         return given.parts[0].name
-    return f"{count} {'files' if given.kind in ('csv', 'parquet') else 'parts'}"
+    return f"{count} {'files' if given.kind in ('csv', 'jsonl', 'parquet') else 'parts'}"
 
 
 def _named(names: Iterable[str]) -> str:

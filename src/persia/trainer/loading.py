@@ -20,6 +20,7 @@ from persia.checkpoint import (
     same_rule,
     server_pieces,
 )
+from persia.checkpoint.compatibility import features_with_kind, id_difference
 from persia.config import convert
 from persia.errors import CheckpointError, PersiaError
 from persia.modes import ModeSetting, recorded_mode
@@ -165,7 +166,12 @@ def check_resumable(
 
 
 def load_rows(
-    servers: Sequence[EmbeddingPS], directory: str, tables: Iterable[str] | None, step: int | None, state: bool
+    servers: Sequence[EmbeddingPS],
+    schema: Schema,
+    directory: str,
+    tables: Iterable[str] | None,
+    step: int | None,
+    state: bool,
 ) -> dict[str, LoadedTable]:
     """Loads rows of some tables into PSs; see `Trainer.load_rows`."""
     reader = CheckpointReader(directory, step)
@@ -182,6 +188,8 @@ def load_rows(
                 path=reader.path,
                 table=name,
             )
+        if problem := id_difference(reader.schema, schema, name, features_with_kind(reader.manifest)):
+            raise CheckpointError(f"{reader.path}: {problem}", path=reader.path, table=name)
     reader.verify()
     return _import_rows(servers, reader, names, state=state, shards=False)
 

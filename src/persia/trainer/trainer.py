@@ -385,9 +385,10 @@ class Trainer:
             By table, the number of rows, and whether the optimizer's state was loaded.
 
         Raises:
-            CheckpointError: it is damaged, or a table is missing or has another dim.
+            CheckpointError: it is damaged, or a table is missing, has another dim, or is read by features that make
+                other ids of the same values.
         """
-        return loading.load_rows(self.embeddings.connection.servers, directory, tables, step, state)
+        return loading.load_rows(self.embeddings.connection.servers, self.schema, directory, tables, step, state)
 
     @classmethod
     def resume(

@@ -13,7 +13,7 @@ from persia.errors import ConfigError, DataError
 from persia.printable import printable, say
 
 if TYPE_CHECKING:
-    from persia.cli.init.columns import ColumnGuess
+    from persia.cli.init.columns import ColumnGuess, ColumnValues
     from persia.cli.init.guess import Guess, LabelGuess
     from persia.cli.init.sample import Sample
     from persia.data.numerals import Numerals
@@ -24,7 +24,9 @@ _TRIED_BATCHES = 100
 
 
 def init(
-    data: Annotated[str, typer.Argument(help="Parquet or CSV file, directory, glob or URL.", metavar="DATA")],
+    data: Annotated[
+        str, typer.Argument(help="Parquet, CSV or JSON lines: a file, directory, glob or URL.", metavar="DATA")
+    ],
     out: Annotated[
         str | None, typer.Option("--out", help="Directory to write to. Defaults to NAME_model here.", metavar="DIR")
     ] = None,
@@ -41,7 +43,7 @@ def init(
     """
     from persia.cli.init.columns import plain_values
     from persia.cli.init.files import FILES, write_files
-    from persia.cli.init.guess import described, guess_label, label_from
+    from persia.cli.init.guess import described, label_from
     from persia.cli.init.guess import guess as guess_columns
     from persia.cli.init.sample import read_sample
 
@@ -62,7 +64,7 @@ def init(
             raise ConfigError(f"{data} has no column {label!r}; it has {described(sample)}.", field="label")
         chosen = label_from(sample, label, values[label])
     else:
-        chosen = _choose_label(sample, guess_label(sample, values), yes)
+        chosen = _choose_label(sample, values, yes)
     guess = guess_columns(sample, chosen, values)
     if sys.stdin.isatty() and not yes:
         guess = guess._replace(columns=[_ask(column) for column in guess.columns])
@@ -78,29 +80,48 @@ def _stem(data: str) -> str:
     return re.sub(r"\W+", "_", name).strip("_") or "data"
 
 
-def _choose_label(sample: Sample, found: list[LabelGuess], yes: bool) -> LabelGuess:
+def _choose_label(sample: Sample, values: dict[str, ColumnValues], yes: bool) -> LabelGuess:
     """Returns the likeliest label, or that which a person chooses.
 
     Raises:
         ConfigError: several columns are likely, and nobody can be asked.
+        DataError: no column is likely, and nobody can be asked.
     """
-    best = found[0]
-    if best.sure or yes:
-        return best
-    names = [label.column for label in found]
-    if not sys.stdin.isatty():
+    from persia.cli.init.guess import guess_label, label_from
+
+    asks = sys.stdin.isatty() and not yes
+    found: list[LabelGuess] = []
+    try:
+        found = guess_label(sample, values)
+    except DataError as error:
+        if not asks:
+            raise
+        say(error.message)
+    if found and (found[0].sure or yes):
+        return found[0]
+    if not asks:
+        names = ", ".join(label.column for label in found)
         raise ConfigError(
-            f"{sample.path}: unsure which column to predict: {', '.join(names)}. Name it with --label COLUMN, or take "
-            f"{best.column!r} with --yes.",
+            f"{sample.path}: unsure which column to predict: {names}. Name it with --label COLUMN, or take "
+            f"{found[0].column!r} with --yes.",
             field="label",
         )
-    say("Columns that may be the label:")
+    if found:
+        say("Columns that may be the label:")
     for label in found:
         say(f"  {label.column}: {label.reason}")
-    question = printable(f"Which column do you want to predict? [{best.column}]")
-    while (name := typer.prompt(question, default=best.column, show_default=False)) not in names:
-        say(f"Choose one of: {', '.join(names)}")
-    return found[names.index(name)]
+    question = "Which column do you want to predict?"
+    if found:
+        question = printable(f"{question} [{found[0].column}]")
+    while True:
+        name = typer.prompt(question, default=found[0].column if found else None, show_default=False)
+        if name not in values:
+            say(f"Choose one of: {', '.join(values)}")
+            continue
+        try:
+            return label_from(sample, name, values[name])
+        except DataError as error:
+            say(error.message)
 
 
 def _ask(column: ColumnGuess) -> ColumnGuess:
@@ -181,6 +202,8 @@ def _report(guess: Guess, config: str, folder: Path) -> None:
     if sample.kind == "csv":
         lines = "the first line has the names" if sample.header else "no line of names"
         numbers = "" if sample.numerals.plain else f" Numbers are written with {_written(sample.numerals)}."
+        if sample.units:
+            numbers += f" Amounts: {', '.join(f'{name} in {unit}' for name, unit in sample.units.items())}."
         say(f"Fields are separated by {sample.delimiter!r}; {lines}.{numbers}")
     if "by" in split:
         say(f"Held out for testing: the last tenth by {split['column']}, from {split['at']} on.")

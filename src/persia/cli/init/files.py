@@ -252,6 +252,13 @@ def _options(guess: Guess, names: dict[str, str]) -> dict[str, Any]:
             options["decimal"] = sample.numerals.decimal
         if sample.numerals.thousands:
             options["thousands"] = sample.numerals.thousands
+        units = {
+            names[c.column]: sample.units[c.column] for c in used if c.role == "number" and c.column in sample.units
+        }
+        if label.column in sample.units:
+            units[label.column if label.rule else names[label.column]] = sample.units[label.column]
+        if units:
+            options["units"] = units
         lists = {names[column.column]: column.separator for column in used if column.separator}
         if lists:
             options["lists"] = lists

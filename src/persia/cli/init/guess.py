@@ -80,6 +80,12 @@ def quoted_column(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z_]\w*", name) and name != "column" else f"column({name!r})"
 
 
+def _meant(column: str) -> list[str]:
+    """Returns the words of a name without the range of values: `Stars (1-5)`, `score/10` and `rating out of 5`."""
+    name = re.sub(r"[(\[].*?[)\]]|\bout of\b", " ", column)
+    return [word for word in words_of(name) if not word.isdecimal()]
+
+
 def guess_label(sample: Sample, values: dict[str, ColumnValues]) -> list[LabelGuess]:
     """Returns the columns that may be the label, the likeliest first.
 
@@ -90,7 +96,7 @@ def guess_label(sample: Sample, values: dict[str, ColumnValues]) -> list[LabelGu
     names = list(values)
     refused: DataError | None = None
     for number, column in enumerate(names):
-        words = words_of(column)
+        words = _meant(column)
         named = "_".join(words) in _LABELS
         scored = bool(words) and words[-1] in _SCORES
         if not (named or scored or values[column].distinct == 2):

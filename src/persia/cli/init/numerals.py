@@ -1,52 +1,97 @@
-"""Finds out whether the numbers of a text file have a decimal comma, or separators of thousands."""
+"""Finds out whether the numbers of a text file have a decimal comma, separators of thousands, or units."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from persia.cli.init.columns import MISSING_TEXTS, NUMBER_WORDS, words_of
 from persia.data.numerals import Numerals
 
-__all__ = ["guess_numerals", "normalized_columns"]
+__all__ = ["guess_numerals", "guess_units", "normalized_columns"]
 
 _WRITINGS = (Numerals(",", "."), Numerals(",", " "), Numerals(".", ","), Numerals(".", "'"))
 _KNOWN_MISSING = "^\\s*(?:NA|N/A|n/a|#N/A|<NA>|NULL|Null|null|NaN|nan|NAN|None|none|\\\\N)?\\s*$"
+_SPACE = "(?:\\s|\u00a0|\u202f)*"
+_DIGITS = "[0-9](?:[0-9.,'_ ]|\u00a0|\u202f)*"
+_UNITS = (
+    "US$", "R$", "A$", "C$", "$", "€", "£", "¥", "₹", "₽", "₩", "₺", "₴", "₪", "₫", "฿", "%", "USD", "EUR", "GBP",
+    "CHF", "JPY", "CNY", "INR", "BRL", "PLN", "SEK", "NOK", "DKK", "CZK", "HUF", "kr.", "kr", "zł", "Kč", "Ft",
+)  # fmt: skip
+_LOOKED_AT = 1_000
 
 
-def guess_numerals(columns: dict[str, Any]) -> Numerals:
-    """Returns the writing of numbers in a text file.
+def guess_units(columns: dict[str, Any]) -> dict[str, str]:
+    """Returns the unit of each column of amounts, such as $12.30, 12,30 € and 17 %.
 
     Args:
         columns: pyarrow array of texts by column.
     """
+    found = {}
+    for name, column in columns.items():
+        head = [text for text in column.slice(0, _LOOKED_AT).to_pylist() if text is not None]
+        unit = next((unit for unit in _UNITS if any(unit in text for text in head)), None)
+        if unit is not None and _all(column, _amounts(unit)):
+            found[name] = unit
+    return found
+
+
+def _amounts(unit: str) -> str:
+    name = re.escape(unit)
+    after = f"(?:{name})" if unit == "%" else f"(?:{name})?"  # 0.17 may be 17 %.
+    sign = f"[+-]?{_SPACE}"
+    return rf"^{_SPACE}(?:{sign}{name}{_SPACE}{sign}{_DIGITS}|{sign}{_DIGITS}{_SPACE}{after}){_SPACE}$"
+
+
+def guess_numerals(columns: dict[str, Any], units: dict[str, str]) -> Numerals:
+    """Returns the writing of numbers in a text file.
+
+    Args:
+        columns: pyarrow array of texts by column.
+        units: by column.
+    """
+    columns = {name: _bare(column, units.get(name)) for name, column in columns.items()}
     best, most = Numerals(), 0
     for numerals in _WRITINGS:
-        found = [name for name, column in columns.items() if _is_written(name, column, numerals)]
+        found = [name for name, column in columns.items() if _is_written(name, column, numerals, name in units)]
         if len(found) > most:
             grouped = any(_any(columns[name], rf"^\s*[+-]?{numerals.groups}") for name in found)
             best, most = numerals if grouped else Numerals(numerals.decimal), len(found)
     return best
 
 
-def normalized_columns(columns: dict[str, Any], numerals: Numerals) -> dict[str, Any]:
+def normalized_columns(columns: dict[str, Any], numerals: Numerals, units: dict[str, str]) -> dict[str, Any]:
     """Returns the columns with numbers as the reader takes them."""
     read = {}
     for name, column in columns.items():
-        numbers = _all(column, numerals.pattern) and (not _any(column, ",") or _is_written(name, column, numerals))
-        read[name] = numerals.normalized(column) if numbers else column
+        bare = _bare(column, units.get(name))
+        numbers = _all(bare, numerals.pattern) and (
+            not _any(bare, ",") or _is_written(name, bare, numerals, name in units)
+        )
+        read[name] = numerals.normalized(column, units.get(name, "")) if numbers else column
     return read
 
 
-def _is_written(name: str, column: Any, numerals: Numerals) -> bool:
+def _bare(column: Any, unit: str | None) -> Any:
+    import pyarrow.compute as pc
+
+    if unit is None:
+        return column
+    return pc.utf8_trim(pc.replace_substring(column, unit, ""), characters=" \t\u00a0\u202f")
+
+
+def _is_written(name: str, column: Any, numerals: Numerals, amount: bool) -> bool:
     """Whether a column has numbers that can be read in this writing only, and that are no lists of ids."""
     if not _all(column, numerals.pattern):
         return False
     if numerals.decimal == ".":
         # 229,453 may be a list of two ids.
-        named = bool(set(words_of(name)) & NUMBER_WORDS)
+        named = amount or bool(set(words_of(name)) & NUMBER_WORDS)
         return _any(column, rf"^\s*[+-]?{numerals.groups}" + (r"(?:\.|\s*$)" if named else r"\."))
     if not _any(column, ",") or not _any(column, rf"^\s*[+-]?{numerals.groups},|,\d{{1,2}}\s*$|,\d{{4}}"):
         return False  # All commas stand before three digits.
+    if amount:
+        return True
     # Pairs of ids have parts of any length, and no leading zeros.
     lengths = sum(_any(column, rf",\d{{{count}}}\s*$") for count in range(1, 20))
     return lengths == 1 or _any(column, r",0\d")

@@ -1,16 +1,20 @@
-"""Reads the first rows of Parquet or delimited text, and finds out how the text is delimited."""
+"""Reads the first rows of Parquet, JSON lines or delimited text, and finds out how the text is delimited."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from persia.cli.init.numerals import guess_numerals, normalized_columns
+from persia.cli.init.numerals import guess_numerals, guess_units, normalized_columns
 from persia.data.csv_batches import csv_batches
 from persia.data.files import File, expand
 from persia.data.from_csv import CSV_SUFFIXES
+from persia.data.json_columns import JsonDecoder
+from persia.data.json_lines import JSONL_SUFFIXES, json_blocks
 from persia.data.numerals import Numerals
 from persia.errors import DataError
 
@@ -23,14 +27,14 @@ _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 4 << 20
 _DELIMITERS = (",", "\t", ";", "|", "\x01", " ")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
-_DELIMITED = "Give a CSV file with a line for each sample, or a Parquet file"
+_DELIMITED = "Give a CSV file with a line for each sample, JSON lines, or a Parquet file"
 _MAGIC = {
     b"PAR1": "is a Parquet file; give it the suffix .parquet",
     b"PK\x03\x04": "is an archive, or a spreadsheet; save the sheet as CSV, or unpack it",
     b"\x1f\x8b": "is compressed; give it the suffix .gz, as in data.csv.gz",
     b"\xff\xfe": "is text in UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8 IN > OUT",
     b"\xfe\xff": "is text in UTF-16, not UTF-8; convert it: iconv -f utf-16 -t utf-8 IN > OUT",
-    b"{": "looks like JSON; convert it, for example with pandas.read_json(path, lines=True).to_parquet(...)",
+    b"{": "looks like JSON; if it has an object in each line, give it the suffix .jsonl",
     b"[": "looks like JSON; convert it, for example with pandas.read_json(path).to_parquet(...)",
     b"<": "looks like HTML or XML; save the table as CSV",
 }
@@ -46,13 +50,14 @@ class Sample(NamedTuple):
         columns: pyarrow array `[rows]` by column; of delimited text, each field as a text, or null if empty.
         rows: number of rows.
         complete: whether these are all rows of the data set.
-        delimiter: separator of fields; empty for Parquet.
+        delimiter: separator of fields; empty for other formats.
         header: whether the first line has the names of the columns.
         numerals: writing of numbers in delimited text; `columns` has them as Python writes them.
+        units: units of amounts in delimited text, by column; `columns` has the numbers without them.
     """
 
     path: str
-    kind: Literal["csv", "parquet"]
+    kind: Literal["csv", "parquet", "jsonl"]
     files: tuple[File, ...]
     columns: dict[str, Any]
     rows: int
@@ -60,28 +65,36 @@ class Sample(NamedTuple):
     delimiter: str = ""
     header: bool = True
     numerals: Numerals = Numerals()
+    units: Mapping[str, str] = MappingProxyType({})
 
 
 def read_sample(path: str) -> Sample:
     """Reads at most the first 100,000 rows.
 
     Raises:
-        DataError: there are no such files, they are neither Parquet nor delimited text in UTF-8, lines differ in their
-            number of fields, or there are too few rows or too many columns.
+        DataError: there are no such files, they are neither Parquet, JSON lines nor delimited text in UTF-8, lines
+            differ in their number of fields, or there are too few rows or too many columns.
     """
-    files = tuple(expand(path, (*_PARQUET_SUFFIXES, *CSV_SUFFIXES)))
-    parquet = files[0].path.endswith(_PARQUET_SUFFIXES)
-    if any(file.path.endswith(_PARQUET_SUFFIXES) != parquet for file in files):
+    files = tuple(expand(path, (*_PARQUET_SUFFIXES, *JSONL_SUFFIXES, *CSV_SUFFIXES)))
+    read = _reader(files[0])
+    if any(_reader(file) is not read for file in files):
         raise DataError(
-            f"{path} has Parquet and text files; give those of one kind, such as {path}/*.parquet.", path=path
+            f"{path} has files of several formats; give those of one format, such as {path}/*.parquet.", path=path
         )
-    sample = _parquet_sample(path, files) if parquet else _text_sample(path, files)
+    sample = read(path, files)
     if sample.rows < MIN_ROWS:
         raise DataError(
             f"{files[0].path} has {sample.rows} rows; give a file with at least {MIN_ROWS}, better some thousands.",
             path=path,
         )
     return sample
+
+
+def _reader(file: File) -> Callable[[str, tuple[File, ...]], Sample]:
+    """Returns the function for files of a format."""
+    if file.path.endswith(_PARQUET_SUFFIXES):
+        return _parquet_sample
+    return _jsonl_sample if file.path.endswith(JSONL_SUFFIXES) else _text_sample
 
 
 def read_column(sample: Sample, column: str) -> Any:
@@ -91,12 +104,15 @@ def read_column(sample: Sample, column: str) -> Any:
 
     chunks: list[Any] = []
     for file in sample.files:
+        if sample.kind == "jsonl":
+            chunks += [table.select([column]) for table in _json_tables(file, [column])]
+            continue
         with file.open() as stream:
             if sample.kind == "parquet":
                 chunks += pq.ParquetFile(stream).read([column]).column(column).chunks
             else:
                 chunks += [b.column(0) for b in _open_text(file, stream, list(sample.columns), sample, [column])]
-    return pa.chunked_array(chunks)
+    return _joined(chunks).column(column) if sample.kind == "jsonl" else pa.chunked_array(chunks)
 
 
 def _parquet_sample(path: str, files: tuple[File, ...]) -> Sample:
@@ -160,10 +176,59 @@ def _text_sample(path: str, files: tuple[File, ...]) -> Sample:
                     break
     table = pa.Table.from_batches(batches) if batches else pa.table({name: pa.array([], pa.string()) for name in names})
     columns = _columns(table)
-    numerals = guess_numerals(columns)
-    if not numerals.plain:
-        columns = normalized_columns(columns, numerals)
-    return opened._replace(columns=columns, rows=rows, complete=complete, numerals=numerals)
+    units = guess_units(columns)
+    numerals = guess_numerals(columns, units)
+    if not numerals.plain or units:
+        read = normalized_columns(columns, numerals, units)
+        units = {name: unit for name, unit in units.items() if read[name] is not columns[name]}
+        columns = read
+    return opened._replace(columns=columns, rows=rows, complete=complete, numerals=numerals, units=units)
+
+
+def _jsonl_sample(path: str, files: tuple[File, ...]) -> Sample:
+    import pyarrow as pa
+
+    tables: list[Any] = []
+    rows, complete = 0, True
+    for table in (table for file in files for table in _json_tables(file, None)):
+        complete = table.num_rows <= MAX_ROWS - rows
+        tables.append(table.slice(0, MAX_ROWS - rows))
+        rows += tables[-1].num_rows
+        if not complete:
+            break
+    read = _joined(tables) if tables else pa.table({})
+    _check_names(path, read.column_names)
+    return Sample(path, "jsonl", files, _columns(read), rows, complete)
+
+
+def _json_tables(file: File, columns: list[str] | None) -> Iterator[Any]:
+    """Yields the rows of a file of JSON lines."""
+    decoder = JsonDecoder(file, {})
+    for block in json_blocks(file):
+        yield decoder.table(block, columns)
+
+
+def _joined(tables: list[Any]) -> Any:
+    """Joins tables whose columns may have several types, or be missing in some."""
+    import pyarrow as pa
+
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowTypeError:  # Numbers and texts.
+        kinds: dict[str, set[Any]] = {}
+        for field in (field for table in tables for field in table.schema):
+            kinds.setdefault(field.name, set()).add(field.type)
+        mixed = {name for name, found in kinds.items() if any(map(pa.types.is_string, found))}
+        return pa.concat_tables([_as_texts(table, mixed) for table in tables], promote_options="permissive")
+
+
+def _as_texts(table: Any, names: set[str]) -> Any:
+    import pyarrow as pa
+
+    for number, field in enumerate(table.schema):
+        if field.name in names and not pa.types.is_nested(field.type):
+            table = table.set_column(number, field.name, table.column(number).cast(pa.string()))
+    return table
 
 
 def _columns(table: Any) -> dict[str, Any]:

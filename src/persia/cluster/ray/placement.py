@@ -11,6 +11,7 @@ import msgspec
 from persia.checks import MAX_COUNT, check_choice, check_kind, check_number, described, plain, plain_fields
 from persia.cluster.ray.options import RayOptions
 from persia.errors import ConfigError
+from persia.types.explaining import explained
 from persia.units import parse_bytes
 
 __all__ = ["RESOURCE_UNIT", "Place", "PlacedRole", "Placement", "nn_worker_gpus", "read_place"]
@@ -104,7 +105,9 @@ def read_place(place: object) -> Place:
             values = {name: plain(v) for name, v in wanted.items()} if isinstance(wanted, Mapping) else wanted
             found[role] = msgspec.convert(values, Placement)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"Invalid place[{role!r}] = {wanted!r}: {error}.", field=f"place.{role}") from error
+            raise ConfigError(
+                f"Invalid place[{role!r}] = {wanted!r}: {explained(error, values, Placement)}.", field=f"place.{role}"
+            ) from error
         if found[role].gpu and role != "nn_worker":
             raise ConfigError(
                 f"place[{role!r}] reserves a GPU, which would idle: only NN workers compute on GPUs. To use hosts with "
