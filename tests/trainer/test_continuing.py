@@ -234,7 +234,9 @@ def test_nothing_left_names_both_ways_on(days, following, caplog):
     )
     for way in ("raise `epochs` (`train.epochs`)", "again=True (`persia train --again`)"):
         assert way in result.nothing_left
-    assert t.fit(reader(days[0]), again=True).steps == 10
+    trained_again = t.fit(reader(days[0]), again=True)
+    assert trained_again.steps == 10
+    assert (trained_again.progressive.rows, trained_again.training.rows) == (0, trained_again.rows), "all were seen"
     assert t.fit(reader(days[0]), epochs=2).steps == 10
 
 

@@ -348,7 +348,7 @@ def _restore(network: DenseStep, state: TrainingState, saved: RunState, *, train
     model = torch.load(io.BytesIO(saved.model), map_location="cpu", weights_only=True)
     network.model.load_state_dict(model)
     state.load_state_dict(saved.training, trains_in_other_processes=trains_in_other_processes)
-    state.scores.repeats = saved.scores["repeats"]
+    state.scores.repeats, state.scores.again = saved.scores["repeats"], saved.scores["again"]
     if state.rank == 0:
         state.scores.load_state_dict(saved.scores)
     state.finished = saved.finished

@@ -14,7 +14,7 @@ from persia.types import Floats, Int32Array
 __all__ = ["PARTS", "ScoresState", "TrainingScores"]
 
 ScoresState = dict[str, Any]
-"""State of `TrainingScores`: that of each of `PARTS` by name, and `repeats`."""
+"""State of `TrainingScores`: that of each of `PARTS` by name, `repeats` and `again`."""
 
 PARTS: Final = ("earlier", "progressive", "training")
 
@@ -36,17 +36,21 @@ class TrainingScores:
         """Rows of this call in later passes over the data, which the model has seen."""
         self.repeats = True
         """Whether a later pass has the rows of the first one."""
+        self.again = False
+        """Whether this call trains data again that were trained before, from their first pass on."""
         self.seen = False
         """Whether the last rows were seen before."""
         self._window: list[AUC] = []
         """Of the rows since the last point of the curves, by label; empty if there are no curves."""
 
-    def begin(self, data: object) -> None:
+    def begin(self, data: object, *, again: bool = False) -> None:
         """Begins a call of `fit`.
 
         Args:
             data: its attribute `new_rows_each_epoch` says whether each pass has rows of its own.
+            again: whether the data are trained again as if none of them had been.
         """
+        self.again = again
         self.earlier = self.history()
         self.progressive, self.training = Metrics(self._labels), Metrics(self._labels)
         self.repeats, self.seen = not getattr(data, "new_rows_each_epoch", False), False
@@ -54,7 +58,7 @@ class TrainingScores:
 
     def update(self, logits: Floats, labels: Floats, day: Int32Array | None, epoch: int) -> None:
         """Adds a batch of pass `epoch` over the data: `[batch, labels]`, and the days of its rows."""
-        seen = self.repeats and epoch > 0
+        seen = self.repeats and (epoch > 0 or self.again)
         if seen != self.seen:  # A window has rows of one kind.
             self.seen = seen
             self._window = [AUC() for _ in self._window]
@@ -87,7 +91,7 @@ class TrainingScores:
     def state_dict(self, gather: Callable[[bytes], list[bytes]]) -> ScoresState:
         """Returns the state of all NN workers, the same on each. Blocks until all have called it."""
         parts = {part: merged_metrics(getattr(self, part), gather).state_dict() for part in PARTS}
-        return {**parts, "repeats": self.repeats}
+        return {**parts, "repeats": self.repeats, "again": self.again}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the call of a state. Rank 0 loads what all NN workers have counted."""
