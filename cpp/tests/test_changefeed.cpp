@@ -89,7 +89,7 @@ constexpr Shape kShapes[] = {{5000, 1, 0, 0},  {5000, 4, 0, 7}, {40, 2, 0, 0},  
 
 }  // namespace
 
-TEST(a_follower_has_the_rows_of_the_table) {
+TEST_OF_ONE_THREAD(a_follower_has_the_rows_of_the_table) {
   for_each_row_shape([] {
     const int histories = kSanitized ? 3 : 6;
     for (const Shape& shape : kShapes) {
@@ -153,7 +153,7 @@ TEST(a_follower_has_the_rows_of_the_table) {
   });
 }
 
-TEST(without_a_publisher_nothing_is_marked) {
+TEST_OF_ONE_THREAD(without_a_publisher_nothing_is_marked) {
   Published table({5000, 1, 0, 0});
   look(table.store, range(0, 1000));
   const std::uint64_t before = table.store.memory_bytes(0);
@@ -168,7 +168,7 @@ TEST(without_a_publisher_nothing_is_marked) {
   CHECK(!table.begin(false));
 }
 
-TEST(a_pass_takes_what_has_changed_and_nothing_else) {
+TEST_OF_ONE_THREAD(a_pass_takes_what_has_changed_and_nothing_else) {
   Published table({5000, 1, 0, 0});
   look(table.store, range(0, 1000));
   table.pass();
@@ -181,7 +181,7 @@ TEST(a_pass_takes_what_has_changed_and_nothing_else) {
   CHECK(table.taken.empty());
 }
 
-TEST(rows_that_move_to_disk_are_not_removed_nor_taken_again) {
+TEST_OF_ONE_THREAD(rows_that_move_to_disk_are_not_removed_nor_taken_again) {
   Published table({5000, 1, 16, 0});
   look(table.store, range(0, 100));
   table.pass();
@@ -194,7 +194,7 @@ TEST(rows_that_move_to_disk_are_not_removed_nor_taken_again) {
   CHECK(changes.ids.empty() && changes.removed.empty());
 }
 
-TEST(too_many_removed_rows_end_what_is_known_but_not_the_pass) {
+TEST_OF_ONE_THREAD(too_many_removed_rows_end_what_is_known_but_not_the_pass) {
   Published table({40, 1, 0, 0}, 10);
   look(table.store, range(0, 40));
   table.pass();
@@ -207,7 +207,7 @@ TEST(too_many_removed_rows_end_what_is_known_but_not_the_pass) {
   CHECK(table.follower == table.rows());
 }
 
-TEST(a_pass_that_was_not_read_to_its_end_is_followed_by_one_of_all_rows) {
+TEST_OF_ONE_THREAD(a_pass_that_was_not_read_to_its_end_is_followed_by_one_of_all_rows) {
   Published table({20000, 1, 0, 0});
   look(table.store, range(0, 10000));
   CHECK(table.begin(true));
@@ -216,7 +216,7 @@ TEST(a_pass_that_was_not_read_to_its_end_is_followed_by_one_of_all_rows) {
   CHECK_THROWS(Published({10, 1, 0, 0}).take(0, 1), std::runtime_error);
 }
 
-TEST(state_that_goes_back_loses_the_pass) {
+TEST_OF_ONE_THREAD(state_that_goes_back_loses_the_pass) {
   Published table({5000, 1, 0, 0});
   look(table.store, range(0, 100));
   Shard& shard = table.store.shard(0, 0);
@@ -236,7 +236,7 @@ TEST(state_that_goes_back_loses_the_pass) {
   CHECK(table.follower == table.rows());
 }
 
-TEST(imported_rows_are_taken) {
+TEST_OF_ONE_THREAD(imported_rows_are_taken) {
   for_each_row_shape([] {
     Published table({5000, 1, 0, 0}), other({5000, 1, 0, 0});
     look(table.store, range(0, 100));
@@ -255,7 +255,7 @@ TEST(imported_rows_are_taken) {
   });
 }
 
-TEST(rows_that_leave_after_their_time_to_live_are_removed_once) {
+TEST_OF_ONE_THREAD(rows_that_leave_after_their_time_to_live_are_removed_once) {
   for (const std::uint64_t memory_rows : {0, 16}) {
     Published table({5000, 1, memory_rows, 16});
     look(table.store, range(0, 100));
@@ -278,7 +278,7 @@ TEST(rows_that_leave_after_their_time_to_live_are_removed_once) {
   }
 }
 
-TEST(rows_that_have_left_and_whose_memory_is_used_again_are_removed) {
+TEST_OF_ONE_THREAD(rows_that_have_left_and_whose_memory_is_used_again_are_removed) {
   for (const std::uint64_t memory_rows : {0, 64}) {
     Published table({5000, 1, memory_rows, 4});
     look(table.store, range(0, 60));

@@ -1,6 +1,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -13,12 +14,17 @@ using namespace persia;
 
 namespace {
 
+// The first values of a seed. They are kept: to draw them takes longer than the tests.
 std::vector<float> normal(std::size_t count, unsigned seed) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> distribution;
-  std::vector<float> values(count);
-  for (float& value : values) value = distribution(generator);
-  return values;
+  struct Drawn {
+    std::mt19937 generator;
+    std::normal_distribution<float> distribution;
+    std::vector<float> values;
+  };
+  static std::map<unsigned, Drawn> all;
+  Drawn& drawn = all.try_emplace(seed, Drawn{std::mt19937(seed), {}, {}}).first->second;
+  while (drawn.values.size() < count) drawn.values.push_back(drawn.distribution(drawn.generator));
+  return {drawn.values.begin(), drawn.values.begin() + static_cast<std::ptrdiff_t>(count)};
 }
 
 std::vector<Isa> isas() {

@@ -40,7 +40,7 @@ TEST(rows_survive_growth_and_keep_their_values) {
   CHECK(look(store, keys, false) != first);
 }
 
-TEST(evicts_the_least_recent) {
+TEST_OF_ONE_THREAD(evicts_the_least_recent) {
   ThreadPool pool(1);
   Store store(pool);
   store.create_table(config_of(1000, 1));
@@ -56,7 +56,7 @@ TEST(evicts_the_least_recent) {
 }
 
 // Stamps do not only rise then.
-TEST(evicts_the_least_recent_after_clearing_imports_and_renumbering) {
+TEST_OF_ONE_THREAD(evicts_the_least_recent_after_clearing_imports_and_renumbering) {
   constexpr std::uint64_t kRows = 300;
   ThreadPool pool(1);
   Store store(pool);
@@ -103,7 +103,7 @@ TEST(evicts_the_least_recent_after_clearing_imports_and_renumbering) {
   }
 }
 
-TEST(no_request_of_a_full_table_scans_it) {
+TEST_OF_ONE_THREAD(no_request_of_a_full_table_scans_it) {
   constexpr std::uint64_t kRows = 20000, kRequest = 100;
   ThreadPool pool(1);
   Store store(pool);
@@ -232,7 +232,7 @@ TEST(rows_of_several_threads_are_those_of_one) {
   });
 }
 
-TEST(a_push_counts_once_even_after_a_crash_in_its_middle) {
+TEST_OF_ONE_THREAD(a_push_counts_once_even_after_a_crash_in_its_middle) {
   ThreadPool pool(1);
   Store store(pool), twin(pool);
   for (Store* s : {&store, &twin}) {
@@ -346,7 +346,7 @@ TEST(bad_configurations) {
 
 MAIN
 
-TEST(rows_leave_that_were_not_touched_for_their_time) {
+TEST_OF_ONE_THREAD(rows_leave_that_were_not_touched_for_their_time) {
   row_shape.ttl = 160;
   ThreadPool pool(1);
   Store store(pool);
@@ -380,7 +380,7 @@ TEST(rows_leave_that_were_not_touched_for_their_time) {
   CHECK(store.counters(0).evicted == 0);
 }
 
-TEST(no_request_waits_for_rows_that_have_left) {
+TEST_OF_ONE_THREAD(no_request_waits_for_rows_that_have_left) {
   row_shape.ttl = 16;
   ThreadPool pool(1);
   Store store(pool);

@@ -159,7 +159,7 @@ std::uint64_t on_disk(Tested& tested) { return tested.store.tier_counts(0).rows;
 
 }  // namespace
 
-TEST(no_row_is_lost_or_changed) {
+TEST_OF_ONE_THREAD(no_row_is_lost_or_changed) {
   const RowShape shapes[] = {{},
                              {1, Dtype::kBfloat16, OptimizerKind::kAdam},
                              {16, Dtype::kFloat16, OptimizerKind::kRowwiseAdagrad},
@@ -184,7 +184,7 @@ TEST(no_row_is_lost_or_changed) {
   row_shape = {};
 }
 
-TEST(a_request_of_more_rows_than_memory) {
+TEST_OF_ONE_THREAD(a_request_of_more_rows_than_memory) {
   Tested tested(10'000, 1, 3), twin(10'000, 1, 0);
   for (std::uint32_t i = 1; i <= 5; ++i) {
     const Keys keys = range(i * 10, i * 10 + 100);
@@ -195,7 +195,7 @@ TEST(a_request_of_more_rows_than_memory) {
   CHECK(tested.rows() == twin.rows());
 }
 
-TEST(rows_of_a_request_larger_than_memory_leave_in_blocks) {
+TEST_OF_ONE_THREAD(rows_of_a_request_larger_than_memory_leave_in_blocks) {
   Tested tested(100'000, 1, 4000);
   look(tested.store, range(0, 40'001));
   const std::uint64_t spilled = tested.store.tier_counts(0).spilled;
@@ -222,7 +222,7 @@ TEST(threads_share_the_rows) {
   CHECK(tested.rows() == twin.rows());
 }
 
-TEST(a_snapshot_sees_each_row_once) {
+TEST_OF_ONE_THREAD(a_snapshot_sees_each_row_once) {
   for (const std::uint64_t memory : {4u, 60u}) {
     Tested tested(100'000, 2, memory), twin(100'000, 2, 0);
     Script script(static_cast<std::uint32_t>(memory), 700);
@@ -248,7 +248,7 @@ TEST(a_snapshot_sees_each_row_once) {
   }
 }
 
-TEST(an_increment_leaves_out_what_has_not_changed) {
+TEST_OF_ONE_THREAD(an_increment_leaves_out_what_has_not_changed) {
   Tested tested(100'000, 1, 50);
   look(tested.store, range(0, 1000));
   for (const std::uint32_t epoch : {2u, 3u}) {
@@ -269,7 +269,7 @@ TEST(an_increment_leaves_out_what_has_not_changed) {
   CHECK(found.size() == 110);
 }
 
-TEST(the_space_of_dead_records_is_used_again) {
+TEST_OF_ONE_THREAD(the_space_of_dead_records_is_used_again) {
   row_shape.dim = 64;
   Tested tested(20'000, 1, 500), twin(20'000, 1, 0);
   Script script(3, 10'000);
@@ -291,7 +291,7 @@ TEST(the_space_of_dead_records_is_used_again) {
   row_shape = {};
 }
 
-TEST(a_table_at_its_capacity_evicts_what_was_on_disk_longest) {
+TEST_OF_ONE_THREAD(a_table_at_its_capacity_evicts_what_was_on_disk_longest) {
   Tested tested(2000, 1, 100);
   for (std::uint64_t from = 0; from < 20'000; from += 50) {
     look(tested.store, range(from, from + 50));
@@ -303,7 +303,7 @@ TEST(a_table_at_its_capacity_evicts_what_was_on_disk_longest) {
 }
 
 // Requests that meet all rows alike leave the oldest segment the emptiest one.
-TEST(a_full_table_goes_on) {
+TEST_OF_ONE_THREAD(a_full_table_goes_on) {
   for (const std::uint64_t ids : {10'980u, 12'000u}) {
     Tested tested(12'000, 1, 1000);
     look(tested.store, range(0, ids));
@@ -320,7 +320,7 @@ TEST(a_full_table_goes_on) {
 }
 
 // Both have most of their rows on disk when a snapshot begins, and nearly all of them change while it is open.
-TEST(training_goes_on_though_a_snapshot_keeps_records) {
+TEST_OF_ONE_THREAD(training_goes_on_though_a_snapshot_keeps_records) {
   for (const bool lost : {false, true}) {
     const std::uint64_t ids = lost ? 11'990 : 10'500;
     Tested tested(12'000, 1, lost ? 100 : 1000), twin(20'000, 1, 0);
@@ -356,7 +356,7 @@ TEST(training_goes_on_though_a_snapshot_keeps_records) {
   }
 }
 
-TEST(a_small_table_keeps_to_its_capacity) {
+TEST_OF_ONE_THREAD(a_small_table_keeps_to_its_capacity) {
   Tested tested(30, 1, 10);
   for (std::uint64_t id = 0; id < 500; ++id) {
     look(tested.store, {id});
@@ -365,7 +365,7 @@ TEST(a_small_table_keeps_to_its_capacity) {
   }
 }
 
-TEST(rows_that_have_left_leave_the_disk) {
+TEST_OF_ONE_THREAD(rows_that_have_left_leave_the_disk) {
   row_shape.ttl = 10;
   Tested tested(100'000, 2, 40), twin(100'000, 2, 0);
   Script script(5, 3000);
@@ -383,7 +383,7 @@ TEST(rows_that_have_left_leave_the_disk) {
   row_shape = {};
 }
 
-TEST(imported_rows_go_to_disk_too) {
+TEST_OF_ONE_THREAD(imported_rows_go_to_disk_too) {
   Tested tested(100'000, 2, 30), twin(100'000, 2, 0);
   const Keys keys = range(0, 500);
   const std::vector<float> embeddings(keys.size() * kDim, 0.25f), states(keys.size() * kDim, 2.0f);
@@ -403,7 +403,7 @@ TEST(imported_rows_go_to_disk_too) {
   CHECK(tested.rows() == twin.rows());
 }
 
-TEST(recency_is_numbered_anew) {
+TEST_OF_ONE_THREAD(recency_is_numbered_anew) {
   Tested tested(100'000, 1, 20), twin(100'000, 1, 0);
   for (Tested* each : {&tested, &twin}) {
     look(each->store, range(0, 100));
@@ -415,7 +415,7 @@ TEST(recency_is_numbered_anew) {
   CHECK(tested.rows() == twin.rows());
 }
 
-TEST(the_last_clock_is_no_mark_of_vacant_rows) {
+TEST_OF_ONE_THREAD(the_last_clock_is_no_mark_of_vacant_rows) {
   for (const std::uint64_t memory : {0u, 12u}) {
     Tested tested(100'000, 1, memory);
     tested.store.shard(0, 0).header().clock = kVacant - 3;
@@ -477,7 +477,7 @@ TEST(a_lookup_reads_the_rows_of_all_tables_and_shards_at_once) {
   }
 }
 
-TEST(a_table_of_more_memory_than_capacity_is_refused) {
+TEST_OF_ONE_THREAD(a_table_of_more_memory_than_capacity_is_refused) {
   CHECK_THROWS(Tested(100, 1, 101), std::invalid_argument);
   CHECK_THROWS(Tested(100, 4, 3), std::invalid_argument);
   CHECK_THROWS(Tested(kMaxRows, 1, 100), std::invalid_argument);
