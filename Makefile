@@ -108,7 +108,7 @@ bench-cpp: $(VENV)/.build  ## what bounds a lookup
 	@$(CMAKE) --build build/cpp --target bench
 	build/cpp/bench_lookup
 
-sanitize: $(VENV)/.build  ## the core's tests under ASan + UBSan and under TSan
+sanitize: $(VENV)/.build  ## the core's tests under ASan + UBSan, those of several threads under TSan
 	for kind in address,undefined thread; do \
 	  $(CMAKE) -S cpp -B build/$$kind -GNinja -DPERSIA_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=Sanitized > /dev/null && \
 	  $(CMAKE) --build build/$$kind && \
@@ -167,14 +167,8 @@ gpu-wheels: install  ## collect what `make gpu` needs beside torch, numpy and CM
 gpu:  ## on a machine with a CUDA device: build in place, run the tests marked gpu and the benchmarks gpu.*
 	bash tests/gpu.sh
 
-EXAMPLES = $(wildcard examples/*.py) examples/online/run.py
-examples: $(EXAMPLES)  ## run every example, small
-.PHONY: $(EXAMPLES)
-# Loads what the other one saved.
-examples/embedding_bag_after.py: examples/embedding_bag_before.py
-examples/torchrec_after.py: examples/torchrec_before.py
-$(EXAMPLES): install
-	PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $@
+examples: install  ## run every example, small; `make demo` runs that one
+	$(BIN)/python tests/examples.py
 
 docs: install  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict -q

@@ -1,4 +1,4 @@
-"""APMSqueeze in a plain PyTorch program: four processes, gloo, nothing else of persia."""
+"""APMSqueeze in a plain PyTorch program: several processes, gloo, nothing else of persia."""
 
 import os
 import tempfile
@@ -10,8 +10,7 @@ from torch import nn
 
 from persia.optim import APMSqueeze, APMSqueezeOptions
 
-WORKERS = 4
-STEPS = 90 if os.environ.get("PERSIA_EXAMPLE_SMALL") else 600
+WORKERS, STEPS = (2, 30) if os.environ.get("PERSIA_EXAMPLE_SMALL") else (4, 600)
 
 
 def work(rank: int, meeting: str) -> None:

@@ -13,7 +13,7 @@ import persia
 from persia.data.generator import expected_auc
 
 SMALL = bool(os.environ.get("PERSIA_EXAMPLE_SMALL"))
-STEPS, BATCH = (40, 256) if SMALL else (1_500, 512)
+STEPS, BATCH = (20, 256) if SMALL else (1_500, 512)
 ITEMS, CATEGORIES, LENGTH = 500, 10, 12
 
 SCHEMA = persia.Schema(

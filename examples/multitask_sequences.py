@@ -7,7 +7,7 @@ import torch
 
 import persia
 
-STEPS = 100 if os.environ.get("PERSIA_EXAMPLE_SMALL") else 2_000
+STEPS = 40 if os.environ.get("PERSIA_EXAMPLE_SMALL") else 2_000
 BATCH = 512
 
 SCHEMA = persia.Schema(

@@ -7,7 +7,7 @@ import torch
 
 import persia
 
-ROWS = 100_000 if os.environ.get("PERSIA_EXAMPLE_SMALL") else 2_000_000
+ROWS = 40_000 if os.environ.get("PERSIA_EXAMPLE_SMALL") else 2_000_000
 
 
 def make_model(schema: persia.Schema) -> torch.nn.Module:

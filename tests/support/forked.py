@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Forks", "Started"]
+__all__ = ["Forks", "Interpreter", "Started"]
 
 KILL_SECONDS = 60.0
 
@@ -61,6 +61,38 @@ class Started:
         status = self.wait(KILL_SECONDS)
         assert status is not None, f"process {self.pid} was killed, and runs after {KILL_SECONDS:g} s"
         return status
+
+
+class Interpreter:
+    """A program as a new interpreter, alone in its session; used as `Started` is.
+
+    Args:
+        arguments: of `python`.
+        cwd: working directory.
+        env: the whole environment; that of this process if None.
+    """
+
+    def __init__(self, arguments: Sequence[Any], cwd: Path | str, env: Mapping[str, str] | None = None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="persia-python-")
+        self.out, self.err = (Path(self._folder.name, name) for name in ("out", "err"))
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, *map(str, arguments)], cwd=cwd, env=env, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+        self.pid = self._process.pid
+
+    def wait(self, timeout: float) -> int | None:
+        """Returns its status, or None if it still runs after `timeout` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout)
+        return None
+
+    def end(self) -> int:
+        """Kills its process group, if it still runs. Returns its status."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+        return self._process.wait(KILL_SECONDS)
 
 
 class Forks:
@@ -110,6 +142,8 @@ class Forks:
             self._folder = tempfile.TemporaryDirectory(prefix="persia-fork-")
         self._number += 1
         out, err = (Path(self._folder.name, f"{self._number}.{name}") for name in ("out", "err"))
+        for file in (out, err):
+            file.touch()
         request = {
             "arguments": [str(argument) for argument in arguments],
             "cwd": str(Path(cwd).absolute()),
