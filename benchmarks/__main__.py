@@ -9,6 +9,7 @@ A NAME is any name that `--list` prints, or a pattern such as 'store.*'.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import runner
+from benchmarks.elsewhere import forking
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,16 +40,18 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.names:
         parser.error("no NAME given; --list prints all names, '*' selects them all")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that processes and networks are cleaned up.
-    if arguments.preset == "smoke":
+    smoke = arguments.preset == "smoke"
+    if smoke:
         runner.benchmarks()
         gc.freeze()  # A collection after each of hundreds of small functions goes through all that imports made, else.
     try:
-        for measure in runner.run(arguments.names, arguments.preset):
-            line = json.dumps(_line(measure, arguments.preset))
-            print(line, flush=True)
-            if arguments.json is not None:
-                with arguments.json.open("a") as stream:
-                    stream.write(line + "\n")
+        with forking() if smoke else contextlib.nullcontext():
+            for measure in runner.run(arguments.names, arguments.preset):
+                line = json.dumps(_line(measure, arguments.preset))
+                print(line, flush=True)
+                if arguments.json is not None:
+                    with arguments.json.open("a") as stream:
+                        stream.write(line + "\n")
     except KeyError as error:
         if hasattr(error, "__notes__"):  # Of a benchmark.
             raise

@@ -102,7 +102,8 @@ def paper(preset: str) -> Iterator[runner.Measure]:
         yield runner.Measure(f"plan.paper.{name}", float(size), "bytes", details=details)
     _, (table,) = tables_of("bfloat16", RowwiseAdagrad(0.05), rows)
     whole, spilled = bytes_of(table, SERVERS), bytes_of(table, SERVERS, rows // SPILLED)
-    speed = measure_checkpoint().write
+    with short_measurements(preset):
+        speed = measure_checkpoint().write
     details = {
         "of": "bytes of bfloat16 rows with row-wise state over 360 TB",
         "fits": fits,
@@ -172,41 +173,42 @@ def modes(preset: str) -> Iterator[runner.Measure]:
     """Figure 9, right: Hybrid over Sync and Async over Hybrid, by the time of a step; and what doubles or halves it."""
     with short_measurements(preset):
         base, steps, by_step = measured_costs(STEP), STEPS[preset], []
-    for seconds in STEP_SECONDS[preset]:
-        costs = base._replace(step=seconds)
-        rates = [
-            simulate_training(costs, cluster_of(), mode, steps)
-            for mode in (SimulatedMode(0), SimulatedMode(4), SimulatedMode(4, False))
-        ]
-        sync, hybrid, free = (rate.samples_per_second for rate in rates)
-        by_step.append({
-            "step_ms": seconds * 1e3, "sync": sync, "hybrid": hybrid, "async": free, "hybrid over sync": hybrid / sync,
-            "async over hybrid": free / hybrid, "bottleneck": rates[1].bottleneck,
-            "busy": {name: round(share, 3) for name, share in rates[1].busy.items()},
-        })  # fmt: skip
-    at = min(by_step, key=lambda line: abs(line["step_ms"] / 1e3 - STEP))
-    details = {
-        "of": "samples/s of Hybrid(4) over Sync, simulated",
-        "paper": {"hybrid over sync": 2.6, "async over hybrid": 1.2},
-        "by step": by_step,
-        "costs": base._replace(traffic=None)._asdict() | {"traffic": base.traffic._asdict()},
-    }
-    yield runner.Measure("capacity.simulated.modes", at["hybrid over sync"], "ratio", details=details)
-    plain = at["hybrid"]
-    changes = {
-        "PS work x 4": (base._replace(lookup=4 * base.lookup, update=4 * base.update), cluster_of()),
-        "embedding worker work x 4": (base._replace(worker=4 * base.worker), cluster_of()),
-        "network of PSs and embedding workers / 2": (base, cluster_of(network=16 * GBIT)),
-        "costs of calls x 4": (base._replace(call=4 * base.call, byte=4 * base.byte), cluster_of()),
-    }
-    found = {
-        name: simulate_training(costs, cluster, SimulatedMode(4), steps).samples_per_second / plain
-        for name, (costs, cluster) in changes.items()
-    }
-    lowest = min(found.values())
-    yield runner.Measure(
-        "capacity.simulated.sensitivity", lowest, "ratio", details={"of": "samples/s of Hybrid(4)", "each": found}
-    )  # fmt: skip
+        for seconds in STEP_SECONDS[preset]:
+            costs = base._replace(step=seconds)
+            rates = [
+                simulate_training(costs, cluster_of(), mode, steps)
+                for mode in (SimulatedMode(0), SimulatedMode(4), SimulatedMode(4, False))
+            ]
+            sync, hybrid, free = (rate.samples_per_second for rate in rates)
+            by_step.append({
+                "step_ms": seconds * 1e3, "sync": sync, "hybrid": hybrid, "async": free,
+                "hybrid over sync": hybrid / sync, "async over hybrid": free / hybrid,
+                "bottleneck": rates[1].bottleneck,
+                "busy": {name: round(share, 3) for name, share in rates[1].busy.items()},
+            })  # fmt: skip
+        at = min(by_step, key=lambda line: abs(line["step_ms"] / 1e3 - STEP))
+        details = {
+            "of": "samples/s of Hybrid(4) over Sync, simulated",
+            "paper": {"hybrid over sync": 2.6, "async over hybrid": 1.2},
+            "by step": by_step,
+            "costs": base._replace(traffic=None)._asdict() | {"traffic": base.traffic._asdict()},
+        }
+        yield runner.Measure("capacity.simulated.modes", at["hybrid over sync"], "ratio", details=details)
+        plain = at["hybrid"]
+        changes = {
+            "PS work x 4": (base._replace(lookup=4 * base.lookup, update=4 * base.update), cluster_of()),
+            "embedding worker work x 4": (base._replace(worker=4 * base.worker), cluster_of()),
+            "network of PSs and embedding workers / 2": (base, cluster_of(network=16 * GBIT)),
+            "costs of calls x 4": (base._replace(call=4 * base.call, byte=4 * base.byte), cluster_of()),
+        }
+        found = {
+            name: simulate_training(costs, cluster, SimulatedMode(4), steps).samples_per_second / plain
+            for name, (costs, cluster) in changes.items()
+        }
+        lowest = min(found.values())
+        yield runner.Measure(
+            "capacity.simulated.sensitivity", lowest, "ratio", details={"of": "samples/s of Hybrid(4)", "each": found}
+        )  # fmt: skip
 
 
 @runner.measures("capacity.simulated")
@@ -214,37 +216,37 @@ def flat(preset: str) -> runner.Measure:
     """Figure 9, left: samples/s at 100 T over that at 6.25 T, in memory and with an SSD tier on smaller hosts."""
     with ssd() as path, short_measurements(preset):
         base, steps = measured_costs(STEP)._replace(miss=measure_disk(str(path)).row), STEPS[preset]
-    found: dict[str, list[tuple[float, float]]] = {}
-    facts: list[dict[str, Any]] = []
-    known: dict[tuple[BatchCosts, float], float] = {}
-    for kind, zipf, reads in (
-        ("memory, uniform", 0.0, 0.0), ("memory, Zipf", ZIPF, 0.0), ("SSD, Zipf", ZIPF, READS),
-        ("SSD of a tenth, Zipf", ZIPF, READS / 10), ("SSD, uniform", 0.0, READS),
-    ):  # fmt: skip
-        for parameters in SIZES:
-            share = round(parameters / DIM / FEATURES)
-            _, tables = tables_of("bfloat16", RowwiseAdagrad(0.05), share * FEATURES, FEATURES)
-            unique = distinct_ids(share, zipf, BATCH)
-            scale = unique / BATCH
-            missing = 0.0
-            if reads:
-                missing = missing_share(share, round(memory_rows(tables, SSD_MEMORY)), zipf, BATCH)
-            costs = base._replace(
-                traffic=traffic_of(tables, unique), lookup=base.lookup * scale, update=base.update * scale,
-                misses=FEATURES * unique * missing,
-            )  # fmt: skip
-            cluster = cluster_of(reads or float("inf"))
-            if (key := (costs, reads if costs.misses else 0.0)) not in known:
-                known[key] = simulate_training(costs, cluster, SimulatedMode(4), steps).samples_per_second
-            found.setdefault(kind, []).append((parameters / 1e12, known[key]))
-            facts.append({"kind": kind, "T": parameters / 1e12, "distinct": unique, "missing": missing})
-    ratios = {kind: points[-1][1] / points[0][1] for kind, points in found.items()}
-    details = {
-        "of": "samples/s at 100 T over that at 6.25 T, simulated", "step_ms": STEP * 1e3, "each": ratios,
-        "by_size": found, "batches": facts, "assumed reads/s of a host": READS,
-        "core seconds of a row from SSD": base.miss,
-    }  # fmt: skip
-    return runner.Measure("capacity.simulated", ratios["memory, uniform"], "ratio", details=details)
+        found: dict[str, list[tuple[float, float]]] = {}
+        facts: list[dict[str, Any]] = []
+        known: dict[tuple[BatchCosts, float], float] = {}
+        for kind, zipf, reads in (
+            ("memory, uniform", 0.0, 0.0), ("memory, Zipf", ZIPF, 0.0), ("SSD, Zipf", ZIPF, READS),
+            ("SSD of a tenth, Zipf", ZIPF, READS / 10), ("SSD, uniform", 0.0, READS),
+        ):  # fmt: skip
+            for parameters in SIZES:
+                share = round(parameters / DIM / FEATURES)
+                _, tables = tables_of("bfloat16", RowwiseAdagrad(0.05), share * FEATURES, FEATURES)
+                unique = distinct_ids(share, zipf, BATCH)
+                scale = unique / BATCH
+                missing = 0.0
+                if reads:
+                    missing = missing_share(share, round(memory_rows(tables, SSD_MEMORY)), zipf, BATCH)
+                costs = base._replace(
+                    traffic=traffic_of(tables, unique), lookup=base.lookup * scale, update=base.update * scale,
+                    misses=FEATURES * unique * missing,
+                )  # fmt: skip
+                cluster = cluster_of(reads or float("inf"))
+                if (key := (costs, reads if costs.misses else 0.0)) not in known:
+                    known[key] = simulate_training(costs, cluster, SimulatedMode(4), steps).samples_per_second
+                found.setdefault(kind, []).append((parameters / 1e12, known[key]))
+                facts.append({"kind": kind, "T": parameters / 1e12, "distinct": unique, "missing": missing})
+        ratios = {kind: points[-1][1] / points[0][1] for kind, points in found.items()}
+        details = {
+            "of": "samples/s at 100 T over that at 6.25 T, simulated", "step_ms": STEP * 1e3, "each": ratios,
+            "by_size": found, "batches": facts, "assumed reads/s of a host": READS,
+            "core seconds of a row from SSD": base.miss,
+        }  # fmt: skip
+        return runner.Measure("capacity.simulated", ratios["memory, uniform"], "ratio", details=details)
 
 
 def memory_rows(tables: list[PlannedTable], memory: float) -> float:

@@ -8,15 +8,14 @@ NN workers fit on few cores, and what is measured is who waits for whom.
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ import torch
 
 from benchmarks import runner
 from benchmarks.baselines.step_torch import generate
+from benchmarks.elsewhere import tests_support
 from benchmarks.step import ROUNDS, STEPS, WORK, Persia
 from persia import Batch, IdColumn, IdFeature, Schema, rpc
 from persia.cluster import Ray, RayOptions
@@ -58,7 +58,7 @@ def ray_here(preset: str = "laptop", log_to_driver: bool = True) -> Iterator[Non
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not (shared and ray.is_initialized()):
         if shared:
-            runner.RESOURCES.enter_context(_forks())
+            runner.RESOURCES.enter_context(tests_support("ray_forks").forking())
         ray.init(address="local", include_dashboard=False, logging_level="error", log_to_driver=log_to_driver)
         if shared:
             runner.RESOURCES.callback(ray.shutdown)
@@ -67,15 +67,6 @@ def ray_here(preset: str = "laptop", log_to_driver: bool = True) -> Iterator[Non
     finally:
         if not shared:
             ray.shutdown()
-
-
-def _forks() -> AbstractContextManager[None]:
-    """Lets processes of Ray be forks of one that has imported torch, as in tests."""
-    tests = str(Path(__file__).resolve().parents[1] / "tests")
-    if tests not in sys.path:
-        sys.path.append(tests)
-    forking: Callable[[], AbstractContextManager[None]] = importlib.import_module("support.ray_forks").forking
-    return forking()
 
 
 # --- against one process ------------------------------------------------------------------------------------------

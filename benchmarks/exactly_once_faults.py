@@ -6,14 +6,13 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from benchmarks.elsewhere import start_python
 from benchmarks.exactly_once_broker import Broker
 from benchmarks.exactly_once_training import Clicks, WatchedRay, columns, say
 from persia.errors import PersiaError
@@ -55,8 +54,8 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         model = ["--model", "benchmarks.exactly_once_training:Net"]
-        self._command = [sys.executable, "-m", "persia", "serve", log, *model, "--port", port, "--poll-seconds", "0.5"]
-        self._process = self._start()
+        self._command = ["-m", "persia", "serve", log, *model, "--port", port, "--poll-seconds", "0.5"]
+        self._process = start_python(self._command)
         self.client = Client(f"http://127.0.0.1:{port}")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="asks")
@@ -70,19 +69,15 @@ class Server:
         """
         before, end = self.answered, time.monotonic() + WAIT_SECONDS
         while self.answered == before:
-            if self._process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"The server does not answer; its exit status is {self._process.poll()}.")
+            if self._process.wait(0) is not None or time.monotonic() > end:
+                raise RuntimeError(f"The server does not answer; its exit status is {self._process.wait(0)}.")
             time.sleep(0.05)
 
     def kill(self) -> None:
         """Kills the process, starts another one, and waits until it answers."""
-        self._process.kill()
-        self._process.wait()
-        self._process = self._start()
+        self._process.end()
+        self._process = start_python(self._command)
         self.await_answer()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def _ask(self) -> None:
         number = 0
@@ -104,8 +99,7 @@ class Server:
         self._over.set()
         self._thread.join()
         self.client.close()
-        self._process.kill()
-        self._process.wait()
+        self._process.end()
 
 
 class Storm(threading.Thread):

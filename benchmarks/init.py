@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from benchmarks import runner
+from benchmarks.elsewhere import run_python
 from persia.data import find
 
 ROWS = {"smoke": 1_000, "laptop": None, "full": None}
@@ -29,7 +29,7 @@ STEPS = {"smoke": ["--set", "train.max_steps=20"], "laptop": [], "full": []}
 
 def persia(*arguments: str, ok: bool = True) -> str:
     """Runs a command; returns its output."""
-    done = subprocess.run([sys.executable, "-m", "persia", *arguments], capture_output=True, text=True, check=False)
+    done = run_python(["-m", "persia", *arguments])
     if (done.returncode == 0) != ok or "Traceback" in done.stderr:
         raise RuntimeError(f"persia {' '.join(arguments)} ended with {done.returncode}: {done.stdout}{done.stderr}")
     return done.stderr

@@ -10,7 +10,6 @@ PERSIA_RUNS       a file to which each run is appended as a line of JSON once it
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from benchmarks.elsewhere import methods
 from persia import Batch, Schema, data
 from persia.metrics import Metrics
 from persia.modes import Mode
@@ -271,7 +271,7 @@ def _runs(
 @functools.cache
 def _pool(processes: int) -> ProcessPoolExecutor:
     """One for all measures: a process takes seconds to start."""
-    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(processes, methods())
 
 
 def _kept(file: Path, result: type[Result], keys: set[bytes]) -> dict[bytes, Result]:

@@ -37,7 +37,7 @@ from persia.types import Gradients, PushHeader
 WORKERS = 8
 COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.1, "full": 0.1}
 BATCHES = {"smoke": 64, "laptop": 800, "full": 2400}
-TRACED_SECONDS = {"smoke": 0.5, "laptop": 8.0, "full": 120.0}
+TRACED_SECONDS = {"smoke": 0.25, "laptop": 8.0, "full": 120.0}
 PHASES = {"smoke": (2,), "laptop": (2, 10, 50), "full": (2, 10, 50)}
 SLOW_SHARE, FACTOR = 0.25, 4.0
 NN_WORKERS = {"smoke": (1, 2), "laptop": (1, 2, 4, 8), "full": (1, 2, 4, 8)}
@@ -209,7 +209,7 @@ def staleness(preset: str) -> runner.Measure:
 
 
 AUTO_COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.4, "full": 0.4}
-QUIET, STRAINED = {"smoke": 1.0, "laptop": 30.0, "full": 120.0}, {"smoke": 1.0, "laptop": 90.0, "full": 360.0}
+QUIET, STRAINED = {"smoke": 0.4, "laptop": 30.0, "full": 120.0}, {"smoke": 0.4, "laptop": 90.0, "full": 360.0}
 
 
 @runner.measures("modes.auto")
@@ -237,7 +237,7 @@ def auto_round(preset: str) -> tuple[float, dict[str, Any]]:
     setting = Setting(trace, compute, bench.ROWS)
     ends = [
         e.time
-        for e in simulate(gba(), setting, 10_000 if preset == "smoke" else 100_000).events
+        for e in simulate(gba(), setting, 2_000 if preset == "smoke" else 100_000).events
         if e.kind == "push" and e.server == "ps-0"
     ]
     rule = Auto(gba(), windows=2, seconds=quiet / 40)

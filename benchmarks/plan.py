@@ -11,11 +11,13 @@ are divided into chunks, and the fastest chunk counts on both sides: other progr
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -301,11 +303,22 @@ ON_DISK = {"disk": 5}
 SMOKE: dict[str, dict[str, Any]] = {
     "persia.cli.plan": {"SHARED_STEPS": 1, "SHARED_ROUNDS": 1},
     "persia.plan.measure": {
-        "ROUNDS": 1, "TABLE_ROWS": 40_000, "CHECKPOINT_ROWS": 100_000, "COLD_ROWS": 40_000, "DISK_BYTES": 16 << 20
+        "ROUNDS": 1, "SECONDS": 0.05, "TABLE_ROWS": 40_000, "CHECKPOINT_ROWS": 100_000, "COLD_ROWS": 40_000,
+        "DISK_BYTES": 16 << 20,
     },
     "persia.plan.workload": {"BATCHES": 2, "WARM_STEPS": 1, "STEPS": 2, "ROUNDS": 1},
+    "benchmarks.capacity": {"SIZES": (6.25e11, 1e13), "SERVERS": 3, "WORKERS": 10, "GPUS": 8},
 }  # fmt: skip
-"""What `persia bench rates` measures less of in a smoke run."""
+"""What `persia bench rates` measures less of in a smoke run, and a smaller cluster to simulate."""
+ONCE = ("persia.cli.plan.measure_sharing", "persia.plan.measure.measure_checkpoint", "persia.plan.measure.measure_wire")
+"""What it measures once there, as it is the same for all configurations."""
+
+
+@functools.cache
+def once(name: str) -> Callable[..., Any]:
+    """Returns a function that calls another one once."""
+    module, _, function = name.rpartition(".")
+    return functools.cache(getattr(importlib.import_module(module), function))
 
 
 @contextlib.contextmanager
@@ -314,6 +327,8 @@ def short_measurements(preset: str) -> Iterator[None]:
     with contextlib.ExitStack() as used:
         for module, constants in SMOKE.items() if preset == "smoke" else ():
             used.enter_context(mock.patch.multiple(module, **constants))
+        for name in ONCE if preset == "smoke" else ():
+            used.enter_context(mock.patch(name, once(name)))
         yield
 
 

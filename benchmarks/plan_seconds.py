@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks import runner
-from benchmarks.plan import HYBRID, SMALL, config, near
+from benchmarks.plan import HYBRID, SMALL, config, near, short_measurements
 from benchmarks.plan_disk import BATCH
 from benchmarks.recovery import DEADLINE, Server, fill, free_address, ids_of, regions
 from persia import IdColumn, rpc
@@ -26,7 +26,7 @@ from persia.plan import plan_deployment
 from persia.services import EmbeddingPS
 
 ROWS = {"smoke": 50_000, "laptop": 10_000_000, "full": 10_000_000}
-ROUNDS = 3
+ROUNDS = {"smoke": 1, "laptop": 3, "full": 3}
 NAMES = ("checkpoint", "restore", "restart")
 
 
@@ -37,9 +37,11 @@ def seconds(preset: str) -> Iterator[runner.Measure]:
     run = config(
         {"kind": "embedded"}, HYBRID, 4096, "adagrad", SMALL, id_features=1, ids_per_feature=rows, dim=16, zipf=0.0
     )
-    rates = measure_rates(run, "plan.seconds", "python -m benchmarks plan.seconds")
+    with short_measurements(preset):
+        rates = measure_rates(run, "plan.seconds", "python -m benchmarks plan.seconds")
     plan = plan_deployment(request_of(run, rates, {"id_0": rows}))
-    taken = {**saved_and_loaded(run, rows), "restart": restarted(rows)}
+    rounds = ROUNDS[preset]
+    taken = {**saved_and_loaded(run, rows, rounds), "restart": restarted(rows, rounds)}
     expected = (plan.checkpoint_seconds, plan.restore_seconds, plan.restart_seconds)
     found = []
     for name, predicted in zip(NAMES, expected, strict=True):
@@ -51,7 +53,7 @@ def seconds(preset: str) -> Iterator[runner.Measure]:
     yield runner.worst("plan.seconds", found)
 
 
-def saved_and_loaded(run: object, rows: int) -> dict[str, list[float]]:
+def saved_and_loaded(run: object, rows: int, rounds: int) -> dict[str, list[float]]:
     """Returns the seconds of `Trainer.save` and `Trainer.load`."""
     reader = run.reader()  # type: ignore[attr-defined]
     taken: dict[str, list[float]] = {"checkpoint": [], "restore": []}
@@ -62,7 +64,7 @@ def saved_and_loaded(run: object, rows: int) -> dict[str, list[float]]:
         number = worker.register({"id_0": IdColumn(np.arange(start, min(start + BATCH, rows), dtype=np.uint64))})
         worker.lookup(number)
         worker.release(number)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix="persia-plan-") as folder:
             began = time.perf_counter()
             trainer.save(folder)
@@ -75,7 +77,7 @@ def saved_and_loaded(run: object, rows: int) -> dict[str, list[float]]:
     return taken
 
 
-def restarted(rows: int) -> list[float]:
+def restarted(rows: int, rounds: int) -> list[float]:
     """Returns the seconds from the start of a PS process to its first answer, with its rows in /dev/shm."""
     address, taken = free_address(), []
     probe = {"table": ids_of(np.arange(0, rows, rows // 1000))}
@@ -88,7 +90,7 @@ def restarted(rows: int) -> list[float]:
         stub = rpc.connect(address, EmbeddingPS, peer="embedding PS 0", timeout=DEADLINE)
         stack.callback(rpc.close, stub)
         fill(stub, rows)
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             server.kill()
             server.end()
             began = time.perf_counter()

@@ -47,7 +47,7 @@ class Scale:
 
 
 SCALES = {
-    "smoke": Scale(200_000, 5, 3, 4),
+    "smoke": Scale(100_000, 1, 1, 4),
     "laptop": Scale(10_000_000, 5, 100, 20),
     "full": Scale(10_000_000, 11, 300, 60),
 }
@@ -283,7 +283,7 @@ Work = Callable[[NativeStore, list[np.ndarray]], Callable[[], float]]
 
 def shared(preset: str, name: str, work: Work, targets: tuple[float | None, float | None]) -> Iterator[runner.Measure]:
     """In files against anonymous memory: /dev/shm, and a file system with huge pages where one may mount it."""
-    scale = SCALES[preset]
+    scale, rounds = SCALES[preset], 1 if preset == "smoke" else 7
     random = np.random.default_rng(0)
     size = min(BATCH, scale.rows // 2)
     keys = [ids_of(random.choice(scale.rows, size, replace=False)) for _ in range(scale.batches)]
@@ -291,7 +291,7 @@ def shared(preset: str, name: str, work: Work, targets: tuple[float | None, floa
     def compared(name: str, root: str, target: float | None) -> runner.Measure:
         with regions(root) as directory:
             ours, theirs = (work(filled(place, scale.rows), keys) for place in (directory, None))
-            return runner.ratio(name, ours=ours, theirs=theirs, of="rows/s", rounds=7, at_least=target)
+            return runner.ratio(name, ours=ours, theirs=theirs, of="rows/s", rounds=rounds, at_least=target)
 
     yield compared(name, SHM, targets[0])
     with tempfile.TemporaryDirectory() as mount:

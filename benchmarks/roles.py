@@ -10,12 +10,12 @@ of the collection, its part of backward; torch's own work in there (tensors, aut
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 from benchmarks import runner
+from benchmarks.elsewhere import methods
 from benchmarks.python_time import PythonTime
 
 TARGETS = {"embedding_ps": 0.3e-3, "embedding_worker": 0.5e-3, "nn_worker": 1.5e-3}
@@ -116,13 +116,12 @@ def nn_worker(pipe: Pipe, addresses: tuple[str, str], preset: str) -> None:
 @runner.measures("roles.python_s", *(f"roles.python_s.{role}" for role in TARGETS))
 def python_s(preset: str) -> list[runner.Measure]:
     """Seconds of Python per batch; the aggregate is the role farthest from its target."""
-    methods = multiprocessing.get_context("spawn")
     pipes: dict[str, Pipe] = {}
     processes: list[Any] = []
 
     def start(role: str, function: Callable[..., None], *arguments: Any) -> None:
-        pipes[role], there = methods.Pipe()
-        processes.append(process := methods.Process(target=function, args=(there, *arguments), daemon=True))
+        pipes[role], there = methods().Pipe()
+        processes.append(process := methods().Process(target=function, args=(there, *arguments), daemon=True))
         process.start()
 
     def ask(role: str, what: int) -> Any:

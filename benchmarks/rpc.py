@@ -10,7 +10,6 @@ rest is ours.
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 import struct
 import threading
@@ -24,6 +23,7 @@ import numpy as np
 import zmq
 
 from benchmarks import runner
+from benchmarks.elsewhere import methods
 from persia import rpc
 from persia.types import Floats, Ids
 
@@ -106,9 +106,8 @@ class Sides(NamedTuple):
 
 @contextmanager
 def sides() -> Iterator[Sides]:
-    methods = multiprocessing.get_context("spawn")
-    here, there = methods.Pipe()
-    process = methods.Process(target=serve, args=(there,))
+    here, there = methods().Pipe()
+    process = methods().Process(target=serve, args=(there,))
     process.start()
     context: zmq.Context = zmq.Context()
     try:

@@ -20,8 +20,10 @@ import gc
 import importlib
 import inspect
 import math
+import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -170,10 +172,19 @@ def run(patterns: Sequence[str], preset: str) -> Iterator[Measure]:
             torch.set_num_threads(threads)
             if preset == "smoke":  # Many run in one process: whichever hangs or crashes is the one that was named last.
                 print(f"--- {benchmark.names[0]}", file=sys.stderr, flush=True)
+            began, used = time.monotonic(), _processor_seconds()
             for measure in _printed(benchmark, preset, selected):
                 if measure.name in selected:
                     yield measure
             gc.collect()
+            if preset == "smoke":
+                took = f"{time.monotonic() - began:.1f} s, {_processor_seconds() - used:.1f} s of processors"
+                print(f"    {took}", file=sys.stderr, flush=True)
+
+
+def _processor_seconds() -> float:
+    """Of this process and its children that have ended; processes of Ray are not among them."""
+    return sum(os.times()[:4])
 
 
 def _printed(benchmark: Benchmark, preset: str, selected: set[str]) -> Iterator[Measure]:

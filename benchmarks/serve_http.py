@@ -16,10 +16,9 @@ import itertools
 import math
 import os
 import re
+import signal
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ import torch
 
 import persia
 from benchmarks import runner
+from benchmarks.elsewhere import start_python
 from benchmarks.publish import FEATURES, folder, trainer_of
 from persia.publish import PublishOptions
 from persia.serve import Predictor
@@ -93,19 +93,16 @@ class Server:
     """
 
     def __init__(self, url: str, core: int | None) -> None:
-        program = [sys.executable, "-m", "persia", "serve", url, "--model", "benchmarks.serve_http:network"]
+        program = ["-m", "persia", "serve", url, "--model", "benchmarks.serve_http:network"]
         options = ["--threads", "1", "--port", "0", "--deadline-ms", str(1000 * DEADLINE)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([*program, *options], stderr=subprocess.PIPE, text=True, env=environment)
-        assert self.process.stderr is not None
-        lines = []
-        for line in self.process.stderr:
-            lines.append(line)
-            if "ready:" in line:
-                break
-        found = re.search(r"http://[\d.]+:(\d+) serves", "".join(lines))
+        self.process = start_python([*program, *options], environment)
+        while "ready:" not in self.process.err.read_text() and self.process.wait(0.02) is None:
+            pass
+        said = self.process.err.read_text()
+        found = re.search(r"http://[\d.]+:(\d+) serves", said)
         if found is None:
-            raise RuntimeError("".join(lines))
+            raise RuntimeError(said)
         self.port = int(found[1])
         if core is not None:
             for thread in os.listdir(f"/proc/{self.process.pid}/task"):
@@ -117,10 +114,9 @@ class Server:
             return int(counts.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def close(self) -> None:
-        self.process.terminate()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        os.kill(self.process.pid, signal.SIGTERM)
         self.process.wait(60)
+        self.process.end()
 
 
 @contextlib.contextmanager

@@ -14,8 +14,6 @@ Times are wall-clock times, so they contain what other processes take, and waits
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +26,7 @@ import numpy as np
 
 import persia
 from benchmarks import runner
+from benchmarks.elsewhere import run_python
 from benchmarks.store import BATCH, DIM, filled, ids_of
 from benchmarks.store_pauses import timed
 from persia.checkpoint.storage import Storage
@@ -216,12 +215,13 @@ def start(preset: str) -> runner.Measure:
         url, cache = f"{directory}/log", f"{directory}/cache"
         publish_rows(url, rows)
         ids = ",".join(map(str, ids_of(np.random.default_rng(0).integers(0, rows, IDS)).tolist()))
-        command = [sys.executable, "-c", START_PROGRAM, url, cache]
+        program = ["-c", START_PROGRAM, url, cache]
         # The first process writes the cache. Imports take longer than all else in smoke: one process starts it often.
         rounds = [1, runner.MIN_ROUNDS] if preset == "smoke" else [1] * (1 + runner.MIN_ROUNDS)
         runs = []
         for times in rounds:
-            run = subprocess.run([*command, str(times), ids], capture_output=True, text=True, check=True)
+            run = run_python([*program, times, ids])
+            run.check_returncode()
             runs += [tuple(map(float, line.split())) for line in run.stdout.splitlines()]
         for found in runs:
             if found[2:] != (IDS, rows):

@@ -56,17 +56,16 @@ READ_BYTES = 4096
 WRITE_BYTES = 64 << 10
 
 
-def core_seconds(work: Callable[[], int], seconds: float = SECONDS) -> float:
+def core_seconds(work: Callable[[], int]) -> float:
     """Returns the median over rounds of the processor seconds of this process for a unit of work.
 
     Args:
         work: does some units and returns their number.
-        seconds: of processor time in a round, at least.
     """
     found = []
     for _ in range(ROUNDS):
         began, units, spent = time.process_time(), 0, 0.0
-        while spent < seconds / ROUNDS:
+        while spent < SECONDS / ROUNDS:
             units += work()
             spent = time.process_time() - began
         found.append(spent / units)
