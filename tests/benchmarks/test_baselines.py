@@ -72,6 +72,7 @@ def test_step_variants(kind):
     variant.close()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(step_torch.TorchRec.python() is None, reason="build/torchrec-env has not been created")
 @pytest.mark.parametrize(("layer", "dtype"), [("fbgemm", "float32"), ("fbgemm", "float16"), ("torchrec", "float32")])
 def test_torchrec_variant(layer, dtype):

@@ -54,7 +54,7 @@ def record(name: str = "item") -> RunRecord:
     counters = {"rows": 12_345, "bytes": 3 << 20, "lookups": 200, "hits": 150, "evicted": 5}
     return RunRecord(
         "Sync()", 2, 1.7e9, 95, curve, dict.fromkeys((name, "like"), groups),
-        {0: 7, 3: 2}, {name: counters}, [FeatureCost(name, name, 640, 64, 0.002)], {name: {"auc": 0.75}}, True,
+        {0: 7, 3: 2}, {name: counters}, [FeatureCost(name, name, 640, 64, 0.002)], [], {name: {"auc": 0.75}}, True,
     )  # fmt: skip
 
 

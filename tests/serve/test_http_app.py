@@ -451,7 +451,7 @@ def test_no_answer_lacks_its_numbers(accept, value):
 
         def rank(self, user, items):
             found = super().rank(user, items)
-            return found._replace(probabilities=np.full_like(found.probabilities, value))
+            return found._replace(scores=np.full_like(found.scores, value))
 
     async def test(client):
         headers = {"Accept": accept}

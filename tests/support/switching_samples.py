@@ -53,7 +53,7 @@ class CrashingNet(Net):
         self.left, self.error = left, error
 
     def forward(self, dense, embeddings):
-        self.left -= 1
+        self.left -= self.training  # A checkpoint looks at the last batch once more.
         if self.left == 0:
             raise self.error("killed")
         return super().forward(dense, embeddings)

@@ -19,6 +19,7 @@ from persia.telemetry.run_record import read_run
 from persia.telemetry.tracking import MLflow
 from persia.trainer.driver import _merged_metrics
 from persia.trainer.scores import TrainingScores
+from support.listed import Listed
 
 SCHEMA = persia.Schema([persia.IdFeature("item", 4), persia.IdFeature("user", 4)], labels=["click"])
 ROWS = 50
@@ -51,7 +52,7 @@ def trainer(**options):
 def printed(result, monkeypatch):
     text = io.StringIO()
     monkeypatch.setattr(ui, "CONSOLE", Console(file=text, width=100))
-    ui.print_fit(result, None)
+    ui.print_fit(result, "runs/first")
     return text.getvalue()
 
 
@@ -117,7 +118,7 @@ def test_passes_with_new_rows_are_progressive():
 
 
 def test_a_resumed_call_begins_with_no_rows(tmp_path):
-    data, whole = day(0), trainer()
+    data, whole = Listed(day(0)), trainer()
     expected = whole.fit(data)
     first = trainer()
     before = first.fit(data, max_steps=12).progressive

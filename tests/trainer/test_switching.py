@@ -268,7 +268,7 @@ def test_advice_where_there_are_far_fewer_nn_workers_than_gradients(caplog):
     t.fit(batches(9))
     advice = "Gba applies 8 gradients per step, from 1 NN workers"
     assert [r.levelname for r in caplog.records if advice in r.getMessage()] == ["WARNING"]
-    t.fit(batches(9))
+    t.fit(batches(9), again=True)
     assert sum(advice in r.getMessage() for r in caplog.records) == 2
     caplog.clear()
     trainer(Gba(2 * ROWS)).fit(batches(4))

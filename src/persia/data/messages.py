@@ -84,7 +84,7 @@ class MessageRows(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What is needed of Arrow messages of one schema.
+    """Columns that are needed of Arrow messages of one schema.
 
     Attributes:
         schema: the schema.

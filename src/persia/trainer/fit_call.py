@@ -92,8 +92,10 @@ class FitCall:
         if publishing.drift is not None:
             self._progress.on_scored = publishing.drift.scored
 
-        def ends() -> bool:
-            return should_stop() or (self._raises and self._progress.has_non_finite)
+        progress, raises = self._progress, self._raises
+
+        def ends() -> bool:  # Without `self`: no cycle keeps the rows of a Trainer that is dropped.
+            return should_stop() or (raises and progress.has_non_finite)
 
         self._loop = TrainingLoop(state, network, embeddings, self._progress, ends, publishing)
 
