@@ -104,8 +104,8 @@ def stale_tombstones(preset: str) -> runner.Measure:
         schema = persia.Schema(reader.schema.id_features, reader.schema.dense_features, reader.schema.labels, tables)
         trainer = trainer_of(schema, PublishOptions(str(path / "log"), seconds=0.05))
         replica = Replica(follow(str(path / "log")))
-        for _ in range(ROUNDS[preset]):
-            trainer.fit(reader)
+        for number in range(ROUNDS[preset]):
+            trainer.fit(reader, epochs=number + 1)
             replica.refresh()
             for server in trainer.embeddings.connection.servers:
                 chunks = list(server.export_rows())

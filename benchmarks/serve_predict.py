@@ -215,7 +215,7 @@ def ranking(preset: str) -> Iterator[runner.Measure]:
             whole = expanded(RANKING, user, many)
 
             rank, score = functools.partial(predictor.rank, user, many), functools.partial(predictor.predict, whole)
-            off = np.abs(rank().probabilities - score().probabilities).max()
+            off = np.abs(rank().scores - score().scores).max()
             measure = runner.ratio(
                 f"serve.rank.{name}",
                 ours=functools.partial(highest_rate, lambda _, rank=rank: rank(), requests),

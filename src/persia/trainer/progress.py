@@ -189,7 +189,7 @@ class FitProgress:
         self._loss = float("nan")
         self._seconds = 0.0
         self._unscored: _Unscored | None = None
-        self._goes_on = state.stream is not None and bool(state.stream.offsets(state.position))
+        self._goes_on = state.goes_on
         """Whether a stream was read before, so that there may be nothing new."""
         self._nothing_left = ""
         self._empty = False

@@ -250,6 +250,11 @@ class TrainingState:
         if self.stream is not None:
             self.stream.begin(self.position, self._offsets, stopping)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the data are a stream of which something was read before this call began."""
+        return self.stream is not None and bool(self._offsets)
+
     def end_pass(self) -> None:
         """Ends a pass over the data. The next one goes on at the offsets of a stream."""
         self._offsets, self._in_stream = self.offsets, False
