@@ -155,6 +155,7 @@ class Storage:
         """Writes or replaces a small file atomically: readers see the old or the new one, even after a crash."""
         if not self._local:
             with _guard("write", self.full(path)):
+                self._make_parent(path)
                 self._fs.pipe_file(self.full(path), data)
             return
         temporary = f"{path}.tmp"
