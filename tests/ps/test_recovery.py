@@ -386,7 +386,7 @@ def test_capacities_must_fit_for_all_ps_of_a_host(mounted, caplog):
     servers[0].close()
     servers[0] = begun(0, 2)
     assert "may grow to" not in caplog.text
-    (place / "filler").write_bytes(bytes(1 << 20))
+    (place / "filler").write_bytes(bytes(3 << 19))
     servers[0].close()
     servers[0] = begun(0, 2)
     assert "MiB free for an embedding PS, but its tables may grow to 1.4 MiB: when it is full, lookups" in caplog.text
