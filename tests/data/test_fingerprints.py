@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import persia
 from persia.data import Split, arrow, csv, days, negatives, parquet, synthetic
+from persia.data.fingerprints import fingerprint_of_frame
 from persia.errors import DataError
 from persia.services import fingerprint_of
 from support.examples import examples
@@ -170,3 +171,10 @@ def test_parts_are_read_in_any_order_and_rows_keep_their_numbers(folder, make, d
 
 def _file(row):
     return 0 if row < 40 else 1 if row < 80 else 3
+
+
+def test_a_frame_of_texts_as_polars_keeps_them_has_a_fingerprint():
+    polars = pytest.importorskip("polars", reason="needs the extra polars")
+    one, same, other = (polars.DataFrame({"user": ["a" * 20, name, None]}) for name in ("b", "b", "c"))
+    first, second, third = (fingerprint_of_frame("frame", each) for each in (one, same, other))
+    assert first == second != third

@@ -62,12 +62,9 @@ def fingerprint_of_frame(name: str, frame: Any) -> SourceFingerprint | None:
         length = min(rows - first, _SAMPLED_ROWS)
         piece = frame.iloc[first : first + length] if hasattr(frame, "iloc") else frame.slice(first, length)
         table = pa.Table.from_batches([piece]) if isinstance(piece, pa.RecordBatch) else pa.table(piece)
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema.remove_metadata()) as writer:
-            for batch in table.replace_schema_metadata(None).combine_chunks().to_batches():
-                # Taken, as a slice would be written with the bits before it.
-                writer.write_batch(batch.take(pa.array(range(len(batch)))))
-        digest.update(sink.getvalue())
+        # As Python's values: Arrow writes a slice with the bits before it, and cannot copy all types.
+        content = str(table.schema.remove_metadata()), table.to_pydict()
+        digest.update(repr(content).encode("utf-8", "backslashreplace"))
     return SourceFingerprint(name, (SourcePart(f"{name} of {rows} rows ({digest.hexdigest()})"),))
 
 
