@@ -1,14 +1,11 @@
 """The commands, as a user types them."""
 
-import contextlib
-import io
 import json
 import os
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +13,8 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from persia.cli import main
 from persia.serve import Predictor
+from support.command import persia
 
 CONFIG = """
 [data]
@@ -35,20 +32,6 @@ kind = "sync"
 [trainer]
 progress = false
 """
-
-
-def persia(*arguments, ok=True):
-    """Runs a command in this process, as importing torch anew takes seconds."""
-    output = io.StringIO()
-    argv = mock.patch.object(sys, "argv", ["persia", *arguments])
-    with argv, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            main()
-            status = 0
-        except SystemExit as end:
-            status = end.code or 0
-    assert (status == 0) == ok, output.getvalue()
-    return output.getvalue()
 
 
 @pytest.fixture

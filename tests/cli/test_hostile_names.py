@@ -1,14 +1,11 @@
 """Names of columns, tables and files with control characters: no command writes them to a terminal."""
 
 import ast
-import contextlib
 import io
 import json
 import os
 import re
-import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -17,13 +14,13 @@ import pytest
 from rich.console import Console
 
 import persia.cli
-from persia.cli import main
 from persia.cli.health import _table
 from persia.dashboard.top import details, frame
 from persia.dashboard.view import ClusterView, view
 from persia.membership.observing import Answer
 from persia.telemetry.metrics import Health, Metric
 from persia.types import Member
+from support.command import run_here
 
 RESET = "\x1bc"
 USER, ITEM, CLICK = f"user{RESET}\x07", "item\x9b31m\u202e", f"click{RESET}"
@@ -44,13 +41,7 @@ class Screen(io.StringIO):
 def persia_(*arguments, ok=True):
     """Returns what a command writes to a terminal without colours."""
     screen = Screen()
-    argv = mock.patch.object(sys, "argv", ["persia", *map(str, arguments)])
-    with argv, contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen):
-        try:
-            main()
-            status = 0
-        except SystemExit as end:
-            status = end.code or 0
+    status = run_here(screen, *arguments)
     text = STYLES.sub("", screen.getvalue())
     assert (status == 0) == ok, text
     assert "Traceback" not in text

@@ -1,11 +1,7 @@
 """`persia import` and `persia export`."""
 
-import contextlib
-import io
 import os
 import shutil
-import sys
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +11,7 @@ import torch
 from safetensors.numpy import save_file
 
 from persia import checkpoint
-from persia.cli import main
+from support.command import persia
 
 CONFIG = """
 [data]
@@ -29,19 +25,6 @@ kind = "sync"
 [trainer]
 progress = false
 """
-
-
-def persia(*arguments, ok=True):
-    output = io.StringIO()
-    argv = mock.patch.object(sys, "argv", ["persia", *arguments])
-    with argv, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            main()
-            status = 0
-        except SystemExit as end:
-            status = end.code or 0
-    assert (status == 0) == ok, output.getvalue()
-    return output.getvalue()
 
 
 @pytest.fixture

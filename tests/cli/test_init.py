@@ -1,13 +1,11 @@
 """`persia init`: what it guesses, writes and refuses, and that what it writes trains."""
 
-import contextlib
 import io
 import json
 import re
 import sys
 import tomllib
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import persia as persia_package
-from persia.cli import main
 from persia.cli.init import init
 from persia.errors import ConfigError, DataError
+from support.command import run_here
 
 ROWS = 400
 
@@ -26,13 +24,7 @@ ROWS = 400
 def persia(*arguments):
     """Runs a command in this process; returns the exit status and what it has printed."""
     output = io.StringIO()
-    argv = mock.patch.object(sys, "argv", ["persia", *map(str, arguments)])
-    with argv, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            main()
-            status = 0
-        except SystemExit as end:
-            status = end.code or 0
+    status = run_here(output, *arguments)
     return status, output.getvalue()
 
 

@@ -1,12 +1,9 @@
 """Where `persia train` saves, what it does with a directory that holds a run, and what paths are relative to."""
 
-import contextlib
-import io
 import json
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -16,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from persia.checkpoint import list_checkpoints
-from persia.cli import main
 from persia.cli.configured_run import load_config
 from persia.cli.run_config import RunConfig
 from persia.cli.run_folder import RunFolder
 from persia.config import convert
 from persia.errors import ConfigError
+from support.command import persia
 
 CONFIG = """
 [data]
@@ -44,20 +41,6 @@ kind = "sync"
 progress = false
 """
 FOLDER = re.compile(r"\d{4}-\d\d-\d\d-\d{6}(-\d+)?")
-
-
-def persia(*arguments, ok=True):
-    output = io.StringIO()
-    argv = mock.patch.object(sys, "argv", ["persia", *map(str, arguments)])
-    with argv, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            main()
-            status = 0
-        except SystemExit as end:
-            status = end.code or 0
-    assert (status == 0) == ok, output.getvalue()
-    assert "Traceback" not in output.getvalue()
-    return output.getvalue()
 
 
 def commands(text):

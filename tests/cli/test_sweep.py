@@ -1,15 +1,11 @@
 """`persia train --sweep`."""
 
 import contextlib
-import io
 import json
-import sys
 import tomllib
-from unittest import mock
 
 import pytest
 
-from persia.cli import main
 from persia.cli.run_config import Range, SweepConfig
 from persia.config import convert
 from persia.errors import ConfigError
@@ -17,6 +13,7 @@ from persia.errors import ConfigError
 pytest.importorskip("optuna", reason="needs the extra optuna")
 
 from persia.cli.sweep import Sweep, with_values
+from support.command import persia
 
 CONFIG = """
 [data]
@@ -33,19 +30,6 @@ checkpoint_dir = "unused"
 checkpoint_every_steps = 2
 
 """
-
-
-def persia(*arguments, ok=True):
-    output = io.StringIO()
-    argv = mock.patch.object(sys, "argv", ["persia", *arguments])
-    with argv, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            main()
-            status = 0
-        except SystemExit as end:
-            status = end.code or 0
-    assert (status == 0) == ok, output.getvalue()
-    return output.getvalue()
 
 
 @pytest.fixture

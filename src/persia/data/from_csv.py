@@ -6,22 +6,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from csv import Error as CsvError
 from csv import reader
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import msgspec
 
 from persia.batching.batch import Batch
 from persia.data.csv_batches import csv_batches
 from persia.data.expressions import Rule
+from persia.data.file_source import FileSource
 from persia.data.files import File, Paths, expand
-from persia.data.fingerprints import fingerprint_of_files
 from persia.data.numerals import Numerals
 from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion, DayUnit, Piece, present_columns, require_rows
+from persia.data.rows import Conversion, DayUnit, Piece, present_columns
 from persia.data.selection import Selection, Split
 from persia.errors import ConfigError, DataError
 from persia.schema import InputRules, Schema
-from persia.types import SourceFingerprint
 
 __all__ = ["CSV_SUFFIXES", "CsvFormat", "CsvSource", "csv"]
 
@@ -190,33 +189,16 @@ class CsvFormat:
 
 
 @dataclass(frozen=True)
-class CsvSource:
+class CsvSource(FileSource):
     """Rows of delimited text files.
 
     Attributes:
-        files: in the order in which they are read.
-        conversion: to batches.
         format: of the files.
-        counted: places of files whose rows are not read, but count where rows are selected by their number.
-        whole: whether these are all files of the source, which has a row at least.
     """
 
-    files: tuple[File, ...]
-    conversion: Conversion
+    kind: ClassVar = "csv"
+
     format: CsvFormat = field(default_factory=CsvFormat)
-    counted: frozenset[int] = frozenset()
-    whole: bool = True
-
-    def fingerprint(self) -> SourceFingerprint:
-        """Returns files and selection."""
-        return fingerprint_of_files("csv", self.files, self.conversion.selection)
-
-    def of_parts(self, order: Sequence[int], read: Sequence[int]) -> CsvSource:
-        """See `persia.services.Divisible`."""
-        unread = {*order}.difference(read)
-        counted = frozenset(place for place, number in enumerate(order) if number in unread)
-        files = tuple(self.files[number] for number in order)
-        return replace(self, files=files, counted=counted, whole=len(read) == len(self.files))
 
     @property
     def input_rules(self) -> InputRules:
@@ -230,8 +212,7 @@ class CsvSource:
             for place, file in enumerate(self.files)
             for piece in self.pieces(file)
         )
-        batches = self.conversion.batches(pieces, skip, self.format.transform)
-        return require_rows(batches, self.files, skip, self.conversion.selection) if self.whole else batches
+        return self.checked(self.conversion.batches(pieces, skip, self.format.transform), skip)
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """See `ColumnSource.columns`. Values are bytes."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from persia.batching.batch import Batch
 from persia.data.expressions import Rule
-from persia.data.files import File, Paths, expand
-from persia.data.fingerprints import fingerprint_of_files
+from persia.data.file_source import FileSource
+from persia.data.files import Paths, expand
 from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion, DayUnit, Piece, require_rows
+from persia.data.rows import Conversion, DayUnit, Piece
 from persia.data.selection import Selection, Split
-from persia.schema import InputRules, Schema
-from persia.types import SourceFingerprint
+from persia.schema import Schema
 
 __all__ = ["PARQUET_SUFFIXES", "ParquetSource", "parquet"]
 
@@ -85,36 +84,10 @@ def parquet(
 
 
 @dataclass(frozen=True)
-class ParquetSource:
-    """Rows of Parquet files.
+class ParquetSource(FileSource):
+    """Rows of Parquet files."""
 
-    Attributes:
-        files: in the order in which they are read.
-        conversion: to batches.
-        counted: places of files whose rows are not read, but count where rows are selected by their number.
-        whole: whether these are all files of the source, which has a row at least.
-    """
-
-    files: tuple[File, ...]
-    conversion: Conversion
-    counted: frozenset[int] = frozenset()
-    whole: bool = True
-
-    def fingerprint(self) -> SourceFingerprint:
-        """Returns files and selection."""
-        return fingerprint_of_files("parquet", self.files, self.conversion.selection)
-
-    def of_parts(self, order: Sequence[int], read: Sequence[int]) -> ParquetSource:
-        """See `persia.services.Divisible`."""
-        unread = {*order}.difference(read)
-        counted = frozenset(place for place, number in enumerate(order) if number in unread)
-        files = tuple(self.files[number] for number in order)
-        return replace(self, files=files, counted=counted, whole=len(read) == len(self.files))
-
-    @property
-    def input_rules(self) -> InputRules:
-        """See `Conversion.input_rules`."""
-        return self.conversion.input_rules
+    kind: ClassVar = "parquet"
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Without a selection, skips whole files and row groups by their metadata."""
@@ -123,7 +96,7 @@ class ParquetSource:
             batches = self.conversion.batches((p for p, _ in self._pieces(0)), skip)
         else:
             batches = (b for p, left in self._pieces(skip) for b in self.conversion.batches(iter([p]), left))
-        return require_rows(batches, self.files, skip, selection) if self.whole else batches
+        return self.checked(batches, skip)
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """See `ColumnSource.columns`."""
