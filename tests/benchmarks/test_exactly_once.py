@@ -84,6 +84,7 @@ def test_a_trained_click_that_is_not_served_makes_the_figure_larger(monkeypatch)
 
 def test_each_fault_comes_once_in_a_round():
     pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
     from benchmarks.exactly_once_faults import KINDS, draw
 
     faults = draw(1, 2 * len(KINDS), KINDS)

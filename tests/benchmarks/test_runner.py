@@ -102,7 +102,8 @@ def test_an_error_names_the_benchmark_that_failed(monkeypatch, capsys, late):
     with pytest.raises(OSError, match="no space left") as raised:
         selected("fake.*")
     assert raised.value.__notes__ == ["The benchmark that failed: python -m benchmarks fake.one --preset smoke"]
-    assert capsys.readouterr().err.splitlines() == ["--- fake.zero", "--- fake.one"]  # If it had crashed instead.
+    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("---")]
+    assert printed == ["--- fake.zero", "--- fake.one"]  # If it had crashed instead.
 
 
 @pytest.mark.processes
@@ -196,6 +197,7 @@ def test_an_aggregate_is_the_worst():
 
 
 def test_make_bench_reaches_every_name():
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
     makefile = (Path(__file__).resolve().parents[2] / "Makefile").read_text()
     areas = re.search(r"^BENCHMARKS = (.*)$", makefile, re.MULTILINE)
     assert set(areas.group(1).split()) == {name.split(".")[0] for name in runner.names()}
@@ -204,6 +206,7 @@ def test_make_bench_reaches_every_name():
 
 
 def test_performance_page_names_what_can_be_selected():
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
     page = (Path(__file__).resolve().parents[2] / "docs" / "performance.md").read_text()
     rows = re.findall(r"^\| ([a-z]+\.[a-z0-9_]+(?:\.[a-z0-9_]+)*)", page, re.MULTILINE)
     assert len(rows) > 60

@@ -237,6 +237,8 @@ def test_nothing_left_names_both_ways_on(days, following, caplog):
     trained_again = t.fit(reader(days[0]), again=True)
     assert trained_again.steps == 10
     assert (trained_again.progressive.rows, trained_again.training.rows) == (0, trained_again.rows), "all were seen"
+    new = t.fit(reader(days[1]), again=True)
+    assert (new.progressive.rows, new.training.rows) == (new.rows, 0), "none was seen"
     assert t.fit(reader(days[0]), epochs=2).steps == 10
 
 

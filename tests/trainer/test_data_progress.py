@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import ConfigError
-from persia.trainer.data_progress import DataProgress, begin_source, begin_stream, fingerprint_of_object
+from persia.trainer.data_progress import Begun, DataProgress, begin_source, begin_stream, fingerprint_of_object
 from persia.types import SourceFingerprint, SourcePart
 from support.examples import examples
 
@@ -32,9 +32,9 @@ def begin(progress, position, source, **options):
 
 def test_the_same_source_continues_without_a_word():
     source = files("a", "b")
-    assert begin(trained(source), 0, source) == (trained(source), 0, None, False)
+    assert begin(trained(source), 0, source) == Begun(trained(source), 0)
     progress = trained(source, 2, 5)
-    assert begin(progress, 5, source) == (progress, 5, None, False)
+    assert begin(progress, 5, source) == Begun(progress, 5)
     assert (progress.epoch, progress.done, progress.current.number) == (2, 2, 2)
 
 
@@ -197,7 +197,7 @@ def test_a_stream_goes_on_whatever_the_count_of_its_calls():
     begun = begin_stream(progress, 0, topic)
     assert begun.progress.left(1)
     middle = begun.progress.begin_pass()
-    assert begin_stream(middle, 5, topic) == (middle, 5, None, False)
+    assert begin_stream(middle, 5, topic) == Begun(middle, 5)
     assert begin_stream(trained(files("a"), 0, 5), 5, topic).position == 0
     assert begin(middle, 5, files("a")).position == 0
 

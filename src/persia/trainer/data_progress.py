@@ -133,12 +133,14 @@ class Begun(NamedTuple):
         position: batches of the pass under way that are trained.
         notice: says that training continues on other data; None if they are the same.
         surprising: whether the notice says that rows are left out: of a pass before, or such as were trained before.
+        repeated: whether data that were trained are trained again as if they had not been.
     """
 
     progress: DataProgress
     position: int
     notice: str | None = None
     surprising: bool = False
+    repeated: bool = False
 
 
 def begin_source(
@@ -178,6 +180,7 @@ def begin_source(
     )
     if recorded is not None and other and recorded.kind == OBJECT:
         passes = {key: passes[key] for key in passes.keys() - recorded.keys()}
+    repeated = again and any(key in passes for key in keys)
     if again:
         passes = {key: passes[key] for key in passes.keys() - keys}
     current = None
@@ -189,7 +192,7 @@ def begin_source(
         notice = _notice(progress, recorded, given, current, dropped)
         surprising = bool(dropped) or any(key in passes for key in keys)
     begun = DataProgress(given, passes, current, min(passes.get(key, 0) for key in keys), progress.number)
-    return Begun(begun, position if current is not None else 0, notice, surprising)
+    return Begun(begun, position if current is not None else 0, notice, surprising, repeated)
 
 
 def begin_stream(progress: DataProgress, position: int, given: SourceFingerprint) -> Begun:

@@ -43,14 +43,13 @@ class TrainingScores:
         self._window: list[AUC] = []
         """Of the rows since the last point of the curves, by label; empty if there are no curves."""
 
-    def begin(self, data: object, *, again: bool = False) -> None:
+    def begin(self, data: object) -> None:
         """Begins a call of `fit`.
 
         Args:
             data: its attribute `new_rows_each_epoch` says whether each pass has rows of its own.
-            again: whether the data are trained again as if none of them had been.
         """
-        self.again = again
+        self.again = False
         self.earlier = self.history()
         self.progressive, self.training = Metrics(self._labels), Metrics(self._labels)
         self.repeats, self.seen = not getattr(data, "new_rows_each_epoch", False), False

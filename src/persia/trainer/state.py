@@ -220,7 +220,10 @@ class TrainingState:
                 LOG.log(logging.WARNING if begun.surprising or self.loaded else logging.INFO, "%s", begun.notice)
             return begun
 
-        self.data, self.position, *_ = self._network.replicas.run_on_rank0(begin, Begun)
+        begun = self._network.replicas.run_on_rank0(begin, Begun)
+        self.data, self.position = begun.progress, begun.position
+        if again:
+            self.scores.again = begun.repeated
         self.finished = False
 
     def _fingerprint(self, data: object, stream: bool) -> SourceFingerprint:

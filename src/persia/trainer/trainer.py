@@ -238,7 +238,7 @@ class Trainer:
         check_begin(train_data, again=again, restart_data=restart_data)
         check_eval_data(eval_data, self.options)
         self._stopping = False
-        self.state.scores.begin(train_data, again=again)
+        self.state.scores.begin(train_data)
         if isinstance(self.cluster, ProcessCluster) and train_data is not None:
             remote, data, bounds = self._driver(self.cluster), train_data, {"epochs": epochs, "max_steps": max_steps}
             return self._stoppable(
