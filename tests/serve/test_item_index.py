@@ -229,6 +229,26 @@ def test_searches_go_on_while_items_change():
     assert min(searches) >= 5
 
 
+def test_a_search_that_began_before_the_vectors_were_exchanged_leaves_out_what_was_removed(monkeypatch):
+    """The exchange must not take from the search's state what it knows of the removal."""
+    tables = Tables()
+    network = model()
+    index = index_of(tables, network)
+    removed = index.search(users(1), 1).ids[0, 0]
+    change(index, tables, "item", [], [removed])
+    read = Tables.read
+
+    def read_while_the_vectors_are_exchanged(self, batch):
+        monkeypatch.undo()
+        index.refresh()
+        return read(self, batch)
+
+    monkeypatch.setattr(Tables, "read", read_while_the_vectors_are_exchanged)
+    assert removed not in index.search(users(1), ITEMS).ids
+    assert not index.waiting
+    check(index, tables, network)
+
+
 def test_an_item_with_a_bad_vector_is_left_out():
     tables, network = Tables(), model()
     tables.rows["item"][8][:] = np.nan

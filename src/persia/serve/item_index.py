@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Iterable
@@ -74,7 +75,7 @@ class Retrieved(NamedTuple):
 
 @dataclass(frozen=True)
 class _State:
-    """The data of a search. Never changed, so that searches need no lock.
+    """The data of a search. Only `gone` ever changes, from False to True, so that searches need no lock.
 
     Attributes:
         towers: the network.
@@ -83,6 +84,8 @@ class _State:
         hidden: items that the graph does not answer for, bool `[items]`: not in it, changed since, or gone.
         fresh: numbers of items that have changed since the graph was built, `[n]`.
         vectors: theirs, float32 `[n, dim]`.
+        gone: items whose rows were removed since the state was made, bool `[items]`. Searches leave them out at once.
+            Of this state alone: a search of the state before must not see that a later one knows of a removal.
     """
 
     towers: Towers
@@ -91,6 +94,7 @@ class _State:
     hidden: NDArray[np.bool_]
     fresh: NDArray[np.int64]
     vectors: NDArray[np.float32]
+    gone: NDArray[np.bool_]
 
 
 class ItemIndex:
@@ -150,8 +154,6 @@ class ItemIndex:
         self._lock = threading.Lock()  # Guards the masks of changes, and exchanges of the state.
         self._building = threading.Lock()  # One graph is built at a time.
         self._refreshing = threading.Lock()
-        self._gone = np.zeros(len(self._catalogue), np.bool_)
-        """Items whose rows were removed since the state was made. Searches leave them out at once."""
         self._dirty = np.zeros(len(self._catalogue), np.bool_)
         """Items whose vectors are to be computed again."""
         self._dirty_beside: NDArray[np.bool_] | None = None
@@ -161,7 +163,7 @@ class ItemIndex:
     def __len__(self) -> int:
         """Returns the number of items that can be found."""
         state = self._state
-        return int(np.count_nonzero(~state.hidden & ~self._gone)) + int(np.count_nonzero(~self._gone[state.fresh]))
+        return int(np.count_nonzero(~state.hidden & ~state.gone)) + int(np.count_nonzero(~state.gone[state.fresh]))
 
     @property
     def step(self) -> int:
@@ -197,7 +199,7 @@ class ItemIndex:
                 if mask is not None:
                     for items in changed:
                         mask[items] = True
-            self._gone[gone] = True
+            self._state.gone[gone] = True
 
     def note_all(self) -> None:
         """Notes that any row may have changed. Returns at once."""
@@ -267,8 +269,9 @@ class ItemIndex:
 
     def _exchange(self, state: _State, items: NDArray[np.int64]) -> None:
         """Makes a state the current one. What it knows of these items is newer than what was noted."""
-        self._state = state
-        self._gone[items] &= self._dirty[items]
+        gone = self._state.gone.copy()
+        gone[items] &= self._dirty[items]
+        self._state = dataclasses.replace(state, gone=gone)
 
     def _built(self, towers: Towers, step: int) -> _State:
         from usearch.index import Index
@@ -292,7 +295,8 @@ class ItemIndex:
             hidden[items] = False
         if graph is None:
             graph = Index(ndim=dim, metric="ip", dtype="f32")
-        return _State(towers, step, graph, hidden, np.empty(0, np.int64), np.empty((0, dim), np.float32))
+        none = np.empty(0, np.int64)
+        return _State(towers, step, graph, hidden, none, np.empty((0, dim), np.float32), np.zeros(count, np.bool_))
 
     def _updated(self, state: _State, items: NDArray[np.int64]) -> _State:
         """Returns a state with the present vectors of these items."""
@@ -305,7 +309,7 @@ class ItemIndex:
             vectors.append(values.numpy())
         if not len(vectors[0]):  # Perhaps of a state without items, whose dim is not known.
             numbers, vectors = (numbers[1:], vectors[1:]) if len(vectors) > 1 else (numbers, vectors)
-        return _State(state.towers, state.step, state.graph, hidden, np.concatenate(numbers), np.concatenate(vectors))
+        return dataclasses.replace(state, hidden=hidden, fresh=np.concatenate(numbers), vectors=np.concatenate(vectors))
 
     # --- searches -----------------------------------------------------------------------------------------------
 
@@ -330,7 +334,7 @@ class ItemIndex:
             queries = state.towers.users(*self._rows.read(batch)).float().cpu().numpy()
         if not np.isfinite(queries).all():
             raise DataError("The vector of a user is not finite; check the dense features of the batch.")
-        beside = np.where(self._gone[state.fresh], -np.inf, queries @ state.vectors.T) if len(state.fresh) else None
+        beside = np.where(state.gone[state.fresh], -np.inf, queries @ state.vectors.T) if len(state.fresh) else None
         items, scores = self._from_graph(state, queries, k)
         if beside is not None:
             items = np.concatenate([items, np.broadcast_to(state.fresh, beside.shape)], 1)
@@ -356,7 +360,7 @@ class ItemIndex:
             if counts is not None:  # Beyond them, keys mean nothing.
                 absent = np.arange(items.shape[1]) >= np.asarray(counts).reshape(-1, 1)
                 items[absent], scores[absent] = 0, -np.inf
-            scores[state.hidden[items] | self._gone[items]] = -np.inf
+            scores[state.hidden[items] | state.gone[items]] = -np.inf
             if asked == size or (scores > -np.inf).sum(1).min() >= k:
                 return items, scores
             asked *= 2  # Some were hidden.
