@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -247,14 +248,73 @@ def in_flight(preset: str) -> runner.Measure:
         return runner.quantity("rpc.in_flight", [IN_FLIGHT * measure() for _ in range(ROUNDS[preset])], "calls/s")
 
 
-@runner.measures("rpc.gradients")
-def gradients(preset: str) -> runner.Measure:
-    """A push of 26 tables (52 arrays, 1.9 MB): messages per second."""
+def push() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Gradients of a step: 26 tables, 52 arrays, 1.9 MB."""
     rng = np.random.default_rng(0)
-    push = {
+    return {
         f"table_{t}": (rng.integers(0, 1 << 40, 1000).astype(np.uint64), np.ones((1000, 16), np.float32))
         for t in range(TABLES)
     }
+
+
+@runner.measures("rpc.gradients")
+def gradients(preset: str) -> runner.Measure:
+    """A push of 26 tables (52 arrays, 1.9 MB): messages per second."""
+    found = push()
     with sides() as (stub, _, _):
-        measure = rate(lambda: stub.gradients(push), CALLS[preset])
+        measure = rate(lambda: stub.gradients(found), CALLS[preset])
         return runner.quantity("rpc.gradients", [measure() for _ in range(ROUNDS[preset])], "calls/s")
+
+
+def serve_thrice(pipe: Connection, keys: str) -> None:
+    """The other process of `guarded`: open to all, with the password of the user, and with CURVE keys."""
+    with (
+        rpc.serve(EchoService(), "tcp://0.0.0.0:*", protocol=Echo, insecure=True) as anyone,
+        rpc.serve(EchoService(), protocol=Echo) as user,
+        rpc.serve(EchoService(), protocol=Echo, keys=keys) as cluster,
+    ):
+        pipe.send((anyone.address, user.address, cluster.address))
+        pipe.recv()
+
+
+def guarded(preset: str, name: str, way: int) -> runner.Measure:
+    """A push of `rpc.gradients` by peers that are let in, against the same to a server that is open to anyone."""
+    found, calls = push(), CALLS[preset] // 2
+    here, there = methods().Pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        keys = f"{folder}/keys"
+        rpc.make_keys(keys)
+        process = methods().Process(target=serve_thrice, args=(there, keys))
+        process.start()
+        try:
+            addresses = here.recv()
+            stubs = [rpc.connect(at, Echo, keys=file) for at, file in zip(addresses, (None, None, keys), strict=True)]
+            ways = [seconds(lambda stub=stub: stub.gradients(found), calls) for stub in (stubs[0], stubs[way])]
+            times = []
+            for number in range(ROUNDS[preset] + 1):
+                order = (0, 1) if number % 2 else (1, 0)
+                both = {which: ways[which]() for which in order}
+                times.append((both[1], both[0]))
+            for stub in stubs:
+                rpc.close(stub)
+            here.send(None)
+            process.join(10)
+        finally:
+            process.kill()
+    times = times[1:]  # The first one warms up.
+    medians = [float(np.median(column)) for column in zip(*times, strict=True)]
+    return runner.quantity(
+        name, [ours / theirs for ours, theirs in times], "ratio", details={"s": medians[0], "open_s": medians[1]}
+    )
+
+
+@runner.measures("rpc.password")
+def password(preset: str) -> runner.Measure:
+    """A push with the password of the user, which this host's peers have by default, against an open server."""
+    return guarded(preset, "rpc.password", 1)
+
+
+@runner.measures("rpc.keys")
+def keys(preset: str) -> runner.Measure:
+    """A push that CURVE encrypts, against an open server."""
+    return guarded(preset, "rpc.keys", 2)

@@ -136,13 +136,29 @@ def test_days_go_on_with_the_same_command(tmp_path, forks):
     assert saved(out)[-1] == 600
 
 
+BEGUN = """
+from pathlib import Path
+import persia
+
+class Net(persia.nn.models.FFNN):
+    batches = 0
+
+    def forward(self, dense, embeddings):
+        self.batches += self.training
+        if self.batches == 3:
+            Path("begun").touch()
+        return super().forward(dense, embeddings)
+"""
+"""A network that says when it has trained two batches."""
+
+
 def test_a_command_without_a_directory_saves_in_a_folder_of_its_own(tmp_path, forks):
     config = config_of(tmp_path, ENDLESS).replace("run.toml", "bare.toml")
-    (tmp_path / "bare.toml").write_text((tmp_path / "run.toml").read_text().replace("checkpoint_every_steps = 5", ""))
-    logs = tmp_path / "logs"
-    words = ["train", config, "--set", "trainer.log_dir=logs"]
-    with Command(forks, ["-m", "persia", *words], tmp_path) as running:
-        running.until(lambda: logs.exists() and any(logs.iterdir()), "it trains")
+    text = (tmp_path / "run.toml").read_text().replace("checkpoint_every_steps = 5", "")
+    (tmp_path / "bare.toml").write_text(text + '\n[model]\nkind = "begun:Net"\noptions = { hidden = [4] }\n')
+    (tmp_path / "begun.py").write_text(BEGUN)
+    with Command(forks, ["-m", "persia", "train", config], tmp_path) as running:
+        running.until((tmp_path / "begun").exists, "it trains")
         running.signal(signal.SIGTERM)
         assert running.end() == 143
     assert "Traceback" not in running.text

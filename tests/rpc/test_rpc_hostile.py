@@ -6,18 +6,17 @@ import resource
 import socket
 import struct
 import time
-from contextlib import contextmanager
 
 import msgspec
 import numpy as np
 import pytest
-import zmq
 
 from persia import rpc
 from persia.rpc.arrays import DTYPES, MAX_NDIM
 from persia.rpc.messages import Kind
 from support.examples import examples
 from support.rpc_samples import DEADLINE, Sample, Service
+from support.strangers import dealer, router
 from support.waiting import wait_until
 
 LIMITS = rpc.Limits(message_bytes=4 << 20, header_bytes=64 << 10, arrays=16, requests=64, threads=4, streams=4)
@@ -35,17 +34,6 @@ def header(payload, *, version=1, kind=Kind.CALL, call=7, method="array", second
     )
 
 
-@contextmanager
-def stranger(address):
-    context = zmq.Context()
-    found = context.socket(zmq.DEALER)
-    found.connect(address)
-    try:
-        yield found
-    finally:
-        context.destroy(linger=0)
-
-
 @pytest.fixture
 def server(service):
     with rpc.serve(service, protocol=Sample, limits=LIMITS) as found:
@@ -53,9 +41,9 @@ def server(service):
         service.gate.set()
 
 
-def answer(stranger):
-    assert stranger.poll(DEADLINE * 1000)
-    frames = stranger.recv_multipart()
+def answer(sender):
+    assert sender.poll(DEADLINE * 1000)
+    frames = sender.recv_multipart()
     version, kind, call, _, _, payload = msgspec.msgpack.decode(frames[0])
     assert version == 1
     return Kind(kind), call, payload
@@ -119,7 +107,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_messages_get_an_error(server, service, name):
-    with stranger(server.address) as sender:
+    with dealer(server.address) as sender:
         sender.send_multipart(MALFORMED[name])
         kind, call, failure = answer(sender)
         assert kind is Kind.ERROR
@@ -137,7 +125,7 @@ def test_malformed_messages_get_an_error(server, service, name):
 
 
 def test_an_unknown_iterator_is_an_error(server):
-    with stranger(server.address) as sender:
+    with dealer(server.address) as sender:
         sender.send(header([123, 0], kind=Kind.NEXT))
         kind, call, failure = answer(sender)
         assert (kind, call) == (Kind.ERROR, 7)
@@ -145,7 +133,7 @@ def test_an_unknown_iterator_is_an_error(server):
 
 
 def test_a_frame_beyond_the_limit_closes_the_connection(server):
-    with stranger(server.address) as sender:
+    with dealer(server.address) as sender:
         sender.send_multipart([header([1]), bytes(LIMITS.message_bytes + 1)])
         wait_until(lambda: server.statistics()["disconnections"] >= 1)
     _works(server)
@@ -220,7 +208,7 @@ def _mutant(rng):
 
 def _fuzz(server, count, seed):
     rng = random.Random(seed)
-    with stranger(server.address) as sender:
+    with dealer(server.address) as sender:
         for number in range(count):
             sender.send_multipart(_mutant(rng))
             while sender.poll(0):
@@ -257,11 +245,8 @@ def test_fuzzed_messages_at_length():
 
 def test_hostile_replies(service):
     """A server that answers anything: calls fail by deadline, or with an error, and memory is bounded."""
-    context = zmq.Context()
-    fake = context.socket(zmq.ROUTER)
-    port = fake.bind_to_random_port("tcp://127.0.0.1")
-    stub = rpc.connect(f"tcp://127.0.0.1:{port}", Sample, timeout=DEADLINE)
-    try:
+    with router() as (fake, address):
+        stub = rpc.connect(address, Sample, timeout=DEADLINE)
         for reply, error in [
             ([header([1], kind=Kind.RESULT, call=1)], "does not fit its type"),
             ([header(extension(0, 10, 9), kind=Kind.RESULT, call=2), FLOATS], "are no float32 array"),
@@ -279,9 +264,7 @@ def test_hostile_replies(service):
                 future.result()
         counts = rpc.statistics(stub)
         assert counts["malformed"] == counts["late_replies"] == 6
-    finally:
         rpc.close(stub)
-        context.destroy(linger=0)
 
 
 def rpc_error():

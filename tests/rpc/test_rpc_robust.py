@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import socket
 import struct
 import threading
 import time
@@ -22,6 +21,7 @@ from persia.rpc.failures import failure
 from persia.rpc.messages import Kind, body
 from persia.rpc.port import client_port
 from support.rpc_samples import DEADLINE, Sample, Service, expire_iterators
+from support.strangers import raw_dealer
 from support.waiting import wait_until
 
 SMALL = rpc.Limits(message_bytes=1 << 20)
@@ -376,21 +376,6 @@ def test_started_calls_expire_while_another_thread_waits(stub, service):
 
 # --- messages without end -------------------------------------------------------------------------------------------
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL" + bytes(48)
-READY = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER" + b"\x08Identity" + bytes(4)
-
-
-@contextlib.contextmanager
-def raw_dealer(address):
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=DEADLINE) as found:
-        found.sendall(GREETING)
-        greeting = b""
-        while len(greeting) < 64:
-            greeting += found.recv(64 - len(greeting))
-        found.sendall(b"\x04" + bytes([len(READY)]) + READY)
-        yield found
-
 
 @pytest.mark.usefixtures("quick_ticks")
 def test_a_message_without_end_closes_its_connection():
@@ -405,7 +390,7 @@ def test_a_message_without_end_closes_its_connection():
                 while time.monotonic() < end:
                     sender.sendall(frame)
                     wait_until(lambda: stub.defaults(1) == "x")  # Others are served, and keep the rate low.
-        wait_until(lambda: server.statistics()["endless"] == 1)
+        wait_until(lambda: server.statistics()["connections_refused"] == 1)
         wait_until(lambda: server.statistics()["disconnections"] == 1)
         assert stub.defaults(1) == "x"
         assert rpc.statistics(stub)["connects"] == 1
@@ -425,7 +410,7 @@ def test_many_messages_that_end_keep_their_connection(trouble):
             sent += array.nbytes
             if sent > allowed:
                 ticks.add(server._tick)
-        assert server.statistics()["endless"] == 0
+        assert server.statistics()["connections_refused"] == 0
         assert rpc.statistics(stub)["connects"] == 1
 
 

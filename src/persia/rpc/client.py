@@ -396,7 +396,7 @@ class RpcConnection:
         if self._connected:
             state = "it is connected, and has not answered" if call.sent else "it is connected, and does not read"
         elif self._trouble:
-            state = f"a connection fails: {self._trouble}; give both sides the same keys"
+            state = f"a connection fails: {self._trouble}; give both sides the same keys (PERSIA_CURVE_KEYS)"
         elif self._ever:
             state = "the connection is lost"
         else:

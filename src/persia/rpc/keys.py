@@ -1,10 +1,13 @@
-"""The CURVE key pair of a cluster. It encrypts all traffic; peers without it get no answer."""
+"""Keys that let a peer in: the CURVE key pair of a cluster, or on one host the password of its user."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import tempfile
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,19 +16,32 @@ import zmq
 from persia.checks import is_loopback
 from persia.errors import ConfigError
 
-__all__ = ["KEYS_VARIABLE", "Keys", "check_address", "find_keys", "make_keys"]
+__all__ = ["KEYS_VARIABLE", "Keys", "Password", "find_keys", "keys_to_connect", "keys_to_listen", "make_keys"]
 
 KEYS_VARIABLE = "PERSIA_CURVE_KEYS"
 
 
 class Keys(NamedTuple):
-    """A CURVE key pair in Z85, 40 characters each."""
+    """A CURVE key pair in Z85, 40 characters each. It encrypts all traffic."""
 
     public: bytes
     secret: bytes
 
     def __repr__(self) -> str:  # The secret must not get into logs.
         return f"Keys(public={self.public.decode()})"
+
+
+class Password(NamedTuple):
+    """Shared by the processes of a user on this host. It crosses connections as it is, so these never leave the host.
+
+    Attributes:
+        text: 40 random characters.
+    """
+
+    text: str
+
+    def __repr__(self) -> str:
+        return "Password()"
 
 
 def make_keys(path: str | os.PathLike[str]) -> None:
@@ -73,21 +89,90 @@ def find_keys(path: str | os.PathLike[str] | None) -> Keys | None:
     return Keys(public, secret)
 
 
-def check_address(address: str, keys: Keys | None, insecure: bool) -> None:
-    """Rejects an address that other hosts can reach, unless there are keys or `insecure` is set.
+def keys_to_listen(address: str, path: str | os.PathLike[str] | None, *, insecure: bool) -> Keys | Password | None:
+    """Returns what clients of an address must have; None for an address that is open to anyone.
+
+    Args:
+        address: to listen on.
+        path: as for `find_keys`.
+        insecure: allows an address that other hosts can reach without keys.
 
     Raises:
-        ConfigError: the address is rejected.
+        ConfigError: the address needs keys, or they cannot be read.
     """
-    scheme, _, rest = address.partition("://")
-    if scheme == "ipc" or keys is not None or insecure:
-        return
-    host = rest.rpartition(":")[0].strip("[]")
-    local = scheme == "tcp" and is_loopback(host)
-    if not local:
+    keys = keys_to_connect(address, path)
+    if keys is None and not insecure:
         raise ConfigError(
             f"{address} can be reached from other hosts without keys, so anyone could read and change the embeddings. "
             f"Make keys with persia.rpc.make_keys and set {KEYS_VARIABLE}, listen on tcp://127.0.0.1:*, or pass "
             "insecure=True.",
             address=address,
         )
+    return keys
+
+
+def keys_to_connect(address: str, path: str | os.PathLike[str] | None) -> Keys | Password | None:
+    """Returns what a client must have for an address: the keys, or on this host and without keys the user's password.
+
+    Args:
+        address: to connect to.
+        path: as for `find_keys`.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    keys = find_keys(path)
+    if keys is not None:
+        return keys
+    scheme, _, rest = address.partition("://")
+    here = scheme == "ipc" or (scheme == "tcp" and is_loopback(rest.rpartition(":")[0].strip("[]")))
+    return _password() if here else None
+
+
+def _password() -> Password:
+    """Reads the password of this user, or makes it."""
+    failures = []
+    for folder in _folders():
+        path = folder / "password"
+        try:
+            with contextlib.suppress(FileExistsError):
+                _make_password(path)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with os.fdopen(descriptor, encoding="ascii") as file:
+                status, text = os.fstat(descriptor), file.read(41)
+        except (OSError, ValueError) as error:
+            failures.append(f"{path}: {error}")
+            continue
+        if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO) and len(text) == 40:
+            return Password(text)
+        failures.append(f"{path}: is not this user's alone, or damaged; remove it")
+    raise ConfigError(
+        f"The password of this user's processes cannot be kept ({'; '.join(failures)}). Let one of these be written, "
+        f"or make keys with persia.rpc.make_keys and set {KEYS_VARIABLE}.",
+        failures=failures,
+    )
+
+
+def _folders() -> Iterator[Path]:
+    """The folders for the password, best first: the same ones in all processes of a user."""
+    with contextlib.suppress(RuntimeError):  # A user without a home.
+        yield Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state", "persia")
+    yield Path(tempfile.gettempdir(), f"persia-{os.geteuid()}")
+
+
+def _make_password(path: Path) -> None:
+    """Writes a new password, whole or not at all.
+
+    Raises:
+        FileExistsError: there is one, perhaps of another process that was faster.
+    """
+    if path.exists():
+        raise FileExistsError
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(dir=path.parent)  # For its owner only.
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(zmq.curve_keypair()[1].decode())
+        os.link(draft, path)
+    finally:
+        os.unlink(draft)

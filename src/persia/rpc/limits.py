@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 
 from persia.errors import ConfigError
+from persia.memory import host_memory
 
 __all__ = ["Limits"]
 
 MIN_HEADER_BYTES = 4096
+
+
+@functools.cache
+def _host_bytes() -> int:
+    return host_memory().total
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,10 @@ class Limits:
         arrays: maximum number of arrays in a message.
         requests: maximum number of running or waiting requests; a server stops reading at this number.
         request_bytes: maximum total bytes of these requests. A single message may exceed it.
+        connections: maximum number of connections; further ones are closed.
+        strangers: maximum number of connections that have not shown yet that they have the keys; the oldest is closed.
+        unread_bytes: maximum total bytes of messages that have not been read, most of them unfinished; beyond it the
+            connections with the most are closed. A quarter of the host's memory by default.
         threads: maximum number of methods that run or block at the same time; further requests wait.
         waiting: maximum number of running methods that wait for calls of other clients; further ones are refused.
         waiting_bytes: maximum total bytes of their requests.
@@ -38,6 +49,9 @@ class Limits:
     arrays: int = 4096
     requests: int = 1024
     request_bytes: int = 2 << 30
+    connections: int = 4096
+    strangers: int = 128
+    unread_bytes: int = field(default_factory=lambda: _host_bytes() // 4)
     threads: int = 256
     waiting: int = 8192
     waiting_bytes: int = 32 << 30

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import struct
 import threading
 from collections.abc import Iterator, Sequence
 from socket import AF_INET, IPPROTO_TCP, SHUT_RDWR, SOCK_STREAM, TCP_INFO, fromfd
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -16,12 +17,13 @@ from zmq.utils.monitor import parse_monitor_message
 
 from persia.errors import ConfigError
 from persia.malloc import keep_memory
-from persia.rpc.keys import Keys
+from persia.rpc.keys import Keys, Password
 from persia.rpc.limits import Limits
 
-__all__ = ["UNREAD_MESSAGES", "Intake", "Port", "client_port", "server_port"]
+__all__ = ["Intake", "Port", "client_port", "server_port"]
 
 DOMAIN = "persia"
+USER = "persia"
 HEARTBEAT_SECONDS = 5
 DEAD_SECONDS = 15
 HANDSHAKE_SECONDS = 5
@@ -45,13 +47,18 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-_RECEIVED = struct.Struct("<128xQ")
-"""`tcpi_bytes_received` in Linux's `struct tcp_info`."""
+_COUNTED = struct.Struct("<120xQQ")
+"""`tcpi_bytes_acked` and `tcpi_bytes_received` in Linux's `struct tcp_info`."""
+
+_HANDSHAKE_BYTES = {Keys: 250, Password: 80, type(None): 0}
+"""By what peers must have, a number of bytes that a server has sent only to one that has it. Greeting and WELCOME have
+234 and 74; READY follows, of 43 or more."""
 
 _FRAME_BYTES = 64
 """Upper bound on the bytes that ZeroMQ and CURVE add to a frame."""
 
 _SLACK_BYTES = 1 << 16
+"""Bytes that are always allowed. A handshake takes less than 1,000."""
 
 
 class Port:
@@ -69,6 +76,8 @@ class Port:
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes]) -> None:
         self.lock = threading.Lock()
         self.address = ""
+        self.handshake_bytes = 0
+        """Most bytes that a server sends before a peer has shown that it has the keys."""
         self._context = context
         self._socket = socket
         self._monitor = socket.get_monitor_socket(EVENTS)
@@ -84,8 +93,8 @@ class Port:
         for descriptor in (self._wake, self._monitor_fd, self._socket_fd):
             self._poller.register(descriptor, select.EPOLLIN | select.EPOLLET)
 
-    def bind(self, address: str, keys: Keys | None) -> None:
-        """Starts to listen.
+    def bind(self, address: str, keys: Keys | Password | None) -> None:
+        """Starts to listen. Only peers with these keys, or this password, are let in; with None, anyone is.
 
         Raises:
             ConfigError: the address is invalid or in use.
@@ -93,25 +102,32 @@ class Port:
         if keys is not None:
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback(DOMAIN, _Only(keys.public))
-            self._socket.curve_server = True
-            self._socket.curve_publickey, self._socket.curve_secretkey = keys
+            if isinstance(keys, Keys):
+                self._authenticator.configure_curve_callback(DOMAIN, _Only(keys.public))
+                self._socket.curve_server = True
+                self._socket.curve_publickey, self._socket.curve_secretkey = keys
+            else:
+                self._authenticator.configure_plain(DOMAIN, {USER: keys.text})
+                self._socket.plain_server = True
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"Cannot listen on {address}: {error}; choose another.", address=address) from error
+        self.handshake_bytes = _HANDSHAKE_BYTES[type(keys)]
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def connect(self, address: str, keys: Keys | None) -> None:
+    def connect(self, address: str, keys: Keys | Password | None) -> None:
         """Starts to connect. ZeroMQ reconnects whenever the connection is lost.
 
         Raises:
             ConfigError: the address is invalid.
         """
-        if keys is not None:
+        if isinstance(keys, Keys):
             self._socket.curve_serverkey = keys.public
             self._socket.curve_publickey, self._socket.curve_secretkey = keys
+        elif keys is not None:
+            self._socket.plain_username, self._socket.plain_password = USER.encode(), keys.text.encode()
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         try:
             self._socket.connect(address)
@@ -250,56 +266,122 @@ def _common(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TTL, DEAD_SECONDS * 1000)
 
 
+class Traffic(NamedTuple):
+    """Bytes that the kernel has counted on a TCP connection.
+
+    Attributes:
+        sent: bytes that the peer has acknowledged.
+        received: bytes that the peer has sent.
+    """
+
+    sent: int
+    received: int
+
+
 class Intake:
-    """Closes connections that send a message without end. Not thread-safe.
+    """Closes connections that take more memory than honest clients need. Not thread-safe.
 
     ZeroMQ collects a message until its last frame has arrived and does not report its parts. The kernel, however,
     counts the bytes received over each connection. Messages of a connection arrive one after the other, so all bytes
-    since the last complete message belong to an unfinished one.
+    since the last complete message belong to an unfinished one. It counts the bytes sent as well, from which one can
+    tell whether a handshake has succeeded: until then a server sends a fixed number at most.
 
     Args:
-        message_bytes: maximum bytes of a message.
-        frames: maximum frames of a message.
+        limits: bounds on messages, connections and what is unread in all.
+        handshake_bytes: most bytes that the server sends before a peer has shown that it has the keys.
         unread: maximum number of complete messages that wait in ZeroMQ per connection.
     """
 
-    def __init__(self, message_bytes: int, frames: int, unread: int) -> None:
-        self._most = message_bytes + frames * _FRAME_BYTES + _SLACK_BYTES
+    def __init__(self, limits: Limits, handshake_bytes: int, unread: int = UNREAD_MESSAGES) -> None:
+        self._limits = limits
+        self._most = limits.message_bytes + (limits.arrays + 1) * _FRAME_BYTES + _SLACK_BYTES
+        self._handshake_bytes = handshake_bytes
         self._unread = unread
         self._since: dict[int, int] = {}  # By descriptor: bytes received up to its last message, or before.
+        self._strangers: dict[int, None] = {}  # Descriptors of unfinished handshakes, oldest first.
         self._delivered: set[int] = set()
+        self.closed = 0
+        """Number of connections that were closed here."""
+
+    @property
+    def strangers(self) -> int:
+        """Number of connections that were in their handshake at the last check, or are new since."""
+        return len(self._strangers)
 
     def accepted(self, descriptor: int) -> None:
-        """Adds a connection."""
+        """Adds a connection. Closes one if there are too many: the oldest of the strangers, or the new one."""
         self._since[descriptor] = 0
+        self._strangers[descriptor] = None
+        if len(self._strangers) > self._limits.strangers:
+            for one in list(self._strangers):
+                self._look(one)  # It may have been let in since the last check.
+                if one in self._strangers:
+                    self._close(one)
+                    break
+        elif len(self._since) > self._limits.connections:
+            self._close(descriptor)
 
     def gone(self, descriptor: int) -> None:
         """Removes a closed connection, whose descriptor may already belong to another file."""
         self._since.pop(descriptor, None)
+        self._strangers.pop(descriptor, None)
 
     def delivered(self, descriptor: int) -> None:
         """Notes that a complete message of a connection has been read."""
         self._delivered.add(descriptor)
 
-    def check(self, *, behind: bool) -> int:
-        """Closes connections that have sent too much; returns their number.
+    def check(self, *, behind: bool) -> None:
+        """Closes connections that have sent too much.
 
         Args:
             behind: whether complete messages may be waiting in ZeroMQ.
         """
         most = self._most * (1 + self._unread * behind)
-        closed = 0
-        for descriptor, since in self._since.items():
-            try:
-                # A second descriptor of ZeroMQ's connection, for a moment.
-                with fromfd(descriptor, AF_INET, SOCK_STREAM) as found:
-                    (received,) = _RECEIVED.unpack(found.getsockopt(IPPROTO_TCP, TCP_INFO, _RECEIVED.size))
-                    if descriptor in self._delivered:
-                        self._since[descriptor] = received
-                    elif received - since > most:
-                        found.shutdown(SHUT_RDWR)
-                        closed += 1
-            except (OSError, struct.error):  # Closed meanwhile, or not TCP.
+        unread: dict[int, int] = {}
+        for descriptor, since in list(self._since.items()):
+            traffic = self._look(descriptor)
+            if traffic is None:
                 continue
+            allowed = _SLACK_BYTES if descriptor in self._strangers else most
+            if descriptor in self._delivered:
+                self._since[descriptor] = traffic.received
+            elif traffic.received - since > allowed:
+                self._close(descriptor)
+            else:
+                unread[descriptor] = traffic.received - since
         self._delivered.clear()
-        return closed
+        excess = sum(unread.values()) - self._limits.unread_bytes
+        for descriptor in sorted(unread, key=lambda one: -unread[one]):
+            if excess <= 0:
+                break
+            self._close(descriptor)
+            excess -= unread[descriptor]
+
+    def _look(self, descriptor: int) -> Traffic | None:
+        """Returns what a connection has carried, after noting whether it was let in; None for one that is not TCP."""
+        try:
+            traffic = _traffic(descriptor)
+        except (OSError, struct.error):  # Closed meanwhile, or not TCP.
+            traffic = None
+        if traffic is None or traffic.sent > self._handshake_bytes:
+            self._strangers.pop(descriptor, None)
+        return traffic
+
+    def _close(self, descriptor: int) -> None:
+        """Ends a connection for both sides. ZeroMQ notices, and closes its descriptor."""
+        self._since.pop(descriptor, None)
+        self._strangers.pop(descriptor, None)
+        self.closed += 1
+        with contextlib.suppress(OSError), fromfd(descriptor, AF_INET, SOCK_STREAM) as found:
+            found.shutdown(SHUT_RDWR)
+
+
+def _traffic(descriptor: int) -> Traffic:
+    """Returns what was sent and received over one of ZeroMQ's connections.
+
+    Raises:
+        OSError: it is closed.
+        struct.error: it is not TCP.
+    """
+    with fromfd(descriptor, AF_INET, SOCK_STREAM) as found:  # A second descriptor, for a moment.
+        return Traffic(*_COUNTED.unpack(found.getsockopt(IPPROTO_TCP, TCP_INFO, _COUNTED.size)))

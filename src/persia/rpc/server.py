@@ -17,10 +17,10 @@ from persia.errors import PersiaError, WireError
 from persia.retry import Deadline
 from persia.rpc.dispatch import Backlog, Dispatcher, Job, Reply
 from persia.rpc.interface import Method, describe
-from persia.rpc.keys import check_address, find_keys
+from persia.rpc.keys import keys_to_listen
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, parse
-from persia.rpc.port import UNREAD_MESSAGES, Intake, Port, server_port
+from persia.rpc.port import Intake, Port, server_port
 from persia.telemetry.metrics import Readings, figures
 from persia.telemetry.tracing import Tracer
 
@@ -34,6 +34,9 @@ IDLE_SECONDS = 10.0
 SPARE_THREADS = 2
 
 TICK_SECONDS = 1.0
+
+HANDSHAKE_TICK_SECONDS = 0.05
+"""Seconds between two looks while a handshake is under way: at what it sends before it is let in."""
 
 CLOSE_SECONDS = 60.0
 """Seconds that a request to close an iterator may wait; it gets no reply."""
@@ -70,7 +73,8 @@ def serve(
             sent without a copy.
         address: `tcp://host:port`; port `*` chooses a free one, see `Server.address`.
         protocol: Protocol with the methods to serve; None for those of the object's class.
-        keys: file made by `make_keys`; None for the file that PERSIA_CURVE_KEYS names, if any.
+        keys: file made by `make_keys`; None for the file that PERSIA_CURVE_KEYS names, if any. Without one, an address
+            of this host lets in processes of the same user only.
         insecure: allows an address that other hosts can reach without keys.
         limits: bounds on messages, work and memory.
         tracer: records each call that is run; None for none.
@@ -79,16 +83,16 @@ def serve(
         ConfigError: the address is in use, or other hosts can reach it without keys; the keys are invalid; or a method
             has unsupported annotations.
     """
-    found = find_keys(keys)
-    check_address(address, found, insecure)
+    found = keys_to_listen(address, keys, insecure=insecure)
     methods = describe(protocol or type(service))
-    port = server_port(limits or Limits())
+    limits = limits or Limits()
+    port = server_port(limits)
     try:
         port.bind(address, found)
     except BaseException:
         port.close(0)
         raise
-    return Server(service, methods, port, limits or Limits(), tracer)
+    return Server(service, methods, port, limits, tracer)
 
 
 class Server:
@@ -120,7 +124,7 @@ class Server:
         self._closing = False
         self._tick = 0.0
         # Guarded by the lock of the port.
-        self._intake = Intake(limits.message_bytes, limits.arrays + 1, UNREAD_MESSAGES)
+        self._intake = Intake(limits, port.handshake_bytes)
         self._counts: collections.Counter[str] = collections.Counter()
         with self._state:
             self._add_thread()
@@ -135,15 +139,16 @@ class Server:
 
         Counters: `calls`; `errors` raised by methods; `malformed` messages, which are rejected; `expired` calls, which
         are not run as their deadline has passed; `replies_dropped` as the client was gone; `connections`;
-        `disconnections`; `handshakes_failed` (also due to wrong keys); `endless` messages, whose connections were
-        closed; `streams_expired`.
+        `disconnections`; `handshakes_failed` (also due to wrong keys); `connections_refused`, which were too many or
+        sent more than an honest client does; `streams_expired`.
         """
-        names = ("calls", "errors", "malformed", "expired", "replies_dropped", "endless")
+        names = ("calls", "errors", "malformed", "expired", "replies_dropped")
         streams = self._dispatcher.streams
         with self._state:
             counted = {name: self._counts[name] for name in (*names, *sorted(set(_COUNTS.values())))}
             return {
                 **counted,
+                "connections_refused": self._intake.closed,
                 "streams_expired": streams.expired,
                 "requests_held": self._backlog.requests,
                 "bytes_held": self._backlog.nbytes,
@@ -307,7 +312,7 @@ class Server:
             if frames is None:
                 if now >= end:
                     return None
-                if self._port.wait(min(TICK_SECONDS, end - now)):
+                if self._port.wait(min(self._tick_seconds(), end - now)):
                     self._watch()
         return None
 
@@ -337,7 +342,12 @@ class Server:
                 elif event == zmq.EVENT_DISCONNECTED:
                     self._intake.gone(descriptor)
         with self._state:
+            if self._intake.strangers:
+                self._tick = min(self._tick, time.monotonic() + HANDSHAKE_TICK_SECONDS)
             self._counts.update(_COUNTS[event] for event, _ in events if event in _COUNTS)
+
+    def _tick_seconds(self) -> float:
+        return HANDSHAKE_TICK_SECONDS if self._intake.strangers else TICK_SECONDS
 
     def _tend(self, *, behind: bool) -> None:
         """Ends expired requests, streams and connections. Runs no code of the service, which may block or fail."""
@@ -345,11 +355,10 @@ class Server:
         with self._state:
             if now < self._tick:
                 return  # Another thread was faster.
-            self._tick = now + TICK_SECONDS
+            self._tick = now + self._tick_seconds()
         with self._port.lock:
-            endless = self._intake.check(behind=behind)
+            self._intake.check(behind=behind)
         with self._state:
-            self._counts["endless"] += endless
             late = self._backlog.drop_late(now)
             self._counts["expired"] += late
             if late:

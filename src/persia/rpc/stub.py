@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 from persia.rpc.arrays import Decoder
 from persia.rpc.client import Call, RpcConnection
 from persia.rpc.interface import Method, describe
-from persia.rpc.keys import find_keys
+from persia.rpc.keys import keys_to_connect
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, body
 from persia.rpc.port import client_port
@@ -45,7 +45,8 @@ def connect(
         protocol: the Protocol, or a class.
         peer: name of the peer in errors, such as "embedding PS 2"; None for the Protocol's name.
         timeout: deadline of each call in seconds.
-        keys: file made by `make_keys`; None for the file that PERSIA_CURVE_KEYS names, if any.
+        keys: file made by `make_keys`; None for the file that PERSIA_CURVE_KEYS names, if any. Without one, an address
+            of this host is one of a process of the same user.
         limits: bounds on messages.
 
     Raises:
@@ -53,7 +54,7 @@ def connect(
     """
     kind = cast("type", protocol)
     methods = describe(kind)
-    found = find_keys(keys)
+    found = keys_to_connect(address, keys)
     port = client_port()
     try:
         port.connect(address, found)

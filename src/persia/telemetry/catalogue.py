@@ -172,7 +172,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "rpc_malformed": MetricKind("counter", "messages refused as malformed"),
     "rpc_expired": MetricKind("counter", "calls not run as their deadline had passed"),
     "rpc_replies_dropped": MetricKind("counter", "replies whose caller was gone"),
-    "rpc_endless": MetricKind("counter", "messages without end, whose connection was closed"),
+    "rpc_connections_refused": MetricKind("counter", "connections closed as they were too many or sent too much"),
     "rpc_connections": MetricKind("counter", "connections accepted"),
     "rpc_disconnections": MetricKind("counter", "connections lost"),
     "rpc_handshakes_failed": MetricKind("counter", "connections refused, also for wrong keys"),

@@ -1,0 +1,293 @@
+"""What strangers and peers can make a server hold: bounded before they are let in, and after."""
+
+import contextlib
+import os
+import resource
+import struct
+import time
+
+import pytest
+
+from persia import rpc
+from persia.errors import ConfigError
+from persia.rpc import keys as keys_of
+from persia.rpc.keys import Password, keys_to_connect, keys_to_listen
+from persia.rpc.limits import Limits
+from persia.rpc.port import Intake, Traffic
+from support.rpc_samples import DEADLINE, Sample, Service
+from support.strangers import connected, raw_dealer
+from support.waiting import wait_until
+
+LIMITS = rpc.Limits(message_bytes=4 << 20, header_bytes=64 << 10, arrays=16)
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN" + bytes(47)
+
+
+@pytest.fixture
+def serve():
+    with contextlib.ExitStack() as stack:
+
+        def start(**limits):
+            server = stack.enter_context(rpc.serve(Service(), protocol=Sample, limits=rpc.Limits(**limits)))
+            stub = rpc.connect(server.address, Sample, timeout=DEADLINE)
+            stack.callback(rpc.close, stub)
+            assert stub.defaults(1) == "x"
+            return server, stub
+
+        yield start
+
+
+def pour(peer, piece, most, until):
+    """Sends the piece again and again until a condition holds, or the connection is closed. Returns the bytes sent."""
+    sent, end, rest = 0, time.monotonic() + DEADLINE, b""
+    peer.settimeout(0.05)  # A server that has closed the connection may leave a sender without an answer.
+    while sent < most and not until():
+        assert time.monotonic() < end
+        rest = rest or memoryview(piece)
+        try:
+            count = peer.send(rest)
+        except TimeoutError:
+            continue
+        except OSError:
+            break
+        sent, rest = sent + count, rest[count:]
+    return sent
+
+
+def memory():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def test_tiny_frames_of_a_stranger_are_not_even_read(serve):
+    """117 MiB of them took 3.7 GiB, when anyone was let in."""
+    server, stub = serve()
+    before = memory()
+    with connected(server.address) as stranger:
+        stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL" + bytes(48))
+        sent = pour(stranger, b"\x01\x00" * (1 << 16), 117 << 20, lambda: server.statistics()["handshakes_failed"])
+    assert sent < 16 << 20
+    assert memory() - before < 64 << 20
+    assert stub.defaults(1) == "x"
+    wait_until(lambda: server.statistics()["handshakes_failed"] >= 1)
+
+
+@pytest.mark.parametrize("greeting", [GREETING, b""])
+def test_a_handshake_without_end_is_ended(serve, greeting):
+    server, stub = serve()
+    command = b"\x06" + struct.pack(">Q", 1 << 29) + b"\x05HELLO"  # Half a gigabyte is announced.
+    with connected(server.address) as stranger:
+        stranger.sendall(greeting + command)
+        sent = pour(stranger, bytes(1 << 16), 1 << 29, lambda: server.statistics()["disconnections"])
+    assert sent < 1 << 29
+    wait_until(lambda: server.statistics()["disconnections"] == 1)
+    assert server.statistics()["connections_refused"] == (greeting == GREETING)
+    assert stub.defaults(1) == "x"
+    assert rpc.statistics(stub)["connects"] == 1
+
+
+def test_strangers_lock_nobody_out(serve):
+    server, stub = serve(strangers=4)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connected(server.address)) for _ in range(20)]
+        wait_until(lambda: server.statistics()["connections_refused"] >= 16)
+        other = rpc.connect(server.address, Sample, timeout=DEADLINE)
+        assert other.defaults(1) == stub.defaults(1) == "x"
+        assert rpc.statistics(stub)["connects"] == 1
+        rpc.close(other)
+        for one in silent[:16]:  # The oldest have gone.
+            while one.recv(1000):
+                pass
+
+
+def test_connections_are_bounded_in_all(serve):
+    server, stub = serve(connections=3)
+    peers = contextlib.ExitStack()
+    with peers:
+        for _ in range(2):
+            peers.enter_context(raw_dealer(server.address))
+        wait_until(lambda: not server._intake.strangers)
+        with connected(server.address) as late:
+            late.settimeout(DEADLINE)
+            with contextlib.suppress(ConnectionError):
+                while late.recv(1000):
+                    pass
+        assert server.statistics()["connections_refused"] == 1
+        assert stub.defaults(1) == "x"
+    wait_until(lambda: server.statistics()["disconnections"] == 3)
+    with raw_dealer(server.address):  # There is room again.
+        wait_until(lambda: server.statistics()["connections"] == 5)
+
+
+@pytest.mark.usefixtures("quick_ticks")
+def test_unread_bytes_are_bounded_in_all(serve):
+    """Of connections each of which keeps to what one message may have."""
+    server, stub = serve(unread_bytes=8 << 20)
+    frame = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)  # Long, and more to come.
+    with contextlib.ExitStack() as stack:
+        small, large = (stack.enter_context(raw_dealer(server.address)) for _ in range(2))
+        for _ in range(2):
+            small.sendall(frame)
+        assert pour(large, frame, 512 << 20, lambda: server.statistics()["disconnections"]) < 512 << 20
+        wait_until(lambda: server.statistics()["disconnections"] == 1)
+        assert server.statistics()["connections_refused"] == 1
+        small.sendall(frame)
+        assert stub.defaults(1) == "x"
+        assert rpc.statistics(stub)["connects"] == 1
+
+
+# --- the account, with a kernel of the test's own ---------------------------------------------------------------------
+
+
+class Kernel:
+    """Counters by descriptor."""
+
+    def __init__(self, monkeypatch):
+        self.traffic = {}
+        self.closed = []
+        monkeypatch.setattr("persia.rpc.port._traffic", self.look)
+        monkeypatch.setattr("persia.rpc.port.fromfd", self.close)
+
+    def look(self, descriptor):
+        if descriptor not in self.traffic:
+            raise OSError
+        return self.traffic[descriptor]
+
+    def close(self, descriptor, *_):
+        self.closed.append(descriptor)
+        raise OSError
+
+
+def intake(**limits):
+    return Intake(Limits(message_bytes=1 << 20, unread_bytes=1 << 30, **limits), handshake_bytes=80)
+
+
+def test_a_peer_is_let_in_once_the_server_has_sent_more_than_a_handshake(monkeypatch):
+    kernel, account = Kernel(monkeypatch), intake()
+    for descriptor, sent in ((5, 80), (6, 81)):
+        account.accepted(descriptor)
+        kernel.traffic[descriptor] = Traffic(sent, 65_536)
+    account.check(behind=False)
+    assert (account.strangers, kernel.closed) == (1, [])
+    for descriptor, sent in ((5, 80), (6, 81)):
+        kernel.traffic[descriptor] = Traffic(sent, 65_537)
+    account.check(behind=True)
+    assert (account.strangers, kernel.closed, account.closed) == (0, [5], 1)
+
+
+def test_only_what_came_since_the_last_whole_message_counts(monkeypatch):
+    kernel, account = Kernel(monkeypatch), intake()
+    account.accepted(5)
+    whole = 0
+    for _ in range(5):
+        whole += 1 << 20
+        kernel.traffic[5] = Traffic(100, whole)
+        account.delivered(5)
+        account.check(behind=False)
+    kernel.traffic[5] = Traffic(100, whole + account._most)
+    account.check(behind=False)
+    assert kernel.closed == []
+    kernel.traffic[5] = Traffic(100, whole + account._most + 1)
+    account.check(behind=True)  # Up to 16 whole ones may wait.
+    assert kernel.closed == []
+    account.check(behind=False)
+    assert kernel.closed == [5]
+
+
+def test_those_with_the_most_are_closed_until_the_rest_fits(monkeypatch):
+    kernel = Kernel(monkeypatch)
+    account = Intake(Limits(message_bytes=1 << 20, unread_bytes=100), handshake_bytes=80)
+    for descriptor, received in ((5, 30), (6, 90), (7, 60), (8, 10)):
+        account.accepted(descriptor)
+        kernel.traffic[descriptor] = Traffic(100, received)
+    account.check(behind=False)
+    assert kernel.closed == [6]
+    kernel.traffic[8] = Traffic(100, 11)
+    account.check(behind=False)
+    assert kernel.closed == [6, 7]
+
+
+def test_what_is_not_tcp_is_no_stranger(monkeypatch):
+    Kernel(monkeypatch)
+    account = intake()
+    account.accepted(5)
+    account.check(behind=False)
+    assert account.strangers == 0
+
+
+# --- the password -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def state(tmp_path, monkeypatch):
+    monkeypatch.delenv("PERSIA_CURVE_KEYS", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    return tmp_path / "persia" / "password"
+
+
+HERE = ["tcp://127.0.0.1:*", "tcp://127.0.0.2:1", "tcp://localhost:7", "tcp://[::1]:*", "ipc:///tmp/x"]
+
+
+def test_a_user_has_one_password_for_all_addresses_of_this_host(state):
+    first = keys_to_connect(HERE[0], None)
+    assert isinstance(first, Password)
+    assert len(first.text) == 40
+    assert state.stat().st_mode & 0o777 == 0o600
+    assert state.parent.stat().st_mode & 0o777 == 0o700
+    assert os.listdir(state.parent) == ["password"]
+    for address in HERE:
+        assert keys_to_connect(address, None) == keys_to_listen(address, None, insecure=True) == first
+    assert first.text not in repr(first)
+
+
+def test_it_never_leaves_the_host(state):
+    assert keys_to_connect("tcp://192.0.2.1:7000", None) is None
+    assert keys_to_listen("tcp://0.0.0.0:*", None, insecure=True) is None
+    assert not state.exists()
+
+
+def test_of_two_that_make_it_at_the_same_time_one_is_first(state, monkeypatch):
+    link = os.link
+
+    def late(draft, path):
+        monkeypatch.setattr(os, "link", link)
+        late.other = keys_to_connect(HERE[0], None)
+        link(draft, path)
+
+    monkeypatch.setattr(os, "link", late)
+    assert keys_to_connect(HERE[0], None) == late.other
+    assert os.listdir(state.parent) == ["password"]
+
+
+@pytest.mark.parametrize("damage", ["open", "short", "link"])
+def test_a_password_that_others_may_know_is_not_used(state, damage, tmp_path):
+    keys_to_connect(HERE[0], None)
+    if damage == "open":
+        state.chmod(0o640)
+    elif damage == "short":
+        state.write_text("x")
+    else:
+        (tmp_path / "other").write_text("x" * 40)
+        (tmp_path / "other").chmod(0o600)
+        state.unlink()
+        state.symlink_to(tmp_path / "other")
+    (tmp_path / "none").touch()  # There is no second place for it.
+    with pytest.raises(ConfigError, match=r"password.*PERSIA_CURVE_KEYS"):
+        keys_to_connect(HERE[0], None)
+
+
+def test_without_a_home_it_is_kept_among_temporary_files(tmp_path, monkeypatch):
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = keys_of._password()
+    assert (tmp_path / f"persia-{os.geteuid()}" / "password").read_text() == found.text
+
+
+def test_another_user_gets_no_answer(serve, tmp_path, monkeypatch):
+    server, _ = serve()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    stub = rpc.connect(server.address, Sample, timeout=DEADLINE)
+    rpc.start(stub.nothing, 1)
+    wait_until(lambda: "accept" in (stub._connection._trouble or ""))
+    assert server.statistics()["calls"] == 1
+    rpc.close(stub)
