@@ -190,22 +190,23 @@ def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest():
 
 def test_bodies_that_do_not_come_and_answers_that_are_not_read_wait_for_their_clients():
     async def test(opens):
-        (slow, first), (unread, second), (_, busy) = opens(), opens(), opens()
+        (slow, first), (unread, second), (busy, third), (idle, fourth) = (opens() for _ in range(4))
         slow.data_received(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nab")
         unread.data_received(REQUEST)
-        _.data_received(REQUEST * 2)
-        opens()
-        assert (first.ended, second.ended, busy.ended) == ("abort", "", "")
+        busy.data_received(REQUEST * 2)
+        ended = [first, second, third, fourth]
+        new, fifth = opens()
+        assert [transport.ended for transport in ended] == ["abort", "", "", ""]
         lost(slow, first)
-        unread.pause_writing()
-        last, latest = opens()  # The one of above has waited longer than the unread answer.
-        assert not second.ended
-        last.data_received(REQUEST)
-        opens()
-        assert (second.ended, latest.ended) == ("abort", "")
-        lost(unread, second)
+        unread.pause_writing()  # From now on.
+        for protocol, transport in ((idle, fourth), (new, fifth), (unread, second)):
+            assert not transport.ended
+            opens()
+            assert transport.ended == "abort"
+            lost(protocol, transport)
+        assert not third.ended
 
-    several(test, 3)
+    several(test, 4)
 
 
 def test_no_connection_that_is_being_answered_gives_way():

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import persia
-from persia.errors import CheckpointError, DataError
+from persia.errors import CheckpointError, ClosedError, DataError
 from persia.publish import PublishOptions, follow, publish_checkpoint
 from persia.schema import InputRules, input_rules_of
-from persia.serve import Predictor, ServeOptions
+from persia.serve import Predictor, Retriever, ServeOptions
 from persia.serve.catalogue import TowerFeatures
 from persia.serve.http.app import create_app
 from persia.serve.http.bodies import Bodies
@@ -26,6 +26,8 @@ from persia.serve.http.limits import ServeLimits
 from persia.serve.http.openapi import openapi
 from persia.serve.http.wire import ARROW, JSON, MSGPACK
 from persia.serve.item_files import read_items
+from support.trained_logs import TOWERS
+from support.trained_logs import serve as trained_logs_served
 
 SCHEMA = persia.Schema(
     [
@@ -238,6 +240,20 @@ def test_items_of_files_are_read_by_the_rules(tmp_path):
     assert found.dense[:, 1].tolist() == [2.5, 3.5, 10.0, 4.0, 3.0]
     assert np.diff(found.id_features["tags"].offsets).tolist() == [2, 1, 0, 3, 1]
     assert np.diff(found.id_features["shop"].offsets).tolist() == [1, 0, 1, 1, 1]
+
+
+def test_a_retriever_reads_the_files_of_its_items_by_the_rules(trained_logs, monkeypatch):
+    def read(paths, schema, features, rules=None):
+        found.append(rules)
+        raise ClosedError("This is enough.")
+
+    found = []
+    monkeypatch.setattr("persia.serve.retriever.read_items", read)
+    with trained_logs_served(TOWERS, trained_logs["two_towers"]).predictor as predictor:
+        predictor.current().network.input_rules = RULES
+        with pytest.raises(ClosedError, match="enough"):
+            Retriever(predictor, "items.parquet").start()
+    assert found == [RULES]
 
 
 @pytest.mark.parametrize("kind", [JSON, ARROW])
