@@ -47,8 +47,8 @@ class Run:
         self.recipe = Recipe(self.config, str(output))
         self.trainer = self.config.build_trainer(self.config.reader().schema)
 
-    def train(self, first, last, inherit=None):
-        list(self.recipe.run(self.trainer, range(first, last + 1), inherit))
+    def train(self, first, last, inherit=None, **options):
+        list(self.recipe.run(self.trainer, range(first, last + 1), inherit, **options))
         return self
 
     def days(self):
@@ -136,6 +136,23 @@ def test_what_was_cut_goes_on(tmp_path, monkeypatch, trained, place, epochs):
     rest = Run(tmp_path / "cut", **changes).train(1, 2)
     assert rest.figures() == whole.figures()
     torch.testing.assert_close(rest.parameters(), whole.parameters())
+
+
+def test_an_interrupted_day_is_begun_again_with_other_batches(tmp_path, monkeypatch, trained):
+    first = trained(1).recipe.records[1].first_row
+    shutil.copytree(trained(0).output, tmp_path / "cut")
+    monkeypatch.setattr(Span, "batches", torn(Span.batches, first))
+    with pytest.raises(CutError):
+        Run(tmp_path / "cut", trainer={"checkpoint_every_steps": 4}).train(1, 1)
+    monkeypatch.undo()
+    changes = {"data": CONFIG["data"] | {"batch_size": 60}}
+    with pytest.raises(ConfigError, match=r"batch_size.*`--restart-data` of persia train and continual"):
+        Run(tmp_path / "cut", **changes).train(1, 1)
+    before = Run(tmp_path / "cut", **changes)
+    before.trainer.load(tmp_path / "cut")
+    rest = Run(tmp_path / "cut", **changes).train(1, 1, restart_data=True)
+    steps = rest.recipe.records[1].global_step - before.trainer.global_step
+    assert steps == -(-rest.recipe.records[1].rows // 60)
 
 
 def fail(*arguments):

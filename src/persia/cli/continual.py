@@ -129,7 +129,9 @@ class Recipe:
             )
         self._reported = TokenReport()
 
-    def run(self, trainer: Trainer, wanted: range, inherit: str | None = None) -> Iterator[DayRecord]:
+    def run(
+        self, trainer: Trainer, wanted: range, inherit: str | None = None, *, restart_data: bool = False
+    ) -> Iterator[DayRecord]:
         """Trains the wanted days that are not trained yet; yields the record of each.
 
         Args:
@@ -137,6 +139,7 @@ class Recipe:
             wanted: days to train.
             inherit: directory whose latest checkpoint the first day starts from. Ignored if the output directory has
                 a checkpoint.
+            restart_data: begin an interrupted day at its first batch.
 
         Raises:
             ConfigError: the output has later days, or no wanted day has rows.
@@ -154,7 +157,8 @@ class Recipe:
             if day in wanted:
                 resumed = begun is not None and begun.day == day
                 record = begun if begun is not None and resumed else self._begin(trainer, day, found[day])
-                yield self._finish(trainer, record, resumed, found[day], found.get(test_day), test_day)
+                restart = restart_data and resumed
+                yield self._finish(trainer, record, resumed, restart, found[day], found.get(test_day), test_day)
         if not any(day in wanted for day in found):
             raise ConfigError(
                 f"The data have no rows of the days {wanted[0]} to {wanted[-1]}; correct --days or data.path.",
@@ -191,7 +195,14 @@ class Recipe:
         return record
 
     def _finish(
-        self, trainer: Trainer, record: DayRecord, resumed: bool, span: Span, test: Span | None, test_day: int | None
+        self,
+        trainer: Trainer,
+        record: DayRecord,
+        resumed: bool,
+        restart: bool,
+        span: Span,
+        test: Span | None,
+        test_day: int | None,
     ) -> DayRecord:
         if trainer.mode != record.mode:
             trainer.switch(record.mode)
@@ -199,7 +210,7 @@ class Recipe:
         changes: dict[str, Any] = {}
         if not resumed or trainer.epoch < epochs:  # Else the run was interrupted between training and testing.
             # Another run may have trained the day, or begun it.
-            changes = self._measured(trainer.fit(span, epochs=epochs, again=not resumed))
+            changes = self._measured(trainer.fit(span, epochs=epochs, again=not resumed, restart_data=restart))
         changes["progressive_auc"] = _known(trainer.metrics.result().auc_per_day.get(record.day, math.nan))
         if test is not None:
             scores = trainer.evaluate(test)

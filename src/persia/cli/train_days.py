@@ -24,6 +24,10 @@ def continual(
             help="Start the first day from the latest checkpoint of another run, in this directory.", metavar="DIR"
         ),
     ] = None,
+    restart_data: Annotated[
+        bool,
+        typer.Option("--restart-data", help="Begin an interrupted day at its first batch, with what it has trained."),
+    ] = False,
     json: Annotated[str | None, typer.Option(help="Write the table to this file as JSON.", metavar="FILE")] = None,
 ) -> None:
     """Train day by day; test on each next day before training on it.
@@ -49,7 +53,7 @@ def continual(
     trainer.resume_line = lambda *_: command_line(again, overrides or [], json)
     with closing_cluster(trainer, trains=True):
         trained = 0
-        for record in todo.run(trainer, wanted, inherit):
+        for record in todo.run(trainer, wanted, inherit, restart_data=restart_data):
             trained += 1
             say(f"day {record.day} is trained in {type(record.mode).__name__}")
     out.CONSOLE.print(recipe.table(todo.records))

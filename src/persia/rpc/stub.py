@@ -157,8 +157,9 @@ class RemoteIterator(Iterator[Any]):
             self._connection.end(self._message(Kind.CLOSE))
 
     def __del__(self) -> None:
-        if self._open:
-            self._connection.drop(self._message(Kind.CLOSE))
+        with contextlib.suppress(AttributeError, TypeError):  # Python ends, and names of modules are None.
+            if self._open:
+                self._connection.drop(self._message(Kind.CLOSE))
 
     def _ask(self) -> Call:
         call = self._message(Kind.NEXT)

@@ -17,7 +17,7 @@ from persia.types import SourceFingerprint, SourcePart, changed_options
 
 __all__ = ["Begun", "DataProgress", "Pass", "begin_source", "begin_stream", "fingerprint_of_object"]
 
-RESTART = "begin it again at its first batch, with restart_data=True (`persia train --restart-data`)"
+RESTART = "begin it again at its first batch, with restart_data=True (`--restart-data` of persia train and continual)"
 OBJECT = "object"
 """Kind of a source without a fingerprint. It is recognised as an object, within one process only."""
 
