@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import persia
+from persia.coordinator.token_scheduler import TokenScheduler
 from persia.errors import ConfigError, DataError
 from persia.modes import Gba, Sync
 from persia.services import fingerprint_of
@@ -334,6 +335,23 @@ def test_an_asynchronous_pass_leaves_nothing_to_the_next_data(days):
     t.fit(reader(days[0]), max_steps=2)
     t.fit(reader(days[1]))
     assert passes(t, 1) == [1]
+
+
+def test_the_token_scheduler_tells_passes_over_different_data_apart(days, monkeypatch):
+    """Both are the first pass over their data."""
+    begin, phases = TokenScheduler.begin, []
+
+    def recorded(self, phase):
+        phases.append(phase)
+        begin(self, phase)
+
+    monkeypatch.setattr(TokenScheduler, "begin", recorded)
+    t = trainer(Gba(2 * BATCH))
+    t.fit(reader(days[0]), max_steps=2)
+    t.fit(reader(days[0]), max_steps=3)
+    t.fit(reader(days[1]))
+    same, went_on, other = (phase.epoch for phase in phases)
+    assert same == went_on != other
 
 
 @pytest.mark.parametrize("nn_workers", [2])

@@ -157,9 +157,11 @@ class RemoteIterator(Iterator[Any]):
             self._connection.end(self._message(Kind.CLOSE))
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, TypeError):  # Python ends, and names of modules are None.
+        try:
             if self._open:
                 self._connection.drop(self._message(Kind.CLOSE))
+        except (AttributeError, TypeError):  # Python ends, and names of modules are None.
+            pass
 
     def _ask(self) -> Call:
         call = self._message(Kind.NEXT)
