@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as stnp
 
 from persia import batching
-from persia.batching import reference
 from persia.errors import DataError
 from persia.nn import transfer
 from persia.types.packed import Packed
 from support.examples import examples
+from support.twins import batching as reference
 
 
 def bits(array):

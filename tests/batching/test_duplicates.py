@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia import batching
-from persia.batching import reference
 from persia.errors import DataError
+from support.twins import batching as reference
 
 POOLS = {threads: batching.ThreadPool(threads) for threads in (1, 3)}
 threads = pytest.mark.parametrize("threads", POOLS)

@@ -6,8 +6,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia.batching import TextBuffers, reference, text_ids, text_numbers
+from persia.batching import TextBuffers, text_ids, text_numbers
 from persia.errors import DataError
+from support.twins import batching as reference
 
 LETTERS = st.text("0123456789.-+eE \tNAnaulTrefs,x\\/<>#", max_size=8)
 CASES = [

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from persia.errors import CheckpointError, ConfigError, PersiaError
 from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, Uncompressed
-from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
 from persia.optim.buckets import Flat, ranges
 from support import apms_case
 from support.apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, joined, make, step, train
 from support.apms_threads import together
 from support.examples import examples
+from support.twins.apmsqueeze import ReferenceAPMSqueeze
 
 
 def trained(rank, exchange, steps, options, shapes=SHAPES, native=True, arguments=None):

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from persia.errors import ConfigError, DeadlineError
 from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, TopK, Uncompressed
-from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
 from persia.optim.buckets import Bucket, Flat, Rule
 from support.apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, make, step, tensors, train
 from support.processes import Processes
+from support.twins.apmsqueeze import ReferenceAPMSqueeze
 
 pytestmark = pytest.mark.processes
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from persia.batching.native import ThreadPool
 from persia.errors import ConfigError
 from persia.optim import Compressor, OneBit, StochasticTernary, TopK, Uncompressed
-from persia.optim.apmsqueeze_reference import reference_compress
 from persia.optim.compressors import AnyCompressor
 from persia.optim.native import _core, sum_of_squares
 from support.examples import examples
+from support.twins.apmsqueeze import reference_compress
 
 ALL = [OneBit(block=64), OneBit("l2", 128), TopK(0.07), StochasticTernary(block=64, seed=3), Uncompressed()]
 ODD = st.sampled_from([0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 129, 500, 1025])

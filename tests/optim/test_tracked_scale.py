@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.optim import APMSqueezeOptions
-from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
 from support.apms_case import COMPRESSORS, arrays, changing, feed, gradients, joined, make, resumed, tensors
 from support.apms_threads import together
 from support.examples import examples
+from support.twins.apmsqueeze import ReferenceAPMSqueeze
 
 BETAS = (0.9, 0.8)
 OPTIONS = {"warmup": 4, "bucket_bytes": 4 * 2000, "track_scale": True}

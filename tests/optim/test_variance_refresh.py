@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, Uncompressed
-from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
 from persia.optim.variance_refresh import VarianceRefresh
 from support.apms_case import COMPRESSORS, arrays, changing, feed, gradients, joined, make, resumed, step, tensors
 from support.apms_threads import together
 from support.examples import examples
+from support.twins.apmsqueeze import ReferenceAPMSqueeze
 
 BETAS = (0.9, 0.97)
 OPTIONS = {"warmup": 4, "bucket_bytes": 4 * 2000, "refresh_variance": 2}

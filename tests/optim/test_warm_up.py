@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.optim import APMSqueeze, APMSqueezeOptions
-from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
 from support.apms_threads import together
 from support.examples import examples
+from support.twins.apmsqueeze import ReferenceAPMSqueeze
 
 AUTO = APMSqueezeOptions(warmup="auto")
 BETAS = (0.9, 0.875)

@@ -17,9 +17,10 @@ from persia.replay import check_replayable
 from persia.replay.virtual import VirtualTraining
 from persia.schema import IdFeature
 from persia.services import StatePiece
-from persia.store import NativeStore, ReferenceStore, TableConfig
+from persia.store import NativeStore, TableConfig
 from persia.types import Gradients, Packed, PushHeader, RowsSet
 from support.stores import STORES, lookup, update
+from support.twins.store import ReferenceStore
 
 U = np.uint64
 

@@ -16,9 +16,10 @@ from persia.optim import Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import Table
 from persia.services import EmbeddingPS
-from persia.store import NativeStore, ReferenceStore
+from persia.store import NativeStore
 from persia.types import Gradients, PublishOptions, PublishOrder, PublishStatus, PushHeader
 from support.change_log import unwritable
+from support.twins.store import ReferenceStore
 
 IDS = np.arange(20, dtype=np.uint64)
 

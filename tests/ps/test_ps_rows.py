@@ -12,9 +12,10 @@ from persia.optim import Adagrad, Adam
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import AdmitMinFrequency, Table
 from persia.services import EmbeddingPS, RowChunk
-from persia.store import NativeStore, ReferenceStore
+from persia.store import NativeStore
 from persia.types import Gradients, Packed, PushHeader, RowsSet, RowState
 from persia.types.values import LARGEST, to_halves
+from support.twins.store import ReferenceStore
 
 DEADLINE = 20.0
 U = np.uint64

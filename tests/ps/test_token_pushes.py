@@ -11,13 +11,14 @@ from persia import rpc
 from persia.errors import PersiaError, StalePushError, StoreError
 from persia.modes import Async, Bsp, Gba, Hybrid, Sync
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.pushes.reference import ReferenceAccumulator
 from persia.schema import SGD, Adam, Table
 from persia.services import EmbeddingPS, RowChunk
-from persia.store import NativeStore, ReferenceStore, TableConfig
+from persia.store import NativeStore, TableConfig
 from persia.types import Gradients, PushHeader
 from support.examples import examples
 from support.stores import lookup, update
+from support.twins.pushes import ReferenceAccumulator
+from support.twins.store import ReferenceStore
 
 DEADLINE = 20.0
 DIM = 3

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.pushes.accumulator import GradientAccumulator
-from persia.pushes.reference import ReferenceAccumulator
 from persia.types import Gradients
 from support.examples import examples
+from support.twins.pushes import ReferenceAccumulator
 
 
 def batch(random, universe, dim, share_of_stale):

@@ -20,12 +20,12 @@ from persia.modes.base import hold_until_full
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.accumulator import average_step
-from persia.pushes.reference import average_step as readable_average_step
 from persia.pushes.step_barrier import MOST_OPEN, MOST_REPEATED, ArrivedPush, StepBarrier
 from persia.retry import Deadline
 from persia.schema import Table
 from persia.types import Gradients, PushHeader, UpdateCounts
 from support.examples import examples
+from support.twins.pushes import average_step as readable_average_step
 
 TIMEOUT = 20.0
 TABLES = {"user": Table("user", dim=3), "item": Table("item", dim=20)}

@@ -25,10 +25,10 @@ from persia.replay import (
     steady,
 )
 from persia.replay.plain import PlainOptimizer
-from persia.store import reference_optim
 from persia.store.config import TableConfig
 from persia.testing.logistic import IDS, LOCAL, Problem, lock_step
 from support.examples import examples
+from support.twins import optimizers as reference_optim
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -31,7 +31,7 @@ from persia.services import (
     Tokens,
     TrainingPhase,
 )
-from persia.store import NativeStore, ReferenceStore
+from persia.store import NativeStore
 from persia.types import (
     Caller,
     Contribution,
@@ -49,6 +49,7 @@ from persia.types import (
 )
 from persia.worker import Worker
 from support.rpc_samples import DEADLINE
+from support.twins.store import ReferenceStore
 
 SCHEMA = Schema(
     id_features=[

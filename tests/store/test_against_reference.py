@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.ps.row_access import set_rows
-from persia.store import NativeStore, ReferenceStore, Spill, TableConfig
+from persia.store import NativeStore, Spill, TableConfig
 from persia.types.values import DTYPES
 from support.examples import examples
 from support.stores import contents, lookup, update
+from support.twins.store import ReferenceStore
 
 OPTIMIZERS = [
     ("sgd", {}),

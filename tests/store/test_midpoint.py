@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from persia.errors import ConfigError, StoreError
 from persia.schema import Days, Table
-from persia.store import NativeStore, ReferenceStore, TableConfig
+from persia.store import NativeStore, TableConfig
 from support.examples import examples
 from support.stores import contents, lookup, update
+from support.twins.store import ReferenceStore
 
 HOT = np.arange(500, dtype=np.uint64)
 

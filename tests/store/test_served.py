@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from persia.errors import StoreError
 from persia.store.served import ServedTable, lookup_packed
-from persia.store.served_reference import ReferenceServedTable
+from support.twins.served import ReferenceServedTable
 
 DIM = 3
 IDS = [0, 1, 2, 3, 2**32, 2**63, 2**64 - 1, *range(100, 130)]

@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 from test_against_reference import compare, configs
 
 from persia.ps.row_access import set_rows
-from persia.store import NativeStore, ReferenceStore
+from persia.store import NativeStore
 from persia.types import RowState
 from support.examples import examples
 from support.stores import lookup, update
+from support.twins.store import ReferenceStore
 
 
 @settings(max_examples=examples(100), deadline=None)

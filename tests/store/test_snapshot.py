@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import StoreError
-from persia.store import NativeStore, ReferenceStore, Spill, TableConfig
-from persia.store.reference_random import shard_of
+from persia.store import NativeStore, Spill, TableConfig
 from support.examples import examples
 from support.stores import STORES, contents, lookup, update
+from support.twins.random_rows import shard_of
+from support.twins.store import ReferenceStore
 
 
 def train(stores, random, universe, step):

@@ -16,11 +16,12 @@ from test_against_reference import INITIALIZERS, OPTIMIZERS
 
 from persia.errors import ConfigError, StoreError
 from persia.ps.row_access import set_rows
-from persia.store import COLD_ROW_BYTES, NativeStore, ReferenceStore, Spill, TableConfig
-from persia.store.rocksdb import RocksStore
+from persia.store import COLD_ROW_BYTES, NativeStore, Spill, TableConfig
 from persia.types.values import DTYPES
 from support.examples import examples
 from support.stores import lookup, update
+from support.twins.rocks import RocksStore
+from support.twins.store import ReferenceStore
 
 FIBONACCI = np.uint64(0x9E3779B97F4A7C15)
 STORES = {"native": NativeStore, "reference": ReferenceStore, "rocksdb": RocksStore}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import ConfigError, StoreError
-from persia.store import ROW_OVERHEAD, NativeStore, ReferenceStore, TableConfig, reference_values
+from persia.store import ROW_OVERHEAD, NativeStore, TableConfig
 from persia.types.values import (
     DTYPES,
     LARGEST,
@@ -20,6 +20,8 @@ from persia.types.values import (
 )
 from support.examples import examples
 from support.stores import contents, lookup, update, widen
+from support.twins import values as reference_values
+from support.twins.store import ReferenceStore
 
 OF_16_BITS = ["bfloat16", "float16"]
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -7,7 +7,7 @@ import torch
 
 from persia.checkpoint.packing import pack, unpack
 from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, StochasticTernary, TopK, Uncompressed
-from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
+from support.twins.apmsqueeze import ReferenceAPMSqueeze
 
 COMPRESSORS = [OneBit(block=128), OneBit("l2", block=64), TopK(0.1), StochasticTernary(block=64), Uncompressed()]
 SHAPES = [(70, 33), (5,), (1500,), (), (0, 3), (40, 40), (300,)]

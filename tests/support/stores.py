@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from persia.store import NativeStore, ReferenceStore
+from persia.store import NativeStore
 from persia.types.values import from_halves
+from support.twins.store import ReferenceStore
 
 STORES = {"native": NativeStore, "reference": ReferenceStore}
 

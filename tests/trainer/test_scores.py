@@ -13,13 +13,13 @@ from rich.console import Console
 import persia
 from persia.cli import ui
 from persia.dashboard.report import report
-from persia.metrics.reference import exact_auc
 from persia.telemetry.live import LiveLine
 from persia.telemetry.run_record import read_run
 from persia.telemetry.tracking import MLflow
 from persia.trainer.driver import _merged_metrics
 from persia.trainer.scores import TrainingScores
 from support.listed import Listed
+from support.twins.auc import exact_auc
 
 SCHEMA = persia.Schema([persia.IdFeature("item", 4), persia.IdFeature("user", 4)], labels=["click"])
 ROWS = 50

@@ -1,6 +1,6 @@
 """Processing of a batch's ids and rows between data and network; every loop runs natively, without the GIL.
 
-:mod:`persia.batching.reference` has a slow, readable twin of every function here.
+`tests/support/twins/batching.py` has a slow, readable twin of every function here.
 """
 
 from persia.batching.codec import decode_rows, encode_rows

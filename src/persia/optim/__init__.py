@@ -1,7 +1,7 @@
 """Optimizers: declarations for the rows of embedding tables, and APMSqueeze for the network.
 
-The declarations are defined in `persia.schema`, their update rules in the native store and in
-`persia.store.reference_optim`. APMSqueeze needs torch and is imported on first use.
+The declarations are defined in `persia.schema`, their update rules in the native store and, readable, in
+`tests/support/twins/optimizers.py`. APMSqueeze needs torch and is imported on first use.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 "APMSqueeze: A Communication Efficient Adam-Preconditioned Momentum SGD Algorithm", arXiv 2008.11343, Algorithm 1.
 Lines 6, 7, 9, 10 and 11 are methods of :class:`persia.optim.buckets.Bucket`; :mod:`persia.optim.updates` has them in
-order. :mod:`persia.optim.apmsqueeze_reference` is the readable twin.
+order. `tests/support/twins/apmsqueeze.py` is the readable twin.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class GradientAccumulator:
     """The running sum of the gradients of a step in asynchronous modes. Not thread-safe.
 
     It holds one sum and one divisor per id, however many gradients make a step: "we could execute the weighted sum over
-    some gradients in advance based on the tokens" (GBA, appendix B). `pushes.reference.ReferenceAccumulator` is its
-    readable twin.
+    some gradients in advance based on the tokens" (GBA, appendix B). Its readable twin is in
+    `tests/support/twins/pushes.py`.
 
     Args:
         reduction: what the weighted sum of an id is divided by.
@@ -80,7 +80,7 @@ class GradientAccumulator:
 def average_step(
     arrived: Sequence[ArrivedPush], reduction: Reduction, pool: batching.ThreadPool, scratch: batching.Scratch
 ) -> dict[str, Gradients]:
-    """Returns the average gradient of a step, by table; `pushes.reference.average_step` is its readable twin.
+    """Returns the average gradient of a step, by table. Its readable twin is in `tests/support/twins/pushes.py`.
 
     Args:
         arrived: pushes by (rank, part). Parts of a rank are summed, ranks are averaged by their rows.

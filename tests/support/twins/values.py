@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.store.config import TableConfig
-from persia.store.reference_random import GOLDEN, MASK, mix64, random_bits, row_key
 from persia.types.values import LARGEST, Dtype
+from support.twins.random_rows import GOLDEN, MASK, mix64, random_bits, row_key
 
 __all__ = ["as_words", "from_halves", "nearest", "nearest_embedding", "round_update", "rounding_key", "to_halves"]
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from persia.errors import ConfigError, StoreError
 from persia.store.config import TableConfig, check_spill
 from persia.store.protocol import EmbeddingStore, RowChanges, Rows, ShardState, Spill
-from persia.store.reference_random import shard_of
-from persia.store.reference_shard import COUNTERS, KEPT_MARKS, TIER_COUNTS, ReferenceRow, ReferenceShard
-from persia.store.reference_values import as_words
 from persia.types import UpdateCounts
 from persia.types.values import words_of
+from support.twins.random_rows import shard_of
+from support.twins.shard import COUNTERS, KEPT_MARKS, TIER_COUNTS, ReferenceRow, ReferenceShard
+from support.twins.values import as_words
 
 __all__ = ["ReferenceStore"]
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from persia.errors import MissingExtraError
 from persia.store.config import TableConfig
-from persia.store.reference import ReferenceStore
-from persia.store.reference_shard import ReferenceRow
+from support.twins.shard import ReferenceRow
+from support.twins.store import ReferenceStore
 
 __all__ = ["RocksStore"]
 
@@ -24,19 +23,12 @@ class RocksStore(ReferenceStore):
 
     Args:
         pool: not used; see `ReferenceStore`.
-
-    Raises:
-        MissingExtraError: rocksdict is not installed.
     """
 
     def __init__(self, pool: object = None) -> None:
         super().__init__(pool)
-        try:
-            import rocksdict
-        except ImportError as error:
-            raise MissingExtraError(
-                'RocksStore needs rocksdict: pip install "persia[rocksdb]".', extra="rocksdb"
-            ) from error
+        import rocksdict
+
         self._library: Any = rocksdict
 
     def _cold_rows(self, config: TableConfig, path: str) -> MutableMapping[int, ReferenceRow]:

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import StoreError
-from persia.store import reference_optim
 from persia.store.config import TTL_UNITS, TableConfig
 from persia.store.protocol import Spill
-from persia.store.reference_random import Sketch, admission_draw, initial_embedding
-from persia.store.reference_values import as_words, nearest, nearest_embedding, round_update, rounding_key
+from support.twins import optimizers as reference_optim
+from support.twins.random_rows import Sketch, admission_draw, initial_embedding
+from support.twins.values import as_words, nearest, nearest_embedding, round_update, rounding_key
 
 __all__ = ["COUNTERS", "KEPT_MARKS", "TIER_COUNTS", "ReferenceRow", "ReferenceShard"]
 
