@@ -22,7 +22,8 @@ from benchmarks import runner
 from benchmarks.plan import short_measurements
 from benchmarks.ssd import ssd
 from persia import IdFeature, Schema
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.plan import PlannedTable, Topology, bytes_of, planned_tables
 from persia.plan.cache import distinct_ids, missing_share
 from persia.plan.load import batch_traffic

@@ -190,7 +190,7 @@ class Counting:
 
 def messages() -> Iterator[runner.Measure]:
     """Bytes in and out of each role for batches of 4,096 samples of 8 features, one of them with lists of ids."""
-    from persia.batching.batch import IdColumn
+    from persia.batching.id_column import IdColumn
     from persia.nn import transfer
 
     rng, count, servers = np.random.default_rng(0), 4096, 3

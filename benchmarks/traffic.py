@@ -18,7 +18,8 @@ import torch
 import persia
 from benchmarks import runner
 from persia import data
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.data.zipf import Zipf
 from persia.modes import Sync
 from persia.nn import transfer

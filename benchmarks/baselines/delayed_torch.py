@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.data import synthetic
 from persia.nn.models import DeepFM
 from persia.schema import SGD, Adagrad, Adam, EmbeddingOptimizer, IdFeature, Schema

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.nn.output import loss_of
 from persia.nn.pooling import SequenceEmbedding
 from persia.schema import Adagrad, Schema

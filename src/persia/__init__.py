@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from persia import cluster, data, dense, modes, nn, optim
-    from persia.batching.batch import Batch, IdColumn
+    from persia.batching.batch import Batch
+    from persia.batching.id_column import IdColumn
     from persia.errors import PersiaError
     from persia.schema import (
         AdmitAll,
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "persia.batching.batch": ("Batch", "IdColumn"),
+    "persia.batching.batch": ("Batch",),
+    "persia.batching.id_column": ("IdColumn",),
     "persia.errors": ("PersiaError",),
     "persia.trainer.options": ("TrainerOptions",),
     "persia.schema": (

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia.batching import columns as columns_module
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.errors import DataError
 from persia.schema import IdFeature, Schema
 

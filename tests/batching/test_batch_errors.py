@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.errors import DataError
 from persia.schema import IdFeature, Schema
 

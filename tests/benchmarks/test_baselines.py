@@ -11,7 +11,8 @@ from benchmarks.baselines import delayed_torch, globo_torch, one_bit_torch, step
 from torch import nn
 from torch.nn import functional as F
 
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.nn.models import FFNN
 from persia.optim import SGD, Adagrad, Adam, OneBit, RowwiseAdagrad
 from persia.schema import IdFeature, Schema

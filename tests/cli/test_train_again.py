@@ -94,7 +94,7 @@ def test_a_change_of_the_batch_size_names_both_ways(resume, tmp_path, capfd):
     message = capfd.readouterr().err
     assert "batch_size changed in the middle of a pass, at batch 3 of epoch 0" in message
     assert "(batch_size was 10)" in message
-    assert "`persia train --restart-data`" in message
+    assert "`--restart-data` of persia train and continual" in message
     assert resume("--set", "data.batch_size=20", "--restart-data")[1:] == (80, 11)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia import Batch, IdFeature, Schema
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.data import Order, StreamReader, days
 from persia.errors import DataError
 

@@ -13,7 +13,8 @@ import pytest
 import xxhash
 
 from persia import data
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.cli.run_config import DataConfig
 from persia.data import from_csv, histories, json_lines
 from persia.errors import ConfigError, DataError

@@ -19,7 +19,7 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 
 import persia
-from persia.data import broker
+from persia.data.streams import broker
 from persia.errors import ConfigError, DataError, DeadlineError, MissingExtraError
 from persia.types import OffsetRange, Partition
 from support.kafka import SCHEMA, Kafka, Outages, arrow, clicks, items, packed, row, until
@@ -415,13 +415,13 @@ def test_offsets_are_committed_to_the_group(kafka):
 
 
 def test_a_commit_that_fails_is_logged(kafka, caplog, monkeypatch):
-    monkeypatch.setattr("persia.data.from_kafka.COMMIT_SECONDS", 0.2)
+    monkeypatch.setattr("persia.data.streams.kafka.COMMIT_SECONDS", 0.2)
     kafka.reader(bootstrap="127.0.0.1:9", group="g").commit({kafka.topic: {0: 1}})
     assert "Offsets were not committed to group g of Kafka at 127.0.0.1:9" in caplog.text
 
 
 def test_lag_is_what_is_not_read(kafka, monkeypatch):
-    monkeypatch.setattr("persia.data.kafka_share.MEASURE_SECONDS", 0.0)
+    monkeypatch.setattr("persia.data.streams.share.MEASURE_SECONDS", 0.0)
     kafka.write(clicks(range(10)))
     reader = kafka.reader(4)
     reader.begin(0, {}, lambda: False)

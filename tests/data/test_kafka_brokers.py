@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient, NewPartitions
 
-from persia.data import broker
+from persia.data.streams import broker
 from persia.errors import DataError
 from support.kafka import Kafka, clicks, items, until
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia import rpc, services
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.data import Loader
 from persia.errors import ClosedError, DataError, DeadlineError, MovedError
 from persia.membership import Directory

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import persia
-from persia.data import messages as module
-from persia.data.broker import BrokerOptions, Buffer
-from persia.data.kafka_options import EventTime, KafkaOptions, StreamCounts
-from persia.data.messages import MAX_BYTES, MAX_OBJECT_BYTES, MAX_ROWS, MessageDecoder
 from persia.data.rows import Conversion
-from persia.data.stream_rows import MAX_REASON, Converted, MessageConverter
+from persia.data.streams import decoding as module
+from persia.data.streams.broker import BrokerOptions, Buffer
+from persia.data.streams.decoding import MAX_BYTES, MAX_OBJECT_BYTES, MAX_ROWS, MessageDecoder
+from persia.data.streams.options import EventTime, KafkaOptions, StreamCounts
+from persia.data.streams.rows import MAX_REASON, Converted, MessageConverter
 from persia.errors import DataError
 from persia.types import Partition
 from support.examples import examples

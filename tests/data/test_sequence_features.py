@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import persia
 from persia import data
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.errors import ConfigError, DataError
 from persia.schema import HashTo, IdFeature, Schema
 from persia.worker.routing import Router

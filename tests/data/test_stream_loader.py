@@ -7,9 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from persia.batching.batch import Batch, IdColumn
-from persia.data import stream_loader
-from persia.data.stream_loader import StreamLoader
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
+from persia.data.streams import loader as stream_loader
+from persia.data.streams.loader import StreamLoader
 from persia.errors import DataError, DeadlineError
 from persia.membership import Directory
 from persia.schema import IdFeature, Schema

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 import persia
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.dense import AllReduce, AllReduceOptions
 from persia.errors import DeadlineError, StaleBatchError
 from persia.modes import Hybrid, Sync

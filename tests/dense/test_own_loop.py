@@ -8,7 +8,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import persia
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.dense import AllReduce
 from persia.errors import DeadlineError, UnequalStepsError
 from persia.modes import Hybrid, Sync

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import persia
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.errors import ClosedError, DeadlineError, MovedError, StaleBatchError
 from persia.membership.data_loaders import DataLoaders
 from persia.membership.directory import Directory

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import persia
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.cluster import Embedded
 from persia.errors import DataError, PersiaError, StaleBatchError
 from persia.modes import Hybrid, Sync
@@ -476,7 +477,8 @@ FORKED = """
 import gc, os, sys
 import numpy as np
 import persia
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.cluster import Embedded
 
 schema = persia.Schema([persia.IdFeature("a", dim=4)], labels=["y"])
@@ -522,7 +524,8 @@ LEFT_OPEN = """
 import itertools
 import numpy as np
 import persia
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.cluster import Embedded
 
 names = [f"f{i}" for i in range(8)]

@@ -10,7 +10,8 @@ import torch
 
 import persia
 from persia import modes
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.nn import CollectionOptions, EmbeddingCollection, pooling
 from persia.nn.transfer import Transfer
 from persia.optim import SGD

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import persia
 from persia import batching
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, compact, inspect, reshard
 from persia.errors import CheckpointError, ConfigError, DataError, StoreError
 from persia.modes import Hybrid, Sync

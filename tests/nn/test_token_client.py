@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia import IdFeature, Schema
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.coordinator import TokenScheduler
 from persia.dense import DenseServer, SharedNetwork
 from persia.modes import Bsp, Gba

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import persia
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.nn.pooling import Expander
 from persia.nn.transfer import CpuStaging, Transfer, joined
 from persia.optim import Adagrad

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from persia import rpc
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.errors import ConfigError, DeadlineError, StalePushError, StoreError, StoreFullError
 from persia.modes import Async, Hybrid, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions

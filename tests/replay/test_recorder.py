@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from persia import rpc
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.modes import Gba, Hybrid, Sync
 from persia.optim import Adagrad
 from persia.ps import EmbeddingServer

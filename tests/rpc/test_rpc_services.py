@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from persia import rpc
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.errors import ClosedError, DeadlineError, StaleBatchError, StoreError
 from persia.modes import Async, Auto, Hybrid, Sync
 from persia.ps import EmbeddingServer, ServerOptions

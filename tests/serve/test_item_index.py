@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.nn.models import FFNN, TwoTower
 from persia.schema import IdFeature, Schema

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import persia
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.cli.run_config import ModelConfig
 from persia.errors import ConfigError, DataError
 from persia.publish import ModelDescription, PublishOptions, publish_checkpoint

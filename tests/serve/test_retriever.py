@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import persia
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.errors import ClosedError, DataError
 from persia.nn.models import TwoTower
 from persia.publish import PublishOptions

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import persia
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.batching.sampling import EVERY, ROWS, is_sampled, sampled_ids, sampled_rows
 from persia.errors import PublishError
 from persia.metrics import SIGNIFICANT, DriftCounts, count_ids

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.errors import StalePushError
 from persia.modes import Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection

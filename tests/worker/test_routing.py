@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import persia
 from persia import rpc
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.errors import StaleBatchError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.nn import transfer

@@ -10,10 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from persia.batching.batch import IdColumn
-from persia.batching.columns import numbers_of_texts
+from persia.batching.id_column import IdColumn
 from persia.batching.ids import ids_of_numbers, ids_of_texts, offsets_of_present
-from persia.batching.texts import TextBuffers, text_ids
+from persia.batching.texts import TextBuffers, numbers_of_texts, text_ids
 from persia.batching.times import seconds_of_timestamps
 from persia.errors import DataError
 from persia.schema import IdKind

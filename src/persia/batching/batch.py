@@ -4,62 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from persia.batching.id_column import IdColumn
 from persia.errors import DataError
-from persia.types import Floats, Ids, Int32Array, Int64Array
+from persia.schema import Schema
+from persia.types import Floats, Int32Array, Int64Array
 
-if TYPE_CHECKING:
-    from persia.schema import Schema
-
-__all__ = ["Batch", "IdColumn"]
-
-
-@dataclass(frozen=True, slots=True)
-class IdColumn:
-    """The ids of one feature: `values[offsets[i]:offsets[i + 1]]` belong to sample i, like a jagged tensor.
-
-    Attributes:
-        values: uint64 `[n]`.
-        offsets: int64 `[batch + 1]`, from 0 to n; None when each sample has exactly one id (n = batch).
-    """
-
-    values: Ids
-    offsets: Int64Array | None = None
-
-    def __len__(self) -> int:
-        return len(self.values) if self.offsets is None else max(len(self.offsets) - 1, 0)
-
-    def slice(self, start: int, stop: int) -> IdColumn:
-        """The ids of samples `start` to `stop` (0 <= start <= stop <= len); values are a view."""
-        if self.offsets is None:
-            return IdColumn(self.values[start:stop])
-        low, high = self.offsets[start], self.offsets[stop]
-        return IdColumn(self.values[low:high], self.offsets[start : stop + 1] - low)
-
-    def take(self, rows: Int64Array) -> IdColumn:
-        """The ids of these samples, in this order; a copy."""
-        if self.offsets is None:
-            return IdColumn(self.values[rows])
-        starts = self.offsets[rows]
-        lengths = self.offsets[rows + 1] - starts
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        index = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-        return IdColumn(self.values[index], offsets)
-
-    @staticmethod
-    def concat(columns: Sequence[IdColumn]) -> IdColumn:
-        """The samples of all columns, one after another; a copy."""
-        values = np.concatenate([c.values for c in columns])
-        if all(c.offsets is None for c in columns):
-            return IdColumn(values)
-        lengths = [np.ones(len(c.values), np.int64) if c.offsets is None else np.diff(c.offsets) for c in columns]
-        offsets = np.zeros(sum(map(len, lengths)) + 1, np.int64)
-        np.cumsum(np.concatenate(lengths), out=offsets[1:])
-        return IdColumn(values, offsets)
+__all__ = ["Batch"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -110,7 +64,7 @@ class Batch:
         """
         from persia.batching.columns import from_columns
 
-        return from_columns(schema, columns, day, require_labels=require_labels)
+        return Batch(*from_columns(schema, columns, day, require_labels=require_labels))
 
     def validate(self, schema: Schema, *, require_labels: bool = True) -> None:
         """Checks a batch that was built by hand: a few vectorised passes, nothing is copied.
@@ -124,7 +78,7 @@ class Batch:
         """
         from persia.batching.validation import validate
 
-        validate(self, schema, require_labels=require_labels)
+        validate(self.id_features, self.dense, self.labels, self.day, schema, require_labels=require_labels)
 
     def slice(self, start: int, stop: int) -> Batch:
         """Samples `start` to `stop` (clipped to the batch, as in a Python slice) as views of this batch's arrays."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching import ThreadPool, hash_cross
-from persia.batching.batch import Batch, IdColumn
 from persia.batching.frames import as_mapping, from_frame, is_arrow
+from persia.batching.id_column import IdColumn
 from persia.batching.ids import ids_of_list, ids_of_numbers, is_list, is_missing, offsets_of_present
-from persia.batching.texts import TextBuffers, text_numbers
+from persia.batching.texts import TextBuffers, numbers_of_texts
 from persia.batching.times import magnitudes, seconds_of_list, seconds_of_timestamps
 from persia.batching.validation import check_aligned, check_complete, check_finite, check_labels, check_offsets
 from persia.errors import DataError
@@ -28,13 +27,23 @@ LOG = logging.getLogger("persia.data")
 _INT32 = np.iinfo(np.int32)
 _EXACT = 1 << 24
 """Up to here float32 represents every whole number."""
-_AMOUNT = re.compile(r"\s*[+-]?\s*(?:([^\d\s.,'+-]{1,4})\s*[+-]?\d[\d.,'\s]*|\d[\d.,'\s]*?\s*([^\d\s.,'+-]{1,4}))\s*")
 _ROUNDED: set[str] = set()
 """Dense features of which it has been said that they lose digits."""
 
 
-def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *, require_labels: bool = True) -> Batch:
-    """See `Batch.from_columns`."""
+class Columns(NamedTuple):
+    """The fields of a `Batch`, in its order."""
+
+    id_features: dict[str, IdColumn]
+    dense: Floats
+    labels: Floats
+    day: Int32Array | None
+
+
+def from_columns(
+    schema: Schema, columns: Mapping[str, Any], day: Any = None, *, require_labels: bool = True
+) -> Columns:
+    """Converts columns to the fields of a batch; see `Batch.from_columns`."""
     columns = as_mapping(columns)
     length = _Length()
     ids: dict[str, IdColumn] = {}
@@ -67,7 +76,7 @@ def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *,
     if not length.rows:
         raise DataError("The batch is empty: its columns have no rows; leave it out.")
     days = _days(day, length)
-    return Batch(
+    return Columns(
         {f.name: ids[f.name] for f in schema.id_features},
         _matrix(list(dense_columns.values()), length.rows),
         _matrix(list(label_columns.values()), length.rows),
@@ -415,28 +424,6 @@ def _list_floats(name: str, column: Sequence[Any]) -> tuple[NDArray[Any], BoolAr
         return np.array([np.nan if is_missing(x) else float(x) for x in column], np.float64), missing
     except OverflowError as error:
         raise DataError(f"Column {name!r} has a whole number that no float64 holds; scale it.", column=name) from error
-
-
-def numbers_of_texts(name: str, texts: TextBuffers) -> tuple[NDArray[np.float64], BoolArray]:
-    """Numbers in texts, and which are missing.
-
-    Raises:
-        DataError: a text is no number; names the row and what would be one.
-    """
-    found = text_numbers(texts)
-    if found.bad >= 0:
-        value = texts.text(found.bad)
-        hint = " (a decimal comma?)" if value.replace(",", ".", 1).replace(".", "", 1).strip("-").isdecimal() else ""
-        if unit := _AMOUNT.fullmatch(value):
-            hint = f" (an amount in {unit[1] or unit[2]}? persia.data.csv takes units)"
-        raise DataError(
-            f"Column {name!r} has {value!r} at row {found.bad}{hint}; it takes decimal numbers such as 1, -0.5 and "
-            "1e3, true and false. Correct the value, leave the row out, or declare the column as an ID-type feature.",
-            column=name,
-            row=found.bad,
-            value=value,
-        )
-    return found.numbers, ~found.present
 
 
 def _days(day: Any, length: _Length) -> Int32Array | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.batching.texts import TextBuffers, text_ids
 from persia.errors import DataError
 from persia.schema import IdKind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,8 +15,9 @@ from persia.errors import DataError
 from persia.schema import IdKind
 from persia.types import BoolArray, Ids, Int32Array, Int64Array
 
-__all__ = ["TextBuffers", "TextIds", "TextNumbers", "text_ids", "text_numbers"]
+__all__ = ["TextBuffers", "TextIds", "TextNumbers", "numbers_of_texts", "text_ids", "text_numbers"]
 
+_AMOUNT = re.compile(r"\s*[+-]?\s*(?:([^\d\s.,'+-]{1,4})\s*[+-]?\d[\d.,'\s]*|\d[\d.,'\s]*?\s*([^\d\s.,'+-]{1,4}))\s*")
 _KINDS: dict[IdKind, int] = {"auto": 0, "number": 1, "text": 2}
 
 
@@ -148,3 +150,25 @@ def text_numbers(texts: TextBuffers) -> TextNumbers:
     with as_data_error:
         bad = core.text_numbers(*_arguments(texts), numbers, present)
     return TextNumbers(numbers, present.view(np.bool_), bad)
+
+
+def numbers_of_texts(name: str, texts: TextBuffers) -> tuple[NDArray[np.float64], BoolArray]:
+    """Numbers in texts, and which are missing.
+
+    Raises:
+        DataError: a text is no number; names the row and what would be one.
+    """
+    found = text_numbers(texts)
+    if found.bad >= 0:
+        value = texts.text(found.bad)
+        hint = " (a decimal comma?)" if value.replace(",", ".", 1).replace(".", "", 1).strip("-").isdecimal() else ""
+        if unit := _AMOUNT.fullmatch(value):
+            hint = f" (an amount in {unit[1] or unit[2]}? persia.data.csv takes units)"
+        raise DataError(
+            f"Column {name!r} has {value!r} at row {found.bad}{hint}; it takes decimal numbers such as 1, -0.5 and "
+            "1e3, true and false. Correct the value, leave the row out, or declare the column as an ID-type feature.",
+            column=name,
+            row=found.bad,
+            value=value,
+        )
+    return found.numbers, ~found.present

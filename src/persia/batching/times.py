@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.batching.ids import flattened, offsets_of_present, row_of
 from persia.errors import DataError
 from persia.types import Ids, Int64Array

@@ -2,83 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from persia.batching.batch import Batch, IdColumn
-from persia.batching.frames import is_frame
+from persia.batching.id_column import IdColumn
 from persia.errors import DataError
 from persia.schema import Schema
-from persia.types import FedBatch, Int64Array
+from persia.types import Floats, Int32Array, Int64Array
 
 __all__ = [
     "check_aligned",
     "check_complete",
-    "check_data",
     "check_finite",
     "check_labels",
     "check_offsets",
-    "checked_items",
-    "not_a_batch",
     "validate",
 ]
-
-_REMEDY = (
-    "For columns or a frame: [persia.Batch.from_columns(schema, frame)]; for files: a reader, such as "
-    "persia.data.parquet(...)."
-)
-
-
-def not_a_batch(item: object, position: int | None = None) -> DataError:
-    """Returns the error for an item of the data that is not a batch.
-
-    Args:
-        item: the item.
-        position: its number in the data, from 0; None if the caller adds it.
-    """
-    kind = "None" if item is None else f"a {type(item).__name__}"
-    if position is None:
-        return DataError(f"The data yielded {kind}; expected persia.Batch. {_REMEDY}")
-    message = f"The data yielded {kind} at position {position} (from 0); expected persia.Batch. {_REMEDY}"
-    return DataError(message, batch=position)
-
-
-def checked_items(items: Iterable[object], start: int = 0) -> Iterator[Batch | FedBatch]:
-    """Yields the items of the data, which are batches.
-
-    Args:
-        items: from the iterator of a reader, a list or a `DataLoader`.
-        start: position of the first one in the data.
-
-    Raises:
-        DataError: an item is not a batch; names its position.
-    """
-    for position, item in enumerate(items, start):
-        if not isinstance(item, Batch | FedBatch):
-            raise not_a_batch(item, position)
-        yield item
-
-
-def check_data(name: str, data: object) -> None:
-    """Checks what is known of data before they are read; `not_a_batch` is for their items.
-
-    Args:
-        name: of the argument.
-        data: a reader, or any iterable of batches.
-
-    Raises:
-        DataError: it is one batch, a frame, a dict or a path, or cannot be iterated over.
-    """
-    if isinstance(data, Batch):
-        raise DataError(f"{name} is a single persia.Batch; give a list: [batch].")
-    iterable = any(hasattr(data, method) for method in ("__iter__", "__getitem__", "batches"))
-    if not iterable or isinstance(data, (str, bytes, os.PathLike, Mapping)) or is_frame(data):
-        raise DataError(
-            f"{name} is a {type(data).__name__}; expected a reader, or an iterable of persia.Batch. {_REMEDY}"
-        )
 
 
 def check_offsets(name: str, offsets: Any, values: int) -> None:
@@ -179,13 +120,21 @@ def check_labels(name: str, values: Any) -> None:
         )
 
 
-def validate(batch: Batch, schema: Schema, *, require_labels: bool = True) -> None:
-    """See `Batch.validate`."""
-    rows = len(batch)
+def validate(
+    id_features: Mapping[str, IdColumn],
+    dense: Floats,
+    labels: Floats,
+    day: Int32Array | None,
+    schema: Schema,
+    *,
+    require_labels: bool = True,
+) -> None:
+    """Checks the fields of a batch; see `Batch.validate`."""
+    rows = len(labels)
     if rows == 0:
         raise DataError("The batch is empty; leave it out.")
     names = [f.name for f in schema.id_features]
-    for name in batch.id_features:
+    for name in id_features:
         if name not in names:
             raise DataError(
                 f"The batch has a feature {name!r} that the schema lacks; remove it or declare it "
@@ -193,26 +142,24 @@ def validate(batch: Batch, schema: Schema, *, require_labels: bool = True) -> No
                 feature=name,
             )
     for name in names:
-        if name not in batch.id_features:
+        if name not in id_features:
             raise DataError(
                 f"The batch lacks feature {name!r} of the schema; add it, or build the batch with Batch.from_columns.",
                 feature=name,
             )
-        _check_column(name, batch.id_features[name], rows)
-    check_aligned(schema, batch.id_features)
-    _check_matrix("dense", batch.dense, rows, len(schema.dense_features))
-    if batch.dense.size and not np.isfinite(batch.dense).all():
+        _check_column(name, id_features[name], rows)
+    check_aligned(schema, id_features)
+    _check_matrix("dense", dense, rows, len(schema.dense_features))
+    if dense.size and not np.isfinite(dense).all():
         for i, name in enumerate(schema.dense_features):
-            check_finite(name, batch.dense[:, i], "Dense feature")
-    if require_labels or batch.labels.shape != (rows, 0):
-        _check_matrix("labels", batch.labels, rows, len(schema.labels))
-        if not ((batch.labels >= 0) & (batch.labels <= 1)).all():
+            check_finite(name, dense[:, i], "Dense feature")
+    if require_labels or labels.shape != (rows, 0):
+        _check_matrix("labels", labels, rows, len(schema.labels))
+        if not ((labels >= 0) & (labels <= 1)).all():
             for i, name in enumerate(schema.labels):
-                check_labels(name, batch.labels[:, i])
-    if batch.day is not None and (batch.day.dtype != np.int32 or batch.day.shape != (rows,)):
-        raise DataError(
-            f"Batch.day is {batch.day.dtype}{list(batch.day.shape)}; it must be int32[{rows}].", column="day"
-        )
+                check_labels(name, labels[:, i])
+    if day is not None and (day.dtype != np.int32 or day.shape != (rows,)):
+        raise DataError(f"Batch.day is {day.dtype}{list(day.shape)}; it must be int32[{rows}].", column="day")
 
 
 def _check_column(name: str, column: IdColumn, rows: int) -> None:

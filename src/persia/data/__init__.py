@@ -4,31 +4,32 @@ A reader is any object that satisfies `Reader`. Any iterable of batches can be t
 resumed. pyarrow and fsspec are imported on first use.
 """
 
+from persia.data.datasets.adult import adult
+from persia.data.datasets.amazon import amazon
+from persia.data.datasets.avazu import avazu
+from persia.data.datasets.criteo import criteo
+from persia.data.datasets.diginetica import diginetica
+from persia.data.datasets.globo import globo
+from persia.data.datasets.kuairand import kuairand
+from persia.data.datasets.mind import mind
+from persia.data.datasets.movielens import movielens
+from persia.data.datasets.taobao import taobao
 from persia.data.days import Span, days
-from persia.data.events import EventBatches, KeyedEvents
 from persia.data.files import File, expand, find
-from persia.data.from_adult import adult
-from persia.data.from_amazon import amazon
 from persia.data.from_arrow import arrow
-from persia.data.from_avazu import avazu
-from persia.data.from_criteo import criteo
 from persia.data.from_csv import csv
-from persia.data.from_diginetica import diginetica
-from persia.data.from_directory import growing
-from persia.data.from_globo import globo
 from persia.data.from_jsonl import jsonl
-from persia.data.from_kafka import kafka
-from persia.data.from_kuairand import kuairand
-from persia.data.from_mind import mind
-from persia.data.from_movielens import movielens
 from persia.data.from_parquet import parquet
-from persia.data.from_taobao import taobao
 from persia.data.generator import Synthetic, synthetic
-from persia.data.joining import JoinedStream, join
 from persia.data.loader import Loader
-from persia.data.negatives import ItemCatalog, NegativeSampling, item_catalog, negatives
+from persia.data.negative_sampling import ItemCatalog, NegativeSampling, item_catalog
+from persia.data.negatives import negatives
 from persia.data.reader import Order, Reader, RowSource, StreamReader
 from persia.data.selection import Split
+from persia.data.streams.directories import growing
+from persia.data.streams.events import EventBatches, KeyedEvents
+from persia.data.streams.joining import JoinedStream, join
+from persia.data.streams.kafka import kafka
 from persia.types import SourceFingerprint, SourcePart
 
 __all__ = [

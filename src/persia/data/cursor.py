@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from persia.batching.batch import Batch
-from persia.batching.validation import not_a_batch
+from persia.batching.items import not_a_batch
 from persia.errors import DataError, PersiaError
 from persia.schema import Schema
 from persia.services import Seekable, Sharded

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.data.files import File
 from persia.data.fingerprints import fingerprint_of_files
 from persia.data.rows import Conversion, Piece

@@ -8,7 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.checks import MAX_SEED, check_integer, plain
 from persia.errors import ConfigError
 from persia.schema import InputRules, Schema, input_rules_of

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from persia import rpc
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.errors import StaleBatchError
 from persia.membership.directory import Directory, Roster, ServingMember
 from persia.rpc.fan_out import call_all

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from persia.batching.batch import Batch
-from persia.batching.validation import check_data, checked_items
+from persia.batching.items import check_data, checked_items
 from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.membership.data_loaders import fed_batches
 from persia.modes import Dense, Hybrid, Mode

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.nn.row_access import RowAccess
 from persia.schema import Schema
 from persia.types import Ids

@@ -14,7 +14,8 @@ from typing import cast
 
 import numpy as np
 
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.errors import DataError
 from persia.modes import Hybrid, Mode
 from persia.plan.measure import core_seconds

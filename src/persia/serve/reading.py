@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from persia import batching
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.nn.pooling import Embeddings, Expander, SequenceEmbedding
 from persia.nn.transfer import Staging, Transfer, copied_array
 from persia.schema import Pooling, Schema

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia import rpc
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.modes import Mode
 from persia.schema import Table
 from persia.types import (

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
 from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError
 from persia.modes import Async, Auto, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from persia.data.stream_loader import StreamLoader
+from persia.data.streams.loader import StreamLoader
 from persia.membership.data_loaders import DataLoaders
 from persia.membership.directory import Directory
 from persia.membership.streams import RecordedStream, StreamLoaders

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import GeneratorType
 
 from persia.batching.batch import Batch
-from persia.batching.validation import check_data
+from persia.batching.items import check_data
 from persia.errors import ConfigError, DataError
 from persia.services import Connection, SharedStream, Stream, StreamPosition
 from persia.trainer.options import TrainerOptions

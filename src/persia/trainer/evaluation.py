@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
-from persia.batching.validation import check_data, checked_items
+from persia.batching.items import check_data, checked_items
 from persia.errors import ConfigError, DataError, DivergedError
 from persia.metrics import GroupedFigures, GroupedMetrics, Metrics, MetricsResult, merged_grouped, merged_metrics
 from persia.nn.collection import EmbeddingCollection

@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any, Protocol
 
 from persia.batching.batch import Batch
-from persia.batching.validation import checked_items
+from persia.batching.items import checked_items
 from persia.errors import DataError
 from persia.modes import Gba, Mode
 from persia.nn.replicas import Replicas

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar, cast
 import numpy as np
 
 from persia import batching, rpc
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.errors import ConfigError, StaleBatchError, StalePushError
 from persia.rpc.fan_out import call_all
 from persia.schema import Schema

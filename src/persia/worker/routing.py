@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from persia import batching
-from persia.batching.batch import IdColumn
+from persia.batching.id_column import IdColumn
 from persia.errors import StoreError
 from persia.schema import Schema
 from persia.types import Contribution, Floats, Gradients, Halves, Inverse, Packed, PackedGradients

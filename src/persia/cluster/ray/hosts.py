@@ -22,7 +22,7 @@ from persia.cluster.ray.plan import Plan, ProcessInfo, ServerSeat, Service
 from persia.coordinator import CoordinatorServer, TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
 from persia.data.loader import FRESH_SECONDS, Loader
-from persia.data.stream_loader import StreamLoader
+from persia.data.streams.loader import StreamLoader
 from persia.errors import ConfigError, DeadlineError, StoreError
 from persia.membership.directory import Directory
 from persia.membership.listener import Listener

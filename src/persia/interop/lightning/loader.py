@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from persia.batching.batch import Batch
-from persia.batching.validation import check_data
+from persia.batching.items import check_data
 from persia.errors import ConfigError
 from persia.nn import EmbeddingCollection, PreparedBatch
 from persia.services import Seekable, fingerprint_of

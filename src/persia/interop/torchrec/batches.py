@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
 from persia.batching.columns import add_computed
+from persia.batching.id_column import IdColumn
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.nn import Embeddings
 from persia.schema import IdFeature, Schema, Table, Uniform

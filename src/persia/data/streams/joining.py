@@ -13,9 +13,9 @@ import numpy as np
 
 from persia.batching.batch import Batch
 from persia.checks import check_integer, check_number
-from persia.data.broker import Stopped
-from persia.data.events import EventShare, EventStream, KeyedEvents
-from persia.data.join_buffer import Emitted, JoinBuffer
+from persia.data.streams.broker import Stopped
+from persia.data.streams.events import EventShare, EventStream, KeyedEvents
+from persia.data.streams.join_buffer import Emitted, JoinBuffer
 from persia.errors import ConfigError, DataError
 from persia.schema import InputRules, Schema, input_rules_of
 from persia.telemetry.metrics import Metric

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.batching.batch import Batch, IdColumn
+from persia.batching.batch import Batch
 from persia.batching.columns import id_column
-from persia.data.broker import client
+from persia.batching.id_column import IdColumn
 from persia.data.files import File
-from persia.data.kafka_options import EventTime, KafkaOptions, StreamCounts
-from persia.data.messages import MessageDecoder, MessageRows, StreamMessage
 from persia.data.rows import Conversion, Piece
+from persia.data.streams.broker import client
+from persia.data.streams.decoding import MessageDecoder, MessageRows, StreamMessage
+from persia.data.streams.options import EventTime, KafkaOptions, StreamCounts
 from persia.errors import DataError
 from persia.types import Partition
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from datetime import datetime
 
 from persia.batching.batch import Batch
-from persia.data.broker import POLL_SECONDS, Broker
-from persia.data.events import Progress
-from persia.data.kafka_options import KafkaOptions, StreamCounts
-from persia.data.messages import MAX_BATCH_BYTES
-from persia.data.stream_rows import Converted, MessageConverter
+from persia.data.streams.broker import POLL_SECONDS, Broker
+from persia.data.streams.decoding import MAX_BATCH_BYTES
+from persia.data.streams.events import Progress
+from persia.data.streams.options import KafkaOptions, StreamCounts
+from persia.data.streams.rows import Converted, MessageConverter
 from persia.services import NewBatch, StreamLog
 from persia.types import OffsetRange, Partition, PartitionBounds, loader_of
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
-from persia.data.events import KeyedEvents
+from persia.data.streams.events import KeyedEvents
 from persia.types import BoolArray, Ids, Int64Array
 
 __all__ = ["Emitted", "JoinBuffer"]

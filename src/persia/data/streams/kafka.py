@@ -10,15 +10,15 @@ from datetime import datetime
 from typing import Any, Literal
 
 from persia.checks import MAX_SECONDS, check_integer, check_number, check_seconds, plain
-from persia.data.broker import BrokerOptions, committed
 from persia.data.expressions import Rule
-from persia.data.kafka_events import KafkaEvents
-from persia.data.kafka_options import Begin, EventTime, KafkaOptions, StreamCounts, Until
-from persia.data.kafka_share import KafkaShare
-from persia.data.messages import TIMESTAMP, ValuesFormat
-from persia.data.recorded_stream import LoggedStream
 from persia.data.rows import Conversion, DayUnit
-from persia.data.stream_rows import MessageConverter
+from persia.data.streams.broker import BrokerOptions, committed
+from persia.data.streams.decoding import TIMESTAMP, ValuesFormat
+from persia.data.streams.kafka_events import KafkaEvents
+from persia.data.streams.options import Begin, EventTime, KafkaOptions, StreamCounts, Until
+from persia.data.streams.recorded import LoggedStream
+from persia.data.streams.rows import MessageConverter
+from persia.data.streams.share import KafkaShare
 from persia.errors import ConfigError
 from persia.kafka_client import require_library
 from persia.schema import InputRules, Schema
@@ -196,7 +196,7 @@ class KafkaReader(LoggedStream):
     def open_events(
         self, on: str, rows: bool, positions: list[PartitionBounds], begun: Offsets, stopping: Callable[[], bool]
     ) -> KafkaEvents:
-        """Opens the stream for a join; see `persia.data.events.EventStream`.
+        """Opens the stream for a join; see `persia.data.streams.events.EventStream`.
 
         Raises:
             ConfigError: it has no event time.

@@ -10,8 +10,8 @@ from datetime import datetime
 from time import monotonic
 from typing import Literal, NamedTuple, TypeAlias
 
-from persia.data.broker import BrokerOptions
-from persia.data.messages import ValuesFormat
+from persia.data.streams.broker import BrokerOptions
+from persia.data.streams.decoding import ValuesFormat
 from persia.telemetry.metrics import Metric
 from persia.types import Partition
 

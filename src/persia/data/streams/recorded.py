@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from persia.batching.batch import Batch
-from persia.data.broker import Stopped
+from persia.data.streams.broker import Stopped
 from persia.services import StreamLog, StreamShare
 from persia.streams import OffsetLog
 from persia.telemetry.metrics import Metric

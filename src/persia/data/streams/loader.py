@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 
 from persia.batching.batch import Batch
-from persia.data.broker import Stopped
 from persia.data.loader import FRESH_SECONDS, KEPT_ON_DEMAND, Loader
+from persia.data.streams.broker import Stopped
 from persia.errors import DeadlineError
 from persia.membership.directory import Directory
 from persia.schema import Schema

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from persia.batching.batch import Batch
-from persia.data.negatives import NegativeSampling
-from persia.data.recorded_stream import LoggedStream
+from persia.data.negative_sampling import NegativeSampling
+from persia.data.streams.recorded import LoggedStream
 from persia.schema import InputRules, Schema
 from persia.services import NewBatch, SharedStream, StreamLog, StreamShare
 from persia.telemetry.metrics import Metric

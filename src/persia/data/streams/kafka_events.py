@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from persia.data.events import KeyedEvents, NewEvents, Progress
-from persia.data.kafka_share import KafkaShare
-from persia.data.stream_rows import Converted
+from persia.data.streams.events import KeyedEvents, NewEvents, Progress
+from persia.data.streams.rows import Converted
+from persia.data.streams.share import KafkaShare
 from persia.streams import OffsetLog
 from persia.types import OffsetRange, PartitionBounds
 
@@ -14,7 +14,7 @@ __all__ = ["KafkaEvents"]
 
 
 class KafkaEvents:
-    """Implements `persia.data.events.EventShare`. For one thread.
+    """Implements `persia.data.streams.events.EventShare`. For one thread.
 
     Args:
         share: reads all partitions.

@@ -1,0 +1,57 @@
+"""`IdColumn`: the ids of one feature of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from persia.types import Ids, Int64Array
+
+__all__ = ["IdColumn"]
+
+
+@dataclass(frozen=True, slots=True)
+class IdColumn:
+    """The ids of one feature: `values[offsets[i]:offsets[i + 1]]` belong to sample i, like a jagged tensor.
+
+    Attributes:
+        values: uint64 `[n]`.
+        offsets: int64 `[batch + 1]`, from 0 to n; None when each sample has exactly one id (n = batch).
+    """
+
+    values: Ids
+    offsets: Int64Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.values) if self.offsets is None else max(len(self.offsets) - 1, 0)
+
+    def slice(self, start: int, stop: int) -> IdColumn:
+        """The ids of samples `start` to `stop` (0 <= start <= stop <= len); values are a view."""
+        if self.offsets is None:
+            return IdColumn(self.values[start:stop])
+        low, high = self.offsets[start], self.offsets[stop]
+        return IdColumn(self.values[low:high], self.offsets[start : stop + 1] - low)
+
+    def take(self, rows: Int64Array) -> IdColumn:
+        """The ids of these samples, in this order; a copy."""
+        if self.offsets is None:
+            return IdColumn(self.values[rows])
+        starts = self.offsets[rows]
+        lengths = self.offsets[rows + 1] - starts
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        index = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+        return IdColumn(self.values[index], offsets)
+
+    @staticmethod
+    def concat(columns: Sequence[IdColumn]) -> IdColumn:
+        """The samples of all columns, one after another; a copy."""
+        values = np.concatenate([c.values for c in columns])
+        if all(c.offsets is None for c in columns):
+            return IdColumn(values)
+        lengths = [np.ones(len(c.values), np.int64) if c.offsets is None else np.diff(c.offsets) for c in columns]
+        offsets = np.zeros(sum(map(len, lengths)) + 1, np.int64)
+        np.cumsum(np.concatenate(lengths), out=offsets[1:])
+        return IdColumn(values, offsets)
