@@ -43,12 +43,10 @@ class Day(NamedTuple):
 
 
 def data_files(days: int | None = None) -> list[Path]:
-    """The day files in `$PERSIA_DATA`, `data/` or `../shared/data`; the first `days` of them."""
-    root = Path(__file__).resolve().parents[2]
-    for base in (os.environ.get("PERSIA_DATA"), root / "data", root.parent / "shared" / "data"):
-        files = sorted(Path(base, "globo_ctr").glob("day=*.parquet")) if base else []
-        if files:
-            return files[:days]
+    """The day files in `$PERSIA_DATA`; the first `days` of them."""
+    base = os.environ.get("PERSIA_DATA")
+    if base and (files := sorted(Path(base, "globo_ctr").glob("day=*.parquet"))):
+        return files[:days]
     raise FileNotFoundError("globo_ctr is not there; set PERSIA_DATA to the directory that contains it.")
 
 

@@ -149,6 +149,10 @@ def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.find("globo_ctr") is None
     with pytest.raises(DataError, match="PERSIA_DATA"):
         data.globo()
+    monkeypatch.delenv("PERSIA_DATA")
+    (tmp_path / "data" / "adult").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert data.find("adult") is None
 
 
 def _needs(name: str) -> pytest.MarkDecorator:

@@ -202,19 +202,10 @@ def _hive_keys(path: str) -> dict[str, str]:
 
 
 def find(name: str) -> Path | None:
-    """Returns the path of a data set, or None if it is not found.
-
-    Searches the directory that the environment variable PERSIA_DATA names. If it is not set, searches `data` in the
-    checkout (else in the current directory), then `../shared/data` beside it.
-    """
-    configured = os.environ.get("PERSIA_DATA")
-    if configured:
-        places = [Path(configured)]
-    else:
-        root = Path(__file__).resolve().parents[3]
-        base = root if (root / "pyproject.toml").is_file() else Path.cwd()
-        places = [base / "data", base.parent / "shared" / "data"]
-    return next((place / name for place in places if (place / name).exists()), None)
+    """Returns the path of a data set in the directory that PERSIA_DATA names; None if it is not there."""
+    folder = os.environ.get("PERSIA_DATA")
+    path = Path(folder, name) if folder else None
+    return path if path is not None and path.exists() else None
 
 
 def found(name: str) -> Path:
