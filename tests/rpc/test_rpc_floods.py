@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import socket
 import struct
 import time
 
@@ -13,7 +14,7 @@ from persia.errors import ConfigError
 from persia.rpc import keys as keys_of
 from persia.rpc.keys import Password, keys_to_connect, keys_to_listen
 from persia.rpc.limits import Limits
-from persia.rpc.port import Intake, Traffic
+from persia.rpc.port import Intake, Traffic, _traffic
 from support.rpc_samples import DEADLINE, Sample, Service
 from support.strangers import connected, raw_dealer
 from support.waiting import wait_until
@@ -84,18 +85,28 @@ def test_a_handshake_without_end_is_ended(serve, greeting):
     assert rpc.statistics(stub)["connects"] == 1
 
 
-def test_strangers_lock_nobody_out(serve):
+def test_strangers_lock_nobody_out(serve, monkeypatch):
     server, stub = serve(strangers=4)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connected(server.address)) for _ in range(20)]
         wait_until(lambda: server.statistics()["connections_refused"] >= 16)
+        monkeypatch.setattr("persia.rpc.port._SLOW_SECONDS", 0.0)  # Those that are left have been long enough.
         other = rpc.connect(server.address, Sample, timeout=DEADLINE)
         assert other.defaults(1) == stub.defaults(1) == "x"
         assert rpc.statistics(stub)["connects"] == 1
         rpc.close(other)
-        for one in silent[:16]:  # The oldest have gone.
+        for one in silent[4:]:
             while one.recv(1000):
                 pass
+
+
+def test_many_that_come_together_are_all_let_in(serve):
+    server, stub = serve(strangers=4)
+    stubs = [rpc.connect(server.address, Sample, timeout=DEADLINE) for _ in range(40)]
+    assert [future.result() for future in [rpc.start(one.defaults, 1) for one in stubs]] == ["x"] * 40
+    assert rpc.statistics(stub)["connects"] == 1
+    for one in stubs:
+        rpc.close(one)
 
 
 def test_connections_are_bounded_in_all(serve):
@@ -144,9 +155,9 @@ class Kernel:
         self.traffic = {}
         self.closed = []
         monkeypatch.setattr("persia.rpc.port._traffic", self.look)
-        monkeypatch.setattr("persia.rpc.port.fromfd", self.close)
+        monkeypatch.setattr("persia.rpc.port._connection", self.close)
 
-    def look(self, descriptor):
+    def look(self, descriptor, _port):
         if descriptor not in self.traffic:
             raise OSError
         return self.traffic[descriptor]
@@ -157,7 +168,7 @@ class Kernel:
 
 
 def intake(**limits):
-    return Intake(Limits(message_bytes=1 << 20, unread_bytes=1 << 30, **limits), handshake_bytes=80)
+    return Intake(Limits(message_bytes=1 << 20, unread_bytes=1 << 30, **limits), 7000, handshake_bytes=80)
 
 
 def test_a_peer_is_let_in_once_the_server_has_sent_more_than_a_handshake(monkeypatch):
@@ -194,7 +205,7 @@ def test_only_what_came_since_the_last_whole_message_counts(monkeypatch):
 
 def test_those_with_the_most_are_closed_until_the_rest_fits(monkeypatch):
     kernel = Kernel(monkeypatch)
-    account = Intake(Limits(message_bytes=1 << 20, unread_bytes=100), handshake_bytes=80)
+    account = Intake(Limits(message_bytes=1 << 20, unread_bytes=100), 7000, handshake_bytes=80)
     for descriptor, received in ((5, 30), (6, 90), (7, 60), (8, 10)):
         account.accepted(descriptor)
         kernel.traffic[descriptor] = Traffic(100, received)
@@ -203,6 +214,52 @@ def test_those_with_the_most_are_closed_until_the_rest_fits(monkeypatch):
     kernel.traffic[8] = Traffic(100, 11)
     account.check(behind=False)
     assert kernel.closed == [6, 7]
+
+
+def test_of_too_many_strangers_a_slow_one_goes_first(monkeypatch):
+    kernel, account = Kernel(monkeypatch), intake(strangers=2)
+    now = [0.0]
+    monkeypatch.setattr("persia.rpc.port.time.monotonic", lambda: now[0])
+    for descriptor in (5, 6, 7):
+        kernel.traffic[descriptor] = Traffic(64, 64)
+        account.accepted(descriptor)
+    assert kernel.closed == [7]
+    now[0] = 2.0
+    kernel.traffic[5] = Traffic(81, 500)  # It was let in.
+    kernel.traffic[8] = kernel.traffic[9] = Traffic(64, 64)
+    account.accepted(8)
+    account.accepted(9)
+    assert kernel.closed == [7, 6]
+
+
+def test_a_number_that_another_socket_has_got_is_left_alone():
+    account = intake()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        peer = stack.enter_context(socket.create_connection(listener.getsockname()))
+        other, _ = listener.accept()
+        stack.enter_context(other)
+        peer.sendall(bytes(200_000))
+        account.accepted(other.fileno())
+        wait_until(lambda: _traffic(other.fileno(), listener.getsockname()[1]).received > 1 << 16)
+        account.check_strangers()
+        account._close(other.fileno())
+        peer.sendall(b"x")  # It is open.
+        assert len(other.recv(1000)) == 1000
+        assert account.strangers == 0
+
+
+def test_the_check_of_strangers_looks_at_no_others(monkeypatch):
+    kernel, account = Kernel(monkeypatch), intake()
+    for descriptor in (5, 6):
+        kernel.traffic[descriptor] = Traffic(81, 0)
+        account.accepted(descriptor)
+    account.check(behind=False)
+    account.accepted(7)
+    kernel.traffic = {7: Traffic(64, 65_537)}
+    account.check_strangers()
+    assert kernel.closed == [7]
+    assert account._since.keys() == {5, 6}
 
 
 def test_what_is_not_tcp_is_no_stranger(monkeypatch):
@@ -258,11 +315,16 @@ def test_of_two_that_make_it_at_the_same_time_one_is_first(state, monkeypatch):
     assert os.listdir(state.parent) == ["password"]
 
 
-@pytest.mark.parametrize("damage", ["open", "short", "link"])
+@pytest.mark.parametrize("damage", ["open", "short", "link", "fifo", "folder"])
 def test_a_password_that_others_may_know_is_not_used(state, damage, tmp_path):
     keys_to_connect(HERE[0], None)
     if damage == "open":
         state.chmod(0o640)
+    elif damage == "fifo":
+        state.unlink()
+        os.mkfifo(state, 0o600)
+    elif damage == "folder":
+        state.parent.chmod(0o770)
     elif damage == "short":
         state.write_text("x")
     else:
@@ -270,7 +332,7 @@ def test_a_password_that_others_may_know_is_not_used(state, damage, tmp_path):
         (tmp_path / "other").chmod(0o600)
         state.unlink()
         state.symlink_to(tmp_path / "other")
-    (tmp_path / "none").touch()  # There is no second place for it.
+    (tmp_path / "none").mkdir()  # Nor is another one made in its place, which other processes would not know.
     with pytest.raises(ConfigError, match=r"password.*PERSIA_CURVE_KEYS"):
         keys_to_connect(HERE[0], None)
 
@@ -281,6 +343,20 @@ def test_without_a_home_it_is_kept_among_temporary_files(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = keys_of._password()
     assert (tmp_path / f"persia-{os.geteuid()}" / "password").read_text() == found.text
+
+
+def test_it_is_not_logged(serve, caplog):
+    with caplog.at_level("DEBUG"):
+        serve()
+    assert keys_to_connect(HERE[0], None).text not in caplog.text
+
+
+def test_a_server_that_is_open_to_anyone_is_reached_from_its_host():
+    with rpc.serve(Service(), "tcp://0.0.0.0:*", protocol=Sample, insecure=True) as server:
+        address = server.address.replace("0.0.0.0", "127.0.0.1")
+        stub = rpc.connect(address, Sample, timeout=DEADLINE, insecure=True)
+        assert stub.defaults(1) == "x"
+        rpc.close(stub)
 
 
 def test_another_user_gets_no_answer(serve, tmp_path, monkeypatch):

@@ -396,7 +396,10 @@ class RpcConnection:
         if self._connected:
             state = "it is connected, and has not answered" if call.sent else "it is connected, and does not read"
         elif self._trouble:
-            state = f"a connection fails: {self._trouble}; give both sides the same keys (PERSIA_CURVE_KEYS)"
+            state = (
+                f"a connection fails: {self._trouble}; give both sides the same keys (PERSIA_CURVE_KEYS), or run both "
+                "as the same user of one host, with the same home"
+            )
         elif self._ever:
             state = "the connection is lost"
         else:

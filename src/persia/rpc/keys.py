@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 import tempfile
 import tomllib
@@ -137,15 +138,11 @@ def _password() -> Password:
         try:
             with contextlib.suppress(FileExistsError):
                 _make_password(path)
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with os.fdopen(descriptor, encoding="ascii") as file:
-                status, text = os.fstat(descriptor), file.read(41)
+            return _read_password(path)
         except (OSError, ValueError) as error:
             failures.append(f"{path}: {error}")
-            continue
-        if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO) and len(text) == 40:
-            return Password(text)
-        failures.append(f"{path}: is not this user's alone, or damaged; remove it")
+            if os.path.lexists(path):
+                break  # Other processes may use it, and must not be left with another password.
     raise ConfigError(
         f"The password of this user's processes cannot be kept ({'; '.join(failures)}). Let one of these be written, "
         f"or make keys with persia.rpc.make_keys and set {KEYS_VARIABLE}.",
@@ -153,11 +150,33 @@ def _password() -> Password:
     )
 
 
+def _read_password(path: Path) -> Password:
+    """Reads a password, if no other user can have read, written or replaced it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not this user's alone, or damaged.
+    """
+    folder = os.lstat(path.parent)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, encoding="ascii") as file:
+        status = os.fstat(descriptor)
+        mine = stat.S_ISDIR(folder.st_mode) and stat.S_ISREG(status.st_mode)
+        mine = mine and folder.st_uid == status.st_uid == os.geteuid()
+        if not mine or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ValueError("the file or its folder is not this user's alone; remove it")
+        text = file.read(41)
+    if len(text) != 40:
+        raise ValueError("the file is damaged; remove it")
+    return Password(text)
+
+
 def _folders() -> Iterator[Path]:
     """The folders for the password, best first: the same ones in all processes of a user."""
     with contextlib.suppress(RuntimeError):  # A user without a home.
         yield Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state", "persia")
-    yield Path(tempfile.gettempdir(), f"persia-{os.geteuid()}")
+    with contextlib.suppress(FileNotFoundError):  # No folder for temporary files.
+        yield Path(tempfile.gettempdir(), f"persia-{os.geteuid()}")
 
 
 def _make_password(path: Path) -> None:
@@ -172,7 +191,7 @@ def _make_password(path: Path) -> None:
     descriptor, draft = tempfile.mkstemp(dir=path.parent)  # For its owner only.
     try:
         with os.fdopen(descriptor, "w") as file:
-            file.write(zmq.curve_keypair()[1].decode())
+            file.write(secrets.token_hex(20))
         os.link(draft, path)
     finally:
         os.unlink(draft)

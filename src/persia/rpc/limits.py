@@ -33,7 +33,8 @@ class Limits:
         requests: maximum number of running or waiting requests; a server stops reading at this number.
         request_bytes: maximum total bytes of these requests. A single message may exceed it.
         connections: maximum number of connections; further ones are closed.
-        strangers: maximum number of connections that have not shown yet that they have the keys; the oldest is closed.
+        strangers: maximum number of connections that have not shown yet that they have the keys. Beyond it one that
+            takes more than a second is closed, or else the new one.
         unread_bytes: maximum total bytes of messages that have not been read, most of them unfinished; beyond it the
             connections with the most are closed. A quarter of the host's memory by default.
         threads: maximum number of methods that run or block at the same time; further requests wait.
@@ -50,7 +51,7 @@ class Limits:
     requests: int = 1024
     request_bytes: int = 2 << 30
     connections: int = 4096
-    strangers: int = 128
+    strangers: int = 1024
     unread_bytes: int = field(default_factory=lambda: _host_bytes() // 4)
     threads: int = 256
     waiting: int = 8192

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import select
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from socket import AF_INET, IPPROTO_TCP, SHUT_RDWR, SOCK_STREAM, TCP_INFO, fromfd
+from socket import AF_INET, IPPROTO_TCP, SHUT_RDWR, SOCK_STREAM, TCP_INFO, fromfd, socket
 from typing import Any, NamedTuple
 
 import zmq
@@ -21,6 +24,9 @@ from persia.rpc.keys import Keys, Password
 from persia.rpc.limits import Limits
 
 __all__ = ["Intake", "Port", "client_port", "server_port"]
+
+_quiet = logging.getLogger("persia.rpc.peers")
+_quiet.setLevel(logging.INFO)  # At DEBUG, pyzmq logs passwords.
 
 DOMAIN = "persia"
 USER = "persia"
@@ -56,6 +62,12 @@ _HANDSHAKE_BYTES = {Keys: 250, Password: 80, type(None): 0}
 
 _FRAME_BYTES = 64
 """Upper bound on the bytes that ZeroMQ and CURVE add to a frame."""
+
+_LOOK_SECONDS = 0.01
+"""Seconds between two looks at all strangers while there are too many, each of which takes milliseconds."""
+
+_SLOW_SECONDS = 1.0
+"""A handshake that takes longer gives way to a new one, where there are too many. One takes milliseconds."""
 
 _SLACK_BYTES = 1 << 16
 """Bytes that are always allowed. A handshake takes less than 1,000."""
@@ -100,7 +112,7 @@ class Port:
             ConfigError: the address is invalid or in use.
         """
         if keys is not None:
-            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator = ThreadAuthenticator(self._context, log=_quiet)
             self._authenticator.start()
             if isinstance(keys, Keys):
                 self._authenticator.configure_curve_callback(DOMAIN, _Only(keys.public))
@@ -288,18 +300,22 @@ class Intake:
 
     Args:
         limits: bounds on messages, connections and what is unread in all.
+        port: of the server's address. Descriptors of other sockets are left alone: a closed connection's number may
+            belong to another socket of the process before anyone hears of it. 0 where there is none.
         handshake_bytes: most bytes that the server sends before a peer has shown that it has the keys.
         unread: maximum number of complete messages that wait in ZeroMQ per connection.
     """
 
-    def __init__(self, limits: Limits, handshake_bytes: int, unread: int = UNREAD_MESSAGES) -> None:
+    def __init__(self, limits: Limits, port: int, handshake_bytes: int, unread: int = UNREAD_MESSAGES) -> None:
         self._limits = limits
+        self._port = port
         self._most = limits.message_bytes + (limits.arrays + 1) * _FRAME_BYTES + _SLACK_BYTES
         self._handshake_bytes = handshake_bytes
         self._unread = unread
         self._since: dict[int, int] = {}  # By descriptor: bytes received up to its last message, or before.
-        self._strangers: dict[int, None] = {}  # Descriptors of unfinished handshakes, oldest first.
+        self._strangers: dict[int, float] = {}  # By descriptor, oldest first: when an unfinished handshake began.
         self._delivered: set[int] = set()
+        self._looked = -math.inf
         self.closed = 0
         """Number of connections that were closed here."""
 
@@ -309,16 +325,20 @@ class Intake:
         return len(self._strangers)
 
     def accepted(self, descriptor: int) -> None:
-        """Adds a connection. Closes one if there are too many: the oldest of the strangers, or the new one."""
+        """Adds a connection. Closes one if there are too many: a stranger that is slow, or else the new one."""
+        now = time.monotonic()
         self._since[descriptor] = 0
-        self._strangers[descriptor] = None
+        self._strangers[descriptor] = now
+        if len(self._strangers) > self._limits.strangers and now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            for one in list(self._strangers):  # Some may have been let in since the last check.
+                self._look(one)
         if len(self._strangers) > self._limits.strangers:
-            for one in list(self._strangers):
-                self._look(one)  # It may have been let in since the last check.
-                if one in self._strangers:
-                    self._close(one)
-                    break
-        elif len(self._since) > self._limits.connections:
+            oldest, began = next(iter(self._strangers.items()))
+            # Many honest peers that come together have time to end their handshakes; those that are closed, the newest,
+            # try again.
+            self._close(oldest if now - began > _SLOW_SECONDS else descriptor)
+        if descriptor in self._since and len(self._since) > self._limits.connections:
             self._close(descriptor)
 
     def gone(self, descriptor: int) -> None:
@@ -329,6 +349,13 @@ class Intake:
     def delivered(self, descriptor: int) -> None:
         """Notes that a complete message of a connection has been read."""
         self._delivered.add(descriptor)
+
+    def check_strangers(self) -> None:
+        """Closes connections that have sent too much for a handshake. Looks at no others."""
+        for descriptor in list(self._strangers):
+            traffic = self._look(descriptor)
+            if descriptor in self._strangers and traffic is not None and traffic.received > _SLACK_BYTES:
+                self._close(descriptor)
 
     def check(self, *, behind: bool) -> None:
         """Closes connections that have sent too much.
@@ -360,7 +387,7 @@ class Intake:
     def _look(self, descriptor: int) -> Traffic | None:
         """Returns what a connection has carried, after noting whether it was let in; None for one that is not TCP."""
         try:
-            traffic = _traffic(descriptor)
+            traffic = _traffic(descriptor, self._port)
         except (OSError, struct.error):  # Closed meanwhile, or not TCP.
             traffic = None
         if traffic is None or traffic.sent > self._handshake_bytes:
@@ -372,16 +399,30 @@ class Intake:
         self._since.pop(descriptor, None)
         self._strangers.pop(descriptor, None)
         self.closed += 1
-        with contextlib.suppress(OSError), fromfd(descriptor, AF_INET, SOCK_STREAM) as found:
+        with contextlib.suppress(OSError), _connection(descriptor, self._port) as found:
             found.shutdown(SHUT_RDWR)
 
 
-def _traffic(descriptor: int) -> Traffic:
+@contextlib.contextmanager
+def _connection(descriptor: int, port: int) -> Iterator[socket]:
+    """A second descriptor of one of ZeroMQ's connections, for a moment.
+
+    Raises:
+        OSError: it is closed, or by now a socket that is none of this port.
+    """
+    with fromfd(descriptor, AF_INET, SOCK_STREAM) as found:
+        name = found.getsockname()
+        if port and not (isinstance(name, tuple) and name[1] == port):
+            raise OSError("another socket")
+        yield found
+
+
+def _traffic(descriptor: int, port: int) -> Traffic:
     """Returns what was sent and received over one of ZeroMQ's connections.
 
     Raises:
         OSError: it is closed.
         struct.error: it is not TCP.
     """
-    with fromfd(descriptor, AF_INET, SOCK_STREAM) as found:  # A second descriptor, for a moment.
+    with _connection(descriptor, port) as found:
         return Traffic(*_COUNTED.unpack(found.getsockopt(IPPROTO_TCP, TCP_INFO, _COUNTED.size)))

@@ -124,7 +124,9 @@ class Server:
         self._closing = False
         self._tick = 0.0
         # Guarded by the lock of the port.
-        self._intake = Intake(limits, port.handshake_bytes)
+        number = port.address.rpartition(":")[2]
+        self._intake = Intake(limits, int(number) if number.isdecimal() else 0, port.handshake_bytes)
+        self._look = 0.0
         self._counts: collections.Counter[str] = collections.Counter()
         with self._state:
             self._add_thread()
@@ -307,12 +309,17 @@ class Server:
             if frames is not None:
                 self._arrived(frames)
             now = time.monotonic()
+            if self._intake.strangers and now >= self._look:
+                self._look = now + HANDSHAKE_TICK_SECONDS
+                with self._port.lock:
+                    self._intake.check_strangers()
             if now >= self._tick:
                 self._tend(behind=full or frames is not None)
             if frames is None:
                 if now >= end:
                     return None
-                if self._port.wait(min(self._tick_seconds(), end - now)):
+                tick = min(TICK_SECONDS, HANDSHAKE_TICK_SECONDS) if self._intake.strangers else TICK_SECONDS
+                if self._port.wait(min(tick, end - now)):
                     self._watch()
         return None
 
@@ -342,12 +349,7 @@ class Server:
                 elif event == zmq.EVENT_DISCONNECTED:
                     self._intake.gone(descriptor)
         with self._state:
-            if self._intake.strangers:
-                self._tick = min(self._tick, time.monotonic() + HANDSHAKE_TICK_SECONDS)
             self._counts.update(_COUNTS[event] for event, _ in events if event in _COUNTS)
-
-    def _tick_seconds(self) -> float:
-        return HANDSHAKE_TICK_SECONDS if self._intake.strangers else TICK_SECONDS
 
     def _tend(self, *, behind: bool) -> None:
         """Ends expired requests, streams and connections. Runs no code of the service, which may block or fail."""
@@ -355,7 +357,8 @@ class Server:
         with self._state:
             if now < self._tick:
                 return  # Another thread was faster.
-            self._tick = now + self._tick_seconds()
+            self._tick = now + TICK_SECONDS
+        self._watch()  # Connections that are gone: their descriptors may be other files by now.
         with self._port.lock:
             self._intake.check(behind=behind)
         with self._state:

@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 from persia.rpc.arrays import Decoder
 from persia.rpc.client import Call, RpcConnection
 from persia.rpc.interface import Method, describe
-from persia.rpc.keys import keys_to_connect
+from persia.rpc.keys import find_keys, keys_to_connect
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, body
 from persia.rpc.port import client_port
@@ -32,6 +32,7 @@ def connect(
     peer: str = "",
     timeout: float = DEFAULT_SECONDS,
     keys: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
     limits: Limits | None = None,
 ) -> T:
     """Makes a stub that calls the methods of a Protocol at an address. Returns at once, even if not connected.
@@ -47,6 +48,7 @@ def connect(
         timeout: deadline of each call in seconds.
         keys: file made by `make_keys`; None for the file that PERSIA_CURVE_KEYS names, if any. Without one, an address
             of this host is one of a process of the same user.
+        insecure: the server was made with `insecure`, so it takes no password from this host either.
         limits: bounds on messages.
 
     Raises:
@@ -54,7 +56,7 @@ def connect(
     """
     kind = cast("type", protocol)
     methods = describe(kind)
-    found = keys_to_connect(address, keys)
+    found = find_keys(keys) if insecure else keys_to_connect(address, keys)
     port = client_port()
     try:
         port.connect(address, found)
