@@ -281,7 +281,7 @@ def state(tmp_path, monkeypatch):
     return tmp_path / "persia" / "password"
 
 
-HERE = ["tcp://127.0.0.1:*", "tcp://127.0.0.2:1", "tcp://localhost:7", "tcp://[::1]:*", "ipc:///tmp/x"]
+HERE = ["tcp://127.0.0.1:*", "tcp://127.0.0.2:1", "tcp://localhost:7", "tcp://[::1]:*", "ipc://calls"]
 
 
 def test_a_user_has_one_password_for_all_addresses_of_this_host(state):

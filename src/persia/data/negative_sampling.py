@@ -24,7 +24,8 @@ from persia.types import BoolArray, Floats, Ids, Int64Array, SourceFingerprint
 __all__ = ["ItemCatalog", "NegativeSampling", "check_features", "item_catalog"]
 
 MERGED_ROWS = 1 << 16
-"""Positive samples that `item_catalog` merges at once, or as many as there are items, if these are more."""
+"""Minimum number of positive samples that `item_catalog` collects before it merges them. Once it has found more items
+than that, it collects as many samples as items."""
 
 MAX_DRAWS = 20
 """Draws of a negative that is the positive item itself; then the negative is left out."""

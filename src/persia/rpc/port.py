@@ -358,21 +358,21 @@ class Intake:
                 self._close(descriptor)
 
     def check(self, *, behind: bool) -> None:
-        """Closes connections that have sent too much.
+        """Closes connections that have sent too much, strangers among them.
 
         Args:
             behind: whether complete messages may be waiting in ZeroMQ.
         """
+        self.check_strangers()
         most = self._most * (1 + self._unread * behind)
         unread: dict[int, int] = {}
         for descriptor, since in list(self._since.items()):
             traffic = self._look(descriptor)
             if traffic is None:
                 continue
-            allowed = _SLACK_BYTES if descriptor in self._strangers else most
             if descriptor in self._delivered:
                 self._since[descriptor] = traffic.received
-            elif traffic.received - since > allowed:
+            elif traffic.received - since > most:
                 self._close(descriptor)
             else:
                 unread[descriptor] = traffic.received - since
