@@ -5,8 +5,12 @@ import os
 import resource
 import socket
 import struct
+import threading
 import time
+import tracemalloc
+from typing import Any
 
+import msgspec
 import pytest
 
 from persia import rpc
@@ -14,7 +18,7 @@ from persia.errors import ConfigError
 from persia.rpc import keys as keys_of
 from persia.rpc.keys import Password, keys_to_connect, keys_to_listen
 from persia.rpc.limits import Limits
-from persia.rpc.port import Intake, Traffic, _traffic
+from persia.rpc.port import Intake, Traffic, _host, _traffic
 from support.rpc_samples import DEADLINE, Sample, Service
 from support.strangers import connected, raw_dealer
 from support.waiting import wait_until
@@ -153,7 +157,9 @@ class Kernel:
 
     def __init__(self, monkeypatch):
         self.traffic = {}
+        self.hosts = {}
         self.closed = []
+        monkeypatch.setattr("persia.rpc.port._host", lambda descriptor, _port: self.hosts.get(descriptor, ""))
         monkeypatch.setattr("persia.rpc.port._traffic", self.look)
         monkeypatch.setattr("persia.rpc.port._connection", self.close)
 
@@ -230,6 +236,74 @@ def test_of_too_many_strangers_a_slow_one_goes_first(monkeypatch):
     account.accepted(8)
     account.accepted(9)
     assert kernel.closed == [7, 6]
+
+
+def test_of_too_many_connections_the_newest_of_the_host_with_the_most_goes(monkeypatch):
+    kernel, account = Kernel(monkeypatch), intake(connections=4)
+    kernel.hosts = {5: "a", 6: "b", 7: "b", 8: "b", 9: "a", 10: "b", 11: "c"}
+    for descriptor in (5, 6, 7, 8, 9, 10, 11):
+        kernel.traffic[descriptor] = Traffic(100, 500)
+        account.accepted(descriptor)
+    assert kernel.closed == [8, 10, 9]
+    account.gone(7)
+    account.accepted(12)
+    assert kernel.closed == [8, 10, 9]
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("127.0.0.1", "127.0.0.1"), ("::1", "::/64"), ("::ffff:127.0.0.1", "127.0.0.1")]
+)
+def test_a_host_is_known_by_its_address(host, address):
+    """Of IPv6 by its network: one host has 2^64 addresses there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(family))
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            listener.bind(("::" if "ffff" in host else host, 0))
+            listener.listen()
+            port = listener.getsockname()[1]
+            stack.enter_context(socket.create_connection((host.removeprefix("::ffff:"), port)))
+        except OSError as error:
+            pytest.skip(f"no IPv6 here: {error}")
+        other, _ = listener.accept()
+        stack.enter_context(other)
+        assert _host(other.fileno(), port) == address
+        assert not _host(other.fileno(), port + 1)
+    assert not _host(other.fileno(), port)
+
+
+class Waiting:
+    """A method that runs until a test lets it end."""
+
+    def __init__(self):
+        self.proceed = threading.Event()
+
+    def take(self, value: Any) -> int:
+        """Waits."""
+        assert self.proceed.wait(DEADLINE)
+        return len(value)
+
+
+def test_a_header_counts_for_what_it_becomes_in_memory():
+    """A byte may become an object of 72."""
+    service, payload = Waiting(), [{}] * 10_000
+    tracemalloc.start()
+    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(payload))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(copy) == 10_000
+    with rpc.serve(service, limits=rpc.Limits(request_bytes=5 << 20)) as server:
+        stub = rpc.connect(server.address, Waiting, timeout=DEADLINE)
+        calls = [rpc.start(stub.take, payload) for _ in range(20)]
+        wait_until(lambda: server.statistics()["bytes_held"] >= 5 << 20)
+        statistics = server.statistics()
+        assert statistics["bytes_held"] >= statistics["requests_held"] * held
+        assert statistics["requests_held"] <= 5
+        service.proceed.set()
+        assert [call.result() for call in calls] == [10_000] * 20
+        rpc.close(stub)
 
 
 def test_a_number_that_another_socket_has_got_is_left_alone():

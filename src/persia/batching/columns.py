@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +17,12 @@ from persia.batching.times import magnitudes, seconds_of_list, seconds_of_timest
 from persia.batching.validation import check_aligned, check_complete, check_finite, check_labels, check_offsets
 from persia.errors import DataError
 from persia.schema import HashTo, IdFeature, IdKind, IdMapping, Quotient, Schema
+from persia.telemetry.logs import get_logger
 from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array
 
 __all__ = ["add_computed", "from_columns", "id_column", "is_pair", "mapped_ids"]
 
-LOG = logging.getLogger("persia.data")
+LOG = get_logger("persia.data")
 
 _INT32 = np.iinfo(np.int32)
 _EXACT = 1 << 24

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,11 +32,12 @@ from persia.checkpoint.storage import Storage
 from persia.checkpoint.tensors import TensorView
 from persia.errors import CheckpointError, PersiaError
 from persia.schema import EmbeddingOptimizer, Schema
+from persia.telemetry.logs import get_logger
 from persia.types.values import from_halves
 
 __all__ = ["CheckpointReader"]
 
-_log = logging.getLogger("persia.checkpoint")
+_log = get_logger("persia.checkpoint")
 
 _P = TypeVar("_P", TensorsPart, StatePart)
 

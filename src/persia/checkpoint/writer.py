@@ -6,7 +6,6 @@ last. A crash between any two leaves the previous checkpoint valid.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from collections import Counter
@@ -46,10 +45,11 @@ from persia.checkpoint.storage import Storage
 from persia.checkpoint.tensors import TensorView, Value, encode, view
 from persia.errors import CheckpointError
 from persia.schema import EmbeddingOptimizer, Schema
+from persia.telemetry.logs import get_logger
 
 __all__ = ["ROW_ARRAYS", "CheckpointWriter"]
 
-_log = logging.getLogger("persia.checkpoint")
+_log = get_logger("persia.checkpoint")
 _T = TypeVar("_T")
 
 ROW_ARRAYS: dict[str, tuple[str, int]] = {

@@ -12,7 +12,7 @@ import typer
 from persia.checks import check_choice, without_userinfo
 from persia.cli.imports import import_modules
 from persia.errors import ConfigError, MissingExtraError
-from persia.telemetry.logs import log_to_stderr
+from persia.telemetry.logs import get_logger, log_to_stderr
 
 __all__ = ["serve"]
 
@@ -218,7 +218,7 @@ def serve(
             "out.",
             field="items",
         )
-    log, shown = logging.getLogger("persia.serve"), without_userinfo(url)
+    log, shown = get_logger("persia.serve"), without_userinfo(url)
     predictor = Predictor(url, network, serving)
     retriever = None if items is None else Retriever(predictor, items, key=item_key)
     run_server(predictor, options, lambda at: log.info("%s serves %s", at.url, shown), retriever)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from persia.errors import ConfigError
-from persia.telemetry.logs import log_to_stderr
+from persia.telemetry.logs import get_logger, log_to_stderr
 
 __all__ = ["serve_rows"]
 
@@ -53,7 +53,7 @@ def serve_rows(
     from persia.serve import RowServer, RowServerOptions
     from persia.services import ServedRows
 
-    log = logging.getLogger("persia.serve")
+    log = get_logger("persia.serve")
     found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
     if found is None:
         raise ConfigError(f"Invalid --part {part}; expected I/N, such as 0/2 for the first of two parts.", field="part")

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from persia.modes import Auto, AutoEvidence, AutoState, ModeChoice, StepTime, decide
+from persia.telemetry.logs import get_logger
 from persia.types import StepTiming
 
 __all__ = ["SwitchPolicy"]
 
-LOG = logging.getLogger("persia.modes")
+LOG = get_logger("persia.modes")
 
 MAX_EVIDENCE = 1_000_000
 """Maximum number of step times, and of mode choices, kept for `persia.modes.rehearse`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from persia.coordinator.store import StateFile
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.modes import Action, Arrival, Auto, AutoEvidence, Mode
 from persia.services import TrainingPhase
+from persia.telemetry.logs import get_logger
 from persia.types import (
     NO_LOSSES,
     ArrivalRecord,
@@ -30,7 +30,7 @@ from persia.types import (
 
 __all__ = ["TokenScheduler"]
 
-LOG = logging.getLogger("persia.modes")
+LOG = get_logger("persia.modes")
 
 
 class TokenScheduler(RecordedArrivals):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import threading
 import time
 from collections import Counter, deque
@@ -20,12 +19,13 @@ from persia.membership.directory import Directory
 from persia.retry import Deadline
 from persia.schema import Schema
 from persia.services import EmbeddingWorker, Seekable
+from persia.telemetry.logs import get_logger
 from persia.telemetry.tracing import Tracer
 from persia.types import Delivery, FedBatch, Feed, Int64Array
 
 __all__ = ["FRESH_SECONDS", "Loader"]
 
-LOG = logging.getLogger("persia.data")
+LOG = get_logger("persia.data")
 
 FRESH_SECONDS = 300.0
 """Time for which embedding workers keep a batch without a lookup, at least."""

@@ -8,7 +8,6 @@ docs/performance.md, "Threads of torch", has the measurements.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from pathlib import Path
@@ -16,10 +15,11 @@ from pathlib import Path
 import torch
 
 from persia.openmp import SPINS_SHARED, WAITING, spins
+from persia.telemetry.logs import get_logger
 
 __all__ = ["BusyCores", "TorchThreads", "default_torch_threads", "shorten_spinning"]
 
-LOG = logging.getLogger("persia.trainer")
+LOG = get_logger("persia.trainer")
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables with which a user sets the number before torch is loaded."""

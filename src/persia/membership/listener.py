@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
 from persia.errors import ClosedError, DeadlineError, PersiaError
 from persia.retry import Deadline
 from persia.services import Coordinator
+from persia.telemetry.logs import get_logger
 from persia.types import TITLES, Member, Membership
 
 __all__ = ["POLL_SECONDS", "Listener", "await_members"]
 
-LOG = logging.getLogger("persia.cluster")
+LOG = get_logger("persia.cluster")
 
 POLL_SECONDS = 5.0
 """Maximum time that the coordinator holds a call that waits for a change."""

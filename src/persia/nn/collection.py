@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -49,13 +48,14 @@ from persia.nn.training_pass import TrainingPass, finish
 from persia.nn.transfer import Encoded, Transfer, staging_for
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
+from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Histogram
 from persia.telemetry.run_record import FeatureCost
 from persia.types import FedBatch, Ids, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
 
-LOG = logging.getLogger("persia.nn")
+LOG = get_logger("persia.nn")
 
 
 class EmbeddingCollection(torch.nn.Module):

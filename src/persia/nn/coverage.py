@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from persia.batching.id_column import IdColumn
 from persia.nn.row_access import RowAccess
 from persia.schema import Schema
+from persia.telemetry.logs import get_logger
 from persia.types import Ids
 
 __all__ = ["IdSample", "warn_of_unknown_ids"]
@@ -32,7 +32,7 @@ REMEDY = (
     "new, such as users that training has not seen, this is expected."
 )
 
-log = logging.getLogger("persia.nn")
+log = get_logger("persia.nn")
 
 
 class IdSample:

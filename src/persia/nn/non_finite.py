@@ -11,12 +11,13 @@ import torch
 
 from persia.nn.prepared import PreparedBatch
 from persia.schema import Schema
+from persia.telemetry.logs import get_logger
 from persia.telemetry.run_record import NonFiniteRows
 from persia.types import BoolArray, Contribution, UpdateCounts
 
 __all__ = ["NonFiniteLog", "merged", "named"]
 
-LOG = logging.getLogger("persia.nn")
+LOG = get_logger("persia.nn")
 
 Pushed = Sequence[tuple[PreparedBatch, Contribution]]
 """The batches of a push, with their gradients."""

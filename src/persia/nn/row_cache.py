@@ -7,7 +7,6 @@ That is enough, as no copy serves for longer than a few batches.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -20,11 +19,12 @@ from persia.modes import Hybrid, Mode
 from persia.nn.gate import LookupTime
 from persia.nn.joining import together
 from persia.schema import Table
+from persia.telemetry.logs import get_logger
 from persia.types import Ids, Int64Array, Packed
 
 __all__ = ["CacheCounts", "CachePlan", "RowCache", "leaves_time_for_copies"]
 
-LOG = logging.getLogger("persia.nn")
+LOG = get_logger("persia.nn")
 
 MOST_SLOTS = (1 << 31) - 2
 """Most copies of the tables of one dim: places of slots, and the spare one, are int32."""

@@ -7,7 +7,6 @@ order. `tests/support/twins/apmsqueeze.py` is the readable twin.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
@@ -28,10 +27,11 @@ from persia.optim.cohort import Cohort, Phase
 from persia.optim.exchange import Exchange
 from persia.optim.options import APMSqueezeOptions
 from persia.optim.updates import update_at_full_precision, update_compressed
+from persia.telemetry.logs import get_logger
 
 __all__ = ["APMSqueeze"]
 
-_log = logging.getLogger("persia.optim")
+_log = get_logger("persia.optim")
 
 SKIPS = 20
 """Number of consecutive skipped steps that is too high for a search for a loss scale, which halves from 65,536."""

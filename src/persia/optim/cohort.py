@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,11 @@ from persia.optim.native import bucket_class
 from persia.optim.options import APMSqueezeOptions
 from persia.optim.tracked_scale import TrackedScale
 from persia.optim.variance_refresh import VarianceRefresh
+from persia.telemetry.logs import get_logger
 
 __all__ = ["Cohort", "Phase"]
 
-_log = logging.getLogger("persia.optim")
+_log = get_logger("persia.optim")
 
 Phase = Literal["warmup", "compressed"]
 

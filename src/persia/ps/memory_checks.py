@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -10,10 +9,11 @@ from fractions import Fraction
 from persia.errors import ConfigError
 from persia.memory import Memory
 from persia.ps.sizes import MIN_SHARE, TableSize, least_bytes, needed_bytes, text_of_bytes
+from persia.telemetry.logs import get_logger
 
 __all__ = ["NAMED", "check_free", "check_share", "fits_disk", "too_large", "too_little"]
 
-LOG = logging.getLogger("persia.ps")
+LOG = get_logger("persia.ps")
 
 NAMED = 4
 """Maximum number of tables or PSs in a message."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ from persia.errors import StoreError, StoreFullError
 from persia.memory import file_system
 from persia.ps.spill import SpillPlaces, cold_files, spill_places
 from persia.store import EmbeddingStore, TableConfig
+from persia.telemetry.logs import get_logger
 
 __all__ = [
     "DEFAULT_ROOT",
@@ -48,7 +48,7 @@ STEP = struct.Struct("<QQ")
 
 FORMAT = 1
 
-log = logging.getLogger("persia.ps")
+log = get_logger("persia.ps")
 
 
 class _Manifest(msgspec.Struct, frozen=True):

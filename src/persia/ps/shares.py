@@ -7,7 +7,6 @@ rows in memory are divided so; its capacity, which the disk bounds, is divided e
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -29,10 +28,11 @@ from persia.ps.sizes import (
 )
 from persia.schema import EmbeddingOptimizer, Table
 from persia.store import MAX_ROWS, TableConfig
+from persia.telemetry.logs import get_logger
 
 __all__ = ["MEMORY_SHARE", "Shares", "divide", "divide_here", "divide_tables", "rows_of_undeclared", "table_sizes"]
 
-LOG = logging.getLogger("persia.ps")
+LOG = get_logger("persia.ps")
 
 MEMORY_SHARE = Fraction(9, 10)
 """Share of a host's memory for rows, where tables take what they find: processes need some for themselves."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import TypeVar
 
 from persia.errors import StoreFullError
 from persia.retry import Deadline, retry
+from persia.telemetry.logs import get_logger
 
 __all__ = ["SpaceWait"]
 
@@ -21,7 +21,7 @@ GRACE_SECONDS = 5.0
 GRACE_SHARE = 0.25
 """The same for short timeouts, as a share of them."""
 
-log = logging.getLogger("persia.ps")
+log = get_logger("persia.ps")
 
 
 class SpaceWait:

@@ -7,7 +7,6 @@ the regions has a list of these. Without regions, the files have no name, and ar
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -21,13 +20,14 @@ from persia.errors import StoreError
 from persia.ps.memory_checks import fits_disk
 from persia.ps.sizes import TableSize
 from persia.store import TableConfig
+from persia.telemetry.logs import get_logger
 
 __all__ = ["SpillPlaces", "cold_files", "free_bytes", "spill_places", "warn_of_disks"]
 
 PLACES = "spill.json"
 COLD = re.compile(r"\d+-.*\.cold\.\d+(\.slots)?")
 
-log = logging.getLogger("persia.ps")
+log = get_logger("persia.ps")
 
 
 class SpillPlaces:

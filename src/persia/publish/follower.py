@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,10 +38,11 @@ from persia.publish.format import (
 )
 from persia.publish.storage import open_storage
 from persia.publish.values import NAMES, decode_values
+from persia.telemetry.logs import get_logger
 
 __all__ = ["Change", "Changes", "Follower", "NetworkUpdate", "RowsUpdate", "follow"]
 
-LOG = logging.getLogger("persia.publish")
+LOG = get_logger("persia.publish")
 
 
 class Change(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import math
 import threading
 import time
@@ -21,11 +20,12 @@ from persia.publish.stream import StreamWriter
 from persia.publish.values import encode_values
 from persia.retry import Backoff, Deadline, retry
 from persia.store import EmbeddingStore, RowChanges
+from persia.telemetry.logs import get_logger
 from persia.types.publishing import PublishOrder, PublishStatus
 
 __all__ = ["Publisher", "reason"]
 
-LOG = logging.getLogger("persia.publish")
+LOG = get_logger("persia.publish")
 
 PART_BYTES = 32 << 20
 """Approximate size of the rows of a part as float32. It bounds the memory of a publisher."""

@@ -31,8 +31,9 @@ class Limits:
         header_bytes: maximum bytes of a header (everything except the arrays), at least 4,096.
         arrays: maximum number of arrays in a message.
         requests: maximum number of running or waiting requests; a server stops reading at this number.
-        request_bytes: maximum total bytes of these requests. A single message may exceed it.
-        connections: maximum number of connections; further ones are closed.
+        request_bytes: maximum total bytes of these requests once they are decoded; headers count 128 times. A single
+            message may exceed it.
+        connections: maximum number of connections; beyond it the newest one of the host with the most is closed.
         strangers: maximum number of connections that have not shown yet that they have the keys. Beyond it one that
             takes more than a second is closed, or else the new one.
         unread_bytes: maximum total bytes of messages that have not been read, most of them unfinished; beyond it the

@@ -23,6 +23,10 @@ _FIELDS_BYTES = 1024
 """Upper bound on the bytes of a header besides its payload."""
 
 
+_DECODED_BYTES = 128
+"""Upper bound on the bytes of memory that a byte of msgpack becomes. An empty dict has one byte there and 88 here."""
+
+
 class Kind(enum.IntEnum):
     """The kind of a message."""
 
@@ -68,6 +72,11 @@ class Message(NamedTuple):
     header: Header
     frames: list[zmq.Frame]
     nbytes: int
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Upper bound on the memory of the message once it is decoded, in bytes."""
+        return self.nbytes + _DECODED_BYTES * memoryview(self.header.payload).nbytes
 
 
 class Body(NamedTuple):

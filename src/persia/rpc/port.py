@@ -10,8 +10,10 @@ import select
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from socket import AF_INET, IPPROTO_TCP, SHUT_RDWR, SOCK_STREAM, TCP_INFO, fromfd, socket
+from ipaddress import IPv4Address, ip_address, ip_network
+from socket import AF_INET6, IPPROTO_TCP, SHUT_RDWR, SOCK_STREAM, TCP_INFO, fromfd, socket
 from typing import Any, NamedTuple
 
 import zmq
@@ -22,10 +24,11 @@ from persia.errors import ConfigError
 from persia.malloc import keep_memory
 from persia.rpc.keys import Keys, Password
 from persia.rpc.limits import Limits
+from persia.telemetry.logs import get_logger
 
 __all__ = ["Intake", "Port", "client_port", "server_port"]
 
-_quiet = logging.getLogger("persia.rpc.peers")
+_quiet = get_logger("persia.rpc.peers")
 _quiet.setLevel(logging.INFO)  # At DEBUG, pyzmq logs passwords.
 
 DOMAIN = "persia"
@@ -313,6 +316,7 @@ class Intake:
         self._handshake_bytes = handshake_bytes
         self._unread = unread
         self._since: dict[int, int] = {}  # By descriptor: bytes received up to its last message, or before.
+        self._hosts: dict[int, str] = {}  # By descriptor, oldest first: the peer's network address.
         self._strangers: dict[int, float] = {}  # By descriptor, oldest first: when an unfinished handshake began.
         self._delivered: set[int] = set()
         self._looked = -math.inf
@@ -325,9 +329,14 @@ class Intake:
         return len(self._strangers)
 
     def accepted(self, descriptor: int) -> None:
-        """Adds a connection. Closes one if there are too many: a stranger that is slow, or else the new one."""
+        """Adds a connection, and closes one if there are too many.
+
+        Of too many strangers, one that is slow is closed, or else the new one. Of too many connections, it is the
+        newest of the host that has the most: no host can lock others out.
+        """
         now = time.monotonic()
         self._since[descriptor] = 0
+        self._hosts[descriptor] = _host(descriptor, self._port)
         self._strangers[descriptor] = now
         if len(self._strangers) > self._limits.strangers and now - self._looked > _LOOK_SECONDS:
             self._looked = now
@@ -338,12 +347,14 @@ class Intake:
             # Many honest peers that come together have time to end their handshakes; those that are closed, the newest,
             # try again.
             self._close(oldest if now - began > _SLOW_SECONDS else descriptor)
-        if descriptor in self._since and len(self._since) > self._limits.connections:
-            self._close(descriptor)
+        if len(self._since) > self._limits.connections:
+            ((most, _),) = Counter(self._hosts.values()).most_common(1)
+            self._close(next(one for one in reversed(self._hosts) if self._hosts[one] == most))
 
     def gone(self, descriptor: int) -> None:
         """Removes a closed connection, whose descriptor may already belong to another file."""
         self._since.pop(descriptor, None)
+        self._hosts.pop(descriptor, None)
         self._strangers.pop(descriptor, None)
 
     def delivered(self, descriptor: int) -> None:
@@ -396,8 +407,7 @@ class Intake:
 
     def _close(self, descriptor: int) -> None:
         """Ends a connection for both sides. ZeroMQ notices, and closes its descriptor."""
-        self._since.pop(descriptor, None)
-        self._strangers.pop(descriptor, None)
+        self.gone(descriptor)
         self.closed += 1
         with contextlib.suppress(OSError), _connection(descriptor, self._port) as found:
             found.shutdown(SHUT_RDWR)
@@ -410,11 +420,26 @@ def _connection(descriptor: int, port: int) -> Iterator[socket]:
     Raises:
         OSError: it is closed, or by now a socket that is none of this port.
     """
-    with fromfd(descriptor, AF_INET, SOCK_STREAM) as found:
+    with fromfd(descriptor, AF_INET6, SOCK_STREAM) as found:  # Room for the address of either family.
         name = found.getsockname()
         if port and not (isinstance(name, tuple) and name[1] == port):
             raise OSError("another socket")
         yield found
+
+
+def _host(descriptor: int, port: int) -> str:
+    """Returns the network address of a peer; of IPv6 the half that names the network, as a host has all of the rest."""
+    try:
+        with _connection(descriptor, port) as found:
+            name = found.getpeername()
+    except OSError:  # Closed meanwhile.
+        return ""
+    if not isinstance(name, tuple):
+        return ""
+    address = ip_address(name[0].partition("%")[0])
+    if isinstance(address, IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ip_network((int(address) >> 64 << 64, 64)))
 
 
 def _traffic(descriptor: int, port: int) -> Traffic:

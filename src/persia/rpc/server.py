@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import logging
 import math
 import os
 import threading
@@ -21,12 +20,13 @@ from persia.rpc.keys import keys_to_listen
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, parse
 from persia.rpc.port import Intake, Port, server_port
+from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Readings, figures
 from persia.telemetry.tracing import Tracer
 
 __all__ = ["Server", "serve"]
 
-_log = logging.getLogger("persia.rpc")
+_log = get_logger("persia.rpc")
 
 IDLE_SECONDS = 10.0
 """Seconds after which an idle thread ends, except two."""
@@ -387,7 +387,7 @@ class Server:
             return
         expires = now + (CLOSE_SECONDS if header.kind is Kind.CLOSE else header.seconds)
         work = functools.partial(self._dispatcher.answer, message, expires)
-        job = Job(peer, message.nbytes, expires, work, self._dispatcher.waits(message), header.call)
+        job = Job(peer, message.decoded_bytes, expires, work, self._dispatcher.waits(message), header.call)
         if self._dispatcher.inline(message):
             reply = job.work()
             if reply is None or self._offer(peer, reply, expires):

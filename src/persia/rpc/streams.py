@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -11,10 +10,11 @@ from typing import Any
 
 from persia.errors import WireError
 from persia.rpc.limits import Limits
+from persia.telemetry.logs import get_logger
 
 __all__ = ["END", "Streams"]
 
-_log = logging.getLogger("persia.rpc")
+_log = get_logger("persia.rpc")
 
 END = object()
 """Marks the end of an iterator."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -17,10 +16,11 @@ from typing import NamedTuple
 
 from persia.errors import CheckpointError, StoreError
 from persia.store.served import ServedTable
+from persia.telemetry.logs import get_logger
 
 __all__ = ["SnapshotCache", "SnapshotKey"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 LOCK_POLL_SECONDS = 0.02
 """Between two looks whether another process still writes."""

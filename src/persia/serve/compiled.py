@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 import os
 import secrets
 import warnings
@@ -19,10 +18,11 @@ from persia.errors import ConfigError
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
 from persia.serve.flat_network import FlatNetwork, InputLayout, export_error, sample_inputs, weights_of
+from persia.telemetry.logs import get_logger
 
 __all__ = ["CompiledNetwork", "compile_network", "export_network"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 MOST_ROWS = 1 << 24
 """Largest batch that is compiled for."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import threading
 from pathlib import Path
@@ -15,10 +14,11 @@ from persia.schema import Schema
 from persia.serve.compiled import CompiledNetwork, compile_network
 from persia.serve.flat_network import example_input
 from persia.serve.network import Network
+from persia.telemetry.logs import get_logger
 
 __all__ = ["Compiler", "CompilerOptions"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 
 class CompilerOptions(NamedTuple):

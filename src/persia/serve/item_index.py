@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,13 +18,14 @@ from persia.checks import MAX_THREADS, check_choice, check_integer, plain, plain
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.schema import Schema
 from persia.serve.catalogue import Catalogue, CurrentRows, Towers, only, towers_of
+from persia.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
     from usearch.index import Index
 
 __all__ = ["IndexOptions", "ItemIndex", "Retrieved"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 FRESH = 1024
 """Number of items beside the graph that is never too many."""

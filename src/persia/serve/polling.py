@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 from collections.abc import Callable
 
 from persia.checks import without_userinfo
 from persia.errors import ClosedError, DeadlineError
+from persia.telemetry.logs import get_logger
 
 __all__ = ["LogPoller"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 END_SECONDS = 120.0
 """Maximum wait for the call that runs: longer than the storages' own deadlines."""

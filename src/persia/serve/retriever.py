@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -21,11 +20,12 @@ from persia.serve.catalogue import TowerFeatures, item_features, towers_of, user
 from persia.serve.item_files import read_items
 from persia.serve.item_index import IndexOptions, ItemIndex, Retrieved
 from persia.serve.predictor import Predictor
+from persia.telemetry.logs import get_logger
 from persia.types import Ids
 
 __all__ = ["Retriever", "RetrieverState"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 
 class RetrieverState(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from types import NoneType, TracebackType
@@ -18,11 +17,12 @@ from persia.serve.cache import SnapshotCache
 from persia.serve.epoch_rows import EpochRows, RowPart, RowReading
 from persia.serve.polling import LogPoller
 from persia.services import FoundRows, RowServerState, RowsVersion, ServedEpoch
+from persia.telemetry.logs import get_logger
 from persia.types import Packed
 
 __all__ = ["MAX_PARTS", "RowServer", "RowServerOptions"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 MAX_PARTS = 1024
 """Largest number of row servers of a predictor."""

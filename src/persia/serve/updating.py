@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import Protocol
@@ -23,10 +22,11 @@ from persia.serve.network import ModelSource, Network, NetworkBuilder
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.remote_rows import RemoteEpoch, RowServers
 from persia.serve.views import Readers, View
+from persia.telemetry.logs import get_logger
 
 __all__ = ["ChangeListener", "Updater"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 DRIFT_SECONDS = 30.0
 """Between two looks at the distributions of training."""

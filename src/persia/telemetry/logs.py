@@ -7,7 +7,7 @@ import sys
 
 from persia.printable import printable
 
-__all__ = ["LAYOUT", "LogFormatter", "log_to_stderr"]
+__all__ = ["LAYOUT", "LogFormatter", "get_logger", "log_to_stderr"]
 
 LAYOUT = "%(asctime)s %(levelname)s %(message)s"
 
@@ -18,6 +18,25 @@ class LogFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Returns the text of a record."""
         return printable(super().format(record))
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Makes the message of a record printable. Keeps every record."""
+    try:
+        text = record.getMessage()
+    except (TypeError, ValueError):  # The handlers report it, as for any record.
+        return True
+    escaped = printable(text)
+    if escaped != text:
+        record.msg, record.args = escaped, None
+    return True
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Returns the logger of this name, whose messages are printable whatever handlers a user's program has added."""
+    found = logging.getLogger(name)
+    found.addFilter(_escape)
+    return found
 
 
 def log_to_stderr(level: int | str, layout: str = LAYOUT, *, force: bool = False) -> None:

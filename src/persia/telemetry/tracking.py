@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -14,10 +13,11 @@ from typing import Any, Protocol
 
 from persia.errors import ConfigError, MissingExtraError
 from persia.schema.checks import TaggedRecord
+from persia.telemetry.logs import get_logger
 
 __all__ = ["BackgroundTracker", "MLflow", "TensorBoardTracker", "Tracker", "Wandb"]
 
-LOG = logging.getLogger("persia.tracking")
+LOG = get_logger("persia.tracking")
 
 BEGIN_SECONDS = 60.0
 """Time to open a run."""

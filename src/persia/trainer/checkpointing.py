@@ -26,6 +26,7 @@ from persia.nn.dense_step import DenseStep
 from persia.nn.models.registry import description_of
 from persia.retry import Backoff, Deadline, retry
 from persia.services import EmbeddingPS, SnapshotInfo
+from persia.telemetry.logs import get_logger
 from persia.trainer.finite_state import FiniteState
 from persia.trainer.loading import resolved
 from persia.trainer.options import Declared
@@ -33,7 +34,7 @@ from persia.trainer.state import TrainingState
 
 __all__ = ["CheckpointState", "Checkpointing", "write_rows"]
 
-LOG = logging.getLogger("persia.checkpoint")
+LOG = get_logger("persia.checkpoint")
 
 LAST_SECONDS = 60.0
 """Seconds for which the last checkpoint of a `fit` call is retried."""

@@ -8,7 +8,6 @@ restart: from where the others quiesced without it, or else from the last recove
 from __future__ import annotations
 
 import io
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
@@ -25,6 +24,7 @@ from persia.nn.dense_step import DenseStep
 from persia.nn.outbox import PushCounts
 from persia.nn.replicas import SingleReplica
 from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster, StreamPosition
+from persia.telemetry.logs import get_logger
 from persia.trainer import loading
 from persia.trainer.data_progress import DataProgress
 from persia.trainer.options import Declared, TrainerOptions
@@ -37,7 +37,7 @@ from persia.types import StreamStart
 
 __all__ = ["Driver", "LocalTrainer", "save_recovery_point"]
 
-LOG = logging.getLogger("persia.cluster")
+LOG = get_logger("persia.cluster")
 
 
 class LocalTrainer(Protocol):

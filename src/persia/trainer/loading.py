@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.schema import INITIAL_ACCUMULATOR, SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad, Schema, Table
 from persia.services import EmbeddingPS, RowChunk, StatePiece
+from persia.telemetry.logs import get_logger
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.state import TrainingState
 from persia.types.values import LARGEST
@@ -43,7 +43,7 @@ __all__ = [
     "resolved",
 ]
 
-LOG = logging.getLogger("persia.checkpoint")
+LOG = get_logger("persia.checkpoint")
 
 RENAMED_OPTIONS = {"snapshot_every_seconds": "recovery_point_every_seconds"}
 """Fields of `TrainerOptions` in checkpoints of version 0.1, and their present names."""

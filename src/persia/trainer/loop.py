@@ -14,7 +14,6 @@ phase after the other, with checkpoints in between; `phases.py` decides on the m
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from persia.nn.dense_step import DenseStep
 from persia.nn.prepared import PreparedBatch
 from persia.nn.token_client import TokenClient
 from persia.services import Connection
+from persia.telemetry.logs import get_logger
 from persia.telemetry.trace_events import STEP
 from persia.trainer.progress import FitProgress
 from persia.trainer.publishing import Publishing
@@ -37,7 +37,7 @@ from persia.types import FedBatch
 
 __all__ = ["PhaseEnd", "TrainingLoop", "advise"]
 
-LOG = logging.getLogger("persia.modes")
+LOG = get_logger("persia.modes")
 
 
 class PhaseEnd(NamedTuple):

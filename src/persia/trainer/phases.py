@@ -5,7 +5,6 @@ docs/reference/protocol.md, section 12, has the order of the calls between roles
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from persia.nn.token_client import TokenClient
 from persia.optim import APMSqueeze
 from persia.optim.averaged import Averaged
 from persia.services import Connection, DenseMaker, Tokens, TrainingPhase
+from persia.telemetry.logs import get_logger
 from persia.trainer.loop import TrainingLoop, advise
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.recording import ScheduleRecorder
@@ -35,7 +35,7 @@ from persia.types import NO_LOSSES, Caller
 
 __all__ = ["ModeSwitch", "Phases", "scheduled"]
 
-LOG = logging.getLogger("persia.modes")
+LOG = get_logger("persia.modes")
 
 REPORTS = 8
 """Reports of step times per NN worker in one window of Auto."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from persia.nn.non_finite import merged, named
 from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Staging
 from persia.telemetry.live import LiveLine, Snapshot
+from persia.telemetry.logs import get_logger
 from persia.telemetry.run_record import NonFiniteRows
 from persia.telemetry.tracking import Tracker
 from persia.trainer.evaluation import check_finite
@@ -34,7 +34,7 @@ from persia.types import Floats, Int32Array
 
 __all__ = ["FitProgress", "FitResult", "TrainedRows"]
 
-LOG = logging.getLogger("persia.data")
+LOG = get_logger("persia.data")
 
 LOG_EVERY = 50
 """Batches between two points of trackers and of `run.json`; more points at the start of a call."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from persia.publish.stream import StreamWriter
 from persia.retry import Deadline, retry
 from persia.rpc.fan_out import call_all
 from persia.services import EmbeddingPS
+from persia.telemetry.logs import get_logger
 from persia.trainer.drift import DriftRecorder
 from persia.trainer.finite_state import FiniteState
 from persia.trainer.options import Declared
@@ -33,7 +33,7 @@ from persia.types import FedBatch, ModelDescription, PublishOptions, PublishOrde
 
 __all__ = ["Publishing"]
 
-LOG = logging.getLogger("persia.publish")
+LOG = get_logger("persia.publish")
 
 KEPT_NETWORKS = 2
 """Versions of the network that stay, so that a reader of the one before is not disturbed."""

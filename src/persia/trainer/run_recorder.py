@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Mapping
@@ -12,13 +11,14 @@ from persia.metrics import Metrics, MetricsResult
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
 from persia.telemetry.live import Snapshot
+from persia.telemetry.logs import get_logger
 from persia.telemetry.run_record import CalibrationBin, CurvePoint, NonFiniteRows, RunRecord, read_run, write_run
 from persia.trainer.options import TrainerOptions
 from persia.trainer.state import TrainingState
 
 __all__ = ["RunRecorder"]
 
-LOG = logging.getLogger("persia.trainer")
+LOG = get_logger("persia.trainer")
 
 
 class RunRecorder:

@@ -23,13 +23,14 @@ from persia.nn.dense_step import DenseStep
 from persia.nn.outbox import PushCounts
 from persia.schema import NO_RULES, InputRules
 from persia.services import StreamPosition, fingerprint_of
+from persia.telemetry.logs import get_logger
 from persia.trainer.data_progress import Begun, DataProgress, begin_source, begin_stream, fingerprint_of_object
 from persia.trainer.scores import TrainingScores
 from persia.types import Offsets, SourceFingerprint, SourcePart
 
 __all__ = ["RandomState", "RecordCover", "RunTotals", "TrainingState", "random_states", "set_random_state"]
 
-LOG = logging.getLogger("persia.data")
+LOG = get_logger("persia.data")
 
 RecordCover: TypeAlias = Literal["training", "checkpoint", "recovery point"]
 """The oldest state that a run goes back to."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 
 from persia.cluster.ray.options import RayOptions
@@ -11,10 +10,11 @@ from persia.cluster.ray.plan import Service, seat_of
 from persia.cluster.ray.processes import run_on_all
 from persia.memory import Memory, host_memory
 from persia.ps.shares import Shares, divide_tables
+from persia.telemetry.logs import get_logger
 
 __all__ = ["server_capacities"]
 
-log = logging.getLogger("persia.cluster")
+log = get_logger("persia.cluster")
 
 
 def server_capacities(

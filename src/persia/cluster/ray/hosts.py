@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 import sys
 import threading
@@ -47,7 +46,7 @@ from persia.services import (
     Tokens,
 )
 from persia.streams import OffsetLog
-from persia.telemetry.logs import log_to_stderr
+from persia.telemetry.logs import get_logger, log_to_stderr
 from persia.telemetry.metrics import Readings, figures
 from persia.telemetry.process import LOOPBACK, ObservedProcess, process_metrics
 from persia.types import TITLES, Feed, Membership
@@ -87,7 +86,7 @@ class Host:
         title = repr(self)
         layout = f"%(asctime)s %(levelname)s {title}: %(message)s"
         log_to_stderr(plan.options.log_level.upper(), layout, force=True)
-        self.log = logging.getLogger("persia.cluster")
+        self.log = get_logger("persia.cluster")
         self.server: rpc.Server | None = None
         self.ready = False
         """Whether the role exists and can be observed."""

@@ -7,7 +7,6 @@ import datetime
 import fcntl
 import functools
 import itertools
-import logging
 import os
 import pickle
 import queue
@@ -30,6 +29,7 @@ from persia.modes import Mode, encode
 from persia.openmp import limit_spinning
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS, Observable, Recordable
+from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Readings, figures
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
     "warn_of_idle_gpus",
 ]
 
-LOG = logging.getLogger("persia.cluster")
+LOG = get_logger("persia.cluster")
 
 SIOCGIFADDR = 0x8915
 """Request of Linux for the IPv4 address of an interface."""

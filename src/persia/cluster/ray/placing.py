@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,10 +18,11 @@ from persia.cluster.ray.processes import run_on_all
 from persia.errors import ConfigError, PersiaError
 from persia.memory import host_memory
 from persia.retry import Deadline
+from persia.telemetry.logs import get_logger
 
 __all__ = ["Placer", "ray_nodes"]
 
-LOG = logging.getLogger("persia.cluster")
+LOG = get_logger("persia.cluster")
 
 RETURNING = ("embedding_worker", "data_loader")
 """Roles that Ray restarts on any host that meets their demands."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
@@ -15,11 +14,12 @@ from persia.cluster.ray.processes import Process, Processes
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.retry import Deadline
 from persia.services import Tokens
+from persia.telemetry.logs import get_logger
 from persia.types import TITLES
 
 __all__ = ["CONSEQUENCES", "RESTARTED", "Recovery", "Replacement", "pickled", "results"]
 
-LOG = logging.getLogger("persia.cluster")
+LOG = get_logger("persia.cluster")
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 3.0

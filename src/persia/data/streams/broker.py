@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections import deque
@@ -14,13 +13,14 @@ from persia.data.streams.decoding import MessageDecoder, StreamMessage
 from persia.errors import ConfigError, DataError, DeadlineError, PersiaError
 from persia.kafka_client import is_transient, make_client
 from persia.retry import Deadline
+from persia.telemetry.logs import get_logger
 from persia.types import Offsets, Partition
 
 __all__ = ["POLL_SECONDS", "Broker", "BrokerOptions", "Buffer", "Stopped", "client", "committed"]
 
 T = TypeVar("T")
 
-LOG = logging.getLogger("persia.data")
+LOG = get_logger("persia.data")
 
 POLL_SECONDS = 0.1
 """Maximum wait for messages, before the caller looks whether it was asked to stop."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -20,12 +19,13 @@ from persia.data.reader import canonical, cut
 from persia.data.rows import Conversion, DayUnit
 from persia.errors import DataError
 from persia.schema import InputRules, Schema
+from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Metric
 from persia.types import Offsets, SourceFingerprint, SourcePart
 
 __all__ = ["DirectoryReader", "growing"]
 
-LOG = logging.getLogger("persia.data")
+LOG = get_logger("persia.data")
 
 SUFFIXES = (".parquet", ".pq")
 STOP_SECONDS = 0.1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -24,12 +23,13 @@ from persia.kafka_client import require_library
 from persia.schema import InputRules, Schema
 from persia.services import StreamLog
 from persia.streams import OffsetLog
+from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Metric
 from persia.types import Offsets, PartitionBounds
 
 __all__ = ["KafkaReader", "kafka"]
 
-LOG = logging.getLogger("persia.data")
+LOG = get_logger("persia.data")
 
 COMMIT_SECONDS = 10.0
 """Maximum time to commit offsets to a group."""

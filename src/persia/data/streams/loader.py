@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 
 from persia.batching.batch import Batch
@@ -13,12 +12,13 @@ from persia.errors import DeadlineError
 from persia.membership.directory import Directory
 from persia.schema import Schema
 from persia.services import EmbeddingWorker, SharedStream, StreamLog, StreamShare
+from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Metric
 from persia.types import Feed, OffsetRange, loader_of
 
 __all__ = ["StreamLoader"]
 
-LOG = logging.getLogger("persia.data")
+LOG = get_logger("persia.data")
 
 LOOK_AHEAD = 64
 """Batches whose records are requested at once, when recorded batches are read again."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +18,12 @@ from persia.data.streams.broker import client
 from persia.data.streams.decoding import MessageDecoder, MessageRows, StreamMessage
 from persia.data.streams.options import EventTime, KafkaOptions, StreamCounts
 from persia.errors import DataError
+from persia.telemetry.logs import get_logger
 from persia.types import Partition
 
 __all__ = ["Converted", "MessageConverter"]
 
-LOG = logging.getLogger("persia.data")
+LOG = get_logger("persia.data")
 
 DEAD_LETTER_SECONDS = 30.0
 """Maximum time to write messages to the dead-letter topic."""

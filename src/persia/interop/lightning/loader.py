@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -17,13 +16,14 @@ from persia.batching.items import check_data
 from persia.errors import ConfigError
 from persia.nn import EmbeddingCollection, PreparedBatch
 from persia.services import Seekable, fingerprint_of
+from persia.telemetry.logs import get_logger
 from persia.trainer.data_progress import DataProgress, begin_source, fingerprint_of_object
 from persia.trainer.sources import parts_of
 
 __all__ = ["PendingBatch", "PrefetchLoader"]
 
 
-LOG = logging.getLogger("persia.data")
+LOG = get_logger("persia.data")
 
 
 class PrefetchLoader:

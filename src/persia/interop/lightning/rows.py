@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from typing import Any
@@ -13,12 +12,13 @@ from persia.checkpoint import CAPACITY_SCOPE, CheckpointReader, CheckpointWriter
 from persia.config import dump
 from persia.errors import CheckpointError
 from persia.nn import EmbeddingCollection
+from persia.telemetry.logs import get_logger
 from persia.trainer.checkpointing import write_rows
 from persia.trainer.loading import load_partitions, resolved
 
 __all__ = ["KEY", "RowsCheckpointIO", "load_tables", "rows_directory", "save_tables"]
 
-LOG = logging.getLogger("persia.interop.lightning")
+LOG = get_logger("persia.interop.lightning")
 KEY = "persia_rows"
 """Entry of a .ckpt file with the step of its rows."""
 

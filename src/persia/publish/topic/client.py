@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -13,10 +12,11 @@ from persia.errors import PublishError
 from persia.kafka_client import is_transient, make_client
 from persia.publish.topic.address import TopicAddress
 from persia.publish.topic.records import HEADER
+from persia.telemetry.logs import get_logger
 
 __all__ = ["DeletedMessageError", "TopicClient", "TopicMessage"]
 
-LOG = logging.getLogger("persia.publish")
+LOG = get_logger("persia.publish")
 
 ANSWER_SECONDS = 10.0
 """Maximum wait for an answer of the brokers, and for the next message."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
@@ -38,6 +37,7 @@ from persia.serve.http.page import PAGE_HEADERS, page
 from persia.serve.http.problems import RefusedError, problem_response, response_of
 from persia.serve.http.reading import HeldBytes, read_body
 from persia.serve.http.wire import ARROW, JSON, MSGPACK
+from persia.telemetry.logs import get_logger
 from persia.telemetry.process import ObservedProcess
 from persia.telemetry.prometheus import exposition
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PredictionServer", "create_app"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 T = TypeVar("T")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from persia.errors import ClosedError, OverloadedError
 from persia.serve.http.answers import AnswerBody, found_answer
 from persia.serve.http.conversion import ConversionThread
 from persia.serve.http.daemon import in_daemon_thread
+from persia.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
     from persia.serve.http.bodies import Bodies
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ItemSearch"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 
 class ItemSearch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import msgspec
@@ -10,10 +9,11 @@ from starlette.responses import Response
 
 from persia.errors import ClosedError, DataError, DeadlineError, OverloadedError, PersiaError, PublishError, StoreError
 from persia.serve.http.wire import MalformedBodyError
+from persia.telemetry.logs import get_logger
 
 __all__ = ["RefusedError", "problem_response", "response_of"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 MAX_MESSAGE, MAX_FIELD = 2000, 200
 """Characters of a message and of a field: both may quote values of the request."""

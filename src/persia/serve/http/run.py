@@ -23,11 +23,12 @@ from persia.serve.http.keys import read_keys
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.service import PredictionService, RetrievalService
 from persia.serve.http.uvicorn_protocol import limited_protocol
+from persia.telemetry.logs import get_logger
 from persia.telemetry.process import LOOPBACK, check_port
 
 __all__ = ["HttpOptions", "Listening", "run_server"]
 
-LOG = logging.getLogger("persia.serve")
+LOG = get_logger("persia.serve")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
