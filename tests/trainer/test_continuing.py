@@ -213,7 +213,16 @@ def test_restart_data_begins_the_pass_again(days, following):
     t = trainer()
     t.fit(reader(days), max_steps=5)
     t = following(t)
-    assert t.fit(reader(days, batch_size=8), restart_data=True).rows == 3 * ROWS
+    result = t.fit(reader(days, batch_size=8), restart_data=True)
+    assert result.rows == 3 * ROWS
+    assert (result.progressive.rows, result.training.rows) == (0, 3 * ROWS), "some were seen"
+
+
+def test_restart_data_of_other_data_has_new_rows(days, following):
+    t = trainer()
+    t.fit(reader(days[0]), max_steps=5)
+    t = following(t)
+    assert t.fit(reader(days[1]), restart_data=True).progressive.rows == ROWS
 
 
 def test_other_batches_are_fine_at_the_end_of_a_pass(days, following):

@@ -133,7 +133,7 @@ class Begun(NamedTuple):
         position: batches of the pass under way that are trained.
         notice: says that training continues on other data; None if they are the same.
         surprising: whether the notice says that rows are left out: of a pass before, or such as were trained before.
-        repeated: whether data that were trained are trained again as if they had not been.
+        repeated: whether data that were trained, or some of them, are trained again as if they had not been.
     """
 
     progress: DataProgress
@@ -184,8 +184,11 @@ def begin_source(
     if again:
         passes = {key: passes[key] for key in passes.keys() - keys}
     current = None
-    if recorded is not None and progress.current is not None and not (again or restart):
-        current = _continued(progress.current, recorded, given, position)
+    if recorded is not None and progress.current is not None:
+        if not (again or restart):
+            current = _continued(progress.current, recorded, given, position)
+        elif restart and position:
+            repeated |= not {*recorded.parts}.isdisjoint(given.parts)
     dropped = position if progress.current is not None and current is None else 0
     notice, surprising = None, False
     if recorded is not None and other and not again:

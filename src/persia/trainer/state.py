@@ -223,7 +223,7 @@ class TrainingState:
 
         begun = self._network.replicas.run_on_rank0(begin, Begun)
         self.data, self.position = begun.progress, begun.position
-        if again:
+        if again or restart:
             self.scores.again = begun.repeated
         self.finished = False
 
