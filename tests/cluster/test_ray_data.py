@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray
 
 from support.cluster_samples import options
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("ray_here")]
 
 SCHEMA = persia.Schema([persia.IdFeature("row", 4, kind="number")], labels=["click"])
 ROWS = 80
