@@ -233,7 +233,7 @@ def test_positions_count_from_the_start_of_the_pass():
 
 @pytest.mark.parametrize("method", ["fit", "evaluate"])
 def test_positions_count_the_items_of_all_nn_workers(method, monkeypatch):
-    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", 0.1)  # For pushes that wait for the one that fails.
+    monkeypatch.setattr("persia.nn.pass_threads.PUSH_GRACE", 0.1)  # For pushes that wait for the one that fails.
     items = [batch(), batch(), batch(), None, batch(), batch()]
     with pytest.raises(DataError, match="The data yielded None at position 3"):
         Threads(nn_workers=2, timeout=60.0).run(lambda member: getattr(make_trainer(cluster=member), method)(items))

@@ -363,7 +363,7 @@ def test_a_late_loader_is_named(monkeypatch, place):
     passing = embeddings.prefetch(loader())
     batch = next(passing)
     flat(embeddings(batch)).sum().backward()
-    part = embeddings._pass.part
+    part = embeddings._pass.runner
     if place == "far":
         wait_until(lambda: part._doing == "data loader: batch 1")
         get = part._ready.get

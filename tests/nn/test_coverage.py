@@ -138,7 +138,7 @@ def test_training_asks_nothing(monkeypatch):
     def fail(*_):
         raise AssertionError("asked")
 
-    monkeypatch.setattr("persia.nn.evaluation.warn_of_unknown_ids", fail)
+    monkeypatch.setattr("persia.nn.evaluation_pass.warn_of_unknown_ids", fail)
     monkeypatch.setattr(IdSample, "add", fail)
     trainer.fit(batches(5))
     with pytest.raises(AssertionError):

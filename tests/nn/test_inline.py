@@ -16,8 +16,8 @@ from persia.cluster import Embedded
 from persia.modes import Hybrid, Observation, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection, gate
 from persia.nn.gate import WINDOW, StalenessGate, Window
-from persia.nn.inline import Inline
-from persia.nn.pipeline import Pipeline
+from persia.nn.inline_pass import InlinePass
+from persia.nn.pass_threads import PassThreads
 from persia.optim import SGD, Adagrad, Adam, Ftrl, RowwiseAdagrad
 
 
@@ -179,11 +179,11 @@ def test_any_change_of_depth_trains_each_batch_once_in_order(depths, accumulatio
     )
     parts = set()
     for batch in embeddings.prefetch(data):
-        parts.add(type(embeddings._pass.part))
+        parts.add(type(embeddings._pass.runner))
         prices.append(batch.dense)
         embeddings(batch)["item"].sum().backward()
         embeddings.gate.depth = next(changes)  # As a window would.
-    assert parts <= {Inline, Pipeline}
+    assert parts <= {InlinePass, PassThreads}
     assert torch.equal(torch.cat(prices), torch.cat([torch.from_numpy(batch.dense) for batch in data]))
     assert embeddings.global_step == -(-len(data) // accumulation)
     assert embeddings.staleness.max <= 3
@@ -363,7 +363,9 @@ def test_an_interrupt_comes_after_the_push(last, monkeypatch):
 def test_what_fails_to_begin_leaves_no_thread(monkeypatch, background):
     declared = schema()
     embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), mode=Hybrid(1, warmup=0))
-    monkeypatch.setattr("persia.nn.collection.Pipeline", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    monkeypatch.setattr(
+        "persia.nn.training_pass.PassThreads", mock.Mock(side_effect=RuntimeError("can't start new thread"))
+    )
     with pytest.raises(RuntimeError, match="new thread"):
         next(embeddings.prefetch(batches(2, declared)))
     assert background() == []

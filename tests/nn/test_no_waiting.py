@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import persia
 from persia.nn.dense_step import DenseStep, StepOptions
 from persia.nn.options import CollectionOptions
-from persia.nn.transfer import Transfer
 
 SCHEMA = persia.Schema(
     [
@@ -97,8 +96,7 @@ def steps(device, precision, around):
         options=CollectionOptions(device=device),
     )
     if device == "cpu":  # The way of a GPU.
-        embeddings._expander.on_host = False
-        embeddings._transfer = Transfer(embeddings._staging, on_host=False, tables=embeddings.schema.resolved_tables())
+        embeddings._expander.on_host = embeddings._transfer._on_host = False
     losses = []
     for batch in embeddings.prefetch(make_batches(4)):
         with around(batch):

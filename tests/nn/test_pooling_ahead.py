@@ -13,7 +13,6 @@ from persia import modes
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.nn import CollectionOptions, EmbeddingCollection, pooling
-from persia.nn.transfer import Transfer
 from persia.optim import SGD
 from support.waiting import wait_until
 
@@ -46,7 +45,7 @@ def collection(mode, on_host=True, scaler=None, **options):
     )
     if not on_host:  # The way of a GPU.
         embeddings._expander.on_host = False
-        embeddings._transfer = Transfer(embeddings._staging, on_host=False, tables=embeddings.schema.resolved_tables())
+        embeddings._transfer._on_host = False
     return embeddings
 
 

@@ -13,8 +13,8 @@ from persia.coordinator import TokenScheduler
 from persia.errors import PersiaError, StaleBatchError
 from persia.modes import Async, Gba, Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
-from persia.nn.pipeline import PUSH_GRACE
-from persia.nn.pushing import MOST_PUSHES
+from persia.nn.pass_threads import PUSH_GRACE
+from persia.nn.step_pass import MOST_PUSHES
 from persia.optim import SGD
 from support.switching_samples import DEADLINE, ROWS, SCHEMA, batches, trainer
 
@@ -167,7 +167,7 @@ def test_one_nn_worker_has_one_push_in_flight():
 
 @pytest.fixture
 def short_grace(monkeypatch):
-    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", 0.2)
+    monkeypatch.setattr("persia.nn.pass_threads.PUSH_GRACE", 0.2)
 
 
 def fail(embeddings, steps):
@@ -193,7 +193,7 @@ def test_pushes_of_a_pass_that_has_failed_are_left_behind():
     fail(embeddings, 2)
     assert time.monotonic() - began < DEADLINE / 2
     assert worker.in_flight == 2
-    embeddings.begin_anew()
+    embeddings.forget_failed_pass()
     following = embeddings.prefetch(batches(6), OthersHaveData(6))
     next(following)
     worker.held.set()
@@ -220,7 +220,7 @@ class Grace:
 
 def test_slow_pushes_of_a_pass_that_has_failed_are_finished(monkeypatch):
     """Each one takes three quarters of the time that the end of the pass has for the next to return."""
-    monkeypatch.setattr("persia.nn.pipeline.Deadline", Grace)
+    monkeypatch.setattr("persia.nn.pass_threads.Deadline", Grace)
     monkeypatch.setattr(Grace, "now", 0.0)
     monkeypatch.setattr(Grace, "made", 0)
     cluster = Recorded(nn_workers=2)
@@ -279,14 +279,14 @@ def test_a_dropped_push_releases_its_batches_and_one_in_flight_keeps_them():
 
 
 def test_a_push_does_not_begin_once_its_batches_are_released():
-    outbox = collection(Recorded()).outbox
-    outbox.registered.add(7)
+    log = collection(Recorded()).push_log
+    log.registered.add(7)
     group = [(SimpleNamespace(batch_id=7), None)]
-    with pytest.raises(KeyError), outbox.pushing(group):
-        assert not outbox.registered
+    with pytest.raises(KeyError), log.pushing(group):
+        assert not log.registered
         raise KeyError
-    outbox.release_all()
-    with pytest.raises(StaleBatchError, match="dropped"), outbox.pushing(group):
+    log.release_all()
+    with pytest.raises(StaleBatchError, match="dropped"), log.pushing(group):
         pytest.fail("It began.")
 
 
@@ -305,7 +305,7 @@ def test_the_exit_handler_stays_while_threads_run(monkeypatch):
     cluster.worker.held.set()
     handlers.pop()()
     assert cluster.worker.in_flight == 0
-    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", DEADLINE)
+    monkeypatch.setattr("persia.nn.pass_threads.PUSH_GRACE", DEADLINE)
     fail(embeddings, 2)
     assert handlers == []
 
@@ -316,7 +316,7 @@ def test_the_failure_of_a_push_is_told_with_that_of_the_loop():
     cluster.worker.push = mock.Mock(side_effect=KeyError("of the push"))
     passed = embeddings.prefetch(batches(3))
     backward(embeddings, next(passed))
-    until(lambda: embeddings._pass.part.push_failure)
+    until(lambda: embeddings._pass.runner.push_failure)
     with pytest.raises(ZeroDivisionError) as failure:
         passed.throw(ZeroDivisionError("of the loop"))
     assert failure.value.__notes__ == ["A push has failed, too (KeyError: 'of the push')."]

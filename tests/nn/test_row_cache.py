@@ -18,7 +18,7 @@ from persia.modes import Async, Bsp, Gba, HopBs, Hybrid, Sync
 from persia.nn.gate import LookupTime
 from persia.nn.options import CollectionOptions
 from persia.nn.row_cache import SLOT_BYTES, RowCache, leaves_time_for_copies
-from persia.nn.transfer import CpuStaging, Transfer, unpacked
+from persia.nn.transfer import CpuStaging, unpacked
 from persia.ps import EmbeddingServer
 from persia.schema import AdmitMinFrequency, Table
 from persia.services import Connection
@@ -277,8 +277,7 @@ def train(cluster, mode, cache_rows, batches, on_host=True, accumulation=1, devi
         cluster=cluster,
         options=CollectionOptions(device=device, accumulation_steps=accumulation),
     )
-    embeddings._expander.on_host = on_host
-    embeddings._transfer = Transfer(embeddings._staging, on_host, tables=embeddings.schema.resolved_tables())
+    embeddings._expander.on_host = embeddings._transfer._on_host = on_host
     seen = []
     for number, batch in enumerate(embeddings.prefetch(batches)):
         assert (batch.pooled is not None) == on_host

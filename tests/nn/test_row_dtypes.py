@@ -78,7 +78,7 @@ def trained(cluster, *, on_host=True, schema=SCHEMA, mode=None, optimizer=None):
     )
     if not on_host:
         embeddings._expander.on_host = False
-        embeddings._transfer = Transfer(embeddings._staging, False, schema.resolved_tables())
+        embeddings._transfer._on_host = False
     net = torch.nn.Linear(1 + sum(f.dim or 5 for f in schema.id_features), 1)
     for batch in embeddings.prefetch(make_batches(8, schema=schema)):
         assert all(rows.dtype == torch.float32 and rows.is_contiguous() for rows in batch.rows.values())
@@ -187,7 +187,7 @@ def test_a_step_on_a_device_reads_and_updates_rows_of_16_bits(device, on_host, c
     assert embeddings._expander.on_host == (device == "cpu")
     if not on_host:
         embeddings._expander.on_host = False
-        embeddings._transfer = Transfer(embeddings._staging, False, SCHEMA.resolved_tables())
+        embeddings._transfer._on_host = False
     expected, random = {}, np.random.default_rng(0)
     for name, table in SCHEMA.resolved_tables().items():
         expected[name] = random.integers(-8, 9, (8, table.dim)).astype(np.float32) / 4
@@ -332,7 +332,7 @@ def test_copies_on_the_device_serve_rows_of_16_bits(on_host):
         schema, optimizer=Adagrad(lr=0.1), mode=Hybrid(3, warmup=0), cluster=cluster
     )
     embeddings._expander.on_host = on_host
-    embeddings._transfer = Transfer(embeddings._staging, on_host, schema.resolved_tables())
+    embeddings._transfer._on_host = on_host
     worker, seen = embeddings.connection.worker, []
     for batch in embeddings.prefetch(make_batches(20)):
         ids = worker.distinct_ids(batch.batch_id)

@@ -52,7 +52,7 @@ def trained(on_host):
         SCHEMA, optimizer=Adagrad(lr=0.1), mode=persia.modes.Sync(), cluster=cluster
     )
     embeddings._expander.on_host = on_host
-    embeddings._transfer = Transfer(embeddings._staging, on_host, tables=embeddings.schema.resolved_tables())
+    embeddings._transfer._on_host = on_host
     net = torch.nn.Linear(17, 1)
     seen = []
     for batch in embeddings.prefetch(make_batches(6)):

@@ -261,7 +261,7 @@ def test_a_run_that_dies_is_delayed_sync(workers, mode, death, rank, increments)
     """One NN worker dies with several steps open; all go on from the last checkpoint, which may hold changes only."""
     data, optimizer = Listed(uneven(40)), Adagrad(lr=0.05)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("persia.nn.pipeline.PUSH_GRACE", 0.1)  # Pushes that wait for the dead one never return.
+        patch.setattr("persia.nn.pass_threads.PUSH_GRACE", 0.1)  # Pushes that wait for the dead one never return.
         before, checkpoints, after = (Path(folder) / name for name in ("before", "checkpoints", "after"))
         options = {"checkpoint_dir": str(checkpoints), "checkpoint_increments": increments, "checkpoint_share": 1.0}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from persia.errors import ConfigError, DataError
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
-from persia.nn.pushing import MOST_PUSHES
+from persia.nn.step_pass import MOST_PUSHES
 from persia.replay import (
     ReplayDense,
     Setting,

@@ -31,7 +31,7 @@ def test_rows_leave_memory_with_the_last_reference(tmp_path):
     try:
         for options in ({}, {"checkpoint_dir": str(tmp_path)}):
             trainer = trained(**options)
-            (server,) = trainer.embeddings.outbox.connection.servers
+            (server,) = trainer.embeddings.push_log.connection.servers
             store = weakref.ref(server._store)
             del trainer, server
             assert store() is None, options

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from persia.modes import Async, Hybrid
-from persia.nn.pushing import MOST_PUSHES
+from persia.nn.step_pass import MOST_PUSHES
 from persia.ps import EmbeddingServer
 from persia.testing import Threads
 from support.switching_samples import Net, batches, trainer
@@ -55,7 +55,7 @@ def applied(monkeypatch):
         return apply(self, barrier, arrived)
 
     monkeypatch.setattr(EmbeddingServer, "_apply_step", slow)
-    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", GRACE)
+    monkeypatch.setattr("persia.nn.pass_threads.PUSH_GRACE", GRACE)
     return found
 
 
@@ -104,7 +104,7 @@ def test_slow_pushes_are_finished(applied, monkeypatch):
         def passed(self):
             return now[0] >= self.end
 
-    monkeypatch.setattr("persia.nn.pipeline.Deadline", Grace)
+    monkeypatch.setattr("persia.nn.pass_threads.Deadline", Grace)
     applied.turn = lambda: turns.acquire(timeout=TIMEOUT)
 
     def return_slowly():
@@ -150,7 +150,7 @@ def test_nn_workers_that_failed_before_and_after_a_push_count_alike_again(applie
     def prepare(member, t):
         def await_earlier():
             """Only a push that waits for one that never comes is left behind, however slow the others are."""
-            until(lambda: t.embeddings._pass.part._returned == FAILS_AT - 1)
+            until(lambda: t.embeddings._pass.runner._returned == FAILS_AT - 1)
 
         t.model.first = await_earlier
         if member.rank == 1:  # Fails behind the push of the batch, as if it had learned of the other's error there.

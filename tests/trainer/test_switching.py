@@ -412,7 +412,7 @@ def test_a_crash_in_a_mode_with_all_reduce_is_told_to_the_others():
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(3, warmup=0)], ids=str)
 def test_an_nn_worker_that_fails_within_a_step_ends_the_others_at_once(mode, monkeypatch):
     """Their pushes wait for its push at the PS, up to the deadline; their error does not."""
-    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", 0.1)
+    monkeypatch.setattr("persia.nn.pass_threads.PUSH_GRACE", 0.1)
     cluster = Threads(nn_workers=3, timeout=DEADLINE)
     ended = {}
 

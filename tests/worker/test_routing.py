@@ -16,7 +16,7 @@ from persia.batching.id_column import IdColumn
 from persia.errors import StaleBatchError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.nn import transfer
-from persia.nn.outbox import PushCounts
+from persia.nn.push_log import PushCounts
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection, EmbeddingWorker

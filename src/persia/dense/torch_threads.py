@@ -2,8 +2,8 @@
 
 Operations of torch on a CPU run in a team of OpenMP threads that wait for one another after each operation. They wait
 by spinning, for milliseconds unless `GOMP_SPINCOUNT` says less: if one of them is not on a core, the others keep the
-cores busy without progress. Where one thread does everything in turn (`persia.nn.inline`) they are left as they are.
-docs/performance.md, "Threads of torch", has the measurements.
+cores busy without progress. Where one thread does everything in turn (`persia.nn.inline_pass`) they are left as they
+are. docs/performance.md, "Threads of torch", has the measurements.
 """
 
 from __future__ import annotations

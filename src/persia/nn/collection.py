@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
@@ -26,26 +24,27 @@ from persia.nn.arguments import (
     options_of,
 )
 from persia.nn.batch_counts import batch_counts
-from persia.nn.evaluation import EvaluationReader
+from persia.nn.evaluation_pass import EvaluationReader
 from persia.nn.feature_costs import feature_costs
 from persia.nn.gate import Staleness, StalenessGate
-from persia.nn.inline import Inline
+from persia.nn.gradients import GradientCollector
+from persia.nn.inline_pass import InlinePass
 from persia.nn.non_finite import NonFiniteLog
 from persia.nn.options import CollectionOptions, check_gpus
-from persia.nn.outbox import Outbox, PushCounts
-from persia.nn.pipeline import Pipeline, Stages
+from persia.nn.pass_threads import PassThreads
 from persia.nn.pooling import Embeddings, Expander
-from persia.nn.prepared import PreparedBatch, dummy_batch, loss_scale
-from persia.nn.pushing import Pusher, StepPusher, TokenPusher, named
-from persia.nn.reading_thread import ReadingThread
+from persia.nn.prepared import PreparedBatch
+from persia.nn.push_log import PushCounts, PushLog
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
 from persia.nn.row_cache import CacheCounts, RowCache
+from persia.nn.row_lookup import RowLookup
+from persia.nn.step_pass import StepPass, StepPushes, named
 from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
-from persia.nn.training_lookup import TrainingLookup
-from persia.nn.training_pass import TrainingPass, finish
-from persia.nn.transfer import Encoded, Transfer, staging_for
+from persia.nn.token_pass import TokenPass
+from persia.nn.training_pass import PassContext, PassData, TrainingPass
+from persia.nn.transfer import Transfer, staging_for
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.logs import get_logger
@@ -108,12 +107,12 @@ class EmbeddingCollection(torch.nn.Module):
         self.options = options or CollectionOptions()
         self.schema = schema
         self.optimizer = optimizer
-        self.mode = mode or Hybrid()
         self.grad_scaler = grad_scaler
         self._staging = staging_for(self.options.device)
         self._expander = Expander(schema, self._staging.device)
         self._transfer = Transfer(self._staging, self._expander.on_host, schema.resolved_tables())
-        self.connection = cluster.connect(schema, optimizer, self.mode, self.options.seed)
+        mode = mode or Hybrid()
+        self.connection = cluster.connect(schema, optimizer, mode, self.options.seed)
         if not isinstance(cluster, ProcessCluster):  # There, NN workers train.
             check_gpus(self._staging.device.type, self.connection.gpus)
         self._worker = self.connection.worker
@@ -121,33 +120,38 @@ class EmbeddingCollection(torch.nn.Module):
         checked = self._rows if self.connection.rank == 0 else None  # One of several NN workers is enough.
         far = not self.connection.near or self._staging.device.type != "cpu"
         self._reading = EvaluationReader(schema, self._worker, self._transfer, self.options.timeout, checked, ahead=far)
-        self.gate = StalenessGate(self.mode, self.options.accumulation_steps, self.connection.near)
+        self.gate = StalenessGate(mode, self.options.accumulation_steps, self.connection.near)
         scaled = grad_scaler is not None and grad_scaler.is_enabled()
-        self.outbox = Outbox(self.connection, NonFiniteLog(schema, usual=scaled))
-        """The pushes so far."""
+        self.push_log = PushLog(self.connection, NonFiniteLog(schema, usual=scaled))
+        """What is registered, pushed and lost so far."""
         self._cache = RowCache(schema.resolved_tables(), warns=self.connection.rank == 0)
-        self._steps = StepPusher(self.outbox, self.gate, self.options.accumulation_steps)
+        device, accumulation = self._staging.device, self.options.accumulation_steps
+        self._steps = StepPushes(self.push_log, self.gate, accumulation)
+        self._lookup = RowLookup(schema, self.push_log, self._transfer, self._expander, self.gate, device)
+        self._gradients = GradientCollector(self._transfer, grad_scaler, device, accumulation)
         self._pass: TrainingPass | None = None
         """The current training pass; None outside of one."""
         self._called_last: PreparedBatch | None = None
         """The batch that was called last without `prefetch`."""
         self._push_failure: BaseException | None = None
-        self.tracer = self.outbox.tracer
+        self.tracer = self.push_log.tracer
         """Records what the threads of this process do, while a trace is taken."""
         self.waits = Histogram()
         """Time that the network has waited for batches."""
-        self.step_timings: StepTimings | None = None
-        """Receives the compute time of each batch."""
         self.idle: Callable[[], None] | None = None
         """Called now and then by the training thread while it waits for a batch of a training pass."""
         self._pid = os.getpid()
 
+    @property
+    def mode(self) -> Mode:
+        """How far lookups run ahead of updates. The gate owns it."""
+        return self.gate.mode
+
     def change_mode(self, mode: Mode) -> None:
         """Adopts another mode from the next pass of `prefetch` on. Switch the PSs separately."""
-        self.mode = mode
         self.gate.adopt(mode)
 
-    def begin_anew(self) -> None:
+    def forget_failed_pass(self) -> None:
         """Lets training continue after a pass that has failed. Switch the PSs to `global_step` first."""
         self._steps.forget_not_applied()
 
@@ -212,8 +216,7 @@ class EmbeddingCollection(torch.nn.Module):
             return self._reading.batches(source)
         if (tokens is None) != (self.mode.dense() is Dense.ALL_REDUCE):
             raise self._needs_trainer()
-        pusher = self._steps if tokens is None else TokenPusher(self.outbox, tokens)
-        return self._train(source, pusher, equal_steps, start, endless)
+        return self._train(PassData(source, start, endless, self.idle), equal_steps, tokens)
 
     def forward(self, batch: PreparedBatch | Batch) -> Embeddings:
         """Returns embeddings by feature: `[batch, dim]`, or a SequenceEmbedding if the feature is not pooled.
@@ -264,10 +267,9 @@ class EmbeddingCollection(torch.nn.Module):
         """
         self._raise_push_failure()
         self._steps.check_applied()
-        if self._called_last is not None:
-            finish(self._called_last, self.outbox, self._steps)
-            self._called_last = None
-        self._steps.flush()
+        self._finish_last_call()
+        if (push := self._steps.complete()) is not None:
+            push()
 
     def await_pushes(self) -> None:
         """Waits until the gradients that backward passes have passed on are applied, also in a `prefetch` loop. Blocks.
@@ -281,23 +283,23 @@ class EmbeddingCollection(torch.nn.Module):
         if self._pass is None:
             self.flush()
         else:
-            self._pass.part.await_pushes()
+            self._pass.runner.await_pushes()
 
     # --- measurements ----------------------------------------------------------------------------------------
 
     @property
     def global_step(self) -> int:
         """Number of global steps that have been pushed."""
-        return self.outbox.global_step
+        return self.push_log.global_step
 
     @global_step.setter
     def global_step(self, step: int) -> None:
-        self.outbox.global_step = step
+        self.push_log.global_step = step
 
     @property
     def pushes(self) -> int:
         """Sequence number of the last push of this NN worker, in whatever mode."""
-        return self._steps.sequence
+        return self.push_log.sequence
 
     @property
     def staleness(self) -> Staleness:
@@ -313,22 +315,31 @@ class EmbeddingCollection(torch.nn.Module):
     def ready(self) -> int:
         """Number of batches that are looked up and wait for the network."""
         current = self._pass
-        return current.part.ready if current is not None else 0
+        return current.runner.ready if current is not None else 0
 
     @property
     def ahead(self) -> bool:
         """Whether rows of the current training pass are looked up ahead, in threads beside the network."""
         current = self._pass
-        return current is not None and isinstance(current.part, Pipeline)
+        return current is not None and isinstance(current.runner, PassThreads)
 
     @property
     def pushed(self) -> PushCounts:
         """Outcome of the gradients so far."""
-        return self.outbox.counts(self._worker.statistics().get("lost_gradients", 0))
+        return self.push_log.counts(self._worker.statistics().get("lost_gradients", 0))
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Returns counters of the tables, summed over the PSs."""
         return self._rows.statistics()
+
+    @property
+    def step_timings(self) -> StepTimings | None:
+        """Receives the compute time of each batch; None if nobody asks."""
+        return self._gradients.timings
+
+    @step_timings.setter
+    def step_timings(self, timings: StepTimings | None) -> None:
+        self._gradients.timings = timings
 
     def feature_costs(self, batch: PreparedBatch) -> list[FeatureCost]:
         """Measures the work that each feature causes in a trained batch; most expensive first. Blocks."""
@@ -355,12 +366,7 @@ class EmbeddingCollection(torch.nn.Module):
     # --- training ---------------------------------------------------------------------------------------------
 
     def _train(
-        self,
-        source: Iterator[Batch | FedBatch],
-        pusher: Pusher,
-        equal_steps: EqualSteps | None,
-        start: int,
-        endless: bool,
+        self, data: PassData, equal_steps: EqualSteps | None, tokens: TokenClient | None
     ) -> Generator[PreparedBatch, None, None]:
         self._check_process()
         if self._pass is not None:
@@ -369,150 +375,40 @@ class EmbeddingCollection(torch.nn.Module):
                 "first (`del` it, or leave its loop)."
             )
         self.flush()
-        current = self._pass = self._begin_pass(source, pusher, equal_steps, start, endless)
-        batch: PreparedBatch | None = None
-        complete = False
-        failure: BaseException | None = None
+        current = self._pass = self._begin_pass(data, equal_steps, tokens)
         try:
-            while True:
-                batch = current.draw()
-                if batch is None:
-                    break
-                if equal_steps is not None or not batch.dummy:
-                    yield batch
-                finish(batch, self.outbox, pusher)
-                batch = None
-            complete = True
-        except GeneratorExit:  # The loop was left, by a `break` or an error.
-            raise
-        except BaseException as error:
-            failure = error
-            raise
+            yield from current.batches()
         finally:
-            if sys.is_finalizing():  # At the exit of a program: the threads have ended, and torch is being taken down.
-                raise
             self._pass = None
-            try:
-                current.end(batch, complete=complete, failure=failure)
-            finally:
-                self._steps.sequence = pusher.sequence
-                if failure is None:
-                    self._push_failure = current.part.push_failure
-                if missing := self._steps.not_applied:
-                    LOG.warning(
-                        "The training pass has failed before its pushes of %s had returned. Rows may never get these "
-                        "gradients.",
-                        named(missing),
-                    )
+            self._push_failure = current.unraised_failure
+            if missing := self._steps.not_applied:
+                LOG.warning(
+                    "The training pass has failed before its pushes of %s had returned. Rows may never get these "
+                    "gradients.",
+                    named(missing),
+                )
         self._raise_push_failure()
 
-    def _begin_pass(
-        self,
-        source: Iterator[Batch | FedBatch],
-        pusher: Pusher,
-        equal_steps: EqualSteps | None,
-        start: int,
-        endless: bool,
-    ) -> TrainingPass:
+    def _begin_pass(self, data: PassData, equal_steps: EqualSteps | None, tokens: TokenClient | None) -> TrainingPass:
         """Starts a training pass, with its threads."""
-        pusher.open(start)
-        dummy = functools.partial(
-            dummy_batch, self.schema, equal_steps.dummy_rows if equal_steps else 1, self._staging.device
-        )
-        cache = self._open_cache()
-        lookup = self._lookup(dummy, cache)
-        stages = Stages(
-            lookup.register,
-            pusher.may_look_up,
-            functools.partial(pusher.look_up, lookup.look_up),
-            pusher.drawn,
-            pusher.close,
-            self._transfer.begin_beside_network,
-        )
-        near = self.connection.near and pusher is self._steps and cache is None and self.mode.gate(0, 0)
-        own_loop = equal_steps is None and pusher.equal_steps
-        reading = ReadingThread(
-            source,
-            pusher.read_ahead,
-            batch_counts(self.connection, self.options.timeout) if own_loop else None,
-            self.tracer,
-        )
-
-        def begin_part(number: int, ahead: bool) -> Pipeline | Inline:
-            timeout, tracer = self.options.timeout, self.tracer
-            if ahead:
-                pushing = pusher.most_pushes
-                return Pipeline(
-                    reading,
-                    stages,
-                    timeout,
-                    pushing=pushing,
-                    tracer=tracer,
-                    endless=endless,
-                    number=number,
-                    idle=self.idle,
-                )
-            drawn = functools.partial(self.gate.drawn, inline=True)
-            return Inline(reading, stages._replace(drawn=drawn), timeout, tracer, endless, number, self.idle)
-
-        def wants_ahead() -> bool:
-            return not near or self.gate.ahead
-
-        try:
-            return TrainingPass(reading, begin_part, wants_ahead, pusher, self.outbox, self.waits, equal_steps, dummy)
-        except BaseException:
-            reading.stop()
-            reading.join()
-            raise
-
-    def _open_cache(self) -> RowCache | None:
-        """Returns the cache for a pass, without copies; None if there is none, or no copy could serve a batch."""
-        recording = self.outbox.observer is not None
-        self.gate.reserves = self._cache.open(self.mode, self._staging.free_bytes, recording=recording)
-        return self._cache if self.gate.reserves else None
-
-    def _lookup(self, dummy: Callable[[], PreparedBatch], cache: RowCache | None) -> TrainingLookup:
-        return TrainingLookup(
-            self.schema,
-            self.outbox,
-            self._transfer,
-            self._expander,
-            self.gate,
-            dummy=dummy,
+        log = self.push_log
+        context = PassContext(log, self._lookup, self._gradients, self.gate, self.waits, self.options.timeout)
+        # No copy could serve a batch of an asynchronous mode.
+        self.gate.reserves = self._cache.open(self.mode, self._staging.free_bytes, recording=log.observer is not None)
+        cache = self._cache if self.gate.reserves else None
+        if tokens is not None:
+            return TokenPass(context, data, tokens)
+        return StepPass(
+            context,
+            data,
+            self._steps,
+            near=self.connection.near and cache is None and self.mode.gate(0, 0),
             cache=cache,
-            ready=lambda: self.ready,
-            end_of_backward=self._end_of_backward,
+            equal_steps=equal_steps,
+            counts=batch_counts(self.connection, self.options.timeout) if equal_steps is None else None,
         )
 
-    def _end_of_backward(self, batch: PreparedBatch, *, compressed: bool) -> None:
-        scale = loss_scale(self.grad_scaler, self._staging.device)
-        current = self._pass
-        # Sums take less memory than the gradients of features.
-        waiting = current.part.unpushed if current is not None else 0
-        crowded = batch.pooled is not None and not batch.pooled.fits(waiting)
-        sum_now = self.options.accumulation_steps > 1 or crowded
-        gradients = self._transfer.gradients_of(batch, scale, compressed, sum_now=sum_now)
-        if self.step_timings is not None:
-            gradients = self._timed(self.step_timings, batch, gradients)
-        pusher = current.pusher if current is not None else self._steps
-        pusher.computed((batch, gradients))
-
-    def _timed(
-        self, timings: StepTimings, batch: PreparedBatch, gradients: Callable[[], Encoded]
-    ) -> Callable[[], Encoded]:
-        """Adds the compute time of a batch. A GPU has computed it only once its gradients are on the host."""
-        if self._staging.device.type != "cuda":
-            timings.add(batch.began)
-            return gradients
-
-        def wait() -> Encoded:
-            found = gradients()
-            timings.add(batch.began)
-            return found
-
-        return wait
-
-    # --- without a pipeline -----------------------------------------------------------------------------------
+    # --- without `prefetch` -----------------------------------------------------------------------------------
 
     def _prepare_now(self, batch: Batch) -> PreparedBatch:
         self._check_process()
@@ -525,12 +421,10 @@ class EmbeddingCollection(torch.nn.Module):
                     "yields, or switch to `.eval()` to read other ones."
                 )
             self._steps.check_applied()
-            lookup = self._lookup(functools.partial(dummy_batch, self.schema, 1, self._staging.device), cache=None)
-            prepared, ready = lookup.look_up(lookup.register(batch))
+            prepared, ready = self._lookup.look_up(self._lookup.register(batch), self._push_now)
             if prepared.dummy:
                 raise StaleBatchError("The batch was lost between its registration and its lookup; call again.")
-            if self._called_last is not None:
-                finish(self._called_last, self.outbox, self._steps)
+            self._finish_last_call()
             self._called_last = prepared
         else:
             self._await_own_pushes()
@@ -538,10 +432,23 @@ class EmbeddingCollection(torch.nn.Module):
         ready()
         return prepared
 
+    def _push_now(self, batch: PreparedBatch) -> None:
+        """Pushes a batch that was called without `prefetch`, if its step is complete. Blocks."""
+        if (push := self._steps.add(batch, self._gradients.take(batch, unpushed=0))) is not None:
+            push()
+
+    def _finish_last_call(self) -> None:
+        """Releases the batch that was called last without `prefetch`, if no gradient of it has come."""
+        batch, self._called_last = self._called_last, None
+        if batch is not None and batch.close():
+            self.push_log.release(batch)
+            if (push := self._steps.skip()) is not None:
+                push()
+
     def _await_own_pushes(self) -> None:
         """Applies gradients that this thread would push with the next draw: whoever reads now expects them."""
-        if self._pass is not None and isinstance(self._pass.part, Inline):
-            self._pass.part.await_pushes()
+        if self._pass is not None and isinstance(self._pass.runner, InlinePass):
+            self._pass.runner.await_pushes()
 
     def _needs_trainer(self) -> ConfigError:
         name = type(self.mode).__name__

@@ -32,6 +32,7 @@ class PreparedBatch:
         batch_id: its key at the embedding worker; None if no gradient is awaited.
         pooled: its features on the host, which keep their own gradients: the rows then get only those of terms of the
             loss that use them directly. Else None.
+        compressed: whether its rows have travelled as float16, so that its gradients do too.
         dummy: whether it stands in for data that this NN worker does not have; the network must not learn from it.
         token: its token, in asynchronous modes.
         number: of the batch within the pass over the data.
@@ -57,6 +58,7 @@ class PreparedBatch:
         self.offsets = offsets
         self.batch_id: int | None = None
         self.pooled: PooledAhead | None = None
+        self.compressed = False
         self.dummy = False
         self.token: DrawnToken | None = None
         self.number = 0

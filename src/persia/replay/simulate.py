@@ -24,8 +24,8 @@ from persia.checks import check_integer, check_number, plain_fields
 from persia.errors import ConfigError
 from persia.modes import Action, Arrival, Dense, Mode
 from persia.nn.gate import WINDOW, Window
-from persia.nn.pipeline import MOST_READY
-from persia.nn.pushing import MOST_PUSHES
+from persia.nn.pass_threads import MOST_READY
+from persia.nn.step_pass import MOST_PUSHES
 from persia.replay.schedule import Kind, ScheduleEvent, Timeline
 from persia.replay.trace import Trace
 

@@ -21,7 +21,7 @@ from persia.checkpoint import list_checkpoints
 from persia.errors import NNWorkersDiedError, RoleDiedError
 from persia.metrics import Metrics
 from persia.nn.dense_step import DenseStep
-from persia.nn.outbox import PushCounts
+from persia.nn.push_log import PushCounts
 from persia.nn.replicas import SingleReplica
 from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster, StreamPosition
 from persia.telemetry.logs import get_logger

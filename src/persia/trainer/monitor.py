@@ -71,7 +71,7 @@ class Monitor:
         embeddings = self._embeddings
         staleness = embeddings.staleness
         # `EmbeddingWorkers`, the facade of several processes, counts them; a worker in this process loses none.
-        pushed = embeddings.outbox.counts(getattr(embeddings.connection.worker, "lost_gradients", 0))
+        pushed = embeddings.push_log.counts(getattr(embeddings.connection.worker, "lost_gradients", 0))
         found = figures(
             "nn",
             {

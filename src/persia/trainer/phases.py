@@ -277,7 +277,7 @@ class Phases:
             # before the largest count, so PSs ignore them.
             state.global_step = max(map(int, replicas.gather(str(state.global_step).encode())))
             replicas.run_on_rank0(self._switch_servers, NoneType)
-            self._embeddings.begin_anew()
+            self._embeddings.forget_failed_pass()
         self._recording.begin(None)
         if connection.tokens is not None and connection.rank == 0:
             connection.tokens.announce(connection.nn_workers, state.local_batch)
@@ -310,12 +310,12 @@ class Phases:
             self._shared = _shared_network(self._network, self._connection, self._options, averaged)
         shared = self._shared
         state.local_batch = self._network.replicas.run_on_rank0(lambda: self._begin_tokens(shared, source, steps), int)
-        self._embeddings.begin_anew()
+        self._embeddings.forget_failed_pass()
         self._recording.begin(shared)
         self._phase_began()
         caller = Caller(self._connection.generation, self._number, self._connection.rank)
         worker, pushes = self._connection.worker, self._embeddings.pushes
-        losses = self._embeddings.outbox.losses
+        losses = self._embeddings.push_log.losses
         client = TokenClient(self._tokens, caller, worker, shared, pushes, source.idle, losses)
         loop.token_driven(source, client)
         return self._quiesce(client, shared, source)

@@ -181,7 +181,7 @@ class FitProgress:
         self._staging = staging
         self._options = options
         self._first_step = state.global_step
-        embeddings.outbox.non_finite.clear()
+        embeddings.push_log.non_finite.clear()
         self._resumed = state.loaded
         self._began = time.monotonic()
         self._rows = 0
@@ -327,7 +327,7 @@ class FitProgress:
     @property
     def has_non_finite(self) -> bool:
         """Whether gradients of this call were not finite, as far as this NN worker knows. See `nonfinite`."""
-        return bool(self._embeddings.outbox.non_finite.found())
+        return bool(self._embeddings.push_log.non_finite.found())
 
     def check_gradients(self) -> None:
         """Raises DivergedError if gradients of this call were not finite. Blocks until all NN workers have called it.
@@ -348,7 +348,7 @@ class FitProgress:
 
     def _non_finite(self) -> list[NonFiniteRows]:
         """Returns the non-finite rows of this call that all NN workers know of, by table."""
-        mine = msgspec.json.encode(self._embeddings.outbox.non_finite.found())
+        mine = msgspec.json.encode(self._embeddings.push_log.non_finite.found())
         return merged(
             [msgspec.json.decode(part, type=list[NonFiniteRows]) for part in self._network.replicas.gather(mine)]
         )

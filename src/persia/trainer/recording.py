@@ -43,7 +43,7 @@ class ScheduleRecorder:
         self._recorder: Recorder | None = None
         if directory is not None:
             check_replayable(embeddings.schema)
-            self._recorder = embeddings.outbox.observer = Recorder(embeddings.connection)
+            self._recorder = embeddings.push_log.observer = Recorder(embeddings.connection)
 
     def begin(self, shared: SharedNetwork | None) -> None:
         """Starts to record a phase. All NN workers call it while all roles are quiescent.

@@ -86,7 +86,7 @@ class RunRecorder:
         }
         record.staleness = self._embeddings.gate.counts
         if not record.complete:
-            record.non_finite = self._embeddings.outbox.non_finite.found()
+            record.non_finite = self._embeddings.push_log.non_finite.found()
         self._write()
 
     def complete(

@@ -20,7 +20,7 @@ from persia.modes import decode as decode_mode
 from persia.modes import encode as encode_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.nn.outbox import PushCounts
+from persia.nn.push_log import PushCounts
 from persia.schema import NO_RULES, InputRules
 from persia.services import StreamPosition, fingerprint_of
 from persia.telemetry.logs import get_logger

@@ -15,24 +15,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from persia.nn.channel import Closed, get_or_idle
-from persia.nn.pipeline import Stages, late_batch
+from persia.nn.pass_threads import PassSteps, late_batch
 from persia.nn.prepared import PreparedBatch
 from persia.nn.reading_thread import ReadingThread
 from persia.telemetry.tracing import Tracer
 
-__all__ = ["Inline"]
+__all__ = ["InlinePass"]
 
 
-class Inline:
-    """A pass over a loader, or a part of one, like a `Pipeline` without threads. For the training thread.
+class InlinePass:
+    """Runs a pass over a loader, or a part of one, without threads of its own. For the training thread.
 
     A draw pushes the gradients since the draw before, takes a batch from the reading thread, and looks its rows up. The
     order is that of `Sync`, and so are the bits.
 
     Args:
-        reading: reads the batches; its owner stops it.
-        stages: what is done with each batch; `drawn` gets the seconds of pushing and looking up, which a pipeline would
+        steps: what is done with each batch; `drawn` gets the seconds of pushing and looking up, which threads would
             hide, as a wait.
+        reading: reads the batches; its owner stops it.
         timeout: seconds that the loader may take for a batch.
         tracer: records what a draw does.
         endless: whether the loader may be idle for any time.
@@ -45,8 +45,8 @@ class Inline:
 
     def __init__(
         self,
+        steps: PassSteps,
         reading: ReadingThread,
-        stages: Stages,
         timeout: float,
         tracer: Tracer | None = None,
         endless: bool = False,
@@ -59,8 +59,8 @@ class Inline:
         """The failure of the first push that failed."""
         self.failed = False
         """Whether another NN worker is known to have left the pass, or a push has failed."""
+        self._steps = steps
         self._reading = reading
-        self._stages = stages
         self._timeout = timeout
         self._tracer = tracer or Tracer()
         self._endless = endless
@@ -87,15 +87,15 @@ class Inline:
         read = time.monotonic()
         try:
             with self._tracer.span("register"):
-                registered = self._stages.register(batch)
-            self._stages.may_lookup()  # It may, as nothing is in flight. Staleness is counted here.
-            prepared, make_ready = self._stages.lookup(registered)
+                registered = self._steps.register(batch)
+            self._steps.may_look_up()  # It may, as nothing is in flight. Staleness is counted here.
+            prepared, make_ready = self._steps.look_up(registered)
             make_ready()
         except BaseException as error:
             error.add_note(f"Raised at the lookup of batch {self.number} of prefetch.")
             raise
         self.number += 1
-        self._stages.drawn(-(pushed - began) - (time.monotonic() - read))
+        self._steps.drawn(-(pushed - began) - (time.monotonic() - read), inline=True)
         return prepared
 
     def push(self, task: Callable[[], None]) -> None:
@@ -132,7 +132,7 @@ class Inline:
                     raise
         self._pushes.clear()
         if last:
-            self._stages.stop()
+            self._steps.close()
 
     def _read(self) -> object:
         while True:

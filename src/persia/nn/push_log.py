@@ -1,4 +1,4 @@
-"""The pushes of an NN worker: where they go, and what becomes of their batches and gradients."""
+"""The batches and gradients of an NN worker: registered, pushed, lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from persia.services import Connection, ReadObserver
 from persia.telemetry.tracing import Tracer
 from persia.types import Contribution, FedBatch, Losses, ReadRecord, UpdateCounts, sum_counts
 
-__all__ = ["Gradient", "Outbox", "PushCounts", "run_now"]
+__all__ = ["Gradient", "PushCounts", "PushLog"]
 
 Gradient = tuple[PreparedBatch, Callable[[], Encoded]]
 """A batch, and a function that waits until its gradients are on the host and returns them."""
@@ -48,8 +48,8 @@ class PushCounts(NamedTuple):
         return cls(lost_batches=lost.batches, lost_rows=lost.rows, lost_gradients=lost.gradients)
 
 
-class Outbox:
-    """The pushes of an NN worker: where they go, and what is counted from pass to pass.
+class PushLog:
+    """Keeps which batches of an NN worker are registered, and counts the outcome of its pushes, from pass to pass.
 
     Used by the training thread, the lookup thread and the push threads.
 
@@ -59,11 +59,10 @@ class Outbox:
 
     Attributes:
         global_step: number of global steps that have been pushed.
+        sequence: sequence number of the last push, in whatever mode.
         registered: ids of the batches that are registered, and whose push has neither begun nor failed.
         released: number of batches that were drawn and never back-propagated.
         observer: receives the inputs of each gradient while a schedule is recorded, with one batch per push.
-        submit: runs a push after those before it, in a push thread or with the next draw; outside of a training pass at
-            once.
         tracer: records pushes.
     """
 
@@ -72,10 +71,10 @@ class Outbox:
         self.non_finite = non_finite
         self.tracer = connection.tracer or Tracer()
         self.global_step = 0
+        self.sequence = 0
         self.registered: set[int] = set()
         self.released = 0
         self.observer: ReadObserver | None = None
-        self.submit: Callable[[Callable[[], None]], None] = run_now
         self._lock = threading.Lock()  # Of the updates, which several push threads add up.
         self._updates: dict[str, UpdateCounts] = {}
         self._lost_batches = 0
@@ -181,8 +180,3 @@ class Outbox:
         with self._lock:
             self._updates = sum_counts([self._updates, counts])
         self.non_finite.add(counts, step, [(batch, c) for (batch, _), c in zip(group, contributions, strict=True)])
-
-
-def run_now(task: Callable[[], None]) -> None:
-    """Runs a task in the calling thread."""
-    task()

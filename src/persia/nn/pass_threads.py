@@ -1,8 +1,8 @@
 """Runs lookups ahead of the step and pushes behind it, in background threads, as far as the mode allows.
 
-One :class:`Pipeline` is a pass over a loader, or a part of one. One thread registers batches and looks their rows up
-when the gate opens, and one or more push gradients. A failure of any of them is raised at the next draw, with a note
-about its origin. Closing the pipeline ends all of them.
+`PassThreads` run a pass over a loader, or a part of one. One thread registers batches and looks their rows up when the
+gate opens, and one or more push gradients. A failure of any of them is raised at the next draw, with a note about its
+origin. `close` ends all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from persia.errors import DeadlineError
 from persia.nn.channel import Channel, Closed, get_or_idle
@@ -22,7 +22,7 @@ from persia.nn.reading_thread import ReadingThread
 from persia.retry import Deadline
 from persia.telemetry.tracing import Tracer
 
-__all__ = ["Pipeline", "Stages", "late_batch"]
+__all__ = ["PassSteps", "PassThreads", "late_batch"]
 
 PUSH_GRACE = 2.0
 """Seconds to wait for each push at the end of a pass that has failed, if they wait for those of other NN workers."""
@@ -37,24 +37,31 @@ MOST_READY = 64
 """Batches to look up before they are needed if the mode sets no bound."""
 
 
-class Stages(NamedTuple):
-    """The work for each batch, by a pipeline's threads or inline.
+class PassSteps(Protocol):
+    """What a pass does with each batch, in this order. Threads call it, or the training thread alone."""
 
-    Attributes:
-        register: registers a batch of the loader; its result goes to `lookup`.
-        may_lookup: blocks until the lookup is allowed; False when the pipeline is being closed.
-        lookup: returns the batch to train, and the function that makes it ready.
-        drawn: gets at each draw the seconds that the batch had been ready; negative: those that the draw waited.
-        stop: makes a blocked `may_lookup` return False.
-        begin: called by the thread that looks up, before anything else.
-    """
+    def begin_lookups(self) -> None:
+        """Prepares the thread that looks up. Not called where the training thread does so."""
 
-    register: Callable[[Any], Any]
-    may_lookup: Callable[[], bool]
-    lookup: Callable[[Any], tuple[PreparedBatch, Callable[[], None]]]
-    drawn: Callable[[float], None]
-    stop: Callable[[], None]
-    begin: Callable[[], None]
+    def register(self, batch: Any) -> Any:
+        """Registers a batch of the loader. Returns what `look_up` takes."""
+
+    def may_look_up(self) -> bool:
+        """Blocks until the next lookup is allowed; False once `close` was called."""
+
+    def look_up(self, batch: Any) -> tuple[PreparedBatch, Callable[[], None]]:
+        """Looks up a batch. Returns it, and the function that makes it ready, in the training thread."""
+
+    def drawn(self, lead: float, *, inline: bool) -> None:
+        """Notes that the training thread has drawn a batch.
+
+        Args:
+            lead: seconds that the batch had been ready; negative: seconds that the draw waited.
+            inline: whether the training thread has pushed and looked up by itself in that time.
+        """
+
+    def close(self) -> None:
+        """Makes a blocked `may_look_up` return False. For any thread."""
 
 
 class _Failure(NamedTuple):
@@ -67,12 +74,12 @@ class _Ready(NamedTuple):
     at: float
 
 
-class Pipeline:
-    """A pass over a loader, or a part of one. Used by one thread; owns several more.
+class PassThreads:
+    """The threads of a pass over a loader, or of a part of one. Used by the training thread.
 
     Args:
-        reading: reads the batches; the owner of the pipeline stops it before `close`.
-        stages: the work of the threads.
+        steps: what the threads do with each batch.
+        reading: reads the batches; its owner stops it before `close`.
         timeout: seconds that a draw, or the end of the last push, may take.
         ready: maximum number of batches looked up ahead.
         pushing: maximum number of pushes in flight, each in a thread. They start in order.
@@ -84,8 +91,8 @@ class Pipeline:
 
     def __init__(
         self,
+        steps: PassSteps,
         reading: ReadingThread,
-        stages: Stages,
         timeout: float,
         ready: int = MOST_READY,
         pushing: int = 1,
@@ -98,7 +105,7 @@ class Pipeline:
         self._endless = endless
         self._idle = idle
         self._awaits_loader = False
-        self._stages = stages
+        self._steps = steps
         self._timeout = timeout
         self._tracer = tracer or Tracer()
         self._ready: Channel[_Ready | _Failure] = Channel(ready)
@@ -118,8 +125,11 @@ class Pipeline:
         """Whether `end_lookups` was called, so that the end of the batches is not that of the loader."""
         self._most_threads = 1 + pushing
         self._threads: list[threading.Thread] = []
-        # A thread that returns from native code while the interpreter ends crashes the process.
         self._process = os.getpid()
+
+    def start(self) -> None:
+        """Starts the threads."""
+        # A thread that returns from native code while the interpreter ends crashes the process.
         atexit.register(self._end_with_the_process)
         self._start(self._run_lookup, "lookup")
         self._start(self._run_push, "push")
@@ -159,7 +169,7 @@ class Pipeline:
             raise item.error
         self.number += 1
         item.make_ready()
-        self._stages.drawn(began - item.at)
+        self._steps.drawn(began - item.at, inline=False)
         return item.batch
 
     def end_lookups(self) -> None:
@@ -229,7 +239,7 @@ class Pipeline:
 
     def _stop(self, last: bool) -> None:
         if last:
-            self._stages.stop()
+            self._steps.close()
         self._ready.close(discard=True)
         self._pushes.close()
 
@@ -247,7 +257,7 @@ class Pipeline:
         thread.join(self._timeout)
         if thread.is_alive():
             raise DeadlineError(
-                f"The pipeline did not end within {self._timeout:g} s. Late: {what}. Check what blocks that stage, "
+                f"The pass did not end within {self._timeout:g} s. Late: {what}. Check what blocks that stage, "
                 "or raise `timeout`.",
                 stage=what,
                 timeout=self._timeout,
@@ -264,7 +274,7 @@ class Pipeline:
     def _run_lookup(self) -> None:
         number = self.number
         try:
-            self._stages.begin()
+            self._steps.begin_lookups()
             while not self.lookups_ended:
                 self._doing = f"data loader: batch {number}"
                 self._awaits_loader = True
@@ -275,14 +285,14 @@ class Pipeline:
                 self._awaits_loader = False
                 self._doing = f"embedding worker: registering batch {number}"
                 with self._tracer.span("register"):
-                    registered = self._stages.register(read.batch)
+                    registered = self._steps.register(read.batch)
                 self._doing = f"embedding worker: pushed gradients that batch {number} has to wait for"
                 with self._tracer.span("gate"):
-                    may_look_up = self._stages.may_lookup()
+                    may_look_up = self._steps.may_look_up()
                 if not may_look_up:
                     break
                 self._doing = f"embedding worker: looking up batch {number}"
-                self._ready.put(_Ready(*self._stages.lookup(registered), time.monotonic()))
+                self._ready.put(_Ready(*self._steps.look_up(registered), time.monotonic()))
                 number += 1
         except Closed:
             pass

@@ -1,0 +1,117 @@
+"""Registers batches and looks up their rows for training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from persia.batching.batch import Batch
+from persia.errors import StaleBatchError
+from persia.nn.gate import StalenessGate
+from persia.nn.pooling import Expander
+from persia.nn.prepared import PreparedBatch, dummy_batch
+from persia.nn.push_log import PushLog
+from persia.nn.row_cache import CachePlan, RowCache
+from persia.nn.transfer import Ready, Transfer, nothing_to_do
+from persia.schema import Schema
+from persia.types import FedBatch
+
+__all__ = ["RowLookup"]
+
+
+class RowLookup:
+    """Registers batches and looks up their rows for training, in one thread at a time.
+
+    Args:
+        schema: of the batches.
+        log: has the embedding workers, and keeps which batches are registered.
+        transfer: brings rows to the device.
+        expander: pools features ahead, on a host.
+        gate: notes how old copies of rows are.
+        device: of the network.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        log: PushLog,
+        transfer: Transfer,
+        expander: Expander,
+        gate: StalenessGate,
+        device: torch.device,
+    ) -> None:
+        self._schema = schema
+        self._log = log
+        self._worker = log.connection.worker
+        self._tracer = log.tracer
+        self._transfer = transfer
+        self._expander = expander
+        self._gate = gate
+        self._device = device
+
+    def begin(self) -> None:
+        """Prepares the calling thread, a new one, for lookups next to a network that computes."""
+        self._transfer.begin_beside_network()
+
+    def register(self, batch: Batch | FedBatch) -> FedBatch:
+        """Registers a batch, unless a data loader has."""
+        if isinstance(batch, Batch):
+            batch.validate(self._schema)
+            batch = FedBatch(self._worker.register(batch.id_features), batch.dense, batch.labels, batch.day)
+        self._log.registered.add(batch.batch_id)
+        return batch
+
+    def look_up(
+        self,
+        batch: FedBatch,
+        end_of_backward: Callable[[PreparedBatch], None],
+        *,
+        ready: int = 0,
+        cache: RowCache | None = None,
+        dummy_rows: int = 1,
+    ) -> tuple[PreparedBatch, Ready]:
+        """Looks up the rows of a batch; returns a dummy batch if it was lost with its embedding worker.
+
+        Args:
+            batch: the batch.
+            end_of_backward: called with the batch when its backward pass has ended.
+            ready: number of batches that are looked up and wait for the network.
+            cache: has copies of rows on the device; None without.
+            dummy_rows: rows of a dummy batch.
+
+        Returns:
+            The batch, and the function that makes it ready, in the training thread.
+        """
+        plan: CachePlan | None = None
+        began = time.monotonic()
+        try:
+            with self._tracer.span("lookup", batch=batch.batch_id):
+                if cache is None:
+                    rows = (self._log.observer or self._worker).lookup(batch.batch_id)
+                else:
+                    plan = cache.plan(self._worker.distinct_ids(batch.batch_id), self._gate.last_lookup)
+                    rows = self._worker.lookup_part(batch.batch_id, plan.wanted)
+        except StaleBatchError:
+            if cache is not None:
+                cache.clear()
+            self._log.lost(batch)
+            return self.dummy(dummy_rows), nothing_to_do
+        with self._tracer.span("transfer", batch=batch.batch_id):
+            prepared, make_ready = self._transfer.rows(batch, rows, plan)
+        prepared.looked_up = began
+        prepared.compressed = rows.scales is not None
+        if plan is not None:
+            self._gate.aged(plan.oldest)
+        if self._expander.on_host:
+            prepared.pooled = self._expander.ahead(prepared.host_rows(), prepared.inverse, prepared.offsets)
+            if prepared.pooled.fits(ready):
+                with self._tracer.span("pool", batch=batch.batch_id):
+                    prepared.pooled.pool()
+        prepared.await_gradient(batch.batch_id, end_of_backward)
+        return prepared, make_ready
+
+    def dummy(self, rows: int) -> PreparedBatch:
+        """Returns the batch with which this NN worker takes part in a step for which it has no data."""
+        return dummy_batch(self._schema, rows, self._device)

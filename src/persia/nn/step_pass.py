@@ -1,0 +1,232 @@
+"""A training pass in `Sync` or `Hybrid`: global steps in their order, and lookups as far ahead as the gate allows.
+
+Each batch goes through the methods of :class:`StepPass` from top to bottom:
+
+1. `register`: its ids go to the embedding worker, which routes them.
+2. `may_look_up`: the gate lets it pass once at most `staleness` earlier steps are in flight.
+3. `look_up`: its rows come from the PSs.
+4. `drawn`: the training thread has it; the network computes.
+5. `end_of_backward`: its gradients are collected; the last batch of a step completes it.
+6. `push`: the gradients of the step go to the PSs, which opens the gate for a later batch.
+
+Persia, Algorithm 1 and section 4.1, has the algorithm. A lookup thread runs 1 to 3, a push thread 6; at depth 0, with
+rows in memory of this process, the training thread runs all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from persia.errors import PersiaError
+from persia.nn.batch_counts import BatchCounts
+from persia.nn.gate import StalenessGate
+from persia.nn.prepared import PreparedBatch
+from persia.nn.push_log import Gradient, PushLog
+from persia.nn.replicas import EqualSteps
+from persia.nn.row_cache import RowCache
+from persia.nn.training_pass import PassContext, PassData, Push, TrainingPass
+from persia.nn.transfer import Encoded, Ready
+from persia.types import FedBatch, PushHeader
+
+__all__ = ["MOST_PUSHES", "StepPass", "StepPushes", "named"]
+
+MOST_PUSHES = 4
+"""Maximum number of pushes that an NN worker has in flight, in modes whose PSs combine the pushes of all NN workers.
+
+A PS then holds at most this many steps, also in `Hybrid(None)`. More would hide hardly any more of their latency.
+"""
+
+
+class StepPass(TrainingPass):
+    """A training pass in `Sync` or `Hybrid`.
+
+    Args:
+        context: what passes share.
+        data: what is read.
+        steps: groups gradients by global step.
+        near: whether lookups and pushes at depth 0 may run in the training thread.
+        cache: copies of rows on the device; None without.
+        equal_steps: the replicas of the network, which make the same number of steps; None if they are not known.
+        counts: of the batches of all NN workers, if these are to be compared.
+    """
+
+    def __init__(
+        self,
+        context: PassContext,
+        data: PassData,
+        steps: StepPushes,
+        *,
+        near: bool,
+        cache: RowCache | None,
+        equal_steps: EqualSteps | None,
+        counts: BatchCounts | None,
+    ) -> None:
+        self._steps = steps
+        self._near = near
+        self._cache = cache
+        self._gate = context.gate
+        self._number = data.start + context.log.connection.rank
+        """Number of the next batch that is looked up."""
+        steps.begin_pass()
+        super().__init__(context, data, equal_steps, counts)
+
+    def may_look_up(self) -> bool:
+        """Waits at the gate."""
+        return self._gate.pass_lookup()
+
+    def look_up(self, batch: FedBatch) -> tuple[PreparedBatch, Ready]:
+        """Looks up and numbers a batch."""
+        prepared, make_ready = self._lookup.look_up(
+            batch,
+            self.end_of_backward,
+            ready=self.runner.ready,
+            cache=self._cache,
+            dummy_rows=self.rows_of_dummy,
+        )
+        prepared.number, self._number = self._number, self._number + self._log.connection.nn_workers
+        return prepared, make_ready
+
+    def drawn(self, lead: float, *, inline: bool) -> None:
+        """Notes the lead of a batch at the gate, which may adapt its depth."""
+        self._gate.drawn(lead, inline=inline)
+
+    def _computed(self, batch: PreparedBatch, gradients: Callable[[], Encoded]) -> None:
+        self._push(self._steps.add(batch, gradients))
+
+    def _skipped(self, batch: PreparedBatch) -> None:
+        self._push(self._steps.skip())
+
+    def _push(self, push: Push | None) -> None:
+        """Pushes a step, after the steps before it."""
+        if push is not None:
+            self.runner.push(push)
+
+    def close(self) -> None:
+        """Closes the gate."""
+        self._gate.close()
+
+    @property
+    def _waits_for_others(self) -> bool:
+        return self._steps.combined
+
+    def _end_steps(self, left: PreparedBatch | None, *, complete: bool) -> None:
+        """Pushes an incomplete step, unless PSs would wait for other NN workers to push it too."""
+        if left is not None and left.dummy:  # An abandoned batch is no step; a dummy batch is the others' step.
+            self._skipped(left)
+        if complete or not self._steps.combined:
+            self._push(self._steps.complete())
+        else:  # Whether the others push this step is not known here.
+            self._steps.discard()
+
+    def _abandon(self) -> None:
+        """No-op: a batch that was only looked up is no step."""
+
+    @property
+    def _most_pushes(self) -> int:
+        """One if PSs apply each push by itself, in order of arrival. Else the gate bounds it too: in Sync to one."""
+        return MOST_PUSHES if self._steps.combined else 1
+
+    def _wants_ahead(self) -> bool:
+        return not self._near or self._gate.ahead
+
+
+class StepPushes:
+    """Groups the gradients of an NN worker by global step. Continues from pass to pass.
+
+    A step is `accumulation_steps` batches. Methods that complete one return its push, to be called once, in order.
+
+    Args:
+        log: the pushes of this NN worker.
+        gate: opens for later lookups when a push has returned.
+        accumulation_steps: number of batches per step.
+    """
+
+    def __init__(self, log: PushLog, gate: StalenessGate, accumulation_steps: int) -> None:
+        self._log = log
+        self._gate = gate
+        self._accumulation = accumulation_steps
+        self._group: list[Gradient] = []
+        self._batches = 0
+        """Batches since the last push, with or without a gradient."""
+        self._passes = 0
+        self._not_applied: set[int] = set()
+
+    @property
+    def combined(self) -> bool:
+        """Whether PSs hold a step until all NN workers have pushed, also those without gradients."""
+        return self._gate.mode.group(self._log.connection.nn_workers, 1) > 1
+
+    @property
+    def not_applied(self) -> list[int]:
+        """Steps whose push has not returned, although PSs wait for it: still in flight, dropped, or failed."""
+        return sorted(self._not_applied)
+
+    def forget_not_applied(self) -> None:
+        """Takes note that PSs do not wait for steps of earlier passes any more."""
+        self._not_applied.clear()
+
+    def check_applied(self) -> None:
+        """Raises PersiaError if PSs wait for a step of an earlier pass."""
+        if missing := self.not_applied:
+            raise PersiaError(
+                f"A training pass has failed before its pushes of {named(missing)} had returned, and PSs apply no "
+                "later step before these. A `Trainer` continues with its next `fit`, without their gradients. A loop "
+                "of your own may try again, as pushes may still return; else restart the NN workers and their cluster.",
+                steps=missing,
+            )
+
+    def begin_pass(self) -> None:
+        """Opens the gate, with nothing in flight."""
+        self._passes += 1
+        self._gate.open(self._log.global_step)
+
+    def add(self, batch: PreparedBatch, gradients: Callable[[], Encoded]) -> Push | None:
+        """Adds a batch with its gradients. Returns the push of the step if it is complete."""
+        self._group.append((batch, gradients))
+        return self.skip()
+
+    def skip(self) -> Push | None:
+        """Adds a batch without gradients. Returns the push of the step if it is complete."""
+        self._batches += 1
+        return self.complete() if self._batches >= self._accumulation else None
+
+    def complete(self) -> Push | None:
+        """Returns the push of the step so far; None if it has no batch."""
+        group, batches = self._group, self._batches
+        self.discard()
+        if not batches:
+            return None
+        step, of_pass, log = self._log.global_step, self._passes, self._log
+        log.global_step = step + 1
+        # Numbered here: several push threads may run, and PSs expect push and step to rise together.
+        combined = self.combined
+        log.sequence += bool(group) or combined
+        sequence = log.sequence
+        if combined:
+            self._not_applied.add(step)
+
+        def push() -> None:
+            if group or combined:
+                self._push(group, sequence, step)
+            self._not_applied.discard(step)
+            if of_pass == self._passes:  # Else it was left behind by a pass that has failed.
+                self._gate.done(batches)
+
+        return push
+
+    def discard(self) -> None:
+        """Forgets the step so far."""
+        self._group, self._batches = [], 0
+
+    def _push(self, group: Sequence[Gradient], sequence: int, step: int) -> None:
+        log, connection = self._log, self._log.connection
+        with log.tracer.span("push", step + 1), log.pushing(group):
+            contributions, rows = log.contributions(group, sequence, [step])
+            header = PushHeader(connection.generation, connection.rank, sequence, step, rows)
+            counts = connection.worker.push(header, contributions)
+            log.pushed(counts, step + 1, group, contributions)
+
+
+def named(steps: Sequence[int]) -> str:
+    """Returns "step 4", or "steps 4 to 7"."""
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
