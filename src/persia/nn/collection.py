@@ -107,7 +107,6 @@ class EmbeddingCollection(torch.nn.Module):
         self.options = options or CollectionOptions()
         self.schema = schema
         self.optimizer = optimizer
-        self.grad_scaler = grad_scaler
         self._staging = staging_for(self.options.device)
         self._expander = Expander(schema, self._staging.device)
         self._transfer = Transfer(self._staging, self._expander.on_host, schema.resolved_tables())
@@ -128,7 +127,8 @@ class EmbeddingCollection(torch.nn.Module):
         device, accumulation = self._staging.device, self.options.accumulation_steps
         self._steps = StepPushes(self.push_log, self.gate, accumulation)
         self._lookup = RowLookup(schema, self.push_log, self._transfer, self._expander, self.gate, device)
-        self._gradients = GradientCollector(self._transfer, grad_scaler, device, accumulation)
+        self._gradients = GradientCollector(self._transfer, device, accumulation)
+        self._gradients.scaler = grad_scaler
         self._pass: TrainingPass | None = None
         """The current training pass; None outside of one."""
         self._called_last: PreparedBatch | None = None
@@ -331,6 +331,15 @@ class EmbeddingCollection(torch.nn.Module):
     def statistics(self) -> dict[str, dict[str, int]]:
         """Returns counters of the tables, summed over the PSs."""
         return self._rows.statistics()
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """Scaler of the loss; gradients are unscaled before they are pushed."""
+        return self._gradients.scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._gradients.scaler = scaler
 
     @property
     def step_timings(self) -> StepTimings | None:

@@ -18,24 +18,23 @@ class GradientCollector:
 
     Args:
         transfer: brings them to the host.
-        scaler: of the loss; gradients are unscaled.
         device: of the network.
         accumulation_steps: number of batches per step.
 
     Attributes:
+        scaler: of the loss; gradients are unscaled. None if losses are not scaled.
         timings: receives the compute time of each batch; None if nobody asks.
     """
 
     def __init__(
         self,
         transfer: Transfer,
-        scaler: torch.amp.GradScaler | None,
         device: torch.device,
         accumulation_steps: int,
     ) -> None:
+        self.scaler: torch.amp.GradScaler | None = None
         self.timings: StepTimings | None = None
         self._transfer = transfer
-        self._scaler = scaler
         self._device = device
         self._accumulation_steps = accumulation_steps
 
@@ -53,7 +52,7 @@ class GradientCollector:
         crowded = batch.pooled is not None and not batch.pooled.fits(unpushed)
         gradients = self._transfer.gradients_of(
             batch,
-            loss_scale(self._scaler, self._device),
+            loss_scale(self.scaler, self._device),
             batch.compressed,
             sum_now=self._accumulation_steps > 1 or crowded,
         )
