@@ -122,17 +122,13 @@ class TrainingState:
         network: the dense network with its optimizer, schedule and loss scale; its replicas gather.
         embeddings: the collection, which has the global step, the depth of the gate, and counts of its own.
         labels: names of the labels, for the metrics.
-        mode: the mode to begin with.
         seed: of the run.
     """
 
-    def __init__(
-        self, network: DenseStep, embeddings: EmbeddingCollection, labels: Sequence[str], mode: Mode, seed: int
-    ) -> None:
+    def __init__(self, network: DenseStep, embeddings: EmbeddingCollection, labels: Sequence[str], seed: int) -> None:
         self._network = network
         self._embeddings = embeddings
         self._seed = seed
-        self.mode = mode
         self.schedule_entry: tuple[int, Mode] | None = None
         """Last entry of `mode_schedule` that was followed. A mode requested after it holds until the next entry."""
         self.data = DataProgress()
@@ -269,10 +265,14 @@ class TrainingState:
         if self.stream is not None and by == self.record_covered_by:
             self.stream.forget(position)
 
+    @property
+    def mode(self) -> Mode:
+        """The current mode; the collection owns it."""
+        return self._embeddings.mode
+
     def change_mode(self, mode: Mode) -> None:
         """Trains in another mode from now on. Call it between two phases."""
         if mode != self.mode:
-            self.mode = mode
             self._embeddings.change_mode(mode)
 
     def totals(self) -> RunTotals:
