@@ -82,7 +82,7 @@ class Parts:
         return result
 
     def _look_up(self, batch: Batch) -> PreparedBatch:
-        """Makes the calls of the lookup thread: see `TrainingLookup`."""
+        """Makes the calls of the lookup thread: see `RowLookup`."""
         self._timed("validate", lambda: batch.validate(self.schema))
         batch_id = self._timed("register", lambda: self.worker.register(batch.id_features))
         found = self._timed("lookup", lambda: self.worker.lookup(batch_id))
@@ -110,7 +110,7 @@ class Parts:
         self._gradients = self.collection._transfer.gradients_of(prepared, None, compressed=False)
 
     def _push(self, prepared: PreparedBatch) -> None:
-        """Makes the calls of the push thread: see `StepPusher`."""
+        """Makes the calls of the push thread: see `StepPass`."""
         assert prepared.batch_id is not None
         contribution = Contribution(prepared.batch_id, *self._timed("pool_backward", self._gradients))
         self.steps += 1

@@ -97,7 +97,7 @@ class _Worker:
         self.finished = 0
         self.settled = 0
         self.life = 0
-        # The inputs of `Window`, as `StalenessGate` and `Pipeline` measure them.
+        # The inputs of `Window`, as `StalenessGate` and `PassThreads` measure them.
         self.window = Window(1)
         self.gate_asked = start
         self.held = 0.0

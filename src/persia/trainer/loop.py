@@ -93,7 +93,7 @@ class TrainingLoop:
         read = self._counted(source)
         mine = _in_turn(read, state.position, batches, self._embeddings.connection)
         # As far ahead as the mode's gate allows, in background threads: read a batch, look up its rows at the embedding
-        # workers. With nothing to hide, the loop does so itself as it draws a batch; see `nn/inline.py`.
+        # workers. With nothing to hide, the loop does so itself as it draws a batch; see `nn/inline_pass.py`.
         prepared = self._embeddings.prefetch(mine, replicas, start=state.position, endless=source.endless)
         try:
             with _told_errors(prepared):
