@@ -38,7 +38,7 @@ MOST_READY = 64
 
 
 class PassSteps(Protocol):
-    """What a pass does with each batch, in this order. Threads call it, or the training thread alone."""
+    """The steps that a pass takes with each batch, in this order. Threads take them, or the training thread alone."""
 
     def begin_lookups(self) -> None:
         """Prepares the thread that looks up. Not called where the training thread does so."""

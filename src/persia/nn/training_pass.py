@@ -30,7 +30,7 @@ Push = Callable[[], None]
 
 
 class PassContext(NamedTuple):
-    """What the training passes over a collection share.
+    """The parts that the training passes over a collection share.
 
     Attributes:
         log: counts pushes.
