@@ -9,7 +9,7 @@ import persia
 from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError, ConfigError
 from persia.publish.topic.client import TopicClient
-from persia.trainer.outputs import check_outputs
+from persia.trainer.fit_checks import check_outputs
 from persia.types import PublishOptions
 
 

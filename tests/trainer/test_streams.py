@@ -19,7 +19,7 @@ from persia.checkpoint import CheckpointReader, list_checkpoints
 from persia.errors import CheckpointError, ConfigError
 from persia.modes import Gba, Hybrid, Sync
 from persia.services import Connection
-from persia.trainer.data_checks import check_stream
+from persia.trainer.fit_checks import check_stream
 from persia.trainer.options import TrainerOptions
 from support import stream_run
 from support.kafka import SCHEMA, Kafka, clicks, until

@@ -107,7 +107,7 @@ def _train(
 ) -> None:
     """Trains one run, and prints its result."""
     from persia.cli import ui as out
-    from persia.trainer.outputs import check_outputs
+    from persia.trainer.fit_checks import check_outputs
 
     if run.cluster.kind == "embedded":  # Else another process writes, perhaps on another host: it checks.
         check_outputs(run.trainer)

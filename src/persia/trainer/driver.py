@@ -27,8 +27,8 @@ from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster, St
 from persia.telemetry.logs import get_logger
 from persia.trainer import loading
 from persia.trainer.data_progress import DataProgress
+from persia.trainer.fit_checks import check_outputs
 from persia.trainer.options import Declared, TrainerOptions
-from persia.trainer.outputs import check_outputs
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
 from persia.trainer.scores import PARTS, ScoresState
 from persia.trainer.sources import scheduled, set_input_rules, set_local_batch

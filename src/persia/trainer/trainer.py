@@ -35,10 +35,9 @@ from persia.services import Cluster, ProcessCluster
 from persia.telemetry.trace_events import tracing_to
 from persia.trainer import driver, loading, signals
 from persia.trainer.components import assemble
-from persia.trainer.data_checks import check_begin, check_eval_data, check_train_data
-from persia.trainer.fit_call import FitCall
+from persia.trainer.fit import FitCall
+from persia.trainer.fit_checks import check_begin, check_eval_data, check_outputs, check_train_data
 from persia.trainer.options import Declared, TrainerOptions
-from persia.trainer.outputs import check_outputs
 from persia.trainer.phases import ModeSwitch
 from persia.trainer.progress import FitResult, TrainedRows
 
