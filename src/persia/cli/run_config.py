@@ -116,7 +116,8 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "taobao" default to PERSIA_DATA; "synthetic" needs none. Of "kafka" it is the topic, or several with commas
             between.
         batch_size: samples per batch.
-        options: further arguments of the reader, by name; "kafka" needs `bootstrap`.
+        options: further arguments of the reader, by name: those of `persia.data.RowOptions` and
+            `persia.data.ColumnOptions`, and its own. "kafka" needs `bootstrap`.
     """
 
     kind: Literal[
@@ -179,7 +180,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def in_order(self) -> DataConfig:
         """Returns a copy that reads all samples in the order of the source, for output aligned with its rows."""
-        settled = {"shuffle_rows": 0, "drop_last": False}
+        settled: data.RowOptions = {"shuffle_rows": 0, "drop_last": False}
         return msgspec.structs.replace(self, options={k: settled.get(k, v) for k, v in self.options.items()})
 
     def of_file(self, path: str) -> DataConfig:

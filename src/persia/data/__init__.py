@@ -25,6 +25,7 @@ from persia.data.loader import Loader
 from persia.data.negative_sampling import ItemCatalog, NegativeSampling, item_catalog
 from persia.data.negatives import negatives
 from persia.data.reader import Order, Reader, RowSource, StreamReader
+from persia.data.row_options import ColumnOptions, ReaderOptions, RowOptions
 from persia.data.selection import Split
 from persia.data.streams.directories import growing
 from persia.data.streams.events import EventBatches, KeyedEvents
@@ -33,6 +34,7 @@ from persia.data.streams.kafka import kafka
 from persia.types import SourceFingerprint, SourcePart
 
 __all__ = [
+    "ColumnOptions",
     "EventBatches",
     "File",
     "ItemCatalog",
@@ -42,6 +44,8 @@ __all__ = [
     "NegativeSampling",
     "Order",
     "Reader",
+    "ReaderOptions",
+    "RowOptions",
     "RowSource",
     "SourceFingerprint",
     "SourcePart",

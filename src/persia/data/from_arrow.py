@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 from weakref import WeakSet
 
 import msgspec
 
 from persia.batching.batch import Batch
-from persia.data.expressions import Rule
 from persia.data.files import File
 from persia.data.fingerprints import fingerprint_of_files, fingerprint_of_frame, selecting_options
-from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion, DayUnit, Piece, require_rows
-from persia.data.selection import Selection, Split
+from persia.data.reader import StreamReader
+from persia.data.row_options import ReaderOptions, conversion_of, order_of, with_options
+from persia.data.rows import Conversion, Piece, require_rows
 from persia.errors import DataError, PersiaError
 from persia.schema import InputRules, Schema
 from persia.services import fingerprint_of
@@ -26,23 +25,12 @@ __all__ = ["arrow"]
 _CHUNK_ROWS = 65_536
 
 
+@with_options(ReaderOptions)
 def arrow(
     source: Any,
     schema: Schema,
     batch_size: int = 1024,
-    *,
-    rename: Mapping[str, str] | None = None,
-    labels: Mapping[str, Rule] | None = None,
-    fill: Mapping[str, float] | None = None,
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    day: str | None = None,
-    day_unit: DayUnit = "day",
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **options: Unpack[ReaderOptions],
 ) -> StreamReader:
     """Reads a frame, or a data set of another library, in pieces of at most 65,536 rows.
 
@@ -62,18 +50,7 @@ def arrow(
               DuckDB. Each call has to open a new reader. On a cluster the function has to be picklable.
         schema: columns to read.
         batch_size: samples per batch.
-        rename: column of the source by name in the schema, where they differ.
-        labels: rule by label, for labels that are not a column; see `parquet`.
-        fill: replacement of missing values, by dense feature or label; without it, a missing value is an error.
-        where: only rows for which this rule is true.
-        split: only one part of the rows.
-        day: column that gives `Batch.day`: whole numbers, dates, timestamps.
-        day_unit: unit of whole numbers in `day`.
-        shuffle_rows: size of the blocks within which rows are permuted, differently in each epoch; 0 keeps the order.
-        seed: seed of the permutations.
-        drop_last: drop a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, sources without the label columns give `labels` of shape `[batch, 0]`.
+        **options: see `RowOptions` and `ColumnOptions`.
 
     Raises:
         DataError: the source is of another kind, or can be read only once; while iterating: it cannot be read, lacks a
@@ -87,19 +64,8 @@ def arrow(
             "persia.data.arrow(lambda: con.cursor().sql(...), ...) for a query of DuckDB."
         )
     _opener(source)
-    conversion = Conversion(
-        schema,
-        dict(rename or {}),
-        day,
-        day_unit,
-        require_labels,
-        dict(labels or {}),
-        dict(fill or {}),
-        Selection.of(where, split),
-    )
-    return StreamReader(
-        schema, ArrowSource(source, conversion), Order(batch_size, shuffle_rows, seed, drop_last, shard)
-    )
+    conversion = conversion_of(schema, **options)
+    return StreamReader(schema, ArrowSource(source, conversion), order_of(batch_size, **options))
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from csv import Error as CsvError
 from csv import reader
 from dataclasses import dataclass, field, replace
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, Unpack
 
 import msgspec
 
 from persia.batching.batch import Batch
 from persia.data.csv_batches import csv_batches
-from persia.data.expressions import Rule
 from persia.data.file_source import FileSource
 from persia.data.files import File, Paths, expand
 from persia.data.numerals import Numerals
-from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion, DayUnit, Piece, present_columns
-from persia.data.selection import Selection, Split
+from persia.data.reader import StreamReader
+from persia.data.row_options import ReaderOptions, conversion_of, order_of, with_options
+from persia.data.rows import Conversion, Piece, present_columns
 from persia.errors import ConfigError, DataError
 from persia.schema import InputRules, Schema
 
@@ -31,6 +30,7 @@ _DELIMITERS = (",", ";", "\t", "|", " ", ":", "\x01")
 CSV_SUFFIXES = tuple(s + z for s in (".csv", ".tsv", ".txt") for z in ("", ".gz", ".bz2", ".zst"))
 
 
+@with_options(ReaderOptions)
 def csv(
     paths: Paths,
     schema: Schema,
@@ -43,18 +43,7 @@ def csv(
     decimal: str = ".",
     thousands: str = "",
     units: Mapping[str, str] | None = None,
-    rename: Mapping[str, str] | None = None,
-    labels: Mapping[str, Rule] | None = None,
-    fill: Mapping[str, float] | None = None,
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    day: str | None = None,
-    day_unit: DayUnit = "day",
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **options: Unpack[ReaderOptions],
 ) -> StreamReader:
     """Reads delimited text in blocks of 4 MiB, plain or compressed (.gz, .bz2, .zst).
 
@@ -77,18 +66,7 @@ def csv(
         units: text before or after the numbers of a column that is left out, by dense feature, label or column of a
             rule: {"price": "$", "discount": "%"} reads $12.30 as 12.3 and 17 % as 17. Where the unit is "%", a number
             without it is an error, as it may be a fraction.
-        rename: column of the file by name in the schema, where they differ.
-        labels: rule by label, for labels that are not a column; see `parquet`. A function gets texts.
-        fill: number in place of missing values, by dense feature or label; see `parquet`.
-        where: only rows for which this rule is true; see `parquet`.
-        split: only one part of the rows; see `parquet`.
-        day: column or hive key that gives `Batch.day`: whole numbers, or dates and times such as 2024-05-01.
-        day_unit: unit of whole numbers in `day`.
-        shuffle_rows: see `parquet`.
-        seed: seed of the permutations.
-        drop_last: drop a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, files without the label columns give `labels` of shape `[batch, 0]`.
+        **options: see `RowOptions` and `ColumnOptions`. Functions in `labels` get texts.
 
     Raises:
         DataError: no file; while iterating: a file is missing or corrupt, lacks a column or has invalid values, or
@@ -96,18 +74,8 @@ def csv(
         MissingExtraError: the protocol of a URL needs a package that is not installed.
         ConfigError: an argument is invalid.
     """
-    order = Order(batch_size, shuffle_rows, seed, drop_last, shard)
-    conversion = Conversion(
-        schema,
-        dict(rename or {}),
-        day,
-        day_unit,
-        require_labels,
-        dict(labels or {}),
-        dict(fill or {}),
-        Selection.of(where, split),
-        InputRules(lists=dict(lists or {})),
-    )
+    order = order_of(batch_size, **options)
+    conversion = conversion_of(schema, InputRules(lists=dict(lists or {})), **options)
     for name, texts in (("column_names", column_names), ("null_values", null_values)):
         if isinstance(texts, str):
             raise ConfigError(f"{name} = {texts!r} is one text; give a list of texts.", field=name)

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from persia.batching.batch import Batch
-from persia.data.expressions import Rule
 from persia.data.file_source import FileSource
 from persia.data.files import Paths, expand
 from persia.data.json_columns import JsonDecoder
 from persia.data.json_lines import JSONL_SUFFIXES, json_blocks
-from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion, DayUnit, Piece
-from persia.data.selection import Selection, Split
+from persia.data.reader import StreamReader
+from persia.data.row_options import ReaderOptions, conversion_of, order_of, with_options
+from persia.data.rows import Piece
 from persia.schema import Schema
 
 __all__ = ["jsonl"]
 
 
+@with_options(ReaderOptions)
 def jsonl(
     paths: Paths,
     schema: Schema,
     batch_size: int = 1024,
-    *,
-    rename: Mapping[str, str] | None = None,
-    labels: Mapping[str, Rule] | None = None,
-    fill: Mapping[str, float] | None = None,
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    day: str | None = None,
-    day_unit: DayUnit = "day",
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **options: Unpack[ReaderOptions],
 ) -> StreamReader:
     """Reads JSON lines in blocks of 8 MiB, plain or compressed (.gz, .bz2, .zst).
 
@@ -48,18 +36,7 @@ def jsonl(
         paths: as for `parquet`; in directories, files `*.jsonl`, `*.ndjson` and `*.json`, optionally compressed.
         schema: columns to read.
         batch_size: samples per batch.
-        rename: key of the objects by name in the schema, where they differ.
-        labels: rule by label, for labels that are not a column; see `parquet`.
-        fill: replacement of missing values, by dense feature or label; without it, a missing value is an error.
-        where: only rows for which this rule is true; see `parquet`.
-        split: only one part of the rows; see `parquet`.
-        day: column or hive key that gives `Batch.day`: whole numbers, or dates and times such as 2024-05-01.
-        day_unit: unit of whole numbers in `day`.
-        shuffle_rows: see `parquet`.
-        seed: seed of the permutations.
-        drop_last: drop a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, files without the label columns give `labels` of shape `[batch, 0]`.
+        **options: see `RowOptions` and `ColumnOptions`.
 
     Raises:
         DataError: no file; while iterating: a file is missing or corrupt, a line is not an object, a column is missing
@@ -67,17 +44,8 @@ def jsonl(
         MissingExtraError: the protocol of a URL needs a package that is not installed.
         ConfigError: an argument is invalid.
     """
-    order = Order(batch_size, shuffle_rows, seed, drop_last, shard)
-    conversion = Conversion(
-        schema,
-        dict(rename or {}),
-        day,
-        day_unit,
-        require_labels,
-        dict(labels or {}),
-        dict(fill or {}),
-        Selection.of(where, split),
-    )
+    order = order_of(batch_size, **options)
+    conversion = conversion_of(schema, **options)
     return StreamReader(schema, JsonlSource(tuple(expand(paths, JSONL_SUFFIXES)), conversion), order)
 
 

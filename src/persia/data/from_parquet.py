@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from persia.batching.batch import Batch
-from persia.data.expressions import Rule
 from persia.data.file_source import FileSource
 from persia.data.files import Paths, expand
-from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion, DayUnit, Piece
-from persia.data.selection import Selection, Split
+from persia.data.reader import StreamReader
+from persia.data.row_options import ReaderOptions, conversion_of, order_of, with_options
+from persia.data.rows import Piece
 from persia.schema import Schema
 
 __all__ = ["PARQUET_SUFFIXES", "ParquetSource", "parquet"]
@@ -22,23 +21,12 @@ PARQUET_SUFFIXES = (".parquet", ".pq")
 _CHUNK_ROWS = 65_536
 
 
+@with_options(ReaderOptions)
 def parquet(
     paths: Paths,
     schema: Schema,
     batch_size: int = 1024,
-    *,
-    rename: Mapping[str, str] | None = None,
-    labels: Mapping[str, Rule] | None = None,
-    fill: Mapping[str, float] | None = None,
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    day: str | None = None,
-    day_unit: DayUnit = "day",
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **options: Unpack[ReaderOptions],
 ) -> StreamReader:
     """Reads Parquet files, one after another, in pieces of 65,536 rows, so memory does not grow with their size.
 
@@ -49,19 +37,7 @@ def parquet(
         paths: file, glob, directory (searched for `*.parquet`), URL of one of these, or a list; read in sorted order.
         schema: columns to read. A column may also be a hive key, a part `key=value` of the path.
         batch_size: samples per batch; a batch may span files and days.
-        rename: column of the file by name in the schema, where they differ.
-        labels: rule by label, for labels that are not a column: `{"click": "rating >= 4"}`, or a function of pyarrow
-            arrays whose parameters are named like columns. It returns booleans or numbers from 0 to 1.
-        fill: replacement of missing values, by dense feature or label; without it, a missing value is an error.
-        where: only rows for which this rule is true: `"country != 'XX' and price > 0"`.
-        split: only one part of the rows: `Split("train")`, `Split("test", by="hash", column="user")`, ...
-        day: column or hive key that gives `Batch.day`: whole numbers, dates, timestamps.
-        day_unit: unit of whole numbers in `day`; "ms" divides by 86,400,000.
-        shuffle_rows: size of the blocks within which rows are permuted, differently in each epoch; 0 keeps the order.
-        seed: seed of the permutations.
-        drop_last: drop a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, files without the label columns give `labels` of shape `[batch, 0]`.
+        **options: see `RowOptions` and `ColumnOptions`.
 
     Raises:
         DataError: no file; while iterating: a file is missing or corrupt, lacks a column or has invalid values, or
@@ -69,17 +45,8 @@ def parquet(
         MissingExtraError: the protocol of a URL needs a package that is not installed.
         ConfigError: an argument is invalid.
     """
-    order = Order(batch_size, shuffle_rows, seed, drop_last, shard)
-    conversion = Conversion(
-        schema,
-        dict(rename or {}),
-        day,
-        day_unit,
-        require_labels,
-        dict(labels or {}),
-        dict(fill or {}),
-        Selection.of(where, split),
-    )
+    order = order_of(batch_size, **options)
+    conversion = conversion_of(schema, **options)
     return StreamReader(schema, ParquetSource(tuple(expand(paths, PARQUET_SUFFIXES)), conversion), order)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
-from persia.checks import MAX_SEED, check_integer, plain
+from persia.checks import MAX_SEED, check_flag, check_integer, plain
 from persia.errors import ConfigError
 from persia.schema import InputRules, Schema, input_rules_of
 from persia.services import Divisible, fingerprint_of
@@ -64,16 +64,7 @@ class ColumnSource(RowSource, Protocol):
 
 @dataclass(frozen=True)
 class Order:
-    """Assignment of rows to batches.
-
-    Attributes:
-        batch_size: samples per batch.
-        shuffle_rows: size of the consecutive blocks within which rows are permuted, differently in each epoch; 0 keeps
-            the order. Blocks bound the memory, and resuming reads one block only.
-        seed: seed of the permutations.
-        drop_last: whether to drop a last batch that is not full.
-        shard: (index, count): batch i goes to the shard with i % count == index.
-    """
+    """Assignment of rows to batches: `batch_size` samples per batch, and four of the options in `RowOptions`."""
 
     batch_size: int = 1024
     shuffle_rows: int = 0
@@ -87,11 +78,18 @@ class Order:
         check_integer("batch_size", self.batch_size, 1)
         check_integer("shuffle_rows", self.shuffle_rows, 0)
         check_integer("seed", self.seed, 0, MAX_SEED)
-        index, count = self.shard
-        if not 0 <= index < count:
+        check_flag("drop_last", self.drop_last)
+        if not _is_shard(self.shard):
             raise ConfigError(
                 f"Invalid shard = {self.shard!r}; expected (index, count) with 0 <= index < count.", field="shard"
             )
+
+
+def _is_shard(shard: object) -> bool:
+    match shard:
+        case [int() | np.integer() as index, int() | np.integer() as count]:
+            return bool(0 <= index < count)
+    return False
 
 
 @dataclass(frozen=True)

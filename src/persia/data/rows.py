@@ -12,6 +12,7 @@ import msgspec
 
 from persia.batching.batch import Batch
 from persia.batching.input_rules import apply_rules
+from persia.checks import check_flag
 from persia.data.expressions import Expression, Rule
 from persia.data.files import File
 from persia.data.selection import Selection
@@ -55,14 +56,10 @@ class Piece(NamedTuple):
 class Conversion:
     """Conversion of the columns of a file to those of the schema.
 
+    `rename`, `day`, `day_unit`, `labels` and `fill` are `ColumnOptions`; `require_labels` is one of `RowOptions`.
+
     Attributes:
         schema: schema of the batches.
-        rename: column of the file by name in the schema, where they differ.
-        day: column or hive key with the day of a row.
-        day_unit: unit of whole numbers in `day`.
-        require_labels: whether a file without the label columns is an error.
-        labels: rules of computed labels, by name; see `persia.data.expressions`.
-        fill: replacement of missing values, by dense feature or label.
         selection: rows to read; None for all.
         rules: lists and missing values, besides `fill`.
         kept: further columns of the file, for `kept_columns`.
@@ -82,6 +79,7 @@ class Conversion:
     def __post_init__(self) -> None:
         if self.day_unit not in _PER_DAY:
             raise ConfigError(f"day_unit = {self.day_unit!r}; use one of {', '.join(_PER_DAY)}.", field="day_unit")
+        check_flag("require_labels", self.require_labels)
         known = [f.name for f in self.schema.id_features if not f.computed]
         known += [f.age_since for f in self.schema.id_features if f.age_since is not None]
         known += [*self.schema.dense_features, *self.schema.labels]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
 from persia.batching.columns import number_column
-from persia.data.expressions import Rule
 from persia.data.files import Paths, expand, found
 from persia.data.from_csv import CsvFormat, CsvSource
-from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion
-from persia.data.selection import Selection
+from persia.data.reader import StreamReader
+from persia.data.row_options import UnsplitRowOptions, conversion_of, order_of, with_options
 from persia.errors import DataError
 from persia.schema import IdFeature, Schema
 
@@ -56,18 +54,14 @@ _ADULT_SCALES = {  # centre and width; capital gain and loss after log1p
 }
 
 
+@with_options(UnsplitRowOptions)
 def adult(
     path: Paths | None = None,
     batch_size: int = 1024,
     *,
     split: Literal["train", "test"] = "train",
     dim: int = 8,
-    where: Rule | None = None,
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **rows: Unpack[UnsplitRowOptions],
 ) -> StreamReader:
     """UCI Adult census income: 8 hashed categories (a `?` is a category), 5 standardised numbers; income above 50K?
 
@@ -80,12 +74,7 @@ def adult(
         split: which of them, where `path` is a directory.
         batch_size: samples of a batch.
         dim: of all embeddings.
-        where: only rows for which this rule over the columns of the file is true; see `parquet`.
-        shuffle_rows: see `parquet`.
-        seed: of the permutations.
-        drop_last: leave out a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, files without labels give `labels` of shape `[batch, 0]`.
+        **rows: see `RowOptions`.
     """
     if path is None:
         path = found("adult")
@@ -99,9 +88,9 @@ def adult(
     columns = (*_ADULT_SLOTS, *_ADULT_SCALES, "income")
     layouts = (tuple(_ADULT), tuple(_ADULT[:-1]))
     form = CsvFormat(columns=columns, transform=_adult_columns, layouts=layouts, comment="|")
-    conversion = Conversion(schema, require_labels=require_labels, selection=Selection.of(where, None))
+    conversion = conversion_of(schema, **rows)
     source = CsvSource(tuple(expand(path, (".data", ".test"))), conversion, form)
-    return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
+    return StreamReader(schema, source, order_of(batch_size, **rows))
 
 
 def _adult_columns(columns: dict[str, Any]) -> dict[str, Any]:

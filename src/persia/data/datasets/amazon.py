@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 from persia.checks import check_integer, check_number
-from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand, found
 from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
 from persia.data.json_lines import json_pieces
-from persia.data.reader import Order, StreamReader
+from persia.data.reader import StreamReader
+from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
 from persia.data.rows import Conversion, Piece
-from persia.data.selection import Selection, Split
 from persia.errors import DataError
 from persia.schema import IdFeature, Pooling, Schema
 
@@ -25,6 +24,7 @@ _NEW = {"user_id": "user_id", "item_id": "parent_asin", "rating": "rating", "tim
 _TYPES = {"user_id": "string", "item_id": "string", "rating": "float64", "timestamp": "int64"}
 
 
+@with_options(RowOptions)
 def amazon(
     path: Paths | None = None,
     batch_size: int = 1024,
@@ -34,13 +34,7 @@ def amazon(
     pooling: Pooling | None = "mean",
     positive: float = 4.0,
     min_history: int = 0,
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **rows: Unpack[RowOptions],
 ) -> StreamReader:
     """Amazon reviews, of 2014 (McAuley et al., SIGIR 2015), 2018 (Ni et al., EMNLP 2019) and 2023 (Hou et al., 2024).
 
@@ -61,14 +55,9 @@ def amazon(
         positive: lowest rating, from 1 to 5, whose label is 1. With 0 all labels are 1: that there is a review is what
             counts; add `negatives`.
         min_history: reviews of a user before this one; those with fewer are in histories, but no samples.
-        where: which reviews become samples: a rule over `user_id`, `item_id`, `rating` and `timestamp` (in
-            milliseconds). Histories have all reviews.
-        split: only one part of the samples, by the same columns; see `parquet`. Rows are numbered as in the files.
-        shuffle_rows: see `parquet`.
-        seed: of the permutations.
-        drop_last: leave out a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, files without ratings give `labels` of shape `[batch, 0]`.
+        **rows: see `RowOptions`. `where` and `split` choose the reviews that become samples, by `user_id`, `item_id`,
+            `rating` and `timestamp` (in milliseconds); histories have all reviews. Rows are numbered as in the files.
+            `require_labels=False` reads files without ratings.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -77,18 +66,17 @@ def amazon(
     check_integer("min_history", min_history, 0)
     ids = [IdFeature(name, dim=dim, kind="text") for name in ("user_id", "item_id")]
     time = IdFeature("timestamp", dim=1, kind="number")
-    conversion = Conversion(
+    conversion = conversion_of(
         Schema([*ids, time], labels=["positive"]),
         day="timestamp",
         day_unit="ms",
-        require_labels=require_labels,
         labels={"positive": f"rating >= {positive!r}"},
-        selection=Selection.of(where, split),
+        **rows,
     )
     schema = Schema([*ids, history_feature(dim, "item_id", "text", max_length, pooling)], labels=["positive"])
     log = _Reviews(tuple(expand(found("amazon") if path is None else path, _SUFFIXES)), conversion)
     source = HistorySource(schema, log, "user_id", {"history": "item_id"}, min_history)
-    return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
+    return StreamReader(schema, source, order_of(batch_size, **rows))
 
 
 @dataclass(frozen=True)

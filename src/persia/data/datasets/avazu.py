@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import date
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from persia.batching.columns import number_column
-from persia.data.expressions import Rule
 from persia.data.files import Paths, expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
-from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion
-from persia.data.selection import Selection, Split
+from persia.data.reader import StreamReader
+from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
 from persia.errors import DataError
 from persia.schema import IdFeature, Schema
 
@@ -45,18 +42,13 @@ _AVAZU = [
 ]
 
 
+@with_options(RowOptions)
 def avazu(
     path: Paths,
     batch_size: int = 1024,
     *,
     dim: int = 16,
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **rows: Unpack[RowOptions],
 ) -> StreamReader:
     """Avazu click-through rate (Kaggle): comma-separated with header; the 21 categories are hashed.
 
@@ -68,21 +60,15 @@ def avazu(
         path: file, directory, glob or URL, or a list of these.
         batch_size: samples of a batch.
         dim: of all embeddings.
-        where: only rows for which this rule over the columns of the file is true; see `parquet`.
-        split: only one part of the rows; see `parquet`.
-        shuffle_rows: see `parquet`.
-        seed: of the permutations.
-        drop_last: leave out a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, files without labels give `labels` of shape `[batch, 0]`.
+        **rows: see `RowOptions`.
     """
     features = [IdFeature("hour_of_day", dim=dim), *(IdFeature(n, dim=dim, kind="text") for n in _AVAZU)]
     schema = Schema(features, labels=["click"])
     layouts = (("id", "click", "hour", *_AVAZU), ("id", "hour", *_AVAZU))
     form = CsvFormat(columns=("click", "hour", *_AVAZU), transform=_avazu_columns, layouts=layouts)
-    conversion = Conversion(schema, day="day", require_labels=require_labels, selection=Selection.of(where, split))
+    conversion = conversion_of(schema, day="day", **rows)
     source = CsvSource(tuple(expand(path, CSV_SUFFIXES)), conversion, form)
-    return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
+    return StreamReader(schema, source, order_of(batch_size, **rows))
 
 
 def _avazu_columns(columns: dict[str, Any]) -> dict[str, Any]:

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from persia.batching.columns import number_column
-from persia.data.expressions import Rule
 from persia.data.files import Paths, expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
-from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion
-from persia.data.selection import Selection, Split
+from persia.data.reader import StreamReader
+from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
 from persia.schema import IdFeature, Schema
 
 __all__ = ["criteo"]
 
 
+@with_options(RowOptions)
 def criteo(
     path: Paths,
     batch_size: int = 1024,
     *,
     dim: int = 16,
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **rows: Unpack[RowOptions],
 ) -> StreamReader:
     """Criteo display advertising (Kaggle and Terabyte): tab-separated label, 13 counts I1..I13, 26 categories C1..C26.
 
@@ -42,23 +34,17 @@ def criteo(
         path: file, directory, glob or URL, or a list of these.
         batch_size: samples of a batch.
         dim: of all embeddings.
-        where: only rows for which this rule over the columns of the file is true; see `parquet`.
-        split: only one part of the rows; see `parquet`.
-        shuffle_rows: see `parquet`.
-        seed: of the permutations.
-        drop_last: leave out a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, files without labels give `labels` of shape `[batch, 0]`.
+        **rows: see `RowOptions`.
     """
     counts, categories = _numbered("I", 13), _numbered("C", 26)
     schema = Schema([IdFeature(n, dim=dim, kind="text") for n in categories], dense_features=counts)
     layout = ("label", *counts, *categories)
     form = CsvFormat("\t", columns=layout, transform=_criteo_columns, layouts=(layout, layout[1:]))
     fill = dict.fromkeys(counts, 0.0)  # For servers: here they are filled in before the logarithm.
-    conversion = Conversion(schema, require_labels=require_labels, fill=fill, selection=Selection.of(where, split))
+    conversion = conversion_of(schema, fill=fill, **rows)
     suffixes = (*CSV_SUFFIXES, *(f"day_{i}{z}" for i in range(24) for z in ("", ".gz")))
     source = CsvSource(tuple(expand(path, suffixes)), conversion, form)
-    return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
+    return StreamReader(schema, source, order_of(batch_size, **rows))
 
 
 def _criteo_columns(columns: dict[str, Any]) -> dict[str, Any]:

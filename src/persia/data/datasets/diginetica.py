@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import numpy as np
 
 from persia.checks import check_choice, check_integer
-from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand, found
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
 from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
-from persia.data.reader import Order, StreamReader
+from persia.data.reader import StreamReader
+from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
 from persia.data.rows import Conversion
-from persia.data.selection import Selection, Split
 from persia.errors import DataError
 from persia.schema import IdFeature, Pooling, Schema
 from persia.types import BoolArray, Ids
@@ -32,6 +30,7 @@ _VIEWS_FILE, _PURCHASES_FILE = "train-item-views.csv", "train-purchases.csv"
 _DAY_MS = 86_400_000
 
 
+@with_options(RowOptions)
 def diginetica(
     path: Paths | None = None,
     batch_size: int = 1024,
@@ -41,13 +40,7 @@ def diginetica(
     pooling: Pooling | None = "mean",
     label: Literal["view", "purchase"] = "view",
     min_history: int = 1,
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **rows: Unpack[RowOptions],
 ) -> StreamReader:
     """Diginetica (CIKM Cup 2016): items that visitors of a shop viewed, session by session.
 
@@ -69,15 +62,10 @@ def diginetica(
         label: "view": all labels are 1, as each item was viewed: add `negatives`, or train a `TwoTower`. "purchase":
             1 if the item was bought in the session, by `train-purchases.csv` beside the views.
         min_history: views of the session before this one; those with fewer are in histories, but no samples.
-        where: which views become samples: a rule over the columns of the file (`sessionId`, `userId`, `itemId`,
-            `timeframe`, `eventdate`). Histories have all views.
-        split: only one part of the samples; see `parquet`. Rows are numbered as in the files. With by="hash" and
-            column="sessionId", samples of a session stay together.
-        shuffle_rows: see `parquet`.
-        seed: of the permutations.
-        drop_last: leave out a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, `labels` have the shape `[batch, 0]` where the purchases are not there.
+        **rows: see `RowOptions`. `where` and `split` choose the views that become samples, by the columns of the file
+            (`sessionId`, `userId`, `itemId`, `timeframe`, `eventdate`); histories have all views. Rows are numbered as
+            in the files. With by="hash" and column="sessionId", samples of a session stay together.
+            `require_labels=False` reads views whose purchases are not there.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -89,19 +77,19 @@ def diginetica(
     if isinstance(path, str | os.PathLike) and Path(path).is_dir():
         path = Path(path) / _VIEWS_FILE
     views = tuple(expand(path, CSV_SUFFIXES))
-    purchases = _purchases(views, require_labels) if label == "purchase" else None
+    purchases = _purchases(views, rows.get("require_labels", True)) if label == "purchase" else None
     item = IdFeature("item_id", dim=dim, kind="number")
     others = [IdFeature(name, dim=1, kind="number") for name in ("sessionId", "timeframe")]
-    conversion = Conversion(
+    conversion = conversion_of(
         Schema([item, *others], labels=[]),
-        {"item_id": "itemId"},
+        rename={"item_id": "itemId"},
         day="eventdate",
-        selection=Selection.of(where, split),
+        **rows,
     )
     schema = Schema([item, history_feature(dim, "item_id", "number", max_length, pooling)], labels=["positive"])
     log = _Views(views, conversion, purchases)
     source = HistorySource(schema, log, "sessionId", {"history": "item_id"}, min_history)
-    return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
+    return StreamReader(schema, source, order_of(batch_size, **rows))
 
 
 def _purchases(views: tuple[File, ...], required: bool) -> tuple[File, ...]:

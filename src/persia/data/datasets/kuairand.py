@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from persia.checks import check_choice
-from persia.data.expressions import Rule
 from persia.data.files import Paths, found
 from persia.data.from_csv import csv
 from persia.data.reader import StreamReader
-from persia.data.selection import Split
+from persia.data.row_options import RowOptions, with_options
 from persia.errors import ConfigError
 from persia.schema import IdFeature, Schema
 
@@ -30,19 +29,14 @@ _SIGNALS = (
 )
 
 
+@with_options(RowOptions)
 def kuairand(
     path: Paths | None = None,
     batch_size: int = 1024,
     *,
     dim: int = 16,
     signals: Sequence[str] = ("is_click",),
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **rows: Unpack[RowOptions],
 ) -> StreamReader:
     """KuaiRand (Gao et al., CIKM 2022), short videos of Kuaishou: which were clicked, liked, watched to the end, ...
 
@@ -57,13 +51,7 @@ def kuairand(
         dim: of all embeddings.
         signals: labels, of "is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view" and
             "is_profile_enter". Several are for `persia.nn.models.MMoE` and `PLE`.
-        where: only rows for which this rule over the columns of the file is true; see `parquet`.
-        split: only one part of the rows; see `parquet`.
-        shuffle_rows: see `parquet`.
-        seed: of the permutations.
-        drop_last: leave out a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, files without labels give `labels` of shape `[batch, 0]`.
+        **rows: see `RowOptions`.
 
     Raises:
         ConfigError: a signal is unknown, or there is none.
@@ -82,11 +70,5 @@ def kuairand(
         batch_size,
         day="time_ms",
         day_unit="ms",
-        where=where,
-        split=split,
-        shuffle_rows=shuffle_rows,
-        seed=seed,
-        drop_last=drop_last,
-        shard=shard,
-        require_labels=require_labels,
+        **rows,
     )

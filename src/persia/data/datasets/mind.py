@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from persia.batching.batch import Batch
-from persia.data.expressions import Rule
 from persia.data.files import Paths, expand, found
 from persia.data.from_csv import CsvFormat, CsvSource
 from persia.data.histories import history_feature
-from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion, Piece, require_rows
-from persia.data.selection import Selection, Split
+from persia.data.reader import StreamReader
+from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
+from persia.data.rows import Piece, require_rows
 from persia.errors import DataError
 from persia.schema import IdFeature, Pooling, Schema
 from persia.types import SourceFingerprint
@@ -25,6 +24,7 @@ __all__ = ["mind"]
 _COLUMNS = ("impression_id", "user_id", "time", "history", "impressions")
 
 
+@with_options(RowOptions)
 def mind(
     path: Paths | None = None,
     batch_size: int = 1024,
@@ -32,13 +32,7 @@ def mind(
     dim: int = 16,
     max_length: int = 50,
     pooling: Pooling | None = "mean",
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **rows: Unpack[RowOptions],
 ) -> StreamReader:
     """MIND (Wu et al., ACL 2020), Microsoft News: which of the news that a user was shown were clicked.
 
@@ -54,15 +48,9 @@ def mind(
         dim: of all embeddings.
         max_length: news of the history that count, the newest ones.
         pooling: of the history; None ("none" in a file) for models of sequences.
-        where: only rows for which this rule over the columns `impression_id` and `user_id` is true; see `parquet`.
-        split: only one part of the rows; see `parquet`. With by="hash" and column="impression_id", samples of an
-            impression stay together.
-        shuffle_rows: see `parquet`.
-        seed: of the permutations.
-        drop_last: leave out a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, files whose impressions have no clicks, such as those of the test set, give `labels`
-            of shape `[batch, 0]`.
+        **rows: see `RowOptions`. `where` and `split` take the columns `impression_id` and `user_id`; with by="hash" and
+            column="impression_id", samples of an impression stay together. `require_labels=False` reads files whose
+            impressions have no clicks, such as those of the test set.
     """
     path = found("mind") if path is None else path
     if isinstance(path, str | os.PathLike) and Path(path).is_dir():
@@ -70,9 +58,9 @@ def mind(
     history = history_feature(dim, "news_id", "text", max_length, pooling)
     plain = [IdFeature(name, dim=dim, kind="text") for name in ("user_id", "news_id")]
     schema = Schema([*plain, history], labels=["click"])
-    conversion = Conversion(schema, day="time", require_labels=require_labels, selection=Selection.of(where, split))
+    conversion = conversion_of(schema, day="time", **rows)
     source = MindSource(CsvSource(tuple(expand(path, (".tsv",))), conversion, _FORMAT))
-    return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
+    return StreamReader(schema, source, order_of(batch_size, **rows))
 
 
 _FORMAT = CsvFormat("\t", column_names=_COLUMNS, columns=_COLUMNS[1:])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from persia.batching.columns import number_column
-from persia.data.expressions import Rule
 from persia.data.files import expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
-from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion
-from persia.data.selection import Selection, Split
+from persia.data.reader import StreamReader
+from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
 from persia.errors import DataError
 from persia.schema import IdFeature, Schema
 
@@ -28,18 +25,13 @@ _FORMATS = {  # By what separates the fields: the layout, where "::" is read as 
 _FILES = ("ratings.csv", "ratings.dat", "u.data")
 
 
+@with_options(RowOptions)
 def movielens(
     path: str | os.PathLike[str],
     batch_size: int = 1024,
     *,
     dim: int = 16,
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **rows: Unpack[RowOptions],
 ) -> StreamReader:
     """MovieLens ratings in any of its forms (as `ratings.csv`, `ratings.dat`, `u.data`): like is a rating of 4 or more.
 
@@ -49,13 +41,7 @@ def movielens(
         path: a file of any name, with or without a header line, or a directory with one of these.
         batch_size: samples of a batch.
         dim: of all embeddings.
-        where: only rows for which this rule over the columns of the file is true; see `parquet`.
-        split: only one part of the rows; see `parquet`.
-        shuffle_rows: see `parquet`.
-        seed: of the permutations.
-        drop_last: leave out a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, files without labels give `labels` of shape `[batch, 0]`.
+        **rows: see `RowOptions`.
 
     Raises:
         DataError: the directory has none of the files.
@@ -83,12 +69,8 @@ def movielens(
     delimiter, layout = _FORMATS[separator]
     schema = Schema([IdFeature(name, dim=dim, kind="number") for name in ("user", "movie")], labels=["like"])
     form = CsvFormat(delimiter, columns=_NAMES, labels=("rating",), transform=_movielens_columns, layouts=(layout,))
-    conversion = Conversion(
-        schema, day="timestamp", day_unit="s", require_labels=require_labels, selection=Selection.of(where, split)
-    )
-    return StreamReader(
-        schema, CsvSource(files, conversion, form), Order(batch_size, shuffle_rows, seed, drop_last, shard)
-    )
+    conversion = conversion_of(schema, day="timestamp", day_unit="s", **rows)
+    return StreamReader(schema, CsvSource(files, conversion, form), order_of(batch_size, **rows))
 
 
 def _movielens_columns(columns: dict[str, Any]) -> dict[str, Any]:

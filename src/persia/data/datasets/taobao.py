@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 from persia.checks import check_choice, check_integer
-from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand, found
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
 from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
-from persia.data.reader import Order, StreamReader
+from persia.data.reader import StreamReader
+from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
 from persia.data.rows import Conversion, Piece
-from persia.data.selection import Selection, Split
 from persia.errors import ConfigError, DataError
 from persia.schema import IdFeature, Pooling, Schema
 
@@ -26,6 +25,7 @@ _FIRST_SECOND = 1 << 40
 _BEHAVIORS = ("pv", "fav", "cart", "buy")
 
 
+@with_options(RowOptions)
 def taobao(
     path: Paths | None = None,
     batch_size: int = 1024,
@@ -35,13 +35,7 @@ def taobao(
     max_length: int | None = None,
     pooling: Pooling | None = "mean",
     min_history: int = 0,
-    where: Rule | None = None,
-    split: Split | Mapping[str, Any] | None = None,
-    shuffle_rows: int = 0,
-    seed: int = 0,
-    drop_last: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    require_labels: bool = True,
+    **rows: Unpack[RowOptions],
 ) -> StreamReader:
     """Taobao's UserBehavior.csv (Tianchi): 100 million views, favorites, carts and purchases, sorted by user.
 
@@ -63,15 +57,8 @@ def taobao(
             the order of the file.
         pooling: of the histories; None ("none" in a file) for models of sequences.
         min_history: behaviors of the user before this one; those with fewer are in histories, but no samples.
-        where: only rows for which this rule over the columns (`behavior`, `timestamp` and those of features) is true.
-            Histories have all rows.
-        split: only one part of the rows; see `parquet`. Histories have all rows.
-        shuffle_rows: see `parquet`.
-        seed: of the permutations.
-        drop_last: leave out a last batch that is not full.
-        shard: (index, count): only batches i with i % count == index.
-        require_labels: if False, files without `behavior` (which then need a header) give `labels` of shape
-            `[batch, 0]`.
+        **rows: see `RowOptions`. `where` and `split` take the columns `behavior`, `timestamp` and those of features;
+            histories have all rows. `require_labels=False` reads files without `behavior`, which then need a header.
 
     Raises:
         ConfigError: a behavior is unknown, or there is none; or another argument is invalid.
@@ -85,16 +72,15 @@ def taobao(
         raise ConfigError(f"min_history = {min_history} needs histories; give their max_length.", field="min_history")
     ids = [IdFeature(name, dim=dim, kind="number") for name in _IDS]
     time = [] if max_length is None else [IdFeature("time", dim=1, kind="number")]
-    conversion = Conversion(
+    conversion = conversion_of(
         Schema([*ids, *time], labels=["positive"]),
         day="timestamp",
         day_unit="s",
-        require_labels=require_labels,
         labels={"positive": f"behavior in {tuple(positive)!r}"},
-        selection=Selection.of(where, split),
+        **rows,
     )
     files = tuple(expand(found("taobao") if path is None else path, CSV_SUFFIXES))
-    order = Order(batch_size, shuffle_rows, seed, drop_last, shard)
+    order = order_of(batch_size, **rows)
     if max_length is None:
         return StreamReader(conversion.schema, CsvSource(files, conversion, CsvFormat(layouts=(_COLUMNS,))), order)
     histories = [

@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 from persia.batching.batch import Batch
 from persia.checks import check_choice, check_integer, check_seconds, plain
-from persia.data.expressions import Rule
 from persia.data.files import File, listed
 from persia.data.from_parquet import ParquetSource
 from persia.data.reader import canonical, cut
-from persia.data.rows import Conversion, DayUnit
+from persia.data.row_options import ColumnOptions, conversion_of, with_options
+from persia.data.rows import Conversion
 from persia.errors import DataError
 from persia.schema import InputRules, Schema
 from persia.telemetry.logs import get_logger
@@ -32,6 +32,7 @@ STOP_SECONDS = 0.1
 """Interval of asking whether to stop, while no file comes."""
 
 
+@with_options(ColumnOptions)
 def growing(
     directory: str | PathLike[str],
     schema: Schema,
@@ -41,11 +42,7 @@ def growing(
     poll_seconds: float = 10.0,
     until: Literal["now"] | None = None,
     late: Literal["error", "skip"] = "error",
-    rename: Mapping[str, str] | None = None,
-    labels: Mapping[str, Rule] | None = None,
-    fill: Mapping[str, float] | None = None,
-    day: str | None = None,
-    day_unit: DayUnit = "day",
+    **columns: Unpack[ColumnOptions],
 ) -> DirectoryReader:
     """Reads the Parquet files of a directory in the order of their paths, then those that come later.
 
@@ -69,11 +66,7 @@ def growing(
         until: None for a stream without an end; "now" for what is there when reading begins.
         late: for a file that has come in an earlier place than one that has begun to be read, "error" raises, and
             "skip" leaves it out, and counts it.
-        rename: column of the file by name in the schema, where they differ.
-        labels: rule by label, for labels that are not a column; see `parquet`.
-        fill: replacement of missing values, by dense feature or label; without it, a missing value is an error.
-        day: column or hive key that gives `Batch.day`; see `parquet`.
-        day_unit: unit of whole numbers in `day`.
+        **columns: see `ColumnOptions`.
 
     Raises:
         MissingExtraError: the protocol of the URL needs a package that is not installed.
@@ -87,7 +80,7 @@ def growing(
     if until is not None:
         check_choice("until", until, ("now",))
     check_choice("late", late, ("error", "skip"))
-    conversion = Conversion(schema, dict(rename or {}), day, day_unit, labels=dict(labels or {}), fill=dict(fill or {}))
+    conversion = conversion_of(schema, **columns)
     path = fspath(directory).rstrip("/")
     return DirectoryReader(conversion, batch_size, DirectoryOptions(path, success, poll_seconds, until, late))
 

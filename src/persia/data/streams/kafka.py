@@ -6,11 +6,11 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from persia.checks import MAX_SECONDS, check_integer, check_number, check_seconds, plain
-from persia.data.expressions import Rule
-from persia.data.rows import Conversion, DayUnit
+from persia.data.row_options import ColumnOptions, conversion_of, with_options
+from persia.data.rows import Conversion
 from persia.data.streams.broker import BrokerOptions, committed
 from persia.data.streams.decoding import TIMESTAMP, ValuesFormat
 from persia.data.streams.kafka_events import KafkaEvents
@@ -35,6 +35,7 @@ COMMIT_SECONDS = 10.0
 """Maximum time to commit offsets to a group."""
 
 
+@with_options(ColumnOptions)
 def kafka(
     topics: str | Sequence[str],
     schema: Schema,
@@ -49,16 +50,12 @@ def kafka(
     dead_letters: str | None = None,
     group: str | None = None,
     timeout: float = 600.0,
-    rename: Mapping[str, str] | None = None,
-    labels: Mapping[str, Rule] | None = None,
-    fill: Mapping[str, float] | None = None,
-    day: str | None = None,
-    day_unit: DayUnit = "day",
     event_time: str | None = None,
     event_time_unit: Literal["s", "ms"] = "s",
     allowed_lateness: float | None = None,
     late: Literal["drop", "keep"] = "drop",
     config: Mapping[str, Any] | None = None,
+    **columns: Unpack[ColumnOptions],
 ) -> KafkaReader:
     """Reads topics of Kafka, as they grow or up to where they are now.
 
@@ -88,17 +85,13 @@ def kafka(
             message may be written there again if its batch is read again.
         group: consumer group to commit offsets to, once a checkpoint with them is complete; for lag monitors only.
         timeout: seconds for which brokers may be out of reach; then reading fails.
-        rename: column of the message by name in the schema, where they differ.
-        labels: rule by label, for labels that are not a column; see `parquet`.
-        fill: replacement of missing values, by dense feature or label; without it, a missing value is an error.
-        day: column that gives `Batch.day`: whole numbers, dates, timestamps.
-        day_unit: unit of whole numbers in `day`.
         event_time: column with the time of the event: timestamps, or numbers since 1970. For lateness, and for `join`.
         event_time_unit: unit of numbers in `event_time`; that of `kafka.timestamp` is milliseconds.
         allowed_lateness: seconds by which an event may be older than the newest one before it in its partition. Older
             ones are late. None: none is.
         late: "drop" leaves late rows out, and counts them; "keep" trains them, and counts them.
         config: further settings of librdkafka, for example of SASL and TLS.
+        **columns: see `ColumnOptions`.
 
     Raises:
         MissingExtraError: confluent-kafka is not installed.
@@ -153,7 +146,7 @@ def kafka(
             late == "drop",
         ),
     )
-    conversion = Conversion(schema, dict(rename or {}), day, day_unit, labels=dict(labels or {}), fill=dict(fill or {}))
+    conversion = conversion_of(schema, **columns)
     require_library()
     return KafkaReader(conversion, batch_size, options)
 

@@ -1,0 +1,164 @@
+"""The options that readers share: declared, documented and checked here, once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints
+
+from persia.checks import did_you_mean
+from persia.data.expressions import Rule
+from persia.data.reader import Order
+from persia.data.rows import Conversion, DayUnit
+from persia.data.selection import Selection, Split
+from persia.errors import ConfigError
+from persia.schema import NO_RULES, InputRules, Schema
+
+__all__ = [
+    "ColumnOptions",
+    "ReaderOptions",
+    "RowOptions",
+    "UnsplitRowOptions",
+    "conversion_of",
+    "order_of",
+    "with_options",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class UnsplitRowOptions(TypedDict, total=False):
+    """`RowOptions` without `split`, for a data set whose files are a split already."""
+
+    where: Rule | None
+    shuffle_rows: int
+    seed: int
+    drop_last: bool
+    shard: tuple[int, int]
+    require_labels: bool
+
+
+class RowOptions(UnsplitRowOptions, total=False):
+    """Options that select rows, and assign them to batches.
+
+    Attributes:
+        where: only rows for which this rule over the columns of the source is true: `"country != 'XX' and price > 0"`,
+            or a function of pyarrow arrays whose parameters are named like columns.
+        split: only one part of the rows: `Split("train")`, `Split("test", by="hash", column="user")`, ..., or a mapping
+            of its arguments.
+        shuffle_rows: size of the consecutive blocks within which rows are permuted, differently in each epoch; 0, the
+            default, keeps the order. Blocks bound the memory, and resuming reads one block only.
+        seed: seed of the permutations; 0 by default.
+        drop_last: whether to drop a last batch that is not full; False by default.
+        shard: (index, count): only batches i with i % count == index; (0, 1) by default.
+        require_labels: True by default. If False, a source without the label columns gives `labels` of shape
+            `[batch, 0]`.
+    """
+
+    split: Split | Mapping[str, Any] | None
+
+
+class ColumnOptions(TypedDict, total=False):
+    """Options that map the columns of a source to those of the schema.
+
+    Attributes:
+        rename: column of the source by name in the schema, where they differ.
+        labels: rule by label, for labels that are not a column: `{"click": "rating >= 4"}`, or a function of pyarrow
+            arrays whose parameters are named like columns. It returns booleans or numbers from 0 to 1.
+        fill: replacement of missing values, by dense feature or label; without it, a missing value is an error.
+        day: column or hive key that gives `Batch.day`: whole numbers, dates, timestamps, or texts of these such as
+            2024-05-01.
+        day_unit: unit of whole numbers in `day`: "day", the default, "s", "ms", "us" or "ns". "ms" divides by
+            86,400,000.
+    """
+
+    rename: Mapping[str, str] | None
+    labels: Mapping[str, Rule] | None
+    fill: Mapping[str, float] | None
+    day: str | None
+    day_unit: DayUnit
+
+
+class ReaderOptions(ColumnOptions, RowOptions, total=False):
+    """Options of readers that take a schema: `ColumnOptions` and `RowOptions`."""
+
+
+_DEFAULTS = {
+    each.name: each.default
+    for kind in (Order, Conversion)
+    for each in dataclasses.fields(kind)
+    if each.default is not dataclasses.MISSING
+}
+"""Defaults by option; None for the others."""
+
+
+def with_options(kind: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a reader with `**options: Unpack[kind]`, where `kind` is a record of this module.
+
+    The signature of the reader, as `help` and the configuration see it, names all options. An unknown one is a
+    ConfigError that suggests the nearest name.
+    """
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=annotation)
+        for name, annotation in get_type_hints(kind).items()
+    ]
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        known = [each.name for each in (*own, *shared)]
+
+        @functools.wraps(function)
+        def make(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in known:
+                    raise ConfigError(
+                        f"Unknown option {name!r} of {function.__name__}; expected one of: {', '.join(known)}."
+                        f"{did_you_mean(name, known)}",
+                        field=name,
+                    )
+            return function(*args, **kwargs)
+
+        make.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        return make
+
+    return decorate
+
+
+def order_of(batch_size: int, **options: Unpack[ReaderOptions]) -> Order:
+    """Returns the assignment of rows to batches.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+    return Order(batch_size, **_given(options, "shuffle_rows", "seed", "drop_last", "shard"))
+
+
+def conversion_of(schema: Schema, rules: InputRules = NO_RULES, **options: Unpack[ReaderOptions]) -> Conversion:
+    """Returns the conversion of the selected rows of a source to batches.
+
+    Args:
+        schema: schema of the batches.
+        rules: lists and missing values, besides `fill`.
+        **options: options of the reader.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+    return Conversion(
+        schema,
+        rename=dict(options.get("rename") or {}),
+        labels=dict(options.get("labels") or {}),
+        fill=dict(options.get("fill") or {}),
+        selection=Selection.of(options.get("where"), options.get("split")),
+        rules=rules,
+        **_given(options, "day", "day_unit", "require_labels"),
+    )
+
+
+def _given(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Returns the options of these names that are given."""
+    return {name: options[name] for name in names if name in options}
