@@ -80,7 +80,7 @@ def test_partitions_that_are_not_wanted_are_paused_and_lose_nothing(kafka, monke
     kafka.write(clicks(range(1000, 1300)), 1)
     reader = kafka.reader(5)
     reader.begin(0, {kafka.topic: {0: 0, 1: 0, 2: 0, 3: 0}}, lambda: False)
-    reader._log.record(OffsetRange(Partition(kafka.topic, 1), 0, 300))
+    reader._record.record(OffsetRange(Partition(kafka.topic, 1), 0, 300))
     paused = []
     pause = broker.Broker.pause
 

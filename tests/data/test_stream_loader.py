@@ -11,11 +11,11 @@ from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.data.streams import loader as stream_loader
 from persia.data.streams.loader import StreamLoader
+from persia.data.streams.offset_log import OffsetLog
 from persia.errors import DataError, DeadlineError
 from persia.membership import Directory
 from persia.schema import IdFeature, Schema
 from persia.services import NewBatch
-from persia.streams import OffsetLog
 from persia.types import BatchId, Feed, OffsetRange, Partition, PartitionBounds
 
 pytestmark = pytest.mark.processes

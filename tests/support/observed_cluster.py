@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from persia import rpc
 from persia.cluster.ray.hosts import _ControlPlane, _Observable, together
 from persia.coordinator import CoordinatorServer, TokenScheduler
+from persia.data.streams.offset_log import OffsetLog
 from persia.services import ControlPlane, Observable
-from persia.streams import OffsetLog
 from persia.telemetry.metrics import Histogram, Metric, Readings, figures
 from persia.telemetry.process import ObservedProcess, process_metrics
 

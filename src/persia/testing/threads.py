@@ -10,25 +10,32 @@ from typing import Any, TypeVar
 
 from persia.cluster.embedded import Embedded
 from persia.coordinator import TokenScheduler
+from persia.data.streams.loader import StreamLoader, StreamLoaders
+from persia.data.streams.offset_log import OffsetLog
+from persia.data.streams.recorded import RecordedStream
 from persia.dense import DenseServer
 from persia.errors import ConfigError
+from persia.membership.data_loaders import DataLoaders
+from persia.membership.directory import Directory
 from persia.modes import Mode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.shares import divide_here
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import (
     Connection,
+    DataLoader,
     DenseMaker,
     DensePS,
     EmbeddingPS,
+    EmbeddingWorker,
     FedStream,
     SharedStream,
 )
 from persia.testing.replicas import Meeting, ThreadReplicas
-from persia.testing.streams import StreamOptions, ThreadStream
+from persia.types import Feed, Member, Membership
 from persia.worker import Worker
 
-__all__ = ["ThreadMember", "Threads"]
+__all__ = ["ThreadMember", "ThreadStream", "Threads"]
 
 T = TypeVar("T")
 
@@ -144,8 +151,8 @@ class Threads:
             if call == len(self._streams):
                 for before in self._streams:
                     before.end()
-                options = StreamOptions(self._data_loaders, self.nn_workers, self._timeout)
-                self._streams.append(ThreadStream(data, schema, self._worker, options))
+                sizes = (self._data_loaders, self.nn_workers, self._timeout)
+                self._streams.append(ThreadStream(data, schema, self._worker, *sizes))
             return self._streams[call].of(rank)
 
     def connect_as(self, rank: int, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
@@ -197,3 +204,69 @@ class ThreadMember:
 
     def __reduce__(self) -> Any:
         raise ConfigError("A cluster of threads cannot be pickled: it is in one process only.", field="cluster")
+
+
+class ThreadStream:
+    """The record and the data loaders of one call of `fit` on a stream.
+
+    Args:
+        source: the stream.
+        schema: of the batches.
+        worker: the embedding worker.
+        data_loaders: number of data loaders.
+        nn_workers: number of NN workers.
+        timeout: deadline of a call in seconds.
+
+    Attributes:
+        log: the record.
+        loaders: the data loaders, by number.
+    """
+
+    def __init__(
+        self, source: SharedStream, schema: Schema, worker: Worker, data_loaders: int, nn_workers: int, timeout: float
+    ) -> None:
+        self.log = OffsetLog()
+        self._source = source
+        self._schema = schema
+        self._nn_workers = nn_workers
+        self._timeout = timeout
+        self._workers: Directory[EmbeddingWorker] = Directory.fixed("embedding_worker", [worker])
+        self.loaders = [self._loader() for _ in range(data_loaders)]
+        self._directory: Directory[DataLoader] = Directory("data_loader", lambda member: self.loaders[member.rank])
+        self._incarnations = [1] * data_loaders
+        self._version = 0
+        self._feed: Feed | None = None
+        self._publish()
+
+    def restart(self, number: int) -> None:
+        """Replaces a data loader by an empty one, as after its death. No batch is lost."""
+        old, self.loaders[number] = self.loaders[number], self._loader()
+        self._incarnations[number] += 1
+        self._publish()
+        if self._feed is not None:
+            self._begin(self._feed)  # For the others nothing changes.
+        old.end()
+
+    def of(self, rank: int) -> FedStream:
+        """Returns the stream as one NN worker has it."""
+        stream = RecordedStream(self.log, rank == 0, self._source.commit, self._source.observe)
+        loaders = DataLoaders(self._directory, self._timeout)
+        return FedStream(stream, StreamLoaders(loaders, self._begin, stream, self._nn_workers, self._timeout))
+
+    def end(self) -> None:
+        """Ends reading."""
+        for loader in self.loaders:
+            loader.end()
+
+    def _begin(self, feed: Feed) -> None:
+        self._feed = feed
+        DataLoaders(self._directory, self._timeout).begin(feed)
+
+    def _loader(self) -> StreamLoader:
+        return StreamLoader(self._source, self.log, self._schema, self._workers, timeout=self._timeout)
+
+    def _publish(self) -> None:
+        """Makes the directory follow `loaders`."""
+        self._version += 1
+        members = [Member("data_loader", rank, number, "") for rank, number in enumerate(self._incarnations)]
+        self._directory.update(Membership(self._version, 1, members))

@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 
 from persia import rpc
 from persia.cluster.ray.plan import Plan
+from persia.data.streams.loader import StreamLoaders
+from persia.data.streams.recorded import RecordedStream
 from persia.membership.data_loaders import DataLoaders
 from persia.membership.directory import Directory
 from persia.membership.embedding_workers import EmbeddingWorkers
 from persia.membership.listener import POLL_SECONDS, Listener, await_members
-from persia.membership.streams import RecordedStream, StreamLoaders
 from persia.services import (
     Connection,
     Coordinator,

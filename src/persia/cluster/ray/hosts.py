@@ -22,6 +22,7 @@ from persia.coordinator import CoordinatorServer, TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
 from persia.data.loader import FRESH_SECONDS, Loader
 from persia.data.streams.loader import StreamLoader
+from persia.data.streams.offset_log import OffsetLog
 from persia.errors import ConfigError, DeadlineError, StoreError
 from persia.membership.directory import Directory
 from persia.membership.listener import Listener
@@ -45,7 +46,6 @@ from persia.services import (
     StreamLog,
     Tokens,
 )
-from persia.streams import OffsetLog
 from persia.telemetry.logs import get_logger, log_to_stderr
 from persia.telemetry.metrics import Readings, figures
 from persia.telemetry.process import LOOPBACK, ObservedProcess, process_metrics

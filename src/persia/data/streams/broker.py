@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from persia.data.streams.decoding import MessageDecoder, StreamMessage
+from persia.data.streams.recorded import Stopped
 from persia.errors import ConfigError, DataError, DeadlineError, PersiaError
 from persia.kafka_client import is_transient, make_client
 from persia.retry import Deadline
 from persia.telemetry.logs import get_logger
 from persia.types import Offsets, Partition
 
-__all__ = ["POLL_SECONDS", "Broker", "BrokerOptions", "Buffer", "Stopped", "client", "committed"]
+__all__ = ["POLL_SECONDS", "Broker", "BrokerOptions", "Buffer", "client", "committed"]
 
 T = TypeVar("T")
 
@@ -36,10 +37,6 @@ METADATA_SECONDS = 30.0
 
 PROBE_SECONDS = 1.0
 """Interval of asking for the brokers while they cannot be reached, and time for their answer."""
-
-
-class Stopped(Exception):  # noqa: N818 - not an error
-    """Raised where a stream that was asked to stop would wait."""
 
 
 @dataclass(frozen=True)

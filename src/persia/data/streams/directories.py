@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -17,11 +16,12 @@ from persia.data.from_parquet import ParquetSource
 from persia.data.reader import canonical, cut
 from persia.data.row_options import ColumnOptions, conversion_of, with_options
 from persia.data.rows import Conversion
+from persia.data.streams.recorded import BatchRecord, LocalStream, Stopped
 from persia.errors import DataError
 from persia.schema import InputRules, Schema
 from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Metric
-from persia.types import Offsets, SourceFingerprint, SourcePart
+from persia.types import Offsets
 
 __all__ = ["DirectoryReader", "growing"]
 
@@ -104,47 +104,38 @@ class RowRange(NamedTuple):
     end: int
 
 
-class _Record:
-    """The ranges of batches `first`, `first` + 1, ..., and where the stream is behind them.
+class _FileRecord(BatchRecord[RowRange]):
+    """The rows of the batches of a directory, and which files have been read.
 
     Args:
-        first: number of the first batch.
-        path: file in which it begins; empty before the first file.
-        row: its row there.
+        directory: its path.
+        number: number of the first batch.
+        offsets: row at which it begins, by file. All files before the last of these have been read.
     """
 
-    def __init__(self, first: int, path: str, row: int) -> None:
-        self.first = first
+    def __init__(self, directory: str, number: int, offsets: Offsets) -> None:
+        self._directory = directory
+        name = max(offsets, default="")
+        path, row = name.removeprefix(f"{directory}/"), offsets.get(name, {}).get(0, 0)
+        super().__init__("directory", number, self._position(path, row))
         self.origin = path
         """Files up to here may have been read before this record."""
-        self.begin = (path, row)
-        self.ranges: deque[RowRange] = deque()
+        self.newest = path
         self.met: set[str] = set()
         """Files that have been opened or left out here."""
-        self.newest = path
+        self.end = (path, row)
+        """File and row behind the last batch."""
 
-    @property
-    def end(self) -> tuple[str, int]:
-        """File and row behind the last range."""
-        return (self.ranges[-1].path, self.ranges[-1].end) if self.ranges else self.begin
+    def add(self, found: RowRange) -> None:
+        """Records the rows of the next batch."""
+        self.end = (found.path, found.end)
+        self.append(found, self._position(*self.end))
 
-    def find(self, number: int) -> int:
-        """Returns the place of a batch in `ranges`.
-
-        Raises:
-            DataError: it was forgotten, or batches before it are not recorded.
-        """
-        place = number - self.first
-        if not 0 <= place <= len(self.ranges):
-            raise DataError(
-                f"Batch {number} of the directory is not recorded; batches {self.first} to "
-                f"{self.first + len(self.ranges)} are. Continue from a checkpoint, which has the file and the row.",
-                number=number,
-            )
-        return place
+    def _position(self, path: str, row: int) -> Offsets:
+        return {f"{self._directory}/{path}": {0: row}} if path else {}
 
 
-class DirectoryReader:
+class DirectoryReader(LocalStream[_FileRecord]):
     """A `Reader` of a directory that grows, and a `persia.services.Stream`. Picklable; its record is not pickled.
 
     Args:
@@ -154,13 +145,10 @@ class DirectoryReader:
     """
 
     def __init__(self, conversion: Conversion, batch_size: int, options: DirectoryOptions) -> None:
+        super().__init__((options.path,), functools.partial(_FileRecord, options.path))
         self.batch_size = batch_size
-        self.interrupted = False
         self._conversion = conversion
         self._options = options
-        self._record = _Record(0, "", 0)
-        self._lock = threading.Lock()  # Of the record.
-        self._stopping: Callable[[], bool] = _never
         self._rows = self._batch_count = self._late = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -177,52 +165,6 @@ class DirectoryReader:
         """See `Conversion.input_rules`."""
         return self._conversion.input_rules
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Iterates from the first file on, with a record of its own."""
-        return self._batches(_Record(0, "", 0), 0, _never)
-
-    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Iterates from batch `start` of the record on: over recorded batches, then over new ones.
-
-        The epoch is ignored: a stream has one pass. Blocks while nothing comes.
-
-        Raises:
-            DataError: the batch was forgotten, or is not recorded; also see `growing`.
-        """
-        self.interrupted = False
-        return self._batches(self._record, start, self._stopping)
-
-    def fingerprint(self) -> SourceFingerprint:
-        """Returns the directory; offsets say what of it was read."""
-        return SourceFingerprint("stream", (SourcePart(self._options.path),))
-
-    # --- Stream -------------------------------------------------------------------------------------------------
-
-    def begin(self, number: int, offsets: Offsets, stopping: Callable[[], bool]) -> None:
-        """Starts a new record; see `persia.services.Stream`. Offsets are rows, by file."""
-        prefix = f"{self._options.path}/"
-        path = max((name.removeprefix(prefix) for name in offsets if name.startswith(prefix)), default="")
-        self._record, self._stopping = _Record(number, path, offsets.get(prefix + path, {}).get(0, 0)), stopping
-
-    def offsets(self, number: int) -> Offsets:
-        """Returns where a batch begins: a row of a file. All files before it have been read."""
-        with self._lock:
-            record = self._record
-            place = record.find(number)
-            path, row = record.begin
-            if place:
-                path, _, row = record.ranges[place - 1]
-        return {f"{self._options.path}/{path}": {0: row}} if path else {}
-
-    def forget(self, below: int) -> None:
-        """Forgets batches of lower numbers."""
-        with self._lock:
-            record = self._record
-            while record.first < below and record.ranges:
-                path, _, row = record.ranges.popleft()
-                record.begin = (path, row)
-                record.first += 1
-
     def commit(self, offsets: Offsets) -> None:
         """No-op: a directory has no monitors."""
 
@@ -233,25 +175,26 @@ class DirectoryReader:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
-    def _batches(self, record: _Record, start: int, stopping: Callable[[], bool]) -> Iterator[Batch]:
-        with self._lock:
-            again = list(record.ranges)[record.find(start) :]
-        if again:
-            files = self._listed()
-            for found in again:
-                yield self._counted(self._read_again(files, found))
+    def _reads(self, name: str) -> bool:
+        return name.startswith(f"{self._options.path}/")
+
+    def _read(self, record: _FileRecord, number: int, stopping: Callable[[], bool]) -> Iterator[Batch]:
+        files: dict[str, File] = {}
+        while (found := record.find(number)) is not None:
+            files = files or self._listed()
+            number += 1
+            yield self._counted(self._read_again(files, found))
         bounds = self._complete() if self._options.until is not None else None
         for path, file in self._files(record, bounds, stopping):
             at, row = record.end
             begin = row if at == path else 0
             for batch in self._rows_of(file, begin):
-                with self._lock:
-                    record.ranges.append(RowRange(path, begin, begin + len(batch)))
+                record.add(RowRange(path, begin, begin + len(batch)))
                 begin += len(batch)
                 yield self._counted(batch)
 
     def _files(
-        self, record: _Record, bounds: dict[str, File] | None, stopping: Callable[[], bool]
+        self, record: _FileRecord, bounds: dict[str, File] | None, stopping: Callable[[], bool]
     ) -> Iterator[tuple[str, File]]:
         """Yields the files in order, from that of the record on; waits for more unless there are bounds."""
         while not stopping():
@@ -267,9 +210,9 @@ class DirectoryReader:
                 deadline = time.monotonic() + self._options.poll_seconds
                 while time.monotonic() < deadline and not stopping():
                     time.sleep(min(STOP_SECONDS, self._options.poll_seconds))
-        self.interrupted = True
+        raise Stopped
 
-    def _next(self, record: _Record, files: Iterable[str]) -> str | None:
+    def _next(self, record: _FileRecord, files: Iterable[str]) -> str | None:
         """Returns the first file that has not been read; checks that none has come in an earlier place."""
         for path in files:
             if path in record.met or path < record.origin:
@@ -279,7 +222,7 @@ class DirectoryReader:
             self._refuse(record, path)
         return None
 
-    def _refuse(self, record: _Record, path: str) -> None:
+    def _refuse(self, record: _FileRecord, path: str) -> None:
         place = f"{self._options.path}/{path}"
         if self._options.late == "error":
             raise DataError(
@@ -331,7 +274,3 @@ class DirectoryReader:
         self._rows += len(batch)
         self._batch_count += 1
         return batch
-
-
-def _never() -> bool:
-    return False

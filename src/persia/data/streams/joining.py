@@ -13,13 +13,13 @@ import numpy as np
 
 from persia.batching.batch import Batch
 from persia.checks import check_integer, check_number
-from persia.data.streams.broker import Stopped
 from persia.data.streams.events import EventShare, EventStream, KeyedEvents
 from persia.data.streams.join_buffer import Emitted, JoinBuffer
-from persia.errors import ConfigError, DataError
+from persia.data.streams.recorded import BatchRecord, LocalStream
+from persia.errors import ConfigError
 from persia.schema import InputRules, Schema, input_rules_of
 from persia.telemetry.metrics import Metric
-from persia.types import OffsetRange, Offsets, Partition, PartitionBounds, SourceFingerprint, SourcePart
+from persia.types import OffsetRange, Offsets, Partition, PartitionBounds
 
 __all__ = ["JoinedStream", "join"]
 
@@ -120,11 +120,17 @@ class _Recorded(NamedTuple):
 
     ranges: list[tuple[bool, OffsetRange]]
     time: int
-    after: Offsets
-    """Position after it."""
 
 
-class JoinedStream:
+class _JoinRecord(BatchRecord[_Recorded]):
+    """The batches of a join, and where the partitions of bounded streams end."""
+
+    def __init__(self, number: int, offsets: Offsets) -> None:
+        super().__init__("joined stream", number, offsets)
+        self.ends: dict[Partition, int | None] = {}
+
+
+class JoinedStream(LocalStream[_JoinRecord]):
     """The stream that `join` returns: a `persia.services.Stream`, for a single NN worker in its own process.
 
     Args:
@@ -134,15 +140,13 @@ class JoinedStream:
     """
 
     def __init__(self, impressions: EventStream, clicks: EventStream, options: _Options) -> None:
+        super().__init__((*impressions.topics, *clicks.topics), _JoinRecord)
         self.batch_size = impressions.batch_size
-        self.interrupted = False
         self._impressions = impressions
         self._clicks = clicks
         self._options = options
-        self._stopping: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._record = _Record(0, {})
 
     @property
     def schema(self) -> Schema:
@@ -153,37 +157,6 @@ class JoinedStream:
     def input_rules(self) -> InputRules | None:
         """The rules of the impressions for missing values and lists."""
         return input_rules_of(self._impressions)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Iterates from the beginning on, with a record of its own."""
-        return self._batches(_Record(0, {}), 0, lambda: False)
-
-    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Iterates from batch `start` of the record on; see `persia.services.Stream`.
-
-        Raises:
-            DataError: the batch was forgotten, or is not recorded; or a stream cannot be read.
-        """
-        self.interrupted = False
-        return self._batches(self._record, start, self._stopping)
-
-    def fingerprint(self) -> SourceFingerprint:
-        """Returns the topics; offsets say what of them was read."""
-        return SourceFingerprint("stream", (SourcePart(", ".join([*self._impressions.topics, *self._clicks.topics])),))
-
-    def begin(self, number: int, offsets: Offsets, stopping: Callable[[], bool]) -> None:
-        """Starts a new record; see `persia.services.Stream`."""
-        topics = {*self._impressions.topics, *self._clicks.topics}
-        self._record = _Record(number, {t: of for t, of in offsets.items() if t.partition("@")[0] in topics})
-        self._stopping = stopping
-
-    def offsets(self, number: int) -> Offsets:
-        """Returns where a batch begins; see `persia.services.Stream`."""
-        return self._record.position(number)
-
-    def forget(self, below: int) -> None:
-        """Forgets batches of lower numbers."""
-        self._record.forget(below)
 
     def commit(self, offsets: Offsets) -> None:
         """Reports that a checkpoint has all before `offsets`."""
@@ -215,16 +188,13 @@ class JoinedStream:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
-    def _batches(self, record: _Record, number: int, stopping: Callable[[], bool]) -> Iterator[Batch]:
-        try:
-            with closing(_Join(self._impressions, self._clicks, self._options, record, number, stopping)) as join:
-                while (emitted := join.next(number)) is not None:
-                    self._count(emitted, join)
-                    number += 1
-                    yield self._labelled(emitted)
-                self._count(None, join)
-        except Stopped:
-            self.interrupted = True
+    def _read(self, record: _JoinRecord, number: int, stopping: Callable[[], bool]) -> Iterator[Batch]:
+        with closing(_Join(self._impressions, self._clicks, self._options, record, number, stopping)) as join:
+            while (emitted := join.next(number)) is not None:
+                self._count(emitted, join)
+                number += 1
+                yield self._labelled(emitted)
+            self._count(None, join)
 
     def _count(self, emitted: Emitted | None, join: _Join) -> None:
         with self._lock:
@@ -242,66 +212,6 @@ class JoinedStream:
         return dataclasses.replace(emitted.batch, labels=labels)
 
 
-class _Record:
-    """The batches of a join by number, and the position before each.
-
-    Args:
-        number: of the first batch.
-        position: where it begins.
-    """
-
-    def __init__(self, number: int, position: Offsets) -> None:
-        self._lock = threading.Lock()
-        self._first = number
-        self._begin = position
-        self._batches: list[_Recorded] = []
-        self.ends: dict[Partition, int | None] = {}
-        """Where the partitions of bounded streams end."""
-
-    @property
-    def last(self) -> Offsets:
-        """The position after the last batch."""
-        with self._lock:
-            return self._batches[-1].after if self._batches else self._begin
-
-    def find(self, number: int) -> _Recorded | None:
-        """Returns a batch; None if it is the next to be recorded."""
-        with self._lock:
-            self._check(number)
-            index = number - self._first
-            return self._batches[index] if index < len(self._batches) else None
-
-    def append(self, batch: _Recorded) -> None:
-        """Records the next batch."""
-        with self._lock:
-            self._batches.append(batch)
-
-    def position(self, number: int) -> Offsets:
-        """Returns where a batch begins."""
-        with self._lock:
-            self._check(number)
-            index = number - self._first
-            return self._batches[index - 1].after if index else self._begin
-
-    def forget(self, below: int) -> None:
-        """Forgets batches of lower numbers."""
-        with self._lock:
-            count = min(max(0, below - self._first), len(self._batches))
-            if count:
-                self._begin = self._batches[count - 1].after
-                self._first += count
-                del self._batches[:count]
-
-    def _check(self, number: int) -> None:
-        last = self._first + len(self._batches)
-        if not self._first <= number <= last:
-            raise DataError(
-                f"Batch {number} of the joined stream is not recorded; batches {self._first} to {last} are. Continue "
-                "from a checkpoint, which has the offsets.",
-                number=number,
-            )
-
-
 class _Join:
     """Reads both streams from a batch on, with the buffer as it was there. For one thread."""
 
@@ -310,14 +220,14 @@ class _Join:
         impressions: EventStream,
         clicks: EventStream,
         options: _Options,
-        record: _Record,
+        record: _JoinRecord,
         number: int,
         stopping: Callable[[], bool],
     ) -> None:
         self._batch_size = impressions.batch_size
         self._options = options
         self._record = record
-        begin, last = record.position(number), record.last
+        begin, last = record.stream_offsets(number), record.last
         self._topics = [*impressions.topics, *clicks.topics]
         time = begin.get(impressions.topics[0] + TIME, {}).get(0)
         self.buffer = JoinBuffer(options.window, time)
@@ -374,7 +284,7 @@ class _Join:
     def _new(self, time: int) -> Emitted:
         """Emits and records a batch."""
         emitted = self._emitted(time)
-        self._record.append(_Recorded(self._pending, time, self._position()))
+        self._record.append(_Recorded(self._pending, time), self._position())
         self._pending = []
         return emitted
 

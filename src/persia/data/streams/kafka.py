@@ -13,16 +13,15 @@ from persia.data.row_options import ColumnOptions, conversion_of, with_options
 from persia.data.rows import Conversion
 from persia.data.streams.broker import BrokerOptions, committed
 from persia.data.streams.decoding import TIMESTAMP, ValuesFormat
-from persia.data.streams.kafka_events import KafkaEvents
+from persia.data.streams.offset_log import OffsetLog
 from persia.data.streams.options import Begin, EventTime, KafkaOptions, StreamCounts, Until
 from persia.data.streams.recorded import LoggedStream
 from persia.data.streams.rows import MessageConverter
-from persia.data.streams.share import KafkaShare
+from persia.data.streams.share import KafkaEvents, KafkaShare
 from persia.errors import ConfigError
 from persia.kafka_client import require_library
 from persia.schema import InputRules, Schema
 from persia.services import StreamLog
-from persia.streams import OffsetLog
 from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Metric
 from persia.types import Offsets, PartitionBounds

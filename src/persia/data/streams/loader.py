@@ -1,4 +1,4 @@
-"""The data loader of a stream (docs/reference/protocol.md, section 13)."""
+"""The data loader of a stream, and all of them as one (docs/reference/protocol.md, section 13)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from collections.abc import Callable
 
 from persia.batching.batch import Batch
 from persia.data.loader import FRESH_SECONDS, KEPT_ON_DEMAND, Loader
-from persia.data.streams.broker import Stopped
+from persia.data.streams.recorded import RecordedStream, Stopped
 from persia.errors import DeadlineError
-from persia.membership.directory import Directory
+from persia.membership.data_loaders import DataLoaders
+from persia.membership.directory import Directory, Roster
 from persia.schema import Schema
-from persia.services import EmbeddingWorker, SharedStream, StreamLog, StreamShare
+from persia.services import DataLoader, EmbeddingWorker, SharedStream, StreamLog, StreamShare
 from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Metric
-from persia.types import Feed, OffsetRange, loader_of
+from persia.types import Delivery, Feed, OffsetRange, loader_of
 
-__all__ = ["StreamLoader"]
+__all__ = ["StreamLoader", "StreamLoaders"]
 
 LOG = get_logger("persia.data")
 
 LOOK_AHEAD = 64
 """Batches whose records are requested at once, when recorded batches are read again."""
+
+LOOKUP_SECONDS = 1.0
+"""Maximum wait of a lookup, before the NN worker looks whether it was asked to stop."""
 
 REPORT_SECONDS = 1.0
 """Pause after a failure that could not be reported, before reading is tried again."""
@@ -202,6 +206,84 @@ class StreamLoader(Loader):
             share.close()
         except Exception:  # The next one is another connection.
             LOG.warning("The connection of data loader %s could not be closed.", self._share_of, exc_info=True)
+
+
+class StreamLoaders:
+    """The data loaders of a stream as one `DataLoader`, which finds batches by the record. Thread-safe.
+
+    Args:
+        loaders: all data loaders.
+        begin: gives each its share of a feed.
+        stream: the position of this NN worker.
+        nn_workers: number of NN workers.
+        timeout: deadline of a call in seconds, retries included; the wait for a batch to be recorded has none.
+    """
+
+    def __init__(
+        self,
+        loaders: DataLoaders,
+        begin: Callable[[Feed], None],
+        stream: RecordedStream,
+        nn_workers: int,
+        timeout: float,
+    ) -> None:
+        self._loaders = loaders
+        self._begin = begin
+        self._stream = stream
+        self._nn_workers = nn_workers
+        self._timeout = timeout
+
+    def begin(self, feed: Feed) -> None:
+        """Starts a feed; returns once all data loaders have begun."""
+        self._begin(feed)
+
+    def take(self, rank: int, epoch: int, number: int) -> Delivery:
+        """Returns a batch; waits until it is recorded, and with it the step that it is in.
+
+        Args:
+            rank: of this NN worker.
+            epoch: number of the pass.
+            number: of the batch.
+        """
+        last = number + self._nn_workers - 1 - rank
+        return self._take(rank, epoch, number, last)
+
+    def take_on_demand(self, epoch: int, number: int) -> Delivery:
+        """Returns a batch to whichever NN worker has drawn its number; waits until it is recorded."""
+        return self._take(0, epoch, number, number)
+
+    def awaited(self) -> bool:
+        """Returns whether an NN worker waits for the stream."""
+        return self._stream.log.awaited()
+
+    def end(self) -> None:
+        """Ends the reading of all."""
+        self._loaders.end()
+
+    def statistics(self) -> dict[str, int]:
+        """Returns the counters, summed."""
+        return self._loaders.statistics()
+
+    def _take(self, rank: int, epoch: int, number: int, last: int) -> Delivery:
+        stream = self._stream
+        while True:
+            recorded = stream.log.lookup(number, last, LOOKUP_SECONDS)
+            if recorded.over:
+                return Delivery(number, None)
+            if recorded.range is not None:
+                return self._taken(recorded.range, rank, epoch, number)
+            if stream.stopping():
+                stream.log.close_stream()  # For all NN workers at the same batch.
+
+    def _taken(self, found: OffsetRange, rank: int, epoch: int, number: int) -> Delivery:
+        operation = f"take of batch {number}"
+
+        def take(roster: Roster[DataLoader]) -> Delivery:
+            if not (loaders := roster.alive()):
+                raise self._loaders.directory.absent(self._timeout, operation)
+            return loaders[loader_of(found.partition, len(loaders))].service.take(rank, epoch, number)
+
+        return self._loaders.directory.call(take, self._timeout)
 
 
 def _identity(feed: Feed) -> tuple[int, ...]:

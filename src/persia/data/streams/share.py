@@ -1,4 +1,4 @@
-"""Reads the partitions of a stream that are one data loader's: cuts batches, records them, reads them again."""
+"""Reads the partitions of a stream that are one data loader's, or a join's: cuts, records and reads batches again."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 
+import numpy as np
+
 from persia.batching.batch import Batch
 from persia.data.streams.broker import POLL_SECONDS, Broker
 from persia.data.streams.decoding import MAX_BATCH_BYTES
-from persia.data.streams.events import Progress
+from persia.data.streams.events import KeyedEvents, NewEvents, Progress
+from persia.data.streams.offset_log import OffsetLog
 from persia.data.streams.options import KafkaOptions, StreamCounts
 from persia.data.streams.rows import Converted, MessageConverter
 from persia.services import NewBatch, StreamLog
 from persia.types import OffsetRange, Partition, PartitionBounds, loader_of
 
-__all__ = ["KafkaShare"]
+__all__ = ["KafkaEvents", "KafkaShare"]
 
 MOST_BUFFERED = 4
 """Batches to buffer of a partition while another one is waited for."""
@@ -290,6 +293,58 @@ class KafkaShare:
             lag = self._broker.lag(partition, bounds.begin)
             if lag is not None:
                 self._counts.lag(partition, lag)
+
+
+class KafkaEvents:
+    """Implements `persia.data.streams.events.EventShare`. For one thread.
+
+    Args:
+        share: reads all partitions.
+        log: its record, which is needed for one batch only: the join has a record of its own.
+    """
+
+    def __init__(self, share: KafkaShare, log: OffsetLog) -> None:
+        self._share = share
+        self._log = log
+
+    def read(self, found: OffsetRange) -> KeyedEvents:
+        """Reads events again; see `EventShare`."""
+        self._share.read(found)
+        return _events(self._share.last)
+
+    def poll(self) -> NewEvents | None:
+        """Reads on; see `EventShare`."""
+        new = self._share.poll()
+        if new is None:
+            return None
+        self._log.covered(new.number + 1)
+        return NewEvents(new.range, _events(self._share.last))
+
+    def positions(self) -> list[PartitionBounds]:
+        """Returns where each partition will be read on."""
+        return self._share.positions()
+
+    def progress(self) -> Progress:
+        """Returns how far the partitions are read."""
+        return self._share.progress()
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._share.close()
+
+
+def _events(converted: Converted) -> KeyedEvents:
+    """Returns the events of messages, each of which has a time and one key at most."""
+    batch, times, ids = converted.batch, converted.times, converted.keys
+    assert batch is not None
+    assert times is not None
+    assert ids is not None
+    if ids.offsets is None:
+        return KeyedEvents(ids.values, times, batch)
+    keyed = np.diff(ids.offsets) == 1
+    keys = np.zeros(len(times), np.uint64)
+    keys[keyed] = ids.values
+    return KeyedEvents(keys, times, batch, keyed)
 
 
 def _milliseconds(time: datetime) -> int:

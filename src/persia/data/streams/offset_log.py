@@ -1,21 +1,23 @@
-"""The record of a stream's batches: an offset range of one partition for each batch number."""
+"""The record of a stream's batches: an offset range of one partition for each batch number, and its file."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from persia.errors import DataError, DeadlineError, PersiaError
-from persia.streams.log_file import LogFile
 from persia.types import OffsetRange, Offsets, Partition, PartitionBounds, RecordedBatch
 
-__all__ = ["OffsetLog"]
+__all__ = ["OffsetLog", "unrecorded"]
+
+E = TypeVar("E")
 
 AWAITED_SECONDS = 5.0
 """Seconds after a lookup in which its caller is taken to wait on; callers ask again after one second."""
@@ -25,6 +27,8 @@ TIMES = "@event_time"
 
 COMPACT = 4096
 """Forgotten batches after which the file is rewritten."""
+
+LENGTH_BYTES = 4
 
 
 class _Begun(msgspec.Struct, tag="begun", array_like=True):
@@ -49,6 +53,76 @@ class _Closed(msgspec.Struct, tag="closed", array_like=True):
 
 
 _Entry: TypeAlias = _Begun | _Assigned | _Ranges | _Exhausted | _Closed
+
+
+class _LogFile(Generic[E]):
+    """Entries in a file, each with its length before it. They survive the process, but not a loss of power.
+
+    For one thread at a time.
+
+    Args:
+        path: path of the file; None to keep nothing.
+        kind: type of an entry.
+    """
+
+    def __init__(self, path: str | None, kind: type[E]) -> None:
+        self._path = path
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def load(self) -> Iterator[E]:
+        """Yields the entries of the process before. An entry that it did not write to its end is dropped.
+
+        Raises:
+            PersiaError: the file is damaged.
+        """
+        if self._path is None or not os.path.exists(self._path):
+            return
+        with open(self._path, "rb") as file:
+            data = memoryview(file.read())
+        at = 0
+        while at + LENGTH_BYTES <= len(data):
+            end = at + LENGTH_BYTES + int.from_bytes(data[at : at + LENGTH_BYTES], "big")
+            if end > len(data):
+                break
+            try:
+                yield self._decoder.decode(data[at + LENGTH_BYTES : end])
+            except msgspec.MsgspecError as error:
+                raise PersiaError(
+                    f"{self._path}: not the record of a stream: {error}. Remove it and resume from a checkpoint.",
+                    path=self._path,
+                ) from error
+            at = end
+
+    def append(self, entry: E) -> None:
+        """Adds an entry.
+
+        Raises:
+            PersiaError: it cannot be written.
+        """
+        if self._path is not None:
+            self._write(self._path, "ab", [entry])
+
+    def replace(self, entries: Iterable[E]) -> None:
+        """Replaces all entries, atomically.
+
+        Raises:
+            PersiaError: they cannot be written.
+        """
+        if self._path is not None:
+            self._write(f"{self._path}.new", "wb", entries)
+            os.replace(f"{self._path}.new", self._path)
+
+    def _write(self, path: str, mode: str, entries: Iterable[E]) -> None:
+        encoded = [msgspec.msgpack.encode(entry) for entry in entries]
+        try:
+            with open(path, mode) as file:
+                file.write(b"".join(len(entry).to_bytes(LENGTH_BYTES, "big") + entry for entry in encoded))
+        except OSError as error:
+            raise PersiaError(
+                f"The record of the stream cannot be written to {self._path}: {error.strerror}. Free space there, or "
+                "choose another directory for `regions`.",
+                path=self._path,
+            ) from error
 
 
 class OffsetLog:
@@ -79,7 +153,7 @@ class OffsetLog:
         self._failure: tuple[bool, str] | None = None
         self._forgotten = 0
         self._begin(number, offsets or {})
-        self._file: LogFile[_Entry] = LogFile(path, _Entry)  # type: ignore[arg-type]
+        self._file: _LogFile[_Entry] = _LogFile(path, _Entry)  # type: ignore[arg-type]
         for entry in self._file.load():
             self._apply(entry)
         self._file.replace(self._entries())
@@ -274,11 +348,16 @@ class OffsetLog:
             yield _Closed()
 
     def _unknown(self, number: int) -> PersiaError:
-        return DataError(
-            f"Batch {number} of the stream is not recorded; batches {self._first} to {self._end} are. Continue from a "
-            "checkpoint, which has the offsets.",
-            number=number,
-        )
+        return unrecorded("stream", number, self._first, self._end)
+
+
+def unrecorded(stream: str, number: int, first: int, last: int) -> DataError:
+    """Returns the error for a batch that is not among the recorded ones, `first` to before `last`."""
+    return DataError(
+        f"Batch {number} of the {stream} is not recorded; batches {first} to {last} are. Continue from a checkpoint, "
+        "which has the offsets.",
+        number=number,
+    )
 
 
 def _offsets(at: dict[Partition, int], newest: dict[Partition, int]) -> Offsets:

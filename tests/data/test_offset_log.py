@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
+from persia.data.streams.offset_log import AWAITED_SECONDS, COMPACT, OffsetLog
 from persia.errors import DataError, DeadlineError, PersiaError
-from persia.streams import OffsetLog
-from persia.streams.offset_log import AWAITED_SECONDS, COMPACT
 from persia.types import OffsetRange, Partition, PartitionBounds, RecordedBatch
 
 ONE, TWO = Partition("a", 0), Partition("b", 1)
