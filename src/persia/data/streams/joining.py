@@ -15,6 +15,7 @@ from persia.batching.batch import Batch
 from persia.checks import check_integer, check_number
 from persia.data.streams.events import EventShare, EventStream, KeyedEvents
 from persia.data.streams.join_buffer import Emitted, JoinBuffer
+from persia.data.streams.offset_log import EVENT_TIME, partitions_of
 from persia.data.streams.recorded import BatchRecord, LocalStream
 from persia.errors import ConfigError
 from persia.schema import InputRules, Schema, input_rules_of
@@ -31,9 +32,6 @@ NEWEST = "@join_newest"
 
 TIME = "@join_time"
 """Follows the first topic of the impressions in `Offsets`: the time up to which windows have ended."""
-
-EVENT_TIME = "@event_time"
-"""See `persia.types.Offsets`."""
 
 OF_CLICKS = {
     "stream_lag": "stream_lag",
@@ -232,8 +230,8 @@ class _Join:
         time = begin.get(impressions.topics[0] + TIME, {}).get(0)
         self.buffer = JoinBuffer(options.window, time)
         self._time_name = impressions.topics[0] + TIME
-        self._consumed: dict[Partition, int] = _partitions(begin, "")
-        self._newest: dict[Partition, int | None] = {**_partitions(begin, EVENT_TIME)}
+        self._consumed: dict[Partition, int] = partitions_of(begin)
+        self._newest: dict[Partition, int | None] = {**partitions_of(begin, EVENT_TIME)}
         self._chunks: dict[Partition, list[tuple[int, int | None]]] = {}
         """Of each partition, the first offsets of messages that were read together, and the newest time before them."""
         self._pending: list[tuple[bool, OffsetRange]] = []
@@ -243,7 +241,7 @@ class _Join:
             for side, stream in ((True, impressions), (False, clicks)):
                 ends = [
                     PartitionBounds(partition, offset, record.ends[partition])
-                    for partition, offset in _partitions(last, "").items()
+                    for partition, offset in partitions_of(last).items()
                     if partition.topic in stream.topics and partition in record.ends
                 ]
                 self._sides[side] = stream.open_events(options.on, side, ends, last, stopping)
@@ -353,8 +351,8 @@ class _Join:
 
     def _restore(self, position: Offsets, impressions: tuple[str, ...]) -> None:
         """Reads the events again that the buffer had at a position."""
-        newest = _partitions(position, NEWEST)
-        for partition, begin in _partitions(position, FROM).items():
+        newest = partitions_of(position, NEWEST)
+        for partition, begin in partitions_of(position, FROM).items():
             side = partition.topic in impressions
             end = self._consumed[partition]
             found = OffsetRange(partition, begin, end, newest.get(partition), self._newest.get(partition))
@@ -365,16 +363,6 @@ class _Join:
     def _code(self, partition: Partition) -> int:
         """Returns the number of a partition, the same in every run."""
         return self._topics.index(partition.topic) << 32 | partition.number
-
-
-def _partitions(offsets: Offsets, suffix: str) -> dict[Partition, int]:
-    """Returns the numbers of `Offsets` whose names have a suffix; an empty one is that of offsets themselves."""
-    return {
-        Partition(topic.removesuffix(suffix) if suffix else topic, number): value
-        for topic, of in offsets.items()
-        if (topic.endswith(suffix) if suffix else "@" not in topic)
-        for number, value in of.items()
-    }
 
 
 def _behind(impressions: int | None, clicks: int | None) -> bool | None:

@@ -15,14 +15,14 @@ import msgspec
 from persia.errors import DataError, DeadlineError, PersiaError
 from persia.types import OffsetRange, Offsets, Partition, PartitionBounds, RecordedBatch
 
-__all__ = ["OffsetLog", "unrecorded"]
+__all__ = ["EVENT_TIME", "OffsetLog", "partitions_of", "unrecorded"]
 
 E = TypeVar("E")
 
 AWAITED_SECONDS = 5.0
 """Seconds after a lookup in which its caller is taken to wait on; callers ask again after one second."""
 
-TIMES = "@event_time"
+EVENT_TIME = "@event_time"
 """Follows the name of a topic in `Offsets` where they are event times; no topic has an "@" in its name."""
 
 COMPACT = 4096
@@ -293,15 +293,10 @@ class OffsetLog:
 
     def _begin(self, number: int, offsets: Offsets) -> None:
         self._first = number
-        self._begins = {Partition(t, p): o for t, of in offsets.items() if "@" not in t for p, o in of.items()}
+        self._begins = partitions_of(offsets)
         """Offset of each partition at batch `_first`."""
         self._next = dict(self._begins)
-        self._oldest = {
-            Partition(t.removesuffix(TIMES), p): o
-            for t, of in offsets.items()
-            if t.endswith(TIMES)
-            for p, o in of.items()
-        }
+        self._oldest = partitions_of(offsets, EVENT_TIME)
         """Latest event time of each partition before batch `_first`, where it is known."""
         self._newest = dict(self._oldest)
         self._ends: dict[Partition, int | None] = {}
@@ -360,10 +355,20 @@ def unrecorded(stream: str, number: int, first: int, last: int) -> DataError:
     )
 
 
+def partitions_of(offsets: Offsets, suffix: str = "") -> dict[Partition, int]:
+    """Returns the numbers in `Offsets` of the topics that this suffix follows; by default the offsets themselves."""
+    return {
+        Partition(name.removesuffix(suffix), number): value
+        for name, of in offsets.items()
+        if (name.endswith(suffix) if suffix else "@" not in name)
+        for number, value in of.items()
+    }
+
+
 def _offsets(at: dict[Partition, int], newest: dict[Partition, int]) -> Offsets:
     offsets: Offsets = {}
     for partition in sorted(at):
         offsets.setdefault(partition.topic, {})[partition.number] = at[partition]
     for partition in sorted(newest):
-        offsets.setdefault(partition.topic + TIMES, {})[partition.number] = newest[partition]
+        offsets.setdefault(partition.topic + EVENT_TIME, {})[partition.number] = newest[partition]
     return offsets
