@@ -30,7 +30,7 @@ from persia.batching import default_threads
 from persia.modes import Hybrid, Mode
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.models import DLRM, FFNN
-from persia.nn.transfer import Ready, Staging, Then, Transfer, copied_array, nothing_to_do, staging_for
+from persia.nn.transfer import Ready, Then, copied_array, nothing_to_do, staging_for
 from persia.ps import EmbeddingServer
 from persia.schema import Adagrad, EmbeddingOptimizer
 from persia.services import Connection
@@ -129,10 +129,9 @@ def narrow(work: Workload, data: list[Samples]) -> Persia:
 def blocking(work: Workload, data: list[Samples]) -> Persia:
     """The same with copies that wait."""
     made = Persia(work, data, ADAGRAD)
-    staging: Staging = Blocking(torch.device(work.device))
-    tables = made.embeddings.schema.resolved_tables()
-    made.embeddings._staging, made.embeddings._transfer = staging, Transfer(staging, on_host=False, tables=tables)
-    made.embeddings._expander.on_host = False  # In tests, which have no GPU.
+    transfer = made.embeddings._transfer
+    transfer._staging = Blocking(torch.device(work.device))
+    made.embeddings._expander.on_host = transfer._on_host = False  # In tests, which have no GPU.
     return made
 
 

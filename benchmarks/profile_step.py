@@ -82,7 +82,7 @@ class Parts:
         return result
 
     def _look_up(self, batch: Batch) -> PreparedBatch:
-        """Makes the calls of the lookup thread: see `RowLookup`."""
+        """Makes the calls of the lookup thread: see `TrainingLookup`."""
         self._timed("validate", lambda: batch.validate(self.schema))
         batch_id = self._timed("register", lambda: self.worker.register(batch.id_features))
         found = self._timed("lookup", lambda: self.worker.lookup(batch_id))

@@ -120,7 +120,7 @@ def test_another_number_of_rows_than_was_asked_for_is_an_error():
     cache.open(Hybrid(4, warmup=0), lambda: 1 << 20)
     plan = cache.plan(Packed.of({t: np.arange(3, dtype=np.uint64) for t in "ab"}, np.uint64), LookupTime(0, 0, 5))
     places = unpacked(torch.from_numpy(plan.places.buffer).long(), plan.places)
-    with pytest.raises(DataError, match=r"found 4 rows of table 'a', not the 3 asked for"):
+    with pytest.raises(DataError, match=r"found 4 rows of table 'a'; expected 3"):
         plan.assemble({"a": torch.zeros(4, 1), "b": torch.zeros(2, 1)}, places)
 
 

@@ -1,4 +1,4 @@
-"""Type checks of the arguments of `Trainer` and `EmbeddingCollection`, so that a wrong one is named at once."""
+"""Type checks of the arguments of `Trainer` and `EmbeddingCollection`, so that a wrong one is named immediately."""
 
 from __future__ import annotations
 

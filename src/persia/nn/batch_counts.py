@@ -107,8 +107,8 @@ class BatchCounts:
             if self._found(number + AHEAD) == self._nn_workers:
                 self._checked = number + AHEAD + 1
                 return
-            while (found := self._found(number)) != self._nn_workers:
-                if found >= ENDED:
+            while (count := self._found(number)) != self._nn_workers:
+                if count >= ENDED:
                     self._fail(number)
                 if time.monotonic() - began > self._timeout:
                     self._late(number)

@@ -97,7 +97,7 @@ def get_or_idle(get: Callable[[float], T], timeout: float, idle: Callable[[], No
     """Gets an item within `timeout` seconds, and calls `idle` now and then until there is one.
 
     Args:
-        get: raises TimeoutError if nothing came within so many seconds, like `Channel.get`.
+        get: raises TimeoutError if nothing came within this many seconds, like `Channel.get`.
         timeout: in seconds.
         idle: called in this thread; None for no calls.
 

@@ -38,11 +38,11 @@ from persia.nn.push_log import PushCounts, PushLog
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
 from persia.nn.row_cache import CacheCounts, RowCache
-from persia.nn.row_lookup import RowLookup
 from persia.nn.step_pass import StepPass, StepPushes, named
 from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
 from persia.nn.token_pass import TokenPass
+from persia.nn.training_lookup import TrainingLookup
 from persia.nn.training_pass import PassContext, PassData, TrainingPass
 from persia.nn.transfer import Transfer, staging_for
 from persia.schema import EmbeddingOptimizer, Schema
@@ -126,7 +126,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._cache = RowCache(schema.resolved_tables(), warns=self.connection.rank == 0)
         device, accumulation = self._staging.device, self.options.accumulation_steps
         self._steps = StepPushes(self.push_log, self.gate, accumulation)
-        self._lookup = RowLookup(schema, self.push_log, self._transfer, self._expander, self.gate, device)
+        self._lookup = TrainingLookup(schema, self.push_log, self._transfer, self._expander, self.gate, device)
         self._gradients = GradientCollector(self._transfer, device, accumulation)
         self._gradients.scaler = grad_scaler
         self._pass: TrainingPass | None = None
@@ -253,10 +253,10 @@ class EmbeddingCollection(torch.nn.Module):
             return batch
         dense, labels = (part.detach().cpu().numpy() for part in (batch.dense, batch.labels))
         try:
-            found = self._worker.lookup(batch.batch_id, train=False)
+            rows = self._worker.lookup(batch.batch_id, train=False)
         except StaleBatchError:  # Its gradient was dropped, or its embedding worker has been replaced.
             return batch
-        now, ready = self._transfer.rows(FedBatch(batch.batch_id, dense, labels, batch.day), found)
+        now, ready = self._transfer.rows(FedBatch(batch.batch_id, dense, labels, batch.day), rows)
         ready()
         return now
 
@@ -319,7 +319,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     @property
     def ahead(self) -> bool:
-        """Whether rows of the current training pass are looked up ahead, in threads beside the network."""
+        """Whether rows of the current training pass are looked up ahead, in threads next to the network."""
         current = self._pass
         return current is not None and isinstance(current.runner, PassThreads)
 

@@ -55,8 +55,8 @@ class IdSample:
     def ids(self) -> dict[str, Ids]:
         """Returns the sample by feature, for features that have enough ids."""
         names = self._batches[0] if self._batches else {}
-        found = {name: np.concatenate([batch[name] for batch in self._batches]) for name in names}
-        return {name: ids for name, ids in found.items() if len(ids) >= FEWEST_IDS}
+        ids_by_feature = {name: np.concatenate([batch[name] for batch in self._batches]) for name in names}
+        return {name: ids for name, ids in ids_by_feature.items() if len(ids) >= FEWEST_IDS}
 
 
 def warn_of_unknown_ids(sample: IdSample, rows: RowAccess, schema: Schema) -> None:
@@ -69,25 +69,25 @@ def warn_of_unknown_ids(sample: IdSample, rows: RowAccess, schema: Schema) -> No
         return
     table_of = {name: schema.feature(name).table_name for name in ids}
     tables = {table: [name for name in ids if table_of[name] == table] for table in table_of.values()}
-    found = rows.contains({table: np.concatenate([ids[name] for name in names]) for table, names in tables.items()})
+    has_row = rows.contains({table: np.concatenate([ids[name] for name in names]) for table, names in tables.items()})
     shares: dict[str, float] = {}
     for table, names in tables.items():
         end = 0
         for name in names:
             start, end = end, end + len(ids[name])
-            shares[name] = np.count_nonzero(found[table][start:end]) / len(ids[name])
+            shares[name] = np.count_nonzero(has_row[table][start:end]) / len(ids[name])
     unknown = [name for name, share in shares.items() if share < HARDLY_ANY]
     if not unknown:
         return
     counters = rows.statistics()
-    told = [
+    lines = [
         f"{name!r} ({100 * shares[name]:.1f} % of {len(ids[name])} sampled ids; table {table_of[name]!r} has {stored} "
         "rows)"
         for name in unknown
         if (stored := counters[table_of[name]]["rows"])
     ]
-    if told:
-        log.warning("Hardly any id of these ID-type features has a row: %s. %s", ", ".join(told), REMEDY)
+    if lines:
+        log.warning("Hardly any id of these ID-type features has a row: %s. %s", ", ".join(lines), REMEDY)
 
 
 def _spread(ids: Ids) -> Ids:

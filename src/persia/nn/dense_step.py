@@ -64,7 +64,7 @@ class DenseStep:
         options: the rest.
 
     Attributes:
-        replicas: this network among those of other NN workers; set it before the first batch.
+        replicas: the replicas of this network on all NN workers; set it before the first batch.
         tracer: records forward, backward and update.
         threads: of torch; None if the network is not on a CPU.
     """
@@ -114,7 +114,7 @@ class DenseStep:
     def forward_backward(
         self, batch: PreparedBatch, embeddings: Embeddings, *, all_reduce: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the gradients of one batch; those of its embeddings leave by their own hooks during `backward`.
+        """Computes the gradients of one batch; gradients of its embeddings leave by their own hooks during `backward`.
 
         Args:
             batch: the batch. Nothing is learned from a dummy one.

@@ -30,7 +30,7 @@ def feature_costs(schema: Schema, expander: Expander, batch: PreparedBatch) -> l
         expander.pool_one(name, rows, batch.inverse, batch.offsets)
         return time.perf_counter() - began
 
-    found = [
+    costs = [
         FeatureCost(
             feature.name,
             feature.table_name,
@@ -40,4 +40,4 @@ def feature_costs(schema: Schema, expander: Expander, batch: PreparedBatch) -> l
         )
         for feature in schema.id_features
     ]
-    return sorted(found, key=lambda cost: -cost.seconds)
+    return sorted(costs, key=lambda cost: -cost.seconds)

@@ -275,7 +275,7 @@ class StalenessGate:
         return depth if depth is None or not self.reserves else -(-depth // 2)
 
     def _in_flight(self) -> int:
-        """Returns the number of steps before that of the next batch without an applied gradient."""
+        """Returns the number of steps before the next batch's without an applied gradient."""
         return self._looked_up // self._accumulation - self._done // self._accumulation
 
 

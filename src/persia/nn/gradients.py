@@ -46,7 +46,7 @@ class GradientCollector:
             unpushed: number of pushes that wait in memory.
 
         Returns:
-            A function that waits until they are on the host, and returns those of its rows.
+            A function that waits until they are on the host, and returns the gradients of its rows.
         """
         # Sums take less memory than the gradients of features.
         crowded = batch.pooled is not None and not batch.pooled.fits(unpushed)

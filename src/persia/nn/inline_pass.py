@@ -24,7 +24,7 @@ __all__ = ["InlinePass"]
 
 
 class InlinePass:
-    """Runs a pass over a loader, or a part of one, without threads of its own. For the training thread.
+    """Runs a pass over a loader, or a part of one, without its own threads. For the training thread.
 
     A draw pushes the gradients since the draw before, takes a batch from the reading thread, and looks its rows up. The
     order is that of `Sync`, and so are the bits.

@@ -109,18 +109,18 @@ def _sum(a: NonFiniteRows, b: NonFiniteRows) -> NonFiniteRows:
 
 def merged(parts: Sequence[Sequence[NonFiniteRows]]) -> list[NonFiniteRows]:
     """Returns what several NN workers have found, by table."""
-    found: dict[str, NonFiniteRows] = {}
+    by_table: dict[str, NonFiniteRows] = {}
     for each in (each for part in parts for each in part):
-        found[each.table] = _sum(found[each.table], each) if each.table in found else each
-    return [found[table] for table in sorted(found)]
+        by_table[each.table] = _sum(by_table[each.table], each) if each.table in by_table else each
+    return [by_table[table] for table in sorted(by_table)]
 
 
-def _features(found: NonFiniteRows) -> str:
-    return f"feature{'s' if len(found.features) > 1 else ''} {', '.join(map(repr, found.features))}"
+def _features(rows: NonFiniteRows) -> str:
+    return f"feature{'s' if len(rows.features) > 1 else ''} {', '.join(map(repr, rows.features))}"
 
 
-def named(found: Sequence[NonFiniteRows]) -> str:
+def named(rows: Sequence[NonFiniteRows]) -> str:
     """Returns "37 rows of table 'item' (feature 'history') from step 12 on", and so on."""
     return "; ".join(
-        f"{each.rows:,} rows of table {each.table!r} ({_features(each)}) from step {each.step} on" for each in found
+        f"{each.rows:,} rows of table {each.table!r} ({_features(each)}) from step {each.step} on" for each in rows
     )

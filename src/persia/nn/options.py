@@ -40,7 +40,7 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def check_device(name: str) -> None:
-    """Raises ConfigError unless the name is that of a device, or "auto". Whether it exists is not checked."""
+    """Raises ConfigError unless the name is a device's, or "auto". Whether it exists is not checked."""
     if not isinstance(name, str) or DEVICE.fullmatch(name) is None:
         raise ConfigError(f"Invalid device {name!r}; expected auto, cpu, cuda or cuda:N.", field="device")
 

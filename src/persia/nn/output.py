@@ -15,7 +15,7 @@ __all__ = ["ModelOutput", "are_log_odds", "logits_of", "loss_of", "predictions_o
 
 
 class ModelOutput(NamedTuple):
-    """Logits, and what the loss needs beside them.
+    """Logits, and what else the loss needs.
 
     A model returns it in place of logits for an auxiliary loss, or for a loss of its own, such as a sampled softmax.
     Its method `loss(logits, labels, extra)` gets `extra` back. Metrics and predictions use the logits only.
@@ -23,7 +23,7 @@ class ModelOutput(NamedTuple):
     Attributes:
         logits: `[batch, labels]`.
         extra: anything made of tensors. Collectives of several NN workers average gradients only, by their rows: terms
-            of it are of this NN worker's local batch, and a loss that is a mean over rows is that of all rows.
+            of it are of this NN worker's local batch, and a loss that is a mean over rows is the mean over all rows.
     """
 
     logits: torch.Tensor
@@ -45,7 +45,7 @@ def logits_of(output: object, labels: torch.Tensor) -> torch.Tensor:
 def probabilities_of(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Returns probabilities float32 `[batch, labels]` from log-odds float32 `[batch, labels]`.
 
-    They do not keep the order: those of all log-odds above 17 are 1.
+    They do not keep the order: all log-odds above 17 give 1.
     """
     with np.errstate(over="ignore"):  # exp(-logit) of a large negative logit: the probability is 0.
         return (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
@@ -96,8 +96,8 @@ def _check_logits(logits: object, labels: torch.Tensor) -> None:
     rows, count = labels.shape
     if not count and shape is not None and len(shape) == 2 and shape[0] == rows:
         return
-    found = f"a {type(logits).__name__}" if shape is None else f"logits of shape {list(shape)}"
+    what = f"a {type(logits).__name__}" if shape is None else f"logits of shape {list(shape)}"
     hint = f" Return one column per label, here {count}." if count else ""
     raise ConfigError(
-        f"The model returned {found}; expected [batch, labels] = [{rows}, {count or 'labels'}].{hint}", field="model"
+        f"The model returned {what}; expected [batch, labels] = [{rows}, {count or 'labels'}].{hint}", field="model"
     )

@@ -25,7 +25,7 @@ from persia.telemetry.tracing import Tracer
 __all__ = ["PassSteps", "PassThreads", "late_batch"]
 
 PUSH_GRACE = 2.0
-"""Seconds to wait for each push at the end of a pass that has failed, if they wait for those of other NN workers."""
+"""Seconds to wait for each push at the end of a pass that has failed, if they wait for pushes of other NN workers."""
 
 END_GRACE = 1.0
 """Seconds to wait for each thread at the exit of a program."""
@@ -122,7 +122,7 @@ class PassThreads:
         self.number = number
         """Number of the next batch within the pass."""
         self.lookups_ended = False
-        """Whether `end_lookups` was called, so that the end of the batches is not that of the loader."""
+        """Whether `end_lookups` was called, so that the last batch is not the loader's last."""
         self._most_threads = 1 + pushing
         self._threads: list[threading.Thread] = []
         self._process = os.getpid()

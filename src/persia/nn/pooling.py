@@ -79,7 +79,7 @@ class Expander:
         Args:
             rows: by table, `[unique, dim]`.
             inverse: by feature; arrays when `on_host`, else tensors.
-            offsets: by feature, likewise.
+            offsets: by feature, int64 `[batch + 1]` or None.
         """
         if not self.on_host:
             return expand_with_torch(
@@ -213,7 +213,7 @@ class PooledAhead:
         self._kept: list[_Kept] = []
 
     def fits(self, waiting: int) -> bool:
-        """Returns whether these features, or their gradients, may wait beside those of so many other batches."""
+        """Returns whether the features of this batch, or their gradients, may wait next to `waiting` other batches."""
         return (waiting + 1) * self.nbytes <= MOST_AHEAD
 
     def pool(self) -> None:
@@ -317,7 +317,7 @@ def _bring(ctx: Any, pooled: batching.Pooled) -> tuple[torch.Tensor, ...]:
 
 
 def _of_values(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Returns the gradient of each feature's values, without those of masks."""
+    """Returns the gradient of each feature's values, without masks."""
     return [gradient for gradient, is_value in zip(gradients, ctx.is_value, strict=True) if is_value]
 
 
@@ -447,19 +447,19 @@ def expand_with_torch(
         inverse: by feature.
         offsets: by feature.
     """
-    found: dict[str, torch.Tensor | SequenceEmbedding] = {}
+    pooled: dict[str, torch.Tensor | SequenceEmbedding] = {}
     single: dict[str, str] = {}
     for name, (table, pooling, max_length) in features.items():
         if pooling is None:
             assert max_length is not None
-            found[name] = sequence_of(rows[table], inverse[name], offsets[name], max_length)
+            pooled[name] = sequence_of(rows[table], inverse[name], offsets[name], max_length)
         elif offsets[name] is None and len(inverse[name]):
             single[name] = table
         else:
-            found[name] = pool_bags(rows[table], inverse[name], offsets[name], pooling)
+            pooled[name] = pool_bags(rows[table], inverse[name], offsets[name], pooling)
     for names in of_one_width({name: rows[table] for name, table in single.items()}):
-        found.update(rows_of_samples({name: single[name] for name in names}, rows, inverse))
-    return {name: found[name] for name in features}
+        pooled.update(rows_of_samples({name: single[name] for name in names}, rows, inverse))
+    return {name: pooled[name] for name in features}
 
 
 def rows_of_samples(

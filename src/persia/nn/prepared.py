@@ -26,12 +26,13 @@ class PreparedBatch:
         day: int32 `[batch]` on the host, or None.
         rows: by table, float32 `[unique ids, dim]`; on a host as they are packed.
         inverse: by feature, the index of each id's row; arrays on the CPU, else tensors.
-        offsets: by feature, int64 `[batch + 1]` likewise, or None if each sample has one id.
+        offsets: by feature, int64 `[batch + 1]`, also arrays on the CPU and else tensors; or None if each sample has
+            one id.
 
     Attributes:
         batch_id: its key at the embedding worker; None if no gradient is awaited.
-        pooled: its features on the host, which keep their own gradients: the rows then get only those of terms of the
-            loss that use them directly. Else None.
+        pooled: its features on the host, which keep their own gradients: the rows then get only the gradients of
+            loss terms that use them directly. Else None.
         compressed: whether its rows have travelled as float16, so that its gradients do too.
         dummy: whether it stands in for data that this NN worker does not have; the network must not learn from it.
         token: its token, in asynchronous modes.
@@ -169,8 +170,8 @@ def loss_scale(scaler: torch.amp.GradScaler | None, device: torch.device) -> tor
     """
     if scaler is None or not scaler.is_enabled():
         return None
-    kept: torch.Tensor | None = scaler._scale  # None before the first use.
-    if device.type == "cpu" and kept is not None and kept.device.type != "cpu":
+    current: torch.Tensor | None = scaler._scale  # None before the first use.
+    if device.type == "cpu" and current is not None and current.device.type != "cpu":
         # `scale` would start a copy to the CPU and not wait for it.
         return torch.tensor(scaler.get_scale(), dtype=torch.float32)
     scale: torch.Tensor = scaler.scale(torch.ones((), device=device))

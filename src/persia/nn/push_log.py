@@ -149,18 +149,18 @@ class PushLog:
             sequence: sequence number of the push.
             versions: of the dense parameters by dense PS; in modes without, the global step.
         """
-        found: list[Contribution] = []
+        contributions: list[Contribution] = []
         total = 0
         for batch, gradients in group:
             assert batch.batch_id is not None
             rows = len(batch)
             total += rows
             with self.tracer.span("transfer", batch=batch.batch_id):
-                found.append(Contribution(batch.batch_id, *gradients()))
+                contributions.append(Contribution(batch.batch_id, *gradients()))
             if self.observer is not None:
                 rank = self.connection.rank
                 self.observer.note(ReadRecord(rank, sequence, batch.number, rows, batch.batch_id, versions))
-        return found, total
+        return contributions, total
 
     def pushed(
         self,

@@ -33,7 +33,7 @@ class RankingModel(Protocol):
 
         Args:
             dense: of the user, `[1, dense features]`; 0 in columns of the items.
-            embeddings: of the user's ID-type features, of one row: at least those of `user_features`.
+            embeddings: of the user's ID-type features, of one row: at least `user_features`.
         """
 
     def score(self, user: Any, dense: torch.Tensor, embeddings: Embeddings) -> torch.Tensor:

@@ -32,9 +32,9 @@ def embedding_l2(embeddings: Embeddings, weights: float | Mapping[str, float]) -
             raise ConfigError(
                 f"There is no feature {name!r}; the model gets {', '.join(embeddings)}.", field=f"weights[{name!r}]"
             )
-        found = embeddings[name]
+        output = embeddings[name]
         # Places of a sequence without an id are zeros.
-        values = found.values if isinstance(found, SequenceEmbedding) else found
+        values = output.values if isinstance(output, SequenceEmbedding) else output
         terms.append(factor * values.float().square().sum() / len(values))
     if not terms:
         raise ConfigError("There are no features to regularise; give a factor, or one by feature.", field="weights")

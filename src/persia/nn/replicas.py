@@ -112,7 +112,7 @@ class SingleReplica:
         """No-op: it counts no rows."""
 
     def rows(self) -> int:
-        """Returns 0: there are no rows beside its own."""
+        """Returns 0: there are no other rows than its own."""
         return 0
 
     def request_stop(self) -> None:

@@ -73,9 +73,9 @@ class RowAccess:
             _ordered(order, [part.found for part in parts]),
             _ordered(order, [part.values for part in parts]),
             RowState(
-                _ordered(order, [mine.values for mine in states]),
-                _ordered(order, [mine.update_count for mine in states]),
-                _ordered(order, [mine.last_step for mine in states]),
+                _ordered(order, [state.values for state in states]),
+                _ordered(order, [state.update_count for state in states]),
+                _ordered(order, [state.last_step for state in states]),
             )
             if states
             else None,
@@ -159,7 +159,7 @@ class RowAccess:
         return column.values if mapping is None else mapped_ids(mapping, column.values)
 
     def _way(self, feature: IdFeature) -> tuple[IdKind, IdMapping | None]:
-        """Returns how the values of a feature become ids; a mapped one has those of the feature that it maps."""
+        """Returns how the values of a feature become ids; a mapped one has the ids of the feature that it maps."""
         source = feature if feature.of is None else self._schema.feature(feature.of)
         return source.kind, feature.mapping
 
@@ -167,29 +167,32 @@ class RowAccess:
         """Returns by table whether each id has a row; one call to each PS."""
         if len(self._servers) == 1:
             return dict(self._servers[0].contains(Packed.of(ids, np.uint64)))
-        found = {table: np.zeros(len(mine), np.bool_) for table, mine in ids.items()}
-        owners = {table: batching.owners(table, mine, len(self._servers)) for table, mine in ids.items()}
+        present = {table: np.zeros(len(of_table), np.bool_) for table, of_table in ids.items()}
+        owners = {table: batching.owners(table, of_table, len(self._servers)) for table, of_table in ids.items()}
         owned = [
             {table: np.flatnonzero(owner == number) for table, owner in owners.items()}
             for number in range(len(self._servers))
         ]
         asked = [Packed.of({table: ids[table][at] for table, at in places.items()}, np.uint64) for places in owned]
         answers = call_all(
-            [functools.partial(server.contains, mine) for server, mine in zip(self._servers, asked, strict=True)]
+            [
+                functools.partial(server.contains, ids_of_server)
+                for server, ids_of_server in zip(self._servers, asked, strict=True)
+            ]
         )
         for places, answer in zip(owned, answers, strict=True):
             for table, at in places.items():
-                found[table][at] = answer[table]
-        return found
+                present[table][at] = answer[table]
+        return present
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Returns counters of the tables, summed over the PSs."""
         total: dict[str, dict[str, int]] = {}
         for answer in call_all([functools.partial(server.statistics) for server in self._servers]):
             for table, counters in answer.items():
-                mine = total.setdefault(table, {})
+                totals = total.setdefault(table, {})
                 for name, value in counters.items():
-                    mine[name] = mine.get(name, 0) + value
+                    totals[name] = totals.get(name, 0) + value
         return total
 
     def _table(self, name: str) -> Table:

@@ -104,7 +104,7 @@ class CachePlan:
     """The sources of the rows of one batch.
 
     Args:
-        copies: by dim, those of the tables of the batch that have copies, with the numbers of rows of these tables.
+        copies: by dim, the copies of tables of the batch that have copies, with the numbers of rows of these tables.
         wanted: by table, bool `[unique ids]`: the rows to look up.
         places: by dim, int32: the places of `hits` and `misses` among the rows of these tables, the slots of the hits,
             and the slots `taken` by the misses.
@@ -125,7 +125,7 @@ class CachePlan:
 
     @torch.no_grad()
     def assemble(
-        self, found: Mapping[str, torch.Tensor], places: Mapping[str, torch.Tensor]
+        self, looked_up: Mapping[str, torch.Tensor], places: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Returns all rows, by table `[unique ids, dim]`, and copies those that were looked up into their slots.
 
@@ -133,22 +133,22 @@ class CachePlan:
         one dim at once, as each operation is a kernel.
 
         Args:
-            found: rows that were looked up, by table.
+            looked_up: rows that were looked up, by table.
             places: `self.places` on the device, as int64.
 
         Raises:
             DataError: a table has another number of rows than was asked for.
         """
-        result = dict(found)
+        result = dict(looked_up)
         for dim, (copies, counts) in self._copies.items():
             for name, count in counts.items():
-                if len(found[name]) != count.misses:
+                if len(looked_up[name]) != count.misses:
                     raise DataError(
-                        f"A lookup found {len(found[name])} rows of table {name!r}, not the {count.misses} asked for. "
+                        f"A lookup found {len(looked_up[name])} rows of table {name!r}; expected {count.misses}. "
                         "Give all processes of a run the same schema and version.",
                         table=name,
                     )
-            rows = together([found[name] for name in counts])
+            rows = together([looked_up[name] for name in counts])
             if copies.values is None:
                 copies.values = rows.new_empty(copies.capacity + 1, dim)
             if len(places[f"{dim}/hits"]):

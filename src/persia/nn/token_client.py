@@ -30,7 +30,7 @@ class DenseParameters(Protocol):
     def versions(self) -> list[int]:
         """The same, by dense PS."""
 
-    def pull(self, least: int, wanted: Callable[[], bool]) -> Callable[[], None]:
+    def pull(self, least: int, still_wanted: Callable[[], bool]) -> Callable[[], None]:
         """Pulls parameters; the returned function puts them into the network."""
 
     def gradients(self) -> Callable[[PushHeader, float], None]:
@@ -110,7 +110,7 @@ class TokenClient:
         """
         while not self._closed:
             self._requests += 1
-            number = self._patiently(lambda: self._tokens.take(self._caller, self._requests))
+            number = self._retried_while_idle(lambda: self._tokens.take(self._caller, self._requests))
             if number is None:
                 return
             batch = read(number)
@@ -128,10 +128,12 @@ class TokenClient:
             return not self._closed
 
     def draw(self, rows: int) -> DrawnToken:
-        """Draws the token of the next batch, which has so many rows, and pulls the parameters for it. Blocks."""
+        """Draws the token of the next batch, which has `rows` rows, and pulls the parameters for it. Blocks."""
         number, sequence = self._numbers.popleft(), self.sequence + 1
         while True:
-            token = self._patiently(lambda: self._tokens.draw(self._caller, sequence, number, rows, *self._outcome()))
+            token = self._retried_while_idle(
+                lambda: self._tokens.draw(self._caller, sequence, number, rows, *self._outcome())
+            )
             if token.value is not None:
                 break
             self._fill(token.abandoned)
@@ -144,7 +146,7 @@ class TokenClient:
         """Returns the last push that returned, the number of pushes that were filled, and then the losses."""
         return self._done, self._filled, self._losses()
 
-    def _patiently(self, call: Callable[[], T], *, closed: bool = False) -> T:
+    def _retried_while_idle(self, call: Callable[[], T], *, closed: bool = False) -> T:
         """Makes a call that waits for other NN workers; again, while one of them waits for data.
 
         Args:
@@ -200,7 +202,7 @@ class TokenClient:
     def quiesce(self) -> QuiesceResult:
         """Waits until all NN workers are done with the phase."""
         while True:
-            result = self._patiently(lambda: self._tokens.quiesce(self._caller, *self._outcome()), closed=True)
+            result = self._retried_while_idle(lambda: self._tokens.quiesce(self._caller, *self._outcome()), closed=True)
             if not result.abandoned:
                 return result
             self._fill(result.abandoned)

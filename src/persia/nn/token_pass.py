@@ -65,7 +65,7 @@ class TokenPass(TrainingPass):
         """No-op: no token is drawn ahead, so there is no depth to adapt."""
 
     def _computed(self, batch: PreparedBatch, gradients: Callable[[], Encoded]) -> None:
-        """Pushes the gradients of a batch together with those of the network."""
+        """Pushes the gradients of a batch together with the gradients of the network."""
         self._push(batch.token, [(batch, gradients)], self._client.dense.gradients())
 
     def _skipped(self, batch: PreparedBatch) -> None:

@@ -19,7 +19,7 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.push_log import PushLog
 from persia.nn.reading_thread import READ_AHEAD, ReadingThread
 from persia.nn.replicas import EqualSteps
-from persia.nn.row_lookup import RowLookup
+from persia.nn.training_lookup import TrainingLookup
 from persia.nn.transfer import Encoded, Ready
 from persia.telemetry.metrics import Histogram
 from persia.types import FedBatch
@@ -42,7 +42,7 @@ class PassContext(NamedTuple):
     """
 
     log: PushLog
-    lookup: RowLookup
+    lookup: TrainingLookup
     gradients: GradientCollector
     gate: StalenessGate
     waits: Histogram

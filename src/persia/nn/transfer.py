@@ -237,18 +237,18 @@ def decode_tensors(
     scales: Mapping[str, torch.Tensor] | None,
     tables: Mapping[str, Table] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Like `decode`, on the device of the tensors: tables of one width at once, as each operation is a kernel."""
-    found, scales, tables = dict(rows), scales or {}, tables or {}
+    """Like `decode`, on the device of the tensors: tables of one width together, as each operation is a kernel."""
+    decoded, scales, tables = dict(rows), scales or {}, tables or {}
     for names in of_one_width({name: rows[name] for name in scales}):
         scale = joined([scales[name] for name in names])
         values = together([rows[name] for name in names]).to(torch.float32) * scale.unsqueeze(1)
-        found.update(zip(names, values.split([len(rows[name]) for name in names]), strict=True))
+        decoded.update(zip(names, values.split([len(rows[name]) for name in names]), strict=True))
     for dtype in ("bfloat16", "float16"):
         for names in of_one_width({n: rows[n] for n in rows if n in tables and tables[n].dtype == dtype}):
             values = together([rows[name] for name in names]).view(getattr(torch, dtype)).to(torch.float32)
             parts = values.split([len(rows[name]) for name in names])
-            found.update({n: part[:, : tables[n].dim].contiguous() for n, part in zip(names, parts, strict=True)})
-    return found
+            decoded.update({n: part[:, : tables[n].dim].contiguous() for n, part in zip(names, parts, strict=True)})
+    return decoded
 
 
 def encode_tensors(rows: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -275,7 +275,7 @@ class Transfer:
     Args:
         staging: of the device.
         on_host: whether the native core works on the rows.
-        tables: those of the schema, by name.
+        tables: the tables of the schema, by name.
     """
 
     def __init__(self, staging: Staging, on_host: bool, tables: Mapping[str, Table]) -> None:
@@ -285,19 +285,19 @@ class Transfer:
         self._scratch = batching.Scratch()
 
     def rows(
-        self, batch: Batch | FedBatch, found: LookedUp, cached: CachePlan | None = None
+        self, batch: Batch | FedBatch, lookup: LookedUp, cached: CachePlan | None = None
     ) -> tuple[PreparedBatch, Ready]:
         """Returns the batch on the device; call the second result in the using thread first.
 
         Args:
             batch: the samples.
-            found: their rows, without those that `cached` has.
+            lookup: their rows, without those that `cached` has.
             cached: the plan of a `RowCache`, which gets copies of the rows that were found.
 
         Raises:
-            DataError: the rows do not have the form of those of their tables.
+            DataError: the rows do not have the form that their tables declare.
         """
-        batching.check_rows(found.rows, found.scales, self._tables)
+        batching.check_rows(lookup.rows, lookup.scales, self._tables)
         arrays: dict[str, NDArray[Any]] = {"dense": batch.dense, "labels": batch.labels}
         if cached is not None:
             arrays["places"] = cached.places.buffer
@@ -305,19 +305,19 @@ class Transfer:
         inverse: dict[str, Inverse] | dict[str, torch.Tensor]
         offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None]
         if self._on_host:
-            plain = decode(found.rows, found.scales, self._scratch, self._tables)
-            rows, inverse = plain, found.inverse
+            plain = decode(lookup.rows, lookup.scales, self._scratch, self._tables)
+            rows, inverse = plain, lookup.inverse
             if cached is None:
                 tensors, ready = self._staging.to_device(arrays)
             else:
                 tensors, ready = self._staging.to_device({**arrays, "rows": plain.buffer})
                 looked_up = unpacked(tensors["rows"], plain)
                 rows = cached.assemble(looked_up, unpacked(tensors["places"].long(), cached.places))
-            ends = cast("Mapping[str, Int64Array]", found.offsets)
+            ends = cast("Mapping[str, Int64Array]", lookup.offsets)
             offsets = {name: ends.get(name) for name in inverse}
         else:
-            packs = {"rows": found.rows, "narrow": found.narrow, "wide": found.wide, "offsets": found.offsets}
-            scales = {} if found.scales is None else {"scales": found.scales}
+            packs = {"rows": lookup.rows, "narrow": lookup.narrow, "wide": lookup.wide, "offsets": lookup.offsets}
+            scales = {} if lookup.scales is None else {"scales": lookup.scales}
             packed: dict[str, Packed[Any]] = {**packs, **scales}
             arrays.update({kind: pack.buffer for kind, pack in packed.items()})
             # Made on the device, in the stream that has copied the rest.
@@ -336,14 +336,14 @@ class Transfer:
         return PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets), ready
 
     def begin_beside_network(self) -> None:
-        """Prepares the calling thread, a new one, for work beside the network. On a CPU both need the cores."""
+        """Prepares the calling thread, a new one, for work next to the network. On a CPU both need the cores."""
         if self._on_host:
             shorten_spinning()
 
     def gradients_of(
         self, batch: PreparedBatch, scale: torch.Tensor | None, compressed: bool, *, sum_now: bool = False
     ) -> Callable[[], Encoded]:
-        """Takes the gradients off a batch; the result returns those of its rows. For the training thread.
+        """Takes the gradients off a batch; the result returns the gradients of its rows. For the training thread.
 
         Args:
             batch: after its backward pass.

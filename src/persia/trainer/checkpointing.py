@@ -42,7 +42,7 @@ LAST_SECONDS = 60.0
 RETRY_SECONDS = 1.0
 
 HELD_BYTES = 64 << 20
-"""Maximum memory for the PSs' state besides rows while a checkpoint is written; the rest is written at once."""
+"""Maximum memory for the PSs' state besides rows while a checkpoint is written; the rest is written immediately."""
 
 PS_RESTARTED = (StoreError, WireError, PeerRestartedError)
 """Errors of a PS that was restarted while a checkpoint was read from it."""
@@ -153,13 +153,13 @@ class Checkpointing:
 
     def metrics(self) -> dict[str, float]:
         """Returns the age, duration and failures of checkpoints. Thread-safe."""
-        found: dict[str, float] = {"checkpoint_failures": self._failures}
+        metrics: dict[str, float] = {"checkpoint_failures": self._failures}
         last = self._last
         if last is not None:
-            found["checkpoint_age_seconds"] = time.monotonic() - last.at
-            found["checkpoint_step"] = last.step
-            found["checkpoint_seconds"] = last.seconds
-        return found
+            metrics["checkpoint_age_seconds"] = time.monotonic() - last.at
+            metrics["checkpoint_step"] = last.step
+            metrics["checkpoint_seconds"] = last.seconds
+        return metrics
 
     def wait(self) -> None:
         """Blocks until nothing is being written. Raises, once, the error of the last checkpoint."""
@@ -244,7 +244,7 @@ class Checkpointing:
         return CheckpointState(self._state.state_dict(), self._score(evaluation), consistent)
 
     def give_up_live(self) -> None:
-        """Gives up a checkpoint that is being written, if its rows are those of now: the model has diverged."""
+        """Gives up a checkpoint that is being written, if its rows are the current ones: the model has diverged."""
         self._diverged = True
 
     @property
@@ -440,7 +440,7 @@ def _end_snapshots(servers: Iterable[EmbeddingPS], name: str) -> None:
 
 
 def _states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Returns parts of the PSs' state, to be written later; those that need too much memory are written at once."""
+    """Returns parts of the PSs' state, to be written later; parts that need too much memory are written immediately."""
     held: list[tuple[str, list[dict[str, Any]]]] = []
     nbytes = 0
     for number, server in enumerate(servers):

@@ -86,7 +86,7 @@ class _Work:
     """The work of an NN worker in one call of `fit`. Pickled as a whole, with the cluster in it.
 
     Args:
-        make: makes a trainer like that of the driver.
+        make: makes a trainer like the driver's.
         eval_data: evaluated at the end.
         state: to begin with.
         bounds: `epochs` and `max_steps`.
@@ -130,7 +130,7 @@ class Driver:
 
     Args:
         cluster: its data loaders read, and its NN workers train.
-        make: makes a trainer like that of this process; pickled.
+        make: makes a trainer like this process's; pickled.
         network: the dense network of this process.
         state: the state of this process's trainer.
         servers: the embedding PSs.
@@ -166,11 +166,11 @@ class Driver:
 
         Args:
             train_data: see `Trainer.fit`; pickled.
-            eval_data: likewise.
+            eval_data: see `Trainer.fit`.
             bounds: `epochs` and `max_steps`.
             should_stop: polled meanwhile; whether the call is to end after its step.
             again: see `Trainer.fit`.
-            restart_data: likewise.
+            restart_data: see `Trainer.fit`.
 
         Raises:
             ConfigError: the position in the data has no meaning any more.
@@ -303,7 +303,7 @@ def _merged(base: RunState, survived: dict[int, RunState], labels: Sequence[str]
     generators = list(base.training["random"])
     counts = msgspec.convert(base.training["counts"], RunTotals)
     parts = list(survived.values())
-    if 0 in survived:  # Its counts and metrics contain those of `base`.
+    if 0 in survived:  # Its counts and metrics contain `base`'s.
         counts = RunTotals()
     else:
         parts.append(base)

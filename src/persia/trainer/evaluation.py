@@ -65,8 +65,8 @@ class Evaluator:
         schema = self._embeddings.schema
         metrics = Metrics(schema.labels)
         groups = _Groups(schema, group_by, at) if group_by is not None else None
-        mine = itertools.islice(checked_items(iter(data)), rank, None, nn_workers) if nn_workers > 1 else data
-        for number, (batch, logits) in enumerate(self.scored(groups.of(mine) if groups else mine)):
+        own_batches = itertools.islice(checked_items(iter(data)), rank, None, nn_workers) if nn_workers > 1 else data
+        for number, (batch, logits) in enumerate(self.scored(groups.of(own_batches) if groups else own_batches)):
             number = rank + number * nn_workers
             if not batch.labels.shape[1]:
                 raise DataError(

@@ -27,12 +27,12 @@ class FitCall:
     Args:
         components: of the run.
         train_data: see `Trainer.fit`, which has checked it.
-        eval_data: likewise.
+        eval_data: see `Trainer.fit`.
         epochs: passes over the data.
         max_steps: most global steps of this call; None for no bound.
         should_stop: whether this NN worker was asked to stop.
         again: see `Trainer.fit`.
-        restart_data: likewise.
+        restart_data: see `Trainer.fit`.
 
     Raises:
         ConfigError: the best checkpoint is to be kept, and there are no data to evaluate; or the position in the data
@@ -133,7 +133,7 @@ class FitCall:
         except Exception as error:
             if isinstance(error, DivergedError):
                 self._components.checkpointing.give_up_live()
-            with contextlib.suppress(Exception):  # The first error says more than that of a checkpoint.
+            with contextlib.suppress(Exception):  # The first error says more than a checkpoint's error.
                 self._components.checkpointing.wait()
             raise
         finally:

@@ -124,16 +124,16 @@ def check_stream(data: object, epochs: int, connection: Connection, *, in_other_
 def check_outputs(options: TrainerOptions) -> None:
     """Creates the directories of a run, and writes a file to each for a moment; asks for the topic to publish to.
 
-    A disk may still become full, and a server go away; then a message of its own says so.
+    A disk may still become full, and a server go away; then another message says so.
 
     Raises:
         ConfigError: an output cannot be written; the message names its option.
-        CheckpointError: a URL is not that of a file system.
+        CheckpointError: a URL is not a file system's.
         MissingExtraError: a package for a URL is not installed.
     """
     for name in ("checkpoint_dir", "log_dir", "record_dir"):
         place = getattr(options, name)
-        if place is not None and (name == "checkpoint_dir" or "://" not in place):  # TensorBoard has URLs of its own.
+        if place is not None and (name == "checkpoint_dir" or "://" not in place):  # TensorBoard has its own URLs.
             _probe(name, place, Storage(place).probe)
     if options.publish is not None:
         _probe("publish.url", options.publish.url, open_storage(options.publish.url).probe)

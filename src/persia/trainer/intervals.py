@@ -20,13 +20,13 @@ ALMOST = 0.95
 
 
 class Interval:
-    """Decides when something is due that is done every so many global steps, seconds, or both.
+    """Decides when something is due that is done every n global steps, every n seconds, or both.
 
     All NN workers make the same calls and get the same answers.
 
     Args:
         step: returns the global step.
-        replicas: the time is that of the first NN worker.
+        replicas: the first NN worker's time counts.
         every_steps: None for no bound in steps.
         every_seconds: None for no bound in seconds.
     """

@@ -54,7 +54,7 @@ class LoadOptions(NamedTuple):
 
     Attributes:
         step: which one; None for the latest.
-        new_optimizer: let the optimizers of the network and of tables differ from those of the checkpoint. The state of
+        new_optimizer: let the optimizers of the network and of tables differ from the checkpoint's. The state of
             those that do is reset, and a warning says so.
         trains_in_other_processes: whether other processes train; see `TrainingState.load_state_dict`.
     """
@@ -117,7 +117,8 @@ def load(
     Args:
         directory: where the checkpoint is.
         options: which one, and how.
-        declared: the declarations of the run, which those of the checkpoint have to match, except for the dtypes of
+        declared: the declarations of the run, which the declarations of the checkpoint have to match, except for the
+            dtypes of
             tables: values are rounded to the nearest, and a warning says so.
         network: gets the tensors of the model.
         state: gets the state of training.
@@ -175,15 +176,15 @@ def load_rows(
 ) -> dict[str, LoadedTable]:
     """Loads rows of some tables into PSs; see `Trainer.load_rows`."""
     reader = CheckpointReader(directory, step)
-    mine = servers[0].tables()
-    names = [name for name in mine if name in reader.manifest.tables] if tables is None else list(tables)
+    declared = servers[0].tables()
+    names = [name for name in declared if name in reader.manifest.tables] if tables is None else list(tables)
     for name in names:
-        if name not in mine or name not in reader.manifest.tables:
-            place = "the model" if name not in mine else reader.path
+        if name not in declared or name not in reader.manifest.tables:
+            place = "the model" if name not in declared else reader.path
             raise CheckpointError(f"There is no table {name!r} in {place}.", path=reader.path, table=name)
-        if mine[name].dim != reader.manifest.tables[name].dim:
+        if declared[name].dim != reader.manifest.tables[name].dim:
             raise CheckpointError(
-                f"{reader.path}: table {name!r} has dim {mine[name].dim}, in the checkpoint "
+                f"{reader.path}: table {name!r} has dim {declared[name].dim}, in the checkpoint "
                 f"{reader.manifest.tables[name].dim}.",
                 path=reader.path,
                 table=name,
@@ -334,12 +335,12 @@ def _warn_of_capacity(reader: CheckpointReader, table: Table, evicted: int, rows
     )  # fmt: skip
 
 
-def _other_accumulator(mine: EmbeddingOptimizer | None, theirs: EmbeddingOptimizer | None) -> float | None:
+def _other_accumulator(declared: EmbeddingOptimizer | None, recorded: EmbeddingOptimizer | None) -> float | None:
     """Returns the checkpoint's initial accumulator if the table has the default and it is another one."""
-    if not isinstance(mine, Adagrad | RowwiseAdagrad) or not isinstance(theirs, Adagrad | RowwiseAdagrad):
+    if not isinstance(declared, Adagrad | RowwiseAdagrad) or not isinstance(recorded, Adagrad | RowwiseAdagrad):
         return None
-    first = theirs.initial_accumulator
-    return first if first != mine.initial_accumulator == INITIAL_ACCUMULATOR else None
+    first = recorded.initial_accumulator
+    return first if first != declared.initial_accumulator == INITIAL_ACCUMULATOR else None
 
 
 def _exported(servers: Sequence[EmbeddingPS]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
@@ -377,13 +378,13 @@ def _has_state(reader: CheckpointReader, table: str) -> bool:
 
 
 def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:
-    mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(mine.keys() | theirs.keys()):
-        if mine.get(name) != theirs.get(name):
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    recorded = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(shapes.keys() | recorded.keys()):
+        if shapes.get(name) != recorded.get(name):
             raise CheckpointError(
-                f"{directory}: the model's tensor {name!r} is {theirs.get(name, 'missing')} in the checkpoint and "
-                f"{mine.get(name, 'missing')} here. Build the model as it was when the checkpoint was written.",
+                f"{directory}: the model's tensor {name!r} is {recorded.get(name, 'missing')} in the checkpoint and "
+                f"{shapes.get(name, 'missing')} here. Build the model as it was when the checkpoint was written.",
                 path=directory,
                 tensor=name,
             )
@@ -391,23 +392,27 @@ def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], direc
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], directory: str, new: bool) -> bool:
     """Returns whether the network's optimizer can continue with its state."""
-    mine = _kind_of_optimizer(optimizer, optimizer.state_dict())
-    theirs = _kind_of_optimizer(state["optimizer_class"], state["optimizer"])
-    if mine != theirs and not new:
+    own_kind = _kind_of_optimizer(optimizer, optimizer.state_dict())
+    recorded_kind = _kind_of_optimizer(state["optimizer_class"], state["optimizer"])
+    if own_kind != recorded_kind and not new:
         raise CheckpointError(
-            f"{directory}: the optimizer is {theirs} in the checkpoint and {mine} here. Make the optimizer as it was, "
-            "or load with new_optimizer=True.",
+            f"{directory}: the optimizer is {recorded_kind} in the checkpoint and {own_kind} here. Make the "
+            "optimizer as it was, or load with new_optimizer=True.",
             path=directory,
         )
-    if mine != theirs:
-        LOG.warning("The optimizer's state is reset: the optimizer is %s in the checkpoint and %s here.", theirs, mine)
-    return mine == theirs
+    if own_kind != recorded_kind:
+        LOG.warning(
+            "The optimizer's state is reset: the optimizer is %s in the checkpoint and %s here.",
+            recorded_kind,
+            own_kind,
+        )
+    return own_kind == recorded_kind
 
 
-def _check_seed(mine: int, theirs: int, directory: str) -> None:
-    if theirs != mine:
+def _check_seed(seed: int, recorded: int, directory: str) -> None:
+    if recorded != seed:
         raise CheckpointError(
-            f"{directory}: rows were initialised with seed {theirs}, and new ones would be with {mine}. "
+            f"{directory}: rows were initialised with seed {recorded}, and new ones would be with {seed}. "
             "Set the same seed.",
             path=directory,
         )

@@ -91,16 +91,16 @@ class TrainingLoop:
         state, network, replicas = self._state, self._network, self._network.replicas
         drawn, stopped_at, complete = 0, None, False
         read = self._counted(source)
-        mine = _in_turn(read, state.position, batches, self._embeddings.connection)
+        own_batches = _in_turn(read, state.position, batches, self._embeddings.connection)
         # As far ahead as the mode's gate allows, in background threads: read a batch, look up its rows at the embedding
         # workers. With nothing to hide, the loop does so itself as it draws a batch; see `nn/inline_pass.py`.
-        prepared = self._embeddings.prefetch(mine, replicas, start=state.position, endless=source.endless)
+        prepared = self._embeddings.prefetch(own_batches, replicas, start=state.position, endless=source.endless)
         try:
-            with _told_errors(prepared):
+            with _closing_with_error(prepared):
                 for batch in prepared:
                     step = state.global_step + 1
                     with self._embeddings.tracer.span(STEP, step, batch.batch_id or 0):
-                        # The backward pass pushes the gradients of rows, and averages those of the network.
+                        # The backward pass pushes the gradients of rows, and averages the network's.
                         logits, loss = self._forward_backward(batch, all_reduce=True)
                         updated = network.apply()  # At the last batch of a step: clipping, optimizer.
                     drawn += 1
@@ -176,7 +176,7 @@ class TrainingLoop:
 
 
 @contextlib.contextmanager
-def _told_errors(prepared: Generator[PreparedBatch, None, None]) -> Iterator[None]:
+def _closing_with_error(prepared: Generator[PreparedBatch, None, None]) -> Iterator[None]:
     """Ends a training pass with the loop over it; with the loop's error, which shortens the wait for its pushes."""
     with contextlib.closing(prepared):
         try:

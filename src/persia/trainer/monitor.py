@@ -56,7 +56,7 @@ class Monitor:
         self._observed_at = -math.inf
 
     def trained(self, rows: int, loss: float) -> None:
-        """Counts a batch, and keeps the loss that is known now: its own, or on a GPU that of the batch before."""
+        """Counts a batch, and keeps the loss that is known now: its own, or on a GPU the loss of the batch before."""
         self._rows += rows
         self._loss = loss
         # Here, as metrics change in this thread only. It takes milliseconds, so only while somebody looks.
@@ -72,7 +72,7 @@ class Monitor:
         staleness = embeddings.staleness
         # `EmbeddingWorkers`, the facade of several processes, counts them; a worker in this process loses none.
         pushed = embeddings.push_log.counts(getattr(embeddings.connection.worker, "lost_gradients", 0))
-        found = figures(
+        readings = figures(
             "nn",
             {
                 "step": self._state.global_step,
@@ -90,18 +90,18 @@ class Monitor:
             },
         )
         if self._loss is not None:
-            found.append(Metric("nn_loss", self._loss, {}))
+            readings.append(Metric("nn_loss", self._loss, {}))
         if not math.isnan(self._auc):
-            found.append(Metric("nn_auc", self._auc, {}))
+            readings.append(Metric("nn_auc", self._auc, {}))
         for reason, rows in (("absent", pushed.absent), ("non_finite", pushed.non_finite)):
-            found.append(Metric("nn_dropped_rows", rows, {"reason": reason}))
+            readings.append(Metric("nn_dropped_rows", rows, {"reason": reason}))
         reasons = {"released": pushed.released, "lost": pushed.lost_batches, "lost_gradient": pushed.lost_gradients}
-        found += [Metric("nn_dropped_batches", count, {"reason": reason}) for reason, count in reasons.items()]
-        found += _compression(self._network.optimizer)
+        readings += [Metric("nn_dropped_batches", count, {"reason": reason}) for reason, count in reasons.items()]
+        readings += _compression(self._network.optimizer)
         if self._state.stream is not None:
-            found += self._state.stream.observe()
+            readings += self._state.stream.observe()
         return Readings(
-            found,
+            readings,
             [embeddings.waits.latency("nn_wait_seconds"), self._network.times.latency("nn_step_seconds")],
         )
 

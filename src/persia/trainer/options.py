@@ -49,7 +49,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         checkpoint_dir: where checkpoints go; None for none.
         checkpoint_every_steps: global steps between two checkpoints during `fit`; None for one at its end. They are
             written in the background; one that is due while another is being written is left out.
-        checkpoint_every_seconds: likewise, by time.
+        checkpoint_every_seconds: seconds between two checkpoints.
         checkpoint_consistent: whether all rows of such a checkpoint are of one step. Otherwise a row is as it was when
             it was written, and PSs keep no old rows aside. `Sync` is always consistent.
         checkpoint_share: maximum share of this machine's processors that a checkpoint takes while it is written in the

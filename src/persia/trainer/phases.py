@@ -213,14 +213,14 @@ class Phases:
         due = entry[1] if entry is not None and entry != before else None
         self._state.schedule_entry = entry
         replicas = self._network.replicas
-        wanted = replicas.run_on_rank0(lambda: self._requested() or due, Mode | None)
-        if wanted is not None and wanted != self._state.mode:
+        next_mode = replicas.run_on_rank0(lambda: self._requested() or due, Mode | None)
+        if next_mode is not None and next_mode != self._state.mode:
             if self._ended_phase is None:
                 now = time.monotonic()
                 self._ended_phase = _EndedPhase(self._state.mode, now, now)
-            self._state.change_mode(wanted)
+            self._state.change_mode(next_mode)
         replicas.clear_stop_request()
-        return wanted is not None
+        return next_mode is not None
 
     def _requested(self) -> Mode | None:
         """Returns the mode that was requested, if any; rejects one that cannot run here."""
@@ -260,7 +260,7 @@ class Phases:
     def raise_if_nn_workers_died(self) -> None:
         """Raises NNWorkersDiedError if NN workers died in the last phase and the others cannot train without them.
 
-        Collectives of torch.distributed need all ranks. A cluster with replicas of its own continues with the living.
+        Collectives of torch.distributed need all ranks. A cluster with its own replicas continues with the living.
         """
         if self._dead and self._connection.replicas is None:
             ranks = ", ".join(map(str, self._dead))

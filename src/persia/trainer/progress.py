@@ -53,11 +53,10 @@ class FitResult(msgspec.Struct, frozen=True):
             before it was trained, so it was new to the model. Of no rows if the call has later passes only.
         training: metrics of the training logits of this call in later passes, on rows that the model has seen. They say
             how well it fits its data, not how well it predicts. Of no rows without such passes.
-        history: progressive metrics of all calls so far, those before a resume included. The counts below continue
-            likewise.
+        history: progressive metrics of all calls so far, calls before a resume included. So are the counts below.
         evaluation: metrics on `eval_data` after training, or None.
         staleness_mean: measured, in own steps; continues like the counts.
-        staleness_max: likewise.
+        staleness_max: maximum, measured in the same way.
         stored_rows: rows in the embedding store at the end.
         stored_bytes: memory of the store at the end.
         absent_rows: gradient rows skipped because their id had no row (not admitted, or evicted).
@@ -67,7 +66,7 @@ class FitResult(msgspec.Struct, frozen=True):
         lost_gradients: batches trained whose embedding gradients were lost with their embedding worker.
         row_staleness_mean: in asynchronous modes, steps by which a row was newer than what its gradient was computed
             with, over all rows of gradients.
-        row_staleness_max: likewise.
+        row_staleness_max: maximum of the same.
         asynchronous: report of asynchronous modes, since the cluster began; None if there were none.
         mode_choices: decisions of the mode Auto since the cluster started, one per window.
         nothing_left: why nothing was trained, and what to do, if the call had nothing left to train; else empty.
@@ -105,8 +104,8 @@ class FitResult(msgspec.Struct, frozen=True):
     @property
     def scored(self) -> list[tuple[str, MetricsResult]]:
         """The metrics of the training logits of this call that have rows, by name; `progressive` if there are none."""
-        found = [(name, metrics) for name in ("progressive", "training") if (metrics := getattr(self, name)).rows]
-        return found or [("progressive", self.progressive)]
+        scored = [(name, metrics) for name in ("progressive", "training") if (metrics := getattr(self, name)).rows]
+        return scored or [("progressive", self.progressive)]
 
     def __str__(self) -> str:
         """Returns a summary of three lines, and one more if rows were not finite; `repr` has all fields."""
@@ -227,15 +226,15 @@ class FitProgress:
             "seed": str(declared.options.seed),
         }
         failed = True
-        begun: list[Tracker] = []
+        started: list[Tracker] = []
         try:
             for tracker in self._trackers:
                 tracker.begin(parameters)
-                begun.append(tracker)
+                started.append(tracker)
             yield
             failed = False
         finally:
-            for tracker in begun:
+            for tracker in started:
                 tracker.end(failed)
 
     def check_pass(self) -> None:
@@ -335,22 +334,22 @@ class FitProgress:
         Raises:
             DivergedError: on all NN workers; the message names tables and features.
         """
-        found = self._non_finite()
-        if found:
+        non_finite = self._non_finite()
+        if non_finite:
             raise DivergedError(
-                f"Gradients are not finite, though the logits are: {named(found)}. These rows stay as they were. Look "
-                'at how the model uses these features, or lower the learning rates; with nonfinite = "warn" training '
-                "goes on without these gradients.",
-                tables=[each.table for each in found],
-                features=[name for each in found for name in each.features],
-                step=found[0].step,
+                f"Gradients are not finite, though the logits are: {named(non_finite)}. These rows stay as they were. "
+                'Look at how the model uses these features, or lower the learning rates; with nonfinite = "warn" '
+                "training goes on without these gradients.",
+                tables=[each.table for each in non_finite],
+                features=[name for each in non_finite for name in each.features],
+                step=non_finite[0].step,
             )
 
     def _non_finite(self) -> list[NonFiniteRows]:
         """Returns the non-finite rows of this call that all NN workers know of, by table."""
-        mine = msgspec.json.encode(self._embeddings.push_log.non_finite.found())
+        own_rows = msgspec.json.encode(self._embeddings.push_log.non_finite.found())
         return merged(
-            [msgspec.json.decode(part, type=list[NonFiniteRows]) for part in self._network.replicas.gather(mine)]
+            [msgspec.json.decode(part, type=list[NonFiniteRows]) for part in self._network.replicas.gather(own_rows)]
         )
 
     @property

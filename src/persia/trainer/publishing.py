@@ -107,8 +107,8 @@ class Publishing:
         """Begins a new epoch, in the background.
 
         Raises:
-            CheckpointError: the URL is not that of a file system.
-            ConfigError: the URL is not that of a topic.
+            CheckpointError: the URL is not a file system's.
+            ConfigError: the URL is not a topic's.
             MissingExtraError: a package for the URL is not installed.
         """
         if self._options is None:
@@ -183,10 +183,10 @@ class Publishing:
         """Returns the age of the published network, and whether publishing fails; empty without. Thread-safe."""
         if self._options is None:
             return {}
-        found: dict[str, float] = {"publish_failing": bool(self._error)}
+        metrics: dict[str, float] = {"publish_failing": bool(self._error)}
         if self._fresh is not None:
-            found["publish_age_seconds"] = time.monotonic() - self._fresh
-        return found
+            metrics["publish_age_seconds"] = time.monotonic() - self._fresh
+        return metrics
 
     def _take_copy(self) -> None:
         tensors = {
@@ -343,7 +343,7 @@ class _Run:
         self._writer.remove_old()
 
     def write_drift(self, reference: DriftReference | None) -> None:
-        """Writes the distributions of training beside the network, if there are other ones than before."""
+        """Writes the distributions of training next to the network, if they have changed."""
         if reference is None or self._epoch is None or self._drift == (self._epoch, reference):
             return
         write_drift(self._storage, self._epoch, reference)

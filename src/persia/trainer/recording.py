@@ -80,7 +80,7 @@ class ScheduleRecorder:
         if not records.reads:
             return
         local_batch = max(local_batch, *(read.rows for read in records.reads))
-        found = recorded(self._state.mode, self._nn_workers, local_batch, self._step, records)
+        schedule = recorded(self._state.mode, self._nn_workers, local_batch, self._step, records)
         path = Path(self._directory) / f"phase-{self._number}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        found.save(path)
+        schedule.save(path)

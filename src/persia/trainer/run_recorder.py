@@ -111,8 +111,8 @@ class RunRecorder:
         record.tables = {name: dict(counters) for name, counters in tables.items()}
         if evaluation is not None:
             record.evaluation = {
-                label: {"auc": _number(found.auc), "log_loss": _number(found.log_loss)}
-                for label, found in evaluation.labels.items()
+                label: {"auc": _number(scores.auc), "log_loss": _number(scores.log_loss)}
+                for label, scores in evaluation.labels.items()
             }
         if self._last is not None:
             record.features = self._embeddings.feature_costs(self._last)

@@ -14,7 +14,7 @@ from persia.types import Floats, Int32Array
 __all__ = ["PARTS", "ScoresState", "TrainingScores"]
 
 ScoresState = dict[str, Any]
-"""State of `TrainingScores`: that of each of `PARTS` by name, `repeats` and `again`."""
+"""State of `TrainingScores`: the state of each of `PARTS` by name, `repeats` and `again`."""
 
 PARTS: Final = ("earlier", "progressive", "training")
 
@@ -29,7 +29,7 @@ class TrainingScores:
     def __init__(self, labels: Sequence[str]) -> None:
         self._labels = list(labels)
         self.earlier = Metrics(labels)
-        """Progressive metrics of earlier calls; on rank 0 those of all NN workers before a resume or a restart."""
+        """Progressive metrics of earlier calls; on rank 0 of all NN workers before a resume or a restart."""
         self.progressive = Metrics(labels)
         """Rows of this call that were new to the model: each was scored before it was ever trained."""
         self.training = Metrics(labels)
@@ -47,7 +47,7 @@ class TrainingScores:
         """Begins a call of `fit`.
 
         Args:
-            data: its attribute `new_rows_each_epoch` says whether each pass has rows of its own.
+            data: its attribute `new_rows_each_epoch` says whether each pass has its own rows.
         """
         self.again = False
         self.earlier = self.history()
@@ -76,9 +76,9 @@ class TrainingScores:
 
     def end_window(self) -> float:
         """Begins another window; returns the AUC of the last one, mean over the labels that have both classes."""
-        found = mean(window.result() for window in self._window)
+        auc = mean(window.result() for window in self._window)
         self.begin_window()
-        return found
+        return auc
 
     def history(self) -> Metrics:
         """Returns the progressive metrics of all calls, this one included."""

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM during `Trainer.fit`: the first one ends it at a step boundary, a second one at once."""
+"""SIGINT and SIGTERM during `Trainer.fit`: the first one ends it at a step boundary, a second one immediately."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def stoppable(
     def outcome() -> str:
         return saved(directory, resume_line)
 
-    ours = {n: found for n in SIGNALS if _replaceable(found := signal.getsignal(n))}
+    ours = {n: handler for n in SIGNALS if _replaceable(handler := signal.getsignal(n))}
 
     def restore() -> None:
         for number, handler in ours.items():
@@ -94,8 +94,8 @@ def terminable() -> Iterator[None]:
     def handle(number: int, _: FrameType | None) -> None:
         raise _exception(number)
 
-    found = signal.getsignal(signal.SIGTERM)
-    if not _replaceable(found):
+    handler = signal.getsignal(signal.SIGTERM)
+    if not _replaceable(handler):
         yield
         return
     handle.__module__ = __name__
@@ -103,7 +103,7 @@ def terminable() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, found)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def saved(directory: str | None, resume_line: Callable[[str, int], str]) -> str:
@@ -111,17 +111,17 @@ def saved(directory: str | None, resume_line: Callable[[str, int], str]) -> str:
     if directory is None:
         return "Nothing was saved: give a directory for checkpoints (`TrainerOptions.checkpoint_dir`, or --output)."
     try:
-        found = list_checkpoints(directory)
+        checkpoints = list_checkpoints(directory)
     except (PersiaError, OSError) as error:
         return f"{directory} cannot be read: {error}"
-    if not found:
+    if not checkpoints:
         return f"Nothing was saved: there is no checkpoint in {directory} yet."
-    step = found[-1].step
+    step = checkpoints[-1].step
     return f"Step {step} is saved in {directory}. To resume:\n\n    {resume_line(directory, step)}\n"
 
 
 def _replaceable(handler: Any) -> bool:
-    """Returns whether a handler may be replaced: the default, that of `terminable`, or Ray's, not the program's own."""
+    """Returns whether a handler may be replaced: the default, `terminable`'s, or Ray's, not the program's own."""
     if handler in (signal.SIG_DFL, signal.default_int_handler):
         return True
     module = str(getattr(handler, "__module__", ""))

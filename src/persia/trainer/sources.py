@@ -97,7 +97,7 @@ class LocalSource:
         self._kept: dict[int, Batch | FedBatch] = {}
         self._failure: Exception | None = None
         """The error that ended `_rest`. It is kept, as a generator that has raised an error raises no other."""
-        # The reading thread of a phase that was left may still be within `next` when that of the next phase begins.
+        # The reading thread of a phase that was left may still be within `next` when the next phase's thread begins.
         self._lock = threading.Lock()
 
     def read(self, number: int) -> Batch | FedBatch | None:
@@ -111,9 +111,9 @@ class LocalSource:
             return self._read(number)
 
     def _read(self, number: int) -> Batch | FedBatch | None:
-        kept = self._kept.get(number)
-        if kept is not None:
-            return kept
+        batch = self._kept.get(number)
+        if batch is not None:
+            return batch
         if number < self._following:
             if self._reopen is None:
                 raise DataError(
@@ -207,7 +207,7 @@ class StreamSource(LoaderSource):
         self._state = state
 
     def read(self, number: int) -> Batch | FedBatch | None:
-        """Returns a batch; blocks until it has come, and with it those of the other NN workers in its step."""
+        """Returns a batch; blocks until it has come, and with it the batches of the other NN workers in its step."""
         if self._on_demand:
             return self._stream_loader.take_on_demand(self._epoch, number).batch
         return super().read(number)
@@ -254,21 +254,21 @@ def set_input_rules(data: Iterable[Batch] | None, state: TrainingState) -> None:
     state.input_rules = input_rules_of(data) or state.input_rules
 
 
-def parts_of(data: Seekable, wanted: Pass | None) -> Seekable:
+def parts_of(data: Seekable, current: Pass | None) -> Seekable:
     """Returns a source of the parts that a pass reads; all of them for None."""
-    if wanted is None or wanted.read is None or wanted.order is None:
+    if current is None or current.read is None or current.order is None:
         return data
     if not isinstance(data, Divisible):
         raise DataError(
-            f"The pass under way reads {len(wanted.read)} parts of the data, and a {type(data).__name__} reads them as "
-            "a whole. All NN workers have to be given the same data."
+            f"The pass under way reads {len(current.read)} parts of the data, and a {type(data).__name__} reads them "
+            "as a whole. All NN workers have to be given the same data."
         )
-    divided: Seekable = data.of_parts(wanted.order, wanted.read)
+    divided: Seekable = data.of_parts(current.order, current.read)
     return divided
 
 
 def scheduled(data: Iterable[Batch] | Seekable, progress: DataProgress) -> Iterable[Batch] | Seekable:
-    """Returns a source for data loaders, of which each pass is that of its number in the run."""
+    """Returns a source for data loaders, each of whose passes has its number in the run."""
     if isinstance(data, StreamPosition) or not isinstance(data, Seekable) or progress.uniform():
         return data
     return ScheduledSource(data, progress)
@@ -290,11 +290,11 @@ class ScheduledSource:
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Iterates over a pass by its number; see `persia.services.Seekable`."""
-        wanted, (index, count) = self._progress.at(epoch), self._shard
-        parts = parts_of(self._data, wanted)
+        current, (index, count) = self._progress.at(epoch), self._shard
+        parts = parts_of(self._data, current)
         if count > 1 and isinstance(parts, Sharded):
-            return parts.shard(index, count).batches(wanted.epoch, start)
-        return itertools.islice(parts.batches(wanted.epoch, start * count + index), None, None, count)
+            return parts.shard(index, count).batches(current.epoch, start)
+        return itertools.islice(parts.batches(current.epoch, start * count + index), None, None, count)
 
     def shard(self, index: int, count: int) -> ScheduledSource:
         """Returns the batches with number % count == index; see `persia.services.Sharded`."""

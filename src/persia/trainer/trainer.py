@@ -47,7 +47,7 @@ __all__ = ["FitResult", "Trainer", "TrainerOptions"]
 class Trainer:
     """Trains, evaluates, saves and resumes a recommender. Not thread-safe; calls block.
 
-    With several NN workers each has a Trainer of its own, in a process where torch.distributed is initialised; all make
+    With several NN workers each has its own Trainer, in a process where torch.distributed is initialised; all make
     the same calls. They train one network: batches go to them in turn, gradients are averaged by rows, and results are
     the same on each.
 
@@ -150,8 +150,8 @@ class Trainer:
     def switch(self, mode: Mode) -> None:
         """Trains in another mode from the next step boundary on; hyper-parameters, rows and optimizer state stay.
 
-        Returns at once, and may be called from any thread, also while `fit` runs; with several NN workers, on one of
-        them. Before or between calls of `fit`, the next one begins with it. It ends the rule of an `Auto`.
+        Returns immediately, and may be called from any thread, also while `fit` runs; with several NN workers, on one
+        of them. Before or between calls of `fit`, the next one begins with it. It ends the rule of an `Auto`.
 
         Raises:
             ConfigError: the cluster, or this trainer's options, cannot run the mode; training continues as before.
@@ -167,8 +167,8 @@ class Trainer:
     def stop(self) -> None:
         """Ends the current call of `fit` after its step, as `max_steps` does: it saves and returns.
 
-        Returns at once, and may be called from any thread, or from a signal handler; with several NN workers, on one of
-        them. The next call of `fit` continues.
+        Returns immediately, and may be called from any thread, or from a signal handler; with several NN workers, on
+        one of them. The next call of `fit` continues.
         """
         self._stopping = True
 
@@ -193,23 +193,23 @@ class Trainer:
         The next call continues where this one was stopped by `max_steps` or an error, or where a checkpoint was
         written, if it has the same data: readers are recognised by files (size and time of modification), filter,
         split, batch size and shuffling, other data by their method `fingerprint`, or else as the same object. Other
-        data begin at their first batch and at epoch 0. Data that have new files beside such as were trained continue
-        with the new ones. A log line says so. See docs/guide/continue.md.
+        data begin at their first batch and at epoch 0. Data with new files next to files that were trained
+        continue with the new ones. A log line says so. See docs/guide/continue.md.
 
         A stream goes on at its offsets, which are part of checkpoints. One without an end trains until `max_steps`,
         `stop` or a signal.
 
         Signals: the first SIGINT (Ctrl-C) or SIGTERM ends the call after its step. It saves if there is a
         `checkpoint_dir`, prints which step was saved and how to resume, and raises KeyboardInterrupt, or
-        SystemExit(143) for SIGTERM; a later call continues. A second signal raises at once. Handlers are installed in
-        the main thread only, during the call, and do not replace a program's own handlers, which may call `stop`.
+        SystemExit(143) for SIGTERM; a later call continues. A second signal raises immediately. Handlers are installed
+        in the main thread only, during the call, and do not replace a program's own handlers, which may call `stop`.
 
         Args:
             train_data: a reader of `persia.data`, or any iterable of `persia.Batch` (not a one-shot iterator when
                 there are several epochs, or several NN workers). None where the cluster has data loaders, which read.
             eval_data: evaluated at the end, and with `TrainerOptions.keep_best` for each checkpoint: then not a
                 one-shot iterator.
-            epochs: passes over these data in all, those of earlier calls and before a resume included. A call that has
+            epochs: passes over these data in all, passes of earlier calls and before a resume included. A call that has
                 nothing left to do warns and returns.
             max_steps: most global steps of this call.
             again: train the data as if none of them had been trained.
@@ -220,7 +220,7 @@ class Trainer:
                 Or a pass over the data is incomplete, and a change of options or files makes its position meaningless.
             DataError: the data do not yield batches, or one does not fit the schema; earlier ones are trained. Or there
                 is no batch at all (see `TrainerOptions.allow_empty`).
-            DivergedError: logits or loss are not finite: of a batch, whose gradient, on a GPU that of one more, is
+            DivergedError: logits or loss are not finite: of a batch, whose gradient, on a GPU one more, is
                 applied; or of the state that was to be saved or published, which is not. Or gradients are not
                 finite, and `TrainerOptions.nonfinite` is "raise".
             CheckpointError: a checkpoint could not be written; training state is unharmed.
@@ -347,7 +347,7 @@ class Trainer:
         Args:
             directory: where `save` wrote.
             step: the step to load instead of the latest.
-            new_optimizer: let the optimizer of the network, or of tables, differ from that of the checkpoint; its state
+            new_optimizer: let the optimizer of the network, or of tables, differ from the checkpoint's; its state
                 is reset, and a warning says so.
 
         Raises:
@@ -368,7 +368,7 @@ class Trainer:
     def load_rows(
         self, directory: str, tables: Iterable[str] | None = None, *, step: int | None = None, state: bool = True
     ) -> dict[str, loading.LoadedTable]:
-        """Loads embedding rows from a checkpoint, to begin with those of another model; nothing else changes.
+        """Loads embedding rows from a checkpoint, to begin with the rows of another model; nothing else changes.
 
         Rows that are there already are replaced where the checkpoint has the same ids. With several NN workers only
         the first one calls it.
@@ -414,7 +414,7 @@ class Trainer:
         recorded = loading.recorded(directory)
         if options is None:
             options = recorded.options
-            if options.checkpoint_dir is not None:  # The saved one may be relative, or that of a copied run.
+            if options.checkpoint_dir is not None:  # The saved one may be relative, or a copied run's.
                 options = msgspec.structs.replace(options, checkpoint_dir=directory)
         trainer = cls(
             model,

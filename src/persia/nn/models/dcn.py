@@ -25,7 +25,7 @@ class DCNv2(nn.Module):
         schema: the input; names features, dimensions, labels.
         hidden: widths of the deep network's hidden layers.
         cross_layers: number of cross layers; the degree of the crosses is one more.
-        low_rank: W = U V with so many rows in V (paper: a quarter of the width loses little); None: full rank.
+        low_rank: W = U V with this many rows in V (paper: a quarter of the width loses little); None: full rank.
         dropout: share of each hidden layer that is dropped in training.
         outputs: logits per sample; one for each label by default.
 

@@ -17,7 +17,7 @@ __all__ = ["DeepFM"]
 class DeepFM(nn.Module):
     """Sum of first-order terms, pairwise interactions and a deep network (Guo et al., IJCAI 2017, arXiv 1703.04247).
 
-    The paper gives each id a weight of its own besides its embedding. Here the first-order terms are a linear layer on
+    The paper gives each id its own weight besides its embedding. Here the first-order terms are a linear layer on
     the embeddings and dense features, so that one lookup serves all three parts. The pairwise term, the sum of the dot
     products of all pairs of ID-type features, is common to all labels. Un-pooled sequences enter as the mean over
     their ids.

@@ -31,12 +31,12 @@ class DIEN(nn.Module):
     Args:
         schema: the input; names features, dimensions, labels.
         history: pairs of an un-pooled feature and the candidate's feature, such as `[("history", "item")]`; the
-            un-pooled features are aligned, and those of one event are put side by side. By default the un-pooled
+            un-pooled features are aligned, and the features of one event are put side by side. By default the un-pooled
             feature of each table with its first pooled one.
         newest_first: whether the data list the newest event first.
         negatives: un-pooled features of events that did not happen, for the auxiliary loss: aligned with the history,
-            one for each of its sequences. By default those of another sample of the local batch, which depend on how
-            samples are batched.
+            one for each of its sequences. By default the items of another sample of the local batch, which depend on
+            how samples are batched.
         auxiliary: weight of the auxiliary loss; 0 for none.
         hidden: widths of the deep network's hidden layers.
         dropout: share of each hidden layer that is dropped in training.

@@ -19,7 +19,7 @@ __all__ = ["FinalMLP"]
 class FinalMLP(nn.Module):
     """Two-stream perceptron (Mao et al., AAAI 2023, arXiv 2304.00902).
 
-    Each of two perceptrons gets all inputs, weighted by a gate of its own: 2 * sigmoid of a small network on the
+    Each of two perceptrons gets all inputs, weighted by its own gate: 2 * sigmoid of a small network on the
     features that the gate names, or on a learned vector where it names none. The outputs o1, o2 meet in a bilinear
     form by heads: w1 o1 + w2 o2 + sum over heads of o1_h W_h o2_h. Un-pooled sequences enter as the mean over their
     ids.
@@ -27,7 +27,7 @@ class FinalMLP(nn.Module):
     Args:
         schema: the input; names features, dimensions, labels.
         hidden: widths of the first stream's layers; the last one is its output.
-        hidden2: widths of the second stream's layers; those of the first by default.
+        hidden2: widths of the second stream's layers; by default the widths of the first's.
         gates: for each stream the ID-type features that its gate reads, such as `(["user"], ["item"])`.
         gate_hidden: width of the gates' hidden layer.
         heads: of the fusion; divides the last width of both streams.

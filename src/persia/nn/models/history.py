@@ -169,7 +169,7 @@ class NextItem:
             not meet. None takes event t of another sample of the batch for event t. A batch of one sample has none.
 
     Raises:
-        ConfigError: the features do not fit those of the history.
+        ConfigError: the features do not fit the history's.
     """
 
     def __init__(self, schema: Schema, history: HistoryInput, negatives: Sequence[str] | None) -> None:
@@ -199,7 +199,7 @@ class NextItem:
         if self._names is not None:
             values, mask = self._history.aligned(embeddings, self._names)
         else:
-            # Rows of one user often lie beside each other in the data, so the other sample is half a batch away.
+            # Rows of one user often lie next to each other in the data, so the other sample is half a batch away.
             shift = len(events.mask) // 2
             values, mask = events.values.roll(shift, 0), events.mask.roll(shift, 0)
         # An event that did follow is no negative; in a batch of one sample that is every one.

@@ -40,7 +40,7 @@ class HSTU(nn.Module):
     Args:
         schema: the input; names features, dimensions, labels.
         history: pairs of an un-pooled feature and the candidate's feature, such as `[("history", "item")]`; the
-            un-pooled features are aligned, and those of one event are put side by side. By default the un-pooled
+            un-pooled features are aligned, and the features of one event are put side by side. By default the un-pooled
             feature of each table with its first pooled one.
         newest_first: whether the data list the newest event first.
         layers: number of layers.

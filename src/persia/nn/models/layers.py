@@ -150,7 +150,7 @@ def mlp(
 
 
 class SameDim(nn.Module):
-    """Projects all features to one dimension, those of another dimension by a linear layer without bias.
+    """Projects all features to one dimension, features of another dimension by a linear layer without bias.
 
     Args:
         dims: dimension of each feature.

@@ -20,7 +20,7 @@ class MaskNet(nn.Module):
     """Instance-guided masks (Wang, She, Zhang, DLP-KDD 2021, arXiv 2102.07619).
 
     A mask is computed from all embeddings by a network with a wide hidden layer, and multiplies normalised features; a
-    linear layer, layer normalisation and ReLU follow. Blocks on the features lie beside each other ("parallel") or each
+    linear layer, layer normalisation and ReLU follow. Blocks on the features lie side by side ("parallel") or each
     on the output of the one before ("serial"). The dense features enter as one more embedding, by a linear layer.
     Un-pooled sequences enter as the mean over their ids.
 

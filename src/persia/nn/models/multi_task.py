@@ -60,15 +60,15 @@ class MMoE(nn.Module):
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
         x = torch.cat([*(pooled(embeddings[name]) for name in self.features), dense], 1)
-        found = torch.stack([expert(x) for expert in self.experts], 1)
-        mixed = [_mixture(gate(x), found) for gate in self.gates]
+        outputs = torch.stack([expert(x) for expert in self.experts], 1)
+        mixed = [_mixture(gate(x), outputs) for gate in self.gates]
         return torch.cat([tower(part) for tower, part in zip(self.towers, mixed, strict=True)], 1)
 
 
 class PLE(nn.Module):
     """Progressive layered extraction (Tang et al., RecSys 2020).
 
-    At each level every label has experts of its own, beside shared ones, and a gate over both; a gate over all experts
+    At each level every label has its own experts next to shared ones, and a gate over both; a gate over all experts
     feeds the shared ones of the next level. Towers on the last level's outputs give the logits. One level is the
     paper's customised gate control (CGC). Un-pooled sequences enter as the mean over their ids.
 
@@ -149,14 +149,14 @@ class _Extraction(nn.Module):
 
     def forward(self, parts: list[Tensor]) -> list[Tensor]:
         """Returns the output for each task, and the shared one if a level follows; takes one more than tasks."""
-        found = [[expert(x) for expert in group] for group, x in zip(self.experts, parts, strict=True)]  # type: ignore[attr-defined]
-        shared = found[-1]
+        by_group = [[expert(x) for expert in group] for group, x in zip(self.experts, parts, strict=True)]  # type: ignore[attr-defined]
+        shared = by_group[-1]
         outputs = [
             _mixture(gate(x), torch.stack([*own, *shared], 1))
-            for gate, x, own in zip(self.gates, parts[:-1], found[:-1], strict=True)
+            for gate, x, own in zip(self.gates, parts[:-1], by_group[:-1], strict=True)
         ]
         if self.shared_gate is not None:
-            everything = torch.stack([one for group in found for one in group], 1)
+            everything = torch.stack([one for group in by_group for one in group], 1)
             outputs.append(_mixture(self.shared_gate(parts[-1]), everything))
         return outputs
 

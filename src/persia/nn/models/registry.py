@@ -62,8 +62,8 @@ def build(description: ModelDescription, schema: Schema) -> torch.nn.Module:
 
 def description_of(network: torch.nn.Module) -> ModelDescription | None:
     """Returns the description from which `build` has built a network; None if it was made in another way."""
-    found = getattr(network, _ATTRIBUTE, None)
-    return found if isinstance(found, ModelDescription) else None
+    description = getattr(network, _ATTRIBUTE, None)
+    return description if isinstance(description, ModelDescription) else None
 
 
 def _maker(kind: str) -> Callable[..., torch.nn.Module]:

@@ -33,9 +33,9 @@ class SASRec(nn.Module):
         history: pairs of an un-pooled feature and the candidate's feature, such as `[("history", "item")]`; by default
             the un-pooled feature of each table with its first pooled one.
         newest_first: whether the data list the newest event first.
-        negatives: un-pooled features of items that did not follow, as in `DIEN`. By default those of another sample of
-            the batch.
-        next_item: weight of the loss over all positions of the history, beside that of the candidate; 0 for none.
+        negatives: un-pooled features of items that did not follow, as in `DIEN`. By default the items of another sample
+            of the batch.
+        next_item: weight of the loss over all positions of the history, next to the loss of the candidate; 0 for none.
         blocks: number of blocks.
         heads: of the attention; divides the width of an event. The paper has one.
         dropout: share of embeddings, attention outputs and hidden units that is dropped in training.

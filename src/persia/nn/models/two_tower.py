@@ -33,7 +33,8 @@ class TwoTower(nn.Module):
 
     where q_j is the probability that item j is in a sample (section 3): without it, popular items would be negatives
     too often. Other samples with the item of sample i are no negatives of it: those whose embeddings of the item's
-    ID-type features are equal, and not all zero, as those of ids without rows are. The items are those of one forward
+    ID-type features are equal, and not all zero, as features of ids without rows are. The items are all items of one
+    forward
     pass: of the local batch with several NN workers, and of one micro-batch with gradient accumulation. A batch of one
     sample has no negatives, and loss 0. Scores are float32 under autocast, too, as the temperature would magnify their
     rounding. Logits rank items; they are no log-odds, so log loss and normalised entropy say nothing, and predictions

@@ -18,10 +18,10 @@ from persia.nn.transfer import Ready, Transfer, nothing_to_do
 from persia.schema import Schema
 from persia.types import FedBatch
 
-__all__ = ["RowLookup"]
+__all__ = ["TrainingLookup"]
 
 
-class RowLookup:
+class TrainingLookup:
     """Registers batches and looks up their rows for training, in one thread at a time.
 
     Args:
