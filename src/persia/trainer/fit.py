@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, DivergedError
@@ -16,7 +16,7 @@ from persia.trainer.evaluation import no_rows
 from persia.trainer.intervals import Bounds
 from persia.trainer.loop import TrainingLoop
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
-from persia.trainer.sources import BatchSource, set_input_rules, set_local_batch, source_of
+from persia.trainer.sources import set_input_rules, set_local_batch, source_of
 
 __all__ = ["FitCall"]
 
@@ -111,67 +111,69 @@ class FitCall:
         components.network.model.train()
         components.embeddings.train()
         with self._progress.tracked(components.declared):
-            self._train_and_publish()
+            with self._publishing():
+                self._train()
             self._progress.check_trained(self._epochs, self._max_steps)
             return self._finish()
 
-    def _train_and_publish(self) -> None:
-        """Trains, and publishes meanwhile; the first NN worker does that for all."""
-        publishing, rank = self._components.publishing, self._connection.rank
+    def _train(self) -> None:
+        """Trains one pass over the data after the other, and in a pass one phase after the other.
+
+        A phase ends with the pass, at a checkpoint, or at a switch of mode.
+        """
+        components, state, bounds = self._components, self._components.state, self._bounds
+        phases = components.phases
+        while state.data.left(self._epochs) and not bounds.reached():
+            state.data = state.data.begin_pass()
+            source = source_of(self._train_data, state, self._connection, components.network.replicas, fed=self._fed)
+            state.loaded = False
+            while not bounds.reached():
+                if phases.adopt_next_mode():
+                    if self._keeps_recovery_points:  # Else a restart after a death would bring back the mode before.
+                        self._save_recovery_point()
+                    phases.confirm_mode()
+                ended = phases.train(self._loop, source, bounds.steps_left(phases.next_switch))
+                ended = ended and not state.interrupted
+                if ended:
+                    self._progress.check_pass()
+                    state.end_pass()
+                phases.raise_if_nn_workers_died()
+                if self._raises:
+                    self._progress.check_gradients()
+                if bounds.stop_requested() or ended:
+                    break
+                if bounds.checkpoints.due() and components.checkpointing.begin_periodic(self._evaluate):
+                    self._saved_step = state.global_step
+                if bounds.recovery_points.due():
+                    self._save_recovery_point()
+
+    @contextlib.contextmanager
+    def _publishing(self) -> Iterator[None]:
+        """Publishes while the block trains, and shows progress. The first NN worker publishes for all."""
+        components, publishing = self._components, self._components.publishing
+        rank = self._connection.rank
         if rank == 0:
             publishing.begin()
-            self._components.embeddings.idle = publishing.idle if publishing.active else None
+            components.embeddings.idle = publishing.idle if publishing.active else None
         trained = False
         try:
             with self._progress.line:
-                self._train()
+                yield
             if publishing.active:
-                self._components.finite.check()
+                components.finite.check()
             if publishing.drift is not None:
-                publishing.drift.merge(self._components.network.replicas.gather, keep=rank == 0)
+                publishing.drift.merge(components.network.replicas.gather, keep=rank == 0)
             trained = True
         except Exception as error:
             if isinstance(error, DivergedError):
-                self._components.checkpointing.give_up_live()
+                components.checkpointing.give_up_live()
             with contextlib.suppress(Exception):  # The first error says more than a checkpoint's error.
-                self._components.checkpointing.wait()
+                components.checkpointing.wait()
             raise
         finally:
             self._progress.close()
             if rank == 0:
                 publishing.end(last=trained)
-
-    def _train(self) -> None:
-        """Trains one pass over the data after the other."""
-        components, state = self._components, self._components.state
-        while state.data.left(self._epochs) and not self._bounds.reached():
-            state.data = state.data.begin_pass()
-            source = source_of(self._train_data, state, self._connection, components.network.replicas, fed=self._fed)
-            state.loaded = False
-            self._train_pass(source)
-
-    def _train_pass(self, source: BatchSource) -> None:
-        """Trains the rest of a pass, one phase after the other. Each may end at a checkpoint or a switch of mode."""
-        phases, state, bounds = self._components.phases, self._components.state, self._bounds
-        while not bounds.reached():
-            if phases.adopt_next_mode():
-                if self._keeps_recovery_points:  # Else a restart after a death would bring back the mode before.
-                    self._save_recovery_point()
-                phases.confirm_mode()
-            steps = bounds.steps_left(phases.next_switch)
-            ended = phases.train(self._loop, source, steps) and not state.interrupted
-            if ended:
-                self._progress.check_pass()
-                state.end_pass()
-            phases.raise_if_nn_workers_died()
-            if self._raises:
-                self._progress.check_gradients()
-            if bounds.stop_requested() or ended:
-                return
-            if bounds.checkpoints.due() and self._components.checkpointing.begin_periodic(self._evaluate):
-                self._saved_step = state.global_step
-            if bounds.recovery_points.due():
-                self._save_recovery_point()
 
     def _save_recovery_point(self) -> None:
         components = self._components

@@ -255,7 +255,14 @@ class Phases:
         self._stopped_early = False
         if on_demand:
             return self._token_driven(loop, source, steps)
-        return self._synchronous(loop, source, steps)
+        self._begin_synchronous()
+        batches = None if steps is None else steps * self._options.accumulation_steps
+        end = loop.synchronous(source, batches, self._switch_requested)
+        self._recording.end(self._state.local_batch)
+        if end.stopped_at is not None:
+            self._stopped_early = True
+            self._ended_phase = _EndedPhase(self._state.mode, end.stopped_at, time.monotonic())
+        return end.pass_ended
 
     def raise_if_nn_workers_died(self) -> None:
         """Raises NNWorkersDiedError if NN workers died in the last phase and the others cannot train without them.
@@ -268,8 +275,8 @@ class Phases:
             lost = self._lost if self._connection.rank == self._leader else NO_LOSSES
             raise NNWorkersDiedError(f"NN workers {ranks} have died.", ranks=self._dead, lost=lost)
 
-    def _synchronous(self, loop: TrainingLoop, source: BatchSource, steps: int | None) -> bool:
-        """Trains a phase with a replica of the network on each NN worker."""
+    def _begin_synchronous(self) -> None:
+        """Begins a phase with a replica of the network on each NN worker."""
         connection, state = self._connection, self._state
         if self._servers_mode != state.mode:
             replicas = self._network.replicas
@@ -282,14 +289,7 @@ class Phases:
         if connection.tokens is not None and connection.rank == 0:
             connection.tokens.announce(connection.nn_workers, state.local_batch)
         self._phase_began()
-        batches = None if steps is None else steps * self._options.accumulation_steps
         self._last_poll = time.monotonic()
-        end = loop.synchronous(source, batches, self._switch_requested)
-        self._recording.end(state.local_batch)
-        if end.stopped_at is not None:
-            self._stopped_early = True
-            self._ended_phase = _EndedPhase(state.mode, end.stopped_at, time.monotonic())
-        return end.pass_ended
 
     def _switch_requested(self) -> bool:
         """Returns whether NN worker 0 learns here that a switch was requested. Polls the coordinator now and then."""

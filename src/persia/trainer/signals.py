@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from persia.checkpoint import list_checkpoints
 from persia.errors import PersiaError
@@ -17,7 +17,6 @@ from persia.printable import printable
 
 __all__ = ["REPORTED", "saved", "say", "stoppable", "terminable"]
 
-T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -25,18 +24,17 @@ REPORTED = "Training was stopped by a signal; the saved step has been printed."
 """Note on an exception with which `fit` ends."""
 
 
+@contextlib.contextmanager
 def stoppable(
-    fit: Callable[[], T],
     *,
     stop: Callable[[], None],
     step: Callable[[], int],
     directory: str | None,
     resume_line: Callable[[str, int], str],
-) -> T:
-    """Runs a call of `Trainer.fit` that signals can stop, as its docstring says.
+) -> Iterator[None]:
+    """Lets signals stop a call of `Trainer.fit` in the block, as its docstring says.
 
     Args:
-        fit: the call.
         stop: makes it end after its step; called by a signal handler.
         step: returns the global step.
         directory: where it saves; None if it does not.
@@ -47,7 +45,8 @@ def stoppable(
         SystemExit: SIGTERM has come; the status is 143.
     """
     if threading.current_thread() is not threading.main_thread():  # Python runs handlers there only.
-        return fit()
+        yield
+        return
     came: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -71,7 +70,7 @@ def stoppable(
     for number in ours:
         signal.signal(number, handle)
     try:
-        result = fit()
+        yield
     except (KeyboardInterrupt, SystemExit) as error:
         if came:
             say(f"Stopped at once by {_name(came[-1])}; steps since the last checkpoint are lost. {outcome()}")
@@ -84,7 +83,6 @@ def stoppable(
         ending = _exception(came[0])
         ending.add_note(REPORTED)
         raise ending
-    return result
 
 
 @contextlib.contextmanager

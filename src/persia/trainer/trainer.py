@@ -238,17 +238,16 @@ class Trainer:
         check_eval_data(eval_data, self.options)
         self._stopping = False
         self.state.scores.begin(train_data)
-        if isinstance(self.cluster, ProcessCluster) and train_data is not None:
-            remote, data, bounds = self._driver(self.cluster), train_data, {"epochs": epochs, "max_steps": max_steps}
-            return self._stoppable(
-                lambda: remote.fit(data, eval_data, bounds, lambda: self.stopping, again, restart_data)
-            )
-        if not self._outputs_checked:
-            self.step.replicas.run_on_rank0(lambda: check_outputs(self.options), NoneType)
-            self._outputs_checked = True
-        return self._stoppable(
-            lambda: self.fit_here(train_data, eval_data, epochs, max_steps, again=again, restart_data=restart_data)
-        )
+        line, directory = self.resume_line, self.options.checkpoint_dir
+        with signals.stoppable(stop=self.stop, step=lambda: self.global_step, directory=directory, resume_line=line):
+            if isinstance(self.cluster, ProcessCluster) and train_data is not None:
+                bounds = {"epochs": epochs, "max_steps": max_steps}
+                remote = self._driver(self.cluster)
+                return remote.fit(train_data, eval_data, bounds, lambda: self.stopping, again, restart_data)
+            if not self._outputs_checked:
+                self.step.replicas.run_on_rank0(lambda: check_outputs(self.options), NoneType)
+                self._outputs_checked = True
+            return self.fit_here(train_data, eval_data, epochs, max_steps, again=again, restart_data=restart_data)
 
     def fit_here(
         self,
@@ -444,12 +443,6 @@ class Trainer:
         )
         servers = self.embeddings.connection.servers
         return driver.Driver(cluster, make, self.step, self.state, servers, self.declared)
-
-    def _stoppable(self, fit: Callable[[], FitResult]) -> FitResult:
-        directory, line = self.options.checkpoint_dir, self.resume_line
-        return signals.stoppable(
-            fit, stop=self.stop, step=lambda: self.global_step, directory=directory, resume_line=line
-        )
 
 
 def _resume_line(with_cluster: bool, directory: str, step: int) -> str:
