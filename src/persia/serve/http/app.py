@@ -44,7 +44,8 @@ from persia.telemetry.prometheus import exposition
 if TYPE_CHECKING:
     from persia.schema import Schema
     from persia.serve.http.keys import ClientKeys
-    from persia.serve.http.service import PredictionService, RetrievalService
+    from persia.serve.predictor import Predictor
+    from persia.serve.retriever import Retriever
     from persia.telemetry.metrics import Readings
 
 __all__ = ["PredictionServer", "create_app"]
@@ -77,7 +78,7 @@ class PredictionServer:
     """State and handlers of the application. Used from one event loop.
 
     Args:
-        service: predictor, started and closed with the application.
+        predictor: started and closed with the application.
         limits: of requests.
         keys: keys of clients; None if none is needed.
         retriever: started after the predictor, and closed before it; None for a server without `/retrieve`.
@@ -91,17 +92,17 @@ class PredictionServer:
 
     def __init__(
         self,
-        service: PredictionService,
+        predictor: Predictor,
         limits: ServeLimits,
         keys: ClientKeys | None,
-        retriever: RetrievalService | None = None,
+        retriever: Retriever | None = None,
     ) -> None:
         self.failed: Exception | None = None
         self.stopping = False
         self.on_failure: Callable[[], object] = lambda: None
         self.routes = ROUTES if retriever is None else ROUTES | {"/retrieve"}
         self.metrics = ServerMetrics(self.routes)
-        self._service = service
+        self._predictor = predictor
         self._retriever = retriever
         self._limits = limits
         self._secured = keys is not None
@@ -123,7 +124,7 @@ class PredictionServer:
         """Starts the threads and the predictor, which may take minutes; requests are answered with 503 meanwhile."""
         self.stopping = False
         self._forced = asyncio.Event()
-        self._batcher = Batcher(self._service.predict, self._limits, self.metrics.timed)
+        self._batcher = Batcher(self._predictor.predict, self._limits, self.metrics.timed)
         self._conversion = ConversionThread(self._limits.max_queue)
         self._answers = ConversionThread(self._limits.max_queue)  # What is computed does not wait behind bodies.
         if self._retriever is not None:
@@ -154,7 +155,7 @@ class PredictionServer:
     def _stop(self) -> None:
         if self._retriever is not None:
             self._retriever.stop()
-        self._service.stop()
+        self._predictor.stop()
 
     async def _close(self, starting: asyncio.Task[None]) -> None:
         """Ends the threads and the predictor, once what they do is done."""
@@ -167,7 +168,7 @@ class PredictionServer:
         await in_daemon_thread(self._answers.close)
         if self._search is not None:
             await self._search.close()
-        await in_daemon_thread(self._service.close)
+        await in_daemon_thread(self._predictor.close)
 
     async def predict(self, request: Request) -> Response:
         """Handles `POST /predict`."""
@@ -216,7 +217,7 @@ class PredictionServer:
     async def _start(self) -> None:
         while not self.stopping:
             try:
-                await in_daemon_thread(self._service.start, START_SECONDS)
+                await in_daemon_thread(self._predictor.start, START_SECONDS)
             except ClosedError:  # By `stop`.
                 return
             except (PersiaError, OSError) as error:
@@ -232,7 +233,7 @@ class PredictionServer:
                 return
             else:
                 self._ready, self._waits_for = True, ""
-                state = self._service.state()
+                state = self._predictor.state()
                 LOG.info("ready: epoch %d, network of step %d", state.epoch, state.network_step)
                 break
         if self._search is not None and not self.stopping:
@@ -256,10 +257,10 @@ class PredictionServer:
             raise OverloadedError(
                 "The server is not ready: it has read no complete snapshot yet. Try again later.", retry_after=1
             )
-        schema = self._service.schema
+        schema = self._predictor.schema
         if self._model is None or self._model.schema is not schema:
             users = None if self._search is None else self._search.user_features
-            rules = self._service.input_rules
+            rules = self._predictor.input_rules
             document = openapi(schema, self._limits, self._secured, users, rules)
             self._model = _Model(schema, Bodies(schema, self._limits, rules), document)
         return self._model
@@ -305,7 +306,7 @@ class PredictionServer:
         user, items = await self._converted(deadline, model.bodies.user_and_items, kind, body)
 
         def ranked() -> JobResult:
-            found = self._service.rank(user, items)
+            found = self._predictor.rank(user, items)
             return JobResult(found.scores, "scores", found.step, found.epoch)
 
         return await self._scores(model, wanted, PredictionJob(len(items), ranked, deadline))
@@ -322,7 +323,7 @@ class PredictionServer:
     async def _embeddings(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
         def found() -> AnswerBody:
             table, ids = model.bodies.ids(kind, body)
-            rows = self._service.table_rows(table, ids)
+            rows = self._predictor.table_rows(table, ids)
             return embeddings_answer(wanted, table, rows.found, rows.rows, rows.step, rows.epoch)
 
         assert self._conversion is not None
@@ -390,7 +391,7 @@ class PredictionServer:
     def _details(self) -> dict[str, Any]:
         if not self._ready:
             return {"problem": self._waits_for}
-        state = self._service.state()
+        state = self._predictor.state()
         return {
             "epoch": state.epoch,
             "network_step": state.network_step,
@@ -412,16 +413,16 @@ class PredictionServer:
                 overloaded, late = counts.overloaded + thread.overloaded, counts.expired + thread.expired
                 counts = counts._replace(overloaded=overloaded, expired=late)
         index = None if self._search is None else self._search.state()
-        return self.metrics.readings(counts, self._held.total, ready, self._service.state, index)
+        return self.metrics.readings(counts, self._held.total, ready, self._predictor.state, index)
 
 
 def create_app(
-    service: PredictionService,
+    predictor: Predictor,
     *,
     limits: ServeLimits | None = None,
     keys: ClientKeys | None = None,
     local: bool = False,
-    retriever: RetrievalService | None = None,
+    retriever: Retriever | None = None,
 ) -> FastAPI:
     """Returns the application of a prediction server, for any ASGI server; `persia serve` runs it on uvicorn.
 
@@ -429,7 +430,7 @@ def create_app(
     own may be added.
 
     Args:
-        service: predictor.
+        predictor: not started.
         limits: of requests; the defaults if None.
         keys: keys that clients must have; None lets everyone in who can connect.
         local: whether to refuse requests whose Host header is not this host; for servers that only listen to it.
@@ -438,7 +439,7 @@ def create_app(
     Raises:
         MissingExtraError: prometheus_client is not installed.
     """
-    server = PredictionServer(service, limits or ServeLimits(), keys, retriever)
+    server = PredictionServer(predictor, limits or ServeLimits(), keys, retriever)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from persia.serve.http.limits import ServeLimits
-    from persia.serve.http.service import Scored
+    from persia.serve.predictor import Prediction
 
 __all__ = ["Batcher", "BatcherCounts", "JobResult", "PredictionJob", "expired"]
 
@@ -97,7 +97,7 @@ class Batcher:
 
     def __init__(
         self,
-        predict: Callable[[Batch], Scored],
+        predict: Callable[[Batch], Prediction],
         limits: ServeLimits,
         observe: Callable[[str, float], object] = lambda _name, _seconds: None,
     ) -> None:

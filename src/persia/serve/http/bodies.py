@@ -32,8 +32,8 @@ from persia.serve.http.wire import (
 from persia.serve.schema_parts import columns_of, schema_of_columns, with_all_dense
 
 if TYPE_CHECKING:
+    from persia.serve.catalogue import TowerFeatures
     from persia.serve.http.limits import ServeLimits
-    from persia.serve.http.service import FeatureNames
 
 __all__ = ["Bodies", "IdsOfTable", "UsersAndCount"]
 
@@ -129,7 +129,7 @@ class Bodies:
             raise DataError(f"The user has {len(made[0])} rows; give one, and rank for each user by itself.")
         return made[0], self._with_crosses(made[0], made[1])
 
-    def users(self, kind: str, body: bytes, features: FeatureNames) -> UsersAndCount:
+    def users(self, kind: str, body: bytes, features: TowerFeatures) -> UsersAndCount:
         """Returns the users of a `/retrieve` request, in JSON or msgpack.
 
         Args:

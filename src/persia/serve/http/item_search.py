@@ -11,8 +11,9 @@ from persia.serve.http.daemon import in_daemon_thread
 from persia.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
+    from persia.serve.catalogue import TowerFeatures
     from persia.serve.http.bodies import Bodies
-    from persia.serve.http.service import FeatureNames, IndexState, RetrievalService
+    from persia.serve.retriever import Retriever, RetrieverState
 
 __all__ = ["ItemSearch"]
 
@@ -30,16 +31,16 @@ class ItemSearch:
         thread: bodies are converted and items searched in it, in order.
     """
 
-    def __init__(self, retriever: RetrievalService, max_pending: int) -> None:
+    def __init__(self, retriever: Retriever, max_pending: int) -> None:
         self.thread = ConversionThread(max_pending)
         self._retriever = retriever
 
     @property
-    def user_features(self) -> FeatureNames:
+    def user_features(self) -> TowerFeatures:
         """The features that the vector of a user is computed from."""
         return self._retriever.user_features
 
-    def state(self) -> IndexState | None:
+    def state(self) -> RetrieverState | None:
         """Returns the state of the index; None before it has been built."""
         return self._retriever.state()
 

@@ -12,7 +12,8 @@ from persia.telemetry.process import process_metrics
 
 if TYPE_CHECKING:
     from persia.serve.http.batcher import BatcherCounts
-    from persia.serve.http.service import IndexState, ServedState
+    from persia.serve.options import ServeState
+    from persia.serve.retriever import RetrieverState
 
 __all__ = ["ServerMetrics", "least_step"]
 
@@ -45,8 +46,8 @@ class ServerMetrics:
         counts: BatcherCounts,
         held_bytes: int,
         ready: bool,
-        state: Callable[[], ServedState],
-        index: IndexState | None = None,
+        state: Callable[[], ServeState],
+        index: RetrieverState | None = None,
     ) -> Readings:
         """Returns the metrics at this moment.
 
@@ -72,7 +73,7 @@ class ServerMetrics:
         return Readings(found, latencies)
 
 
-def _of_state(state: ServedState) -> list[Metric]:
+def _of_state(state: ServeState) -> list[Metric]:
     values = {
         "epoch": state.epoch,
         "network_step": state.network_step,
@@ -86,7 +87,7 @@ def _of_state(state: ServedState) -> list[Metric]:
     return [*figures("serve", {name: float(value) for name, value in values.items() if math.isfinite(value)}), *psi]
 
 
-def _of_index(index: IndexState) -> list[Metric]:
+def _of_index(index: RetrieverState) -> list[Metric]:
     values: dict[str, float] = {
         "items": index.items,
         "items_step": index.step,
@@ -96,6 +97,6 @@ def _of_index(index: IndexState) -> list[Metric]:
     return figures("serve", values)
 
 
-def least_step(state: ServedState) -> int:
+def least_step(state: ServeState) -> int:
     """Returns the number of global steps that all rows contain; -1 if there are none."""
     return min(state.row_steps.values(), default=-1)

@@ -11,8 +11,8 @@ from persia.serve.schema_parts import columns_of
 
 if TYPE_CHECKING:
     from persia.schema import IdFeature, InputRules, Schema
+    from persia.serve.catalogue import TowerFeatures
     from persia.serve.http.limits import ServeLimits
-    from persia.serve.http.service import FeatureNames
 
 __all__ = ["openapi"]
 
@@ -33,7 +33,7 @@ def openapi(
     schema: Schema,
     limits: ServeLimits,
     secured: bool,
-    users: FeatureNames | None = None,
+    users: TowerFeatures | None = None,
     rules: InputRules = NO_RULES,
 ) -> dict[str, Any]:
     """Returns the document.
@@ -126,7 +126,7 @@ def _retrieve(
     schema: Schema,
     limits: ServeLimits,
     secured: bool,
-    users: FeatureNames,
+    users: TowerFeatures,
     ids: dict[str, Any],
     dense: dict[str, Any],
 ) -> dict[str, Any]:

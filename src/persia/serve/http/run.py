@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import uvicorn
@@ -21,10 +21,13 @@ from persia.errors import ConfigError, PersiaError
 from persia.serve.http.app import create_app
 from persia.serve.http.keys import read_keys
 from persia.serve.http.limits import ServeLimits
-from persia.serve.http.service import PredictionService, RetrievalService
 from persia.serve.http.uvicorn_protocol import limited_protocol
 from persia.telemetry.logs import get_logger
 from persia.telemetry.process import LOOPBACK, check_port
+
+if TYPE_CHECKING:
+    from persia.serve.predictor import Predictor
+    from persia.serve.retriever import Retriever
 
 __all__ = ["HttpOptions", "Listening", "run_server"]
 
@@ -91,10 +94,10 @@ class Listening(NamedTuple):
 
 
 def run_server(
-    service: PredictionService,
+    predictor: Predictor,
     options: HttpOptions,
     listening: Callable[[Listening], object] = lambda _: None,
-    retriever: RetrievalService | None = None,
+    retriever: Retriever | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM. Blocks. Outside of the main thread only `Listening.stop` ends it.
 
@@ -103,7 +106,7 @@ def run_server(
     and is not closed.
 
     Args:
-        service: predictor, which is started and closed.
+        predictor: which is started and closed.
         options: of the server.
         listening: called once the port is open.
         retriever: of this predictor, which is started and closed, too; None for a server without `/retrieve`.
@@ -122,7 +125,7 @@ def run_server(
         )
     if options.insecure and keys is not None:
         LOG.warning("insecure is set, but keys are needed all the same")
-    app = create_app(service, limits=options.limits, keys=keys, local=local and keys is None, retriever=retriever)
+    app = create_app(predictor, limits=options.limits, keys=keys, local=local and keys is None, retriever=retriever)
     server = app.state.server
     with _bound(options) as listener:
         scheme = "http" if options.tls_cert is None else "https"
