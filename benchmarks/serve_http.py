@@ -36,7 +36,7 @@ from persia.publish import PublishOptions
 from persia.serve import Predictor
 from persia.serve.client import _samples
 from persia.serve.http.app import INLINE_BYTES
-from persia.serve.http.wire import MSGPACK
+from persia.serve.http.codecs.codec import MSGPACK
 
 BATCH = {"smoke": 16, "laptop": 256, "full": 256}
 SECONDS = {"smoke": 0.3, "laptop": 20.0, "full": 60.0}

@@ -15,10 +15,11 @@ import persia
 from persia.errors import DataError
 from persia.serve.client import _samples
 from persia.serve.http.bodies import Bodies
+from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK, MalformedBodyError
+from persia.serve.http.codecs.msgpack_codec import array_of
 from persia.serve.http.limits import ServeLimits
-from persia.serve.http.wire import ARROW, JSON, MSGPACK, MalformedBodyError, array_of
 from support.old_arrow import old_compressed
-from support.served import SCHEMA
+from support.served import CODEC, SCHEMA
 
 LIMITS = ServeLimits(max_rows=100, max_values=1000)
 LARGE = "x" * 100_000
@@ -123,7 +124,7 @@ def same(found):
     ids=str,
 )
 def test_all_forms_of_samples_are_the_same(kind, body):
-    found = BODIES.samples(kind, body)
+    found = BODIES.samples(CODEC[kind], body)
     same(found.slice(0, 3))
 
 
@@ -241,20 +242,20 @@ TAKEN = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_arrow_columns_of_all_types_that_readers_take(name, tmp_path):
     table = TAKEN[name]
-    same(BODIES.samples(ARROW, as_arrow(table)))
+    same(BODIES.samples(CODEC[ARROW], as_arrow(table)))
     same(next(iter(persia.data.arrow(table, SCHEMA, require_labels=False))))
 
 
 def test_columns_without_values_are_taken():
     table = TABLE.set_column(0, "user", pa.nulls(3)).set_column(1, "tags", pa.array([[None], [], [None, None]]))
-    found = BODIES.samples(ARROW, as_arrow(table))
+    found = BODIES.samples(CODEC[ARROW], as_arrow(table))
     assert [len(found.id_features[name].values) for name in ("user", "tags", "code")] == [0, 0, 3]
 
 
 @pytest.mark.parametrize(("kind", "body", "message"), REFUSED, ids=[f"{k}-{m}" for k, _, m in REFUSED])
 def test_bad_samples_are_refused_with_what_is_wrong(kind, body, message):
     with pytest.raises(DataError, match=message) as error:
-        BODIES.samples(kind, body)
+        BODIES.samples(CODEC[kind], body)
     assert isinstance(error.value, MalformedBodyError) == ("not valid" in message or "not a valid" in message)
 
 
@@ -262,7 +263,7 @@ def test_a_user_and_items_have_the_features_between_them():
     user = {"features": {"user": [5], "tags": [[1, 2]]}, "dense": {"age": [4.0]}}
     items = {"features": {"code": [1, 2]}, "dense": {"price": [0.5, 1.5]}}
     for kind, encode in ((JSON, as_json), (MSGPACK, as_msgpack)):
-        mine, theirs = BODIES.user_and_items(kind, encode({"user": user, "items": items}))
+        mine, theirs = BODIES.user_and_items(CODEC[kind], encode({"user": user, "items": items}))
         np.testing.assert_array_equal(mine.dense, [[np.nan, 4.0]])
         np.testing.assert_array_equal(theirs.dense, [[0.5, np.nan], [1.5, np.nan]])
         whole = {"user": [5, 5], "tags": [[1, 2]] * 2, "code": [1, 2], "price": [0.5, 1.5], "age": [4.0] * 2}
@@ -288,7 +289,7 @@ def test_bad_rankings_are_refused(user, items, message):
     body = {"user": {"features": user}, "items": {"features": items}}
     for kind, encode in ((JSON, as_json), (MSGPACK, as_msgpack)):
         with pytest.raises(DataError, match=message):
-            BODIES.user_and_items(kind, encode(body))
+            BODIES.user_and_items(CODEC[kind], encode(body))
 
 
 def test_ids_of_a_table():
@@ -296,17 +297,17 @@ def test_ids_of_a_table():
         (JSON, as_json, [1, "2", "a"]),
         (MSGPACK, as_msgpack, [1, 2, "a"]),
     ):
-        table, found = BODIES.ids(kind, encode({"table": "user", "ids": ids}))
+        table, found = BODIES.ids(CODEC[kind], encode({"table": "user", "ids": ids}))
         wanted = persia.Batch.from_columns(SCHEMA, {**COLUMNS, "user": [1, 2, "a"]}, require_labels=False)
         assert table == "user"
         np.testing.assert_array_equal(found, wanted.id_features["user"].values)
     packed = as_msgpack({"table": "code", "ids": array_of(np.array([3, 4], np.uint64))})
-    np.testing.assert_array_equal(BODIES.ids(MSGPACK, packed).ids, np.array([3, 4], np.uint64), strict=True)
+    np.testing.assert_array_equal(BODIES.ids(CODEC[MSGPACK], packed).ids, np.array([3, 4], np.uint64), strict=True)
     for ids, message in (([1, None], "no id, or several, at row 1"), ([[1, 2]], "row 0"), (BIG, "101 rows")):
         with pytest.raises(DataError, match=message):
-            BODIES.ids(JSON, as_json({"table": "user", "ids": ids}))
+            BODIES.ids(CODEC[JSON], as_json({"table": "user", "ids": ids}))
     with pytest.raises(DataError, match="no table 'x'; the model has 'user'"):
-        BODIES.ids(JSON, as_json({"table": "x", "ids": [1]}))
+        BODIES.ids(CODEC[JSON], as_json({"table": "x", "ids": [1]}))
 
 
 VALID = [(JSON, as_json(columns())), (MSGPACK, as_msgpack(_samples(PACKED))), (ARROW, as_arrow(TABLE))]
@@ -317,7 +318,7 @@ def test_any_bytes_are_refused(kind, body):
     for read in (BODIES.samples, BODIES.user_and_items, BODIES.ids):
         if kind != ARROW or read == BODIES.samples:
             with pytest.raises(DataError):
-                read(kind, body)
+                read(CODEC[kind], body)
 
 
 @given(st.sampled_from(VALID), st.data())
@@ -328,7 +329,7 @@ def test_damaged_bodies_are_read_or_refused(valid, data):
         damaged[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     damaged = damaged[: data.draw(st.integers(0, len(body)) | st.just(len(body)))]
     try:
-        found = BODIES.samples(kind, bytes(damaged))
+        found = BODIES.samples(CODEC[kind], bytes(damaged))
     except DataError:
         pass
     else:
@@ -357,7 +358,7 @@ ANYTHING = st.recursive(
 def test_any_content_is_read_or_refused(content):
     for read in (BODIES.samples, BODIES.user_and_items, BODIES.ids):
         try:
-            read(MSGPACK, as_msgpack(content))
+            read(CODEC[MSGPACK], as_msgpack(content))
         except DataError:
             continue
 
@@ -365,7 +366,7 @@ def test_any_content_is_read_or_refused(content):
 @pytest.mark.parametrize(("kind", "encode"), [(JSON, as_json), (MSGPACK, as_msgpack)])
 def test_booleans_are_one_and_zero_as_in_files(kind, encode):
     found = BODIES.samples(
-        kind, encode(columns(user=[True, False, 2], code=[False, True, 5], price=[True, False, 2.5]))
+        CODEC[kind], encode(columns(user=[True, False, 2], code=[False, True, 5], price=[True, False, 2.5]))
     )
     wanted = pa.table({**COLUMNS, "user": [1, 0, 2], "code": [0, 1, 5], "price": [1.0, 0.0, 2.5]})
     wanted = persia.Batch.from_columns(SCHEMA, wanted, require_labels=False)

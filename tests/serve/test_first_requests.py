@@ -14,7 +14,7 @@ import asyncio, io, sys
 sys.path.insert(0, TESTS)
 import httpx, pyarrow as pa
 from persia.serve.http.app import create_app
-from persia.serve.http.wire import ARROW
+from persia.serve.http.codecs.codec import ARROW
 from support.served import FakePredictor
 
 async def main():

@@ -17,10 +17,10 @@ import pytest
 
 from persia.errors import ConfigError, DeadlineError, PublishError
 from persia.serve.http.app import create_app
+from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK
 from persia.serve.http.keys import ClientKeys, read_keys
 from persia.serve.http.lag import Lag
 from persia.serve.http.limits import ServeLimits
-from persia.serve.http.wire import ARROW, JSON, MSGPACK
 from support.served import SCHEMA, FakePredictor, FakeRetriever, State, expected
 
 BODY = {

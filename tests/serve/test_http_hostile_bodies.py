@@ -14,9 +14,11 @@ from starlette.testclient import TestClient
 
 from persia.serve.http.app import create_app
 from persia.serve.http.bodies import Bodies
+from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK
+from persia.serve.http.codecs.msgpack_codec import array_of
 from persia.serve.http.limits import ServeLimits
-from persia.serve.http.wire import ARROW, JSON, MSGPACK, array_of
 from support.examples import examples
+from support.served import CODEC
 from support.trained_logs import SCHEMAS, TOWERS, columns, serve
 
 LIMITS = ServeLimits(max_rows=50, max_values=200, max_k=20, deadline_ms=60_000)
@@ -59,7 +61,7 @@ class Server:
         """Asks for predictions; those of an answer are the predictor's own. Returns whether there was one."""
         content = self.ask("/predict", kind, body, accept)
         if content is not None:
-            found = self.predictor.predict(self.bodies.samples(kind, body))
+            found = self.predictor.predict(self.bodies.samples(CODEC[kind], body))
             name = "probabilities" if found.are_log_odds else "scores"
             expected = getattr(found, name)
             np.testing.assert_array_equal(answered(name, content, accept, self.schema.labels), expected)
@@ -205,7 +207,7 @@ def test_rankings_of_any_msgpack(server):
     def check(body, accept):
         content = server.ask("/rank", MSGPACK, body, accept)
         if content is not None:
-            expected = server.predictor.rank(*server.bodies.user_and_items(MSGPACK, body)).scores
+            expected = server.predictor.rank(*server.bodies.user_and_items(CODEC[MSGPACK], body)).scores
             np.testing.assert_array_equal(answered("scores", content, accept, server.schema.labels), expected)
 
     check()
@@ -225,7 +227,7 @@ def test_embeddings_of_any_msgpack(server):
         body = msgspec.msgpack.encode({"table": table, "ids": ids})
         content = server.ask("/embeddings", MSGPACK, body, accept)
         if content is not None and accept == MSGPACK:
-            found, rows = server.predictor.embeddings(*server.bodies.ids(MSGPACK, body))
+            found, rows = server.predictor.embeddings(*server.bodies.ids(CODEC[MSGPACK], body))
             answer = msgspec.msgpack.decode(content)
             np.testing.assert_array_equal(np.frombuffer(answer["found"]["data"], np.bool_), found)
             np.testing.assert_array_equal(np.frombuffer(answer["rows"]["data"], "<f4").reshape(rows.shape), rows)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from support.served import SCHEMA, FakePredictor, FakeRetriever
+from support.served import CODEC, SCHEMA, FakePredictor, FakeRetriever
 from support.trained_logs import SCHEMAS, Services, serve
 
 schemathesis = pytest.importorskip("schemathesis", reason='schemathesis is not installed: pip install "persia[dev]"')
@@ -19,10 +19,10 @@ from schemathesis.python import asgi  # noqa: E402
 
 from persia.serve.http.app import create_app  # noqa: E402
 from persia.serve.http.bodies import Bodies  # noqa: E402
+from persia.serve.http.codecs.codec import JSON  # noqa: E402
 from persia.serve.http.keys import ClientKeys  # noqa: E402
 from persia.serve.http.limits import ServeLimits  # noqa: E402
 from persia.serve.http.openapi import openapi  # noqa: E402
-from persia.serve.http.wire import JSON  # noqa: E402
 from support.examples import examples  # noqa: E402
 
 KEY = "a-key-of-some-length"
@@ -113,4 +113,4 @@ def test_what_is_taken_is_documented(path, body):
     form = openapi(SCHEMA, ServeLimits(), False)["paths"][path]["post"]["requestBody"]["content"][JSON]["schema"]
     jsonschema.validate(body, form)
     bodies = Bodies(SCHEMA, ServeLimits())
-    assert (bodies.samples if path == "/predict" else bodies.ids)(JSON, msgspec.json.encode(body))
+    assert (bodies.samples if path == "/predict" else bodies.ids)(CODEC[JSON], msgspec.json.encode(body))

@@ -22,10 +22,11 @@ from persia.serve import Predictor, Retriever, ServeOptions
 from persia.serve.catalogue import TowerFeatures
 from persia.serve.http.app import create_app
 from persia.serve.http.bodies import Bodies
+from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.openapi import openapi
-from persia.serve.http.wire import ARROW, JSON, MSGPACK
 from persia.serve.item_files import read_items
+from support.served import CODEC
 from support.trained_logs import TOWERS
 from support.trained_logs import serve as trained_logs_served
 
@@ -261,7 +262,7 @@ def test_the_parts_of_a_text_count_before_they_are_made(kind):
     bodies = Bodies(SCHEMA, ServeLimits(max_values=10), RULES)
     columns = {name: VALUES[name][:1] for name in NAMES} | {"tags": ["x" + "|x" * 10]}
     with pytest.raises(DataError, match="'tags' has 11 values"):
-        bodies.samples(kind, as_json(columns) if kind == JSON else as_arrow(columns))
+        bodies.samples(CODEC[kind], as_json(columns) if kind == JSON else as_arrow(columns))
 
 
 def test_missing_values_are_refused_without_a_rule():
@@ -269,4 +270,6 @@ def test_missing_values_are_refused_without_a_rule():
     schema = document["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]["schema"]["oneOf"][0]["properties"]
     assert not any("enum" in kind for kind in schema["dense"]["properties"]["age"]["items"]["anyOf"])
     with pytest.raises(DataError, match="missing value at row 1"):
-        Bodies(SCHEMA, ServeLimits()).samples(JSON, as_json({name: column[:2] for name, column in VALUES.items()}))
+        Bodies(SCHEMA, ServeLimits()).samples(
+            CODEC[JSON], as_json({name: column[:2] for name, column in VALUES.items()})
+        )

@@ -13,9 +13,9 @@ import pytest
 
 from persia.errors import ConfigError
 from persia.serve.http.app import create_app
+from persia.serve.http.codecs.codec import ARROW, MSGPACK
 from persia.serve.http.keys import ClientKeys
 from persia.serve.http.limits import ServeLimits
-from persia.serve.http.wire import ARROW, MSGPACK
 from support.served import FakePredictor, FakeRetriever
 
 BODY = {"users": {"features": {"user": [1, 2]}, "dense": {"age": [0.5, 2]}}, "k": 3}

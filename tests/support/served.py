@@ -12,7 +12,10 @@ import numpy as np
 import persia
 from persia.errors import ClosedError
 from persia.schema import NO_RULES
+from persia.serve.http.codecs.choice import CODECS
 from persia.serve.table_embeddings import TableEmbeddings
+
+CODEC = {codec.media_type: codec for codec in CODECS}
 
 SCHEMA = persia.Schema(
     [

@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from persia.checks import check_seconds
 from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, OverloadedError, PersiaError, ServeError
 from persia.retry import Backoff, Deadline, retry
-from persia.serve.http.wire import JSON, MSGPACK, Array, array_of, values_of
+from persia.serve.http.codecs.codec import JSON, MSGPACK
+from persia.serve.http.codecs.msgpack_codec import (
+    EmbeddingsAnswer,
+    NearestAnswer,
+    PredictionsAnswer,
+    column_of,
+    values_of,
+)
 from persia.serve.table_embeddings import TableEmbeddings
 
 __all__ = ["Client", "NearestItems", "Scores"]
@@ -151,7 +158,7 @@ class Client:
             table: name of the table.
             ids: ids `[n]`, or other values of a feature of this table.
         """
-        answer = self._call("/embeddings", {"table": table, "ids": _column("ids", ids)}, _EmbeddingsAnswer)
+        answer = self._call("/embeddings", {"table": table, "ids": column_of("ids", ids)}, EmbeddingsAnswer)
         return TableEmbeddings(
             values_of("found", answer.found), values_of("rows", answer.rows), answer.step, answer.epoch
         )
@@ -163,7 +170,7 @@ class Client:
             users: features of the users, all of one length.
             k: number of items of each.
         """
-        answer = self._call("/retrieve", {"users": _samples(users), "k": k}, _NearestAnswer)
+        answer = self._call("/retrieve", {"users": _samples(users), "k": k}, NearestAnswer)
         return NearestItems(values_of("ids", answer.ids), values_of("scores", answer.scores), answer.step)
 
     def health(self) -> dict[str, Any]:
@@ -196,7 +203,7 @@ class Client:
         self.close()
 
     def _scores(self, path: str, content: Any) -> Scores:
-        answer = self._call(path, content, _ScoresAnswer)
+        answer = self._call(path, content, PredictionsAnswer)
         name = "probabilities" if answer.scores is None else "scores"
         found = getattr(answer, name)
         if found is None:
@@ -323,47 +330,8 @@ class _Problem(msgspec.Struct):
     fields: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class _Values(msgspec.Struct):
-    labels: tuple[str, ...]
-    values: Array
-
-
-class _ScoresAnswer(msgspec.Struct):
-    step: int
-    epoch: int
-    probabilities: _Values | None = None
-    scores: _Values | None = None
-
-
-class _EmbeddingsAnswer(msgspec.Struct):
-    found: Array
-    rows: Array
-    step: int
-    epoch: int
-
-
-class _NearestAnswer(msgspec.Struct):
-    ids: Array
-    scores: Array
-    step: int
-
-
 def _samples(columns: Columns) -> dict[str, Any]:
-    return {"features": {name: _column(name, column) for name, column in columns.items()}}
-
-
-def _column(name: str, column: Any) -> Any:
-    """Returns a column for the wire."""
-    if isinstance(column, tuple) and len(column) == 2 and all(hasattr(part, "__array__") for part in column):
-        return array_of(np.asarray(column[0]), np.asarray(column[1], np.int64))
-    if isinstance(column, (list, tuple)):
-        return [value.tolist() if isinstance(value, np.ndarray) else value for value in column]
-    array = np.asarray(column)
-    if array.dtype.kind in "biuf" and array.dtype.itemsize <= 8 and array.dtype != np.float16:
-        return array_of(array)
-    if array.dtype.kind in "OU":
-        return array.tolist()
-    raise DataError(f"Column {name!r} is {array.dtype}; convert it to numbers or texts.", column=name)
+    return {"features": {name: column_of(name, column) for name, column in columns.items()}}
 
 
 def _decoded(kind: str, body: bytes, form: Any, url: str) -> Any:

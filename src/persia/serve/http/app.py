@@ -16,15 +16,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 
 from persia.errors import ClosedError, ConfigError, OverloadedError, PersiaError
-from persia.serve.http.answers import (
-    AnswerBody,
-    accepted,
-    content_kind,
-    embeddings_answer,
-    predictions_answer,
-)
+from persia.serve.http.answers import AnswerBody, embeddings_answer, predictions_answer
 from persia.serve.http.batcher import Batcher, JobResult, PredictionJob, expired
 from persia.serve.http.bodies import Bodies
+from persia.serve.http.codecs.choice import CODECS, MESSAGE_CODECS, accepted, codec_of
+from persia.serve.http.codecs.codec import JSON, Codec
+from persia.serve.http.codecs.messages import MessageCodec
 from persia.serve.http.conversion import ConversionThread
 from persia.serve.http.daemon import in_daemon_thread
 from persia.serve.http.gate import Gate
@@ -36,7 +33,6 @@ from persia.serve.http.openapi import openapi
 from persia.serve.http.page import PAGE_HEADERS, page
 from persia.serve.http.problems import RefusedError, problem_response, response_of
 from persia.serve.http.reading import HeldBytes, read_body
-from persia.serve.http.wire import ARROW, JSON, MSGPACK
 from persia.telemetry.logs import get_logger
 from persia.telemetry.process import ObservedProcess
 from persia.telemetry.prometheus import exposition
@@ -52,6 +48,7 @@ __all__ = ["PredictionServer", "create_app"]
 
 LOG = get_logger("persia.serve")
 
+C = TypeVar("C", bound=Codec)
 T = TypeVar("T")
 
 INLINE_BYTES = 1 << 17
@@ -172,19 +169,19 @@ class PredictionServer:
 
     async def predict(self, request: Request) -> Response:
         """Handles `POST /predict`."""
-        return await self._answer(request, self._predict, (JSON, MSGPACK, ARROW))
+        return await self._answer(request, self._predict, CODECS)
 
     async def rank(self, request: Request) -> Response:
         """Handles `POST /rank`."""
-        return await self._answer(request, self._rank, (JSON, MSGPACK))
+        return await self._answer(request, self._rank, MESSAGE_CODECS)
 
     async def embeddings(self, request: Request) -> Response:
         """Handles `POST /embeddings`."""
-        return await self._answer(request, self._embeddings, (JSON, MSGPACK))
+        return await self._answer(request, self._embeddings, MESSAGE_CODECS)
 
     async def retrieve(self, request: Request) -> Response:
         """Handles `POST /retrieve`."""
-        return await self._answer(request, self._retrieve, (JSON, MSGPACK))
+        return await self._answer(request, self._retrieve, MESSAGE_CODECS)
 
     async def health(self, request: Request) -> Response:
         """Handles `GET /health`."""
@@ -268,70 +265,79 @@ class PredictionServer:
     async def _answer(
         self,
         request: Request,
-        compute: Callable[[_Model, str, str, bytes, float], Any],
-        kinds: tuple[str, ...],
+        compute: Callable[[_Model, C, Codec, bytes, float], Any],
+        codecs: tuple[C, ...],
     ) -> Response:
         try:
-            kind = content_kind(request.headers.get("content-type"))
-            if kind not in kinds:
+            codec = codec_of(request.headers.get("content-type"), codecs)
+            if codec is None:
                 given = request.headers.get("content-type", "none")[:100]
+                kinds = ", ".join(each.media_type for each in codecs)
                 raise RefusedError(
                     415,
-                    f"Content-Type {given!r} is not supported by {request.url.path}; send one of: {', '.join(kinds)}.",
-                    headers={"Accept-Post": ", ".join(kinds)},
+                    f"Content-Type {given!r} is not supported by {request.url.path}; send one of: {kinds}.",
+                    headers={"Accept-Post": kinds},
                 )
-            wanted = accepted(request.headers.get("accept"), kind)
-            if wanted is None:
-                raise RefusedError(406, f"The answer has one of the forms {JSON}, {MSGPACK}, {ARROW}; accept one.")
+            answer_codec = accepted(request.headers.get("accept"), codec)
+            if answer_codec is None:
+                kinds = ", ".join(each.media_type for each in CODECS)
+                raise RefusedError(406, f"The answer has one of the forms {kinds}; accept one.")
             deadline = time.monotonic() + self._seconds(request)
             model = self._current()
             self._check(deadline, request)
             with self._held.share() as share:
                 body = await read_body(request, self._limits, share)
-                answer: AnswerBody = await compute(model, kind, wanted, body, deadline)
+                answer: AnswerBody = await compute(model, codec, answer_codec, body, deadline)
             made_with = {"Persia-Step": str(answer.step)}
             if answer.epoch is not None:
                 made_with["Persia-Epoch"] = str(answer.epoch)
-            return Response(answer.body, 200, made_with, answer.kind)
+            return Response(answer.body, 200, made_with, answer.media_type)
         except ClientDisconnect:
             return Response(status_code=499)  # The client has gone.
         except Exception as error:
             return response_of(error)
 
-    async def _predict(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
-        batch = await self._converted(deadline, model.bodies.samples, kind, body)
-        return await self._scores(model, wanted, PredictionJob(len(batch), batch, deadline))
+    async def _predict(
+        self, model: _Model, codec: Codec, answer_codec: Codec, body: bytes, deadline: float
+    ) -> AnswerBody:
+        batch = await self._converted(deadline, model.bodies.samples, codec, body)
+        return await self._scores(model, answer_codec, PredictionJob(len(batch), batch, deadline))
 
-    async def _rank(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
-        user, items = await self._converted(deadline, model.bodies.user_and_items, kind, body)
+    async def _rank(
+        self, model: _Model, codec: MessageCodec, answer_codec: Codec, body: bytes, deadline: float
+    ) -> AnswerBody:
+        user, items = await self._converted(deadline, model.bodies.user_and_items, codec, body)
 
         def ranked() -> JobResult:
             found = self._predictor.rank(user, items)
             return JobResult(found.scores, "scores", found.step, found.epoch)
 
-        return await self._scores(model, wanted, PredictionJob(len(items), ranked, deadline))
+        return await self._scores(model, answer_codec, PredictionJob(len(items), ranked, deadline))
 
-    async def _scores(self, model: _Model, wanted: str, job: PredictionJob) -> AnswerBody:
+    async def _scores(self, model: _Model, answer_codec: Codec, job: PredictionJob) -> AnswerBody:
         found: JobResult = await self._computed(job)
-        arguments = wanted, model.schema.labels, found
+        arguments = answer_codec, model.schema.labels, found
         size = 16 * found.values.size
         if size <= INLINE_BYTES:
             return predictions_answer(*arguments)
         assert self._answers is not None
         return await self._answers.run(size, math.inf, predictions_answer, *arguments)  # It has been computed anyway.
 
-    async def _embeddings(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
+    async def _embeddings(
+        self, model: _Model, codec: MessageCodec, answer_codec: Codec, body: bytes, deadline: float
+    ) -> AnswerBody:
         def found() -> AnswerBody:
-            table, ids = model.bodies.ids(kind, body)
-            rows = self._predictor.table_rows(table, ids)
-            return embeddings_answer(wanted, table, rows.found, rows.rows, rows.step, rows.epoch)
+            table, ids = model.bodies.ids(codec, body)
+            return embeddings_answer(answer_codec, table, self._predictor.table_rows(table, ids))
 
         assert self._conversion is not None
         return await self._conversion.run(len(body), deadline, found)
 
-    async def _retrieve(self, model: _Model, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
+    async def _retrieve(
+        self, model: _Model, codec: MessageCodec, answer_codec: Codec, body: bytes, deadline: float
+    ) -> AnswerBody:
         assert self._search is not None
-        return await self._search.answer(model.bodies, kind, wanted, body, deadline)
+        return await self._search.answer(model.bodies, codec, answer_codec, body, deadline)
 
     async def _computed(self, job: PredictionJob) -> Any:
         """Waits for the result of a request, or for its deadline if it still waits for computation by then."""
@@ -343,12 +349,12 @@ class PredictionServer:
             raise expired()
         return await result
 
-    async def _converted(self, deadline: float, convert: Callable[[str, bytes], T], kind: str, body: bytes) -> T:
+    async def _converted(self, deadline: float, convert: Callable[[C, bytes], T], codec: C, body: bytes) -> T:
         """Converts the body of a request: here if it is small, else in the thread."""
         if len(body) <= INLINE_BYTES:
-            return convert(kind, body)
+            return convert(codec, body)
         assert self._conversion is not None
-        return await self._conversion.run(len(body), deadline, convert, kind, body)
+        return await self._conversion.run(len(body), deadline, convert, codec, body)
 
     def _check(self, deadline: float, request: Request) -> None:
         """Raises OverloadedError if a request cannot be answered at present, before its body is read."""

@@ -1,11 +1,10 @@
-"""Converts bodies of requests to batches. Everything is checked; nothing is unpickled."""
+"""Converts requests to batches. Everything is checked; nothing is unpickled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,21 +13,9 @@ from persia.batching.columns import add_computed, id_column
 from persia.batching.input_rules import apply_rules, split_count
 from persia.errors import DataError
 from persia.schema import NO_RULES, InputRules, Schema
-from persia.serve.http.arrow_bodies import read_table, value_counts
-from persia.serve.http.wire import (
-    ARROW,
-    JSON,
-    Array,
-    EmbeddingsRequest,
-    JsonEmbeddingsRequest,
-    JsonRecords,
-    JsonSamples,
-    MalformedBodyError,
-    RankRequest,
-    RetrieveRequest,
-    Samples,
-    values_of,
-)
+from persia.serve.http.codecs.arrow_codec import value_count
+from persia.serve.http.codecs.codec import Codec, Records, Samples
+from persia.serve.http.codecs.messages import MessageCodec
 from persia.serve.schema_parts import columns_of, schema_of_columns, with_all_dense
 
 if TYPE_CHECKING:
@@ -36,8 +23,6 @@ if TYPE_CHECKING:
     from persia.serve.http.limits import ServeLimits
 
 __all__ = ["Bodies", "IdsOfTable", "UsersAndCount"]
-
-T = TypeVar("T")
 
 
 class IdsOfTable(NamedTuple):
@@ -82,38 +67,28 @@ class Bodies:
         self._names = frozenset({*self._ids, *times, *schema.dense_features})
         self._ignored = frozenset(schema.labels)
 
-    def samples(self, kind: str, body: bytes) -> Batch:
+    def samples(self, codec: Codec, body: bytes) -> Batch:
         """Returns the samples of a `/predict` request.
 
         Args:
-            kind: media type of the body.
+            codec: of the body.
             body: the body.
 
         Raises:
             MalformedBodyError: the body is not of this type, or not of this form.
             DataError: the samples do not fit the schema or the limits; names the feature, the row and the remedy.
         """
-        if kind == ARROW:
-            table = read_table(body, self._limits)
-            columns = {name: table.column(name) for name in table.column_names}
-            self._check_table(table)
-        else:
-            columns = self._columns(kind, body, self._schema.dense_features)
+        columns = self._columns(codec.samples(body, self._limits), self._schema.dense_features)
         return self._batch(columns, self._schema, "the body")
 
-    def user_and_items(self, kind: str, body: bytes) -> tuple[Batch, Batch]:
-        """Returns the user, a batch of one row, and the items of a `/rank` request, in JSON or msgpack.
+    def user_and_items(self, codec: MessageCodec, body: bytes) -> tuple[Batch, Batch]:
+        """Returns the user, a batch of one row, and the items of a `/rank` request.
 
         Raises:
             MalformedBodyError: as in `samples`.
             DataError: as in `samples`; a feature of the model is missing, or is given for both.
         """
-        request = _decode(kind, body, RankRequest)
-        parts = []
-        for part, raw in (("user", request.user), ("items", request.items)):
-            columns = self._columns(kind, bytes(raw), None)
-            parts.append((part, columns))
-        (_, user), (_, items) = parts
+        user, items = (self._columns(samples, None) for samples in codec.user_and_items(body, self._limits))
         if both := user.keys() & items.keys():
             raise DataError(
                 f"Feature {min(both)!r} is given for the user and for the items; leave it out of one.",
@@ -124,16 +99,16 @@ class Bodies:
                 f"Feature {min(missing)!r} of the schema is missing; give it with the user or with the items.",
                 feature=min(missing),
             )
-        made = [self._part(columns, part) for part, columns in parts]
+        made = [self._part(user, "user"), self._part(items, "items")]
         if len(made[0]) != 1:
             raise DataError(f"The user has {len(made[0])} rows; give one, and rank for each user by itself.")
         return made[0], self._with_crosses(made[0], made[1])
 
-    def users(self, kind: str, body: bytes, features: TowerFeatures) -> UsersAndCount:
-        """Returns the users of a `/retrieve` request, in JSON or msgpack.
+    def users(self, codec: MessageCodec, body: bytes, features: TowerFeatures) -> UsersAndCount:
+        """Returns the users of a `/retrieve` request.
 
         Args:
-            kind: media type of the body.
+            codec: of the body.
             body: the body.
             features: of users.
 
@@ -142,12 +117,12 @@ class Bodies:
             DataError: as in `samples`; a feature of users is missing, or another one is given; or too many items are
                 asked for.
         """
-        request = _decode(kind, body, RetrieveRequest)
+        request = codec.users(body, self._limits)
         if request.k > self._limits.max_k:
             raise DataError(
                 f"k = {request.k}; the server finds {self._limits.max_k} items at most (--max-k).", k=request.k
             )
-        columns = self._columns(kind, bytes(request.users), None)
+        columns = self._columns(request.users, None)
         wanted = columns_of(self._schema, features.ids) | set(features.dense)
         for name in columns.keys() - wanted:
             self._check_name(name)
@@ -183,20 +158,21 @@ class Bodies:
         dense[:, [i for i, name in enumerate(names) if name in columns]] = batch.dense
         return Batch(batch.id_features, dense, batch.labels)
 
-    def ids(self, kind: str, body: bytes) -> IdsOfTable:
-        """Returns the ids of an `/embeddings` request, in JSON or msgpack.
+    def ids(self, codec: MessageCodec, body: bytes) -> IdsOfTable:
+        """Returns the ids of an `/embeddings` request.
 
         Raises:
             MalformedBodyError: as in `samples`.
             DataError: there is no such table, or an id is missing or of another kind.
         """
-        request = _decode(kind, body, JsonEmbeddingsRequest if kind == JSON else EmbeddingsRequest)
+        request = codec.ids(body)
         features = [f for f in self._schema.id_features if f.table_name == request.table]
         if not features:
             known = ", ".join(map(repr, self._schema.resolved_tables()))
             raise DataError(f"There is no table {request.table!r}; the model has {known}.", table=request.table)
         kinds = [f.kind for f in features if not f.computed]
-        column = self._column("ids", request.ids)
+        column = request.ids
+        self._check_values("ids", column)
         self._check_rows("ids", _length(column))
         made = id_column("ids", column, kinds[0] if kinds else "auto")
         if made.offsets is not None and (np.diff(made.offsets) != 1).any():
@@ -204,23 +180,27 @@ class Bodies:
             raise DataError(f"Column 'ids' has no id, or several, at row {row}; give one each.", column="ids", row=row)
         return IdsOfTable(request.table, made.values)
 
-    def _columns(self, kind: str, body: bytes, dense_names: Sequence[str] | None) -> dict[str, Any]:
-        """Returns columns by name from columns or records."""
-        if _starts_array(kind, body):
-            return self._of_records(_decode(kind, body, JsonRecords))
-        samples: Samples | JsonSamples = _decode(kind, body, JsonSamples if kind == JSON else Samples)
-        columns: dict[str, Any] = {name: self._column(name, column) for name, column in samples.features.items()}
-        dense: Any = samples.dense
-        if isinstance(samples, Samples) and samples.dense_array is not None:
-            if dense:
-                raise DataError("There are 'dense' and 'dense_array'; leave one out.", column="dense")
-            dense = samples.dense_array
-        if isinstance(dense, dict):
-            given = {name: self._column(name, column) for name, column in dense.items()}
+    def _columns(self, samples: Samples | Records, dense_names: Sequence[str] | None) -> dict[str, Any]:
+        """Returns columns by name, whose number of values has been checked.
+
+        Args:
+            samples: as columns or records.
+            dense_names: of the columns of `dense`; None if it is to have columns by name.
+        """
+        if isinstance(samples, list):
+            return self._of_records(samples)
+        columns = dict(samples.features)
+        for name, column in columns.items():
+            self._check_values(name, column)
+        if isinstance(samples.dense, dict):
+            given = samples.dense
+            for name, column in given.items():
+                self._check_values(name, column)
         elif dense_names is None:
             raise DataError("'dense' has no names of features; give it as columns by name.", column="dense")
         else:
-            given = self._matrix(self._column("dense", dense), dense_names)
+            self._check_values("dense", samples.dense)
+            given = self._matrix(samples.dense, dense_names)
         for name in given.keys() & columns.keys():
             raise DataError(f"Column {name!r} is in 'features' and in 'dense'; leave it out of one.", column=name)
         return {**columns, **given}
@@ -248,22 +228,12 @@ class Bodies:
             self._check_values(name, column)
         return columns
 
-    def _column(self, name: str, column: Any) -> Any:
-        if isinstance(column, Array):
-            column = values_of(name, column)
-        self._check_values(name, column)
-        return column
-
-    def _check_table(self, table: Any) -> None:
-        for name, count in value_counts(table).items():
-            self._check_count(name, count)
-
     def _check_values(self, name: str, column: Any) -> None:
         if isinstance(column, list):
             count = sum(len(value) if isinstance(value, list) else 1 for value in column)
         else:
             values = column[0] if isinstance(column, tuple) else column
-            count = values.size
+            count = values.size if isinstance(values, np.ndarray) else value_count(values)
         self._check_count(name, count)
 
     def _check_count(self, name: str, count: int) -> None:
@@ -300,28 +270,6 @@ class Bodies:
         return Batch.from_columns(schema, apply_rules(self._rules, wanted), require_labels=False)
 
 
-def _starts_array(kind: str, body: bytes) -> bool:
-    if kind == JSON:
-        return body.lstrip(b" \t\r\n")[:1] == b"["
-    return bool(body) and (body[0] & 0xF0 == 0x90 or body[0] in (0xDC, 0xDD))
-
-
 def _length(column: Any) -> int:
     """Returns the rows of a column."""
     return max(0, len(column[1]) - 1) if isinstance(column, tuple) else len(column)
-
-
-_DECODERS: dict[tuple[bool, Any], Callable[[bytes], Any]] = {}
-
-
-def _decode(kind: str, body: bytes, form: Any) -> Any:
-    form_name = "JSON" if kind == JSON else "msgpack"
-    key = (kind == JSON, str(form))
-    if key not in _DECODERS:
-        _DECODERS[key] = (msgspec.json.Decoder if kind == JSON else msgspec.msgpack.Decoder)(form).decode
-    try:
-        return _DECODERS[key](body)
-    except msgspec.ValidationError as error:
-        raise DataError(f"The body has another form than /docs describes: {error}.") from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedBodyError(f"The body is not valid {form_name}: {error}. See /docs for examples.") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from persia.errors import ClosedError, OverloadedError
-from persia.serve.http.answers import AnswerBody, found_answer
+from persia.serve.http.answers import AnswerBody, nearest_answer
 from persia.serve.http.conversion import ConversionThread
 from persia.serve.http.daemon import in_daemon_thread
 from persia.telemetry.logs import get_logger
@@ -13,6 +13,8 @@ from persia.telemetry.logs import get_logger
 if TYPE_CHECKING:
     from persia.serve.catalogue import TowerFeatures
     from persia.serve.http.bodies import Bodies
+    from persia.serve.http.codecs.codec import Codec
+    from persia.serve.http.codecs.messages import MessageCodec
     from persia.serve.retriever import Retriever, RetrieverState
 
 __all__ = ["ItemSearch"]
@@ -70,13 +72,15 @@ class ItemSearch:
             return {"problem": "it is being built"}
         return {"step": found.step, "items": found.items, "waiting": found.waiting, "problem": found.problem}
 
-    async def answer(self, bodies: Bodies, kind: str, wanted: str, body: bytes, deadline: float) -> AnswerBody:
+    async def answer(
+        self, bodies: Bodies, codec: MessageCodec, answer_codec: Codec, body: bytes, deadline: float
+    ) -> AnswerBody:
         """Returns the answer to a request.
 
         Args:
             bodies: converts bodies.
-            kind: media type of the body.
-            wanted: media type of the answer.
+            codec: of the body.
+            answer_codec: codec of the answer.
             body: the body.
             deadline: `time.monotonic()` by which the request is to be answered.
 
@@ -89,8 +93,7 @@ class ItemSearch:
             raise OverloadedError("The index of items is being built. Try again later.", retry_after=1)
 
         def found() -> AnswerBody:
-            users, k = bodies.users(kind, body, retriever.user_features)
-            nearest = retriever.search(users, k)
-            return found_answer(wanted, nearest.ids, nearest.scores, nearest.step)
+            users, k = bodies.users(codec, body, retriever.user_features)
+            return nearest_answer(answer_codec, retriever.search(users, k))
 
         return await self.thread.run(len(body), deadline, found)

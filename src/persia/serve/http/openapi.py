@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from persia import __version__
 from persia.schema import NO_RULES
-from persia.serve.http.wire import ARROW, JSON, MSGPACK
+from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK
 from persia.serve.schema_parts import columns_of
 
 if TYPE_CHECKING:

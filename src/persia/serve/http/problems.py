@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from persia.errors import ClosedError, DataError, DeadlineError, OverloadedError, PersiaError, PublishError, StoreError
-from persia.serve.http.wire import MalformedBodyError
+from persia.serve.http.codecs.codec import MalformedBodyError
 from persia.telemetry.logs import get_logger
 
 __all__ = ["RefusedError", "problem_response", "response_of"]

@@ -1,4 +1,4 @@
-"""Reads and writes Arrow IPC streams. The only file of this package that imports pyarrow."""
+"""Bodies as Arrow IPC streams. The only file of this package that imports pyarrow."""
 
 from __future__ import annotations
 
@@ -14,15 +14,51 @@ from numpy.typing import NDArray
 import persia.batching.arrow_columns  # noqa: F401  # Before the first request, which would wait for it.
 from persia.batching.arrow_streams import is_compressed
 from persia.errors import DataError
-from persia.serve.http.wire import MalformedBodyError
+from persia.serve.http.codecs.codec import ARROW, Codec, MalformedBodyError, Samples
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from persia.serve.http.batcher import JobResult
     from persia.serve.http.limits import ServeLimits
+    from persia.serve.item_index import Retrieved
+    from persia.serve.table_embeddings import TableEmbeddings
 
-__all__ = ["read_table", "value_counts", "write_columns", "write_embeddings", "write_lists"]
+__all__ = ["ArrowCodec", "value_count"]
 
 
-def read_table(body: bytes, limits: ServeLimits) -> Any:
+class ArrowCodec(Codec):
+    """The codec of Arrow. Step and epoch of an answer are in the metadata of its schema."""
+
+    media_type = ARROW
+    names = (ARROW,)
+
+    def samples(self, body: bytes, limits: ServeLimits) -> Samples:
+        """See `Codec.samples`. Dense features are among the others."""
+        table = _read_table(body, limits)
+        return Samples({name: table.column(name) for name in table.column_names}, {})
+
+    def predictions(self, labels: Sequence[str], predictions: JobResult) -> bytes:
+        """See `Codec.predictions`. Each label has a column."""
+        columns = {label: np.ascontiguousarray(predictions.values[:, i]) for i, label in enumerate(labels)}
+        return _stream(columns, predictions.step, predictions.epoch)
+
+    def embeddings(self, table: str, embeddings: TableEmbeddings) -> bytes:
+        """See `Codec.embeddings`. The columns are `found` and `row`, lists of fixed size."""
+        columns = {"found": embeddings.found, "row": _lists(embeddings.rows)}
+        return _stream(columns, embeddings.step, embeddings.epoch)
+
+    def nearest(self, items: Retrieved) -> bytes:
+        """See `Codec.nearest`. Both columns are lists of fixed size."""
+        return _stream({"ids": _lists(items.ids), "scores": _lists(items.scores)}, items.step)
+
+
+def value_count(column: Any) -> int:
+    """Returns the number of values of a column of Arrow, those within lists."""
+    return sum(len(_flat(chunk)) for chunk in column.chunks)
+
+
+def _read_table(body: bytes, limits: ServeLimits) -> Any:
     """Returns the table of an IPC stream, checked as a whole.
 
     It has the types that readers of files take. A small body could stand for any number of values, so compressed
@@ -79,11 +115,6 @@ def read_table(body: bytes, limits: ServeLimits) -> Any:
         ) from error
 
 
-def value_counts(table: Any) -> dict[str, int]:
-    """Returns the number of values of each column, those within lists."""
-    return {name: sum(len(_flat(chunk)) for chunk in table.column(name).chunks) for name in table.column_names}
-
-
 def _flat(array: Any) -> Any:
     return array.flatten() if _is_list(array.type) else array
 
@@ -92,30 +123,17 @@ def _is_list(kind: Any) -> bool:
     return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
-def write_columns(columns: dict[str, NDArray[Any]], metadata: dict[str, str]) -> bytes:
-    """Returns an IPC stream of one batch with these columns `[n]`, and metadata of its schema."""
-    batch = pa.record_batch(dict(columns.items())).replace_schema_metadata(metadata)
-    return _stream(batch)
+def _lists(values: NDArray[Any]) -> Any:
+    """Returns an array `[n, k]` as lists of fixed size."""
+    if not values.shape[1]:
+        return pa.array([[]] * len(values), pa.list_(pa.from_numpy_dtype(values.dtype), 0))
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
-def write_embeddings(found: NDArray[np.bool_], rows: NDArray[np.float32], metadata: dict[str, str]) -> bytes:
-    """Returns an IPC stream with the columns `found` and `row`, lists of fixed size."""
-    values = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
-    return _stream(pa.record_batch({"found": found, "row": values}).replace_schema_metadata(metadata))
-
-
-def write_lists(columns: dict[str, NDArray[Any]], metadata: dict[str, str]) -> bytes:
-    """Returns an IPC stream of one batch with these columns `[n, k]`, as lists of fixed size."""
-    lists = {
-        name: pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-        if values.shape[1]
-        else pa.array([[]] * len(values), pa.list_(pa.from_numpy_dtype(values.dtype), 0))
-        for name, values in columns.items()
-    }
-    return _stream(pa.record_batch(lists).replace_schema_metadata(metadata))
-
-
-def _stream(batch: Any) -> bytes:
+def _stream(columns: dict[str, Any], step: int, epoch: int | None = None) -> bytes:
+    """Returns a stream of one batch."""
+    metadata = {"persia.step": str(step), **({} if epoch is None else {"persia.epoch": str(epoch)})}
+    batch = pa.record_batch(columns).replace_schema_metadata(metadata)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)

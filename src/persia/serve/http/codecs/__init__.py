@@ -1,0 +1,1 @@
+"""One codec for each media type of requests and answers: JSON, msgpack and Arrow."""
