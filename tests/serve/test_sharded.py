@@ -23,8 +23,8 @@ from persia.cli.app import app
 from persia.errors import ClosedError, ConfigError, DeadlineError, PublishError, StoreError
 from persia.publish import PublishOptions
 from persia.serve import Predictor, RowServer, RowServerOptions, ServeOptions
-from persia.serve.epoch_rows import RowPart
 from persia.serve.http.problems import response_of
+from persia.serve.updates import RowPart
 from persia.services import RowsVersion, ServedRows
 from persia.types import Packed
 from support.ports import lasting_port
@@ -362,7 +362,7 @@ def test_a_restart_maps_the_rows_that_it_has_kept(log, parts, sharded, tmp_path)
         part.end()
         part.start()
         part.refresh()
-        assert all(table.base_name for rows in part.rows._newest.source()._tables for table in rows.values())
+        assert all(table.base_name for rows in part.rows._reader.current.source()._tables for table in rows.values())
     patiently(predictor.refresh)
     assert patiently(lambda: steps_of(predictor)) == (3, 3)
 

@@ -28,17 +28,12 @@ def export_onnx(
     import_modules(imports or (), "import")
     import torch
 
-    from persia.publish import NetworkUpdate, RowsUpdate, follow
+    from persia.publish import NetworkUpdate, follow
     from persia.serve.network import NetworkBuilder
     from persia.serve.onnx_export import export_onnx as export
 
-    follower = follow(url)
-    newest: NetworkUpdate | None = None
-    for update in follower.updates():
-        if isinstance(update, RowsUpdate):
-            update.changes.skip()
-        else:
-            newest = update
+    follower = follow(url, rows=False)
+    newest = next((update for update in follower.updates() if isinstance(update, NetworkUpdate)), None)
     description = follower.description()
     if newest is None or description is None:
         raise PublishError(

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.errors import PublishError
-from persia.publish.follower import Follower, NetworkUpdate, RowsUpdate
+from persia.publish.epoch_reader import EpochReader, Update
+from persia.publish.follower import Follower, NetworkUpdate
 
 __all__ = ["Replica"]
 
@@ -22,10 +22,33 @@ _Rows: TypeAlias = dict[str, dict[int, NDArray[np.float32]]]
 class _Copy:
     """What is known of an epoch: rows and their steps by PS, and the network."""
 
+    run: str
     epoch: int
+    servers: int
     rows: dict[int, _Rows] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     network: NetworkUpdate | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the rows of all PSs and a network are there."""
+        return self.network is not None and len(self.rows) == self.servers
+
+    def apply(self, update: Update) -> None:
+        """See `EpochState.apply`."""
+        if isinstance(update, NetworkUpdate):
+            self.network = update
+            return
+        tables: _Rows = {} if update.whole else self.rows[update.server]
+        for change in update.changes:
+            rows = tables.setdefault(change.table, {})
+            for id_ in change.removed.tolist():
+                rows.pop(id_, None)
+            rows.update(zip(change.ids.tolist(), change.values, strict=True))
+        self.rows[update.server], self.steps[update.server] = tables, update.step
+
+
+_EMPTY = _Copy("", -1, 0)
 
 
 class Replica:
@@ -39,9 +62,13 @@ class Replica:
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
-        self._copy = _Copy(-1)
-        self._next = _Copy(-1)
-        """The epoch that is being read, before all of it is there."""
+        self._reader = EpochReader(
+            follower, lambda run, update, _: _Copy(run, update.epoch, update.servers), described=False
+        )
+
+    @property
+    def _copy(self) -> _Copy:
+        return self._reader.current or _EMPTY
 
     @property
     def epoch(self) -> int:
@@ -65,17 +92,9 @@ class Replica:
 
     def refresh(self) -> None:
         """Applies all updates that are there."""
-        for update in self._follower.updates():
-            current = update.epoch == self._copy.epoch
-            if not current and update.epoch != self._next.epoch:
-                self._next = _Copy(update.epoch)
-            copy = self._copy if current else self._next
-            if isinstance(update, RowsUpdate):
-                _apply(copy, update)
-            else:
-                copy.network = update
-            if not current and copy.network is not None and len(copy.rows) == update.servers:
-                self._copy, self._next = copy, _Copy(-1)
+        for copy, _ in self._reader.read():
+            if copy.complete:
+                self._reader.adopt(copy)
 
     def lookup(self, table: str, ids: Iterable[int], dim: int) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
         """Returns whether each id has a row, `[n]`, and the rows, `[n, dim]`; zeros where there is none."""
@@ -94,16 +113,3 @@ class Replica:
     def rows(self, table: str) -> dict[int, NDArray[np.float32]]:
         """Returns all rows of a table by id."""
         return {id_: row for tables in self._copy.rows.values() for id_, row in tables.get(table, {}).items()}
-
-
-def _apply(copy: _Copy, update: RowsUpdate) -> None:
-    tables: _Rows = {} if update.whole else copy.rows[update.server]
-    try:
-        for change in update.changes:
-            rows = tables.setdefault(change.table, {})
-            for id_ in change.removed.tolist():
-                rows.pop(id_, None)
-            rows.update(zip(change.ids.tolist(), change.values, strict=True))
-    except PublishError:
-        return  # Of a whole update: the follower reads another one instead.
-    copy.rows[update.server], copy.steps[update.server] = tables, update.step

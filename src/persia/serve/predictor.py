@@ -23,7 +23,7 @@ from persia.serve.options import ServeOptions, ServeState
 from persia.serve.polling import LogPoller
 from persia.serve.ranking import rank
 from persia.serve.table_embeddings import TableEmbeddings
-from persia.serve.updating import ChangeListener, Updater
+from persia.serve.view_updater import ChangeListener, ViewUpdater
 from persia.serve.views import View
 from persia.types import Ids, Packed
 
@@ -95,7 +95,7 @@ class Predictor:
         check_arguments(options=(options, options_of(ServeOptions)))
         self._options = options or ServeOptions()
         self._url = without_userinfo(str(url))
-        self._updater = Updater(str(url), model, self._options)
+        self._updater = ViewUpdater(str(url), model, self._options)
         self._stop = self._updater.stop
         self._poller = LogPoller(self._updater.refresh, self._options.poll_seconds, self._stop, self._url)
 

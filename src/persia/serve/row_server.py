@@ -11,11 +11,12 @@ import msgspec
 import numpy as np
 
 from persia.checks import check_integer, check_kind, check_seconds, plain_fields, plain_paths
-from persia.errors import CheckpointError, ConfigError, PublishError, StoreError
-from persia.publish import RowsUpdate, follow
+from persia.errors import ConfigError, PublishError, StoreError
+from persia.publish import Description, follow
+from persia.publish.epoch_reader import EpochReader, Update
 from persia.serve.cache import SnapshotCache
-from persia.serve.epoch_rows import EpochRows, RowPart, RowReading
 from persia.serve.polling import LogPoller
+from persia.serve.updates import EpochRows, RowPart, RowReading
 from persia.services import FoundRows, RowServerState, RowsVersion, ServedEpoch
 from persia.telemetry.logs import get_logger
 from persia.types import Packed
@@ -97,9 +98,7 @@ class RowServer:
         self._reading = RowReading(cache, self._stop, self._part)
         self._poller = LogPoller(self.refresh, options.poll_seconds, self._stop, url)
         self._lock = threading.Lock()
-        self._next: EpochRows | None = None
-        """The epoch that is being read, before all of it is there."""
-        self._newest: EpochRows | None = None
+        self._reader = EpochReader(self._follower, self._begin)
         self._earlier: _Earlier | None = None
         self._problem = ""
 
@@ -113,7 +112,8 @@ class RowServer:
         """Ends the thread and frees the rows. Close the `rpc.Server` first."""
         self._poller.end()
         with self._lock:
-            self._next = self._newest = self._earlier = None
+            self._reader.clear()
+            self._earlier = None
 
     def __enter__(self) -> RowServer:
         self.start()
@@ -129,50 +129,23 @@ class RowServer:
     def refresh(self) -> None:
         """Applies what is new in the log now. The thread does so every `RowServerOptions.poll_seconds`. Blocks."""
         with self._lock:
-            problem = ""
-            for update in self._follower.updates():
-                if not isinstance(update, RowsUpdate):
-                    continue
-                try:
-                    epoch = self._epoch_of(update)
-                except (PublishError, CheckpointError) as error:
-                    problem = error.message
-                    break  # The update comes again.
-                try:
-                    epoch.apply(update)
-                except (PublishError, CheckpointError) as error:
-                    problem = problem or error.message
-                    update.changes.reject(error.message)
-                else:
-                    self._adopt(epoch)
-            self._problem = problem or self._follower.problem
+            for epoch, _ in self._reader.read():
+                self._adopt(epoch)
+            self._problem = self._reader.problem or self._follower.problem
             if self._earlier is not None and time.monotonic() >= self._earlier.until:
                 self._earlier = None
 
-    def _epoch_of(self, update: RowsUpdate) -> EpochRows:
-        """Returns the epoch of an update, which is a new one if it is the first."""
-        run = self._follower.run
-        for known in (self._newest, self._next):
-            if known is not None and known.run == run:
-                return known
-        self._next = None  # Of an epoch that was never complete.
-        description = self._follower.description()
-        if description is None:
-            raise PublishError(
-                f"Epoch {update.epoch} is not served: it has no model.json, so its schema is not known: it was written "
-                "by an earlier version of persia. Publish again with this one.",
-                epoch=update.epoch,
-            )
-        self._next = EpochRows(run, update, description.schema, self._reading)
-        return self._next
+    def _begin(self, run: str, update: Update, description: Description | None) -> EpochRows:
+        assert description is not None
+        return EpochRows(run, update, description.schema, self._reading)
 
     def _adopt(self, epoch: EpochRows) -> None:
         """Serves an epoch once it is complete; the one before stays for the time of grace."""
-        if epoch is not self._next or epoch.contained() is None:
+        if epoch is not self._reader.next or epoch.contained() is None:
             return
-        if self._newest is not None:
-            self._earlier = _Earlier(self._newest, time.monotonic() + self._grace)
-        self._newest, self._next = epoch, None
+        if self._reader.current is not None:
+            self._earlier = _Earlier(self._reader.current, time.monotonic() + self._grace)
+        self._reader.adopt(epoch)
         LOG.info("part %d/%d has the rows of epoch %d", *self._part, epoch.number)
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -226,7 +199,8 @@ class RowServer:
 
     def _epochs(self) -> list[EpochRows]:
         """Returns the epochs that are served, the newest first."""
-        newest = self._newest  # Read first: an epoch becomes the earlier one before it is replaced as the newest.
+        # Read first: an epoch becomes the earlier one before it is replaced as the newest.
+        newest = self._reader.current
         earlier = self._earlier
         found = [newest, None if earlier is None else earlier.rows]
         return list(dict.fromkeys(epoch for epoch in found if epoch is not None))

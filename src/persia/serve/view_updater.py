@@ -1,4 +1,4 @@
-"""Applies the log of changes to what is served, beside requests."""
+"""Keeps the view that requests use up to date with the log of changes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from persia.checkpoint.compatibility import schema_differences
 from persia.checks import without_userinfo
 from persia.errors import CheckpointError, PublishError
 from persia.nn.transfer import staging_for
-from persia.publish import Change, Description, ModelDescription, NetworkUpdate, RowsUpdate, follow
+from persia.publish import Change, Description, ModelDescription, NetworkUpdate, follow
+from persia.publish.epoch_reader import EpochReader, Update
 from persia.serve.cache import SnapshotCache
 from persia.serve.compiling import Compiler, CompilerOptions
 from persia.serve.drift import ServingDrift
-from persia.serve.epoch_rows import EpochRows, RowReading
 from persia.serve.network import ModelSource, Network, NetworkBuilder
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.remote_rows import RemoteEpoch, RowServers
+from persia.serve.updates import EpochRows, RowReading
 from persia.serve.views import Readers, View
 from persia.telemetry.logs import get_logger
 
-__all__ = ["ChangeListener", "Updater"]
+__all__ = ["ChangeListener", "ViewUpdater"]
 
 LOG = get_logger("persia.serve")
 
@@ -71,10 +72,15 @@ class _Epoch:
         self.compiler = compiler
         self.network: Network | None = None
         self.waiting: list[NetworkUpdate] = []
+        """Versions that wait for rows. At most two: the first, so that one gets its turn, and the last."""
 
-    def offer(self, update: NetworkUpdate) -> None:
-        """Adds a version that waits for rows. At most two wait: the first, so that one gets its turn, and the last."""
-        self.waiting[1:] = [update]
+    def apply(self, update: Update) -> list[Change] | None:
+        """See `EpochState.apply`. A version of the network waits until the rows contain its step."""
+        if isinstance(update, NetworkUpdate):
+            self.waiting[1:] = [update]
+        elif isinstance(self.rows, EpochRows):
+            return self.rows.apply(update)
+        return []
 
     def take_network(self, contained: int) -> NetworkUpdate | None:
         """Returns the newest version whose step the rows contain, if one waits; older ones are dropped."""
@@ -83,7 +89,7 @@ class _Epoch:
         return ready[-1] if ready else None
 
 
-class Updater:
+class ViewUpdater:
     """Follows the log of changes, and has the view that requests use. Thread-safe.
 
     Args:
@@ -107,11 +113,7 @@ class Updater:
         self._options = options
         self._staging = staging_for(options.device)
         self._lock = threading.Lock()
-        self._epoch: _Epoch | None = None
-        self._next: _Epoch | None = None
-        """The epoch that is being read, before all of it is there."""
-        self._refused: tuple[str, str] = "", ""
-        """The run of an epoch that cannot be served, and why."""
+        self._reader = EpochReader(self._follower, self._begin)
         self._network_problem = ""
         self._problem = ""
         self._retired: list[View] = []
@@ -137,32 +139,18 @@ class Updater:
     @property
     def refusal(self) -> str:
         """Why the epoch of the log cannot be served; empty if it can."""
-        run, problem = self._refused
-        return problem if run and run == self._follower.run else ""
+        return self._reader.refusal
 
     def refresh(self) -> None:
         """Applies what is new in the log. Calls run one after the other."""
         with self._lock:
             self._free_views()
-            problem = ""
-            for update in self._follower.updates():
-                try:
-                    epoch = self._epoch_of(update)
-                    changes: list[Change] | None = []
-                    if isinstance(update, NetworkUpdate):
-                        epoch.offer(update)
-                    elif isinstance(epoch.rows, EpochRows):
-                        changes = epoch.rows.apply(update)
-                        self._snapshots += update.whole
-                except (PublishError, CheckpointError) as error:
-                    problem = problem or error.message
-                    if self.refusal or not isinstance(update, RowsUpdate):
-                        break
-                    update.changes.reject(error.message)
-                else:
-                    self._updates += 1
-                    self._adopt(epoch)
-                    self._tell(changes)
+            for epoch, changes in self._reader.read():
+                self._updates += 1
+                self._snapshots += changes is None
+                self._adopt(epoch)
+                self._tell(changes)
+            problem = self._reader.problem
             if self._servers is not None:
                 self._ask(self._servers)
                 problem = problem or self._servers.problem
@@ -195,7 +183,7 @@ class Updater:
             ConfigError: a row server has another part than it should.
         """
         servers.poll()
-        for epoch in (self._epoch, self._next):
+        for epoch in (self._reader.current, self._reader.next):
             if epoch is not None:
                 self._adopt(epoch)
 
@@ -228,40 +216,17 @@ class Updater:
     def release(self) -> None:
         """Drops all rows and networks, once requests do not use them any more."""
         with self._lock:
-            self.view = self._epoch = self._next = None
+            self.view = None
+            self._reader.clear()
             self._retired.clear()
             if self._servers is not None:
                 self._servers.close()
 
     # --- epochs -------------------------------------------------------------------------------------------------
 
-    def _epoch_of(self, update: RowsUpdate | NetworkUpdate) -> _Epoch:
-        """Returns the epoch of an update, which is a new one if it is the first.
-
-        Raises:
-            PublishError: the epoch cannot be served.
-        """
-        run = self._follower.run
-        for known in (self._epoch, self._next):
-            if known is not None and known.run == run:
-                return known
-        if self.refusal:
-            raise PublishError(self.refusal)
-        self._next = None  # Of an epoch that was never complete.
-        description = self._follower.description()
-        try:
-            self._next = self._begin(run, update, description)
-        except PublishError as error:
-            self._refused = run, f"Epoch {update.epoch} is not served: {error.message}"
-            raise PublishError(self._refused[1], epoch=update.epoch) from error
-        return self._next
-
-    def _begin(self, run: str, update: RowsUpdate | NetworkUpdate, description: Description | None) -> _Epoch:
-        if description is None:
-            raise PublishError(
-                "it has no model.json, so its schema is not known: it was written by an earlier version of persia. "
-                "Publish again with this one."
-            )
+    def _begin(self, run: str, update: Update, description: Description | None) -> _Epoch:
+        """Returns an epoch. Raises PublishError if it cannot be served."""
+        assert description is not None
         if self.view is not None:
             found = schema_differences(
                 description.schema, self.view.schema, there="the new epoch", here="what is served"
@@ -311,8 +276,7 @@ class Updater:
         self.view = View(epoch.number, epoch.network, rows, epoch.readers)
         if view is not None:
             self._retired.append(view)
-        if epoch is self._next:
-            self._epoch, self._next = epoch, None
+        self._reader.adopt(epoch)
 
     def _free_views(self) -> None:
         self._retired = [view for view in self._retired if view.used]

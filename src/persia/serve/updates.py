@@ -1,4 +1,4 @@
-"""The rows of an epoch of the log of changes, to which its updates are applied."""
+"""Applies updates of the log of changes to the rows of an epoch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from persia import batching
 from persia.errors import ClosedError, PublishError
-from persia.publish import Change, NetworkUpdate, RowsUpdate
+from persia.publish import Change, RowsUpdate
+from persia.publish.epoch_reader import Update
 from persia.schema import Schema
 from persia.serve.cache import SnapshotCache, SnapshotKey
 from persia.serve.sources import LocalRows, ServerRows
@@ -75,14 +76,12 @@ class EpochRows:
         run: as given.
         number: of the epoch.
         dims: of the tables, by name.
-        snapshots: whole updates that were applied.
     """
 
-    def __init__(self, run: str, update: RowsUpdate | NetworkUpdate, schema: Schema, reading: RowReading) -> None:
+    def __init__(self, run: str, update: Update, schema: Schema, reading: RowReading) -> None:
         self.run = run
         self.number = update.epoch
         self.dims = {name: table.dim for name, table in schema.resolved_tables().items()}
-        self.snapshots = 0
         self._count = update.servers
         self._reading = reading
         self._servers: dict[int, ServerRows] = {}
@@ -97,22 +96,20 @@ class EpochRows:
         """Returns the rows of all PSs, which stay up to date until a whole update replaces those of a PS."""
         return LocalRows([self._servers[number] for number in range(self._count)])
 
-    def apply(self, update: RowsUpdate) -> list[Change] | None:
-        """Applies the rows of an update: those of a whole one to new tables, which then replace those of its PS.
-
-        Returns:
-            The changes of an increment; None for a whole update.
+    def apply(self, update: Update) -> list[Change] | None:
+        """See `EpochState.apply`. The rows of a whole update go to new tables, which then replace those of its PS.
 
         Raises:
             PublishError: the update is damaged, does not fit the schema, or has a row that is not finite. No row has
                 changed.
             ClosedError: the reader was closed.
         """
+        if not isinstance(update, RowsUpdate):
+            return []
         if update.whole:
             cache = self._reading.cache
             tables = self._read(update) if cache is None else self._cached(cache, update)
             self._servers[update.server] = ServerRows(tables, update.step, update.time)
-            self.snapshots += 1
             return None
         served = self._servers[update.server]
         changes = list(update.changes)  # In memory anyway. It is checked before any of it is applied.
