@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from persia.serve import Client, Predictor, ServeOptions
-from persia.serve.http.run import HttpOptions, run_server
+from persia.serve.http.options import HttpOptions
+from persia.serve.http.run import run_server
 from support import written_log
 from support.written_log import WrittenLog
 

@@ -18,7 +18,8 @@ import pytest
 from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, OverloadedError, PersiaError, ServeError
 from persia.serve import Client
 from persia.serve.http.limits import ServeLimits
-from persia.serve.http.run import HttpOptions, _bound, run_server
+from persia.serve.http.options import HttpOptions
+from persia.serve.http.run import _bound, run_server
 from support.ports import lasting_port
 from support.served import FakePredictor, FakeRetriever, expected
 

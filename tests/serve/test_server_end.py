@@ -9,7 +9,8 @@ import pytest
 
 from persia.errors import ClosedError
 from persia.serve import Predictor
-from persia.serve.http.run import HttpOptions, run_server
+from persia.serve.http.options import HttpOptions
+from persia.serve.http.run import run_server
 from support.served import FakePredictor
 from support.written_log import Steps
 

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
-from persia.checks import check_choice, without_userinfo
+from persia.checks import without_userinfo
 from persia.cli.imports import import_modules
+from persia.cli.record_options import Fields, Shown, options_from_records
 from persia.errors import ConfigError, MissingExtraError
+from persia.serve.http.limits import ServeLimits
+from persia.serve.http.options import HttpOptions
+from persia.serve.options import ServeOptions
 from persia.telemetry.logs import get_logger, log_to_stderr
 
 __all__ = ["serve"]
 
 LIMITS, SECURITY = "Limits", "Security"
 
-COMPILE: Final[Mapping[str, bool | Literal["auto"]]] = {"false": False, "auto": "auto", "true": True}
-"""Values of `ServeOptions.compile` by those of `--compile`."""
 
-
+@options_from_records
 def serve(
     url: Annotated[
         str, typer.Argument(help="Log of changes, as in `trainer.publish.url`: a directory or a URL.", metavar="URL")
     ],
+    *,
     model: Annotated[
         str | None,
         typer.Option(
@@ -34,49 +37,32 @@ def serve(
             metavar="MODULE:NAME",
         ),
     ] = None,
-    imports: Annotated[
-        list[str] | None,
-        typer.Option("--import", help="Module whose classes the log may name. Repeatable.", metavar="MODULE"),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Interface to listen on; 0.0.0.0 for all, which needs keys.", metavar="ADDRESS")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 8080,
-    reuse_port: Annotated[
-        bool,
-        typer.Option("--reuse-port", help="Let several servers of this host share the port."),
-    ] = False,
-    device: Annotated[str, typer.Option(help="Where the network runs: cpu, cuda, cuda:1, auto.")] = "cpu",
+    http: Annotated[
+        HttpOptions,
+        Fields(
+            hidden=["limits"],
+            host=Shown("ADDRESS"),
+            key_file=Shown("FILE", panel=SECURITY),
+            tls_cert=Shown("FILE", panel=SECURITY),
+            tls_key=Shown("FILE", panel=SECURITY),
+            insecure=Shown(panel=SECURITY),
+            drain_seconds=Shown(panel=LIMITS),
+        ),
+    ],
+    serving: Annotated[
+        ServeOptions,
+        Fields(
+            hidden=["threads"],
+            device=Shown("DEVICE"),
+            cache_dir=Shown("DIR"),
+            imports=Shown("MODULE", name="--import"),
+            compile=Shown("HOW"),
+            rows=Shown("ADDRESS"),
+        ),
+    ],
     threads: Annotated[
         int | None, typer.Option(help="Threads of the network. Defaults to the cores of the host.", min=1)
     ] = None,
-    cache_dir: Annotated[
-        str | None,
-        typer.Option(
-            help="Local directory for rows of snapshots. Several servers of this host that name the same one share "
-            "its memory, and start faster.",
-            metavar="DIR",
-        ),
-    ] = None,
-    compiling: Annotated[
-        str,
-        typer.Option(
-            "--compile",
-            help="Run compiled code in place of the Python of the network: false, auto (serves without it until it is "
-            "there), true (waits for the compiler at the start). Needs g++; the code is kept in --cache-dir.",
-            metavar="HOW",
-        ),
-    ] = "false",
-    poll_seconds: Annotated[float, typer.Option(help="Seconds between two looks at the log.")] = 1.0,
-    rows: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Address of a row server (`persia serve-rows`), as tcp://host:port. Repeatable: give all of them, in "
-            "the order of their parts.",
-            metavar="ADDRESS",
-        ),
-    ] = None,
-    rows_seconds: Annotated[float, typer.Option(help="Deadline of a lookup at the row servers.")] = 1.0,
     items: Annotated[
         str | None,
         typer.Option(
@@ -89,64 +75,7 @@ def serve(
         str | None,
         typer.Option(help="Feature that identifies an item, if it has several ID-type features.", metavar="NAME"),
     ] = None,
-    max_batch: Annotated[int, typer.Option(help="Samples that are computed at once.", rich_help_panel=LIMITS)] = 1024,
-    max_wait_ms: Annotated[
-        float, typer.Option(help="Time for which a batch waits for more samples.", rich_help_panel=LIMITS)
-    ] = 1.0,
-    deadline_ms: Annotated[
-        float,
-        typer.Option(
-            help="Time within which a request is to be answered; it is refused at once if that is not expected.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = 1000.0,
-    max_rows: Annotated[int, typer.Option(help="Samples, items or ids of a request.", rich_help_panel=LIMITS)] = 4096,
-    max_values: Annotated[
-        int, typer.Option(help="Values of one feature of a request.", rich_help_panel=LIMITS)
-    ] = 131072,
-    max_k: Annotated[
-        int, typer.Option(help="Items that /retrieve finds for one user.", rich_help_panel=LIMITS)
-    ] = 10000,
-    max_queue: Annotated[int, typer.Option(help="Requests that wait.", rich_help_panel=LIMITS)] = 512,
-    max_queue_rows: Annotated[int, typer.Option(help="Samples that wait.", rich_help_panel=LIMITS)] = 16384,
-    max_body_bytes: Annotated[
-        str, typer.Option(help="Body of a request.", metavar="BYTES", rich_help_panel=LIMITS)
-    ] = "8MiB",
-    max_held_bytes: Annotated[
-        str, typer.Option(help="Bodies of all requests together.", metavar="BYTES", rich_help_panel=LIMITS)
-    ] = "128MiB",
-    max_connections: Annotated[int, typer.Option(help="Open connections.", rich_help_panel=LIMITS)] = 1024,
-    body_seconds: Annotated[
-        float, typer.Option(help="Time within which a body must arrive.", rich_help_panel=LIMITS)
-    ] = 10.0,
-    head_seconds: Annotated[
-        float, typer.Option(help="Time within which the head of a request must arrive.", rich_help_panel=LIMITS)
-    ] = 10.0,
-    key_file: Annotated[
-        str | None,
-        typer.Option(
-            help="File with the keys of clients, one a line. Or set PERSIA_SERVE_KEYS.",
-            metavar="FILE",
-            rich_help_panel=SECURITY,
-        ),
-    ] = None,
-    tls_cert: Annotated[
-        str | None, typer.Option(help="Certificate chain, in PEM.", metavar="FILE", rich_help_panel=SECURITY)
-    ] = None,
-    tls_key: Annotated[
-        str | None, typer.Option(help="Key of the certificate, in PEM.", metavar="FILE", rich_help_panel=SECURITY)
-    ] = None,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            help="Let other hosts in without keys, where only trusted clients can reach --host.",
-            rich_help_panel=SECURITY,
-        ),
-    ] = False,
-    drain_seconds: Annotated[
-        float, typer.Option(help="Time that requests have to end after SIGTERM.", rich_help_panel=LIMITS)
-    ] = 30.0,
+    limits: Annotated[ServeLimits, Fields(panel=LIMITS)],
 ) -> None:
     """Serve predictions over HTTP from a log of changes, which training keeps up to date.
 
@@ -161,58 +90,20 @@ def serve(
     """
     log_to_stderr(logging.INFO)
     try:
-        from persia.serve.http.limits import ServeLimits
-        from persia.serve.http.run import HttpOptions, run_server
+        from persia.serve.http.run import run_server
     except ImportError as error:
         raise MissingExtraError('persia serve needs FastAPI: pip install "persia[serve]".', extra="serve") from error
-    from persia.serve import Predictor, Retriever, ServeOptions
-    from persia.units import parse_bytes
+    from persia.serve import Predictor, Retriever
 
-    limits = ServeLimits(
-        max_body_bytes=parse_bytes(max_body_bytes, "max_body_bytes"),
-        max_held_bytes=parse_bytes(max_held_bytes, "max_held_bytes"),
-        max_rows=max_rows,
-        max_values=max_values,
-        max_k=max_k,
-        max_batch=max_batch,
-        max_wait_ms=max_wait_ms,
-        max_queue=max_queue,
-        max_queue_rows=max_queue_rows,
-        deadline_ms=deadline_ms,
-        body_seconds=body_seconds,
-        head_seconds=head_seconds,
-        max_connections=max_connections,
-    )
-    options = HttpOptions(
-        host=host,
-        port=port,
-        reuse_port=reuse_port,
-        limits=limits,
-        key_file=key_file,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        insecure=insecure,
-        drain_seconds=drain_seconds,
-    )
-    check_choice("compile", compiling, list(COMPILE))
     network = _network(model)
-    import_modules(imports or (), "import")
+    import_modules(serving.imports, "import")
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
-    serving = ServeOptions(
-        poll_seconds=poll_seconds,
-        device=device,
-        cache_dir=cache_dir,
-        imports=tuple(imports or ()),
-        compile=COMPILE[compiling],
-        rows=tuple(rows or ()),
-        rows_seconds=rows_seconds,
-    )
     if item_key is not None and items is None:
         raise ConfigError("--item-key needs --items, the files with the items.", field="item_key")
-    if items is not None and rows:
+    if items is not None and serving.rows:
         raise ConfigError(
             "--items needs the rows in this process, as row servers do not tell which rows have changed; leave --rows "
             "out.",
@@ -221,7 +112,7 @@ def serve(
     log, shown = get_logger("persia.serve"), without_userinfo(url)
     predictor = Predictor(url, network, serving)
     retriever = None if items is None else Retriever(predictor, items, key=item_key)
-    run_server(predictor, options, lambda at: log.info("%s serves %s", at.url, shown), retriever)
+    run_server(predictor, replace(http, limits=limits), lambda at: log.info("%s serves %s", at.url, shown), retriever)
 
 
 def _network(name: str | None) -> Any:

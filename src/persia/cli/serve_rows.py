@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from persia.cli.record_options import Fields, Shown, options_from_records
 from persia.errors import ConfigError
+from persia.serve.options import RowServerOptions
 from persia.telemetry.logs import get_logger, log_to_stderr
 
 __all__ = ["serve_rows"]
@@ -17,28 +19,23 @@ __all__ = ["serve_rows"]
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
+@options_from_records
 def serve_rows(
     url: Annotated[
         str, typer.Argument(help="Log of changes, as in `trainer.publish.url`: a directory or a URL.", metavar="URL")
     ],
+    *,
     part: Annotated[str, typer.Option(help="Which part of the rows to serve: 0/2 and 1/2 for two.", metavar="I/N")],
     address: Annotated[
         str, typer.Option(help="Address to listen on: tcp://host:port; port * for any free one.", metavar="ADDRESS")
     ] = "tcp://127.0.0.1:*",
-    cache_dir: Annotated[
-        str | None,
-        typer.Option(help="Local directory for rows of snapshots, with which it restarts faster.", metavar="DIR"),
-    ] = None,
-    poll_seconds: Annotated[float, typer.Option(help="Seconds between two looks at the log.")] = 1.0,
-    grace_seconds: Annotated[
-        float, typer.Option(help="Seconds for which the rows of an epoch are kept once the next one is complete.")
-    ] = 300.0,
     insecure: Annotated[
         bool,
         typer.Option(
             "--insecure", help="Let other hosts in without CURVE keys, where only trusted ones can reach ADDRESS."
         ),
     ] = False,
+    options: Annotated[RowServerOptions, Fields(cache_dir=Shown("DIR"))],
 ) -> None:
     """Serve one part of the rows of a log of changes, for tables that do not fit one host.
 
@@ -50,14 +47,13 @@ def serve_rows(
     """
     log_to_stderr(logging.INFO)
     from persia import rpc
-    from persia.serve import RowServer, RowServerOptions
+    from persia.serve import RowServer
     from persia.services import ServedRows
 
     log = get_logger("persia.serve")
     found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
     if found is None:
         raise ConfigError(f"Invalid --part {part}; expected I/N, such as 0/2 for the first of two parts.", field="part")
-    options = RowServerOptions(poll_seconds=poll_seconds, grace_seconds=grace_seconds, cache_dir=cache_dir)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # All threads inherit it, so that sigwait gets them.
     try:
         with (

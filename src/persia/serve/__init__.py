@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from persia.serve.compiled import CompiledNetwork, compile_network
     from persia.serve.item_index import IndexOptions, ItemIndex, Retrieved
     from persia.serve.onnx_export import export_onnx
-    from persia.serve.options import ServeOptions, ServeState
+    from persia.serve.options import RowServerOptions, ServeOptions, ServeState
     from persia.serve.predictor import Prediction, Predictor
     from persia.serve.retriever import Retriever, RetrieverState
-    from persia.serve.row_server import RowServer, RowServerOptions
+    from persia.serve.row_server import RowServer
 
 __all__ = [
     "Client",
@@ -47,7 +47,7 @@ _HOMES = {
     "Retriever": "persia.serve.retriever",
     "RetrieverState": "persia.serve.retriever",
     "RowServer": "persia.serve.row_server",
-    "RowServerOptions": "persia.serve.row_server",
+    "RowServerOptions": "persia.serve.options",
     "ServeOptions": "persia.serve.options",
     "ServeState": "persia.serve.options",
     "compile_network": "persia.serve.compiled",

@@ -9,28 +9,28 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from persia.checks import MAX_THREADS, check_flag, check_integer, check_kind, check_seconds, plain_fields, plain_paths
-from persia.nn.options import check_device
 
-__all__ = ["ServeOptions", "ServeState"]
+__all__ = ["RowServerOptions", "ServeOptions", "ServeState"]
 
 
 class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a `Predictor` that have defaults.
 
     Args:
-        poll_seconds: between two looks at the log of changes.
+        poll_seconds: seconds between two looks at the log of changes.
         device: where the network runs: "cpu", "cuda", "cuda:1", or "auto" for CUDA where there is a device.
         threads: threads of each request for removing duplicates and pooling. Requests run beside one another anyway.
-        cache_dir: local directory for rows of snapshots as files, which processes of this host map and share. None
-            keeps rows in the memory of each process.
+        cache_dir: local directory for rows of snapshots as files, which processes of this host map and share, so that
+            they start faster. Without it, rows are in the memory of each process.
         imports: modules whose classes the description of a model in the log may name, as "module:Class". They are
             imported from `sys.path`; without them, a log cannot name code.
-        compile: whether to compile the network; see `compile_network`. True waits for the compiler at the start, "auto"
-            serves eagerly until it is done. `rank` runs eagerly in any case. Code goes to `cache_dir`, if there is one,
-            and is then there at the next start.
-        rows: addresses of row servers, in the order of their parts, such as "tcp://10.0.0.1:7000": rows are looked up
-            there, for tables that do not fit this host. Empty to keep all rows in this process.
-        rows_seconds: deadline of a lookup at the row servers.
+        compile: whether to run compiled code in place of the Python of the network: true waits for the compiler at the
+            start, auto serves eagerly until it is done. Needs g++; see `compile_network`. `rank` runs eagerly in any
+            case. Code goes to `cache_dir`, if there is one, and is then there at the next start.
+        rows: addresses of row servers (`persia serve-rows`), all of them and in the order of their parts, such as
+            "tcp://10.0.0.1:7000": rows are looked up there, for tables that do not fit this host. Without them, all
+            rows are in this process.
+        rows_seconds: deadline of a lookup at the row servers, in seconds.
     """
 
     poll_seconds: float = 1.0
@@ -46,6 +46,8 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         plain_fields(self)
         plain_paths(self, "cache_dir")
         check_seconds("poll_seconds", self.poll_seconds)
+        from persia.nn.options import check_device  # Imports torch, which the help text of a command does not need.
+
         check_device(self.device)
         check_integer("threads", self.threads, 1, MAX_THREADS)
         check_kind("cache_dir", self.cache_dir, (str, NoneType), "a path, or None")
@@ -58,6 +60,29 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_seconds("rows_seconds", self.rows_seconds)
         if self.compile != "auto":
             check_flag("compile", self.compile)
+
+
+class RowServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of a `RowServer`.
+
+    Args:
+        poll_seconds: seconds between two looks at the log of changes.
+        grace_seconds: seconds for which the rows of an epoch are kept once those of the next one are complete, so that
+            predictors can change to it together.
+        cache_dir: local directory for rows of snapshots as files, which a server that restarts maps. Without it, rows
+            are in memory only.
+    """
+
+    poll_seconds: float = 1.0
+    grace_seconds: float = 300.0
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        plain_paths(self, "cache_dir")
+        check_seconds("poll_seconds", self.poll_seconds)
+        check_seconds("grace_seconds", self.grace_seconds)
+        check_kind("cache_dir", self.cache_dir, (str, NoneType), "a path, or None")
 
 
 class ServeState(NamedTuple):

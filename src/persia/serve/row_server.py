@@ -7,21 +7,21 @@ import time
 from types import NoneType, TracebackType
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
-from persia.checks import check_integer, check_kind, check_seconds, plain_fields, plain_paths
+from persia.checks import check_integer, check_kind
 from persia.errors import ConfigError, PublishError, StoreError
 from persia.publish import Description, follow
 from persia.publish.epoch_reader import EpochReader, Update
 from persia.serve.cache import SnapshotCache
+from persia.serve.options import RowServerOptions
 from persia.serve.polling import LogPoller
 from persia.serve.updates import EpochRows, RowPart, RowReading
 from persia.services import FoundRows, RowServerState, RowsVersion, ServedEpoch
 from persia.telemetry.logs import get_logger
 from persia.types import Packed
 
-__all__ = ["MAX_PARTS", "RowServer", "RowServerOptions"]
+__all__ = ["MAX_PARTS", "RowServer"]
 
 LOG = get_logger("persia.serve")
 
@@ -30,29 +30,6 @@ MAX_PARTS = 1024
 
 MAX_ANSWER_BYTES = 1 << 28
 """Rows of an answer: each lookup in work takes as much memory as its answer."""
-
-
-class RowServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of a `RowServer`.
-
-    Args:
-        poll_seconds: between two looks at the log of changes.
-        grace_seconds: for which the rows of an epoch are kept once those of the next one are complete, so that
-            predictors can change to it together.
-        cache_dir: local directory for rows of snapshots as files; a server that restarts maps them. None keeps rows in
-            memory only.
-    """
-
-    poll_seconds: float = 1.0
-    grace_seconds: float = 300.0
-    cache_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        plain_fields(self)
-        plain_paths(self, "cache_dir")
-        check_seconds("poll_seconds", self.poll_seconds)
-        check_seconds("grace_seconds", self.grace_seconds)
-        check_kind("cache_dir", self.cache_dir, (str, NoneType), "a path, or None")
 
 
 class _Earlier(NamedTuple):

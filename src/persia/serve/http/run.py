@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import threading
@@ -13,23 +12,21 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import uvicorn
 
-from persia.checks import check_flag, check_seconds, is_loopback, plain_fields
+from persia.checks import is_loopback
 from persia.errors import ConfigError, PersiaError
 from persia.serve.http.app import create_app
 from persia.serve.http.keys import read_keys
-from persia.serve.http.limits import ServeLimits
+from persia.serve.http.options import HttpOptions
 from persia.serve.http.uvicorn_protocol import limited_protocol
 from persia.telemetry.logs import get_logger
-from persia.telemetry.process import LOOPBACK, check_port
 
 if TYPE_CHECKING:
     from persia.serve.predictor import Predictor
     from persia.serve.retriever import Retriever
 
-__all__ = ["HttpOptions", "Listening", "run_server"]
+__all__ = ["Listening", "run_server"]
 
 LOG = get_logger("persia.serve")
 
@@ -37,48 +34,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 QUIET_SECONDS = 60.0
 """Between two warnings of uvicorn that say the same."""
-
-
-class HttpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of a prediction server.
-
-    Args:
-        host: interface to listen on. Any other than this host needs keys, or `insecure`.
-        port: port to listen on; 0 for any free port.
-        reuse_port: let several servers of this host listen on one port; the kernel spreads connections over them.
-        limits: of requests.
-        key_file: file with the keys of clients, one a line; None for those of PERSIA_SERVE_KEYS, or no keys.
-        tls_cert: certificate chain in PEM; None for plain HTTP.
-        tls_key: its key.
-        insecure: listen on other interfaces without keys, for networks that only trusted clients can reach.
-        drain_seconds: time that requests have to end once the server is told to stop.
-
-    Raises:
-        ConfigError: an option is invalid.
-    """
-
-    host: str = LOOPBACK
-    port: int = 8080
-    reuse_port: bool = False
-    limits: ServeLimits = ServeLimits()
-    key_file: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    insecure: bool = False
-    drain_seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        plain_fields(self)
-        check_port(self.port, "port")
-        check_flag("reuse_port", self.reuse_port)
-        check_flag("insecure", self.insecure)
-        check_seconds("drain_seconds", self.drain_seconds)
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("TLS needs a certificate and its key; give tls_cert and tls_key.", field="tls_cert")
-        for name in ("tls_cert", "tls_key"):
-            path = getattr(self, name)
-            if path is not None and not os.access(path, os.R_OK):
-                raise ConfigError(f"Cannot read {name} = {path!r}; give a file in PEM.", field=name)
 
 
 class Listening(NamedTuple):
