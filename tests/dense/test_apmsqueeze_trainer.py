@@ -131,11 +131,16 @@ def test_clipping_belongs_to_the_optimizer():
 
 def test_configuration():
     options = {"betas": [0.8, 0.9], "warmup": 7, "compressor": {"kind": "top_k", "ratio": 0.5}, "clip_norm": 2.0}
+    options["refresh_variance"] = 16
     make = OptimizerConfig(kind="apmsqueeze", lr=0.5, options=options).factory()
     optimizer = make([torch.nn.Parameter(torch.zeros(3))])
     assert isinstance(optimizer, APMSqueeze)
-    assert optimizer.options == APMSqueezeOptions(warmup=7, compressor=TopK(0.5), clip_norm=2.0)
+    assert optimizer.options == APMSqueezeOptions(warmup=7, compressor=TopK(0.5), clip_norm=2.0, refresh_variance=16)
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(ConfigError, match="kind"):
         OptimizerConfig(kind="apmsqueeze", options={"compressor": {"kind": "zip"}}).factory()([])
+    with pytest.raises(
+        ConfigError, match=r"Unknown option optimizer\.options\.warm_up; .*weight_decay, warmup, .*debug"
+    ):
+        OptimizerConfig(kind="apmsqueeze", options={"warm_up": 7}).factory()([])

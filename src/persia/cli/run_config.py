@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import torch
@@ -39,26 +40,29 @@ __all__ = [
     "TrainConfig",
 ]
 
-READERS: dict[str, Callable[..., Any]] = {
-    "parquet": data.parquet,
-    "csv": data.csv,
-    "jsonl": data.jsonl,
-    "criteo": data.criteo,
-    "avazu": data.avazu,
-    "movielens": data.movielens,
-    "adult": data.adult,
-    "globo": data.globo,
-    "amazon": data.amazon,
-    "diginetica": data.diginetica,
-    "kuairand": data.kuairand,
-    "mind": data.mind,
-    "taobao": data.taobao,
-    "synthetic": data.synthetic,
-    "kafka": data.kafka,
-}
+ReaderKind: TypeAlias = Literal[
+    "parquet",
+    "csv",
+    "jsonl",
+    "criteo",
+    "avazu",
+    "movielens",
+    "adult",
+    "globo",
+    "amazon",
+    "diginetica",
+    "kuairand",
+    "mind",
+    "taobao",
+    "synthetic",
+    "kafka",
+]
+READERS: dict[str, Callable[..., Any]] = {kind: getattr(data, kind) for kind in get_args(ReaderKind)}
 FILES = ("parquet", "csv", "jsonl")
 """Readers of files in a format, whose columns the schema names."""
-FOUND = ("adult", "globo", "amazon", "diginetica", "kuairand", "mind", "taobao")
+FOUND = tuple(
+    kind for kind, make in READERS.items() if next(iter(inspect.signature(make).parameters.values())).default is None
+)
 """Readers that take files of PERSIA_DATA where no path is given."""
 OF_TRAINING = ("split", "shuffle_rows", "drop_last", "shard", "start", "until", "group", "dead_letters")
 """Options that say which rows are trained, and in which order."""
@@ -71,39 +75,21 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def _apmsqueeze(
-    params: Iterable[torch.nn.Parameter],
-    *,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    warmup: int | str = "auto",
-    compressor: dict[str, Any] | None = None,
-    communicate: str = "momentum",
-    clip_norm: float | None = None,
-    bucket_bytes: int = 25 << 20,
-    variance_floor: float = 1e-3,
-    track_scale: bool = False,
-    timeout: float = 600.0,
-    debug: bool = False,
-) -> torch.optim.Optimizer:
-    """Makes an APMSqueeze optimizer from plain values."""
-    options = {
-        "warmup": warmup,
-        "compressor": compressor or {"kind": "one_bit"},
-        "communicate": communicate,
-        "clip_norm": clip_norm,
-        "bucket_bytes": bucket_bytes,
-        "variance_floor": variance_floor,
-        "track_scale": track_scale,
-        "timeout": timeout,
-        "debug": debug,
-    }
-    converted = convert(options, APMSqueezeOptions, "optimizer.options")
-    return APMSqueeze(params, lr, (betas[0], betas[1]), eps, weight_decay, options=converted)
+def _apmsqueeze(params: Iterable[torch.nn.Parameter], **given: Any) -> torch.optim.Optimizer:
+    """Makes an APMSqueeze optimizer from plain values: its arguments, and the fields of its options."""
+    options = {name: given.pop(name) for name in PLAIN_OPTIONS if name in given}
+    if "betas" in given:
+        given["betas"] = tuple(given["betas"])
+    return APMSqueeze(params, **given, options=convert(options, APMSqueezeOptions, "optimizer.options"))
 
 
+PLAIN_OPTIONS = tuple(name for name in APMSqueezeOptions.__struct_fields__ if name != "process_group")
+_apmsqueeze.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        *(each for each in inspect.signature(APMSqueeze).parameters.values() if each.name != "options"),
+        *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in PLAIN_OPTIONS),
+    ]
+)
 OPTIMIZERS["apmsqueeze"] = _apmsqueeze
 
 
@@ -120,23 +106,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             `persia.data.ColumnOptions`, and its own. "kafka" needs `bootstrap`.
     """
 
-    kind: Literal[
-        "parquet",
-        "csv",
-        "jsonl",
-        "criteo",
-        "avazu",
-        "movielens",
-        "adult",
-        "globo",
-        "amazon",
-        "diginetica",
-        "kuairand",
-        "mind",
-        "taobao",
-        "synthetic",
-        "kafka",
-    ]
+    kind: ReaderKind
     path: str | None = None
     batch_size: int = 1024
     options: dict[str, Any] = {}
