@@ -414,5 +414,5 @@ def test_who_was_late_is_named(at):
         (fields, message), _ = processes.run(wait_for_the_other, at)
     assert at in fields["operation"]
     assert fields["late"] == [1]
-    assert "Late: NN workers 1" in message
+    assert "Late: NN worker 1." in message
     assert not dist.is_initialized()

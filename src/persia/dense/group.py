@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from persia.errors import DeadlineError, PersiaError
-from persia.retry import Deadline
+from persia.membership.silent_ranks import FailureReports, named_ranks
 
 __all__ = ["Group"]
 
@@ -43,6 +43,7 @@ class Group:
         self.size = dist.get_world_size()
         self._timeout = timeout
         self._group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
+        self._store = dist.distributed_c10d._get_default_store()  # There is no public function for it.
         self._number = 0
 
     def start_sum(self, numbers: list[int]) -> Callable[[], list[int]]:
@@ -85,8 +86,8 @@ class Group:
 
     def failed(self, what: str, error: Exception) -> DeadlineError:
         """Returns the error to raise in place of one of torch.distributed; it names the ranks that did not fail."""
-        late = self._silent(what)
-        who = f"NN workers {', '.join(map(str, late))}" if late else "the connection, as all NN workers are there"
+        late = FailureReports(self._store, f"persia/failed/{what}", self.rank, self.size).silent(GRACE_SECONDS)
+        who = named_ranks(late) if late else "the connection, as all NN workers are there"
         return DeadlineError(
             f"NN worker {self.rank}, {what}: not all NN workers took part within {self._timeout:g} s. Late: {who}. "
             f"See what holds them up, or raise `timeout`. ({error})",
@@ -94,20 +95,6 @@ class Group:
             late=late,
             timeout=self._timeout,
         )
-
-    def _silent(self, what: str) -> list[int]:
-        """Returns the ranks that have not come here by now, from the store, which works when collectives do not."""
-        silent = [rank for rank in range(self.size) if rank != self.rank]
-        with contextlib.suppress(Exception):
-            store = dist.distributed_c10d._get_default_store()  # There is no public function for it.
-            key = f"persia/failed/{what}"
-            store.set(f"{key}/{self.rank}", "1")
-            deadline = Deadline(GRACE_SECONDS)
-            for rank in list(silent):
-                with contextlib.suppress(Exception):
-                    store.wait([f"{key}/{rank}"], timedelta(seconds=max(deadline.left, 0.01)))
-                    silent.remove(rank)
-        return silent
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:

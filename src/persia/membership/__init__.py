@@ -1,4 +1,4 @@
-"""The processes of each role: who is there, routing to them, and failover."""
+"""The processes of each role: who is there, routing to them, failover, and who is silent in a group of NN workers."""
 
 from persia.membership.data_loaders import DataLoaders, fed_batches
 from persia.membership.directory import UNREACHABLE, Directory, Roster, ServingMember

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from persia.errors import DeadlineError, UnequalStepsError
+from persia.membership.silent_ranks import named_ranks, silent_ranks
 from persia.services import Connection
 
 __all__ = ["BatchCounts", "batch_counts"]
@@ -132,11 +133,11 @@ class BatchCounts:
         ended, having, _ = self._others(number)
         left = {rank: reason for rank, reason in ended.items() if reason}
         run_out = [rank for rank in ended if rank not in left]
-        facts = [f"{_named(run_out)} ran out of batches after {number}."] if run_out else []
+        facts = [f"{named_ranks(run_out)} ran out of batches after {number}."] if run_out else []
         facts += [f"NN worker {rank} {reason}." for rank, reason in left.items()]
         raise UnequalStepsError(
-            f"Batch {number} of this training pass: {' '.join(facts)} {_named(having)} still had batches, and would "
-            f"wait forever in the all-reduce of gradients. {REMEDY}",
+            f"Batch {number} of this training pass: {' '.join(facts)} {named_ranks(having)} still had batches, and "
+            f"would wait forever in the all-reduce of gradients. {REMEDY}",
             batch=number,
             ended=run_out,
             left=list(left),
@@ -145,9 +146,10 @@ class BatchCounts:
 
     def _late(self, number: int) -> NoReturn:
         *_, silent = self._others(number)
+        who = named_ranks(silent) if silent else "another NN worker"
         raise DeadlineError(
-            f"Batch {number} of this training pass: {_named(silent) if silent else 'another NN worker'} did not read "
-            f"it within {self._timeout:g} s. Check what delays its data, or raise `timeout`.",
+            f"Batch {number} of this training pass: {who} did not read it within {self._timeout:g} s. Check what "
+            "delays its data, or raise `timeout`.",
             batch=number,
             late=silent,
             timeout=self._timeout,
@@ -156,26 +158,21 @@ class BatchCounts:
     def _others(self, number: int) -> tuple[dict[int, str], list[int], list[int]]:
         """Returns the reasons of ranks that ended before batch `number`, the ranks that have it, and silent ones."""
         self._store.set(f"{self._prefix}/has/{self._rank}", "")
-        end = time.monotonic() + GRACE_SECONDS
         ended: dict[int, str] = {}
         having: list[int] = []
-        silent = list(range(self._nn_workers))
-        while silent and time.monotonic() < end:
-            for rank in list(silent):
-                if self._store.check([f"{self._prefix}/has/{rank}"]):
+
+        def reported(rank: int) -> bool:
+            if self._store.check([f"{self._prefix}/has/{rank}"]):
+                having.append(rank)
+            elif self._store.check([f"{self._prefix}/end/{rank}"]):
+                read, _, reason = self._store.get(f"{self._prefix}/end/{rank}").decode().partition(" ")
+                if int(read) > number:
                     having.append(rank)
-                elif self._store.check([f"{self._prefix}/end/{rank}"]):
-                    read, _, reason = self._store.get(f"{self._prefix}/end/{rank}").decode().partition(" ")
-                    if int(read) > number:
-                        having.append(rank)
-                    else:
-                        ended[rank] = reason
                 else:
-                    continue
-                silent.remove(rank)
-            time.sleep(LONGEST_WAIT)
+                    ended[rank] = reason
+            else:
+                return False
+            return True
+
+        silent = silent_ranks(range(self._nn_workers), reported, GRACE_SECONDS)
         return dict(sorted(ended.items())), sorted(having), silent
-
-
-def _named(ranks: list[int]) -> str:
-    return f"NN worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from persia.errors import DeadlineError
+from persia.membership.silent_ranks import FailureReports
 
 __all__ = ["Exchange"]
 
@@ -66,8 +67,9 @@ class Exchange:
                 ranks, backend="nccl", timeout=timedelta(seconds=timeout), use_local_synchronization=local
             )
             self._direct = self._queued = True
-        self._store = dist.distributed_c10d._get_default_store()  # There is no public way to it.
-        self._key = f"persia/apmsqueeze/{self._control.group_name}/failed"
+        store = dist.distributed_c10d._get_default_store()  # There is no public way to it.
+        key = f"persia/apmsqueeze/{self._control.group_name}/failed"
+        self._failures = FailureReports(store, key, self.rank, self.size)
 
     # --- numbers ----------------------------------------------------------------------------------------------
 
@@ -170,7 +172,7 @@ class Exchange:
             except RuntimeError:
                 if work.is_completed() or left <= LOOK_SECONDS:
                     raise
-            if self._others_failed():
+            if self._failures.others_failed():
                 raise RuntimeError("another worker has reported a failure")
 
     def _settle(self, what: str) -> None:
@@ -181,14 +183,9 @@ class Exchange:
         deadline = time.monotonic() + self._timeout
         with self._named(f"{what}, of the step before"):
             while not work.is_completed():
-                if time.monotonic() > deadline or self._others_failed():
+                if time.monotonic() > deadline or self._failures.others_failed():
                     raise RuntimeError("a collective on the device has not ended")
                 time.sleep(0.001)
-
-    def _others_failed(self) -> bool:
-        with contextlib.suppress(Exception):
-            return any(self._store.check([f"{self._key}/{rank}"]) for rank in range(self.size) if rank != self.rank)
-        return True
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -198,7 +195,7 @@ class Exchange:
             raise self._failed(what, error) from error
 
     def _failed(self, what: str, error: Exception) -> DeadlineError:
-        silent = self._silent()
+        silent = self._failures.silent(min(GRACE_SECONDS, self._timeout / 2))
         who = f"rank {', '.join(map(str, silent))}" if silent else "none, so a connection was lost"
         return DeadlineError(
             f"APMSqueeze, rank {self.rank}, {what}: not all {self.size} workers took part within {self._timeout:g} s. "
@@ -209,21 +206,6 @@ class Exchange:
             late=silent,
             timeout=self._timeout,
         )
-
-    def _silent(self) -> list[int]:
-        """Returns the ranks that have not reported a failure by now. The store works when collectives do not."""
-        silent = [rank for rank in range(self.size) if rank != self.rank]
-        deadline = time.monotonic() + min(GRACE_SECONDS, self._timeout / 2)
-        try:
-            self._store.set(f"{self._key}/{self.rank}", "1")
-        except Exception:
-            return [0]  # The store usually runs in the process of rank 0.
-        for rank in list(silent):
-            with contextlib.suppress(Exception):
-                left = max(deadline - time.monotonic(), 0.01)
-                self._store.wait([f"{self._key}/{rank}"], timedelta(seconds=left))
-                silent.remove(rank)
-        return silent
 
 
 def _nothing() -> None:
