@@ -1,0 +1,84 @@
+"""Tables of figures are written by `python -m benchmarks.pages`; pages keep the sizes that were agreed on."""
+
+import re
+from pathlib import Path
+
+import pytest
+from benchmarks.page_topics import HEADLINE, TOPICS, Row
+
+from benchmarks import pages
+
+ROOT = Path(__file__).parents[2]
+FIGURES = pages.Figures.read()
+LINE = {
+    "name": "store.x",
+    "value": 1.5,
+    "unit": "ratio",
+    "at_least": 2.0,
+    "at_most": None,
+    "holds": False,
+    "interval": None,
+    "machine": "AMD EPYC, 2 cores",
+    "commit": "08ca8788",
+}
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.stem)
+def test_tables_are_up_to_date(page):
+    text = page.read_text(encoding="utf-8")
+    assert pages.rewritten(text, FIGURES) == text, "run: python -m benchmarks.pages"
+
+
+def test_every_topic_is_shown_and_every_block_is_known():
+    text = "".join(page.read_text(encoding="utf-8") for page in pages.PAGES)
+    assert {match[2] for match in pages.BLOCK.finditer(text)} == {*TOPICS, "headline"}
+    assert len(HEADLINE) == 3
+
+
+def words(text):
+    """Counts words without code fences, comments and the bars of tables."""
+    return len(re.sub(r"<!--.*?-->|\|", " ", text).split())
+
+
+def test_pages_that_are_read_first_are_short():
+    assert words((ROOT / "README.md").read_text(encoding="utf-8")) <= 900
+    assert words((ROOT / "docs" / "performance.md").read_text(encoding="utf-8")) <= 2_000
+
+
+def test_no_figure_of_the_performance_page_is_typed_by_hand():
+    text = pages.BLOCK.sub("", (ROOT / "docs" / "performance.md").read_text(encoding="utf-8"))
+    explained = text[text.index("## What bounds what misses") :]
+    assert re.findall(r"\d[\d.]*(?:x| M rows/s| samples/s)\b", explained) == []
+
+
+def test_a_row_has_the_newest_line_of_each_machine_and_says_what_misses():
+    figures = pages.Figures({"store.x": [LINE, LINE | {"machine": "Intel(R) Xeon(R)", "value": 2.5, "holds": True}]})
+    row = pages.table([Row("store.x", "lookups")], figures).splitlines()[-1]
+    assert row == "| store.x: lookups | 1.50x; 2.50x | ≥ 2.00x: **1 of 2 missed** | E 08ca878; X 08ca878 |"
+
+
+def test_a_pattern_has_its_smallest_and_largest_value():
+    figures = pages.Figures({f"store.{i}": [LINE | {"value": 1.0 + i, "holds": i > 0}] for i in range(3)})
+    row = pages.table([Row("store.*", "lookups")], figures).splitlines()[-1]
+    assert row == "| store: lookups | 1.00x to 3.00x | ≥ 2.00x: **1 of 3 missed** | E 08ca878 |"
+
+
+def test_a_measure_without_a_line_is_refused():
+    with pytest.raises(KeyError, match="No line"):
+        pages.table([Row("store.gone", "")], FIGURES)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "shown"),
+    [
+        (0.0173, "s", "17 ms"),
+        (2.9, "s", "2.9 s"),
+        (6.855e6, "rows/s", "6.9 M rows/s"),
+        (27.59, "bytes", "27.6 bytes"),
+        (-0.00001, "AUC", "0.0000"),
+        (0.013, "fraction", "1.3 %"),
+        (1.0, "fraction", "100 %"),
+    ],
+)
+def test_quantities(value, unit, shown):
+    assert pages.quantity(value, unit) == shown
