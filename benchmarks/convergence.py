@@ -10,7 +10,7 @@ paper.theorem1_one_rate  One learning rate for all: the largest cost over that o
 
 A smooth loss in float64, along the timeline of `Hybrid(tau)` with one NN worker and batches of one row: logistic
 regression on the row of one id and a bias, which stands for the network. Ids are uniform over 1 / alpha of them.
-docs/concepts/convergence.md explains it. A laptop run takes half a minute.
+docs/concepts/modes.md explains it. A laptop run takes half a minute.
 """
 
 from __future__ import annotations

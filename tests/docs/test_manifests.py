@@ -14,7 +14,7 @@ from persia.cluster.ray.layout import REGIONS, HostLayout, RayNode, demands_of
 from persia.cluster.ray.placement import read_place
 
 yaml = pytest.importorskip("yaml")
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "cluster.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "deploy.md"
 MANIFESTS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)]
 
 GIB = 1 << 30

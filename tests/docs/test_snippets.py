@@ -18,7 +18,12 @@ from persia.cli.run_config import RunConfig
 from persia.config import convert
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "modes.md",
+    ROOT / "docs" / "concepts" / "modes.md",
+    *sorted((ROOT / "docs" / "guide").glob("*.md")),
+]
 REFERENCE = [
     ROOT / "docs" / "reference" / f"{name}.md"
     for name in (
@@ -38,6 +43,11 @@ REFERENCE = [
 ]
 """Pages of the reference that begin with an example."""
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page):
+    """The stem of a page, with its folder where that is not `guide`."""
+    return page.stem if page.parent.name in ("guide", ROOT.name) else f"{page.parent.name}-{page.stem}"
 
 
 class Block(NamedTuple):
@@ -76,7 +86,7 @@ def make_adult(folder):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("page", [p for p in PAGES if program(p)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [p for p in PAGES if program(p)], ids=name_of)
 def test_python_blocks_run(page, tmp_path, forks):
     # In an interpreter of its own, as a reader would: what other tests have imported must not help.
     script = tmp_path / f"{page.stem}_md.py"
@@ -112,7 +122,7 @@ def test_there_are_blocks_to_run():
     assert [page.stem for page in REFERENCE if not program(page)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_toml_blocks_are_configurations(page):
     for block in blocks(page, "toml"):
         tree = {"data": {"kind": "synthetic"}} | tomllib.loads(block.text)

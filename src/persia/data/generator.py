@@ -73,7 +73,7 @@ def synthetic(
     - the same with `pairs=12, latent_dim=4`: 0.668 of 0.798; 4 late 0.667, dense 8 late as well 0.666.
 
     These AUCs are measured after training. Progressive AUC suffers more from a delay, which slows the start. The effect
-    depends on the initial values of rows (here uniform in +-0.01) more than on the data; see docs/performance.md.
+    depends on the initial values of rows (here uniform in +-0.01) more than on the data; see docs/concepts/modes.md.
 
     Args:
         rows: rows of one epoch.

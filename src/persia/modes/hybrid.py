@@ -35,7 +35,7 @@ LOWER_BELOW = 0.01
 LAST_STEP = 0.15
 """Share of time that depth 0, the order of Sync, would cost, below which "auto" lowers the depth from 1 to 0.
 
-On clicks in time order even one step of delay costs accuracy throughout (docs/performance.md, globo.modes).
+On clicks in time order even one step of delay costs accuracy throughout (docs/modes.md).
 """
 
 HELPED = 0.9
