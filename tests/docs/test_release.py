@@ -1,6 +1,8 @@
 """The release workflow publishes only what was built and tried, for every Python and architecture that is promised."""
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -37,6 +39,19 @@ def test_wheels_are_built_from_the_source_distribution_and_tried():
     tried = JOBS["try"]["steps"][-1]["run"]
     assert "tests/wheel.py check wheelhouse/*.whl" in tried
     assert "tests/wheel.py installed" in tried
+
+
+@pytest.mark.processes
+def test_links_of_the_readme_work_on_the_package_index(tmp_path):
+    (step,) = [step for step in JOBS["sdist"]["steps"] if "README.md" in step.get("run", "")]
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    names = {"FILES": "https://example.org/persia", "GITHUB_REF_NAME": "v1.0.0"}
+    subprocess.run(["bash", "-ec", step["run"]], cwd=tmp_path, env=os.environ | names, check=True)
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", readme.read_text(encoding="utf-8"))
+    assert [link for _, link in links if not link.startswith("https://")] == []
+    assert ("", "https://example.org/persia/blob/v1.0.0/docs/modes.md") in links
+    assert ("!", "https://example.org/persia/raw/v1.0.0/docs/assets/demo/demo.svg") in links
 
 
 def test_publishing_waits_for_the_gate():
