@@ -156,3 +156,28 @@ def test_the_tree_of_the_architecture_page_is_the_tree_of_the_package():
     package = ROOT / "src" / "persia"
     there = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")} | {p.name for p in package.glob("*.py")}
     assert drawn == there - {"__init__.py", "__main__.py"}
+
+
+MECHANISMS = (
+    "eviction",
+    "decay of GBA",
+    "one-bit with error feedback",
+    "attaching after a kill",
+    "staleness bound",
+    "a served row's update",
+    "token",
+    "step barrier",
+    "SSD tier",
+    "resharding",
+)
+
+
+def test_the_glossary_leads_from_each_mechanism_to_files_that_exist():
+    text = (ROOT / "docs" / "concepts" / "glossary.md").read_text(encoding="utf-8")
+    table = text.split("## From a mechanism to its file\n")[1]
+    rows = {row.split(" | ")[0].removeprefix("| "): row for row in table.splitlines() if " | " in row}
+    assert {*MECHANISMS} <= rows.keys()
+    for name in MECHANISMS:
+        paths = [code for code in CODE.findall(rows[name]) if "/" in code]
+        assert len(paths) >= 2, name
+        assert [path for path in paths if not (ROOT / path).is_file()] == [], name
