@@ -171,7 +171,8 @@ examples: install  ## run every example, small; `make demo` runs that one
 	$(BIN)/python tests/examples.py
 
 docs: install  ## build the documentation into site/
-	$(BIN)/mkdocs build --strict -q
+	$(BIN)/python -m benchmarks.pages --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # Not -q, which hides warnings from --strict, too.
 
 clean:
 	rm -rf build dist site runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/persia/*.so
