@@ -135,7 +135,7 @@ TOPICS = {
         Row("apms.step_whole_0g1.n2", "step of DDP over APMSqueeze's, 0.1 Gbit/s"),
         Row("apms.step_whole_1g.n2", "at 1 Gbit/s"),
         Row("apms.step_whole_10g.n2", "at 10 Gbit/s"),
-        Row("apms.vs_hooks_loss.fp16", "test loss less that of DDP's float16 hook"),
+        Row("apms.vs_hooks_loss.fp16", "test loss less DDP's float16 hook"),
     ),
     "threads": (
         Row("threads.program.load_0", "a user's program, against plain PyTorch, idle machine"),

@@ -89,9 +89,9 @@ def main(source: Path, target: Path) -> None:
     lines = {line["name"]: line for line in map(json.loads, source.read_text().splitlines())}
     target.mkdir(parents=True, exist_ok=True)
     charts = {
-        "lookup": ratios(lines, "Lookups/s of persia over those of", LOOKUP),
-        "update": ratios(lines, "Updates/s of persia over those of", UPDATES),
-        "step": ratios(lines, "Samples/s of persia over those of", STEPS),
+        "lookup": ratios(lines, "Lookups/s of persia over", LOOKUP),
+        "update": ratios(lines, "Updates/s of persia over", UPDATES),
+        "step": ratios(lines, "Samples/s of persia over", STEPS),
         "size": sizes(lines),
     }
     for name, chart in charts.items():
