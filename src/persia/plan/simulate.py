@@ -1,4 +1,4 @@
-"""A discrete-event model of training on hosts that are not here: who waits for whom, and what that costs.
+"""A discrete-event model of training on hosts that need not exist: who waits for whom, and what that costs.
 
 Batches go through the roles as messages do: data loader, embedding worker, all PSs, back, the NN worker's step, and
 the same way as gradients. Each host has cores, a network interface with two directions and perhaps GPUs and an SSD;
