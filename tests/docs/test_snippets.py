@@ -138,6 +138,6 @@ def fields(record):
 
 
 def test_the_configuration_reference_is_complete():
-    text = (ROOT / "docs" / "guide" / "command-line.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / "configuration.md").read_text(encoding="utf-8")
     missing = [name for name in fields(RunConfig) if f"`{name}`" not in text and f"{name} =" not in text]
     assert not missing

@@ -169,7 +169,7 @@ def test_a_row_takes_no_more_memory_than_is_planned_for_it():
 
 @pytest.mark.parametrize("servers", [2, 8])
 def test_a_table_that_is_just_full_evicts_few_rows(servers):
-    """docs/guide/tables.md: about 0.4 * sqrt(parts / capacity) of the rows, for parts = PSs * shards."""
+    """docs/guide/table-memory.md: about 0.4 * sqrt(parts / capacity) of the rows, for parts = PSs * shards."""
     capacity = 200_000
     table = Table("item", dim=1, capacity=capacity, optimizer=SGD(0.1))
     shares = divide(declared_sizes({"item": table}, SGD(0.1)), [None] * servers)
