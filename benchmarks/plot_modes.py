@@ -1,4 +1,4 @@
-"""Charts of modes.md, papers.md, concepts/modes.md and guide/adagrad.md in docs, as SVG, from JSON lines.
+"""Charts of modes.md, papers/, concepts/modes.md and guide/adagrad.md in docs, as SVG, from JSON lines.
 
     python -m benchmarks.plot_modes [LINES] [DIRECTORY]
 
