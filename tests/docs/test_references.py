@@ -6,6 +6,7 @@ A page that describes the past (`docs/decisions`, renamed names, the changelog) 
 import ast
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,14 @@ def test_the_tree_of_the_architecture_page_is_the_tree_of_the_package():
     package = ROOT / "src" / "persia"
     there = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")} | {p.name for p in package.glob("*.py")}
     assert drawn == there - {"__init__.py", "__main__.py"}
+
+
+def test_the_layers_of_the_architecture_page_are_those_of_the_contract():
+    text = (ROOT / "docs" / "concepts" / "architecture.md").read_text(encoding="utf-8")
+    drawn = text.split("## Layers")[1].split("```text\n")[1].split("```")[0].split("\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contract = project["tool"]["importlinter"]["contracts"][0]
+    assert [line.strip() for line in drawn if line] == contract["layers"]
 
 
 MECHANISMS = (

@@ -51,7 +51,7 @@ RETRY_FIRST = 64
 """Number of windows before "auto" repeats a first step in flight that did not: training is slower while it tries."""
 
 WARMUP = 500
-"""Global steps of the warm-up by default: most of what a delay costs is lost at the start of a run (docs/papers/persia.md)."""
+"""Global steps of the warm-up by default: a delay costs most at the start of a run (docs/papers/persia.md)."""
 
 
 @register
