@@ -18,6 +18,8 @@ PAST = {ROOT / "docs" / "changelog.md", ROOT / "docs" / "reference" / "renamed.m
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / ".github" / "pull_request_template.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in PAST and page.parent.name != "decisions"),
 ]
 FOLDERS = (".ci", "benchmarks", "bindings", "cpp", "docs", "examples", "src", "tests")
