@@ -148,7 +148,7 @@ def missing(needs: str | None) -> bool:
     """Returns whether data are not here, and says so."""
     if needs is None or data.find(needs) is not None:
         return False
-    print(f"{needs} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+    print(f"{needs} was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
     return True
 
 

@@ -98,7 +98,7 @@ def torch_run(seed: int, rows: int | None) -> Run:
 
 def found() -> bool:
     if data.find("globo_ctr") is None:
-        print("globo_ctr is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        print("globo_ctr was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
         return False
     return True
 
@@ -118,6 +118,7 @@ def rows(preset: str) -> runner.Measure | None:
             of="rows/s",
             rounds=ROUNDS[preset],
             at_least=1.1,
+            details={"mode": 'Hybrid("auto")'},
         )
     finally:
         ours.close()

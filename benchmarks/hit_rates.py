@@ -96,7 +96,7 @@ def hits_of_the_store(batches: list[np.ndarray], capacity: int, **settings: Any)
 def hit_rates(name: str, preset: str) -> Iterator[runner.Measure]:
     """Of one stream, at each capacity."""
     if name.startswith("globo") and data.find("globo_ctr") is None:
-        print("globo_ctr is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        print("globo_ctr was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
         return
     batches = distinct_by_batch(STREAMS[name](SAMPLES[preset]), IDS[preset])
     ids = np.concatenate(batches).tolist()

@@ -116,7 +116,7 @@ def globo(preset: str) -> Iterator[runner.Measure]:
     Batches that HopBw drops have no logits: they are not scored.
     """
     if data.find("globo_ctr") is None:
-        print("globo_ctr is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        print("globo_ctr was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
         return
     rows, rates = GLOBO_ROWS[preset], globo_tuned(preset)
     plans = {(k, s): Stream(m, rates, s, rows // 4, rows) for s in SEEDS[preset] for k, m in GLOBO.items()}
@@ -139,7 +139,7 @@ def globo_gba(preset: str) -> Iterator[runner.Measure]:
     own_rates    the whole with the best rates of Gba
     """
     if data.find("globo_ctr") is None:
-        print("globo_ctr is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        print("globo_ctr was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
         return
     rows, rates = GLOBO_ROWS[preset], globo_tuned(preset)
     gba = Gba(STREAM_WORKERS * STREAM_LOCAL)

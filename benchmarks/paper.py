@@ -86,7 +86,7 @@ def outcomes(
 def table2(preset: str, *, source: str, network: str) -> Iterator[runner.Measure]:
     """Test AUC less Sync's with one network on one data set."""
     if source in FILES and data.find(FILES[source]) is None:
-        print(f"{FILES[source]} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        print(f"{FILES[source]} was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
         return
     shared = tuned(preset, source, network, Sync(), FIRST)
     modes = {

@@ -190,7 +190,7 @@ class AdultNet(torch.nn.Module):
 def adult(preset: str) -> runner.Measure | None:
     """Test AUC after one pass, batch 128, SGD 0.1 and Adagrad 0.05; mean of three seeds."""
     if data.find("adult") is None:
-        print("adult is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        print("adult was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
         return None
     areas = []
     for seed in range(1 if preset == "smoke" else 3):

@@ -80,7 +80,7 @@ def zipf(preset: str) -> runner.Measure:
 def globo(preset: str) -> runner.Measure | None:
     """Clicks in time order, in batches of 2048."""
     if data.find("globo_ctr") is None:
-        print("reuse.globo is skipped: globo_ctr is not here; set PERSIA_DATA.", file=sys.stderr)
+        print("reuse.globo is skipped: globo_ctr was not found; set PERSIA_DATA.", file=sys.stderr)
         return None
     reader = data.globo(batch_size=2048)
     batches = itertools.islice(reader, BATCHES[preset])

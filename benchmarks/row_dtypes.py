@@ -64,7 +64,7 @@ def trained(preset: str, source: str, network: str) -> Mapping[str, list[Outcome
     if preset == "smoke" and network != next(iter(NETWORKS)):
         return {}
     if source in FILES and data.find(FILES[source]) is None:
-        print(f"{FILES[source]} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        print(f"{FILES[source]} was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
         return {}
     runs = [Run(source, network, Hybrid(4), FIRST, seed, ROWS[preset]) for seed in SEEDS[preset]]
     float32 = {optimizer: ("float32", optimizer) for _, optimizer in KINDS.values()}

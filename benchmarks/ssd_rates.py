@@ -280,7 +280,7 @@ def keys_of(ids: np.ndarray) -> list[bytes]:
 def vs_rocksdb(preset: str) -> runner.Measure | None:
     """Lookups with updates per second, against rocksdict with as much memory."""
     if rocksdict is None:
-        print("rocksdict is not here; `pip install rocksdict`", file=sys.stderr)
+        print("rocksdict was not found; `pip install rocksdict`", file=sys.stderr)
         return None
     scale = SCALES[preset]
     rows = scale.peer_rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,6 +31,9 @@ from persia.types.values import Dtype
 WORK = {"smoke": Workload(rows=2_000, batch=128, batches=2), "laptop": Workload(), "full": Workload()}
 STEPS = {"smoke": 5, "laptop": 20, "full": 50}
 ROUNDS = {"smoke": 1, "laptop": 9, "full": 15}
+DEFAULT = 'Hybrid("auto")'
+"""The default mode, as a line of a benchmark names it."""
+
 FIRST = 0.01
 """Initial accumulator of Adagrad here and in `step_torch.Plain`, so that both make the same steps."""
 
@@ -114,7 +117,13 @@ Make = Callable[[Workload, list[Samples]], Any]
 
 
 def compared(
-    name: str, preset: str, work: Workload, ours_of: Make, theirs_of: Make, target: float | None = None
+    name: str,
+    preset: str,
+    work: Workload,
+    ours_of: Make,
+    theirs_of: Make,
+    target: float | None = None,
+    details: Mapping[str, Any] | None = None,
 ) -> runner.Measure:
     """Samples/s of two variants, alternating."""
     data = generate(work)
@@ -132,6 +141,7 @@ def compared(
             of="rows/s",
             rounds=ROUNDS[preset],
             at_least=target,
+            details=details,
         )
     finally:
         ours.close()
@@ -148,6 +158,7 @@ def compare_to(kind: type[Variant], preset: str, name: str, target: float) -> ru
         lambda work, data: Persia(work, data, adagrad, mode=Hybrid()),
         lambda work, _: Apart(kind, work),
         target,
+        {"mode": DEFAULT},
     )
 
 
@@ -168,6 +179,7 @@ def compare_to_torchrec(
         lambda work, data: Persia(work, data, RowwiseAdagrad(lr=0.05), dtype=ours, mode=Hybrid()),
         lambda work, _: TorchRec(work, dtype=theirs),
         target,
+        {"mode": DEFAULT},
     )
 
 

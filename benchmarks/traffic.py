@@ -50,7 +50,7 @@ def clicks(preset: str) -> tuple[persia.Schema, Iterator[Batch], str]:
         reader = data.globo(batch_size=BATCH, dim=DIM)
         return reader.schema, reader.batches(start=200), "globo_ctr"
     made = data.synthetic(BATCH * BATCHES[preset], id_features=9, ids_per_feature=100_000, batch_size=BATCH, dim=DIM)
-    return made.schema, made.batches(), "synthetic: 9 features of Zipf(1.05) ids, as globo_ctr is not here"
+    return made.schema, made.batches(), "synthetic: 9 features of Zipf(1.05) ids, as globo_ctr was not found"
 
 
 @runner.measures("traffic.forward", "traffic.backward")

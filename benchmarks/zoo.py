@@ -121,7 +121,7 @@ def _register(source: str, model: str) -> None:
     def compared(preset: str) -> Iterator[runner.Measure]:
         data = clicks(source, model, preset)
         if data is None:
-            print(f"{source} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+            print(f"{source} was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
             return
         found = [in_turn(source, model, preset, seed) for seed in SEEDS[preset]]
         details: dict[str, object] = {"rows": sum(map(len, data.batches))}

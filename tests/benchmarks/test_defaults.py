@@ -45,5 +45,5 @@ def test_data_that_are_not_here_are_skipped_with_a_line(monkeypatch, capsys):
     assert defaults.globo_rows("smoke") is None
     assert defaults.adult_rows("smoke") is None
     assert capsys.readouterr().err.splitlines() == [
-        f"{name} is not here; set PERSIA_DATA to the directory that holds it." for name in ("globo_ctr", "adult")
+        f"{name} was not found; set PERSIA_DATA to the directory that holds it." for name in ("globo_ctr", "adult")
     ]
