@@ -89,6 +89,9 @@ def figure(lines: Sequence[Line]) -> str:
     text = quantity(first["value"], unit, signed)
     if signed:
         text += f" ({' to '.join(quantity(end, unit) for end in first['interval'])})"
+    if others := sorted(first.get("others", ())):
+        ends = dict.fromkeys(quantity(value, unit) for value in (others[0], others[-1]))
+        text += f" (also {' to '.join(ends)})"
     return f"{text}, `{first['mode']}`" if "mode" in first else text
 
 

@@ -57,6 +57,11 @@ def test_a_row_has_the_newest_line_of_each_machine_and_says_what_misses():
     assert row == "| store.x: lookups | 1.50x; 2.50x | ≥ 2.00x: **1 of 2 missed** | E 08ca878; X 08ca878 |"
 
 
+def test_runs_on_other_days_are_shown():
+    figures = pages.Figures({"store.x": [LINE | {"others": [1.9, 1.2]}]})
+    assert "| 1.50x (also 1.20x to 1.90x) |" in pages.table([Row("store.x", "lookups")], figures)
+
+
 def test_a_pattern_has_its_smallest_and_largest_value():
     figures = pages.Figures({f"store.{i}": [LINE | {"value": 1.0 + i, "holds": i > 0}] for i in range(3)})
     row = pages.table([Row("store.*", "lookups")], figures).splitlines()[-1]
