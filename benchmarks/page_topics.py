@@ -87,7 +87,6 @@ TOPICS = {
         Row("modes.globo_gba", "`Gba` on a stream in time order, slow NN workers"),
         Row("quality.bf16.ffnn", "16-bit rows less float32, four data sets"),
         Row("quality.optimum", "DeepFM below the best possible AUC"),
-        Row("quality.adult", "test AUC on UCI Adult"),
     ),
     "roles": (
         Row("modes.gba_vs_sync_static", "samples/s of `Gba` over `Sync`, 2 of 8 NN workers 4x slower"),
@@ -113,7 +112,6 @@ TOPICS = {
         Row("ssd.restart_s", "restart with 50 M rows"),
     ),
     "checkpoints": (
-        Row("checkpoint.write", "against `dd` with fsync"),
         Row("checkpoint.incremental_bytes", "an increment after 1 % of the rows changed"),
         Row("checkpoint.slowdown", "longer steps while one is written"),
     ),
@@ -124,9 +122,7 @@ TOPICS = {
     "serving": (
         Row("online.freshness_p99", "from a click to a prediction that uses it"),
         Row("online.exactly_once", "clicks lost or trained twice, 240 faults"),
-        Row("publish.slowdown_ray", "samples/s while publishing, against not"),
         Row("serve.p99_in_process_ratio", "slowest percent of requests, over the network alone"),
-        Row("serve.http_p99", "the same over HTTP, over in process"),
         Row("serve.rank.two_tower", "ranking 500 items, over scoring 500 rows"),
         Row("serve.overload", "accepted requests in time, at 3x the highest rate"),
     ),
