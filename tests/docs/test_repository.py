@@ -36,3 +36,10 @@ def test_the_image_has_extras_that_exist():
     extras = re.search(r"\[([\w,]+)\]\"", (ROOT / "Dockerfile").read_text(encoding="utf-8"))[1].split(",")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(extras) <= project["optional-dependencies"].keys()
+
+
+@pytest.mark.parametrize("name", ["README.md", "SECURITY.md", "CODE_OF_CONDUCT.md"])
+def test_links_lead_to_files(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", text)
+    assert [link for link in links if not link.startswith("https://") and not (ROOT / link).exists()] == []
