@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
@@ -388,15 +389,19 @@ class EmbeddingCollection(torch.nn.Module):
         try:
             yield from current.batches()
         finally:
-            self._pass = None
-            self._push_failure = current.unraised_failure
-            if missing := self._steps.not_applied:
-                LOG.warning(
-                    "The training pass has failed before its pushes of %s had returned. Rows may never get these "
-                    "gradients.",
-                    named(missing),
-                )
+            if not sys.is_finalizing():  # At the exit of a program torch is being taken down.
+                self._end_pass(current)
         self._raise_push_failure()
+
+    def _end_pass(self, ended: TrainingPass) -> None:
+        self._pass = None
+        self._push_failure = ended.unraised_failure
+        if missing := self._steps.not_applied:
+            LOG.warning(
+                "The training pass has failed before its pushes of %s had returned. Rows may never get these "
+                "gradients.",
+                named(missing),
+            )
 
     def _begin_pass(self, data: PassData, equal_steps: EqualSteps | None, tokens: TokenClient | None) -> TrainingPass:
         """Starts a training pass, with its threads."""
