@@ -302,7 +302,7 @@ def test_the_roles_of_a_plan_are_on_the_hosts_of_its_cluster_file(rows, hosts, c
 
 def test_hosts_of_the_cluster_file_start_as_those_of_the_guide():
     yaml = pytest.importorskip("yaml")
-    guide = Path(__file__).resolve().parents[2] / "docs" / "guide" / "cluster.md"
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guide" / "deploy.md"
     blocks = re.findall(r"```yaml\n(.*?)```", guide.read_text(), re.DOTALL)
     (launcher,) = [config for config in map(yaml.safe_load, blocks) if "cluster_name" in config]
     config = yaml.safe_load(cluster_file(plan_deployment(request()), "persia plan run.toml"))
