@@ -216,7 +216,7 @@ def test_a_batch_without_events_has_times_of_any_kind() -> None:
         (TIMES[:1], [1], "'times' has timestamps, but 'now' .its age_since. has whole numbers"),
         ([[NOW[0], 5]], NOW[:1], "'times' has int 5 at row 0 among timestamps"),
         ([[5, NOW[0]]], [5], "'times'.* at row 0"),
-        ([[5]], ["2024-05-01"], "'now' has '2024-05-01' at row 0, which is no time; give timestamps, or whole numbers"),
+        ([[5]], ["2024-05-01"], "'now' has '2024-05-01' at row 0, which is not a time; give timestamps"),
         (TIMES[:1], [None], "lacks a time in some row"),
         (TIMES[:1], np.array(["NaT"], "datetime64[s]"), "lacks a time in some row"),
         ([[timedelta(1)]], NOW[:1], "'times'.* at row 0"),

@@ -257,7 +257,7 @@ def test_rows_of_another_form_are_refused(compression, table, change, on_host):
     batch, found = looked_up(compression)
     transfer = Transfer(CpuStaging(), on_host, SCHEMA.resolved_tables())
     transfer.rows(batch, found)
-    with pytest.raises(DataError, match=f"table {table!r} have another form") as caught:
+    with pytest.raises(DataError, match=f"table {table!r} have an unexpected form") as caught:
         transfer.rows(batch, change(found))
     assert caught.value.fields["table"] == table
 

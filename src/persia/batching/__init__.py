@@ -1,4 +1,4 @@
-"""Processing of a batch's ids and rows between data and network; every loop runs natively, without the GIL.
+"""Processes the ids and rows of a batch between data and network; every loop runs natively, without the GIL.
 
 `tests/support/twins/batching.py` has a slow, readable twin of every function here.
 """

@@ -30,7 +30,7 @@ def arrow_ids(name: str, column: Any, kind: IdKind) -> IdColumn:
 
 
 def arrow_seconds(column: Any) -> IdColumn | None:
-    """Seconds of an arrow array of timestamps or dates, or lists of these; None if it is of another type."""
+    """Seconds of an arrow array of timestamps or dates, or lists of these; None for an array of another type."""
     array = _combine(column)
     flat, offsets = (array.flatten(), _list_offsets(array)) if _is_list(array.type) else (array, None)
     if not (pa.types.is_timestamp(flat.type) or pa.types.is_date(flat.type)):
@@ -39,18 +39,18 @@ def arrow_seconds(column: Any) -> IdColumn | None:
 
 
 def arrow_entries(column: Any) -> Int64Array | None:
-    """Number of entries in each list of an arrow array, nulls too; None if it is of another type."""
+    """Number of entries in each list of an arrow array, including nulls; None if the array has no lists."""
     return np.diff(_list_offsets(_combine(column))) if _is_list(column.type) else None
 
 
 def arrow_lists(column: Any, separator: str) -> Any:
-    """Returns an arrow array of texts as one of lists of their parts; an array of another type as it is."""
+    """Splits the texts of an arrow array into lists of their parts; returns an array of another type unchanged."""
     array = _plain_texts(column)
     return pc.split_pattern(array, separator) if _is_text(array.type) else column
 
 
 def arrow_parts(column: Any, separator: str) -> int:
-    """Returns the number of parts of all texts in an arrow array; 0 if it is of another type."""
+    """Returns the number of parts of all texts in an arrow array; 0 for an array of another type."""
     array = _plain_texts(column)
     if not _is_text(array.type):
         return 0
@@ -58,7 +58,7 @@ def arrow_parts(column: Any, separator: str) -> int:
 
 
 def arrow_without(column: Any, texts: Sequence[str], numbers: Sequence[float]) -> Any:
-    """Returns an arrow array in which these texts, or numbers, are null. Values within lists stay."""
+    """Returns an arrow array in which these texts, or numbers, are null. Values within lists are unchanged."""
     array = _plain_texts(column)
     if _is_text(array.type):
         return pc.if_else(pc.is_in(array, value_set=pa.array(texts).cast(array.type)), None, array)
@@ -74,7 +74,7 @@ def arrow_without(column: Any, texts: Sequence[str], numbers: Sequence[float]) -
 
 
 def _plain_texts(column: Any) -> Any:
-    """Returns a column of one chunk, without dictionaries of texts, or views of them."""
+    """Returns a column of one chunk, with dictionaries and views of texts decoded."""
     array = _combine(column)
     if pa.types.is_dictionary(array.type) and _is_text(array.type.value_type):
         array = array.dictionary_decode()
@@ -98,13 +98,13 @@ def _list_offsets(array: Any) -> Int64Array:
 
 
 def _scalars(name: str, array: Any, offsets: Int64Array | None, kind: IdKind) -> IdColumn:
-    """Ids of a flat array; nulls are left out."""
+    """Ids of a flat array, without nulls."""
     if pa.types.is_null(array.type):
         array = array.cast(pa.uint64())
     if pa.types.is_dictionary(array.type):
-        found = _dictionary_ids(array, offsets, kind)
-        if found is not None:
-            return found
+        ids = _dictionary_ids(array, offsets, kind)
+        if ids is not None:
+            return ids
         array = array.dictionary_decode()
     if pa.types.is_decimal(array.type):
         array = array.cast(pa.string())
@@ -118,7 +118,7 @@ def _scalars(name: str, array: Any, offsets: Int64Array | None, kind: IdKind) ->
 
 
 def _dictionary_ids(array: Any, offsets: Int64Array | None, kind: IdKind) -> IdColumn | None:
-    """Ids of a dictionary's entries, each made once; None where an entry is none, which rows need not contain."""
+    """Ids of a dictionary array, with each entry converted once; None if an entry, even an unused one, is not an id."""
     entries = array.dictionary
     if not _is_text(entries.type):
         return None
@@ -126,12 +126,12 @@ def _dictionary_ids(array: Any, offsets: Int64Array | None, kind: IdKind) -> IdC
     if bad >= 0:
         return None
     index = array.indices.fill_null(0).to_numpy(zero_copy_only=False)
-    kept = _present(array)
+    has_id = _present(array)
     if len(present):
-        kept &= present[index]
-    if kept.all():
+        has_id &= present[index]
+    if has_id.all():
         return IdColumn(ids[index], offsets)
-    return IdColumn(ids[index[kept]], offsets_of_present(kept, offsets))
+    return IdColumn(ids[index[has_id]], offsets_of_present(has_id, offsets))
 
 
 def _is_text(kind: Any) -> bool:
@@ -140,7 +140,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _buffers(array: Any) -> TextBuffers:
-    """The buffers of an array of texts, as they are."""
+    """The buffers of an array of texts, without a copy."""
     if str(array.type) in ("string_view", "binary_view"):
         array = array.cast(pa.large_binary())
     validity, bounds, data = array.buffers()
@@ -165,7 +165,7 @@ def _require_numbers(name: str, kind: Any, owner: str) -> None:
 
 
 def arrow_floats(name: str, column: Any) -> tuple[NDArray[Any], BoolArray | None]:
-    """Numbers of an arrow array, in its own type or, from texts, as float64; and which are missing, None for none."""
+    """Numbers of an arrow array, in its own type (float64 for texts), and a mask of missing ones (None if complete)."""
     array = _combine(column)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()

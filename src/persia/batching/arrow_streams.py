@@ -24,8 +24,8 @@ _LENGTH, _BUFFERS, _COMPRESSION = 0, 2, 3
 def declared_size(value: bytes) -> tuple[int, int]:
     """Returns the rows of a stream, and the bytes of its buffers once they are decompressed.
 
-    Arrow allocates what a compressed buffer declares before it decompresses the buffer, and a few kilobytes can declare
-    gigabytes. Nothing is decompressed here.
+    Arrow allocates the declared size of a compressed buffer before it decompresses the buffer, and a few kilobytes can
+    declare gigabytes. Nothing is decompressed here.
 
     Raises:
         DataError: the stream is invalid.
@@ -46,7 +46,7 @@ def declared_size(value: bytes) -> tuple[int, int]:
                 raise DataError(f"A record batch declares {length} rows.")
             rows += length
         if _OLD_COMPRESSION in bytes(metadata):
-            raise DataError("The stream is compressed as before Arrow 1.0.")
+            raise DataError("The stream uses the compression format of Arrow before 1.0.")
         if not _field(metadata, batch, _COMPRESSION):
             size += 0 if body is None else body.size
         elif at := _field(metadata, batch, _BUFFERS):
@@ -86,11 +86,11 @@ def _decompressed(metadata: memoryview, buffers: int, body: Any) -> int:
     return sum(np.where(sizes < 0, lengths, sizes).tolist())
 
 
-# pyarrow hands out a message once Arrow has verified its metadata, so that all positions below lie within them.
+# pyarrow returns a message only after Arrow has verified its metadata, so all positions below lie within the metadata.
 
 
 def _field(metadata: memoryview, table: int, number: int) -> int:
-    """Returns the position of a field of a table of flatbuffers; 0 if the table lacks it."""
+    """Returns the position of a field in a flatbuffers table; 0 if the table lacks the field."""
     layout = table - unpack_from("<i", metadata, table)[0]
     place = 4 + 2 * number
     if place >= unpack_from("<H", metadata, layout)[0]:
@@ -106,10 +106,10 @@ def _record_batch(metadata: memoryview, kind: str) -> int:
 
 
 def _followed(metadata: memoryview, at: int) -> int:
-    """Returns the position of what a field refers to.
+    """Returns the position that a field refers to.
 
     Raises:
-        DataError: there is no such field.
+        DataError: the field is missing.
     """
     if not at:
         raise DataError("A record batch is missing.")

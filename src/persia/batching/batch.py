@@ -20,12 +20,12 @@ __all__ = ["Batch"]
 class Batch:
     """The samples of one step. Build it with `from_columns`, or from arrays that are already in this form.
 
-    Picklable, so torch DataLoader workers can return it. Its arrays are never changed by persia.
+    Picklable, so torch DataLoader workers can return it. persia never changes its arrays.
 
     Attributes:
-        id_features: for each ID-type feature of the schema its ids.
+        id_features: ids of each ID-type feature of the schema.
         dense: float32 `[batch, dense features]`, in the order of the schema.
-        labels: float32 `[batch, labels]`, each in [0, 1]; `[batch, 0]` where there are none (prediction).
+        labels: float32 `[batch, labels]`, each in [0, 1]; `[batch, 0]` if there are none (prediction).
         day: int32 `[batch]` or None: the period that progressive validation groups by.
     """
 
@@ -48,29 +48,29 @@ class Batch:
         """Builds a batch from columns of almost any kind.
 
         A column is a numpy array, torch tensor, pyarrow (chunked) array, pandas or polars column, Python list, or, for
-        ids, a pair `(values, offsets)`. `IdFeature.kind` says how a value becomes an id, whatever the type of its
-        column. A missing id (None, null, NaN, an empty text) gives a sample without ids, a missing one within a list
+        ids, a pair `(values, offsets)`. `IdFeature.kind` sets how a value becomes an id, whatever the type of its
+        column. A missing id (None, null, NaN, an empty text) gives a sample without ids; a missing id within a list
         is left out. Two-dimensional ids `[batch, k]` are k ids for each sample. Crossed features are computed; a
-        sample that lacks a part has no id there. Columns that the schema does not name are ignored.
+        sample that lacks a part of a cross has no id for it. Columns that the schema does not name are ignored.
 
         Args:
-            schema: what to take from `columns`.
-            columns: column by name, all of one length; also a pandas or polars frame, a pyarrow table or record batch.
+            schema: names the columns to use.
+            columns: columns by name, all of one length; also a pandas or polars frame, a pyarrow table or record batch.
             day: whole number for each sample, or one for all, or None.
             require_labels: if False, and a label column is missing, `labels` is `[batch, 0]`.
 
         Raises:
-            DataError: a column is missing or does not fit; names the column, the first bad row and the remedy.
+            DataError: a column is missing or invalid; names the column, the first bad row and the remedy.
         """
         from persia.batching.columns import from_columns
 
         return Batch(*from_columns(schema, columns, day, require_labels=require_labels))
 
     def validate(self, schema: Schema, *, require_labels: bool = True) -> None:
-        """Checks a batch that was built by hand: a few vectorised passes, nothing is copied.
+        """Checks a batch that was built by hand, in a few vectorised passes without copies.
 
         Args:
-            schema: what the batch must fit.
+            schema: the schema that the batch must match.
             require_labels: if False, labels of shape `[batch, 0]` are accepted too.
 
         Raises:
@@ -102,10 +102,10 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """The samples of all batches, one after another; one batch comes back as it is.
+        """The samples of all batches, one after another; a single batch is returned as it is.
 
         Raises:
-            DataError: there is none, or they have different features.
+            DataError: there are no batches, or they have different features.
         """
         if not batches:
             raise DataError("Batch.concat got no batches; give at least one.")

@@ -14,14 +14,14 @@ def encode_rows(rows: Floats) -> tuple[Halves, Floats]:
     """Compresses rows to half their size; lossy.
 
     The scale of a row is its largest magnitude / 2^15, at least 2^-126, and 1 for a row of zeros. An element loses at
-    most 2^-11 of its own magnitude, or 2^-40 of the row's largest where that is more.
+    most 2^-11 of its own magnitude, or 2^-40 of the largest magnitude of its row if that is more.
 
     Args:
         rows: float32 `[n, dim]`; copied first if not contiguous.
 
     Returns:
         float16 `[n, dim]` and scales, float32 `[n]`: a row is `float16 * scale`. NaN stays NaN, and a row with an
-        infinity becomes NaN as a whole: what was not finite is not finite afterwards.
+        infinity becomes NaN as a whole, so non-finite elements never become finite.
 
     Raises:
         DataError: an array of another dtype or shape.
@@ -41,7 +41,7 @@ def decode_rows(halves: Halves, scales: Floats, scratch: Scratch | None = None) 
     Args:
         halves: float16 `[n, dim]`; copied first if not contiguous.
         scales: float32 `[n]`.
-        scratch: memory kept from call to call.
+        scratch: memory reused from call to call.
 
     Returns:
         float32 `[n, dim]`.

@@ -28,7 +28,7 @@ _INT32 = np.iinfo(np.int32)
 _EXACT = 1 << 24
 """Up to here float32 represents every whole number."""
 _ROUNDED: set[str] = set()
-"""Dense features of which it has been said that they lose digits."""
+"""Dense features whose loss of digits has been logged."""
 
 
 class Columns(NamedTuple):
@@ -51,15 +51,15 @@ def from_columns(
     divided = {f.of: f for f in schema.id_features if isinstance(f.mapping, Quotient)}
     for feature in schema.id_features:
         if not feature.computed:
-            given = from_frame(feature.name, _get(columns, feature.name, "feature"))
+            source = from_frame(feature.name, _get(columns, feature.name, "feature"))
             if feature.age_since is None:
-                column = id_column(feature.name, given, feature.kind)
+                column = id_column(feature.name, source, feature.kind)
             else:
-                column = _ages(feature, given, _get(columns, feature.age_since, f"age_since of {feature.name!r}"))
+                column = _ages(feature, source, _get(columns, feature.age_since, f"age_since of {feature.name!r}"))
             if feature.name in divided and feature.age_since is None:
-                _check_undivided(feature, divided[feature.name], given, column)
+                _check_undivided(feature, divided[feature.name], source, column)
             if feature.name in aligned:
-                check_complete(feature.name, column, _entries(given))
+                check_complete(feature.name, column, _entries(source))
             ids[feature.name] = column
             length.check(feature.name, len(ids[feature.name]))
     add_computed(schema, ids)
@@ -85,7 +85,7 @@ def from_columns(
 
 
 class _Length:
-    """All columns have the length of the first."""
+    """Requires that all columns have the length of the first."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -97,7 +97,7 @@ class _Length:
         if rows != self.rows:
             raise DataError(
                 f"Column {name!r} has {rows} rows, but {self.first!r} has {self.rows}; all columns of a batch must "
-                "have the same.",
+                "have the same length.",
                 column=name,
                 row=min(rows, self.rows),
             )
@@ -107,7 +107,7 @@ def _get(columns: Mapping[str, Any], name: str, kind: str) -> Any:
     if name not in columns:
         known = ", ".join(map(repr, columns)) or "none"
         raise DataError(
-            f"Column {name!r} ({kind} of the schema) is missing; rename or add it (there are: {known}).", column=name
+            f"Column {name!r} ({kind} of the schema) is missing; rename or add it (columns: {known}).", column=name
         )
     return columns[name]
 
@@ -126,7 +126,7 @@ def id_column(name: str, column: Any, kind: IdKind = "auto") -> IdColumn:
     """Ids of a feature from a column of any kind; see `IdFeature.kind`.
 
     Raises:
-        DataError: a value is no id of this kind, or the column has no meaning as ids.
+        DataError: a value is not an id of this kind, or the column cannot be read as ids.
     """
     if isinstance(column, IdColumn):  # Ids already.
         return column
@@ -154,7 +154,7 @@ def id_column(name: str, column: Any, kind: IdKind = "auto") -> IdColumn:
 
 
 def _entries(column: Any) -> Int64Array | None:
-    """Returns the number of entries in each list of a column, missing ones too; None if it has no lists."""
+    """Returns the number of entries in each list of a column, including missing ones; None if it has no lists."""
     if isinstance(column, IdColumn):
         return None
     if is_arrow(column):
@@ -180,7 +180,7 @@ def _jagged(name: str, flat: IdColumn, offsets: Any) -> IdColumn:
     count = len(flat)
     check_offsets(name, bounds, count)
     bounds = bounds.astype(np.int64, copy=False)
-    # A missing value of the pair is one id less in its list.
+    # `flat` lacks the missing values, so its offsets map positions in the given values to positions in the ids.
     return IdColumn(flat.values, bounds if flat.offsets is None else flat.offsets[bounds])
 
 
@@ -190,14 +190,14 @@ def is_pair(column: Any) -> bool:
 
 
 def add_computed(schema: Schema, ids: dict[str, IdColumn]) -> None:
-    """Adds the features that are computed from others, where they are missing: crosses and mapped ones.
+    """Adds the missing features that are computed from others: crossed and mapped features.
 
     Args:
-        schema: of the model.
-        ids: columns by feature; it has all that are not computed.
+        schema: schema of the model.
+        ids: columns by feature, with all features that are not computed.
 
     Raises:
-        DataError: a feature that is crossed has several ids in a sample.
+        DataError: a sample has several ids of a crossed feature.
     """
     for feature in schema.id_features:
         if feature.cross and feature.name not in ids:
@@ -225,24 +225,24 @@ def _cross(feature: IdFeature, parts: list[IdColumn]) -> IdColumn:
             present &= lengths == 1
     if present.all():
         return IdColumn(hash_cross([part.values for part in parts], ThreadPool(1)))
-    kept = [p.values[present] if p.offsets is None else p.values[p.offsets[:-1][present]] for p in parts]
-    return IdColumn(hash_cross(kept, ThreadPool(1)), offsets_of_present(present, None))
+    complete = [p.values[present] if p.offsets is None else p.values[p.offsets[:-1][present]] for p in parts]
+    return IdColumn(hash_cross(complete, ThreadPool(1)), offsets_of_present(present, None))
 
 
 def mapped_ids(mapping: IdMapping, ids: Ids) -> Ids:
-    """Returns the ids that a mapping makes of others."""
+    """Applies a mapping to ids."""
     if isinstance(mapping, HashTo):
         return hash_cross([np.ascontiguousarray(ids)], ThreadPool(1), seed=mapping.seed) % np.uint64(mapping.buckets)
     by = np.uint64(mapping.by)
     return ids // by if isinstance(mapping, Quotient) else ids % by
 
 
-def _check_undivided(feature: IdFeature, divided: IdFeature, given: Any, column: IdColumn) -> None:
-    """Raises DataError if a value of the kind "auto" is hashed, and its hash would be divided in place of the value."""
+def _check_undivided(feature: IdFeature, divided: IdFeature, values: Any, column: IdColumn) -> None:
+    """Raises DataError if a value of the kind "auto" is hashed, so that the hash would be divided, not the value."""
     if feature.kind != "auto":
         return
     try:
-        numbers = id_column(feature.name, given, "number")
+        numbers = id_column(feature.name, values, "number")
     except DataError as error:
         if "value" not in error.fields:
             raise
@@ -263,12 +263,12 @@ def _check_undivided(feature: IdFeature, divided: IdFeature, given: Any, column:
 
 
 def _bounds(column: IdColumn) -> Int64Array:
-    """Returns the offsets of a column, also of one with an id in each row."""
+    """Returns the offsets of a column, also if it has one id in each row."""
     return np.arange(len(column.values) + 1) if column.offsets is None else column.offsets
 
 
 def _ages(feature: IdFeature, times: Any, since: Any) -> IdColumn:
-    """Returns as ids the magnitudes of the ages of events; see `IdFeature.age_since`."""
+    """Returns the magnitudes of the ages of events as ids; see `IdFeature.age_since`."""
     assert feature.age_since is not None
     event, event_is = _times(feature.name, times)
     now, now_is = _times(feature.age_since, since)
@@ -290,10 +290,10 @@ def _ages(feature: IdFeature, times: Any, since: Any) -> IdColumn:
 
 
 def _times(name: str, column: Any) -> tuple[IdColumn, str]:
-    """Returns times as numbers that can be subtracted, and what the column has: timestamps are then in seconds.
+    """Returns times as numbers that can be subtracted, and what the column holds; timestamps are given in seconds.
 
     Raises:
-        DataError: a value is neither a timestamp nor a whole number from 0 on.
+        DataError: a value is neither a timestamp nor a non-negative whole number.
     """
     column = from_frame(name, column)
     if is_pair(column):
@@ -321,7 +321,7 @@ def _times(name: str, column: Any) -> tuple[IdColumn, str]:
         if "value" not in error.fields:
             raise
         raise DataError(
-            f"Column {name!r} has {error.fields['value']!r} at row {error.fields['row']}, which is no time; give "
+            f"Column {name!r} has {error.fields['value']!r} at row {error.fields['row']}, which is not a time; give "
             "timestamps, or whole numbers from 0 on in one unit.",
             **{**error.fields, "feature": name},
         ) from error
@@ -337,17 +337,17 @@ def float_column(name: str, column: Any) -> Floats:
 
 
 def dense_column(name: str, column: Any) -> Floats:
-    """A dense feature as float32 [batch]. Logs a warning, once by column, if that changes a number by 0.5 or more."""
+    """A dense feature as float32 [batch]. Logs one warning per column if float32 changes a number by 0.5 or more."""
     numbers = number_column(name, column)
     with np.errstate(over="ignore"):
         values: Floats = numbers.astype(np.float32, copy=False)
     if numbers.dtype.itemsize < 4 or numbers.dtype == np.float32 or not len(values) or name in _ROUNDED:
         return values
     if max(values.max(), -values.min()) >= _EXACT and np.isfinite(values).all():
-        lost = np.abs(values - numbers.astype(np.float64)) >= 0.5
-        if lost.any():
+        inexact = np.abs(values - numbers.astype(np.float64)) >= 0.5
+        if inexact.any():
             _ROUNDED.add(name)
-            row = int(lost.argmax())
+            row = int(inexact.argmax())
             LOG.warning(
                 "Dense feature %r has %s, which becomes %.0f: float32 has about 7 digits. If it is an id or a code, "
                 "declare an ID-type feature. If it is a time or an amount, subtract an offset, or divide it.",
@@ -362,12 +362,12 @@ def number_column(name: str, column: Any, fill: float | None = None) -> NDArray[
     """A column [batch] of numbers, in its own type; texts are read as float64, booleans are 1 and 0.
 
     Args:
-        name: for messages.
-        column: of any kind.
-        fill: for missing values; None makes them an error.
+        name: name of the column, for messages.
+        column: a column of any kind.
+        fill: replaces missing values; None makes them an error.
 
     Raises:
-        DataError: a value is no number, or missing; names the row and the remedy.
+        DataError: a value is missing or not a number; names the row and the remedy.
     """
     column = from_frame(name, column)
     if is_arrow(column):
@@ -405,7 +405,7 @@ def number_column(name: str, column: Any, fill: float | None = None) -> NDArray[
 
 
 def _list_floats(name: str, column: Sequence[Any]) -> tuple[NDArray[Any], BoolArray | None]:
-    """Numbers, and which are missing."""
+    """The numbers of a list, and a mask of the missing ones."""
     if any(isinstance(x, (str, bytes)) for x in column):
         texts = [
             "" if is_missing(x) else x.decode(errors="replace") if isinstance(x, bytes) else str(x) for x in column
@@ -423,7 +423,7 @@ def _list_floats(name: str, column: Sequence[Any]) -> tuple[NDArray[Any], BoolAr
     try:
         return np.array([np.nan if is_missing(x) else float(x) for x in column], np.float64), missing
     except OverflowError as error:
-        raise DataError(f"Column {name!r} has a whole number that no float64 holds; scale it.", column=name) from error
+        raise DataError(f"Column {name!r} has a number beyond the range of float64; scale it.", column=name) from error
 
 
 def _days(day: Any, length: _Length) -> Int32Array | None:

@@ -1,4 +1,4 @@
-"""Copies of whole arrays on several threads."""
+"""Copies whole arrays on several threads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def copy_array(to: NDArray[Any], array: NDArray[Any], pool: ThreadPool) -> None:
     """Copies an array to another of its dtype and size, in memory order; one thread copies 5 to 10 GB/s at most.
 
     Args:
-        to: contiguous, writable, elsewhere.
-        array: contiguous; may be read-only, and not aligned.
+        to: destination; contiguous and writable, does not overlap `array`.
+        array: source; contiguous, may be read-only and unaligned.
         pool: threads to run on, over blocks of 512 KiB.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Duplicate removal over a whole batch, and the sum of gradients of the same ids."""
+"""Removes duplicate ids over a whole batch, and sums the gradients of equal ids."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from persia.types import Floats, Ids, Inverse
 __all__ = ["UniqueIds", "average_gradients", "merge_gradients", "unique"]
 
 UniqueIds: TypeAlias = tuple[Ids, list[Inverse]]
-"""The distinct ids of a table, and for each of its features the place of every id among them."""
+"""The distinct ids of a table, and for each of its features the position of every id among them."""
 
-# A table with at most so many distinct ids in the batch has inverse indices of uint16.
+# A table with at most this number of distinct ids in the batch has inverse indices of uint16.
 _NARROW = 65_536
 
 
@@ -28,19 +28,19 @@ def _sizes(number: int, group: list[Ids]) -> list[int]:
 
 
 def unique(groups: Sequence[Sequence[Ids]], pool: ThreadPool, scratch: Scratch | None = None) -> list[UniqueIds]:
-    """Removes duplicates over a whole batch, for all tables at once (tables run in parallel).
+    """Removes duplicates over a whole batch, for all tables in parallel.
 
-    Distinct ids come in the order of their first occurrence, feature by feature: the result depends on nothing else.
+    Distinct ids come in the order of their first occurrence, feature by feature; the number of threads does not matter.
 
     Args:
-        groups: for each table its features: contiguous uint64 arrays `[n_i]`. Arrays must not change meanwhile.
+        groups: features of each table, as contiguous uint64 arrays `[n_i]`. Arrays must not change during the call.
         pool: threads to run on.
-        scratch: memory kept from call to call.
+        scratch: memory reused from call to call.
 
     Returns:
         For each table: ids, uint64 `[u]`, and for each feature the inverse `[n_i]`, so that
-        `ids[inverse] == feature`. An inverse is uint16 if u <= 65,536, else uint32, alike for all features of a
-        table. The arrays of one call are slices of one block of the scratch, lent as long as any slice lives.
+        `ids[inverse] == feature`. The inverses of all features of a table are uint16 if u <= 65,536, else uint32.
+        The arrays of one call are slices of one block of the scratch, which is borrowed as long as any slice lives.
 
     Raises:
         DataError: an array has another dtype or shape, is not contiguous, or a table has 2^32 - 1 ids or more.
@@ -77,8 +77,8 @@ def merge_gradients(
 
     Args:
         parts: for each batch ids, uint64 `[n_i]`, and gradients, float32 `[n_i, dim]`.
-        pool: threads to run on; None for the caller's only.
-        scratch: memory kept from call to call.
+        pool: threads to run on; None runs on the calling thread.
+        scratch: memory reused from call to call.
 
     Returns:
         The distinct ids in order of first occurrence, uint64 `[u]`, and their gradients, float32 `[u, dim]`, summed in
@@ -107,16 +107,17 @@ def average_gradients(
 
     Args:
         parts: for each NN worker distinct ids, uint64 `[n_i]`, and gradients, float32 `[n_i, dim]`.
-        weights: of the NN workers, above 0.
-        total: what the weighted sum is divided by; None divides each id's by the weights of those that have the id.
+        weights: positive weights of the NN workers.
+        total: divisor of the weighted sum; None divides the sum of each id by the weights of the NN workers that
+            have the id.
         pool: threads to run on.
-        scratch: memory kept from call to call.
+        scratch: memory reused from call to call.
 
     Returns:
         The distinct ids in order of first occurrence, uint64 `[u]`, and their gradients, float32 `[u, dim]`: the sum,
         in the order of the parts, of float32(weight / first weight) * gradient, times float32(first weight / divisor).
-        Bit-identical whatever the number of
-        threads. What one NN worker alone has is its gradient itself when `total` is None.
+        Bit-identical whatever the number of threads. If `total` is None and only one NN worker has an id, its
+        gradient is returned unchanged.
 
     Raises:
         DataError: no parts, or arrays whose dtypes or shapes do not fit.
@@ -126,20 +127,20 @@ def average_gradients(
     scratch = scratch or Scratch()
     dim = _dim(parts)
     ((ids, inverses),) = unique([[ids for ids, _ in parts]], pool, scratch)
-    # Weights are taken relative to the first, and divided by at the end: where all are alike, gradients are summed as
-    # they are, as they are in modes that do not know the divisor before.
-    divisor, having = np.full(len(ids), total or 0.0), np.zeros(len(ids), np.int64)
+    # Weights are relative to the first, and the division comes last: equal weights then sum the gradients unscaled, as
+    # do the modes that do not know the divisor in advance.
+    divisor, holders = np.full(len(ids), total or 0.0), np.zeros(len(ids), np.int64)
     for inverse, weight in zip(inverses, weights, strict=True):
-        having[inverse] += 1
+        holders[inverse] += 1
         if total is None:
             divisor[inverse] += weight
     factor = (weights[0] / divisor).astype(np.float32)
-    alone = (having == 1) if total is None else np.zeros(len(ids), np.bool_)
-    factor[alone] = 1.0
+    unshared = (holders == 1) if total is None else np.zeros(len(ids), np.bool_)
+    factor[unshared] = 1.0
     scaled = [
         gradients
         if weight == weights[0]
-        else gradients * np.where(alone[inverse], np.float32(1.0), np.float32(weight / weights[0]))[:, None]
+        else gradients * np.where(unshared[inverse], np.float32(1.0), np.float32(weight / weights[0]))[:, None]
         for (_, gradients), inverse, weight in zip(parts, inverses, weights, strict=True)
     ]
     merged = _sum_rows(len(ids), dim, inverses, scaled, pool, scratch)
@@ -149,7 +150,7 @@ def average_gradients(
 
 def _dim(parts: Sequence[tuple[Ids, Floats]]) -> int:
     if not parts:
-        raise DataError("There are no gradients to merge: give at least one (ids, gradients).")
+        raise DataError("There are no gradients to merge; give at least one pair (ids, gradients).")
     dims = {gradients.shape[1:] for _, gradients in parts}
     if len(dims) != 1 or len(next(iter(dims))) != 1:
         raise DataError(f"Gradients of one table must be [n, dim] with one dim; got trailing shapes {sorted(dims)}.")
@@ -159,7 +160,7 @@ def _dim(parts: Sequence[tuple[Ids, Floats]]) -> int:
 def _sum_rows(
     rows: int, dim: int, inverses: Sequence[Inverse], parts: Sequence[Floats], pool: ThreadPool, scratch: Scratch
 ) -> Floats:
-    """Row i is the sum, part after part, of the rows whose inverse is i."""
+    """Sums, part after part, the rows whose inverse is i into row i."""
     merged = np.empty((rows, dim), np.float32)
     with as_data_error:
         core.pool_backward([(0, inverse, None, 0, None) for inverse in inverses], list(parts), [merged], pool, scratch)

@@ -1,4 +1,4 @@
-"""Frames and their columns, without importing the libraries that they are from."""
+"""Recognizes frames and their columns without importing pandas, polars or pyarrow."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def as_mapping(columns: Any) -> Mapping[str, Any]:
     """Columns by name, of a mapping, a pyarrow table or record batch, or a pandas or polars frame.
 
     Raises:
-        DataError: two columns have one name, or it is none of these.
+        DataError: two columns have one name, or `columns` is of another type.
     """
     if isinstance(columns, Mapping):
         return columns
     root = _library(columns)
     if type(columns).__name__ == "LazyFrame":
-        raise DataError("Columns are given as a LazyFrame, which holds no rows yet; call collect() first.")
+        raise DataError("Columns are given as a LazyFrame, which has no rows yet; call collect() first.")
     if root == "pyarrow" and hasattr(columns, "column_names"):
         refuse_duplicates(list(columns.column_names), "The table")
         return dict(zip(columns.column_names, columns.columns, strict=True))
@@ -37,12 +37,12 @@ def as_mapping(columns: Any) -> Mapping[str, Any]:
 
 
 def from_frame(name: str, column: Any) -> Any:
-    """A pandas or polars column as a pyarrow array, or as a list where Arrow has no one type for it; else the column.
+    """A pandas or polars column as a pyarrow array, or as a list if Arrow has no type for it; other columns unchanged.
 
-    A masked array of numpy comes back as a list in which masked values are None.
+    A masked numpy array becomes a list in which masked values are None.
 
     Raises:
-        DataError: it is a frame.
+        DataError: `column` is a frame.
     """
     if isinstance(column, np.ma.MaskedArray):
         return _unmasked(column) if np.ma.getmaskarray(column).any() else column.data
@@ -58,7 +58,7 @@ def from_frame(name: str, column: Any) -> Any:
             return column.to_arrow()
         if root == "pandas":
             array = pa.Array.from_pandas(column)
-            if str(column.dtype) != "object" or "double" not in str(array.type):  # Else whole numbers became floats.
+            if str(column.dtype) != "object" or "double" not in str(array.type):  # Else ints would become floats.
                 return array
     except (pa.ArrowException, OverflowError):  # Values of several kinds, or whole numbers above 64 bits.
         pass
@@ -78,12 +78,12 @@ def is_arrow(column: Any) -> bool:
 
 
 def is_frame(data: Any) -> bool:
-    """Whether data are of pandas, polars or pyarrow: a frame, a table or a column."""
+    """Whether data are a frame, table or column of pandas, polars or pyarrow."""
     return _library(data) in ("pandas", "polars", "pyarrow")
 
 
 def refuse_duplicates(names: list[str], owner: str) -> None:
-    """Raises DataError if a name occurs twice: which of the columns is meant cannot be known."""
+    """Raises DataError if a name occurs twice, which makes it ambiguous."""
     if len(set(names)) == len(names):
         return
     for name in names:
@@ -94,6 +94,6 @@ def refuse_duplicates(names: list[str], owner: str) -> None:
 
 
 def _library(thing: Any) -> str:
-    """The library that its class, or one that it derives from, is of."""
+    """The library that defines the class of `thing` or one of its base classes."""
     roots = [cls.__module__.split(".")[0] for cls in type(thing).__mro__]
     return next((root for root in roots if root in ("pyarrow", "pandas", "polars")), roots[0])

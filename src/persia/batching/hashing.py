@@ -19,7 +19,7 @@ _MAX = 2**64 - 1
 
 def _check_word(name: str, value: int) -> None:
     if not 0 <= value <= _MAX:
-        raise DataError(f"{name} = {value!r}: it must be an int from 0 to 2^64 - 1.")
+        raise DataError(f"{name} = {value!r}; it must be an int from 0 to 2^64 - 1.")
 
 
 def _check_array(name: str, array: NDArray[Any], kinds: str, itemsize: int | None = None) -> None:
@@ -38,7 +38,7 @@ def hash_cross(columns: Sequence[Ids], pool: ThreadPool, *, seed: int = 0) -> Id
     Args:
         columns: at least one, uint64 `[n]` each.
         pool: threads to run on.
-        seed: of the hash.
+        seed: seed of the hash.
 
     Returns:
         uint64 `[n]`.

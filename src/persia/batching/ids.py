@@ -31,7 +31,7 @@ def ids_of_numbers(name: str, values: NDArray[Any], offsets: Int64Array | None, 
     """Ids from numbers [n]; NaN is a missing id.
 
     Raises:
-        DataError: a number is no id of this kind; names the feature, the row and the remedy.
+        DataError: a number is not an id of this kind; names the feature, the row and the remedy.
     """
     if values.dtype.kind == "f":
         return _ids_of_floats(name, values, offsets, kind)
@@ -89,24 +89,24 @@ def _hashed(numbers: NDArray[Any]) -> Ids:
 
 
 def ids_of_texts(name: str, texts: TextBuffers, offsets: Int64Array | None, kind: IdKind) -> IdColumn:
-    """Ids from texts [n]; a null or empty one is a missing id.
+    """Ids from texts [n]; a null or empty text is a missing id.
 
     Raises:
-        DataError: a text is no id of this kind; names the feature, the row and the remedy.
+        DataError: a text is not an id of this kind; names the feature, the row and the remedy.
     """
-    found = text_ids(texts, kind)
-    if found.bad >= 0:
-        raise _no_number(name, texts.text(found.bad), row_of(found.bad, offsets))
-    if found.present.all():
-        return IdColumn(found.ids, offsets)
-    return IdColumn(found.ids[found.present], offsets_of_present(found.present, offsets))
+    result = text_ids(texts, kind)
+    if result.bad >= 0:
+        raise _no_number(name, texts.text(result.bad), row_of(result.bad, offsets))
+    if result.present.all():
+        return IdColumn(result.ids, offsets)
+    return IdColumn(result.ids[result.present], offsets_of_present(result.present, offsets))
 
 
 def ids_of_list(name: str, rows: Sequence[Any], kind: IdKind) -> IdColumn:
     """Ids from a list of values, or of lists of values.
 
     Raises:
-        DataError: a value is no id of this kind; names the feature, the row and the remedy.
+        DataError: a value is not an id of this kind; names the feature, the row and the remedy.
     """
     flat, bounds = flattened(rows)
     if all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in flat):
@@ -134,7 +134,7 @@ def text_of_id(name: str, value: Any, row: int, kind: IdKind) -> bytes:
     """Returns a text that has the id of a value.
 
     Raises:
-        DataError: the value is no id of this kind; names the feature, the row and the remedy.
+        DataError: the value is not an id of this kind; names the feature, the row and the remedy.
     """
     if isinstance(value, bytes):
         return value
@@ -157,11 +157,11 @@ def text_of_id(name: str, value: Any, row: int, kind: IdKind) -> bytes:
 
 
 def offsets_of_present(present: BoolArray, offsets: Int64Array | None) -> Int64Array:
-    """Offsets after only the values marked `present` [n] have been kept."""
+    """Offsets after all values that are not marked in `present` [n] are removed."""
     counts = np.zeros(len(present) + 1, np.int64)
     np.cumsum(present, out=counts[1:])
-    kept: Int64Array = counts if offsets is None else counts[offsets]
-    return kept
+    remaining: Int64Array = counts if offsets is None else counts[offsets]
+    return remaining
 
 
 def row_of(position: int, offsets: Int64Array | None) -> int:
@@ -170,12 +170,12 @@ def row_of(position: int, offsets: Int64Array | None) -> int:
 
 
 def is_list(x: Any) -> bool:
-    """Whether it holds several values of a sample."""
+    """Whether `x` holds several values of a sample."""
     return isinstance(x, (list, tuple, set, np.ndarray))
 
 
 def is_missing(x: Any) -> bool:
-    """Whether it stands for a missing value: None, NaN, NaT, pandas.NA."""
+    """Whether `x` is a missing value: None, NaN, NaT, pandas.NA."""
     if isinstance(x, np.datetime64):
         return bool(np.isnat(x))
     return x is None or type(x).__name__ in ("NAType", "NaTType") or (isinstance(x, (float, np.floating)) and x != x)
@@ -194,8 +194,8 @@ def _no_number(name: str, value: str, row: int) -> DataError:
 def _no_text(name: str, value: Any, row: int) -> DataError:
     return DataError(
         f'Feature {name!r} has the {value.dtype} {value} at row {row}, but is of the kind "text", and such a value has '
-        'no one text (5.0 may be "5" or "5.0"). Write the column as texts or whole numbers, or declare the feature '
-        'with kind="auto".',
+        'several spellings (5.0 may be "5" or "5.0"). Write the column as texts or whole numbers, or declare the '
+        'feature with kind="auto".',
         feature=name,
         row=row,
         value=str(value),
@@ -203,14 +203,14 @@ def _no_text(name: str, value: Any, row: int) -> DataError:
 
 
 def _exact_below(values: Any) -> int:
-    """Below this bound each whole number is a float of its own."""
+    """Bound below which every whole number has its own float."""
     return 1 << (int(np.finfo(values.dtype).nmant) + 1)
 
 
 def _inexact(name: str, value: Any, row: int) -> DataError:
     if np.isinf(value):
         return DataError(
-            f"Feature {name!r} is {value} at row {row}, which is no id; correct the value, or leave it empty.",
+            f"Feature {name!r} is {value} at row {row}, which is not an id; correct the value, or leave it empty.",
             feature=name,
             row=row,
             value=str(value),

@@ -1,4 +1,4 @@
-"""Applies a reader's rules for missing values and lists to columns of any kind: of files and of requests alike."""
+"""Applies a reader's rules for missing values and lists to columns of any kind, from files and from requests."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ __all__ = ["apply_rules", "split_count"]
 
 
 def apply_rules(rules: InputRules, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns columns for `Batch.from_columns` in which missing values are filled in, and texts split into lists.
+    """Returns columns for `Batch.from_columns` with missing values filled in, and texts split into lists.
 
-    Columns that are lists already, or ids, stay as they are, but for missing numbers.
+    Columns that are already lists or ids are unchanged, except for missing numbers.
 
     Args:
-        rules: of a reader. Names that are not among the columns are ignored.
+        rules: rules of a reader. Names that are not among the columns are ignored.
         columns: as for `Batch.from_columns`.
 
     Raises:
-        DataError: a column that is to be filled in has a value that is no number.
+        DataError: a column to fill in has a value that is not a number.
     """
     columns = as_mapping(columns)
     if rules == NO_RULES:
         return columns
-    found = dict(columns)
+    result = dict(columns)
     if rules.null_values:
         nulls = _Nulls(rules.null_values)
         for name, column in columns.items():
-            found[name] = nulls.removed(name, from_frame(name, column))
+            result[name] = nulls.removed(name, from_frame(name, column))
     for name, separator in rules.lists.items():
-        if name in found:
-            found[name] = _split(name, from_frame(name, found[name]), separator)
+        if name in result:
+            result[name] = _split(name, from_frame(name, result[name]), separator)
     for name, value in rules.fill.items():
-        if name in found:
-            found[name] = number_column(name, found[name], value)
-    return found
+        if name in result:
+            result[name] = number_column(name, result[name], value)
+    return result
 
 
 def split_count(column: Any, separator: str) -> int:
-    """Returns how many parts the texts of a column have, without making them; 0 for a column of other values."""
+    """Counts the parts of the texts of a column, without splitting them; 0 for a column of other values."""
     if is_arrow(column):
         from persia.batching.arrow_columns import arrow_parts
 
@@ -56,10 +56,10 @@ def split_count(column: Any, separator: str) -> int:
 
 
 class _Nulls:
-    """Values that stand for missing ones.
+    """Values that mark missing ones.
 
     Args:
-        texts: these, and the numbers that they name.
+        texts: the markers; numbers that equal one of them are markers too.
     """
 
     def __init__(self, texts: tuple[str, ...]) -> None:
@@ -67,7 +67,7 @@ class _Nulls:
         self._numbers = [number for number in map(_number, texts) if number is not None]
 
     def removed(self, name: str, column: Any) -> Any:
-        """Returns a column without them; values within lists stay."""
+        """Returns a column with these values replaced by None; values within lists are unchanged."""
         if is_arrow(column):
             from persia.batching.arrow_columns import arrow_without
 
@@ -111,7 +111,7 @@ def _listed(name: str, column: Any) -> Sequence[Any] | None:
 
 
 def _split(name: str, column: Any, separator: str) -> Any:
-    """Returns a column with the parts of texts as lists; values of other kinds stay."""
+    """Splits the texts of a column into lists of their parts; values of other kinds are unchanged."""
     if is_arrow(column):
         from persia.batching.arrow_columns import arrow_lists
 

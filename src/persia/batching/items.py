@@ -1,4 +1,4 @@
-"""Checks that data are batches; what is none is named with its position."""
+"""Checks that data yield batches; an error names the position of an item of another type."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def not_a_batch(item: object, position: int | None = None) -> DataError:
 
     Args:
         item: the item.
-        position: its number in the data, from 0; None if the caller adds it.
+        position: position of the item in the data, from 0; None if the caller adds it.
     """
     kind = "None" if item is None else f"a {type(item).__name__}"
     if position is None:
@@ -33,11 +33,11 @@ def not_a_batch(item: object, position: int | None = None) -> DataError:
 
 
 def checked_items(items: Iterable[object], start: int = 0) -> Iterator[Batch | FedBatch]:
-    """Yields the items of the data, which are batches.
+    """Yields the items of the data after checking that each is a batch.
 
     Args:
-        items: from the iterator of a reader, a list or a `DataLoader`.
-        start: position of the first one in the data.
+        items: items of a reader, a list or a `DataLoader`.
+        start: position of the first item in the data.
 
     Raises:
         DataError: an item is not a batch; names its position.
@@ -49,14 +49,14 @@ def checked_items(items: Iterable[object], start: int = 0) -> Iterator[Batch | F
 
 
 def check_data(name: str, data: object) -> None:
-    """Checks what is known of data before they are read; `not_a_batch` is for their items.
+    """Checks the type of data before they are read; `checked_items` checks their items.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         data: a reader, or any iterable of batches.
 
     Raises:
-        DataError: it is one batch, a frame, a dict or a path, or cannot be iterated over.
+        DataError: `data` is a single batch, a frame, a dict or a path, or is not iterable.
     """
     if isinstance(data, Batch):
         raise DataError(f"{name} is a single persia.Batch; give a list: [batch].")

@@ -1,4 +1,4 @@
-"""Typed access to the native core. Converts its errors to those of persia."""
+"""Typed access to the native core. Converts its errors to `DataError`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["RowSums", "Scratch", "ThreadPool", "as_data_error", "borrow", "core"
 _module: Any = importlib.import_module("persia._core")
 
 core: Any = _module.batch
-"""The functions of `bindings/batch.cpp`. They never convert an array: what does not fit is a ValueError."""
+"""The functions of `bindings/batch.cpp`. They never convert an array: a wrong dtype or shape is a ValueError."""
 
 if TYPE_CHECKING:
 
     class ThreadPool:
-        """Threads that share the loops of the core; the caller helps. Thread-safe; calls do not block one another.
+        """Threads that run the loops of the core together with the caller. Thread-safe; calls do not block each other.
 
         Args:
-            threads: how many work on a loop, the caller included; 1 starts none.
+            threads: number of threads that run a loop, including the caller; 1 starts none.
         """
 
         def __init__(self, threads: int) -> None: ...
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
             """Returns the number of threads, as given."""
 
     class Scratch:
-        """Working memory that calls borrow and give back, so that later calls need not ask the system for pages.
+        """Working memory that calls borrow and return, so that later calls need no new pages from the system.
 
-        Keep one per role and pass it to every call; without one, a call frees its own in the end. Thread-safe.
+        Use one per role and pass it to every call; without it, each call allocates and frees its own. Thread-safe.
         """
 
         def floats(self, count: int) -> Floats:
-            """An uninitialised float32 array `[count]`; its memory is lent again once nothing refers to it."""
+            """An uninitialised float32 array `[count]`; its memory is reused once nothing refers to it."""
 
     class RowSums:
-        """The running sum of the gradients of a step, of one table. Not thread-safe; arrays are never converted.
+        """Accumulates the gradients of one step for one table. Not thread-safe; arrays are never converted.
 
         Args:
-            dim: of a row.
+            dim: dim of a row.
         """
 
         def __init__(self, dim: int) -> None: ...
@@ -57,14 +57,14 @@ if TYPE_CHECKING:
             """Adds `share` to the divisor of each id, and `share * values` to its sum where `counts` is not 0."""
 
         def counted(self) -> int:
-            """How many ids `take` gives: those of which something counts."""
+            """Number of ids that `take` writes: ids with at least one value that counts."""
 
         def take(self, total: float, ids: Ids, values: Floats) -> None:
-            """Writes ids and sums over their own divisor, or over `total` if that is not 0; then nothing is held."""
+            """Writes and clears the sums, each divided by the divisor of its id, or by `total` if it is not 0."""
 
         @property
         def nbytes(self) -> int:
-            """Memory of what is held."""
+            """Bytes of memory in use."""
 
 else:
     RowSums = _module.RowSums
@@ -73,7 +73,7 @@ else:
 
 
 def default_threads() -> int:
-    """Returns the number of threads of a role unless its options set one: one for each processor, at most 8."""
+    """Returns the default number of threads of a role: one per processor, at most 8."""
     return min(8, len(os.sched_getaffinity(0)))
 
 
@@ -87,16 +87,16 @@ class _AsDataError:
 
 
 as_data_error = _AsDataError()
-"""Context in which a ValueError of the core becomes a DataError. It has no state."""
+"""A stateless context that turns a ValueError of the core into a DataError."""
 
 
 def borrow(shapes: Sequence[tuple[int, ...]], scratch: Scratch) -> list[Floats]:
     """Uninitialised float32 arrays of these shapes, in one borrowed block, each on its own cache lines.
 
-    Fresh memory costs more than the loops that fill it: every new page is a fault.
+    Fresh memory costs more than the loops that fill it, since every new page is a fault.
 
     Raises:
-        DataError: there is no memory for them; names the largest one.
+        DataError: there is not enough memory; names the largest array.
     """
     sizes = [math.prod(shape) for shape in shapes]
     starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
@@ -105,7 +105,7 @@ def borrow(shapes: Sequence[tuple[int, ...]], scratch: Scratch) -> list[Floats]:
     except MemoryError as error:
         most, shape = max(zip(sizes, shapes, strict=True))
         raise DataError(
-            f"There is no memory for the embeddings of a batch, {starts[-1] * 4 >> 20:,} MiB. The largest, of shape "
+            f"Not enough memory for the embeddings of a batch, {starts[-1] * 4 >> 20:,} MiB. The largest, of shape "
             f"{list(shape)}, has {most * 4 >> 20:,} MiB. Lower the max_length or dim of features that are not pooled, "
             "pool them, or use smaller batches.",
             shape=shape,

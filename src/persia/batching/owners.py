@@ -15,18 +15,22 @@ __all__ = ["group_by_owner", "owners"]
 
 
 def group_by_owner(
-    tables: Sequence[str], found: Sequence[UniqueIds], servers: int, pool: ThreadPool, scratch: Scratch | None = None
+    tables: Sequence[str],
+    unique_ids: Sequence[UniqueIds],
+    servers: int,
+    pool: ThreadPool,
+    scratch: Scratch | None = None,
 ) -> list[Int64Array]:
-    """Sorts the distinct ids of each table by the PS that owns them, in place, and lets the inverses follow.
+    """Sorts the distinct ids of each table by the PS that owns them, in place, and updates the inverses.
 
-    Then what goes to a PS, and what comes back from it, is one slice: no row is gathered or scattered.
+    The ids sent to a PS, and the rows that it returns, are then one slice: no row is gathered or scattered.
 
     Args:
-        tables: their names.
-        found: what `unique` returned; ids of one PS keep their order.
-        servers: how many PSs there are.
+        tables: names of the tables.
+        unique_ids: the result of `unique`; ids of one PS keep their order.
+        servers: number of PSs.
         pool: threads to run on, over tables.
-        scratch: memory kept from call to call.
+        scratch: memory reused from call to call.
 
     Returns:
         For each table int64 `[servers + 1]`: PS p owns `ids[bounds[p]:bounds[p + 1]]`.
@@ -38,16 +42,16 @@ def group_by_owner(
     """
     bounds = np.empty((len(tables), servers + 1), np.int64)
     with as_data_error:
-        groups = [(table, ids, list(inverses)) for table, (ids, inverses) in zip(tables, found, strict=True)]
+        groups = [(table, ids, list(inverses)) for table, (ids, inverses) in zip(tables, unique_ids, strict=True)]
         core.group_by_owner(groups, bounds, pool, scratch or Scratch())
     return list(bounds)
 
 
 def owners(table: str, ids: Ids, servers: int) -> NDArray[np.uint16]:
-    """The number of the PS that owns each id, uint16 `[n]`: for whole tables, as in checkpoints."""
+    """The number of the PS that owns each id, uint16 `[n]`; for whole tables, as in checkpoints."""
     order = np.arange(len(ids), dtype=np.uint32)
     scratch = np.empty(len(ids), np.uint64)
-    scratch[:] = ids  # Not a copy, which would keep the byte order that a file has declared.
+    scratch[:] = ids  # `copy()` would keep the byte order of the file that the ids come from.
     (bounds,) = group_by_owner([table], [(scratch, [order])], servers, ThreadPool(1))
-    # `order` now tells the place of each id among the sorted ones.
+    # `order` is now the position of each id among the sorted ones.
     return (np.searchsorted(bounds, order, side="right") - 1).astype(np.uint16)

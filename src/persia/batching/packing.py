@@ -38,13 +38,13 @@ _core: Any = importlib.import_module("persia._core").packed
 
 
 class PackedBatch(NamedTuple):
-    """The distinct ids of a batch, sorted by the PS that owns them, and where those of each feature are.
+    """The distinct ids of a batch, sorted by the PS that owns them, and the inverse indices of each feature.
 
     Attributes:
-        ids: by table.
+        ids: distinct ids by table.
         bounds: int64 `[tables, servers + 1]`: PS p owns `ids[table][bounds[t, p]:bounds[t, p + 1]]`.
-        narrow: by feature, the place of every id among those of its table; of tables with at most 65,536 ids.
-        wide: of the others.
+        narrow: inverse indices by feature (positions in the ids of its table), for tables with at most 65,536 ids.
+        wide: inverse indices by feature, for the other tables.
     """
 
     ids: Packed[np.uint64]
@@ -63,11 +63,11 @@ def pack_batch(
     """`unique` and `group_by_owner` of all tables in one call.
 
     Args:
-        tables: their names, and those of their features.
-        values: for each table the ids of its features: contiguous uint64 arrays `[n_i]`.
-        servers: how many PSs there are.
+        tables: name of each table, and the names of its features.
+        values: for each table the ids of its features, as contiguous uint64 arrays `[n_i]`.
+        servers: number of PSs.
         pool: threads to run on, over tables.
-        scratch: memory kept from call to call. All that is returned is lent by it.
+        scratch: memory reused from call to call. All returned arrays are borrowed from it.
 
     Raises:
         DataError: an array has another dtype or shape, or is not contiguous; a table has 2^32 - 1 ids or more.
@@ -85,8 +85,8 @@ def pack_batch(
         distinct, narrow, wide, are_wide = _core.pack_batch(names, groups, ids, inverse, bounds, pool, scratch)
     features: tuple[list[str], list[str]] = [], []
     counts: tuple[list[int], list[int]] = [], []
-    for (_, mine), sizes, is_wide in zip(tables, lengths, are_wide, strict=True):
-        features[is_wide].extend(mine)
+    for (_, table_features), sizes, is_wide in zip(tables, lengths, are_wide, strict=True):
+        features[is_wide].extend(table_features)
         counts[is_wide].extend(sizes)
     return PackedBatch(
         Packed(names, bounds[:, -1].tolist(), ids[:distinct]),
@@ -97,47 +97,47 @@ def pack_batch(
 
 
 def take_part(whole: Packed[S], bounds: Int64Array, server: int) -> Packed[S]:
-    """The rows of one PS; a copy, unless there is one PS only.
+    """The rows of one PS; a copy, unless there is only one PS.
 
     Args:
-        whole: by table.
-        bounds: of these tables, as in `PackedBatch`.
+        whole: rows of all PSs, by table.
+        bounds: bounds of the tables, as in `PackedBatch`.
         server: number of the PS.
 
     Raises:
-        DataError: the bounds are not those of these arrays.
+        DataError: the bounds do not match the arrays.
     """
     if bounds.shape[1] == 2:
         return whole
     counts = (bounds[:, server + 1] - bounds[:, server]).tolist()
     widths = whole.widths or [1] * len(counts)
-    mine = np.empty(sum(count * width for count, width in zip(counts, widths, strict=True)), whole.buffer.dtype)
+    part = np.empty(sum(count * width for count, width in zip(counts, widths, strict=True)), whole.buffer.dtype)
     with as_data_error:
-        _core.move_part(whole.buffer, mine, bounds, server, widths, True)
-    return Packed(whole.names, counts, mine, whole.widths)
+        _core.move_part(whole.buffer, part, bounds, server, widths, True)
+    return Packed(whole.names, counts, part, whole.widths)
 
 
-def put_part(whole: Packed[S], bounds: Int64Array, server: int, mine: NDArray[S]) -> None:
-    """The opposite: writes the rows of one PS, table after table, to their places. Raises as `take_part` does."""
+def put_part(whole: Packed[S], bounds: Int64Array, server: int, part: NDArray[S]) -> None:
+    """Writes the rows of one PS, table after table, to their places: the inverse of `take_part`, with its errors."""
     with as_data_error:
-        _core.move_part(whole.buffer, mine, bounds, server, whole.widths or [1] * len(whole), False)
+        _core.move_part(whole.buffer, part, bounds, server, whole.widths or [1] * len(whole), False)
 
 
 def check_rows(
     rows: Packed[np.float32 | np.float16], scales: Packed[np.float32] | None, tables: Mapping[str, Table]
 ) -> None:
-    """Checks that rows that were looked up have the form in which rows of their tables travel.
+    """Checks that looked-up rows have the wire form of their tables.
 
     Args:
-        rows: by table.
+        rows: rows by table.
         scales: as in `LookedUp`.
-        tables: those of the schema, by name.
+        tables: tables of the schema, by name.
 
     Raises:
-        DataError: a table is unknown, or its rows have another width, or the scales are not those of its rows.
+        DataError: a table is unknown, its rows have another width, or the scales do not match the rows.
     """
     halves = rows.buffer.dtype == np.float16
-    wanted: list[tuple[str, int]] = []
+    needed: list[tuple[str, int]] = []
     for name, count, width in zip(rows.names, rows.counts, rows.widths or [0] * len(rows), strict=True):
         table = tables.get(name)
         if table is None:
@@ -148,10 +148,10 @@ def check_rows(
                 name, f"a row of {table.dim} {table.dtype} has {expected} values of {rows.buffer.dtype}, not {width}"
             )
         if halves and table.dtype == "float32":
-            wanted.append((name, count))
-    given = [] if scales is None else list(zip(scales.names, scales.counts, strict=True))
-    if given != wanted or (scales is not None and scales.widths):
-        odd = [pair for pair in (*wanted, *given) if pair not in wanted or pair not in given] or [*wanted, *given]
+            needed.append((name, count))
+    present = [] if scales is None else list(zip(scales.names, scales.counts, strict=True))
+    if present != needed or (scales is not None and scales.widths):
+        odd = [pair for pair in (*needed, *present) if pair not in needed or pair not in present] or [*needed, *present]
         raise _unexpected(odd[0][0], "compressed float32 rows need a scale each, in the order of tables; others none")
 
 
@@ -161,8 +161,8 @@ def encode_packed(
     """`encode_rows` of all tables: a call for each run of tables of one width.
 
     Args:
-        rows: by table.
-        tables: by name. 16-bit rows stay as they are, without scales; tables that are not given have float32 rows.
+        rows: rows by table.
+        tables: tables by name. 16-bit rows are unchanged, without scales; other tables have float32 rows.
     """
     stored = _of_16_bits(tables)
     widths = [w * (1 + (n in stored)) for n, w in zip(rows.names, rows.widths or [], strict=False)]
@@ -193,18 +193,18 @@ def plain_packed(
     tables: Mapping[str, Table],
     scratch: Scratch,
 ) -> Packed[np.float32]:
-    """Rows as float32 `[n, dim]`, from any form in which they travel; as they are if they are float32 already.
+    """Rows as float32 `[n, dim]`, from any wire form; returned as they are if they are already float32.
 
     A call for each run of tables of one dtype and width.
 
     Args:
-        rows: by table; `check_rows` has checked those of others.
-        scales: of the tables that `encode_packed` has encoded, in their order; None if there are none.
-        tables: by name. 16-bit rows are as stored; tables that are not given have float32 rows.
-        scratch: memory kept from call to call.
+        rows: rows by table; rows from other processes were checked by `check_rows`.
+        scales: scales of the tables that `encode_packed` has encoded, in their order; None if there are none.
+        tables: tables by name. 16-bit rows are as stored; other tables have float32 rows.
+        scratch: memory reused from call to call.
 
     Raises:
-        DataError: rows do not fit their table.
+        DataError: rows do not match their table.
     """
     stored = _of_16_bits(tables)
     if scales is None and not any(name in stored for name in rows.names):
@@ -232,7 +232,7 @@ class _Run(NamedTuple):
     """Rows of neighbouring tables of one dtype and width.
 
     Attributes:
-        rows: how many.
+        rows: number of rows.
         values: `[rows, width]`.
         stored: one of the tables if they have 16-bit rows; else None.
     """
@@ -263,7 +263,7 @@ def _of_16_bits(tables: Mapping[str, Table]) -> dict[str, Table]:
 
 def _unexpected(table: str, problem: str) -> DataError:
     return DataError(
-        f"Rows that were looked up in table {table!r} have another form: {problem}. Give all processes of a run the "
+        f"Rows looked up in table {table!r} have an unexpected form: {problem}. Give all processes of a run the "
         "same schema and version.",
         table=table,
     )

@@ -1,4 +1,4 @@
-"""From the unique rows of tables to what the network reads, and back with the gradients; on the CPU."""
+"""Pools the unique rows of tables to inputs of the network, and the gradients back to rows; on the CPU."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _POOLINGS = {"sum": 0, "mean": 1, "sqrtn": 2, None: 3}
 
 @dataclass(frozen=True, slots=True)
 class FeaturePlan:
-    """Where the values of one feature are among the unique rows of its table, and what becomes of them.
+    """The positions of the values of one feature among the unique rows of its table, and how to pool them.
 
     Attributes:
-        table: index of its table in the call.
+        table: index of the table in the call.
         inverse: uint16 or uint32 `[n]`, each less than the number of rows.
         offsets: int64 `[batch + 1]`, from 0 to n, not decreasing: `inverse[offsets[i]:offsets[i + 1]]` belong to
             sample i. None when each sample has exactly one value (n = batch).
         pooling: "sum", "mean" or "sqrtn" (sum / sqrt(count)) of a sample's rows; None keeps them as a sequence.
-        max_length: only the first so many values of a sample count; None for all. A sequence needs one.
+        max_length: number of values of a sample that count, from the first; None for all. Required for a sequence.
     """
 
     table: int
@@ -49,7 +49,7 @@ class Pooled(NamedTuple):
 
     Attributes:
         values: float32 `[batch, dim]`, or `[batch, max_length, dim]` for a sequence.
-        masks: bool `[batch, max_length]` for a sequence, True where there is a value; None for others.
+        masks: bool `[batch, max_length]` for a sequence, True at values and False at padding; None for others.
     """
 
     values: list[Floats]
@@ -82,24 +82,24 @@ def pool_forward(
     pool: ThreadPool,
     out: Sequence[Floats | None] | None = None,
 ) -> Pooled:
-    """Expands and pools the rows of a batch, all features at once.
+    """Expands and pools the rows of a batch, for all features in one call.
 
     A bag is summed in its order, in float32; mean and sqrtn divide the sum. An empty bag and the padding of a
     sequence are zeros.
 
     Args:
         rows: for each table its unique rows, contiguous float32 `[u, dim]`.
-        plans: the features. Their arrays must not change meanwhile.
+        plans: the features. Their arrays must not change during the call.
         pool: threads to run on, in parallel over features and samples.
         out: for each feature None or a float32 array to write to, shaped like the result; only the last axis must be
             contiguous, so several features may share one `[batch, total]` buffer as column slices. They must not
             overlap.
 
     Returns:
-        Values and masks by feature; values are those of `out` where given.
+        Values and masks by feature; values are the arrays of `out` if given.
 
     Raises:
-        DataError: a dtype, shape or content does not fit; the message names the feature. `out` then has no meaning.
+        DataError: a dtype, shape or content is invalid; names the feature. The contents of `out` are then undefined.
 
     Blocks until done, without the GIL. Thread-safe.
     """
@@ -111,21 +111,21 @@ def pool_forward(
     with as_data_error:
         for f, plan in enumerate(plans):
             shape = _shape(f, plan, rows)
-            given = out[f] if out is not None else None
-            values.append(np.empty(shape, np.float32) if given is None else given)
+            target = out[f] if out is not None else None
+            values.append(np.empty(shape, np.float32) if target is None else target)
             masks.append(np.empty(shape[:2], np.bool_) if plan.pooling is None else None)
         core.pool_forward(list(rows), fields, values, masks, pool)
     return Pooled(values, masks)
 
 
 class Pooler:
-    """`pool_forward` for batches of the same features: what does not depend on the batch is computed once. Thread-safe.
+    """`pool_forward` for batches of the same features; computes once what the batches share. Thread-safe.
 
     Args:
-        features: of each its table, pooling and maximum length; see `FeaturePlan`. Sequences have one.
-        dims: of each table the width of its rows.
+        features: table, pooling and maximum length of each feature; see `FeaturePlan`. Sequences have a maximum length.
+        dims: row width of each table.
         pool: threads to run on.
-        scratch: memory kept from call to call; results are borrowed from it.
+        scratch: memory reused from call to call; results are borrowed from it.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class Pooler:
             samples: size of the batch.
 
         Raises:
-            DataError: an array does not fit.
+            DataError: an array has another dtype or shape.
         """
         layout = self._layout
-        if layout[0] != samples:  # Most batches have one size. Another thread may set another one meanwhile.
+        if layout[0] != samples:  # Most batches have one size. Another thread may change the attribute concurrently.
             self._layout = layout = self._laid_out(samples)
         _, places, total = layout
         block = self._scratch.floats(total)
@@ -190,7 +190,7 @@ def pool_backward(
     scratch: Scratch | None = None,
     out: Sequence[Floats | None] | None = None,
 ) -> list[Floats]:
-    """The gradient of every unique row, from the gradients of what :func:`pool_forward` returned.
+    """The gradient of every unique row, from the gradients of the values that :func:`pool_forward` returned.
 
     A row's gradient is summed in float32 in the order of the features, then of the samples, then within the bag:
     bit-identical whatever the number of threads.
@@ -201,15 +201,15 @@ def pool_backward(
         gradients: for each feature float32 `[batch, dim]`, or `[batch, max_length, dim]` for a sequence; any strides
             (the last axis is copied if it is not contiguous); None counts as zero. Padding is not read.
         pool: threads to run on: over tables, and over the columns of a large table (16 at least per thread).
-        scratch: memory kept from call to call.
-        out: for each table None or a contiguous float32 array of its shape to write to; what it held does not
-            matter. Fresh memory can cost more than the sums.
+        scratch: memory reused from call to call.
+        out: for each table None or a contiguous float32 array of its shape to overwrite. Fresh memory can cost more
+            than the sums.
 
     Returns:
         For each table float32 `[u, dim]`; zeros where no sample has the row.
 
     Raises:
-        DataError: a dtype, shape or content does not fit; the message names the feature.
+        DataError: a dtype, shape or content is invalid; names the feature.
 
     Blocks until done, without the GIL. Thread-safe.
     """
@@ -220,9 +220,9 @@ def pool_backward(
     ]
     if out is None:
         out = [None] * len(shapes)
-    if [shape if given is None else given.shape for shape, given in zip(shapes, out, strict=True)] != list(shapes):
+    if [shape if target is None else target.shape for shape, target in zip(shapes, out, strict=True)] != list(shapes):
         raise DataError("Each array of out must have the shape of the rows of its table.")
     with as_data_error:
-        found = [np.empty(s, np.float32) if given is None else given for s, given in zip(shapes, out, strict=True)]
-        core.pool_backward(fields, dense, found, pool, scratch or Scratch())
-    return found
+        sums = [np.empty(s, np.float32) if target is None else target for s, target in zip(shapes, out, strict=True)]
+        core.pool_backward(fields, dense, sums, pool, scratch or Scratch())
+    return sums

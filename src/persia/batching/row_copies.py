@@ -1,4 +1,4 @@
-"""Plans of which rows of a batch copies on a device serve (docs/decisions/0009-device-cache.md)."""
+"""Plans which rows of a batch are served from copies on a device (docs/decisions/0009-device-cache.md)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _row_copies: Any = importlib.import_module("persia._core").row_copies
 
 
 class CopiedTable(NamedTuple):
-    """The ids of a batch in a table, and the slots of its copies: an id has one, found by Fibonacci hashing.
+    """The ids of a batch in a table, and the slots of its copies; Fibonacci hashing assigns one slot to each id.
 
     Attributes:
-        ids: distinct, uint64 `[n]`.
-        slot_ids: by slot the id that has it, uint64 `[slots]`; changed.
-        slot_steps: by slot the number of steps that its row contains, and 1; 0 if it is empty. int64 `[slots]`;
+        ids: distinct ids, uint64 `[n]`.
+        slot_ids: id in each slot, uint64 `[slots]`; changed.
+        slot_steps: 1 + the number of steps that the row in each slot contains; 0 if it is empty. int64 `[slots]`;
             changed.
         wanted: bool `[n]`; set to whether the row is to be looked up.
-        first_row: added to places among the rows of the batch.
+        first_row: added to positions among the rows of the batch.
         first_slot: added to slots.
-        spare: instead of the slot of a row that has lost it to a later row of its batch.
+        spare: slot of rows that have lost their own to a later row of the batch.
     """
 
     ids: Ids
@@ -44,15 +44,15 @@ def plan_copies(
 
     Args:
         tables: distinct tables.
-        step: of the batch.
-        applied: number of steps that a row contains that is looked up now.
+        step: step of the batch.
+        applied: number of steps that a row looked up now contains.
         limit: number of steps that a copy may lack.
-        places: int32 `[2 * ids of all tables]`; gets, each table after table: the places of the rows that copies
-            serve, and their slots; the places of the others, and the slots that they take.
+        places: int32 `[2 * ids of all tables]`; receives, each table after table: the positions of the rows that
+            copies serve, and their slots; the positions of the other rows, and the slots that they take.
         pool: threads to run on, over tables.
 
     Returns:
-        By table how many rows copies serve, and the number of steps that the oldest of these copies lacks.
+        Number of rows that copies serve, by table, and the number of steps that the oldest of these copies lacks.
 
     Raises:
         DataError: an array has another dtype or size; nothing has changed.

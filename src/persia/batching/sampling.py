@@ -1,4 +1,4 @@
-"""Samples of batches, from which drift is measured."""
+"""Samples batches, to measure drift."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from persia.types import Floats, Int64Array
 __all__ = ["is_sampled", "sampled_ids", "sampled_rows"]
 
 EVERY: Final = 17
-"""One batch in so many is sampled. A prime, so that NN workers that take batches in turn sample alike."""
+"""One of `EVERY` batches is sampled. A prime, so that NN workers that take batches in turn sample equally."""
 
 ROWS: Final = 1024
-"""Rows of a sampled batch that are counted, about."""
+"""Approximate number of rows that are counted in a sampled batch."""
 
 
 def is_sampled(number: int) -> bool:
@@ -34,8 +34,8 @@ def sampled_ids(batch: Batch, features: Sequence[str]) -> Int64Array:
     """Returns the counts of the ids of the sampled rows, as `count_ids` does.
 
     Args:
-        batch: valid.
-        features: names of ID-type features; those that the batch lacks have no ids.
+        batch: a valid batch.
+        features: names of ID-type features.
     """
     step = _step(len(batch))
     rows = None if step == 1 else np.arange(0, len(batch), step)

@@ -1,4 +1,4 @@
-"""Texts as ids and as numbers, by the value of each text alone; every loop runs natively, without the GIL."""
+"""Converts texts to ids and numbers, each by its own value alone; every loop runs natively, without the GIL."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class TextIds(NamedTuple):
     """Ids of texts.
 
     Attributes:
-        ids: uint64 `[n]`; 0 where there is none.
+        ids: uint64 `[n]`; 0 for a missing id.
         present: bool `[n]`: whether the text is neither null nor empty.
-        bad: position of the first text that is no id, or -1; `ids` and `present` are only set up to it.
+        bad: position of the first text that is not an id, or -1; `ids` and `present` are only set up to it.
     """
 
     ids: Ids
@@ -80,9 +80,9 @@ class TextNumbers(NamedTuple):
     """Numbers in texts.
 
     Attributes:
-        numbers: float64 `[n]`; NaN where there is none.
-        present: bool `[n]`: whether there is a number, no null, empty text or marker of a missing value.
-        bad: position of the first text that is neither, or -1; the arrays are only set up to it.
+        numbers: float64 `[n]`; NaN for a missing number.
+        present: bool `[n]`: whether there is a number; False for a null, an empty text or a marker of a missing value.
+        bad: position of the first text that is neither a number nor missing, or -1; the arrays are set up to it.
     """
 
     numbers: NDArray[np.float64]
@@ -91,15 +91,15 @@ class TextNumbers(NamedTuple):
 
 
 def _checked(texts: TextBuffers) -> int:
-    """Number of texts."""
+    """Checks the buffers; returns the number of texts."""
     for name, array, sizes in (("data", texts.data, (1,)), ("offsets", texts.offsets, (4, 8))):
         kind = "u" if name == "data" else "i"
         if not isinstance(array, np.ndarray) or array.dtype.kind != kind or array.dtype.itemsize not in sizes:
-            raise DataError(f"{name}: dtype {getattr(array, 'dtype', type(array))} does not fit; see TextBuffers.")
+            raise DataError(f"{name}: unsupported dtype {getattr(array, 'dtype', type(array))}; see TextBuffers.")
     if not len(texts.offsets):
-        raise DataError("offsets: there must be one more than texts, got none.")
+        raise DataError("offsets: got none; there must be one more than texts.")
     if texts.validity_start < 0:
-        raise DataError(f"validity_start = {texts.validity_start}: it must not be negative.")
+        raise DataError(f"validity_start = {texts.validity_start}; it must not be negative.")
     return len(texts)
 
 
@@ -110,18 +110,18 @@ def _arguments(texts: TextBuffers) -> tuple[Any, ...]:
 def text_ids(texts: TextBuffers, kind: IdKind = "auto") -> TextIds:
     """The ids of texts.
 
-    With "auto", a canonical whole number below 2^64 is the id: "0" or digits without leading zeros, perhaps followed by
-    a point and zeros, spaces around being ignored; "true" and "false" (also True, TRUE, ...) are 1 and 0. Any other
-    text becomes its XXH64; one that is a negative or larger whole number is hashed without the zeros after the
-    point. "number" takes only the former, markers of missing values (see `text_numbers`) being none. "text"
-    hashes every text. An empty or null text has no id.
+    With "auto", a canonical whole number below 2^64 is the id: "0", or digits without leading zeros, optionally
+    followed by a point and zeros; surrounding spaces are ignored. "true" and "false" (also True, TRUE, ...) are 1 and
+    0. The id of any other text is its XXH64; a negative or larger whole number is hashed without the zeros after the
+    point. "number" takes only canonical whole numbers and booleans; markers of missing values (see `text_numbers`)
+    have no id. "text" hashes every text. An empty or null text has no id.
 
     Args:
         texts: `[n]`.
         kind: see `IdFeature`.
 
     Raises:
-        DataError: dtypes, offsets or the bitmap do not fit.
+        DataError: dtypes, offsets or the bitmap are invalid.
 
     Blocks until done, without the GIL. Thread-safe.
     """
@@ -133,7 +133,7 @@ def text_ids(texts: TextBuffers, kind: IdKind = "auto") -> TextIds:
 
 
 def text_numbers(texts: TextBuffers) -> TextNumbers:
-    r"""The numbers in texts: decimal, perhaps with an exponent; "true" and "false" (also True, TRUE, ...) are 1 and 0.
+    r"""The numbers in texts: decimal, with an optional exponent; "true" and "false" (also True, TRUE, ...) are 1 and 0.
 
     Missing: a null, an empty text, and NA, N/A, n/a, #N/A, <NA>, NULL, Null, null, NaN, nan, NAN, None, none, \N.
 
@@ -141,7 +141,7 @@ def text_numbers(texts: TextBuffers) -> TextNumbers:
         texts: `[n]`.
 
     Raises:
-        DataError: dtypes, offsets or the bitmap do not fit.
+        DataError: dtypes, offsets or the bitmap are invalid.
 
     Blocks until done, without the GIL. Thread-safe.
     """
@@ -153,22 +153,22 @@ def text_numbers(texts: TextBuffers) -> TextNumbers:
 
 
 def numbers_of_texts(name: str, texts: TextBuffers) -> tuple[NDArray[np.float64], BoolArray]:
-    """Numbers in texts, and which are missing.
+    """The numbers in texts, and a mask of the missing ones.
 
     Raises:
-        DataError: a text is no number; names the row and what would be one.
+        DataError: a text is not a number; names the row and the accepted forms.
     """
-    found = text_numbers(texts)
-    if found.bad >= 0:
-        value = texts.text(found.bad)
+    result = text_numbers(texts)
+    if result.bad >= 0:
+        value = texts.text(result.bad)
         hint = " (a decimal comma?)" if value.replace(",", ".", 1).replace(".", "", 1).strip("-").isdecimal() else ""
         if unit := _AMOUNT.fullmatch(value):
             hint = f" (an amount in {unit[1] or unit[2]}? persia.data.csv takes units)"
         raise DataError(
-            f"Column {name!r} has {value!r} at row {found.bad}{hint}; it takes decimal numbers such as 1, -0.5 and "
+            f"Column {name!r} has {value!r} at row {result.bad}{hint}; it takes decimal numbers such as 1, -0.5 and "
             "1e3, true and false. Correct the value, leave the row out, or declare the column as an ID-type feature.",
             column=name,
-            row=found.bad,
+            row=result.bad,
             value=value,
         )
-    return found.numbers, ~found.present
+    return result.numbers, ~result.present

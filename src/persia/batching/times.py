@@ -1,4 +1,4 @@
-"""Times of events, and the magnitudes of their ages; see `IdFeature.age_since`."""
+"""Converts the times of events to seconds, and their ages to magnitudes; see `IdFeature.age_since`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _YEAR_1970 = np.uint64(1 << 63)
 
 def magnitudes(ages: Ids) -> Ids:
     """Returns floor(log2(1 + age)), exactly: logarithms of floats round up below powers of two from 2^49 on."""
-    found: Ids = np.searchsorted(_LEAST, ages, side="right").astype(np.uint64)
-    return found
+    result: Ids = np.searchsorted(_LEAST, ages, side="right").astype(np.uint64)
+    return result
 
 
 def seconds_of_timestamps(values: NDArray[np.datetime64], offsets: Int64Array | None) -> IdColumn:
-    """Returns whole seconds, rounded down, as numbers that rise with time; NaT is left out.
+    """Returns whole seconds, rounded down, as numbers that rise with time; NaT values are left out.
 
     Args:
         values: datetime64 `[n]` of any unit, in UTC.

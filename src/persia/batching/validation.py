@@ -1,4 +1,4 @@
-"""Checks that a batch fits its schema; every rejection names the feature, the row and the remedy."""
+"""Checks that a batch matches its schema; every error names the feature, the row and the remedy."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def check_offsets(name: str, offsets: Any, values: int) -> None:
 
 
 def check_aligned(schema: Schema, columns: Mapping[str, IdColumn]) -> None:
-    """Raises DataError unless features that are aligned have equally many ids in each sample."""
+    """Raises DataError unless aligned features have the same number of ids in each sample."""
     for feature in schema.id_features:
         if feature.aligned_with is None:
             continue
-        mine, other = _counts(columns[feature.name]), _counts(columns[feature.aligned_with])
-        if len(mine) == len(other) and (mine != other).any():  # The number of rows is checked elsewhere.
-            row = int((mine != other).argmax())
+        own, other = _counts(columns[feature.name]), _counts(columns[feature.aligned_with])
+        if len(own) == len(other) and (own != other).any():  # The number of rows is checked elsewhere.
+            row = int((own != other).argmax())
             raise DataError(
-                f"Feature {feature.name!r} has {mine[row]} ids at row {row}, but {feature.aligned_with!r}, with which "
+                f"Feature {feature.name!r} has {own[row]} ids at row {row}, but {feature.aligned_with!r}, with which "
                 f"it is aligned, has {other[row]}; give both an entry for each event.",
                 feature=feature.name,
                 row=row,
@@ -70,12 +70,12 @@ def check_aligned(schema: Schema, columns: Mapping[str, IdColumn]) -> None:
 
 
 def check_complete(name: str, column: IdColumn, entries: Int64Array | None) -> None:
-    """Raises DataError if a value is missing within a list: those after it would move to the events before theirs.
+    """Raises DataError if a value is missing within a list, which would shift later values to earlier events.
 
     Args:
-        name: of a feature that is aligned.
-        column: its ids, without missing values.
-        entries: `[batch]` number of entries of each list that it was made from; None if there were no lists.
+        name: name of an aligned feature.
+        column: ids of the feature, without missing values.
+        entries: `[batch]` number of entries of each list before missing ones were removed; None without lists.
     """
     if entries is None:
         return
@@ -84,7 +84,7 @@ def check_complete(name: str, column: IdColumn, entries: Int64Array | None) -> N
         row = int(missing.argmax())
         raise DataError(
             f"Feature {name!r}, which is aligned, has a missing value in its list at row {row}; fill it in with a "
-            "value of its own, such as 0, or leave the event out of all aligned lists.",
+            "reserved value, such as 0, or leave the event out of all aligned lists.",
             feature=name,
             row=row,
         )
@@ -189,7 +189,7 @@ def _check_column(name: str, column: IdColumn, rows: int) -> None:
         check_offsets(name, offsets, len(values))
     if len(column) != rows:
         raise DataError(
-            f"Feature {name!r} has {len(column)} rows, but the batch has {rows}; all must have the same.",
+            f"Feature {name!r} has {len(column)} rows, but the batch has {rows}; all must have the same number.",
             feature=name,
         )
 
