@@ -256,7 +256,7 @@ def test_a_batch_of_poison_only_is_part_of_the_next_one(kafka):
 
 def test_a_schema_that_fits_no_message_is_an_error_even_if_poison_is_skipped(kafka):
     kafka.write([b'{"thing": 1}'] * 20)
-    with pytest.raises(DataError, match="So is every other of 20 messages"):
+    with pytest.raises(DataError, match="Neither can the others of 20 messages"):
         list(kafka.reader(20, poison="skip"))
 
 
@@ -287,7 +287,7 @@ def test_a_topic_that_was_made_anew_is_an_error(kafka):
     for offsets in ({0: 6, 1: 0, 2: 0, 3: 0}, {0: 5, 1: 0, 2: 0, 3: 0, 4: 7}):
         reader = kafka.reader()
         reader.begin(3, {kafka.topic: offsets}, lambda: False)
-        with pytest.raises(DataError, match=r"is not there; .*or the topic was made anew"):
+        with pytest.raises(DataError, match=r"is not there; .*or the topic was recreated"):
             list(reader.batches(0, 3))
 
 
@@ -355,7 +355,7 @@ def test_a_topic_that_is_deleted_while_it_is_read_is_named(outages, monkeypatch)
     stream = kafka.reader(3, until=None).batches()
     next(stream)
     outages.delete(kafka.topic)
-    with pytest.raises(DataError, match=f"refused the partitions of topic '{kafka.topic}': .*has not been deleted"):
+    with pytest.raises(DataError, match=f"refused the partitions of topic '{kafka.topic}': .*that the topic exists"):
         next(stream)
 
 

@@ -109,7 +109,7 @@ def test_reader_of_amounts(tmp_path):
     assert batch.labels[:, 0].tolist() == [1, 0, 0]
     with pytest.raises(DataError, match=r"'\$12.30' at row 1 \(an amount in \$\? persia.data.csv takes units\)"):
         list(persia.data.csv(file, schema, **{**options, "where": "item == 'b'", "units": {"off": "%", "stars": "pt"}}))
-    with pytest.raises(ConfigError, match="units has 'item', which is no dense feature"):
+    with pytest.raises(ConfigError, match="Invalid key 'item' in units; expected a dense feature"):
         persia.data.csv(file, schema, units={"item": "$"})
     with pytest.raises(ConfigError, match="units has '5' for 'off'"):
         persia.data.csv(file, schema, units={"off": "5"})

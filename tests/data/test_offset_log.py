@@ -138,7 +138,7 @@ def test_a_restarted_process_has_the_record(tmp_path):
     third.begin_stream(0, {"a": {0: 1}}, fresh=True)
     assert OffsetLog(path=path).stream_offsets(0) == {"a": {0: 1}}
     (tmp_path / "damaged").write_bytes(b"\0\0\0\x01x")
-    with pytest.raises(PersiaError, match="damaged: not the record of a stream"):
+    with pytest.raises(PersiaError, match="damaged is not the record of a stream"):
         OffsetLog(path=str(tmp_path / "damaged"))
 
 

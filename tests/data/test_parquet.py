@@ -51,7 +51,7 @@ def test_paths_may_be_a_file_a_glob_a_directory_a_url_or_a_list(tmp_path: Path) 
 def test_rename_and_other_columns_are_not_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", uid=pa.array(range(100, 110)), other=pa.array([None] * 10))
     assert users(data.parquet(path, SCHEMA, rename={"user": "uid"})) == list(range(100, 110))
-    with pytest.raises(ConfigError, match="'uid', which is no column of the schema"):
+    with pytest.raises(ConfigError, match="'uid', which is not a column of the schema"):
         data.parquet(path, SCHEMA, rename={"uid": "user"})
 
 

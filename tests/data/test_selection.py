@@ -509,7 +509,7 @@ def test_errors_of_rules_name_columns_of_the_file(tmp_path: Path) -> None:
     [
         ({"null_values": "NA"}, "null_values = 'NA' is one text"),
         ({"column_names": "row,click"}, "column_names = 'row,click' is one text"),
-        ({"lists": {"usr": "|"}}, "lists has 'usr'"),
+        ({"lists": {"usr": "|"}}, "Invalid key 'usr' in lists"),
         ({"split": "train"}, r"split = 'train': give Split"),
     ],
 )

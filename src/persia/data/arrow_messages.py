@@ -1,4 +1,4 @@
-"""Messages that are Arrow IPC streams: their rows, by schema, and the bytes that they take once they are expanded."""
+"""Reads messages that are Arrow IPC streams, and computes their expanded size."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def read_stream(value: bytes) -> Any:
 
 
 def concatenated(tables: list[Any]) -> Any:
-    """Returns tables of the same types as one, each column of which is one array if its texts have less than 2 GiB."""
+    """Concatenates tables of the same types; each column becomes one array if its texts have less than 2 GiB."""
     import pyarrow as pa
 
     return pa.concat_tables(tables).combine_chunks()
 
 
 def may_grow(kind: Any) -> bool:
-    """Whether values of a type share bytes, or have less than their ids, so that few bytes can make many."""
+    """Whether values of a type may take fewer bytes in a message than once they are expanded to ids."""
     import pyarrow as pa
 
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
@@ -44,10 +44,10 @@ def may_grow(kind: Any) -> bool:
 
 
 def grown_size(array: Any) -> int:
-    """Returns the bytes of an array once each value has its own, 8 at least, as ids and numbers have.
+    """Returns the bytes of an array once no value shares bytes and each has 8 or more, as ids and numbers have.
 
     Raises:
-        DataError: it is a dictionary of lists or records.
+        DataError: the array is a dictionary of lists or records.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -70,7 +70,7 @@ def grown_size(array: Any) -> int:
 
 
 def _view_lengths(array: Any) -> NDArray[np.int64]:
-    """Returns the lengths of texts of which pyarrow has views only, from the first 4 of 16 bytes of each view."""
+    """Returns the lengths of the texts of a view array: the first 4 of the 16 bytes of each view."""
     views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)[array.offset : array.offset + len(array), 0]
     return np.where(array.is_valid().to_numpy(zero_copy_only=False), views, 0).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""Reads delimited text with Arrow, and leaves no thread that still reads."""
+"""Reads delimited text with Arrow, and waits for its reading threads at the end."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import IO, Any
 __all__ = ["csv_batches"]
 
 LET_GO_SECONDS = 10.0
-"""Maximum wait for the read that Arrow has begun, which may go over a network, and for what it deletes then."""
+"""Maximum wait for a read of Arrow in progress, which may use a network, and for Arrow to free its memory."""
 
 
 class _Stream:
-    """A file with one owner, Arrow's reader: when this object and all that was read are deleted, the reader has ended.
+    """A file that only Arrow's reader owns: the reader has ended once this object and all blocks are deleted.
 
     Args:
         stream: the file.
-        held: gets references to this object and to each block that Arrow has read and may still hold.
+        held: receives weak references to this object and to each block that Arrow has read and may still hold.
     """
 
     def __init__(self, stream: IO[bytes], held: list[weakref.ref[Any]]) -> None:
@@ -28,7 +28,7 @@ class _Stream:
 
     def read(self, size: int = -1) -> memoryview:
         stream, held = self._stream, self._held
-        del self  # The traceback of an error is kept until the caller gets it, and must not keep this object.
+        del self  # The traceback of an error lives until the caller gets it, and must not keep this object alive.
         block = memoryview(stream.read(size))
         held[:] = [each for each in held if each() is not None] + [weakref.ref(block)]
         return block
@@ -48,23 +48,23 @@ def csv_batches(
     block_bytes: int,
     convert: Mapping[str, Any],
 ) -> Iterator[Any]:
-    """Yields the record batches of a file, and ends only when Arrow has let go of it.
+    """Yields the record batches of a file, and ends only when Arrow has released the file.
 
-    Arrow reads some blocks ahead in a thread of its own. After an error, or when the caller stops early, this thread
-    may still be reading, or deleting what it has read. If it does so when the interpreter exits, the process aborts.
+    Arrow reads some blocks ahead in its own thread. After an error, or when the caller stops early, this thread may
+    still be reading, or freeing what it has read. If it does so when the interpreter exits, the process aborts.
 
     Args:
         stream: the file.
-        compression: by its name in Arrow; None for plain text.
-        refuse: called for a line with another number of fields; returns "error" or "skip".
-        delimiter: between fields.
-        names: of the columns; None to take them from the first line.
-        skip_rows: lines to leave out at the beginning.
+        compression: name of the compression in Arrow; None for plain text.
+        refuse: called for a line with a wrong number of fields; returns "error" or "skip".
+        delimiter: delimiter between fields.
+        names: names of the columns; None reads them from the first line.
+        skip_rows: number of lines to skip at the beginning.
         block_bytes: size of a block.
         convert: arguments of `pyarrow.csv.ConvertOptions`.
 
     Raises:
-        pyarrow.ArrowInvalid: a line is not as the options say.
+        pyarrow.ArrowInvalid: a line does not match the options.
     """
     import pyarrow as pa
     import pyarrow.csv as pc
@@ -72,7 +72,7 @@ def csv_batches(
     def handler(line: Any) -> str:
         return refuse(line)
 
-    held: list[weakref.ref[Any]] = []  # Arrow's reader will be their only owner.
+    held: list[weakref.ref[Any]] = []  # Arrow's reader becomes the only owner of these objects.
     source: Any = _Stream(stream, held)
     parse: Any = pc.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=handler)
     held.append(weakref.ref(handler))

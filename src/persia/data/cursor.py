@@ -62,20 +62,20 @@ class Cursor:
             return self._read(feed, number)
         except Exception as error:
             self.close()
-            found: Exception = error
+            reported: Exception = error
             if isinstance(error, DataError):
                 message = f"Batch {number} of pass {feed.epoch}: {error.message}"
-                found = DataError(message, **{**error.fields, "number": number, "epoch": feed.epoch})
+                reported = DataError(message, **{**error.fields, "number": number, "epoch": feed.epoch})
             elif not isinstance(error, PersiaError):
-                found = DataError(
+                reported = DataError(
                     f"Batch {number} of pass {feed.epoch} cannot be read: the source "
                     f"({type(self._source).__name__}) raised {type(error).__name__}: {error}.",
                     number=number,
                     epoch=feed.epoch,
                 )
             # A generator that has raised looks exhausted afterwards, so keep the error.
-            self._broken = None if isinstance(self._source, Seekable) else found
-            raise found from error
+            self._broken = None if isinstance(self._source, Seekable) else reported
+            raise reported from error
 
     def rewind(self) -> None:
         """Starts a new pass with the next read. Iterates again over a source that cannot seek."""
@@ -121,8 +121,8 @@ class Cursor:
             return
         self.close()
         if feed.loaders > 1 and isinstance(source, Sharded):
-            mine = source.shard(feed.loader, feed.loaders)
-            self._iterator, self._stride = mine.batches(feed.epoch, number // feed.loaders), feed.loaders
+            part = source.shard(feed.loader, feed.loaders)
+            self._iterator, self._stride = part.batches(feed.epoch, number // feed.loaders), feed.loaders
         else:
             self._iterator, self._stride = source.batches(feed.epoch, number), 1
         self._share, self._next = share, number

@@ -54,7 +54,7 @@ class Span:
         return self.batches()
 
     def fingerprint(self) -> SourceFingerprint | None:
-        """Returns the rows and the first part of the source: more of it may come behind these rows."""
+        """Returns the row range and the first part of the source only, which may grow after these rows."""
         whole = fingerprint_of(self.source)
         if whole is None:
             return None
@@ -91,7 +91,7 @@ def days(reader: Reader, batch_size: int, first: int, last: int, *, row: int = 0
     Raises:
         DataError: samples have no day, or the data are not sorted by day.
     """
-    found: dict[int, tuple[int, int]] = {}
+    runs: dict[int, tuple[int, int]] = {}
     number = row // batch_size
     current: int | None = None
     for batch in reader.batches(0, number):
@@ -108,14 +108,14 @@ def days(reader: Reader, batch_size: int, first: int, last: int, *, row: int = 0
                     row=at + begin,
                     day=day,
                 )
-            if day > last and any(known > last for known in found) and day not in found:
-                return _spans(reader, batch_size, found)
+            if day > last and any(known > last for known in runs) and day not in runs:
+                return _spans(reader, batch_size, runs)
             current = day
             if day >= first:
-                start, rows = found.get(day, (at + begin, 0))
-                found[day] = start, rows + end - begin
-    return _spans(reader, batch_size, found)
+                start, rows = runs.get(day, (at + begin, 0))
+                runs[day] = start, rows + end - begin
+    return _spans(reader, batch_size, runs)
 
 
-def _spans(reader: Reader, batch_size: int, found: dict[int, tuple[int, int]]) -> dict[int, Span]:
-    return {day: Span(reader, batch_size, first, rows) for day, (first, rows) in found.items()}
+def _spans(reader: Reader, batch_size: int, runs: dict[int, tuple[int, int]]) -> dict[int, Span]:
+    return {day: Span(reader, batch_size, first, rows) for day, (first, rows) in runs.items()}

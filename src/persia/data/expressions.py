@@ -111,7 +111,7 @@ class Expression:
             result = result if isinstance(result, (pa.Array, pa.ChunkedArray)) else pa.array(result)
         except PersiaError as error:
             raise DataError(f"{self.owner} = {self}: {error.message}", **error.fields) from error
-        except Exception as error:  # Whatever the function raises, or pyarrow.
+        except Exception as error:  # The function and pyarrow may raise anything.
             raise DataError(
                 f"{self.owner} = {self} cannot be evaluated ({type(error).__name__}: {error}); correct it.",
                 field=self.owner,
@@ -137,7 +137,7 @@ class Expression:
         nones: set[int] = set()
         layer: list[ast.AST] = [tree]
         depth = 0
-        while layer:  # Outer nodes come before those in them.
+        while layer:  # Outer nodes come before inner ones.
             depth += 1
             if depth > _MAX_DEPTH:
                 raise self._invalid(f"it is nested more than {_MAX_DEPTH} deep")
@@ -251,6 +251,6 @@ def _compare(operator: ast.cmpop, left: ast.expr, right: ast.expr, values: Value
     if isinstance(operator, (ast.In, ast.NotIn)):
         assert isinstance(right, (ast.Tuple, ast.List))
         equal = [values.compare("equal", one, _evaluate(element, values)) for element in right.elts]
-        found = functools.reduce(pc.or_kleene, equal)
-        return found if isinstance(operator, ast.In) else pc.invert(found)
+        member = functools.reduce(pc.or_kleene, equal)
+        return member if isinstance(operator, ast.In) else pc.invert(member)
     return values.compare(_COMPARISONS[type(operator)], one, _evaluate(right, values))

@@ -1,4 +1,4 @@
-"""`FileSource`: what readers of files of any format have in common."""
+"""`FileSource`: the base of sources that read files of any format."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class FileSource:
     """Rows of files that are read one after another.
 
     Attributes:
-        files: in the order in which they are read.
-        conversion: to batches.
-        counted: places of files whose rows are not read, but count where rows are selected by their number.
-        whole: whether these are all files of the source, which has a row at least.
+        files: the files, in the order in which they are read.
+        conversion: conversion of the rows to batches.
+        counted: positions of files whose rows are not read, but count if rows are selected by their number.
+        whole: whether these are all files of the source, which must have at least one row.
     """
 
     kind: ClassVar[str]
@@ -41,7 +41,7 @@ class FileSource:
         return self.conversion.input_rules
 
     def fingerprint(self) -> SourceFingerprint:
-        """Returns files and selection."""
+        """Returns the fingerprint of the files and the selection."""
         return fingerprint_of_files(self.kind, self.files, self.conversion.selection)
 
     def of_parts(self, order: Sequence[int], read: Sequence[int]) -> Self:
@@ -52,5 +52,5 @@ class FileSource:
         return replace(self, files=files, counted=counted, whole=len(read) == len(self.files))
 
     def checked(self, batches: Iterator[Batch], skip: int) -> Iterator[Batch]:
-        """Yields the batches of a pass from row `skip` on; an error if the whole source has no row."""
+        """Yields the batches of a pass from row `skip` on; raises DataError if the whole source has no row."""
         return require_rows(batches, self.files, skip, self.conversion.selection) if self.whole else batches

@@ -16,13 +16,13 @@ from persia.errors import DataError, PersiaError
 from persia.filesystems import missing_package
 from persia.types import SourcePart
 
-__all__ = ["File", "Paths", "expand", "find", "found", "listed"]
+__all__ = ["File", "Paths", "dataset_path", "expand", "find", "listed"]
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A file, a directory, a glob or a URL of one, or a list of these."""
 
 _WITH_HOST = ("hdfs", "webhdfs")
-"""Protocols whose URLs name a host, of which the file system is made."""
+"""Protocols whose URLs name the host of the file system."""
 
 _COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
@@ -45,13 +45,13 @@ class File:
 
     @property
     def part(self) -> SourcePart:
-        """Path, size and time of modification: of a local file as it is now, else as it was when it was listed."""
+        """Path, size and time of modification; of a local file as they are now, of others as they were listed."""
         if "://" not in self.path:
             try:
-                found = os.stat(self.path)
+                status = os.stat(self.path)
             except OSError:
-                return SourcePart(self.path)  # Reading it says why.
-            return SourcePart(self.path, found.st_size, found.st_mtime_ns)
+                return SourcePart(self.path)  # Reading the file raises the error.
+            return SourcePart(self.path, status.st_size, status.st_mtime_ns)
         return SourcePart(self.path, self.size, self.modified)
 
     @contextmanager
@@ -64,7 +64,7 @@ class File:
                 yield stream
         except (PersiaError, MemoryError):
             raise
-        except Exception as error:  # pyarrow and each file system of fsspec raise errors of their own.
+        except Exception as error:  # pyarrow and each file system of fsspec raise their own errors.
             if isinstance(error, FileNotFoundError):
                 raise DataError(f"{self.path}: there is no such file; correct the path.", path=self.path) from error
             raise DataError(
@@ -103,12 +103,12 @@ def expand(paths: Paths, suffixes: tuple[str, ...]) -> list[File]:
 
 
 def listed(directory: str, suffixes: tuple[str, ...], marker: str | None = None) -> dict[str, File]:
-    """Lists a directory as it is now, with its subdirectories; empty if there is none.
+    """Lists a directory and its subdirectories as they are now; empty if the directory does not exist.
 
     Args:
         directory: a path or URL.
-        suffixes: of files that count, unless a name below the directory begins with `.` or `_`.
-        marker: name of further files that count.
+        suffixes: suffixes of files to list, unless a name below the directory begins with `.` or `_`.
+        marker: name of further files to list.
 
     Returns:
         Files by path below the directory, in its order.
@@ -138,42 +138,42 @@ def _expand_one(path: str, suffixes: tuple[str, ...]) -> list[File]:
     system, local = _file_system(path)
     try:
         if any(c in local for c in "*?["):
-            found, problem = system.glob(local, detail=True), f"No file matches {path}"
+            matches, problem = system.glob(local, detail=True), f"No file matches {path}"
         elif system.isdir(local):
             below = system.find(local, detail=True)
-            found = {n: below[n] for n in below if n.endswith(suffixes) and not _hidden(n[len(local) :])}
+            matches = {n: below[n] for n in below if n.endswith(suffixes) and not _hidden(n[len(local) :])}
             problem = f"{path} has no file whose name ends in {', '.join(suffixes)}"
         else:
-            found = {local: system.info(local)} if system.exists(local) else {}
+            matches = {local: system.info(local)} if system.exists(local) else {}
             problem = f"There is no file or directory {path}"
     except OSError as error:
         raise DataError(f"{path} cannot be listed ({error}); check path and access.", path=path) from error
-    if not found:
+    if not matches:
         raise DataError(f"{problem}; correct the path.", path=path)
-    infos = sorted((str(name), info) for name, info in found.items())
+    infos = sorted((str(name), info) for name, info in matches.items())
     return [File(_full(path, system, n), _hive_keys(n), info.get("size"), _modified(info)) for n, info in infos]
 
 
 def _modified(info: Mapping[str, Any]) -> int | None:
-    """Returns the time of the last modification that a file system tells, under a name of its own."""
+    """Returns the time of the last modification; file systems report it under different names."""
     names = ("mtime", "LastModified", "last_modified", "modified", "updated", "modificationTime", "created")
-    found = next((info[name] for name in names if info.get(name) is not None), None)
-    if isinstance(found, str):
+    time = next((info[name] for name in names if info.get(name) is not None), None)
+    if isinstance(time, str):
         try:
-            found = datetime.fromisoformat(found)
+            time = datetime.fromisoformat(time)
         except ValueError:
             return None
-    if isinstance(found, datetime):
-        found = found.timestamp()
-    return round(found * 1e9) if isinstance(found, int | float) else None
+    if isinstance(time, datetime):
+        time = time.timestamp()
+    return round(time * 1e9) if isinstance(time, int | float) else None
 
 
 def _full(path: str, system: Any, name: str) -> str:
     """Returns a name in a file system as `File.path`, where `path` is a path or URL of the same file system."""
-    protocol, found, rest = path.partition("://")
-    if not found:
+    protocol, separator, rest = path.partition("://")
+    if not separator:
         return name
-    if protocol in _WITH_HOST:  # Their names lack it.
+    if protocol in _WITH_HOST:  # Names in these file systems lack the host.
         return f"{protocol}://{rest.partition('/')[0]}/{name.lstrip('/')}"
     return str(system.unstrip_protocol(name))
 
@@ -208,7 +208,7 @@ def find(name: str) -> Path | None:
     return path if path is not None and path.exists() else None
 
 
-def found(name: str) -> Path:
+def dataset_path(name: str) -> Path:
     """Returns the path of a data set.
 
     Raises:
@@ -217,7 +217,7 @@ def found(name: str) -> Path:
     path = find(name)
     if path is None:
         raise DataError(
-            f"There are no data {name!r} here; give the path, or set PERSIA_DATA to the directory that holds {name}.",
+            f"Data set {name!r} not found; give the path, or set PERSIA_DATA to the directory that holds {name}.",
             path=name,
         )
     return path

@@ -1,4 +1,4 @@
-"""Fingerprints of the readers' sources; see `persia.types.SourceFingerprint`."""
+"""Fingerprints of the sources of readers; see `persia.types.SourceFingerprint`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SAMPLED_ROWS = 1_000
 
 
 def fingerprint_of_files(kind: str, files: Sequence[File], selection: Selection | None) -> SourceFingerprint:
-    """Returns the fingerprint of files that are read one after another. Asks the file system for local ones.
+    """Returns the fingerprint of files that are read one after another. Reads the status of local files.
 
     Args:
         kind: format of the files.
-        files: in the order in which they are read.
-        selection: of their rows.
+        files: the files, in the order in which they are read.
+        selection: selection of rows; None for all.
     """
     numbered = selection is not None and selection.numbered
     parts = distinct_parts(file.part for file in files)
@@ -45,7 +45,7 @@ def fingerprint_of_frame(name: str, frame: Any) -> SourceFingerprint | None:
     """Returns the fingerprint of a table or frame in memory: its columns, its length, and rows at both ends.
 
     Args:
-        name: of its kind.
+        name: name of the kind of frame.
         frame: a pyarrow table or record batch, or a pandas or polars frame.
 
     Returns:
@@ -62,7 +62,7 @@ def fingerprint_of_frame(name: str, frame: Any) -> SourceFingerprint | None:
         length = min(rows - first, _SAMPLED_ROWS)
         piece = frame.iloc[first : first + length] if hasattr(frame, "iloc") else frame.slice(first, length)
         table = pa.Table.from_batches([piece]) if isinstance(piece, pa.RecordBatch) else pa.table(piece)
-        # As Python's values: Arrow writes a slice with the bits before it, and cannot copy all types.
+        # As Python values: Arrow writes a slice with the bits before it, and cannot copy all types.
         content = str(table.schema.remove_metadata()), table.to_pydict()
         digest.update(repr(content).encode("utf-8", "backslashreplace"))
     return SourceFingerprint(name, (SourcePart(f"{name} of {rows} rows ({digest.hexdigest()})"),))
@@ -77,7 +77,7 @@ def _rule_text(rule: Rule) -> str:
 
 
 def _code(code: CodeType | None) -> str:
-    """Returns a text that is equal for functions that compute the same, in one version of Python."""
+    """Returns a text that is equal for functions with the same code, in one version of Python."""
     if code is None:
         return ""
     constants = [_code(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]

@@ -82,13 +82,13 @@ class ArrowSource:
         return ArrowSource, (self.source, self.conversion)
 
     def fingerprint(self) -> SourceFingerprint | None:
-        """Returns content, files or version of the source, and the selection; None if it cannot be recognised."""
-        found = fingerprint_of(self.source) or _fingerprint(self.source)
-        if found is None:
+        """Returns content, files or version of the source, and the selection; None if they cannot be determined."""
+        base = fingerprint_of(self.source) or _fingerprint(self.source)
+        if base is None:
             return None
         selection = self.conversion.selection
         numbered = selection is not None and selection.numbered
-        return msgspec.structs.replace(found, rows=found.rows | selecting_options(selection), numbered=numbered)
+        return msgspec.structs.replace(base, rows=base.rows | selecting_options(selection), numbered=numbered)
 
     @property
     def input_rules(self) -> InputRules:
@@ -109,14 +109,14 @@ class ArrowSource:
                 part = next(parts, None)
             except (PersiaError, MemoryError):
                 raise
-            except Exception as error:  # Each library raises errors of its own.
+            except Exception as error:  # Each library raises its own errors.
                 raise DataError(
                     f"{file.path} cannot be read as Arrow data from row {row} on ({type(error).__name__}: {error}); "
                     "correct it, or cast columns that have values of several kinds.",
                     path=file.path,
                 ) from error
             if part is None:
-                if not rows:  # Also of a stream that has been read before, wherever this pass begins.
+                if not rows:  # Also for a stream that was read before, wherever this pass begins.
                     raise DataError(
                         f"{file.path} is empty: there are no rows; give another source, or if it can be read only "
                         "once, a function that opens a new one.",
@@ -154,43 +154,43 @@ class ArrowSource:
 
 
 class _Part(NamedTuple):
-    """Consecutive rows, as a record batch, and the file or object that has them."""
+    """Consecutive rows as a record batch, and the file or object that they come from."""
 
     file: File
     batch: Any
 
 
 _OWN_TYPES = ("parquet", "ipc", "feather", "orc")
-"""Formats whose files have types. Text becomes what the schema of the data set says."""
+"""Formats whose files have types. Text is converted to the types of the data set's schema."""
 
 
 def _fragments(source: Any, columns: list[str], whole: File) -> Iterator[_Part]:
     """Yields the rows of a data set of pyarrow, each file in its own types.
 
-    pyarrow itself casts later files to the schema of the first one: where that has texts, the number 978867001940.0
+    pyarrow itself casts later files to the schema of the first file: if that has texts, the number 978867001940.0
     becomes "9.78867001940e+11", and NaN becomes a text.
     """
     import pyarrow as pa
 
-    rows_kept = source._scanner_options({}).get("filter")  # Of `Dataset.filter`, which bars `get_fragments`.
+    row_filter = source._scanner_options({}).get("filter")  # `get_fragments` refuses filtered data sets.
     declared: set[str] | None = None
-    for fragment in source._get_fragments(rows_kept):
+    for fragment in source._get_fragments(row_filter):
         schema = source.schema
         if getattr(getattr(fragment, "format", None), "default_extname", "parquet") in _OWN_TYPES:
             own = fragment.physical_schema
             if declared is None:
                 shared = set(own.names) & set(schema.names)
                 declared = {name for name in shared if own.field(name).type != schema.field(name).type}
-            kept = set(own.names) - declared
-            # Keys of paths are in the schema of the data set only, as are columns that this file lacks.
-            schema = pa.schema([own.field(f.name) if f.name in kept else f for f in schema])
+            exact = set(own.names) - declared
+            # Keys of paths, and columns that this file lacks, are only in the schema of the data set.
+            schema = pa.schema([own.field(f.name) if f.name in exact else f for f in schema])
         file = File(fragment.path) if getattr(fragment, "path", None) else whole
-        for batch in fragment.to_batches(schema=schema, columns=columns, filter=rows_kept, batch_size=_CHUNK_ROWS):
+        for batch in fragment.to_batches(schema=schema, columns=columns, filter=row_filter, batch_size=_CHUNK_ROWS):
             yield _Part(file, batch)
 
 
 def _fingerprint(source: Any) -> SourceFingerprint | None:
-    """Returns the fingerprint of a source that is no function; None if it cannot be recognised."""
+    """Returns the fingerprint of a source that is not a function; None if its content cannot be determined."""
     name = f"{_root(source)}.{type(source).__name__}"
     match _opener(source):
         case "batch" | "stream":
@@ -200,8 +200,8 @@ def _fingerprint(source: Any) -> SourceFingerprint | None:
         case "dataset" if hasattr(source, "version") and hasattr(source, "uri"):  # Lance
             return SourceFingerprint(name, (SourcePart(f"{source.uri}, version {source.version}"),))
         case "dataset" if files := getattr(source, "files", None):
-            found = fingerprint_of_files(name, [File(path) for path in files], None).merged(name)
-            return msgspec.structs.replace(found, rows={"filter": str(getattr(source, "_scan_options", ""))})
+            of_files = fingerprint_of_files(name, [File(path) for path in files], None).merged(name)
+            return msgspec.structs.replace(of_files, rows={"filter": str(getattr(source, "_scan_options", ""))})
     return None
 
 

@@ -55,7 +55,7 @@ def csv(
     Args:
         paths: as for `parquet`; in directories, files `*.csv`, `*.tsv` and `*.txt`, optionally compressed.
         schema: columns to read.
-        batch_size: samples of a batch.
+        batch_size: samples per batch.
         column_names: names of the columns; None reads them from the first line of each file.
         delimiter: one character.
         lists: separator of the ids within a field, by feature, for example {"genres": "|"}.
@@ -63,9 +63,9 @@ def csv(
         decimal: `","` if numbers are written 0,5: in dense features, labels, and columns that rules read.
         thousands: separator of thousands in these numbers, such as `"."` in 1.234,50; one of `.`, `,`, `'`, `_` and
             space, which is also a no-break space; none by default.
-        units: text before or after the numbers of a column that is left out, by dense feature, label or column of a
-            rule: {"price": "$", "discount": "%"} reads $12.30 as 12.3 and 17 % as 17. Where the unit is "%", a number
-            without it is an error, as it may be a fraction.
+        units: text to remove before or after the numbers of a column, by dense feature, label or column of a rule:
+            {"price": "$", "discount": "%"} reads $12.30 as 12.3 and 17 % as 17. With the unit "%", a number without
+            the sign is an error, as it may be a fraction.
         **options: see `RowOptions` and `ColumnOptions`. Functions in `labels` get texts.
 
     Raises:
@@ -80,8 +80,10 @@ def csv(
         if isinstance(texts, str):
             raise ConfigError(f"{name} = {texts!r} is one text; give a list of texts.", field=name)
     for feature in lists or {}:
-        if feature not in [f.name for f in schema.id_features] or feature not in conversion.wanted:
-            raise ConfigError(f"lists has {feature!r}, which is no (uncrossed) ID-type feature.", field="lists")
+        if feature not in [f.name for f in schema.id_features] or feature not in conversion.source_columns:
+            raise ConfigError(
+                f"Invalid key {feature!r} in lists; expected an ID-type feature that is not computed.", field="lists"
+            )
     names = None if column_names is None else tuple(column_names)
     numerals = Numerals(decimal, thousands).check()
     unit_of_column = _units(conversion, units or {})
@@ -93,27 +95,29 @@ def _units(conversion: Conversion, units: Mapping[str, str]) -> dict[str, str]:
     """Returns the unit by column of the file.
 
     Raises:
-        ConfigError: a column has no numbers, or a unit is no text, or one that belongs to a number.
+        ConfigError: a column has no numbers, or a unit is not a text or may be part of a number.
     """
-    found: dict[str, str] = {}
+    unit_of_column: dict[str, str] = {}
     for name, unit in units.items():
-        column = conversion.wanted.get(name, name)
+        column = conversion.source_columns.get(name, name)
         if column not in _number_columns(conversion):
             raise ConfigError(
-                f"units has {name!r}, which is no dense feature, label or column of a rule.", field="units"
+                f"Invalid key {name!r} in units; expected a dense feature, a label or a column of a rule.",
+                field="units",
             )
         if not isinstance(unit, str) or not set(unit) - set("., +-'_") or any(map(str.isdigit, unit)):
             raise ConfigError(
                 f"units has {unit!r} for {name!r}; expected a text such as '$' or '%', without digits.", field="units"
             )
-        found[column] = unit.strip()
-    return found
+        unit_of_column[column] = unit.strip()
+    return unit_of_column
 
 
 def _number_columns(conversion: Conversion) -> list[str]:
-    """Returns the columns of the file that may hold numbers which are no ids."""
+    """Returns the columns of the file that may hold numbers other than ids."""
     schema = conversion.schema
-    names = [conversion.wanted[name] for name in (*schema.dense_features, *schema.labels) if name in conversion.wanted]
+    columns = conversion.source_columns
+    names = [columns[name] for name in (*schema.dense_features, *schema.labels) if name in columns]
     return [*names, *conversion.rule_columns, *(conversion.selection.columns if conversion.selection else ())]
 
 
@@ -124,15 +128,15 @@ class CsvFormat:
     Attributes:
         delimiter: one character.
         column_names: names of the columns; None reads them from the first line.
-        null_values: texts that mean a missing value, besides the empty one.
+        null_values: texts that mean a missing value, besides the empty text.
         columns: columns that `transform` reads, if they differ from those of the schema.
         transform: converts the file's columns to those that the conversion expects.
-        labels: those of `columns` from which `transform` makes the labels, if the names differ.
+        labels: columns among `columns` from which `transform` makes the labels, if the names differ.
         layouts: names of the columns in formats of fixed order, tried if the first line has no column names.
         comment: prefix of comment lines, which are skipped if they have another number of fields.
         numerals: writing of numbers.
         units: text around the numbers of a column, by column.
-        aliases: other names of columns, in files whose first line has these.
+        aliases: name of a column by its other name in the first line of some files.
     """
 
     delimiter: str = ","
@@ -161,7 +165,7 @@ class CsvSource(FileSource):
     """Rows of delimited text files.
 
     Attributes:
-        format: of the files.
+        format: format of the files.
     """
 
     kind: ClassVar = "csv"
@@ -170,7 +174,7 @@ class CsvSource(FileSource):
 
     @property
     def input_rules(self) -> InputRules:
-        """See `Conversion.input_rules`; those of the texts that mean a missing value are added."""
+        """See `Conversion.input_rules`; adds the texts that mean a missing value."""
         return msgspec.structs.replace(self.conversion.input_rules, null_values=self.format.null_values)
 
     def chunks(self, skip: int) -> Iterator[Batch]:
@@ -184,12 +188,12 @@ class CsvSource(FileSource):
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """See `ColumnSource.columns`. Values are bytes."""
-        conversion = replace(self.conversion, kept=tuple(names))
+        conversion = replace(self.conversion, passthrough=tuple(names))
         source = replace(self, conversion=conversion)
-        return conversion.kept_columns(piece for file in self.files for piece in source.pieces(file))
+        return conversion.passthrough_columns(piece for file in self.files for piece in source.pieces(file))
 
     def pieces(self, file: File) -> Iterator[Piece]:
-        """Reads the needed columns as they are in the file: each field a text, or null if empty."""
+        """Reads the needed columns unconverted: each field is a text, or null if empty."""
         import pyarrow as pa
 
         form = self.format
@@ -232,7 +236,7 @@ class CsvSource(FileSource):
                 raise self._ragged(file, line, number - header, len(names)) from error
 
     def _numbers(self, file: File, row: int, columns: dict[str, Any]) -> dict[str, Any]:
-        """Returns the columns that may hold numbers, as Python writes them; `row` is the first one."""
+        """Returns the columns that may hold numbers, with numbers as Python writes them; `row` is the first row."""
         form = self.format
         if form.numerals.plain and not form.units:
             return {}
@@ -310,23 +314,23 @@ class CsvSource(FileSource):
         if "\0" in "".join(present):  # UTF-16, Parquet, an archive, ...
             raise DataError(f"{file.path}: the first line is not UTF-8 text; {_ENCODING}", path=file.path, row=0)
         if not form.columns:
-            hint = self._hint(present, list(conversion.wanted.values())) or " Correct the schema, or rename."
+            hint = self._hint(present, list(conversion.source_columns.values())) or " Correct the schema, or rename."
             return conversion.columns_of(file, present, hint)
         selected = conversion.selection.columns if conversion.selection is not None else ()
-        wanted = [(name, name) for name in (*form.columns, *conversion.kept)]
-        wanted += [("where or split", name) for name in selected]
+        needed = [(name, name) for name in (*form.columns, *conversion.passthrough)]
+        needed += [("where or split", name) for name in selected]
         labels = (*form.labels, *conversion.schema.labels)
         hint = self._hint(present, list(form.columns)) or " Give a file of this format."
-        return present_columns(file, present, wanted, labels, conversion.require_labels, hint)
+        return present_columns(file, present, needed, labels, conversion.require_labels, hint)
 
-    def _hint(self, present: list[str], wanted: list[str]) -> str:
+    def _hint(self, present: list[str], needed: list[str]) -> str:
         """Returns the remedy for a first line that lacks a column; empty if unknown."""
         line = self.format.delimiter.join(present)
         if "\ufffd" in line:
             return f" The first line is not UTF-8 text: {_ENCODING}"
-        if any(name in wanted for name in present) or self.format.column_names is not None:
+        if any(name in needed for name in present) or self.format.column_names is not None:
             return ""
-        other = next((d for d in _DELIMITERS if any(name.strip() in wanted for name in line.split(d))), None)
+        other = next((d for d in _DELIMITERS if any(name.strip() in needed for name in line.split(d))), None)
         if other is not None and other != self.format.delimiter:
             return f" The first line looks as if fields were separated by {other!r}: set delimiter={other!r}."
         return " If the file has no line of column names, give column_names."

@@ -29,8 +29,8 @@ def jsonl(
     """Reads JSON lines in blocks of 8 MiB, plain or compressed (.gz, .bz2, .zst).
 
     Columns are the keys of the objects; a list is a list of ids. An object may lack a key, whose value is then missing,
-    but a key that the first block of a file lacks is an error. The value alone counts: 5, 5.0 and "5" may stand in one
-    column.
+    but a key that the first block of a file lacks is an error. Only the value counts: one column may hold 5, 5.0 and
+    "5".
 
     Args:
         paths: as for `parquet`; in directories, files `*.jsonl`, `*.ndjson` and `*.json`, optionally compressed.
@@ -61,14 +61,16 @@ class JsonlSource(FileSource):
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """See `ColumnSource.columns`."""
-        conversion = replace(self.conversion, kept=tuple(names))
-        return conversion.kept_columns(replace(self, conversion=conversion).pieces())
+        conversion = replace(self.conversion, passthrough=tuple(names))
+        return conversion.passthrough_columns(replace(self, conversion=conversion).pieces())
 
     def pieces(self) -> Iterator[Piece]:
         """Yields the needed columns of all files."""
         import pyarrow as pa
 
-        ids = {self.conversion.wanted[f.name]: f.kind for f in self.conversion.schema.id_features if not f.computed}
+        columns_of_features = self.conversion.source_columns
+        features = self.conversion.schema.id_features
+        ids = {columns_of_features[feature.name]: feature.kind for feature in features if not feature.computed}
         for place, file in enumerate(self.files):
             decoder = JsonDecoder(file, ids)
             columns: list[str] | None = None

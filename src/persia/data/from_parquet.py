@@ -67,8 +67,8 @@ class ParquetSource(FileSource):
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """See `ColumnSource.columns`."""
-        conversion = replace(self.conversion, kept=tuple(names))
-        return conversion.kept_columns(piece for piece, _ in replace(self, conversion=conversion)._pieces(0))
+        conversion = replace(self.conversion, passthrough=tuple(names))
+        return conversion.passthrough_columns(piece for piece, _ in replace(self, conversion=conversion)._pieces(0))
 
     def count(self) -> int:
         """Returns the number of rows, by the metadata of the files."""

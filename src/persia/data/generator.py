@@ -22,13 +22,13 @@ from persia.types import Floats, Int32Array, SourceFingerprint, SourcePart
 __all__ = ["Synthetic", "expected_auc", "synthetic"]
 
 BIAS = -0.5  # about 40 % clicks, with the default ids
-PAIR_SCALE = 1.0  # standard deviation of the logit's pairwise part,
-FIRST_ORDER_SCALE = 1.0  # of its first-order part,
-DENSE_SCALE = 0.5  # and of its dense part
+PAIR_SCALE = 1.0  # standard deviation of the logit's pairwise part
+FIRST_ORDER_SCALE = 1.0  # standard deviation of its first-order part
+DENSE_SCALE = 0.5  # standard deviation of its dense part
 
-RATE_ROWS, RATE_BATCH = 131_072, 8_192  # sample from which the bias of a `positive_rate` is solved
+RATE_ROWS, RATE_BATCH = 131_072, 8_192  # sample for the bias of a `positive_rate`
 
-_LATENT, _FIRST = 0, 1  # what a hash is for
+_LATENT, _FIRST = 0, 1  # use of a hash
 
 
 def synthetic(
@@ -168,7 +168,10 @@ class Synthetic:
                 field="positive_rate",
             )
         if self.pairs is not None and not 0 <= self.pairs <= self.id_features * (self.id_features - 1) // 2:
-            raise ConfigError(f"synthetic: pairs = {self.pairs} is more than there are; or None.", field="pairs")
+            raise ConfigError(
+                f"synthetic: pairs = {self.pairs} is not between 0 and the number of pairs of features; or None.",
+                field="pairs",
+            )
         if not 0 <= self.share[0] < self.share[1]:
             raise ConfigError(f"shard = {self.share} is not (index, count) with 0 <= index < count.", field="shard")
 
@@ -195,8 +198,8 @@ class Synthetic:
         order = ("batch_size", "share")
         names = [f.name for f in dataclasses.fields(self) if f.name not in (*order, "dim", "drop_last")]
         text = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-        found = SourceFingerprint("synthetic", (SourcePart(f"synthetic({text})"),))
-        return found.ordered(**{name: getattr(self, name) for name in order})
+        arguments = SourceFingerprint("synthetic", (SourcePart(f"synthetic({text})"),))
+        return arguments.ordered(**{name: getattr(self, name) for name in order})
 
     def shard(self, index: int, count: int) -> Synthetic:
         """Returns a reader of the batches with number % count == index; the others are not generated."""
@@ -237,7 +240,7 @@ class Synthetic:
 
     @cached_property
     def _ranks(self) -> list[Zipf]:
-        """Returns the distributions of the features' ids, or the one that all of them have."""
+        """Returns the distribution of the ids of each feature, or a single one that all features share."""
         sizes, exponents = self.ids_per_feature, self.zipf
         sizes = sizes if isinstance(sizes, tuple) else (sizes,) * self.id_features
         exponents = exponents if isinstance(exponents, tuple) else (exponents,) * self.id_features

@@ -1,4 +1,4 @@
-"""Samples with histories, of logs whose events are in any order: one sample for each event, in the order of time."""
+"""Builds samples with histories from logs whose events are in any order: one sample per event, in order of time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from persia.types import Floats, Ids, Int32Array, Int64Array, SourceFingerprint
 __all__ = ["EventColumns", "EventLog", "HistorySource", "events_of", "history_feature", "history_of"]
 
 PIECE_IDS = 1 << 20
-"""Ids of the histories that are built at once, about."""
+"""Approximate number of ids of the histories that are built together."""
 
 
 class EventColumns(NamedTuple):
     """The events of a log, in the order of the files; about 40 bytes each.
 
     Attributes:
-        ids: by feature, uint64 `[events]`.
-        time: int64 `[events]`; of events of one time, the one that is first in the files is the earlier one.
+        ids: ids by feature, uint64 `[events]`.
+        time: int64 `[events]`; events of equal time are ordered as in the files.
         labels: float32 `[events, labels]`.
-        day: int32 `[events]`; 0 where the log has none.
+        day: int32 `[events]`; 0 if the log has no days.
         selected: positions of the events that become samples, int64; None for all.
     """
 
@@ -52,7 +52,7 @@ class EventLog(Protocol):
 
     @property
     def conversion(self) -> Conversion:
-        """The conversion of the files' columns; its selection says which events become samples."""
+        """The conversion of the files' columns; its selection selects the events that become samples."""
         ...
 
     def events(self) -> EventColumns:
@@ -64,14 +64,14 @@ class EventLog(Protocol):
 class HistorySource:
     """A sample for each event of a log, with the events of the same owner before it.
 
-    All events are in memory while rows are read: histories of one owner are anywhere in the files.
+    All events are in memory while rows are read, since the events of an owner may be anywhere in the files.
 
     Attributes:
-        schema: of the samples: features of the events, and their histories, which have one `max_length`.
+        schema: schema of the samples: features of the events, and their histories, which share one `max_length`.
         log: the events.
-        owner: key in `EventColumns.ids` of the user or session that a history is of.
-        histories: by feature, the key in `EventColumns.ids` of what it is a history of.
-        min_history: events with fewer ones before them are in histories only.
+        owner: key in `EventColumns.ids` of the user or session that owns a history.
+        histories: key in `EventColumns.ids` of the ids in each history, by feature.
+        min_history: events with fewer events before them appear in histories only.
     """
 
     schema: Schema
@@ -82,14 +82,14 @@ class HistorySource:
 
     def fingerprint(self) -> SourceFingerprint:
         """Returns files and selection, as one part: a history may have events of any file."""
-        found = fingerprint_of_files("histories", self.log.files, self.log.conversion.selection).merged("histories")
-        return msgspec.structs.replace(found, rows=found.rows | {"min_history": str(self.min_history)})
+        files = fingerprint_of_files("histories", self.log.files, self.log.conversion.selection).merged("histories")
+        return msgspec.structs.replace(files, rows=files.rows | {"min_history": str(self.min_history)})
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Skipped samples are not built, but all events are read."""
         events = self.log.events()
         owners = events.ids[self.owner]
-        # By owner, then time, then place in the files: the history of an event is what lies before it.
+        # By owner, then time, then position in the files: the history of an event precedes it.
         grouped = np.lexsort((events.time, owners))
         heads = np.flatnonzero(np.r_[True, owners[grouped][1:] != owners[grouped][:-1]])
         before = np.arange(len(grouped)) - np.repeat(heads, np.diff(np.r_[heads, len(grouped)]))
@@ -132,12 +132,12 @@ def history_feature(
     """Returns the feature `history`: the newest `max_length` ids of a table.
 
     Args:
-        dim: of the embeddings.
-        table: of the ids.
-        kind: of the ids.
-        max_length: ids that count.
-        pooling: of the history.
-        part: another part of the same events; the feature is then `<part>_history`, beside `history`.
+        dim: dim of the embeddings.
+        table: table of the ids.
+        kind: kind of the ids.
+        max_length: maximum number of ids that count.
+        pooling: pooling of the history.
+        part: another part of the same events; the feature is then `<part>_history`, aligned with `history`.
     """
     return IdFeature(
         "history" if part is None else f"{part}_history",
@@ -156,16 +156,16 @@ def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Eve
 
     Args:
         pieces: all rows of the files.
-        conversion: to batches whose ID-type features are those of the events, and their time, a whole number. Its
-            selection says which events become samples.
-        time: the feature with the time.
+        conversion: conversion to batches whose ID-type features are the features of the events and their time, a
+            whole number. Its selection selects the events that become samples.
+        time: name of the feature with the time.
 
     Raises:
         DataError: a value is invalid or missing; the message names file, row and column.
     """
     plain = replace(conversion, selection=None)
     batches: list[Batch] = []
-    kept: list[Int64Array] = []
+    selected_rows: list[Int64Array] = []
     first = 0
     for piece in pieces:
         for batch in plain.batches(iter([piece]), 0):
@@ -173,7 +173,7 @@ def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Eve
                 _check_single(name, column, piece)
             batches.append(batch)
         if conversion.selection is not None:
-            kept.append(first + conversion.selected(piece, first))
+            selected_rows.append(first + conversion.selected(piece, first))
         first += piece.rows
     names = [feature.name for feature in conversion.schema.id_features]
     if not batches:
@@ -184,7 +184,7 @@ def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Eve
     days = [np.zeros(len(batch), np.int32) if batch.day is None else batch.day for batch in batches]
     columns = min(batch.labels.shape[1] for batch in batches)  # 0 if some files lack labels, which are not required.
     labels = np.concatenate([batch.labels[:, :columns] for batch in batches])
-    selected = np.concatenate(kept) if conversion.selection is not None else None
+    selected = np.concatenate(selected_rows) if conversion.selection is not None else None
     return EventColumns(ids, ids[time].astype(np.int64), labels, np.concatenate(days), selected)
 
 

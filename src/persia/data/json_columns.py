@@ -1,4 +1,4 @@
-"""Decodes JSON lines to Arrow columns in which every value is what the file says."""
+"""Decodes JSON lines to Arrow columns whose values equal the values in the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["JsonDecoder"]
 _EXACT = 2.0**53
 """From here on float64 does not represent every whole number."""
 _ROUNDS = 3
-"""Two are needed: null lists first, then large numbers. Where Arrow does not keep to a type, Python decodes."""
+"""Two are needed: null lists first, then large numbers. If Arrow still ignores a type, Python decodes the column."""
 
 
 class JsonDecoder:
@@ -29,7 +29,7 @@ class JsonDecoder:
     Arrow refuses, is decoded in Python: its numbers become texts, which have the same ids.
 
     Args:
-        file: for messages.
+        file: the file, for messages.
         ids: kind of the ids, by column with ids.
     """
 
@@ -37,7 +37,7 @@ class JsonDecoder:
         self._file = file
         self._ids = ids
         self._types: dict[str, Any] = {}
-        """Types of an earlier block, by column, in which a value is read as it is or not at all."""
+        """Types of an earlier block, by column, which represent a value exactly or refuse it."""
         self._decoder = msgspec.json.Decoder(dict[str, Any])
         self.row = 0
         """Row at which the next block begins."""
@@ -47,10 +47,10 @@ class JsonDecoder:
 
         Args:
             block: whole lines.
-            columns: keys that are needed; a key that no object has is no column. None for all.
+            columns: needed keys; a key that no object has gives no column. None for all.
 
         Raises:
-            DataError: a line is not a JSON object, or a value is no id; the message names the row.
+            DataError: a line is not a JSON object, or a value is not an id; the message names the row.
         """
         import pyarrow as pa
 
@@ -72,7 +72,7 @@ class JsonDecoder:
         types = dict(self._types)
         try:
             table = _parsed(block, types, columns)
-        except pa.ArrowInvalid:  # A column has other values than before, or the lines are no objects.
+        except pa.ArrowInvalid:  # The types of a column have changed, or a line is not an object.
             types = {}
             try:
                 table = _parsed(block, types, None)
@@ -111,7 +111,7 @@ class JsonDecoder:
             return pa.list_(pa.string()) if nested else pa.string()
         try:
             column.validate()
-        except pa.ArrowInvalid:  # Where lists begin with nulls, Arrow loses these, unless the type is given.
+        except pa.ArrowInvalid:  # Arrow loses nulls at the beginning of lists unless the type is given.
             return column.type
         if name in self._ids and pa.types.is_floating(kind):
             largest = pc.max(pc.abs(pc.list_flatten(column) if nested else column)).as_py()
@@ -149,7 +149,7 @@ class JsonDecoder:
 
 
 def _is_exact(kind: Any) -> bool:
-    """Whether a later block may be read in a type: it then has the same values, or cannot be read."""
+    """Whether a later block may be read with a type, which then represents its values exactly or refuses them."""
     import pyarrow as pa
 
     kind = kind.value_type if pa.types.is_list(kind) else kind

@@ -24,7 +24,7 @@ def json_pieces(file: File, types: Mapping[str, str]) -> Iterator[Piece]:
 
     Args:
         file: the file.
-        types: type of pyarrow by key, of those keys that are read; where an object lacks one, its value is null.
+        types: pyarrow type of each key to read; the value of a key that an object lacks is null.
 
     Raises:
         DataError: the file is missing or damaged, a line is not a JSON object, or a value is of another type.
@@ -63,7 +63,7 @@ def json_blocks(file: File) -> Iterator[bytes]:
 
 
 def _blocks(file: File, stream: IO[bytes]) -> Iterator[bytes]:
-    """Yields whole lines, about `_BLOCK_BYTES` at once."""
+    """Yields whole lines in blocks of about `_BLOCK_BYTES`."""
     rest = b""
     lines = 0
     while block := stream.read(_BLOCK_BYTES):
@@ -78,9 +78,9 @@ def _blocks(file: File, stream: IO[bytes]) -> Iterator[bytes]:
                     path=file.path,
                 )
             continue
-        if (found := rest + whole).strip():
-            yield found
-        lines += found.count(b"\n") + 1
+        if (lines_of_block := rest + whole).strip():
+            yield lines_of_block
+        lines += lines_of_block.count(b"\n") + 1
         rest = end
     if rest.strip():
         yield rest
@@ -88,9 +88,9 @@ def _blocks(file: File, stream: IO[bytes]) -> Iterator[bytes]:
 
 def refused(file: File, error: Exception, first: int) -> DataError:
     """Returns the error for lines that cannot be parsed; `first` is the row where they begin."""
-    found = re.search(r"in row (\d+)", str(error))
-    row = first + int(found[1]) if found else first
-    near = f"at row {row}" if found else f"from row {row} on"
+    match = re.search(r"in row (\d+)", str(error))
+    row = first + int(match[1]) if match else first
+    near = f"at row {row}" if match else f"from row {row} on"
     return DataError(
         f"{file.path}: cannot be read as JSON lines {near} ({error}). Give a file with one JSON object in each line, "
         "or restore it.",

@@ -28,16 +28,16 @@ __all__ = ["FRESH_SECONDS", "Loader"]
 LOG = get_logger("persia.data")
 
 FRESH_SECONDS = 300.0
-"""Time for which embedding workers keep a batch without a lookup, at least."""
+"""Minimum time for which embedding workers keep a batch without a lookup."""
 
 
 class _Entry:
-    """A batch that has been read. It is kept until its NN worker requests a later one.
+    """A batch that has been read. It is retained until its NN worker requests a later one.
 
     Attributes:
         batch_id: batch id; None while it has to be registered (again).
         taken: whether its NN worker has received it with the batch id.
-        id_counts: of a sampled batch; see `FedBatch`.
+        id_counts: id counts of a sampled batch; see `FedBatch`.
         registered: time of its registration.
     """
 
@@ -50,7 +50,7 @@ class _Entry:
         self.registered = 0.0
 
 
-KEPT_ON_DEMAND = 256
+RETAINED_ON_DEMAND = 256
 """Number of taken batches to keep for repeated calls, if NN workers take batches in any order."""
 
 
@@ -112,9 +112,9 @@ class Loader:
     # --- calls --------------------------------------------------------------------------------------------------
 
     def check_workers(self) -> None:
-        """Registers batches elsewhere that lie at an embedding worker that is gone, and have not been taken.
+        """Schedules a new registration of untaken batches whose embedding worker is gone.
 
-        Returns at once. A leaving embedding worker keeps its batches and gets no new ones.
+        Returns immediately. A leaving embedding worker keeps its batches and gets no new ones.
         """
         with self._changed:
             self._failure = None
@@ -124,7 +124,7 @@ class Loader:
             self._changed.notify_all()
 
     def begin(self, feed: Feed) -> None:
-        """Starts reading a pass, or another shard of the same pass. Returns at once. See `services.DataLoader`.
+        """Starts reading a pass, or another shard of the same pass. Returns immediately. See `services.DataLoader`.
 
         A feed of another generation of NN workers starts over, so no batch id is delivered twice.
 
@@ -137,7 +137,7 @@ class Loader:
             if feed == old:
                 return
             if old is not None and old.reading == feed.reading:
-                for number in [n for n in self._entries if not self._is_mine(feed, n)]:
+                for number in [n for n in self._entries if not self._reads_ahead(feed, n)]:
                     self._forget(number)
                 first = min(self._asked.values(), default=feed.start)
             else:
@@ -164,14 +164,14 @@ class Loader:
         deadline = Deadline(self._timeout)
         with self._changed:
             while True:
-                feed = self._begun(rank, epoch, number, deadline)
-                self._pass(rank, number)
+                feed = self._await_feed(rank, epoch, number, deadline)
+                self._forget_passed(rank, number)
                 if not self._ready(number):
                     self._failure = None  # Calls may be repeated, so retry.
                 self._waiting.append(number)
                 self._changed.notify_all()
                 try:
-                    there = self._changed.wait_for(functools.partial(self._over, feed, number), deadline.left)
+                    ended = self._changed.wait_for(functools.partial(self._wait_over, feed, number), deadline.left)
                 finally:
                     self._waiting.remove(number)
                 if self._feed is not feed:
@@ -181,10 +181,10 @@ class Loader:
                     return self._deliver(number, entry, entry.batch_id)
                 if self._end is not None and number >= self._end:
                     return Delivery(number, None)
-                if not there:
+                if not ended:
                     raise self._late(number, f"batch {number} of pass {epoch} for NN worker {rank}")
                 if self._failure is not None:
-                    # Each thread its own: a traceback is written to it.
+                    # Each thread raises its own copy, as raising writes the traceback to the error.
                     raise copy.copy(self._failure.error) from self._failure.error
 
     def end(self) -> None:
@@ -212,17 +212,17 @@ class Loader:
 
     # --- which batches; under the lock ----------------------------------------------------------------------------
 
-    def _is_mine(self, feed: Feed, number: int) -> bool:
-        """Returns whether this loader is the one that reads a batch ahead."""
+    def _reads_ahead(self, feed: Feed, number: int) -> bool:
+        """Returns whether this loader reads a batch ahead."""
         return number % feed.loaders == feed.loader
 
     def _reads(self, feed: Feed, number: int) -> bool:
-        """Returns whether this loader reads a batch if it is asked for it."""
-        return self._is_mine(feed, number)
+        """Returns whether this loader reads a batch on request."""
+        return self._reads_ahead(feed, number)
 
-    # --- of a take; under the lock --------------------------------------------------------------------------------
+    # --- parts of `take`; under the lock --------------------------------------------------------------------------
 
-    def _begun(self, rank: int, epoch: int, number: int, deadline: Deadline) -> Feed:
+    def _await_feed(self, rank: int, epoch: int, number: int, deadline: Deadline) -> Feed:
         """Waits for the feed of this pass and returns it."""
         reached = self._changed.wait_for(
             lambda: self._ended or (self._feed is not None and self._feed.epoch >= epoch), deadline.left
@@ -248,11 +248,11 @@ class Loader:
             )
         return feed
 
-    def _pass(self, rank: int, number: int) -> None:
+    def _forget_passed(self, rank: int, number: int) -> None:
         on_demand = self._feed is not None and self._feed.on_demand
         if on_demand:
             # The owners of numbers are unknown, so a lower one may still be taken, or taken again.
-            passed = [n for n, e in self._entries.items() if e.taken and n < number - KEPT_ON_DEMAND]
+            passed = [n for n, e in self._entries.items() if e.taken and n < number - RETAINED_ON_DEMAND]
         else:
             self._asked[rank] = max(number, self._asked.get(rank, number))
             passed = [n for n, e in self._entries.items() if e.rank == rank and n < number]
@@ -264,7 +264,7 @@ class Loader:
     def _ready(self, number: int) -> bool:
         return number in self._entries and self._entries[number].batch_id is not None
 
-    def _over(self, feed: Feed, number: int) -> bool:
+    def _wait_over(self, feed: Feed, number: int) -> bool:
         return (
             self._feed is not feed
             or self._ready(number)
@@ -285,7 +285,7 @@ class Loader:
         doing = f"{self._doing}: {self._registrar.doing}" if "registering" in self._doing else self._doing
         return DeadlineError(
             f"Data loader {loader} (source {self._source}): {what} was not there within {self._timeout:g} s; it is "
-            f"{doing}. See what holds that up, or raise `timeout`.",
+            f"{doing}. Remove the cause of the delay, or raise `timeout`.",
             number=number,
             seconds=self._timeout,
         )
@@ -318,7 +318,7 @@ class Loader:
             with self._changed:
                 job = self._next_job()
                 while job is None and not self._ended:
-                    self._doing = "waiting for room"
+                    self._doing = "waiting for free space"
                     self._changed.wait()
                     job = self._next_job()
                 if job is None:
@@ -351,27 +351,27 @@ class Loader:
         return functools.partial(self._read, feed, number)
 
     def _next_number(self, feed: Feed) -> int | None:
-        """Returns the next number to read: in order while there is capacity, but first one that an NN worker waits for.
+        """Returns the next number to read: a number that an NN worker waits for, else in order while there is capacity.
 
-        Numbers shortly before that one are read even without capacity: a slower NN worker will request them, and some
-        sources cannot seek back.
+        Numbers shortly before a requested one are read even without capacity: a slower NN worker will request them,
+        and some sources cannot seek back.
         """
         ends = self._end is not None
         missing = [n for n in self._waiting if n not in self._entries and not (ends and n >= (self._end or 0))]
-        wanted = min(missing, default=None)
+        requested = min(missing, default=None)
         number = self._position
         near = feed.loaders * feed.nn_workers * feed.ahead
-        if wanted is not None and not 0 <= wanted - number <= near:
-            number = wanted if wanted < number else max(number, wanted - near)
+        if requested is not None and not 0 <= requested - number <= near:
+            number = requested if requested < number else max(number, requested - near)
         while number in self._entries or number < self._asked.get(self._rank(feed, number), 0):
-            if number == wanted:
+            if number == requested:
                 break
             number += feed.loaders
         if ends and number >= (self._end or 0):
-            return wanted
+            return requested
         rank = self._rank(feed, number)
         untaken = sum(entry.rank == rank and not entry.taken for entry in self._entries.values())
-        return number if untaken < feed.ahead or (wanted is not None and number < wanted) else wanted
+        return number if untaken < feed.ahead or (requested is not None and number < requested) else requested
 
     @staticmethod
     def _rank(feed: Feed, number: int) -> int:
@@ -393,7 +393,7 @@ class Loader:
             self._fail(feed, number, error)
 
     def _add(self, feed: Feed, number: int, batch: Batch) -> None:
-        """Counts a batch that was read, and keeps it unless the feed has changed. Under the lock."""
+        """Counts a batch that was read, and retains it unless the feed has changed. Under the lock."""
         self._counts["read"] += 1
         self._counts["rows"] += len(batch)
         self._counts["bytes"] += _bytes(batch)
@@ -432,16 +432,16 @@ class Loader:
                 self._changed.notify_all()
 
     def _named(self, error: Exception) -> PersiaError:
-        """Returns the error for whoever waits for a batch. Of one that is not persia's, it logs the traceback."""
+        """Returns the error to raise in `take`. Logs the traceback if it is not a `PersiaError`."""
         if isinstance(error, PersiaError):
             return error
         LOG.error("Unexpected error while %s:", self._doing, exc_info=error)
-        found = DataError(
+        reported = DataError(
             f"{type(error).__name__} while {self._doing}: {error}. The log of the data loader has the traceback; "
             f"correct the source ({self._source}) if it is from there, or else report it."
         )
-        found.__cause__ = error
-        return found
+        reported.__cause__ = error
+        return reported
 
 
 def _bytes(batch: Batch) -> int:

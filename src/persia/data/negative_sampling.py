@@ -1,4 +1,4 @@
-"""Draws of items that users did not choose: the catalog, and the reader that adds the samples."""
+"""Draws items that users did not choose: the catalog, and the reader that adds the samples."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from persia.types import BoolArray, Floats, Ids, Int64Array, SourceFingerprint
 __all__ = ["ItemCatalog", "NegativeSampling", "check_features", "item_catalog"]
 
 MERGED_ROWS = 1 << 16
-"""Minimum number of positive samples that `item_catalog` collects before it merges them. Once it has found more items
-than that, it collects as many samples as items."""
+"""Minimum number of positive samples that `item_catalog` collects before it merges them. Once it has more items than
+that, it collects as many samples as items."""
 
 MAX_DRAWS = 20
-"""Draws of a negative that is the positive item itself; then the negative is left out."""
+"""Maximum number of redraws of a negative that equals the positive item; then the negative is left out."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class ItemCatalog:
     """The items of a data set.
 
     Attributes:
-        ids: by feature of the item, uint64 `[items]`; entry i of each is of item i.
-        counts: positive samples of each item, int64 `[items]`, from 0 on.
+        ids: ids by feature of the item, uint64 `[items]`; entry i of each array is of item i.
+        counts: number of positive samples of each item, int64 `[items]`.
 
     Raises:
         ConfigError: there are no items, or an array has another dtype or shape, or a count is negative.
@@ -53,9 +53,9 @@ class ItemCatalog:
         columns = [(f"ids[{name!r}]", ids, np.uint64) for name, ids in self.ids.items()]
         for name, array, dtype in [("counts", self.counts, np.int64), *columns]:
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != (items,) or not items:
-                found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+                actual = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
                 raise ConfigError(
-                    f"ItemCatalog.{name} is {found}; give {np.dtype(dtype)}[{items or 'items'}], one number for each "
+                    f"ItemCatalog.{name} is {actual}; give {np.dtype(dtype)}[{items or 'items'}], one number for each "
                     "of one or more items.",
                     field=name,
                 )
@@ -78,32 +78,32 @@ def item_catalog(reader: Reader, features: Sequence[str]) -> ItemCatalog:
         DataError: a sample has no id, or several, of a feature; or no sample is positive.
     """
     check_features(reader.schema, features)
-    found = np.empty((0, len(features)), np.uint64)
+    items = np.empty((0, len(features)), np.uint64)
     counts = np.empty(0, np.int64)
     pending: list[NDArray[np.uint64]] = []
-    waiting = 0
+    pending_rows = 0
     for number, batch in enumerate(reader.batches()):
         rows = np.stack([_single(batch, name, number) for name in features], 1)[_positive(batch, number)]
         pending.append(rows)
-        waiting += len(rows)
-        # As many as there are items: memory is that of the items, and each sample is sorted a few times, however many
-        # batches there are.
-        if waiting >= max(MERGED_ROWS, len(found)):
-            found, counts = _merged(found, counts, pending)
-            pending, waiting = [], 0
-    found, counts = _merged(found, counts, pending)
-    if not len(found):
+        pending_rows += len(rows)
+        # Merging as many samples as there are items bounds the memory by that of the items, and each sample is sorted
+        # only a few times, for any number of batches.
+        if pending_rows >= max(MERGED_ROWS, len(items)):
+            items, counts = _merged(items, counts, pending)
+            pending, pending_rows = [], 0
+    items, counts = _merged(items, counts, pending)
+    if not len(items):
         raise DataError("No sample is positive, so there are no items; see the reader's labels.")
-    return ItemCatalog({name: found[:, i].copy() for i, name in enumerate(features)}, counts)
+    return ItemCatalog({name: items[:, i].copy() for i, name in enumerate(features)}, counts)
 
 
 def _merged(
-    found: NDArray[np.uint64], counts: Int64Array, rows: Sequence[NDArray[np.uint64]]
+    items: NDArray[np.uint64], counts: Int64Array, rows: Sequence[NDArray[np.uint64]]
 ) -> tuple[NDArray[np.uint64], Int64Array]:
-    """Returns distinct items `[items, features]` and their counts, after these rows have been added."""
-    merged, inverse = np.unique(np.concatenate([found, *rows]), axis=0, return_inverse=True)
-    total = np.bincount(inverse.reshape(-1)[len(found) :], minlength=len(merged))
-    total[inverse.reshape(-1)[: len(found)]] += counts
+    """Returns the distinct items `[items, features]` and their counts after adding `rows`."""
+    merged, inverse = np.unique(np.concatenate([items, *rows]), axis=0, return_inverse=True)
+    total = np.bincount(inverse.reshape(-1)[len(items) :], minlength=len(merged))
+    total[inverse.reshape(-1)[: len(items)]] += counts
     return merged, total.astype(np.int64)
 
 
@@ -130,13 +130,13 @@ class NegativeSampling:
             if feature.computed:
                 raise ConfigError(
                     f"{feature.name!r} is computed from {', '.join(feature.cross) or feature.of}; name the item's "
-                    "features among these: what is computed from them follows.",
+                    "features among these, and computed features follow.",
                     field="features",
                 )
         if (self.by == "in_batch") != (self.catalog is None):
             raise ConfigError(
-                f"by = {self.by!r} {'takes no' if self.by == 'in_batch' else 'needs a'} catalog; item_catalog(reader, "
-                'features) is one for "uniform" and "popularity".',
+                f"by = {self.by!r} {'takes no' if self.by == 'in_batch' else 'needs a'} catalog; give "
+                'item_catalog(reader, features) for "uniform" and "popularity" only.',
                 field="catalog",
             )
         if self.catalog is not None:
@@ -147,7 +147,7 @@ class NegativeSampling:
                     )
             if self.by == "popularity" and not self.catalog.counts.any():
                 raise ConfigError(
-                    'All counts of the catalog are 0, so no item is popular; take by = "uniform".', field="catalog"
+                    'All counts of the catalog are 0, so popularity is undefined; set by = "uniform".', field="catalog"
                 )
 
     @property
@@ -171,9 +171,9 @@ class NegativeSampling:
         return self.batches()
 
     def fingerprint(self) -> SourceFingerprint | None:
-        """Returns that of the other reader: negatives do not move its samples to other batches."""
-        found = fingerprint_of(self.reader)
-        return None if found is None else found.ordered(share=self.share)
+        """Returns the fingerprint of the other reader: negatives do not move its samples to other batches."""
+        of_reader = fingerprint_of(self.reader)
+        return None if of_reader is None else of_reader.ordered(share=self.share)
 
     def of_parts(self, order: Sequence[int], read: Sequence[int]) -> NegativeSampling:
         """See `persia.services.Divisible`."""
@@ -183,7 +183,7 @@ class NegativeSampling:
     def shard(self, index: int, count: int) -> NegativeSampling:
         """Returns a reader of the batches with number % count == index.
 
-        It skips the others as cheaply as the other reader does: one without `shard` reads them.
+        It skips other batches as cheaply as the other reader does; a reader without `shard` reads them.
         """
         return replace(self, share=share_of(self.share, index, count))
 
@@ -203,8 +203,8 @@ class NegativeSampling:
 
         Args:
             batch: the samples.
-            rng: draws the negatives.
-            number: of the batch, for errors.
+            rng: generator that draws the negatives.
+            number: number of the batch, for errors.
         """
         own = {name: _single(batch, name, number) for name in self.features}
         pool = own if self.catalog is None else self.catalog.ids
@@ -215,18 +215,18 @@ class NegativeSampling:
             if not same.any():
                 break
             drawn[same] = self._draw(rng, int(same.sum()), len(batch))
-        kept = ~self._same(pool, drawn, own, of)
-        of, drawn = of[kept], drawn[kept]
-        # Behind its positive sample: a stable sort by the sample that each belongs to.
+        different = ~self._same(pool, drawn, own, of)
+        of, drawn = of[different], drawn[different]
+        # A stable sort by the sample that each row belongs to puts negatives after their positive sample.
         order = np.argsort(np.concatenate([np.arange(len(batch)), of]), kind="stable")
-        found = batch.take(np.concatenate([np.arange(len(batch)), of])[order])
+        samples = batch.take(np.concatenate([np.arange(len(batch)), of])[order])
         replaced = {name: IdColumn(np.concatenate([own[name], pool[name][drawn]])[order]) for name in self.features}
-        labels = found.labels.copy()
+        labels = samples.labels.copy()
         labels[order >= len(batch)] = 0.0
-        ids = {name: column for name, column in found.id_features.items() if name not in self._following}
+        ids = {name: column for name, column in samples.id_features.items() if name not in self._following}
         ids |= replaced
         add_computed(self.schema, ids)
-        return Batch({name: ids[name] for name in found.id_features}, found.dense, labels, found.day)
+        return Batch({name: ids[name] for name in samples.id_features}, samples.dense, labels, samples.day)
 
     def _draw(self, rng: np.random.Generator, count: int, rows: int) -> Int64Array:
         """Draws items of the pool."""
@@ -237,7 +237,7 @@ class NegativeSampling:
         return np.searchsorted(self._cumulative, rng.random(count), side="right").astype(np.int64)
 
     def _same(self, pool: Mapping[str, Ids], drawn: Int64Array, own: Mapping[str, Ids], of: Int64Array) -> BoolArray:
-        """Returns which drawn items are those of the samples that they are negatives of."""
+        """Returns which drawn items equal the item of their positive sample."""
         same = np.ones(len(of), np.bool_)
         for name in self.features:
             np.logical_and(same, pool[name][drawn] == own[name][of], out=same)
@@ -245,7 +245,7 @@ class NegativeSampling:
 
     @cached_property
     def _following(self) -> frozenset[str]:
-        """Returns the features that are computed from those of the item."""
+        """Returns the features that are computed from the item's features."""
         names = set(self.features)
         names |= {f.name for f in self.schema.id_features if names.intersection(f.cross)}
         names |= {f.name for f in self.schema.id_features if f.of in names}  # Also of crosses.
@@ -255,7 +255,7 @@ class NegativeSampling:
     def _cumulative(self) -> Floats:
         """Returns the cumulative probabilities of the items, without the last one, which is 1."""
         assert self.catalog is not None
-        # As shares of the largest count: powers of counts may be beyond float64.
+        # Relative to the largest count, as powers of counts may exceed float64.
         weights = np.cumsum((self.catalog.counts / self.catalog.counts.max()) ** self.power)
         cumulative: Floats = weights[:-1] / weights[-1]
         return cumulative
@@ -272,7 +272,7 @@ def check_features(schema: Schema, features: Sequence[str]) -> None:
 def _positive(batch: Batch, number: int) -> BoolArray:
     """Returns which samples are positive."""
     if not batch.labels.shape[1]:
-        raise DataError(f"Batch {number} has no labels, which say what is positive; read them.", batch=number)
+        raise DataError(f"Batch {number} has no labels, which mark positive samples; read them.", batch=number)
     positive: BoolArray = np.asarray((batch.labels > 0).any(1))
     return positive
 

@@ -25,24 +25,25 @@ def negatives(
 ) -> NegativeSampling | NegativeStream:
     """Adds to each positive sample `count` samples with another item and all labels 0.
 
-    Negatives stand behind their positive sample and differ from it in the item's features, and in crosses and mapped
-    features of these, which are computed for the drawn items. They depend on the
-    seed, the epoch and the number of the batch, so a run that resumes meets the same ones, and each epoch has others. A
-    batch grows by them; samples that are not positive stay as they are.
+    Negatives follow their positive sample and differ from it in the item's features, and in crosses and mapped
+    features of these, which are computed for the drawn items. They depend on the seed, the epoch and the number of the
+    batch, so a resumed run has the same negatives, and each epoch has other ones. Batches grow by the negatives;
+    samples that are not positive are unchanged.
 
-    Of a stream, such as `kafka`, it is a stream: offsets are passed on, and the draws depend on those of a batch.
+    The result for a stream, such as `kafka`, is a stream: offsets are passed on, and the draws depend on the offsets of
+    a batch.
 
     Args:
-        reader: the samples. One is positive if a label of it is above 0.
+        reader: the samples. A sample is positive if one of its labels is above 0.
         features: the item's ID-type features; they are replaced together. Each sample has one id of each. Computed
-            features follow from those that they are computed from, so they are not named.
-        count: negatives of each positive sample. One that is the positive item itself is drawn anew, and left out if
-            that does not help.
+            features must not be named; they follow from the features that they are computed from.
+        count: negatives per positive sample. A negative that equals the positive item is drawn again, up to 20 times,
+            and then left out.
         by: "in_batch" takes items of other samples of the batch, "uniform" any item of the catalog, "popularity" items
             of the catalog with probability proportional to counts ** power.
-        catalog: items, as `item_catalog` finds them; for "uniform" and "popularity".
+        catalog: items, as returned by `item_catalog`; for "uniform" and "popularity".
         power: see `by`; 0.75 as in word2vec (Mikolov et al., NeurIPS 2013), 1 for the items' frequencies.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         ConfigError: a feature is unknown or computed; a number is out of range; a catalog is missing, is given for

@@ -1,4 +1,4 @@
-"""Reads numbers that are written with a decimal comma, separators of thousands, or a unit."""
+"""Normalizes numbers that are written with a decimal comma, thousands separators, or a unit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Numerals(NamedTuple):
         """Returns itself.
 
         Raises:
-            ConfigError: these are no separators, or the same one.
+            ConfigError: a separator is invalid, or both are the same.
         """
         if self.decimal not in (".", ","):
             raise ConfigError(f"Invalid decimal = {self.decimal!r}; expected '.' or ','.", field="decimal")
@@ -72,16 +72,16 @@ class Numerals(NamedTuple):
         return rf"^\s*[+-]?{self.unsigned}\s*$"
 
     def amounts(self, unit: str) -> str:
-        """Regular expression of a number in this writing, with spaces and perhaps a unit around it."""
+        """Regular expression of a number in this writing, with optional spaces and unit around it."""
         name, s, number = re.escape(unit), f"{_SPACE}*", self.unsigned
         return rf"^{s}(?:[+-]?{s}{name}{s}[+-]?{number}|[+-]?{number}{s}(?:{name})?){s}$"
 
     def normalized(self, column: Any, unit: str = "") -> Any:
-        """Returns a pyarrow column of texts or bytes with its numbers as Python writes them; other values stay.
+        """Rewrites numbers in a pyarrow column of texts or bytes as Python writes them; other values are unchanged.
 
         Args:
             column: the texts.
-            unit: text before or after numbers that is left out.
+            unit: text before or after numbers to remove.
         """
         import pyarrow as pa
         import pyarrow.compute as pc

@@ -21,7 +21,7 @@ __all__ = ["ColumnSource", "Order", "Reader", "RowSource", "StreamReader", "cano
 
 @runtime_checkable
 class Reader(Protocol):
-    """A source of batches that can be read again, and from the middle.
+    """A source of batches that can be read repeatedly, from any batch on.
 
     The same (reader, epoch) always gives the same batches, so a position is one number. Readers are picklable and hold
     no open files. Iterators are independent; each must be used by one thread only.
@@ -55,7 +55,7 @@ class RowSource(Protocol):
 
 @runtime_checkable
 class ColumnSource(RowSource, Protocol):
-    """A source that also gives columns as they are."""
+    """A row source that can also return unconverted columns."""
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yields pyarrow arrays by name for all rows of `chunks(0)`, in pieces of any size."""
@@ -108,7 +108,7 @@ class StreamReader:
 
     @property
     def input_rules(self) -> InputRules | None:
-        """The rules of the source for missing values and lists; None if it has none to tell."""
+        """The rules of the source for missing values and lists; None if the source declares none."""
         return input_rules_of(self.source)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
@@ -126,7 +126,7 @@ class StreamReader:
         return self.batches()
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yields columns of the source as they are, beside batches that are neither shuffled nor sharded.
+        """Yields unconverted columns of the source, in the row order of batches that are not shuffled or sharded.
 
         Args:
             names: columns of the source; the schema need not have them.
@@ -135,10 +135,13 @@ class StreamReader:
             Pyarrow arrays by name, of the same rows as the batches, in pieces of other sizes.
 
         Raises:
-            ConfigError: the source has no columns, as the samples are made of several rows.
+            ConfigError: the source has no columns, as each sample is built from several rows.
         """
         if not isinstance(self.source, ColumnSource):
-            raise ConfigError("Samples of this reader are no rows of a file, so no column can be kept.", field="keep")
+            raise ConfigError(
+                "Samples of this reader are not rows of a file, so no column can be kept; leave `keep` out.",
+                field="keep",
+            )
         return self.source.columns(names)
 
     def shard(self, index: int, count: int) -> StreamReader:
@@ -146,17 +149,17 @@ class StreamReader:
 
         Rows of other batches are read from the source, but neither shuffled nor batched.
         """
-        mine = share_of(self.order.shard, index, count)
-        return replace(self, order=replace(self.order, shard=mine))
+        shard = share_of(self.order.shard, index, count)
+        return replace(self, order=replace(self.order, shard=shard))
 
     def fingerprint(self) -> SourceFingerprint | None:
-        """Returns what decides which rows are in which batch; None if the source of rows cannot be recognised."""
-        found = fingerprint_of(self.source)
-        if found is None:
+        """Returns what determines the rows of each batch; None if the source of rows has no fingerprint."""
+        source = fingerprint_of(self.source)
+        if source is None:
             return None
         order = self.order
-        found = found.ordered(batch_size=order.batch_size, shuffle_rows=order.shuffle_rows, shard=order.shard)
-        return found.ordered(seed=order.seed) if order.shuffle_rows else found
+        source = source.ordered(batch_size=order.batch_size, shuffle_rows=order.shuffle_rows, shard=order.shard)
+        return source.ordered(seed=order.seed) if order.shuffle_rows else source
 
     def of_parts(self, order: Sequence[int], read: Sequence[int]) -> StreamReader:
         """See `persia.services.Divisible`."""
@@ -210,22 +213,22 @@ def share_of(share: tuple[int, int], index: int, count: int) -> tuple[int, int]:
 def cut(
     chunks: Iterator[Batch] | Iterator[_Permuted], size: int, *, first: int = 0, every: int = 1, offset: int = 0
 ) -> Iterator[Batch]:
-    """Groups a stream of rows into batches of `size`, numbered from `first`; keeps those i with i % every == offset.
+    """Groups a stream of rows into batches of `size`, numbered from `first`; yields batches i, i % every == offset.
 
     A batch that lies within one chunk is a view of it. Rows of other batches are not touched.
     """
-    number, parts, have = first, list[Batch](), 0
+    number, parts, filled = first, list[Batch](), 0
     for chunk in chunks:
         position = 0
         while position < len(chunk):
-            stop = min(len(chunk), position + size - have)
+            stop = min(len(chunk), position + size - filled)
             if number % every == offset:
                 parts.append(chunk.slice(position, stop))
-            have, position = have + stop - position, stop
-            if have == size:
+            filled, position = filled + stop - position, stop
+            if filled == size:
                 if parts:
                     yield Batch.concat(parts)
-                number, parts, have = number + 1, [], 0
+                number, parts, filled = number + 1, [], 0
     if parts:
         yield Batch.concat(parts)
 

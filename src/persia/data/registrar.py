@@ -19,13 +19,13 @@ class Registrar:
 
     Args:
         workers: the embedding workers.
-        accumulation_steps: consecutive batches of an NN worker that go to the same one.
-        timeout: seconds that one batch may take.
+        accumulation_steps: number of consecutive batches of an NN worker that go to the same embedding worker.
+        timeout: maximum seconds to register one batch.
     """
 
     def __init__(self, workers: Directory[EmbeddingWorker], accumulation_steps: int, timeout: float) -> None:
         self.doing = ""
-        """The embedding worker that is registering a batch, or the ones that refused it; for errors."""
+        """The embedding worker that is registering a batch, or the embedding workers that refused it; for errors."""
         self._workers = workers
         self._group = accumulation_steps
         self._timeout = timeout
@@ -36,13 +36,13 @@ class Registrar:
         return self._workers.roster().gone(rank, incarnation)
 
     def register(self, feed: Feed, number: int, batch: Batch, cancelled: Callable[[], bool]) -> int | None:
-        """Registers a batch with the embedding worker whose turn it is, or the next one that takes it.
+        """Registers a batch with the next embedding worker in turn, or the first one after it that accepts the batch.
 
         Returns:
-            The batch id; None if cancelled meanwhile.
+            The batch id; None if cancelled.
 
         Raises:
-            DeadlineError: none took it in time; names them.
+            DeadlineError: no embedding worker accepted it in time; names them.
         """
         turn, rank = divmod(number - feed.start, feed.nn_workers)
         turn = turn // self._group * feed.nn_workers + rank
@@ -71,7 +71,7 @@ class Registrar:
             ) from error
 
     def release(self, batch_id: int) -> None:
-        """Has a batch forgotten; if that fails, its entry expires."""
+        """Releases a batch at its embedding worker; if the call fails, the entry expires there."""
         rank, incarnation, _ = BatchId.unpack(batch_id)
         member = self._workers.roster().members.get(rank)
         if member is not None and member.incarnation == incarnation:

@@ -65,7 +65,7 @@ class ColumnOptions(TypedDict, total=False):
     """Options that map the columns of a source to those of the schema.
 
     Attributes:
-        rename: column of the source by name in the schema, where they differ.
+        rename: column of the source by name in the schema, if they differ.
         labels: rule by label, for labels that are not a column: `{"click": "rating >= 4"}`, or a function of pyarrow
             arrays whose parameters are named like columns. It returns booleans or numbers from 0 to 1.
         fill: replacement of missing values, by dense feature or label; without it, a missing value is an error.
@@ -98,8 +98,8 @@ _DEFAULTS = {
 def with_options(kind: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a reader with `**options: Unpack[kind]`, where `kind` is a record of this module.
 
-    The signature of the reader, as `help` and the configuration see it, names all options. An unknown one is a
-    ConfigError that suggests the nearest name.
+    The signature of the reader, as shown by `help` and read by the configuration, names all options. An unknown option
+    is a ConfigError that suggests the nearest name.
     """
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=annotation)
@@ -134,7 +134,7 @@ def order_of(batch_size: int, **options: Unpack[ReaderOptions]) -> Order:
     Raises:
         ConfigError: an option is invalid.
     """
-    return Order(batch_size, **_given(options, "shuffle_rows", "seed", "drop_last", "shard"))
+    return Order(batch_size, **_selected(options, "shuffle_rows", "seed", "drop_last", "shard"))
 
 
 def conversion_of(schema: Schema, rules: InputRules = NO_RULES, **options: Unpack[ReaderOptions]) -> Conversion:
@@ -155,10 +155,10 @@ def conversion_of(schema: Schema, rules: InputRules = NO_RULES, **options: Unpac
         fill=dict(options.get("fill") or {}),
         selection=Selection.of(options.get("where"), options.get("split")),
         rules=rules,
-        **_given(options, "day", "day_unit", "require_labels"),
+        **_selected(options, "day", "day_unit", "require_labels"),
     )
 
 
-def _given(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Returns the options of these names that are given."""
+def _selected(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Returns the options among `names` that are set."""
     return {name: options[name] for name in names if name in options}

@@ -40,9 +40,9 @@ class Piece(NamedTuple):
     Attributes:
         file: the file.
         row: number of the first row in the file, from 0; a header line does not count.
-        columns: pyarrow array `[rows]` by column of the file; a list where Arrow has no one type for the values.
+        columns: pyarrow array `[rows]` by column of the file; a list if Arrow has no type for all values.
         rows: number of rows.
-        counted: whether the rows only count, for the numbers of those behind them; then `columns` may be empty.
+        counted: whether the rows are not read, but count for the numbers of later rows; `columns` may then be empty.
     """
 
     file: File
@@ -62,7 +62,7 @@ class Conversion:
         schema: schema of the batches.
         selection: rows to read; None for all.
         rules: lists and missing values, besides `fill`.
-        kept: further columns of the file, for `kept_columns`.
+        passthrough: further columns of the file, for `passthrough_columns`.
     """
 
     schema: Schema
@@ -74,7 +74,7 @@ class Conversion:
     fill: Mapping[str, float] = field(default_factory=dict)
     selection: Selection | None = None
     rules: InputRules = NO_RULES
-    kept: tuple[str, ...] = ()
+    passthrough: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.day_unit not in _PER_DAY:
@@ -86,8 +86,8 @@ class Conversion:
         for name in self.rename:
             if name not in known:
                 raise ConfigError(
-                    f"rename has {name!r}, which is no column of the schema; it maps schema names ({', '.join(known)}) "
-                    "to columns of the source.",
+                    f"rename has {name!r}, which is not a column of the schema; it maps schema names "
+                    f"({', '.join(known)}) to columns of the source.",
                     field="rename",
                 )
         for name in self.labels:
@@ -99,12 +99,14 @@ class Conversion:
                 )
         for name in self.fill:
             if name not in (*self.schema.dense_features, *self.schema.labels):
-                raise ConfigError(f"fill has {name!r}, which is no dense feature or label of the schema.", field="fill")
+                raise ConfigError(
+                    f"Invalid key {name!r} in fill; expected a dense feature or label of the schema.", field="fill"
+                )
         self._rules()
         self._applied_rules()
 
     @property
-    def wanted(self) -> dict[str, str]:
+    def source_columns(self) -> dict[str, str]:
         """Returns the column of the file for each column of the schema, except crossed features and rules."""
         names = [f.name for f in self.schema.id_features if not f.computed]
         names += [f.age_since for f in self.schema.id_features if f.age_since is not None]
@@ -113,7 +115,7 @@ class Conversion:
 
     @property
     def input_rules(self) -> InputRules:
-        """Returns the rules for missing values and lists of features, which a server applies, too."""
+        """Returns the rules for missing values and lists of features, which a server also applies."""
         fill = {name: float(value) for name, value in self.fill.items() if name in self.schema.dense_features}
         return msgspec.structs.replace(self._applied_rules(), fill=fill)
 
@@ -127,17 +129,17 @@ class Conversion:
 
         Args:
             file: the file.
-            present: its columns.
+            present: columns of the file.
             hint: remedy in the error for a missing column.
 
         Raises:
             DataError: the file lacks a needed column, or has two of the same name.
         """
-        wanted = [*self.wanted.items(), *([("day", self.day)] if self.day else [])]
-        wanted += [(name, column) for name, rule in self._rules().items() for column in rule.columns]
-        wanted += [("where or split", column) for column in (self.selection.columns if self.selection else ())]
-        wanted += [(column, column) for column in self.kept]
-        return present_columns(file, present, wanted, self.schema.labels, self.require_labels, hint)
+        needed = [*self.source_columns.items(), *([("day", self.day)] if self.day else [])]
+        needed += [(name, column) for name, rule in self._rules().items() for column in rule.columns]
+        needed += [("where or split", column) for column in (self.selection.columns if self.selection else ())]
+        needed += [(column, column) for column in self.passthrough]
+        return present_columns(file, present, needed, self.schema.labels, self.require_labels, hint)
 
     def batches(self, pieces: Iterator[Piece], skip: int, prepare: Prepare | None = None) -> Iterator[Batch]:
         """Converts the selected rows of the pieces to batches, without the first `skip`.
@@ -166,22 +168,22 @@ class Conversion:
                 continue
             if positions is None:
                 if begin:
-                    kept = {name: column[begin:] for name, column in piece.columns.items()}
-                    piece = Piece(piece.file, piece.row + begin, kept, count - begin)
+                    rest = {name: column[begin:] for name, column in piece.columns.items()}
+                    piece = Piece(piece.file, piece.row + begin, rest, count - begin)
             else:
                 import pyarrow as pa
 
                 positions = positions[begin:]
                 with self._located(piece, None, {}):
-                    kept = {name: _taken(name, column, pa.array(positions)) for name, column in piece.columns.items()}
-                piece = Piece(piece.file, piece.row, kept, count - begin)
+                    rest = {name: _taken(name, column, pa.array(positions)) for name, column in piece.columns.items()}
+                piece = Piece(piece.file, piece.row, rest, count - begin)
             with self._located(piece, positions, {}):
                 computed = self._computed_labels(piece)
             with self._located(piece, positions, self.rename):
                 yield self._batch(piece._replace(columns=prepare(piece.columns)) if prepare else piece, computed)
 
-    def kept_columns(self, pieces: Iterator[Piece]) -> Iterator[dict[str, Any]]:
-        """Yields the columns `kept` of the selected rows, as they are in the file.
+    def passthrough_columns(self, pieces: Iterator[Piece]) -> Iterator[dict[str, Any]]:
+        """Yields the columns `passthrough` of the selected rows, unconverted.
 
         Args:
             pieces: as for `batches`, from the first row of the first file on.
@@ -191,7 +193,7 @@ class Conversion:
         first = 0
         for piece in pieces:
             piece = piece._replace(columns={name: without_views(column) for name, column in piece.columns.items()})
-            columns = {name: self._read(piece, name, as_text=True) for name in self.kept}
+            columns = {name: self._read(piece, name, as_text=True) for name in self.passthrough}
             if self.selection is not None:
                 positions = pa.array(self.selected(piece, first))
                 columns = {name: _taken(name, column, positions) for name, column in columns.items()}
@@ -214,7 +216,7 @@ class Conversion:
             return self.selection.positions(named, first, piece.rows)
 
     def _computed_labels(self, piece: Piece) -> dict[str, Any]:
-        """Evaluates the rules of labels; None where the file lacks a column."""
+        """Evaluates the rules of labels; None for a rule whose column the file lacks."""
         labels: dict[str, Any] = {}
         for name, rule in self._rules().items():
             columns = {column: self._read(piece, column) for column in rule.columns}
@@ -224,13 +226,13 @@ class Conversion:
 
     def _batch(self, piece: Piece, computed: dict[str, Any]) -> Batch:
         texts = {feature.name for feature in self.schema.id_features if feature.kind == "text"}
-        named = {name: self._read(piece, column, name in texts) for name, column in self.wanted.items()} | computed
-        given = {name: column for name, column in named.items() if column is not None}
-        columns = apply_rules(self._applied_rules(), given)
+        named = {name: self._read(piece, column, name in texts) for name, column in self.source_columns.items()}
+        present = {name: column for name, column in (named | computed).items() if column is not None}
+        columns = apply_rules(self._applied_rules(), present)
         return Batch.from_columns(self.schema, columns, self._day(piece), require_labels=self.require_labels)
 
     def _applied_rules(self) -> InputRules:
-        """Returns the rules of this reader, with those of labels."""
+        """Returns the rules of this reader, with `fill` of labels and dense features."""
         return msgspec.structs.replace(self.rules, fill=dict(self.fill))
 
     def _rules(self) -> dict[str, Expression]:
@@ -242,7 +244,7 @@ class Conversion:
         Args:
             piece: the rows.
             column: name in the file.
-            as_text: whether a hive key stays a text; by default one of digits is a number.
+            as_text: whether a hive key stays a text; by default a key of digits is a number.
         """
         if column in piece.columns or column not in piece.file.keys:
             return piece.columns.get(column)
@@ -269,7 +271,7 @@ class Conversion:
         Args:
             piece: the rows.
             positions: position of each row relative to `piece.row` in the file; None if they are all rows of the piece.
-            rename: column of the file by the name that errors use; empty for errors of rules, which use the file's.
+            rename: column of the file by its name in errors; empty for errors of rules, which name columns of the file.
         """
         try:
             yield
@@ -299,7 +301,7 @@ def _taken(name: str, column: Any, indices: Any) -> Any:
     """Returns rows of a column.
 
     Raises:
-        DataError: pyarrow selects no rows of its type.
+        DataError: pyarrow cannot select rows of this type.
     """
     import pyarrow as pa
 
@@ -316,7 +318,7 @@ def _taken(name: str, column: Any, indices: Any) -> Any:
 def present_columns(
     file: File,
     present: list[str],
-    wanted: Iterable[tuple[str, str]],
+    needed: Iterable[tuple[str, str]],
     labels: Collection[str],
     required: bool,
     hint: str,
@@ -325,8 +327,8 @@ def present_columns(
 
     Args:
         file: the file.
-        present: its columns.
-        wanted: use and name in the file of each needed column.
+        present: columns of the file.
+        needed: use and name in the file of each needed column.
         labels: uses that are labels.
         required: whether a file without labels is an error.
         hint: remedy in the error for a missing column.
@@ -335,7 +337,7 @@ def present_columns(
         DataError: the file lacks a needed column, or has two of the same name.
     """
     columns: list[str] = []
-    for name, column in wanted:
+    for name, column in needed:
         if present.count(column) > 1:
             raise DataError(
                 f"{file.path} has {present.count(column)} columns named {column!r}; rename or remove all but one.",
@@ -360,7 +362,7 @@ def present_columns(
 
 
 def _listed(names: list[str], most: int = 40) -> str:
-    """Formats names for a message. Quotes those with surrounding spaces or unprintable characters."""
+    """Formats names for a message. Quotes names with surrounding spaces or unprintable characters."""
     shown = [name if name.isprintable() and name == name.strip() != "" else repr(name) for name in names[:most]]
     listed = ", ".join(name if len(name) <= 80 else name[:80] + "..." for name in shown)
     return listed + (f" and {len(names) - most} more" if len(names) > most else "")
@@ -369,7 +371,7 @@ def _listed(names: list[str], most: int = 40) -> str:
 def require_rows(
     batches: Iterator[Batch], files: Sequence[File], skip: int, selection: Selection | None
 ) -> Iterator[Batch]:
-    """Passes batches through; raises DataError if there are none although none were skipped."""
+    """Passes batches through; raises DataError if there are none and no rows were skipped."""
     first = next(batches, None)
     if first is not None:
         yield first

@@ -66,10 +66,10 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, split: Split | Mapping[str, Any] | None) -> Split | None:
-        """Returns a split as it is, or makes it from a configuration.
+        """Returns a split unchanged, or builds it from a configuration.
 
         Raises:
-            ConfigError: it is neither a split nor a mapping of its arguments.
+            ConfigError: `split` is neither a split nor a mapping of its arguments.
         """
         if split is not None and not isinstance(split, (Split, Mapping)):
             raise ConfigError(
@@ -170,12 +170,12 @@ class Selection:
         Raises:
             DataError: a rule does not match the columns, or does not return booleans.
         """
-        kept = np.ones(rows, np.bool_)
+        selected = np.ones(rows, np.bool_)
         if self.where is not None:
-            # Through `Values` once more: what a function gives, or a column of truths in CSV, may be of any kind.
+            # `Values` converts the result: a function, or a column of booleans in CSV, may give any type.
             result = Values({"where": self.where.evaluate(columns, rows)})
             mask = result.truth(result.column("where"))
-            kept &= mask.fill_null(False).to_numpy(zero_copy_only=False)
+            selected &= mask.fill_null(False).to_numpy(zero_copy_only=False)
         if self.split is not None:
-            kept &= self.split.rows(columns, first, rows)
-        return np.flatnonzero(kept)
+            selected &= self.split.rows(columns, first, rows)
+        return np.flatnonzero(selected)

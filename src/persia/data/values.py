@@ -57,8 +57,8 @@ class Values:
         """Compares texts by order: as times if the constant is one, else letter by letter.
 
         Raises:
-            DataError: both are columns, or the constant is a number. A CSV holds numbers as texts, whose order by
-                letters is not theirs.
+            DataError: both are columns, or the constant is a number. A CSV file holds numbers as texts, and their
+                order by letters differs from the order of the numbers.
         """
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -95,7 +95,7 @@ class Values:
         return pc.cast(self.numbers(value), pa.float64(), safe=False)
 
     def numbers(self, value: Any) -> Any:
-        """Converts texts to float64; returns numbers and booleans as they are.
+        """Converts texts to float64; returns numbers and booleans unchanged.
 
         Raises:
             DataError: a text is not a number, or the value is a time; the message names column, row and value.
@@ -111,7 +111,7 @@ class Values:
         return pa.array(number_column(self._name(value), value, fill=float("nan")), from_pandas=True)
 
     def times(self, value: Any) -> Any:
-        """Converts ISO texts of dates and times to timestamps; returns timestamps as they are.
+        """Converts ISO texts of dates and times to timestamps; returns timestamps unchanged.
 
         Raises:
             DataError: a text is not a date or time; the message names column, row and value.
@@ -169,7 +169,7 @@ def _kind(value: Any) -> str:
 
 
 def _text_kind(constant: str) -> str:
-    """Returns "number", "time" or "text" for what a constant reads as."""
+    """Returns "number", "time" or "text", whichever a constant parses as."""
     import pyarrow as pa
 
     try:
@@ -212,9 +212,9 @@ def _plain(name: str, array: Any) -> Any:
 
 
 def without_views(column: Any) -> Any:
-    """Returns a column whose texts lie in one buffer: pyarrow selects no rows of the views that polars makes.
+    """Converts text views, as polars writes them, to plain texts: pyarrow cannot select rows of views.
 
-    A list is returned as it is.
+    A list is returned unchanged.
     """
     if isinstance(column, list):
         return column
@@ -258,18 +258,18 @@ def _iso(texts: Any) -> Any:
 def times_of_text(name: str, column: Any) -> Any:
     """Converts texts of whole numbers to int64, or texts of dates and times to timestamps; empty texts to null.
 
-    Dates are ISO texts, such as 2024-05-01, or have the day first and points, such as 1.5.2024. Those with slashes are
+    Dates are ISO texts, such as 2024-05-01, or have the day first and points, such as 1.5.2024. Dates with slashes are
     refused, as their order differs from country to country.
 
     Raises:
-        DataError: a text is neither, or of another kind than the first; the message names row and value.
+        DataError: a text is none of these, or of another kind than the first text; the message names row and value.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     texts = pc.utf8_trim_whitespace(column.cast(pa.string()))
     texts = pc.if_else(pc.equal(texts, ""), None, texts)
-    given = texts
+    original = texts
     day_first = pc.match_substring_regex(texts, _DAY_FIRST)
     if pc.any(day_first).as_py():
         texts = pc.if_else(day_first, _iso(texts), texts)
@@ -283,7 +283,7 @@ def times_of_text(name: str, column: Any) -> Any:
     first = texts[pc.index(pc.is_valid(texts), True).as_py()]
     expected = next((kind for kind in kinds if _casts(first, kind)), None)
     row = next(i for i, text in enumerate(texts) if text.is_valid and (expected is None or not _casts(text, expected)))
-    value = given[row].as_py()
+    value = original[row].as_py()
     raise DataError(
         f"Column {name!r} has {value!r} at row {row}; it takes whole numbers, or dates and times such as 2024-05-01, "
         "2024-05-01 12:30:00 and 01.05.2024 12:30, of one kind in all rows.",

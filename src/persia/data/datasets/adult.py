@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from persia.batching.columns import number_column
-from persia.data.files import Paths, expand, found
+from persia.data.files import Paths, dataset_path, expand
 from persia.data.from_csv import CsvFormat, CsvSource
 from persia.data.reader import StreamReader
 from persia.data.row_options import UnsplitRowOptions, conversion_of, order_of, with_options
@@ -66,18 +66,18 @@ def adult(
     """UCI Adult census income: 8 hashed categories (a `?` is a category), 5 standardised numbers; income above 50K?
 
     The numbers are age, education_num, log(1 + capital_gain), log(1 + capital_loss) and hours_per_week, minus
-    38.6, 10.1, 0.73, 0.36, 40.4, over 13.6, 2.6, 2.5, 1.6, 12.3 (about mean and deviation in the training part);
+    38.6, 10.1, 0.73, 0.36, 40.4, over 13.6, 2.6, 2.5, 1.6, 12.3 (approximate mean and deviation of the training part);
     fnlwgt is left out.
 
     Args:
-        path: a file, or a directory with `adult.data` and `adult.test`; None takes `find("adult")`.
-        split: which of them, where `path` is a directory.
-        batch_size: samples of a batch.
-        dim: of all embeddings.
+        path: a file, or a directory with `adult.data` and `adult.test`; None uses `find("adult")`.
+        split: file to read if `path` is a directory.
+        batch_size: samples per batch.
+        dim: dim of all embeddings.
         **rows: see `RowOptions`.
     """
     if path is None:
-        path = found("adult")
+        path = dataset_path("adult")
     if isinstance(path, (str, os.PathLike)) and Path(path).is_dir():
         path = Path(path) / ("adult.data" if split == "train" else "adult.test")
     schema = Schema(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from persia.checks import check_integer, check_number
-from persia.data.files import File, Paths, expand, found
+from persia.data.files import File, Paths, dataset_path, expand
 from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
 from persia.data.json_lines import json_pieces
 from persia.data.reader import StreamReader
@@ -39,23 +39,23 @@ def amazon(
     """Amazon reviews, of 2014 (McAuley et al., SIGIR 2015), 2018 (Ni et al., EMNLP 2019) and 2023 (Hou et al., 2024).
 
     Reads files with one JSON object in each line: `reviewerID`, `asin`, `overall`, `unixReviewTime` (2014 and 2018), or
-    `user_id`, `parent_asin`, `rating`, `timestamp` (2023). A sample is a review, in the order of time. ID-type features
-    are `user_id`, `item_id`, and `history`, the items that the user reviewed before, oldest first, in the table
-    `item_id`. The label is `positive`; `Batch.day` is in days since 1970 (UTC).
+    `user_id`, `parent_asin`, `rating`, `timestamp` (2023). A sample is a review; samples are in order of time. ID-type
+    features are `user_id`, `item_id`, and `history`, the items that the user reviewed before, oldest first, in the
+    table `item_id`. The label is `positive`; `Batch.day` is in days since 1970 (UTC).
 
-    The files are not in the order of users, so all reviews are in memory while rows are read: 40 bytes each, about 120
-    while they are put in order. Each pass, each resumed one and each shard reads the files from the beginning.
+    The files are not sorted by user, so all reviews are in memory while rows are read: 40 bytes each, about 120 while
+    they are sorted. Each pass, each resumed pass and each shard reads the files from the beginning.
 
     Args:
-        path: file, directory, glob or URL, or a list of these; None takes `find("amazon")`.
-        batch_size: samples of a batch.
-        dim: of all embeddings.
-        max_length: items of the history that count, the newest ones.
-        pooling: of the history; None ("none" in a file) for models of sequences.
-        positive: lowest rating, from 1 to 5, whose label is 1. With 0 all labels are 1: that there is a review is what
-            counts; add `negatives`.
-        min_history: reviews of a user before this one; those with fewer are in histories, but no samples.
-        **rows: see `RowOptions`. `where` and `split` choose the reviews that become samples, by `user_id`, `item_id`,
+        path: file, directory, glob or URL, or a list of these; None uses `find("amazon")`.
+        batch_size: samples per batch.
+        dim: dim of all embeddings.
+        max_length: number of items of the history that count, from the newest.
+        pooling: pooling of the history; None ("none" in a file) for models of sequences.
+        positive: lowest rating, from 1 to 5, with the label 1. With 0 all labels are 1, so that any review is positive;
+            add `negatives`.
+        min_history: minimum number of earlier reviews of the user. Reviews with fewer appear in histories only.
+        **rows: see `RowOptions`. `where` and `split` select the reviews that become samples, by `user_id`, `item_id`,
             `rating` and `timestamp` (in milliseconds); histories have all reviews. Rows are numbered as in the files.
             `require_labels=False` reads files without ratings.
 
@@ -74,7 +74,7 @@ def amazon(
         **rows,
     )
     schema = Schema([*ids, history_feature(dim, "item_id", "text", max_length, pooling)], labels=["positive"])
-    log = _Reviews(tuple(expand(found("amazon") if path is None else path, _SUFFIXES)), conversion)
+    log = _Reviews(tuple(expand(dataset_path("amazon") if path is None else path, _SUFFIXES)), conversion)
     source = HistorySource(schema, log, "user_id", {"history": "item_id"}, min_history)
     return StreamReader(schema, source, order_of(batch_size, **rows))
 
@@ -94,7 +94,7 @@ class _Reviews:
 
         keys = {form[name]: kind for name, kind in _TYPES.items() for form in (_OLD, _NEW)}
         for piece in json_pieces(file, keys):
-            # The newer files have a key `asin`, too: that of the variant.
+            # The newer files also have a key `asin`: the id of the variant.
             form = _OLD if piece.columns[_NEW["user_id"]].null_count == piece.rows else _NEW
             columns = {name: piece.columns[key] for name, key in form.items()}
             for name in ("user_id", "item_id", "timestamp"):

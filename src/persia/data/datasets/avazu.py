@@ -52,14 +52,14 @@ def avazu(
 ) -> StreamReader:
     """Avazu click-through rate (Kaggle): comma-separated with header; the 21 categories are hashed.
 
-    Files without a header line are read in the order of Kaggle's (id, click, hour, C1, ...; test files lack click). The
-    column `hour` (YYMMDDHH) gives the feature `hour_of_day` and `Batch.day` (days since 1970). The label is
+    Files without a header line have the columns of Kaggle's files (id, click, hour, C1, ...; test files lack click).
+    The column `hour` (YYMMDDHH) gives the feature `hour_of_day` and `Batch.day` (days since 1970). The label is
     `click`.
 
     Args:
         path: file, directory, glob or URL, or a list of these.
-        batch_size: samples of a batch.
-        dim: of all embeddings.
+        batch_size: samples per batch.
+        dim: dim of all embeddings.
         **rows: see `RowOptions`.
     """
     features = [IdFeature("hour_of_day", dim=dim), *(IdFeature(n, dim=dim, kind="text") for n in _AVAZU)]
@@ -77,7 +77,7 @@ def _avazu_columns(columns: dict[str, Any]) -> dict[str, Any]:
     numbers = number_column("hour", columns["hour"], fill=-1.0)
     bad = (numbers < 0) | (numbers % 1 != 0) | (numbers % 100 > 23)
     if bad.any():
-        raise _no_hour(columns["hour"], int(bad.argmax()))
+        raise _invalid_hour(columns["hour"], int(bad.argmax()))
     hours = numbers.astype(np.int64)
     dates, rows, inverse = np.unique(hours // 100, return_index=True, return_inverse=True)
     days = np.array([_day(int(d), columns["hour"], int(row)) for d, row in zip(dates, rows, strict=True)], np.int64)[
@@ -90,11 +90,11 @@ def _day(yymmdd: int, hours: Any, row: int) -> int:
     try:
         day = date(2000 + yymmdd // 10_000, yymmdd // 100 % 100, yymmdd % 100)
     except ValueError as error:
-        raise _no_hour(hours, row) from error
+        raise _invalid_hour(hours, row) from error
     return (day - date(1970, 1, 1)).days
 
 
-def _no_hour(hours: Any, row: int) -> DataError:
+def _invalid_hour(hours: Any, row: int) -> DataError:
     value = hours[row].as_py()
     text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
     shown = "a missing value" if value is None else repr(text)

@@ -26,21 +26,21 @@ def criteo(
 ) -> StreamReader:
     """Criteo display advertising (Kaggle and Terabyte): tab-separated label, 13 counts I1..I13, 26 categories C1..C26.
 
-    Counts become log(1 + x), with missing and negative ones as 0. Categories are hashed; a missing one is a sample
-    without id. Files have no header line, or one with these names; test files may lack the label (39 fields), with
-    `require_labels=False`. In a directory `*.txt`, `*.tsv`, `*.csv` and `day_*` files count, also compressed.
+    Counts become log(1 + x), with missing and negative counts as 0. Categories are hashed; a missing category gives a
+    sample without id. Files have no header line, or one with these names; test files may lack the label (39 fields),
+    with `require_labels=False`. In a directory, files `*.txt`, `*.tsv`, `*.csv` and `day_*` are read, also compressed.
 
     Args:
         path: file, directory, glob or URL, or a list of these.
-        batch_size: samples of a batch.
-        dim: of all embeddings.
+        batch_size: samples per batch.
+        dim: dim of all embeddings.
         **rows: see `RowOptions`.
     """
     counts, categories = _numbered("I", 13), _numbered("C", 26)
     schema = Schema([IdFeature(n, dim=dim, kind="text") for n in categories], dense_features=counts)
     layout = ("label", *counts, *categories)
     form = CsvFormat("\t", columns=layout, transform=_criteo_columns, layouts=(layout, layout[1:]))
-    fill = dict.fromkeys(counts, 0.0)  # For servers: here they are filled in before the logarithm.
+    fill = dict.fromkeys(counts, 0.0)  # For servers: this reader fills values in before the logarithm.
     conversion = conversion_of(schema, fill=fill, **rows)
     suffixes = (*CSV_SUFFIXES, *(f"day_{i}{z}" for i in range(24) for z in ("", ".gz")))
     source = CsvSource(tuple(expand(path, suffixes)), conversion, form)

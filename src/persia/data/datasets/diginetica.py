@@ -1,4 +1,4 @@
-"""Reads Diginetica, the sessions of a shop."""
+"""Reads Diginetica: sessions of a shop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, Unpack
 import numpy as np
 
 from persia.checks import check_choice, check_integer
-from persia.data.files import File, Paths, expand, found
+from persia.data.files import File, Paths, dataset_path, expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
 from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
 from persia.data.reader import StreamReader
@@ -45,35 +45,35 @@ def diginetica(
     """Diginetica (CIKM Cup 2016): items that visitors of a shop viewed, session by session.
 
     Reads `train-item-views.csv`: separated by semicolons, session, user, item, milliseconds since the session began,
-    and date. Columns may also be named `session_id`, `user_id` and `item_id`. A sample is a view with what was viewed
-    before it in the session, so the task is to tell the next item; samples are in the order of time. ID-type features
-    are `item_id` and `history`, oldest first, in the table `item_id`. The label is `positive`; `Batch.day` is in days
-    since 1970.
+    and date. Columns may also be named `session_id`, `user_id` and `item_id`. A sample is a view with the earlier views
+    of the session, so the task is to predict the next item; samples are in order of time. ID-type features are
+    `item_id` and `history`, oldest first, in the table `item_id`. The label is `positive`; `Batch.day` is in days since
+    1970.
 
     All views are in memory while rows are read, as for `amazon`.
 
     Args:
-        path: file, directory, glob or URL of views, or a list of these; None takes `find("diginetica")`. Of a
-            directory, the file `train-item-views.csv` counts.
-        batch_size: samples of a batch.
-        dim: of the embeddings.
-        max_length: items of the history that count, the newest ones.
-        pooling: of the history; None ("none" in a file) for models of sequences.
+        path: file, directory, glob or URL of views, or a list of these; None uses `find("diginetica")`. In a directory,
+            the file `train-item-views.csv` is read.
+        batch_size: samples per batch.
+        dim: dim of the embeddings.
+        max_length: number of items of the history that count, from the newest.
+        pooling: pooling of the history; None ("none" in a file) for models of sequences.
         label: "view": all labels are 1, as each item was viewed: add `negatives`, or train a `TwoTower`. "purchase":
-            1 if the item was bought in the session, by `train-purchases.csv` beside the views.
-        min_history: views of the session before this one; those with fewer are in histories, but no samples.
-        **rows: see `RowOptions`. `where` and `split` choose the views that become samples, by the columns of the file
+            1 if the item was bought in the session, by `train-purchases.csv` next to the views.
+        min_history: minimum number of earlier views of the session. Views with fewer appear in histories only.
+        **rows: see `RowOptions`. `where` and `split` select the views that become samples, by the columns of the file
             (`sessionId`, `userId`, `itemId`, `timeframe`, `eventdate`); histories have all views. Rows are numbered as
             in the files. With by="hash" and column="sessionId", samples of a session stay together.
-            `require_labels=False` reads views whose purchases are not there.
+            `require_labels=False` reads views whose purchases are missing.
 
     Raises:
         ConfigError: an argument is invalid.
-        DataError: there are no such files.
+        DataError: a file is missing.
     """
     check_choice("label", label, ("view", "purchase"))
     check_integer("min_history", min_history, 0)
-    path = found("diginetica") if path is None else path
+    path = dataset_path("diginetica") if path is None else path
     if isinstance(path, str | os.PathLike) and Path(path).is_dir():
         path = Path(path) / _VIEWS_FILE
     views = tuple(expand(path, CSV_SUFFIXES))
@@ -93,10 +93,10 @@ def diginetica(
 
 
 def _purchases(views: tuple[File, ...], required: bool) -> tuple[File, ...]:
-    """Returns the files of purchases beside those of views; empty if they are not there and not required."""
-    beside = dict.fromkeys("".join(file.path.rpartition("/")[:2]) + _PURCHASES_FILE for file in views)
+    """Returns the files of purchases next to the files of views; empty if they are missing and not required."""
+    paths = dict.fromkeys("".join(file.path.rpartition("/")[:2]) + _PURCHASES_FILE for file in views)
     try:
-        return tuple(expand(list(beside), CSV_SUFFIXES))
+        return tuple(expand(list(paths), CSV_SUFFIXES))
     except DataError:
         if required:
             raise
@@ -121,7 +121,7 @@ class _Views:
         labels = np.ones((len(events.time), int(self.purchases != ())), np.float32)
         if self.purchases:
             labels[:, 0] = self._bought(events.ids["sessionId"], events.ids["item_id"])
-        # The time of day at which a session began is not known: all begin at midnight.
+        # The time of day at which a session began is unknown, so all begin at midnight.
         time = events.day.astype(np.int64) * _DAY_MS + events.time
         return events._replace(time=time, labels=labels)
 
@@ -140,5 +140,5 @@ class _Views:
         _, codes = np.unique(pairs, axis=0, return_inverse=True)
         codes = codes.reshape(-1)
         known = len(pairs) - len(sessions)
-        found: BoolArray = np.isin(codes[known:], codes[:known])
-        return found
+        is_bought: BoolArray = np.isin(codes[known:], codes[:known])
+        return is_bought

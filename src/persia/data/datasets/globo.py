@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from persia.data.files import Paths, found
+from persia.data.files import Paths, dataset_path
 from persia.data.from_parquet import parquet
 from persia.data.reader import StreamReader
 from persia.data.row_options import RowOptions, with_options
@@ -28,9 +28,9 @@ def globo(
     averaged over the ten newest; the day is the hive key.
 
     Args:
-        path: directory, file, glob or URL, or a list of these; None takes `find("globo_ctr")`.
-        batch_size: samples of a batch.
-        dim: of all embeddings.
+        path: directory, file, glob or URL, or a list of these; None uses `find("globo_ctr")`.
+        batch_size: samples per batch.
+        dim: dim of all embeddings.
         **rows: see `RowOptions`.
     """
     contexts = ("environment", "device_group", "os", "country", "region", "referrer")
@@ -38,7 +38,7 @@ def globo(
     plain = [IdFeature(name, dim=dim) for name in ("user_id", "article_id", *contexts)]
     schema = Schema([*plain[:2], history, *plain[2:]])
     return parquet(
-        found("globo_ctr") if path is None else path,
+        dataset_path("globo_ctr") if path is None else path,
         schema,
         batch_size,
         day="day",

@@ -1,4 +1,4 @@
-"""Reads MIND, impressions of news."""
+"""Reads MIND: impressions of news."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from persia.batching.batch import Batch
-from persia.data.files import Paths, expand, found
+from persia.data.files import Paths, dataset_path, expand
 from persia.data.from_csv import CsvFormat, CsvSource
 from persia.data.histories import history_feature
 from persia.data.reader import StreamReader
@@ -34,25 +34,25 @@ def mind(
     pooling: Pooling | None = "mean",
     **rows: Unpack[RowOptions],
 ) -> StreamReader:
-    """MIND (Wu et al., ACL 2020), Microsoft News: which of the news that a user was shown were clicked.
+    """MIND (Wu et al., ACL 2020), Microsoft News: news that users were shown, and whether they clicked.
 
     Reads `behaviors.tsv`: tab-separated without header, in each line an impression of several news. A sample is one of
-    these news. ID-type features `user_id`, `news_id`, and `history`, the news that the user clicked before, oldest
-    first, which share the table `news_id`. The label is `click`; `Batch.day` is in days since 1970. Rows, in errors and
-    for `shuffle_rows`, are samples.
+    these news. ID-type features are `user_id`, `news_id`, and `history`, the news that the user clicked before, oldest
+    first, in the table `news_id`. The label is `click`; `Batch.day` is in days since 1970. Rows, in errors and for
+    `shuffle_rows`, are samples.
 
     Args:
-        path: file, directory, glob or URL, or a list of these; None takes `find("mind")`. Of a directory, the files
-            `behaviors.tsv` count, also in directories within it.
-        batch_size: samples of a batch.
-        dim: of all embeddings.
-        max_length: news of the history that count, the newest ones.
-        pooling: of the history; None ("none" in a file) for models of sequences.
+        path: file, directory, glob or URL, or a list of these; None uses `find("mind")`. In a directory and its
+            subdirectories, the files `behaviors.tsv` are read.
+        batch_size: samples per batch.
+        dim: dim of all embeddings.
+        max_length: number of news of the history that count, from the newest.
+        pooling: pooling of the history; None ("none" in a file) for models of sequences.
         **rows: see `RowOptions`. `where` and `split` take the columns `impression_id` and `user_id`; with by="hash" and
             column="impression_id", samples of an impression stay together. `require_labels=False` reads files whose
             impressions have no clicks, such as those of the test set.
     """
-    path = found("mind") if path is None else path
+    path = dataset_path("mind") if path is None else path
     if isinstance(path, str | os.PathLike) and Path(path).is_dir():
         path = str(Path(path) / "**" / "behaviors.tsv")
     history = history_feature(dim, "news_id", "text", max_length, pooling)
@@ -68,12 +68,12 @@ _FORMAT = CsvFormat("\t", column_names=_COLUMNS, columns=_COLUMNS[1:])
 
 @dataclass(frozen=True)
 class MindSource:
-    """Samples of impressions: one row of the file is several of them."""
+    """Samples of impressions: one row of the file gives several samples."""
 
     impressions: CsvSource
 
     def fingerprint(self) -> SourceFingerprint:
-        """Returns files and selection."""
+        """Returns the fingerprint of the files and the selection."""
         return self.impressions.fingerprint().merged("mind")
 
     def chunks(self, skip: int) -> Iterator[Batch]:
@@ -92,7 +92,7 @@ class MindSource:
 
 
 def _samples(piece: Piece, first: int) -> Piece:
-    """Returns a row for each of the news that were shown, `first` being the number of the first one."""
+    """Returns a row for each shown news; `first` is the number of the first row."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -17,7 +17,7 @@ from persia.schema import IdFeature, Schema
 __all__ = ["movielens"]
 
 _NAMES = ("userId", "movieId", "rating", "timestamp")
-_FORMATS = {  # By what separates the fields: the layout, where "::" is read as two delimiters with nothing between.
+_FORMATS = {  # Layout by field separator. "::" is read as two delimiters with an empty field between them.
     "::": (":", ("userId", "", "movieId", " ", "rating", "  ", "timestamp")),
     "\t": ("\t", _NAMES),
     ",": (",", _NAMES),
@@ -33,14 +33,14 @@ def movielens(
     dim: int = 16,
     **rows: Unpack[RowOptions],
 ) -> StreamReader:
-    """MovieLens ratings in any of its forms (as `ratings.csv`, `ratings.dat`, `u.data`): like is a rating of 4 or more.
+    """MovieLens ratings, from `ratings.csv`, `ratings.dat` or `u.data`; a like is a rating of 4 or more.
 
     ID-type features `user` and `movie`, label `like`, `Batch.day` in days since 1970.
 
     Args:
-        path: a file of any name, with or without a header line, or a directory with one of these.
-        batch_size: samples of a batch.
-        dim: of all embeddings.
+        path: a file of any name, with or without a header line, or a directory with one of these files.
+        batch_size: samples per batch.
+        dim: dim of all embeddings.
         **rows: see `RowOptions`.
 
     Raises:
@@ -48,10 +48,10 @@ def movielens(
     """
     text = os.fspath(path)
     if Path(text).is_dir():
-        found = [name for name in _FILES if (Path(text) / name).exists()]
-        if not found:
+        present = [name for name in _FILES if (Path(text) / name).exists()]
+        if not present:
             raise DataError(f"{text} holds none of {', '.join(_FILES)}; give the file itself.", path=text)
-        text = str(Path(text) / found[0])
+        text = str(Path(text) / present[0])
     files = tuple(expand(text, (*CSV_SUFFIXES, ".dat", ".data")))
     first = ""
     for file in files:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from persia.checks import check_choice, check_integer
-from persia.data.files import File, Paths, expand, found
+from persia.data.files import File, Paths, dataset_path, expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
 from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
 from persia.data.reader import StreamReader
@@ -21,7 +21,7 @@ __all__ = ["taobao"]
 _IDS = ("user_id", "item_id", "category_id")
 _COLUMNS = (*_IDS, "behavior", "timestamp")
 _FIRST_SECOND = 1 << 40
-"""Added to times in histories: some in the published file are before 1970, and ids are not negative."""
+"""Added to times in histories: some times in the published file are before 1970, and ids cannot be negative."""
 _BEHAVIORS = ("pv", "fav", "cart", "buy")
 
 
@@ -43,25 +43,25 @@ def taobao(
     in seconds. ID-type features `user_id`, `item_id`, `category_id`; the label is `positive`; `Batch.day` is in days
     since 1970 (UTC).
 
-    With `max_length`, samples are in the order of time, and have `history` and `category_history`: the items that the
-    user met before, by any behavior, oldest first, in the tables `item_id` and `category_id`. All behaviors are then in
-    memory while rows are read: 50 bytes each, about 120 while they are put in order.
+    With `max_length`, samples are in order of time, and have `history` and `category_history`: the items of earlier
+    events of the user, of any behavior, oldest first, in the tables `item_id` and `category_id`. All events are then in
+    memory while rows are read: 50 bytes each, about 120 while they are sorted.
 
     Args:
-        path: file, directory, glob or URL, or a list of these; None takes `find("taobao")`.
-        batch_size: samples of a batch.
-        dim: of all embeddings.
+        path: file, directory, glob or URL, or a list of these; None uses `find("taobao")`.
+        batch_size: samples per batch.
+        dim: dim of all embeddings.
         positive: behaviors whose label is 1; others have 0. The log has no items that were shown but not chosen: to
-            learn from views, take all four, and add `negatives`.
-        max_length: events of the histories that count, the newest ones. None: there are no histories, and rows are in
-            the order of the file.
-        pooling: of the histories; None ("none" in a file) for models of sequences.
-        min_history: behaviors of the user before this one; those with fewer are in histories, but no samples.
-        **rows: see `RowOptions`. `where` and `split` take the columns `behavior`, `timestamp` and those of features;
+            learn from views, name all four behaviors, and add `negatives`.
+        max_length: number of events of the histories that count, from the newest. None: there are no histories, and
+            rows are in the order of the file.
+        pooling: pooling of the histories; None ("none" in a file) for models of sequences.
+        min_history: minimum number of earlier events of the user. Events with fewer appear in histories only.
+        **rows: see `RowOptions`. `where` and `split` take the columns `behavior`, `timestamp` and the features;
             histories have all rows. `require_labels=False` reads files without `behavior`, which then need a header.
 
     Raises:
-        ConfigError: a behavior is unknown, or there is none; or another argument is invalid.
+        ConfigError: a behavior is unknown, or the list is empty; or another argument is invalid.
     """
     if isinstance(positive, str) or not positive:
         raise ConfigError(f'Invalid positive = {positive!r}; expected a list such as ["buy"].', field="positive")
@@ -79,7 +79,7 @@ def taobao(
         labels={"positive": f"behavior in {tuple(positive)!r}"},
         **rows,
     )
-    files = tuple(expand(found("taobao") if path is None else path, CSV_SUFFIXES))
+    files = tuple(expand(dataset_path("taobao") if path is None else path, CSV_SUFFIXES))
     order = order_of(batch_size, **rows)
     if max_length is None:
         return StreamReader(conversion.schema, CsvSource(files, conversion, CsvFormat(layouts=(_COLUMNS,))), order)

@@ -1,4 +1,4 @@
-"""Messages of a Kafka cluster: partitions, offsets, and buffers of what was fetched. For one thread."""
+"""Reads messages of a Kafka cluster: partitions, offsets, and buffers of fetched messages. For one thread."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ T = TypeVar("T")
 LOG = get_logger("persia.data")
 
 POLL_SECONDS = 0.1
-"""Maximum wait for messages, before the caller looks whether it was asked to stop."""
+"""Maximum wait for messages before the caller checks whether to stop."""
 
 GATHER_SECONDS = 0.01
 """Maximum wait for more messages once there is one."""
 
 FETCH_BACKOFF_MS = 10
-"""Time between two looks of librdkafka whether the messages of a partition that it has queued were taken."""
+"""Interval at which librdkafka checks whether the queued messages of a partition were consumed."""
 
 METADATA_SECONDS = 30.0
-"""Interval of looking for new partitions, and for topics that were deleted."""
+"""Interval of checking for new partitions and deleted topics."""
 
 PROBE_SECONDS = 1.0
-"""Interval of asking for the brokers while they cannot be reached, and time for their answer."""
+"""Interval of probing brokers that cannot be reached, and timeout of a probe."""
 
 
 @dataclass(frozen=True)
 class BrokerOptions:
-    """How to reach brokers.
+    """Options of the connection to brokers.
 
     Attributes:
         bootstrap: addresses of some brokers, `host:port,host:port`.
         topics: topics to read.
-        group: consumer group that offsets are committed to; None for none.
+        group: consumer group to commit offsets to; None to commit none.
         timeout: seconds for which brokers may be out of reach.
         config: further settings of librdkafka.
     """
@@ -60,16 +60,16 @@ class BrokerOptions:
 
 @dataclass
 class Buffer:
-    """Messages of a partition that were fetched and are in no batch yet.
+    """Messages of a partition that were fetched and are not in a batch yet.
 
     Attributes:
-        messages: in the order of their offsets.
+        messages: the messages, in order of their offsets.
         position: offset up to which all messages have been fetched.
         end: last known end of the partition; -1 before it was reached.
         rows: rows of `messages`.
         size: bytes of `messages`, once decompressed.
-        since: time at which the first of them came.
-        paused: whether fetching is paused, as there is enough.
+        since: arrival time of the first message.
+        paused: whether fetching is paused, as enough is buffered.
     """
 
     messages: deque[StreamMessage] = field(default_factory=deque)
@@ -82,7 +82,7 @@ class Buffer:
 
     @property
     def caught_up(self) -> bool:
-        """Whether all messages of the partition have been fetched, as far as is known."""
+        """Whether all messages up to the last known end of the partition have been fetched."""
         return self.end >= self.position
 
     def append(self, message: StreamMessage) -> None:
@@ -95,17 +95,17 @@ class Buffer:
         self.position = message.offset + 1
 
     def take(self, rows: int, size: int) -> list[StreamMessage]:
-        """Removes messages with so many rows and bytes, or all; at least one."""
-        count = have = used = 0
+        """Removes messages with up to `rows` rows and `size` bytes; at least one message."""
+        count = taken_rows = taken_size = 0
         for message in self.messages:
-            if count and (have + message.rows > rows or used + message.size > size):
+            if count and (taken_rows + message.rows > rows or taken_size + message.size > size):
                 break
             count += 1
-            have += message.rows
-            used += message.size
+            taken_rows += message.rows
+            taken_size += message.size
         taken = [self.messages.popleft() for _ in range(count)]
-        self.rows -= have
-        self.size -= used
+        self.rows -= taken_rows
+        self.size -= taken_size
         self.since = time.monotonic()
         return taken
 
@@ -126,7 +126,7 @@ class Buffer:
             self.size -= dropped.size
 
     def holds(self, rows: int, size: int) -> bool:
-        """Whether there are so many rows, or so many bytes."""
+        """Whether there are at least `rows` rows, or at least `size` bytes."""
         return self.rows >= rows or self.size >= size
 
 
@@ -148,7 +148,7 @@ class Broker:
     """A connection to the brokers.
 
     Args:
-        options: how to reach them.
+        options: options of the connection.
         decoder: decodes values.
         stopping: polled while waiting.
     """
@@ -160,23 +160,23 @@ class Broker:
         self._error: Any = None
         """Last error of the connection; None once a broker has answered."""
         self._down: Deadline | None = None
-        """Deadline of the brokers to come back; None while they can be reached."""
+        """Deadline for the brokers to return; None while they can be reached."""
         self._probe = self._metadata = time.monotonic()
         self.buffers: dict[Partition, Buffer] = {}
         self._ends: dict[Partition, int] = {}
-        """Offset of the next message to be written to each partition when it was asked for last."""
+        """Last known offset of the next message to be written to each partition."""
         self._consumer = client(
             "Consumer",
             options,
             **{
-                # Offsets belong to checkpoints: nothing is committed here, and no group assigns partitions.
+                # Offsets are kept in checkpoints: this consumer commits nothing, and no group assigns partitions.
                 "group.id": options.group or f"persia-{uuid.uuid4().hex}",
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
                 "enable.partition.eof": True,
                 "auto.offset.reset": "error",
-                # By default, a partition of which enough is queued is not fetched for a second, though it may be empty
-                # soon.
+                # By default, a partition with enough queued messages is not fetched for a second, though its queue may
+                # soon be empty.
                 "fetch.queue.backoff.ms": options.config.get("fetch.queue.backoff.ms", FETCH_BACKOFF_MS),
                 "error_cb": self._failed,
             },
@@ -192,14 +192,14 @@ class Broker:
         """Returns the partitions of all topics. Blocks.
 
         Raises:
-            DataError: there is no such topic, or it may not be read.
+            DataError: a topic does not exist or may not be read.
             DeadlineError: no broker answered in time.
             Stopped: asked to stop.
         """
         return [partition for topic in self._options.topics for partition in self._partitions(topic)]
 
     def watermarks(self, partition: Partition) -> tuple[int, int]:
-        """Returns the first offset that there is, and the offset of the next message to be written. Blocks."""
+        """Returns the first available offset, and the offset of the next message to be written. Blocks."""
         low, high = self._ask(
             f"the offsets of {_name(partition)}",
             lambda: self._consumer.get_watermark_offsets(_of(partition), timeout=PROBE_SECONDS),
@@ -208,13 +208,13 @@ class Broker:
         return int(low), int(high)
 
     def offsets_at(self, partitions: Iterable[Partition], milliseconds: int) -> dict[Partition, int]:
-        """Returns the offsets of the first messages from a time on; of the next one to be written if there is none."""
+        """Returns the offsets of the first messages from a time on, or of the next message to be written."""
         asked = [_of(partition, milliseconds) for partition in partitions]
         answered = self._ask(
             f"the offsets at {milliseconds} ms", lambda: self._consumer.offsets_for_times(asked, PROBE_SECONDS)
         )
-        found = {Partition(answer.topic, answer.partition): int(answer.offset) for answer in answered}
-        return {p: offset if offset >= 0 else self.watermarks(p)[1] for p, offset in found.items()}
+        offsets = {Partition(answer.topic, answer.partition): int(answer.offset) for answer in answered}
+        return {p: offset if offset >= 0 else self.watermarks(p)[1] for p, offset in offsets.items()}
 
     def lag(self, partition: Partition, offset: int) -> int | None:
         """Returns the number of offsets from `offset` to the end of a partition, as last known; None if unknown."""
@@ -229,7 +229,7 @@ class Broker:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def assign(self, offsets: Mapping[Partition, int]) -> None:
-        """Adds partitions, to be fetched from these offsets on; or goes to these offsets in those that are there."""
+        """Fetches partitions from these offsets on: adds new partitions, and seeks in assigned ones."""
         if again := [partition for partition in offsets if partition in self.buffers]:
             for partition in again:
                 self.pause(partition, False)
@@ -239,7 +239,7 @@ class Broker:
         self._consumer.incremental_assign([_of(partition, offset) for partition, offset in offsets.items()])
 
     def new_partitions(self) -> list[Partition]:
-        """Returns partitions that are not assigned; looks for them now and then, else returns none."""
+        """Returns partitions that are not assigned. Checks every `METADATA_SECONDS`; returns none in between."""
         if time.monotonic() - self._metadata < METADATA_SECONDS:
             return []
         self._metadata = time.monotonic()
@@ -253,7 +253,7 @@ class Broker:
             (self._consumer.pause if paused else self._consumer.resume)([_of(partition)])
 
     def poll(self, messages: int) -> None:
-        """Fetches so many messages at most into the buffers. Blocks until there are some, for a short time at most.
+        """Fetches up to `messages` messages into the buffers. Blocks until there are some, but only briefly.
 
         Raises:
             DataError: a topic or partition cannot be read, or an offset has been deleted.
@@ -280,21 +280,21 @@ class Broker:
     # --- outages ------------------------------------------------------------------------------------------------
 
     def _failed(self, error: Any) -> None:
-        """Notes an error of the connection; librdkafka tries again by itself."""
+        """Notes an error of the connection; librdkafka retries by itself."""
         self._error = error
 
     def _watch(self, answered: bool) -> None:
         """Notes whether brokers can be reached.
 
         Raises:
-            DeadlineError: they could not be for `timeout` seconds.
+            DeadlineError: they could not be reached for `timeout` seconds.
         """
         if answered:
             self._back()
         if self._error is None or time.monotonic() - self._probe < PROBE_SECONDS:
             return
         self._probe = time.monotonic()
-        try:  # Idle partitions do not tell when brokers are back, and connections are also lost for less.
+        try:  # Idle partitions do not show that brokers are back, and connections also drop for other reasons.
             self._consumer.list_topics(self._options.topics[0], timeout=PROBE_SECONDS)
         except Exception:
             if self._down is None:
@@ -310,14 +310,14 @@ class Broker:
 
     def _back(self) -> None:
         if self._down is not None:
-            LOG.warning("Kafka at %s can be reached again; reading goes on.", self._options.bootstrap)
+            LOG.warning("Kafka at %s can be reached again; reading continues.", self._options.bootstrap)
         self._error = self._down = None
 
     def _late(self, what: str) -> DeadlineError:
         reason = self._error.str() if self._error is not None else "no answer"
         return DeadlineError(
             f"Kafka at {self._options.bootstrap} did not give {what} within {self._options.timeout:g} s ({reason}). "
-            "See whether the brokers run and can be reached from here, then continue from the last checkpoint; or "
+            "Check that the brokers run and can be reached from this host, then continue from the last checkpoint; or "
             "raise `timeout`.",
             bootstrap=self._options.bootstrap,
             seconds=self._options.timeout,
@@ -349,10 +349,10 @@ class Broker:
         def listed() -> list[int]:
             from confluent_kafka import KafkaException
 
-            found = self._consumer.list_topics(topic, timeout=PROBE_SECONDS).topics[topic]
-            if found.error is not None:
-                raise KafkaException(found.error)
-            return sorted(found.partitions)
+            metadata = self._consumer.list_topics(topic, timeout=PROBE_SECONDS).topics[topic]
+            if metadata.error is not None:
+                raise KafkaException(metadata.error)
+            return sorted(metadata.partitions)
 
         numbers = self._ask(what, listed)
         if not numbers:
@@ -377,16 +377,16 @@ class Broker:
             self._error = error
 
     def deleted(self, partition: Partition, offset: int) -> DataError:
-        """Returns the error for messages that are gone."""
+        """Returns the error for deleted messages."""
         try:
             low, high = self.watermarks(partition)
-            rest = f"it has offsets {low} to {high}"
+            available = f"it has offsets {low} to {high}"
         except PersiaError as error:
-            rest = error.message
+            available = error.message
         return DataError(
-            f"Kafka at {self._options.bootstrap}: offset {offset} of {_name(partition)} is not there; {rest}. The "
-            "messages have been deleted, or the topic was made anew. Restore them, or train on from now in a run that "
-            "begins with this checkpoint's rows (Trainer.load_rows), and raise the topic's retention.",
+            f"Kafka at {self._options.bootstrap}: offset {offset} of {_name(partition)} is not there; {available}. The "
+            "messages have been deleted, or the topic was recreated. Restore them, or start a new run from now with "
+            "the rows of this checkpoint (Trainer.load_rows), and raise the topic's retention.",
             topic=partition.topic,
             partition=partition.number,
             offset=offset,
@@ -395,8 +395,8 @@ class Broker:
     def _refused(self, what: str, error: Any) -> DataError:
         reason = error.str() if error is not None else "it has no partitions"
         return DataError(
-            f"Kafka at {self._options.bootstrap} refused {what}: {reason}. Check the name of the topic, that it has "
-            "not been deleted, and the rights of this client.",
+            f"Kafka at {self._options.bootstrap} refused {what}: {reason}. Check the name of the topic, that the topic "
+            "exists, and the permissions of this client.",
             bootstrap=self._options.bootstrap,
         )
 
@@ -405,7 +405,7 @@ def committed(options: BrokerOptions, offsets: Offsets, seconds: float) -> None:
     """Commits offsets to the group. Blocks for `seconds` at most.
 
     Raises:
-        Exception: of confluent-kafka.
+        Exception: any error of confluent-kafka.
     """
     consumer = client("Consumer", options, **{"group.id": options.group, "enable.auto.commit": False})
     try:

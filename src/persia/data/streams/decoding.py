@@ -1,4 +1,4 @@
-"""Values of messages to columns: JSON objects, msgpack maps, Arrow IPC streams. No message changes those beside it."""
+"""Decodes message values to columns: JSON, msgpack, Arrow IPC streams. No message affects another one's values."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class StreamMessage(NamedTuple):
     """A message of one partition.
 
     Attributes:
-        offset: its offset.
-        rows: number of rows that it declares; 1 if it cannot be read.
-        size: bytes that it takes once decompressed, as it declares; those of the value if it cannot be read.
+        offset: offset in the partition.
+        rows: declared number of rows; 1 if the message cannot be read.
+        size: declared bytes once decompressed; bytes of the value if the message cannot be read.
         time: milliseconds since 1970.
         value: value as received.
-        problem: why it is not read; None if it may be.
-        too_large: whether it is not read as it is too large.
+        problem: reason to reject the message; None if it may be read.
+        too_large: whether the message is rejected for its size.
     """
 
     offset: int
@@ -72,11 +72,11 @@ class StreamMessage(NamedTuple):
 
 
 class MessageRows(NamedTuple):
-    """Rows of messages, each column of which has values of one type.
+    """Rows of messages; each column has values of one type.
 
     Attributes:
-        positions: int64 `[rows]`, places of the rows among those of all messages.
-        columns: by name a pyarrow array `[rows]`, or a list where Arrow has no type for the values.
+        positions: int64 `[rows]`, positions of the rows among the rows of all messages.
+        columns: pyarrow array `[rows]` by name, or a list if Arrow has no type for the values.
     """
 
     positions: Int64Array
@@ -84,14 +84,14 @@ class MessageRows(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Columns that are needed of Arrow messages of one schema.
+    """The needed columns of Arrow messages of one schema.
 
     Attributes:
         schema: the schema.
-        needed: names of the needed columns that it has.
-        all_needed: whether these are all, in this order.
-        growing: those of which few bytes can make many ids.
-        types: name and type of each needed column; messages with the same ones are converted together.
+        needed: names of the needed columns in the schema.
+        all_needed: whether these are all columns of the schema, in this order.
+        growing: needed columns of which few bytes can make many ids.
+        types: name and type of each needed column; messages with equal types are converted together.
     """
 
     schema: Any
@@ -127,7 +127,7 @@ class MessageDecoder:
         self._decode: Callable[[Any], Any] = decoder.decode
 
     def message(self, offset: int, value: bytes | None, time: int) -> StreamMessage:
-        """Returns a message that is not decoded yet; its rows and size decide about batches."""
+        """Returns a message without decoding it; batches are cut by its declared rows and size."""
         if value is None:
             return StreamMessage(offset, 1, 0, time, None, "it has no value")
         rows, size = 1, len(value)
@@ -151,17 +151,17 @@ class MessageDecoder:
         return StreamMessage(offset, rows, size, time, value)
 
     def decode(self, messages: Sequence[StreamMessage]) -> list[MessageRows]:
-        """Returns the rows of messages, in as few parts as their types allow. What one message gives is its own.
+        """Returns the rows of messages, in as few parts as their types allow. No message affects another's values.
 
-        JSON objects and msgpack maps may lack columns, which are null there.
+        JSON objects and msgpack maps may lack columns, which are then null.
 
         Raises:
-            DataError: a message is not of the format, or too large; it is not said which.
+            DataError: a message is not of the format, or too large; the error does not name the message.
         """
         values = [message.value for message in messages if message.problem is None]
         if len(values) < len(messages):
             problem = next(message.problem for message in messages if message.problem is not None)
-            raise DataError(f"The message is not read: {problem}.")
+            raise DataError(f"The message is rejected: {problem}.")
         try:
             parts = self._tables(messages) if self._format == "arrow" else self._objects(values)
         except _invalid() as error:
@@ -175,7 +175,7 @@ class MessageDecoder:
         return parts
 
     def _objects(self, encoded: Sequence[bytes | None]) -> list[MessageRows]:
-        # Each by itself. In one array, the end of a message could complete the beginning of the next one.
+        # One at a time: in one array, the end of a message could complete the beginning of the next one.
         rows = list(map(self._decode, encoded))
         values = {n: list(map(get, rows)) for n, get in zip(self._columns, self._getters, strict=True)}
         columns = {name: _array(column) for name, column in values.items()}
@@ -214,7 +214,7 @@ class MessageDecoder:
         assert message.value is not None
         table = read_stream(message.value)
         if table.num_rows != message.rows:
-            raise DataError(f"The message has {table.num_rows} rows, and declares {message.rows}.")
+            raise DataError(f"The message has {table.num_rows} rows, but declares {message.rows}.")
         layout = self._layout
         if layout is None or not layout.schema.equals(table.schema):
             layout = self._layout = self._layout_of(table.schema)
@@ -239,7 +239,7 @@ class MessageDecoder:
 
 
 def _groups(layouts: Sequence[_Layout]) -> list[list[int]]:
-    """Returns the numbers of the messages of each layout. pyarrow would cast one type to another."""
+    """Groups the numbers of messages by layout, since pyarrow would cast one type to another."""
     if all(layout is layouts[0] for layout in layouts):
         return [list(range(len(layouts)))]
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -249,7 +249,7 @@ def _groups(layouts: Sequence[_Layout]) -> list[list[int]]:
 
 
 def _undecodable() -> tuple[type[Exception], ...]:
-    """Returns the errors of messages of which not even the size can be told."""
+    """Returns the errors of messages whose size cannot be determined."""
     return (DataError, *_invalid())
 
 
@@ -260,7 +260,7 @@ def _invalid() -> tuple[type[Exception], ...]:
     return (
         pa.ArrowException,
         msgspec.MsgspecError,
-        ValueError,  # Of texts that are not UTF-8, too.
+        ValueError,  # Also for texts that are not UTF-8.
         TypeError,
         KeyError,
         OSError,
@@ -291,14 +291,14 @@ def _array(values: list[Any]) -> Any:
     nested = pa.types.is_list(array.type)
     if (array.type.value_type if nested else array.type) == pa.float64():
         floats = (array.flatten() if nested else array).to_numpy(zero_copy_only=False)
-        # Whole numbers among floats are exact but for 2^53, which is no id as a float.
+        # Whole numbers among floats are exact below 2^53, and floats from 2^53 on are not ids.
         if (np.abs(floats) >= _EXACT).any() and int in _kinds(values, nested):
             return None
     return array
 
 
 def _kinds(values: list[Any], nested: bool) -> set[type]:
-    """Returns the types of values, or of the entries of lists, without that of None."""
+    """Returns the types of values, or of the entries of lists, except None."""
     if nested:
         if not {type(value) for value in values} <= {list, type(None)}:
             return {list, object}
@@ -307,7 +307,7 @@ def _kinds(values: list[Any], nested: bool) -> set[type]:
 
 
 def _types(value: Any) -> Any:
-    """Returns a key that values have in common if Arrow has a type for all of them."""
+    """Returns a key that is equal for values that fit one Arrow type."""
     if type(value) is list:
         return frozenset(map(_type, value)) - {type(None)}
     return _type(value)
@@ -321,7 +321,7 @@ def _type(value: Any) -> Any:
 
 
 def _taken(values: list[Any], positions: list[int]) -> Any:
-    """Returns some of the values: as an array if Arrow has a type for them, else as a list."""
+    """Returns the values at `positions`: as an array if Arrow has a type for them, else as a list."""
     taken = [values[position] for position in positions]
     array = _array(taken)
     return taken if array is None else array

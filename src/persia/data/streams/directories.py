@@ -1,4 +1,4 @@
-"""Reads the Parquet files of a directory that grows."""
+"""Reads the Parquet files of a growing directory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOG = get_logger("persia.data")
 
 SUFFIXES = (".parquet", ".pq")
 STOP_SECONDS = 0.1
-"""Interval of asking whether to stop, while no file comes."""
+"""Interval of checking whether to stop while waiting for a file."""
 
 
 @with_options(ColumnOptions)
@@ -44,28 +44,28 @@ def growing(
     late: Literal["error", "skip"] = "error",
     **columns: Unpack[ColumnOptions],
 ) -> DirectoryReader:
-    """Reads the Parquet files of a directory in the order of their paths, then those that come later.
+    """Reads the Parquet files of a directory in the order of their paths, then files that are added later.
 
-    A batch is a range of rows of one file. It is recorded before it is handed out, so it can be read again exactly.
-    The file and the row are part of the trainer's checkpoints: a resumed run, and the next call of `fit`, go on there,
-    also where older files have been removed.
+    A batch is a range of rows of one file. It is recorded before it is returned, so it can be read again exactly. The
+    file and the row are part of the trainer's checkpoints: a resumed run, and the next call of `fit`, continue there,
+    even if older files have been removed.
 
-    New files must come later in the order, as hourly partitions `day=2024-05-01/hour=07/...` do. A file counts when it
-    is there under a name that does not begin with `.` or `_`, so write it elsewhere and rename it, as Spark does; or
-    wait for a marker with `success`. Object stores show whole files only.
+    New files must come later in the order, as hourly partitions `day=2024-05-01/hour=07/...` do. A file is read as soon
+    as it exists under a name that does not begin with `.` or `_`, so write it elsewhere and rename it, as Spark does;
+    or wait for a marker with `success`. Object stores list complete files only.
 
-    While nothing comes, reading waits; `Trainer.stop` and signals end that.
+    Reading waits for new files until `Trainer.stop` or a signal ends it.
 
     Args:
         directory: a path, or any URL that fsspec supports: `s3://`, `gs://`, `az://`, `hdfs://`, `webhdfs://`.
         schema: columns to read. A column may also be a hive key, a part `key=value` of the path.
-        batch_size: samples per batch at most. The last batch of a file may have fewer.
-        success: name of a file that marks the directory of a partition as complete, such as "_SUCCESS"; files of other
-            directories do not count yet, and neither does what comes after them in the order.
+        batch_size: maximum samples per batch. The last batch of a file may have fewer.
+        success: name of a file that marks the directory of a partition as complete, such as "_SUCCESS". Files of
+            incomplete directories, and all files after them in the order, are not read yet.
         poll_seconds: interval of listing the directory.
-        until: None for a stream without an end; "now" for what is there when reading begins.
-        late: for a file that has come in an earlier place than one that has begun to be read, "error" raises, and
-            "skip" leaves it out, and counts it.
+        until: None for a stream without an end; "now" for the files that exist when reading begins.
+        late: for a file that precedes, in the order, a file whose reading has begun: "error" raises, "skip" skips and
+            counts the file.
         **columns: see `ColumnOptions`.
 
     Raises:
@@ -105,12 +105,12 @@ class RowRange(NamedTuple):
 
 
 class _FileRecord(BatchRecord[RowRange]):
-    """The rows of the batches of a directory, and which files have been read.
+    """The rows of the batches of a directory, and the files that have been read.
 
     Args:
-        directory: its path.
+        directory: path of the directory.
         number: number of the first batch.
-        offsets: row at which it begins, by file. All files before the last of these have been read.
+        offsets: row at which the batch begins, by file. All files before the last of these have been read.
     """
 
     def __init__(self, directory: str, number: int, offsets: Offsets) -> None:
@@ -122,25 +122,25 @@ class _FileRecord(BatchRecord[RowRange]):
         """Files up to here may have been read before this record."""
         self.newest = path
         self.met: set[str] = set()
-        """Files that have been opened or left out here."""
+        """Files that have been opened or skipped since this record began."""
         self.end = (path, row)
-        """File and row behind the last batch."""
+        """File and row at which the last batch ends."""
 
-    def add(self, found: RowRange) -> None:
+    def add(self, rows: RowRange) -> None:
         """Records the rows of the next batch."""
-        self.end = (found.path, found.end)
-        self.append(found, self._position(*self.end))
+        self.end = (rows.path, rows.end)
+        self.append(rows, self._position(*self.end))
 
     def _position(self, path: str, row: int) -> Offsets:
         return {f"{self._directory}/{path}": {0: row}} if path else {}
 
 
 class DirectoryReader(LocalStream[_FileRecord]):
-    """A `Reader` of a directory that grows, and a `persia.services.Stream`. Picklable; its record is not pickled.
+    """A `Reader` of a growing directory, and a `persia.services.Stream`. Picklable; its record is not pickled.
 
     Args:
-        conversion: makes batches of rows.
-        batch_size: samples per batch at most.
+        conversion: converts rows to batches.
+        batch_size: maximum samples per batch.
         options: arguments of `growing`.
     """
 
@@ -166,7 +166,7 @@ class DirectoryReader(LocalStream[_FileRecord]):
         return self._conversion.input_rules
 
     def commit(self, offsets: Offsets) -> None:
-        """No-op: a directory has no monitors."""
+        """No-op: a directory has no lag monitors."""
 
     def observe(self) -> list[Metric]:
         """Returns rows and batches read, and late files. Thread-safe."""
@@ -180,10 +180,10 @@ class DirectoryReader(LocalStream[_FileRecord]):
 
     def _read(self, record: _FileRecord, number: int, stopping: Callable[[], bool]) -> Iterator[Batch]:
         files: dict[str, File] = {}
-        while (found := record.find(number)) is not None:
+        while (recorded := record.find(number)) is not None:
             files = files or self._listed()
             number += 1
-            yield self._counted(self._read_again(files, found))
+            yield self._counted(self._read_again(files, recorded))
         bounds = self._complete() if self._options.until is not None else None
         for path, file in self._files(record, bounds, stopping):
             at, row = record.end
@@ -196,7 +196,7 @@ class DirectoryReader(LocalStream[_FileRecord]):
     def _files(
         self, record: _FileRecord, bounds: dict[str, File] | None, stopping: Callable[[], bool]
     ) -> Iterator[tuple[str, File]]:
-        """Yields the files in order, from that of the record on; waits for more unless there are bounds."""
+        """Yields the files in order, from the last file of the record on; waits for more unless there are bounds."""
         while not stopping():
             files = self._complete() if bounds is None else bounds
             path = self._next(record, files)
@@ -213,7 +213,7 @@ class DirectoryReader(LocalStream[_FileRecord]):
         raise Stopped
 
     def _next(self, record: _FileRecord, files: Iterable[str]) -> str | None:
-        """Returns the first file that has not been read; checks that none has come in an earlier place."""
+        """Returns the first file that has not been read; refuses new files that precede a read one."""
         for path in files:
             if path in record.met or path < record.origin:
                 continue
@@ -226,11 +226,14 @@ class DirectoryReader(LocalStream[_FileRecord]):
         place = f"{self._options.path}/{path}"
         if self._options.late == "error":
             raise DataError(
-                f"{place} has come after {record.newest}, which is behind it in the order of paths and has begun to be "
-                'read. Write new files behind all others; late="skip" leaves such files out.',
+                f"{place} was added after reading of {record.newest} began, which it precedes in the order of paths. "
+                'Write new files after all others; late="skip" skips late files.',
                 path=place,
             )
-        LOG.warning("%s is left out: %s, which is behind it in the order of paths, came first.", place, record.newest)
+        LOG.warning(
+            "%s is skipped: it was added after reading of %s began, which it precedes in the order of paths.",
+            place, record.newest,
+        )  # fmt: skip
         self._late += 1
         record.met.add(path)
 
@@ -243,14 +246,14 @@ class DirectoryReader(LocalStream[_FileRecord]):
         if success is None:
             return files
         complete = {path.rpartition("/")[0] for path in files if path.rpartition("/")[2] == success}
-        found: dict[str, File] = {}
+        counted: dict[str, File] = {}
         for path, file in files.items():
             folder, _, name = path.rpartition("/")
             if folder not in complete:
-                break  # What follows would be read before what is still to come here.
+                break  # Later files would be read before the files that this directory still lacks.
             if name != success:
-                found[path] = file
-        return found
+                counted[path] = file
+        return counted
 
     def _rows_of(self, file: File, begin: int) -> Iterator[Batch]:
         """Yields the rows of a file from row `begin` on as batches."""
@@ -258,14 +261,14 @@ class DirectoryReader(LocalStream[_FileRecord]):
         if source.count() > begin:
             yield from map(canonical, cut(source.chunks(begin), self.batch_size))
 
-    def _read_again(self, files: Mapping[str, File], found: RowRange) -> Batch:
+    def _read_again(self, files: Mapping[str, File], recorded: RowRange) -> Batch:
         """Reads a recorded batch."""
-        path, begin, end = found
+        path, begin, end = recorded
         source = ParquetSource((files[path],), self._conversion) if path in files else None
         if source is None or source.count() < end:
             raise DataError(
-                f"{self._options.path}/{path} does not have rows {begin} to {end} any more, which have been read from "
-                "it and are needed again. Keep files until a checkpoint has them, and do not change them.",
+                f"{self._options.path}/{path} no longer has rows {begin} to {end}, which were read from it and are "
+                "needed again. Keep files until a checkpoint covers them, and do not change them.",
                 path=f"{self._options.path}/{path}",
             )
         return canonical(next(cut(source.chunks(begin), end - begin)))

@@ -1,4 +1,4 @@
-"""Events with a key and a time, as `join` reads them: of Kafka, or of batches in memory."""
+"""Events with a key and a time, as `join` reads them from Kafka or from memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class KeyedEvents(NamedTuple):
     """Events in the order of one partition.
 
     Attributes:
-        keys: uint64 `[n]`, by which events of two streams belong together.
+        keys: uint64 `[n]`, the key that joins events of two streams.
         times: int64 `[n]`, milliseconds since 1970.
         batch: rows of the events, `n` samples; None if only keys and times are needed.
-        keyed: bool `[n]`, whether an event has a key; None if all have.
+        keyed: bool `[n]`, whether an event has a key; None if all have one.
     """
 
     keys: Ids
@@ -33,21 +33,21 @@ class KeyedEvents(NamedTuple):
 
 
 class NewEvents(NamedTuple):
-    """Events that have just been read, and their messages."""
+    """Events that have just been read, and the offsets of their messages."""
 
     range: OffsetRange
     events: KeyedEvents
 
 
 class Progress(NamedTuple):
-    """How far the partitions of a stream are read.
+    """Progress of reading the partitions of a stream.
 
     Attributes:
-        complete: time before which no event is expected any more, in milliseconds; None if no partition has more to
-            read at present.
-        newest: latest time of an event; None before the first one.
-        unknown: whether a partition has events to be read, and none of them has been.
-        over: whether all is read of a stream with an end.
+        complete: time in milliseconds before which no more events are expected; None if no partition has more to read
+            at present.
+        newest: latest time of an event; None before the first event.
+        unknown: whether a partition has events of which none has been read.
+        over: whether the end of a bounded stream has been reached.
     """
 
     complete: int | None
@@ -59,17 +59,17 @@ class Progress(NamedTuple):
 class EventShare(Protocol):
     """Reads the events of a stream. For one thread."""
 
-    def read(self, found: OffsetRange) -> KeyedEvents:
+    def read(self, offsets: OffsetRange) -> KeyedEvents:
         """Reads events again. Blocks."""
 
     def poll(self) -> NewEvents | None:
-        """Reads on; None if there are no events yet. Blocks for a short time only."""
+        """Reads the next events; None if there are none yet. Blocks only briefly."""
 
     def positions(self) -> list[PartitionBounds]:
-        """Returns where each partition will be read on."""
+        """Returns the next position of each partition."""
 
     def progress(self) -> Progress:
-        """Returns how far the partitions are read."""
+        """Returns the progress of the partitions."""
 
     def close(self) -> None:
         """Closes connections."""
@@ -87,15 +87,20 @@ class EventStream(Protocol):
         """The schema of the rows."""
 
     def open_events(
-        self, on: str, rows: bool, positions: list[PartitionBounds], begun: Offsets, stopping: Callable[[], bool]
+        self,
+        on: str,
+        rows: bool,
+        positions: list[PartitionBounds],
+        earlier: Offsets,
+        stopping: Callable[[], bool],
     ) -> EventShare:
         """Opens the stream.
 
         Args:
             on: column with the key.
-            rows: whether events need their rows. Those that do not are clicks, of which late ones are kept, too.
-            positions: where partitions are read on, and where they end, if they have been read.
-            begun: offsets of partitions in an earlier run.
+            rows: whether events need their rows. Clicks do not, and late clicks are not dropped.
+            positions: next position and end of each partition that has been read.
+            earlier: offsets of partitions in an earlier run.
             stopping: polled while waiting; once true, calls raise `Stopped`.
         """
 
@@ -107,17 +112,17 @@ class EventStream(Protocol):
 
 
 class EventBatches:
-    """Events in memory as a stream of one partition, with an end: for tests, and data of other systems.
+    """Events in memory as a bounded stream of one partition: for tests, and data of other systems.
 
     Args:
         name: name of the stream.
-        events: in any order of their times. Their rows are needed for the first stream of a `join` only.
-        schema: of their rows.
-        batch_size: samples of a joined batch.
-        allowed_lateness: milliseconds by which an event may be older than the newest before it.
+        events: events in any order of their times. Only the first stream of a `join` needs their rows.
+        schema: schema of the rows.
+        batch_size: samples per joined batch.
+        allowed_lateness: milliseconds by which an event may be older than the newest event before it.
 
     Raises:
-        ConfigError: arrays of an item have different lengths.
+        ConfigError: the arrays of an item have different lengths.
     """
 
     def __init__(
@@ -131,7 +136,9 @@ class EventBatches:
         for number, (keys, times, batch, _) in enumerate(events):
             lengths = {len(keys), len(times), *([len(batch)] if batch is not None else [])}
             if len(lengths) > 1:
-                raise ConfigError(f"events[{number}] has arrays of lengths {sorted(lengths)}.", field="events")
+                raise ConfigError(
+                    f"events[{number}] has arrays of lengths {sorted(lengths)}; all must have the same.", field="events"
+                )
         self.topics = (name,)
         self.batch_size = batch_size
         self._events = list(events)
@@ -144,15 +151,20 @@ class EventBatches:
         return self._schema
 
     def open_events(
-        self, on: str, rows: bool, positions: list[PartitionBounds], begun: Offsets, stopping: Callable[[], bool]
+        self,
+        on: str,
+        rows: bool,
+        positions: list[PartitionBounds],
+        earlier: Offsets,
+        stopping: Callable[[], bool],
     ) -> EventShare:
         """Opens the stream; see `EventStream`."""
         partition = Partition(self.topics[0], 0)
-        at = next((bounds.begin for bounds in positions), begun.get(self.topics[0], {}).get(0, 0))
+        at = next((bounds.begin for bounds in positions), earlier.get(self.topics[0], {}).get(0, 0))
         return _MemoryShare(partition, self._events, at, self._lateness)
 
     def commit(self, offsets: Offsets) -> None:
-        """No-op: it has no monitors."""
+        """No-op: there are no lag monitors."""
 
     def observe(self) -> list[Metric]:
         """Returns no metrics."""
@@ -169,9 +181,9 @@ class _MemoryShare:
         self._lateness = lateness
         self._newest = max((int(e.times.max()) for e in events[:at] if len(e.times)), default=None)
 
-    def read(self, found: OffsetRange) -> KeyedEvents:
+    def read(self, offsets: OffsetRange) -> KeyedEvents:
         """See `EventShare`."""
-        items = self._events[found.begin : found.end]
+        items = self._events[offsets.begin : offsets.end]
         batches = [item.batch for item in items if item.batch is not None]
         keyed = [np.ones(len(item.keys), bool) if item.keyed is None else item.keyed for item in items]
         return KeyedEvents(
@@ -185,13 +197,13 @@ class _MemoryShare:
         """See `EventShare`."""
         if self._at >= len(self._events):
             return None
-        found = OffsetRange(self._partition, self._at, self._at + 1)
+        offsets = OffsetRange(self._partition, self._at, self._at + 1)
         events = self._events[self._at]
         self._at += 1
         if len(events.times):
             newest = int(events.times.max())
             self._newest = newest if self._newest is None else max(self._newest, newest)
-        return NewEvents(found, events)
+        return NewEvents(offsets, events)
 
     def positions(self) -> list[PartitionBounds]:
         """See `EventShare`."""

@@ -1,4 +1,4 @@
-"""Joins two streams by key: impressions, and the clicks that follow them."""
+"""Joins two streams by key: impressions and clicks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from persia.types import OffsetRange, Offsets, Partition, PartitionBounds
 __all__ = ["JoinedStream", "join"]
 
 FROM = "@join_from"
-"""Follows a topic in `Offsets`: where messages begin that a resumed join reads again."""
+"""Suffix of a topic in `Offsets`: offsets of the first messages that a resumed join reads again."""
 
 NEWEST = "@join_newest"
-"""Likewise: the latest event time before these messages, in milliseconds."""
+"""Suffix of a topic in `Offsets`: latest event times before these messages, in milliseconds."""
 
 TIME = "@join_time"
-"""Follows the first topic of the impressions in `Offsets`: the time up to which windows have ended."""
+"""Suffix of the first topic of the impressions in `Offsets`: the time up to which windows have ended."""
 
 OF_CLICKS = {
     "stream_lag": "stream_lag",
@@ -39,7 +39,7 @@ OF_CLICKS = {
     "stream_poison": "join_clicks_poison",
     "stream_too_large": "join_clicks_too_large",
 }
-"""Names of the metrics of the clicks that are exported, by the name in their stream. Lag has the topic as a label."""
+"""Exported names of metrics of the clicks, by name in their stream. Lag has the topic as a label."""
 
 
 def join(
@@ -53,31 +53,32 @@ def join(
     limit: int = 1_000_000,
     flush: bool = False,
 ) -> JoinedStream:
-    """Joins impressions and clicks by key, for labels that come later than what they belong to.
+    """Joins impressions and clicks by key, for labels that arrive later than their samples.
 
-    An impression with a click within `window` after it becomes a positive sample, any other a negative one, once
-    its window has ended by the event times of both streams. The result depends on the two streams only, as long as no
-    event is later than its stream's `allowed_lateness`. Clicks that come after their impression was
-    emitted as a negative are corrections, or dropped; all are counted. A click counts for every impression of its key
-    whose window it is in.
+    An impression becomes a sample once its window has ended by the event times of both streams: a positive sample if a
+    click came within `window` after it, else a negative one. The result depends only on the two streams, as long as no
+    event is later than its stream's `allowed_lateness`. Clicks that come after their impression was emitted as a
+    negative are corrections, or dropped; both are counted. A click counts for every impression of its key whose window
+    contains it.
 
-    A partition without new messages for `linger` seconds delays no other. Offsets of both streams are part of
+    A partition without new messages for `linger` seconds does not delay others. Offsets of both streams are part of
     checkpoints: a resumed run reads the open impressions and their clicks again, repeats nothing and loses nothing.
 
     Args:
         impressions: stream with the samples, such as `kafka(..., event_time="time", fill={"click": 0})`. Its own `late`
-            tells what becomes of late impressions.
+            applies to late impressions.
         clicks: stream with the clicks; only their keys and times are read. Its own `late` has no effect: late clicks
             are read.
-        on: column of both with the key: numbers or texts. Impressions without a key are negatives, clicks are dropped.
+        on: key column of both streams: numbers or texts. Impressions without a key are negatives; clicks without a key
+            are dropped.
         window: seconds after an impression in which a click counts.
-        late: "correct" makes one more sample, with label 1, of an impression whose click is late by at most another
-            `window`; the negative that was trained is not taken back. "drop" leaves such clicks out.
-        label: label that tells whether there was a click; it may be left out if the schema has one label.
-        limit: maximum number of open impressions, and of clicks. Of more, the oldest impressions are emitted early, and
-            the oldest clicks dropped.
-        flush: whether impressions whose windows are open at the end of bounded streams are emitted. If not, the next
-            run has them.
+        late: "correct" emits an impression again, with label 1, if its click is late by at most another `window`; the
+            trained negative is not undone. "drop" drops such clicks.
+        label: label that says whether there was a click; may be omitted if the schema has only one label.
+        limit: maximum number of open impressions, and of clicks. Beyond it, the oldest impressions are emitted early,
+            and the oldest clicks dropped.
+        flush: whether to emit impressions whose windows are open at the end of bounded streams. If False, the next run
+            emits them.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -89,7 +90,7 @@ def join(
                 field=name,
             )
     if set(impressions.topics) & set(clicks.topics):
-        raise ConfigError("impressions and clicks have a topic in common; give each its own.", field="clicks")
+        raise ConfigError("impressions and clicks have a topic in common; give them different topics.", field="clicks")
     check_number("window", window, 0, open_low=True)
     check_integer("limit", limit, 1)
     if late not in ("correct", "drop"):
@@ -121,7 +122,7 @@ class _Recorded(NamedTuple):
 
 
 class _JoinRecord(BatchRecord[_Recorded]):
-    """The batches of a join, and where the partitions of bounded streams end."""
+    """The batches of a join, and the ends of the partitions of bounded streams."""
 
     def __init__(self, number: int, offsets: Offsets) -> None:
         super().__init__("joined stream", number, offsets)
@@ -132,9 +133,9 @@ class JoinedStream(LocalStream[_JoinRecord]):
     """The stream that `join` returns: a `persia.services.Stream`, for a single NN worker in its own process.
 
     Args:
-        impressions: see `join`.
-        clicks: likewise.
-        options: the other arguments.
+        impressions: stream with the samples.
+        clicks: stream with the clicks.
+        options: the other arguments of `join`.
     """
 
     def __init__(self, impressions: EventStream, clicks: EventStream, options: _Options) -> None:
@@ -176,10 +177,9 @@ class JoinedStream(LocalStream[_JoinRecord]):
     def statistics(self) -> dict[str, int]:
         """Returns the counts of the join. Thread-safe.
 
-        `positives` and `negatives` are impressions, `corrections` impressions that were emitted once more,
-        `late_clicks` those found by a click after they had been emitted, corrections or not, `unmatched_clicks` clicks
-        without an impression, and `open` impressions whose windows have not ended. Batches that are read again count
-        again.
+        `positives` and `negatives` are impressions, `corrections` impressions that were emitted again, `late_clicks`
+        impressions that a click matched after they were emitted (corrected or not), `unmatched_clicks` clicks without
+        an impression, and `open` impressions whose windows have not ended. Batches that are read again count again.
         """
         with self._lock:
             return dict(self._counts)
@@ -211,7 +211,7 @@ class JoinedStream(LocalStream[_JoinRecord]):
 
 
 class _Join:
-    """Reads both streams from a batch on, with the buffer as it was there. For one thread."""
+    """Reads both streams from a batch on, with the buffer restored to its state there. For one thread."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class _Join:
         self._consumed: dict[Partition, int] = partitions_of(begin)
         self._newest: dict[Partition, int | None] = {**partitions_of(begin, EVENT_TIME)}
         self._chunks: dict[Partition, list[tuple[int, int | None]]] = {}
-        """Of each partition, the first offsets of messages that were read together, and the newest time before them."""
+        """For each partition, the first offsets of messages read together, and the newest time before them."""
         self._pending: list[tuple[bool, OffsetRange]] = []
         self._turn = True
         self._sides: dict[bool, EventShare] = {}
@@ -261,8 +261,8 @@ class _Join:
         """Returns a batch: the recorded one, or a new one, which is recorded; None at the end."""
         recorded = self._record.find(number)
         if recorded is not None:
-            for side, found in recorded.ranges:
-                self._add(side, found, self._sides[side].read(found))
+            for side, offsets in recorded.ranges:
+                self._add(side, offsets, self._sides[side].read(offsets))
             self._pending.clear()
             return self._emitted(recorded.time)
         while True:
@@ -288,11 +288,11 @@ class _Join:
 
     def _emitted(self, time: int) -> Emitted:
         emitted = self.buffer.emit(time, self._options.corrects)
-        assert emitted is not None  # `time_to_emit` has found some.
+        assert emitted is not None  # `time_to_emit` returned a time with samples.
         return emitted
 
     def _read(self) -> None:
-        """Reads from one stream, then from the other; from the one that is behind as long as both have messages."""
+        """Reads from the stream that is behind while both have messages, else from both in turn."""
         progress = {side: share.progress() for side, share in self._sides.items()}
         side = _behind(progress[True].newest, progress[False].newest)
         if side is None or progress[side].complete is None:
@@ -307,28 +307,28 @@ class _Join:
     def _complete(self) -> tuple[int | None, bool]:
         """Returns the time before which no event is expected, and whether both streams are over."""
         progress = [share.progress() for share in self._sides.values()]
-        over = all(one.over for one in progress)
-        if any(one.unknown for one in progress):
+        over = all(each.over for each in progress)
+        if any(each.unknown for each in progress):
             return None, over
-        least = [one.complete for one in progress if one.complete is not None]
-        if least:
-            return min(least), over
-        # All partitions are read to their ends: what is not there is not expected.
-        return max((one.newest for one in progress if one.newest is not None), default=None), over
+        complete_times = [each.complete for each in progress if each.complete is not None]
+        if complete_times:
+            return min(complete_times), over
+        # All partitions are read to their ends, so no older events are expected.
+        return max((each.newest for each in progress if each.newest is not None), default=None), over
 
-    def _add(self, side: bool, found: OffsetRange, events: KeyedEvents) -> None:
-        partition = found.partition
-        self._chunks.setdefault(partition, []).append((found.begin, found.newest))
-        self._consumed[partition] = found.end
-        if found.newest_after is not None:
-            self._newest[partition] = found.newest_after
-        self._pending.append((side, found))
-        self.buffer.add(side, self._code(partition), found.begin, events)
+    def _add(self, side: bool, offsets: OffsetRange, events: KeyedEvents) -> None:
+        partition = offsets.partition
+        self._chunks.setdefault(partition, []).append((offsets.begin, offsets.newest))
+        self._consumed[partition] = offsets.end
+        if offsets.newest_after is not None:
+            self._newest[partition] = offsets.newest_after
+        self._pending.append((side, offsets))
+        self.buffer.add(side, self._code(partition), offsets.begin, events)
 
     # --- position -----------------------------------------------------------------------------------------------
 
     def _position(self) -> Offsets:
-        """Returns the position after what has been emitted."""
+        """Returns the position after the last emitted batch."""
         begins = self.buffer.begins()
         position: Offsets = {}
         assert self.buffer.time is not None
@@ -350,14 +350,14 @@ class _Join:
         return position
 
     def _restore(self, position: Offsets, impressions: tuple[str, ...]) -> None:
-        """Reads the events again that the buffer had at a position."""
+        """Reads the events that the buffer had at a position again."""
         newest = partitions_of(position, NEWEST)
         for partition, begin in partitions_of(position, FROM).items():
             side = partition.topic in impressions
             end = self._consumed[partition]
-            found = OffsetRange(partition, begin, end, newest.get(partition), self._newest.get(partition))
+            offsets = OffsetRange(partition, begin, end, newest.get(partition), self._newest.get(partition))
             self._chunks[partition] = [(begin, newest.get(partition))]
-            self.buffer.restore(side, self._code(partition), begin, self._sides[side].read(found))
+            self.buffer.restore(side, self._code(partition), begin, self._sides[side].read(offsets))
         self.buffer.restored()
 
     def _code(self, partition: Partition) -> int:
@@ -366,7 +366,7 @@ class _Join:
 
 
 def _behind(impressions: int | None, clicks: int | None) -> bool | None:
-    """Returns the stream whose newest event is older: True for the impressions; None if one has none."""
+    """Returns the stream whose newest event is older (True for the impressions); None if a stream has no events."""
     if impressions is None or clicks is None:
         return None
     return impressions <= clicks

@@ -56,47 +56,47 @@ def kafka(
     config: Mapping[str, Any] | None = None,
     **columns: Unpack[ColumnOptions],
 ) -> KafkaReader:
-    """Reads topics of Kafka, as they grow or up to where they are now.
+    """Reads topics of Kafka as they grow, or up to their current end.
 
-    A batch is a range of offsets of one partition. It is recorded before it is handed out, so it can be read again
+    A batch is a range of offsets of one partition. It is recorded before it is returned, so it can be read again
     exactly. The position of each partition is part of the trainer's checkpoints: a resumed run, and the next call of
-    `fit`, go on there. The group of the broker decides nothing.
+    `fit`, continue there. Offsets committed to the broker's consumer group are ignored.
 
-    A partition with a whole batch is read at once, the one with the earliest message first; others wait for `linger`.
-    Idle partitions hold nobody up. While nothing comes, reading waits; `Trainer.stop` and signals end that.
+    A partition with a full batch is read immediately, the partition with the earliest message first; others wait for
+    `linger`. Idle partitions do not delay others. Reading waits for messages until `Trainer.stop` or a signal ends it.
 
     `kafka.timestamp` is a column with the time of a message in milliseconds, for `day`, `rename` and `labels`.
 
     Args:
-        topics: topic, or several that have the same columns.
+        topics: one topic, or several with the same columns.
         schema: columns to read.
-        batch_size: samples per batch at most. A message with more rows is a batch by itself.
+        batch_size: maximum samples per batch. A message with more rows is a batch by itself.
         bootstrap: addresses of some brokers, `host:port,host:port`.
         values: content of a message: "json" or "msgpack" for one row as an object or map by column, "arrow" for any
             number of rows as an Arrow IPC stream, which is many times as fast.
-        start: where partitions begin that have no position yet. Partitions that are added later begin at their first
+        start: start of partitions that have no position yet. Partitions that are added later begin at their first
             message.
-        until: None for a stream without an end; "now" for what there is when reading begins; or a time in the past.
-            It bounds the offsets of each partition by the time of messages.
+        until: None for a stream without an end; "now" for the messages that exist when reading begins; or a time in
+            the past. It bounds the offsets of each partition by the time of messages.
         linger: seconds that a message waits for others of its partition to fill a batch.
-        poison: for a message that cannot be converted, "error" raises, and "skip" counts it and goes on.
-        dead_letters: topic that gets skipped messages, with headers that tell where they are from and what is wrong. A
-            message may be written there again if its batch is read again.
+        poison: for a message that cannot be converted, "error" raises, and "skip" counts the message and continues.
+        dead_letters: topic for skipped messages, with headers that name their origin and the problem. A message may be
+            written there again if its batch is read again.
         group: consumer group to commit offsets to, once a checkpoint with them is complete; for lag monitors only.
-        timeout: seconds for which brokers may be out of reach; then reading fails.
+        timeout: seconds for which brokers may be out of reach before reading fails.
         event_time: column with the time of the event: timestamps, or numbers since 1970. For lateness, and for `join`.
-        event_time_unit: unit of numbers in `event_time`; that of `kafka.timestamp` is milliseconds.
-        allowed_lateness: seconds by which an event may be older than the newest one before it in its partition. Older
-            ones are late. None: none is.
-        late: "drop" leaves late rows out, and counts them; "keep" trains them, and counts them.
+        event_time_unit: unit of numbers in `event_time`; the unit of `kafka.timestamp` is always milliseconds.
+        allowed_lateness: seconds by which an event may be older than the newest event before it in its partition. Older
+            events are late. None: no event is late.
+        late: "drop" drops late rows, and "keep" trains them; both count them.
         config: further settings of librdkafka, for example of SASL and TLS.
         **columns: see `ColumnOptions`.
 
     Raises:
         MissingExtraError: confluent-kafka is not installed.
         ConfigError: an argument is invalid.
-        DataError: while iterating: a topic cannot be read, messages have been deleted before they were read, or one
-            cannot be converted. The message names topic, partition and offset.
+        DataError: while iterating: a topic cannot be read, messages were deleted before they were read, or a message
+            cannot be converted. Names topic, partition and offset.
         DeadlineError: while iterating: no broker could be reached for `timeout` seconds.
     """
     names = (topics,) if isinstance(topics, str) else tuple(topics)
@@ -154,8 +154,8 @@ class KafkaReader(LoggedStream):
     """A `Reader` of topics of Kafka, and a `persia.services.SharedStream`. Picklable; its record is not pickled.
 
     Args:
-        conversion: makes batches of rows.
-        batch_size: samples per batch at most.
+        conversion: converts rows to batches.
+        batch_size: maximum samples per batch.
         options: arguments of `kafka`.
     """
 
@@ -186,35 +186,40 @@ class KafkaReader(LoggedStream):
         return KafkaShare(self._options, self.batch_size, converter, self._counts, log, loader, loaders, stopping)
 
     def open_events(
-        self, on: str, rows: bool, positions: list[PartitionBounds], begun: Offsets, stopping: Callable[[], bool]
+        self,
+        on: str,
+        rows: bool,
+        positions: list[PartitionBounds],
+        earlier: Offsets,
+        stopping: Callable[[], bool],
     ) -> KafkaEvents:
         """Opens the stream for a join; see `persia.data.streams.events.EventStream`.
 
         Raises:
-            ConfigError: it has no event time.
+            ConfigError: the stream has no event time.
         """
         options, event_time = self._options, self._options.event_time
         if event_time is None:
             raise ConfigError("A stream that is joined needs event_time, the column with its time.", field="event_time")
-        if not rows:  # Clicks: the join decides what becomes of late ones.
+        if not rows:  # Clicks: the join handles late ones.
             options = dataclasses.replace(options, event_time=event_time._replace(drop=False))
         converter = MessageConverter(self._conversion, options, self._counts, on, rows)
-        log = OffsetLog(0, {topic: begun[topic] for topic in begun if topic.partition("@")[0] in self.topics})
+        log = OffsetLog(0, {topic: earlier[topic] for topic in earlier if topic.partition("@")[0] in self.topics})
         log.assign(positions)
         share = KafkaShare(options, self.batch_size, converter, self._counts, log, 0, 1, stopping)
         return KafkaEvents(share, log)
 
     def commit(self, offsets: Offsets) -> None:
-        """Commits offsets to the group, if there is one; logs a failure."""
+        """Commits offsets to the group, if there is one. Logs failures."""
         options = self._options.broker
-        mine = {topic: offsets[topic] for topic in options.topics if topic in offsets}
-        if options.group is None or not mine:
+        own_offsets = {topic: offsets[topic] for topic in options.topics if topic in offsets}
+        if options.group is None or not own_offsets:
             return
         try:
-            committed(options, mine, COMMIT_SECONDS)
+            committed(options, own_offsets, COMMIT_SECONDS)
         except Exception as error:
             LOG.warning(
-                "Offsets were not committed to group %s of Kafka at %s, so its lag looks larger than it is: %s",
+                "Offsets were not committed to group %s of Kafka at %s, so its lag appears larger than it is: %s",
                 options.group, options.bootstrap, error,
             )  # fmt: skip
 

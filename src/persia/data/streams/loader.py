@@ -1,4 +1,4 @@
-"""The data loader of a stream, and all of them as one (docs/reference/protocol.md, section 13)."""
+"""The data loader of a stream, and a view of all of them as one (docs/reference/protocol.md, section 13)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from persia.batching.batch import Batch
-from persia.data.loader import FRESH_SECONDS, KEPT_ON_DEMAND, Loader
+from persia.data.loader import FRESH_SECONDS, RETAINED_ON_DEMAND, Loader
 from persia.data.streams.recorded import RecordedStream, Stopped
 from persia.errors import DeadlineError
 from persia.membership.data_loaders import DataLoaders
@@ -22,29 +22,29 @@ __all__ = ["StreamLoader", "StreamLoaders"]
 LOG = get_logger("persia.data")
 
 LOOK_AHEAD = 64
-"""Batches whose records are requested at once, when recorded batches are read again."""
+"""Number of records requested in one call when recorded batches are read again."""
 
 LOOKUP_SECONDS = 1.0
-"""Maximum wait of a lookup, before the NN worker looks whether it was asked to stop."""
+"""Maximum wait of a lookup before the NN worker checks whether to stop."""
 
 REPORT_SECONDS = 1.0
-"""Pause after a failure that could not be reported, before reading is tried again."""
+"""Pause before reading is retried, after a failure that could not be reported."""
 
 
 class StreamLoader(Loader):
-    """Reads its partitions of a stream, and records each batch before it hands it out. Thread-safe.
+    """Reads its partitions of a stream, and records each batch before delivering it. Thread-safe.
 
-    The number of a batch is known only once it is recorded; then NN workers ask the data loader of its partition. One
-    that is new, or that has lost the batch, finds it in the record, and reads it again.
+    The number of a batch is known only once it is recorded; NN workers then request it from the data loader of its
+    partition. A data loader that is new, or has lost the batch, looks it up in the record and reads it again.
 
     Args:
         source: the stream. It is not shared with other data loaders of this process.
         log: the record, at the coordinator.
         schema: schema that the batches must match.
         workers: the embedding workers.
-        accumulation_steps: see `Loader`, as are the others.
-        timeout: likewise.
-        fresh: likewise.
+        accumulation_steps: see `Loader`.
+        timeout: see `Loader`.
+        fresh: see `Loader`.
     """
 
     def __init__(
@@ -63,32 +63,32 @@ class StreamLoader(Loader):
         self._schema = schema
         self._share: StreamShare | None = None
         self._share_of: tuple[int, ...] = ()
-        """Identity of the reading that the open share is for."""
+        """Identity of the reading to which the open share belongs."""
         self._ranges: dict[int, OffsetRange] = {}
-        """Of the batches that are kept."""
+        """Ranges of the retained batches."""
         self._recorded: dict[int, OffsetRange] = {}
-        """Of batches of this loader's partitions that follow one that was read again."""
+        """Ranges of batches of this loader's partitions that follow a batch that was read again."""
         self._again: set[int] = set()
-        """Numbers of kept batches that were read again."""
+        """Numbers of retained batches that were read again."""
         self._failed: Feed | None = None
         """The feed in which new batches cannot be read."""
 
     def observe(self) -> list[Metric]:
-        """Returns the metrics of the stream, as far as this data loader reads it."""
+        """Returns the metrics of this data loader's part of the stream."""
         return self._stream.observe()
 
     # --- which batches; under the lock ----------------------------------------------------------------------------
 
-    def _is_mine(self, feed: Feed, number: int) -> bool:
+    def _reads_ahead(self, feed: Feed, number: int) -> bool:
         return number in self._ranges and loader_of(self._ranges[number].partition, feed.loaders) == feed.loader
 
     def _reads(self, feed: Feed, number: int) -> bool:
         return True  # Every batch is in the record.
 
-    def _pass(self, rank: int, number: int) -> None:
-        super()._pass(rank, number)
-        # Those that were taken elsewhere, while the number of data loaders changed.
-        for gone in [n for n in self._entries if n < number - KEPT_ON_DEMAND]:
+    def _forget_passed(self, rank: int, number: int) -> None:
+        super()._forget_passed(rank, number)
+        # Batches that were taken elsewhere while the number of data loaders changed.
+        for gone in [n for n in self._entries if n < number - RETAINED_ON_DEMAND]:
             self._forget(gone)
 
     def _forget(self, number: int) -> None:
@@ -103,7 +103,7 @@ class StreamLoader(Loader):
     def _next_reading(self, feed: Feed) -> Callable[[], None] | None:
         missing = min((number for number in self._waiting if number not in self._entries), default=None)
         if missing is None:
-            # Batches that were read again ahead may have been taken before, so new ones do not wait for them.
+            # Batches that were read again ahead may already have been taken, so new batches do not wait for them.
             untaken = [number for number, entry in self._entries.items() if not entry.taken]
             new = sum(number not in self._again for number in untaken)
             capacity = feed.ahead * feed.nn_workers
@@ -123,12 +123,12 @@ class StreamLoader(Loader):
 
     def _read_again(self, feed: Feed, number: int) -> None:
         try:
-            found = self._recorded.pop(number, None) or self._find(feed, number)
+            offsets = self._recorded.pop(number, None) or self._find(feed, number)
             with self.tracer.span("read"):
-                batch = self._checked(self._opened(feed).read(found))
+                batch = self._checked(self._open_share(feed).read(offsets))
             with self._changed:
                 self._again.add(number)
-            self._keep(feed, number, found, batch)
+            self._retain(feed, number, offsets, batch)
         except Stopped:
             return
         except Exception as error:
@@ -138,9 +138,9 @@ class StreamLoader(Loader):
     def _read_new(self, feed: Feed) -> None:
         try:
             with self.tracer.span("read"):
-                new = self._opened(feed).poll()
+                new = self._open_share(feed).poll()
             if new is not None:
-                self._keep(feed, new.number, new.range, self._checked(new.batch))
+                self._retain(feed, new.number, new.range, self._checked(new.batch))
         except Stopped:
             return
         except Exception as error:
@@ -148,15 +148,15 @@ class StreamLoader(Loader):
             self._report(feed, error)
 
     def _report(self, feed: Feed, error: Exception) -> None:
-        """Reports that new batches cannot be read, to whoever waits for them; if that fails, reading is tried again."""
+        """Reports to NN workers that new batches cannot be read; if that fails, reading is retried."""
         message = f"Data loader {feed.loader}: {self._named(error).message}"
         with self._changed:
-            if self._feed is not feed:  # Another reading has begun, to which this is nothing.
+            if self._feed is not feed:  # Another reading has begun, which this failure does not concern.
                 return
         try:
             self._log.fail_stream(isinstance(error, DeadlineError), message)
         except Exception as failed:
-            LOG.warning("Cannot report that reading has failed (%s), so it is tried again. %s", failed, message)
+            LOG.warning("Cannot report that reading has failed (%s), so it is retried. %s", failed, message)
             with self._changed:
                 self._changed.wait(REPORT_SECONDS)
             return
@@ -164,37 +164,37 @@ class StreamLoader(Loader):
             self._failed = feed
 
     def _find(self, feed: Feed, number: int) -> OffsetRange:
-        """Returns the range of a recorded batch; notes those that follow, which will be asked for next."""
+        """Returns the range of a recorded batch; notes the ranges that follow, which will be requested next."""
         ranges = self._log.recorded(number, LOOK_AHEAD)
         with self._changed:
             self._recorded = {
-                number + i: found
-                for i, found in enumerate(ranges)
-                if i and loader_of(found.partition, feed.loaders) == feed.loader
+                number + i: offsets
+                for i, offsets in enumerate(ranges)
+                if i and loader_of(offsets.partition, feed.loaders) == feed.loader
             }
         return ranges[0]
 
-    def _keep(self, feed: Feed, number: int, found: OffsetRange, batch: Batch) -> None:
+    def _retain(self, feed: Feed, number: int, offsets: OffsetRange, batch: Batch) -> None:
         with self._changed:
             if self._feed is feed:
-                self._ranges[number] = found
+                self._ranges[number] = offsets
             self._add(feed, number, batch)
 
     def _checked(self, batch: Batch) -> Batch:
         batch.validate(self._schema)
         return batch
 
-    def _opened(self, feed: Feed) -> StreamShare:
-        """Returns the share of this feed, which is opened if it is another one than before."""
-        wanted = _identity(feed)
-        if self._share is None or self._share_of != wanted:
+    def _open_share(self, feed: Feed) -> StreamShare:
+        """Returns the share of this feed; opens it unless it is open."""
+        identity = _identity(feed)
+        if self._share is None or self._share_of != identity:
             self._close()
-            stopping = functools.partial(self._begun_otherwise, wanted)
+            stopping = functools.partial(self._is_outdated, identity)
             self._share = self._stream.share(self._log, feed.loader, feed.loaders, stopping)
-            self._share_of = wanted
+            self._share_of = identity
         return self._share
 
-    def _begun_otherwise(self, share_of: tuple[int, ...]) -> bool:
+    def _is_outdated(self, share_of: tuple[int, ...]) -> bool:
         feed = self._feed
         return feed is None or _identity(feed) != share_of
 
@@ -204,19 +204,19 @@ class StreamLoader(Loader):
             return
         try:
             share.close()
-        except Exception:  # The next one is another connection.
+        except Exception:  # The next share opens its own connection.
             LOG.warning("The connection of data loader %s could not be closed.", self._share_of, exc_info=True)
 
 
 class StreamLoaders:
-    """The data loaders of a stream as one `DataLoader`, which finds batches by the record. Thread-safe.
+    """The data loaders of a stream as one `DataLoader`, which locates batches by the record. Thread-safe.
 
     Args:
         loaders: all data loaders.
-        begin: gives each its share of a feed.
+        begin: gives each data loader its share of a feed.
         stream: the position of this NN worker.
         nn_workers: number of NN workers.
-        timeout: deadline of a call in seconds, retries included; the wait for a batch to be recorded has none.
+        timeout: deadline of a call in seconds, including retries; waiting for a batch to be recorded has no deadline.
     """
 
     def __init__(
@@ -238,18 +238,18 @@ class StreamLoaders:
         self._begin(feed)
 
     def take(self, rank: int, epoch: int, number: int) -> Delivery:
-        """Returns a batch; waits until it is recorded, and with it the step that it is in.
+        """Returns a batch; waits until all batches of its step are recorded.
 
         Args:
-            rank: of this NN worker.
+            rank: rank of this NN worker.
             epoch: number of the pass.
-            number: of the batch.
+            number: number of the batch.
         """
         last = number + self._nn_workers - 1 - rank
         return self._take(rank, epoch, number, last)
 
     def take_on_demand(self, epoch: int, number: int) -> Delivery:
-        """Returns a batch to whichever NN worker has drawn its number; waits until it is recorded."""
+        """Returns a batch to the NN worker that has drawn its number; waits until the batch is recorded."""
         return self._take(0, epoch, number, number)
 
     def awaited(self) -> bool:
@@ -257,11 +257,11 @@ class StreamLoaders:
         return self._stream.log.awaited()
 
     def end(self) -> None:
-        """Ends the reading of all."""
+        """Ends reading in all data loaders."""
         self._loaders.end()
 
     def statistics(self) -> dict[str, int]:
-        """Returns the counters, summed."""
+        """Returns the counters, summed over all data loaders."""
         return self._loaders.statistics()
 
     def _take(self, rank: int, epoch: int, number: int, last: int) -> Delivery:
@@ -275,13 +275,13 @@ class StreamLoaders:
             if stream.stopping():
                 stream.log.close_stream()  # For all NN workers at the same batch.
 
-    def _taken(self, found: OffsetRange, rank: int, epoch: int, number: int) -> Delivery:
+    def _taken(self, offsets: OffsetRange, rank: int, epoch: int, number: int) -> Delivery:
         operation = f"take of batch {number}"
 
         def take(roster: Roster[DataLoader]) -> Delivery:
             if not (loaders := roster.alive()):
                 raise self._loaders.directory.absent(self._timeout, operation)
-            return loaders[loader_of(found.partition, len(loaders))].service.take(rank, epoch, number)
+            return loaders[loader_of(offsets.partition, len(loaders))].service.take(rank, epoch, number)
 
         return self._loaders.directory.call(take, self._timeout)
 

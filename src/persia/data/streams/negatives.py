@@ -1,4 +1,4 @@
-"""`negatives` of a stream: it passes the offsets on, so that a run on it can be resumed and shared."""
+"""`negatives` of a stream: passes the offsets on, so that runs can be resumed, and shared by data loaders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["NegativeStream"]
 
 
 class NegativeStream(LoggedStream):
-    """The stream that `negatives` returns for one. Its draws depend on the seed and a batch's first offset only.
+    """The stream that `negatives` returns for a stream. Draws depend only on the seed and a batch's first offset.
 
     Args:
         stream: the samples.
@@ -66,9 +66,9 @@ class _NegativeShare:
         self._share = share
         self._sampling = sampling
 
-    def read(self, found: OffsetRange) -> Batch:
+    def read(self, offsets: OffsetRange) -> Batch:
         """See `persia.services.StreamShare`."""
-        return self._sampling.added(self._share.read(found), self._generator(found), found.begin)
+        return self._sampling.added(self._share.read(offsets), self._generator(offsets), offsets.begin)
 
     def poll(self) -> NewBatch | None:
         """See `persia.services.StreamShare`."""
@@ -82,7 +82,7 @@ class _NegativeShare:
         """See `persia.services.StreamShare`."""
         self._share.close()
 
-    def _generator(self, found: OffsetRange) -> np.random.Generator:
-        topic, number = found.partition
-        key = (self._sampling.seed, zlib.crc32(topic.encode()), number, found.begin)
+    def _generator(self, offsets: OffsetRange) -> np.random.Generator:
+        topic, number = offsets.partition
+        key = (self._sampling.seed, zlib.crc32(topic.encode()), number, offsets.begin)
         return np.random.Generator(np.random.PCG64(key))

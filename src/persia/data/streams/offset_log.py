@@ -20,13 +20,13 @@ __all__ = ["EVENT_TIME", "OffsetLog", "partitions_of", "unrecorded"]
 E = TypeVar("E")
 
 AWAITED_SECONDS = 5.0
-"""Seconds after a lookup in which its caller is taken to wait on; callers ask again after one second."""
+"""Seconds after a lookup for which its caller counts as waiting; callers repeat a lookup after one second."""
 
 EVENT_TIME = "@event_time"
-"""Follows the name of a topic in `Offsets` where they are event times; no topic has an "@" in its name."""
+"""Suffix of a topic in `Offsets`: event times of its partitions. No topic has an "@" in its name."""
 
 COMPACT = 4096
-"""Forgotten batches after which the file is rewritten."""
+"""Number of forgotten batches after which the file is rewritten."""
 
 LENGTH_BYTES = 4
 
@@ -56,12 +56,12 @@ _Entry: TypeAlias = _Begun | _Assigned | _Ranges | _Exhausted | _Closed
 
 
 class _LogFile(Generic[E]):
-    """Entries in a file, each with its length before it. They survive the process, but not a loss of power.
+    """Entries in a file, each after its length. They survive the process, but not a loss of power.
 
     For one thread at a time.
 
     Args:
-        path: path of the file; None to keep nothing.
+        path: path of the file; None for no file.
         kind: type of an entry.
     """
 
@@ -70,7 +70,7 @@ class _LogFile(Generic[E]):
         self._decoder = msgspec.msgpack.Decoder(kind)
 
     def load(self) -> Iterator[E]:
-        """Yields the entries of the process before. An entry that it did not write to its end is dropped.
+        """Yields the entries of an earlier process. An incomplete last entry is dropped.
 
         Raises:
             PersiaError: the file is damaged.
@@ -88,7 +88,7 @@ class _LogFile(Generic[E]):
                 yield self._decoder.decode(data[at + LENGTH_BYTES : end])
             except msgspec.MsgspecError as error:
                 raise PersiaError(
-                    f"{self._path}: not the record of a stream: {error}. Remove it and resume from a checkpoint.",
+                    f"{self._path} is not the record of a stream: {error}. Remove it and resume from a checkpoint.",
                     path=self._path,
                 ) from error
             at = end
@@ -97,7 +97,7 @@ class _LogFile(Generic[E]):
         """Adds an entry.
 
         Raises:
-            PersiaError: it cannot be written.
+            PersiaError: the entry cannot be written.
         """
         if self._path is not None:
             self._write(self._path, "ab", [entry])
@@ -106,7 +106,7 @@ class _LogFile(Generic[E]):
         """Replaces all entries, atomically.
 
         Raises:
-            PersiaError: they cannot be written.
+            PersiaError: the entries cannot be written.
         """
         if self._path is not None:
             self._write(f"{self._path}.new", "wb", entries)
@@ -130,8 +130,8 @@ class OffsetLog:
 
     Args:
         number: number of the first batch.
-        offsets: offsets at which it begins, by topic and partition.
-        path: file that keeps the record, from which it is restored if it exists; None for no file.
+        offsets: offsets at which the batch begins, by topic and partition.
+        path: file of the record, from which it is restored if the file exists; None for no file.
         clock: clock in seconds.
 
     Raises:
@@ -171,7 +171,7 @@ class OffsetLog:
             self._changed.notify_all()
 
     def assign(self, bounds: list[PartitionBounds]) -> list[PartitionBounds]:
-        """Adds partitions that are not known; returns all; see `persia.services.StreamLog`."""
+        """Adds unknown partitions; returns all partitions; see `persia.services.StreamLog`."""
         with self._changed:
             added = [bound for bound in bounds if bound.partition not in self._ends]
             if added:
@@ -180,20 +180,20 @@ class OffsetLog:
                 PartitionBounds(p, self._next[p], end, self._newest.get(p)) for p, end in sorted(self._ends.items())
             ]
 
-    def record(self, found: OffsetRange) -> int | None:
+    def record(self, offsets: OffsetRange) -> int | None:
         """Records the range of the next batch; see `persia.services.StreamLog`."""
-        partition, begin, end = found[:3]
+        partition, begin, end = offsets[:3]
         with self._changed:
             last = self._last.get(partition)
-            if last is not None and last[1] == found:  # A repetition of the call.
+            if last is not None and last[1] == offsets:  # A repeated call.
                 return last[0]
             if self._closed or self._next.get(partition) != begin or end <= begin:
                 return None
-            self._enter(_Ranges([found]))
+            self._enter(_Ranges([offsets]))
             return self._end - 1
 
     def lookup(self, number: int, last: int, timeout: float) -> RecordedBatch:
-        """Returns what is recorded of a batch; see `persia.services.StreamLog`."""
+        """Returns the record of a batch; see `persia.services.StreamLog`."""
         with self._changed:
             if last >= self._end:
                 self._looked_up = self._clock()
@@ -245,15 +245,15 @@ class OffsetLog:
         with self._changed:
             if number is None:
                 number = self._end
-            if self._over:  # NN workers that take part in a step without a batch count numbers beyond the last one.
+            if self._over:  # NN workers that join a step without a batch count numbers beyond the last one.
                 number = min(number, self._end)
             if not self._first <= number <= self._end:
                 raise self._unknown(number)
             at, newest = dict(self._begins), dict(self._oldest)
-            for found in itertools.islice(self._ranges, number - self._first):
-                at[found.partition] = found.end
-                if found.newest_after is not None:
-                    newest[found.partition] = found.newest_after
+            for recorded in itertools.islice(self._ranges, number - self._first):
+                at[recorded.partition] = recorded.end
+                if recorded.newest_after is not None:
+                    newest[recorded.partition] = recorded.newest_after
         return _offsets(at, newest)
 
     def covered(self, below: int) -> None:
@@ -271,7 +271,7 @@ class OffsetLog:
                 self._file.replace(self._entries())
 
     def awaited(self) -> bool:
-        """Returns whether somebody waits for a batch; see `persia.services.StreamLog`."""
+        """Returns whether an NN worker waits for a batch; see `persia.services.StreamLog`."""
         with self._changed:
             return self._waiting > 0 or self._clock() - self._looked_up < AWAITED_SECONDS
 
@@ -297,10 +297,10 @@ class OffsetLog:
         """Offset of each partition at batch `_first`."""
         self._next = dict(self._begins)
         self._oldest = partitions_of(offsets, EVENT_TIME)
-        """Latest event time of each partition before batch `_first`, where it is known."""
+        """Latest known event time of each partition before batch `_first`."""
         self._newest = dict(self._oldest)
         self._ends: dict[Partition, int | None] = {}
-        """Offsets at which the partitions that are read end; None without an end."""
+        """End offsets of the partitions that are read; None without an end."""
         self._ranges: deque[OffsetRange] = deque()
         self._last: dict[Partition, tuple[int, OffsetRange]] = {}
         """The last batch of each partition."""
@@ -322,19 +322,19 @@ class OffsetLog:
                     self._next.setdefault(partition, begin)
                     self._ends[partition] = end
             case _Ranges(ranges):
-                for found in ranges:
-                    self._last[found.partition] = self._end, found
-                    self._ranges.append(found)
-                    self._next[found.partition] = found.end
-                    if found.newest_after is not None:
-                        self._newest[found.partition] = found.newest_after
+                for recorded in ranges:
+                    self._last[recorded.partition] = self._end, recorded
+                    self._ranges.append(recorded)
+                    self._next[recorded.partition] = recorded.end
+                    if recorded.newest_after is not None:
+                        self._newest[recorded.partition] = recorded.newest_after
             case _Exhausted(partitions):
                 self._exhausted.update(partitions)
             case _Closed():
                 self._closed = True
 
     def _entries(self) -> Iterator[_Entry]:
-        """Returns entries that make this state."""
+        """Returns entries that restore this state."""
         yield _Begun(self._first, _offsets(self._begins, self._oldest))
         yield _Assigned([PartitionBounds(p, self._begins[p], end) for p, end in self._ends.items()])
         yield _Ranges(list(self._ranges))
@@ -350,13 +350,13 @@ def unrecorded(stream: str, number: int, first: int, last: int) -> DataError:
     """Returns the error for a batch that is not among the recorded ones, `first` to before `last`."""
     return DataError(
         f"Batch {number} of the {stream} is not recorded; batches {first} to {last} are. Continue from a checkpoint, "
-        "which has the offsets.",
+        "which stores the offsets.",
         number=number,
     )
 
 
 def partitions_of(offsets: Offsets, suffix: str = "") -> dict[Partition, int]:
-    """Returns the numbers in `Offsets` of the topics that this suffix follows; by default the offsets themselves."""
+    """Returns the numbers in `Offsets` of topics with this suffix; by default the offsets themselves."""
     return {
         Partition(name.removesuffix(suffix), number): value
         for name, of in offsets.items()

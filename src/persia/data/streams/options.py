@@ -1,4 +1,4 @@
-"""The arguments of `persia.data.kafka`, and what is counted of a stream."""
+"""The arguments of `persia.data.kafka`, and the counters of a stream."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class EventTime(NamedTuple):
 
     Attributes:
         column: name of the column.
-        milliseconds: in one unit of its numbers.
-        allowed: milliseconds by which an event may be older than the newest before it; None for any number.
-        drop: whether late rows are left out.
+        milliseconds: milliseconds per unit of its numbers.
+        allowed: milliseconds by which an event may be older than the newest event before it; None for no limit.
+        drop: whether late rows are dropped.
     """
 
     column: str
@@ -55,16 +55,16 @@ class KafkaOptions:
 
 
 class StreamCounts:
-    """Counts of the streams' messages and rows, and the lag of each partition. Thread-safe."""
+    """Counts of the stream's messages and rows, and the lag of each partition. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._lags: dict[Partition, int] = {}
         self._time = 0
-        """Time of the last message that was handed out, in milliseconds since 1970."""
+        """Time of the last delivered message, in milliseconds since 1970."""
         self._read: deque[tuple[float, int]] = deque()
-        """Times and rows of the batches of the last seconds."""
+        """Times and rows of the batches of the last `RATE_SECONDS`."""
 
     def add(self, name: str, count: int) -> None:
         """Adds to a counter."""
@@ -72,7 +72,7 @@ class StreamCounts:
             self._counts[name] += count
 
     def batch(self, rows: int, time: int) -> None:
-        """Counts a batch, whose last message is of this time."""
+        """Counts a batch; `time` is the time of its last message."""
         with self._lock:
             self._counts["rows"] += rows
             self._counts["batches"] += 1
@@ -86,19 +86,19 @@ class StreamCounts:
             self._lags[partition] = offsets
 
     def observe(self) -> list[Metric]:
-        """Returns all as metrics."""
+        """Returns all counts as metrics."""
         with self._lock:
             names = ("rows", "batches", "poison", "too_large", "late")
-            found = [Metric(f"stream_{name}", self._counts[name], {}) for name in names]
-            found.append(Metric("stream_rows_per_second", self._rate(), {}))
+            metrics = [Metric(f"stream_{name}", self._counts[name], {}) for name in names]
+            metrics.append(Metric("stream_rows_per_second", self._rate(), {}))
             if self._time:
-                found.append(Metric("stream_delay_seconds", max(0.0, time.time() - self._time / 1000), {}))
+                metrics.append(Metric("stream_delay_seconds", max(0.0, time.time() - self._time / 1000), {}))
             for (topic, number), lag in self._lags.items():
-                found.append(Metric("stream_lag", lag, {"topic": topic, "partition": str(number)}))
-            return found
+                metrics.append(Metric("stream_lag", lag, {"topic": topic, "partition": str(number)}))
+            return metrics
 
     def _rate(self) -> float:
-        """Returns the rows per second of the last seconds."""
+        """Returns the rows per second over the last `RATE_SECONDS`."""
         self._drop_old()
         return sum(rows for _, rows in self._read) / RATE_SECONDS
 

@@ -1,4 +1,4 @@
-"""Positions in streams: a record of batches by number, in this process or elsewhere, and iteration over it."""
+"""Positions in streams: records of batches by number, in this process or elsewhere, and iteration over them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ E = TypeVar("E")
 BEYOND = 1 << 62
 """A batch number that no stream reaches."""
 
-KEPT = 256
-"""Batches to keep below the position: those of NN workers that have died may be handed out again."""
+RETAINED = 256
+"""Batches to retain below the position: batches of dead NN workers may be delivered again."""
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
-    """Raised where a stream that was asked to stop would wait."""
+    """Raised by a stream that was asked to stop, instead of waiting."""
 
 
 class PositionRecord(Protocol):
-    """A record of batches that knows where each begins. The methods are those of `persia.services.StreamLog`."""
+    """A record of batches and their offsets. See `persia.services.StreamLog` for its methods."""
 
     def stream_offsets(self, number: int) -> Offsets:
-        """Returns where a batch begins that is recorded, or that will be recorded next."""
+        """Returns the offsets at which a batch begins: a recorded batch, or the next to be recorded."""
 
     def covered(self, below: int) -> None:
         """Forgets batches of lower numbers."""
@@ -43,12 +43,12 @@ R = TypeVar("R", bound=PositionRecord)
 
 
 class BatchRecord(Generic[E]):
-    """A `PositionRecord` that keeps an entry for each batch, and the position after it. Thread-safe.
+    """A `PositionRecord` with an entry for each batch, and the position after it. Thread-safe.
 
     Args:
         stream: name of the kind of stream, for errors.
         number: number of the first batch.
-        offsets: where it begins.
+        offsets: offsets at which the first batch begins.
     """
 
     def __init__(self, stream: str, number: int, offsets: Offsets) -> None:
@@ -80,7 +80,7 @@ class BatchRecord(Generic[E]):
             self._batches.append((entry, after))
 
     def stream_offsets(self, number: int) -> Offsets:
-        """Returns where a batch begins; errors as of `find`."""
+        """Returns the offsets at which a batch begins. Raises the errors of `find`."""
         with self._lock:
             index = self._index(number)
             return self._batches[index - 1][1] if index else self._begin
@@ -105,8 +105,8 @@ class LocalStream(ABC, Generic[R]):
     """A `persia.services.Stream` with its record in this process, which a subclass fills while it reads.
 
     Args:
-        names: topics or directories that are read.
-        record: makes a record from the number of its first batch and the offsets of `names` there.
+        names: topics or directories to read.
+        record: creates a record from the number of its first batch and the offsets of `names` there.
     """
 
     def __init__(self, names: tuple[str, ...], record: Callable[[int, Offsets], R]) -> None:
@@ -126,7 +126,7 @@ class LocalStream(ABC, Generic[R]):
 
     @abstractmethod
     def _read(self, record: R, number: int, stopping: Callable[[], bool]) -> Iterator[Batch]:
-        """Yields the batches that are recorded from `number` on, then new ones, each once it is recorded.
+        """Yields the recorded batches from `number` on, then new batches, each once it is recorded.
 
         Raises:
             DataError: the batch was forgotten, or is not recorded; or the source cannot be read.
@@ -134,13 +134,13 @@ class LocalStream(ABC, Generic[R]):
         """
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterates from the beginning on, with a record of its own."""
+        """Iterates from the beginning, with a separate record."""
         return self._batches(self._new_record(0, {}), 0, _never)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Iterates from batch `start` of the record on: over recorded batches, then over new ones.
+        """Iterates from batch `start` of the record on: over recorded batches, then over new batches.
 
-        The epoch is ignored: a stream has one pass. Blocks while nothing comes.
+        The epoch is ignored, as a stream has one pass. Blocks until batches arrive.
 
         Raises:
             DataError: the batch was forgotten, or is not recorded; or the source cannot be read.
@@ -154,7 +154,7 @@ class LocalStream(ABC, Generic[R]):
         self._stopping = stopping
 
     def offsets(self, number: int) -> Offsets:
-        """Returns where a batch begins; see `persia.services.Stream`."""
+        """Returns the offsets at which a batch begins; see `persia.services.Stream`."""
         return self._record.stream_offsets(number)
 
     def forget(self, below: int) -> None:
@@ -162,11 +162,11 @@ class LocalStream(ABC, Generic[R]):
         self._record.covered(below)
 
     def fingerprint(self) -> SourceFingerprint:
-        """Returns what is read; offsets say how much of it."""
+        """Returns the names of the topics or directories; offsets are stored separately."""
         return SourceFingerprint("stream", (SourcePart(", ".join(self._names)),))
 
     def _reads(self, name: str) -> bool:
-        """Returns whether a name in `Offsets` is of this stream."""
+        """Returns whether a name in `Offsets` belongs to this stream."""
         return name.partition("@")[0] in self._names
 
     def _batches(self, record: R, number: int, stopping: Callable[[], bool]) -> Iterator[Batch]:
@@ -177,10 +177,10 @@ class LocalStream(ABC, Generic[R]):
 
 
 class LoggedStream(LocalStream[OffsetLog]):
-    """A `persia.services.SharedStream` of which a subclass reads shares; it has the record where one process reads all.
+    """A `persia.services.SharedStream` whose shares a subclass reads; has the record if one process reads all.
 
     Args:
-        topics: topics that are read.
+        topics: topics to read.
     """
 
     def __init__(self, topics: tuple[str, ...]) -> None:
@@ -209,11 +209,11 @@ class LoggedStream(LocalStream[OffsetLog]):
 
 
 class RecordedStream:
-    """The position of a run in a stream whose record is elsewhere: a `persia.services.StreamPosition`.
+    """The position of a run in a stream with a remote record: a `persia.services.StreamPosition`.
 
     Args:
         log: the record.
-        begins: whether `begin` starts a record; else it has been started for this NN worker.
+        begins: whether `begin` starts a record; otherwise another process has started it.
         commit: reports offsets of a complete checkpoint.
         observe: returns metrics.
     """
@@ -233,22 +233,22 @@ class RecordedStream:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the record was closed before the end of the stream, by whichever NN worker was asked to stop."""
+        """Whether an NN worker that was asked to stop closed the record before the end of the stream."""
         return self.log.lookup(BEYOND, BEYOND, 0.0).interrupted
 
     def begin(self, number: int, offsets: Offsets, stopping: Callable[[], bool]) -> None:
-        """Starts to read; see `persia.services.StreamPosition`."""
+        """Starts reading; see `persia.services.StreamPosition`."""
         self.stopping = stopping
         if self._begins:
             self.log.begin_stream(number, offsets, True)
 
     def offsets(self, number: int) -> Offsets:
-        """Returns where a batch begins."""
+        """Returns the offsets at which a batch begins."""
         return self.log.stream_offsets(number)
 
     def forget(self, below: int) -> None:
         """Forgets batches of lower numbers."""
-        self.log.covered(below - KEPT)
+        self.log.covered(below - RETAINED)
 
     def commit(self, offsets: Offsets) -> None:
         """Reports the offsets of a complete checkpoint."""

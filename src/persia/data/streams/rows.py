@@ -1,4 +1,4 @@
-"""Messages of a partition to a batch: poison messages, the dead-letter topic, late rows."""
+"""Converts messages of a partition to a batch; handles poison messages, the dead-letter topic and late rows."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ DEAD_LETTER_SECONDS = 30.0
 """Maximum time to write messages to the dead-letter topic."""
 
 LATEST = 1 << 62
-"""Largest event time of either sign, in milliseconds: lateness and windows can be added to it."""
+"""Largest magnitude of an event time in milliseconds, to which lateness and windows can be added safely."""
 
 MAX_REASON = 1000
-"""Maximum length of a reason for which a message is skipped, as logs and the dead-letter topic have it."""
+"""Maximum length of the reason for skipping a message, in logs and the dead-letter topic."""
 
 POISONED = 16
-"""Messages of a batch of which not all can be poison: the schema is wrong then."""
+"""If all messages of a batch, and at least this number, cannot be converted, the schema is wrong."""
 
 NO_TIME = np.iinfo(np.int64).min
-"""Event time of a row that has none."""
+"""Event time of a row without one."""
 
 
 class Converted(NamedTuple):
-    """Messages that were converted.
+    """Converted messages.
 
     Attributes:
-        batch: their rows; None if none is left.
-        newest: latest event time up to the last message, in milliseconds; None without one.
-        times: event times of the rows of the batch, int64 `[batch]`; None without a column for them.
-        keys: ids of the key of a join, one for each row or none; None without a key.
+        batch: rows of the messages; None if none are left.
+        newest: latest event time up to the last message, in milliseconds; None if there is none.
+        times: event times of the rows of the batch, int64 `[batch]`; None without a time column.
+        keys: ids of the join key, at most one for each row; None without a key column.
     """
 
     batch: Batch | None
@@ -58,7 +58,7 @@ class Converted(NamedTuple):
 
 
 class _Bad(NamedTuple):
-    """A message that cannot be converted, and why."""
+    """A message that cannot be converted, and the error."""
 
     message: StreamMessage
     error: DataError
@@ -68,11 +68,11 @@ class MessageConverter:
     """Converts messages of one partition to a batch. For one thread.
 
     Args:
-        conversion: makes batches of rows.
+        conversion: converts rows to batches.
         options: arguments of `kafka`.
-        counts: gets the numbers of poison messages and late rows.
-        key: column whose ids are wanted, too; None for none.
-        rows: whether the rows are wanted; otherwise batches are empty but for their number of samples.
+        counts: receives the numbers of poison messages and late rows.
+        key: column whose ids are also returned; None for no key.
+        rows: whether to convert the rows; otherwise batches only have their number of samples.
     """
 
     def __init__(
@@ -84,11 +84,12 @@ class MessageConverter:
         rows: bool = True,
     ) -> None:
         self._key = key
-        self._wants_rows = rows
+        self._converts_rows = rows
         self._conversion = conversion
         self._options = options
         self._counts = counts
-        columns = [*conversion.wanted.values(), *conversion.rule_columns, *([conversion.day] if conversion.day else [])]
+        day = [conversion.day] if conversion.day else []
+        columns = [*conversion.source_columns.values(), *conversion.rule_columns, *day]
         if not rows:
             columns.clear()
         if key is not None:
@@ -101,12 +102,12 @@ class MessageConverter:
         """Converts messages.
 
         Args:
-            partition: where they are from.
-            messages: in the order of their offsets.
+            partition: partition of the messages.
+            messages: the messages, in order of their offsets.
             newest: latest event time of the partition before them, in milliseconds.
 
         Raises:
-            DataError: one cannot be converted, and is not to be skipped.
+            DataError: a message cannot be converted, and poison is not skipped.
         """
         bad: list[_Bad] = []
         parts = self._salvaged(partition, messages, newest, bad)
@@ -126,13 +127,13 @@ class MessageConverter:
         """Counts messages that cannot be converted, and writes them to the dead-letter topic.
 
         Raises:
-            DataError: they are not to be skipped.
+            DataError: poison is not skipped, or all messages are poison.
         """
         first, reason = bad[0]
         where = f"Offset {first.offset} of partition {partition.number} of topic {partition.topic!r}"
         why = _shortened(reason.message)
         if self._options.poison == "error" or len(bad) == len(messages) >= POISONED:
-            others = f" So is every other of {len(bad)} messages." if len(bad) > 1 else ""
+            others = f" Neither can the others of {len(bad)} messages." if len(bad) > 1 else ""
             raise DataError(
                 f"{where} cannot be converted: {why}{others} Correct the schema or the topic's producer; "
                 'poison="skip" skips single messages.',
@@ -151,8 +152,8 @@ class MessageConverter:
     ) -> list[Converted]:
         """Converts messages in as few parts as possible; appends those that cannot be converted to `bad`.
 
-        Messages that can be converted one by one, and not together, are none of them. Where poison is an error, the
-        first one suffices.
+        Messages that can be converted one by one, but not together, are not appended. If poison is an error, the
+        search ends at the first one.
         """
         if not messages or (bad and self._options.poison == "error"):
             return []
@@ -171,7 +172,7 @@ class MessageConverter:
         parts = self.decoder.decode(messages)
         rows = sum(len(part.positions) for part in parts)
         times: NDArray[np.int64] | None = None
-        kept: NDArray[np.bool_] | None = None
+        in_time: NDArray[np.bool_] | None = None
         late = 0
         event_time = self._options.event_time
         if event_time is not None and rows:
@@ -184,13 +185,13 @@ class MessageConverter:
                 is_late = (times != NO_TIME) & (times < before[:-1] - event_time.allowed) & (before[:-1] != NO_TIME)
                 late = int(is_late.sum())
                 if late and event_time.drop:
-                    kept, times = ~is_late, times[~is_late]
-                    parts = [chosen for part in parts if len((chosen := _chosen(part, kept)).positions)]
+                    in_time, times = ~is_late, times[~is_late]
+                    parts = [chosen for part in parts if len((chosen := _chosen(part, in_time)).positions)]
         if self._key is not None and times is not None and (times == NO_TIME).any():
             raise DataError("A row has no event time, without which it cannot be joined.", column=self._key)
         keys = [] if self._key is None else [_keys(part.columns, self._key) for part in parts]
         batches = [self._rows(partition, part) for part in parts]
-        self._counts.add("late", late)  # Only now: messages that cannot be converted are converted again, in parts.
+        self._counts.add("late", late)  # Only now, as messages that cannot be converted are retried in parts.
         if len(parts) < 2:
             return Converted(batches[0] if batches else None, newest, times, keys[0] if keys else None)
         order = np.argsort(np.concatenate([part.positions for part in parts]))
@@ -200,7 +201,7 @@ class MessageConverter:
 
     def _rows(self, partition: Partition, part: MessageRows) -> Batch:
         rows = len(part.positions)
-        if not self._wants_rows:
+        if not self._converts_rows:
             return Batch({}, np.zeros((rows, 0), np.float32), np.zeros((rows, 0), np.float32))
         file = File(f"kafka://{partition.topic}/{partition.number}")
         columns = self._conversion.columns_of(file, list(part.columns))
@@ -208,10 +209,10 @@ class MessageConverter:
         return next(self._conversion.batches(iter([Piece(file, 0, named, rows)]), 0))
 
     def _bury(self, topic: str, partition: Partition, bad: list[_Bad]) -> None:
-        """Writes messages to the dead-letter topic. Blocks until they are there.
+        """Writes messages to the dead-letter topic. Blocks until they are written.
 
         Raises:
-            DataError: they could not be written.
+            DataError: a message could not be written.
         """
         from confluent_kafka import KafkaException
 
@@ -238,7 +239,7 @@ class MessageConverter:
             try:
                 try:
                     produce()
-                except BufferError:  # As many wait to be sent as librdkafka holds.
+                except BufferError:  # The send queue of librdkafka is full.
                     producer.flush(DEAD_LETTER_SECONDS)
                     produce()
             except (BufferError, KafkaException) as failed:
@@ -258,18 +259,18 @@ class MessageConverter:
 
 
 def _shortened(reason: str) -> str:
-    """Returns a reason that fits a header of a message: it may quote a value, which has any length."""
+    """Shortens a reason, which may quote a value of any length, to fit a message header."""
     return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON - 3]}..."
 
 
-def _chosen(part: MessageRows, kept: NDArray[np.bool_]) -> MessageRows:
-    """Returns the rows of a part that are kept.
+def _chosen(part: MessageRows, selected: NDArray[np.bool_]) -> MessageRows:
+    """Returns the selected rows of a part.
 
     Args:
-        part: rows.
-        kept: bool, for the rows of all parts.
+        part: the rows.
+        selected: bool mask over the rows of all parts.
     """
-    mask = kept[part.positions]
+    mask = selected[part.positions]
     columns = {
         name: list(itertools.compress(column, mask)) if isinstance(column, list) else column.filter(mask)
         for name, column in part.columns.items()
@@ -281,7 +282,7 @@ def _keys(columns: dict[str, Any], name: str) -> IdColumn:
     """Returns the ids of the key of each row.
 
     Raises:
-        DataError: there is no such column, it has no ids, or a row has several.
+        DataError: the column is missing or has no ids, or a row has several.
     """
     if name not in columns:
         raise DataError(f"There is no column {name!r}, the key of the join.", column=name)
@@ -292,10 +293,10 @@ def _keys(columns: dict[str, Any], name: str) -> IdColumn:
 
 
 def _milliseconds(columns: dict[str, Any], event_time: EventTime) -> NDArray[np.int64]:
-    """Returns the event time of each row in milliseconds since 1970; NO_TIME where it is missing.
+    """Returns the event time of each row in milliseconds since 1970; NO_TIME if it is missing.
 
     Raises:
-        DataError: there is no such column, or it has no times.
+        DataError: the column is missing or has no times.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -305,7 +306,7 @@ def _milliseconds(columns: dict[str, Any], event_time: EventTime) -> NDArray[np.
         raise DataError(f"There is no column {name!r}, the event time.", column=name)
     column = columns[name]
     if isinstance(column, list):
-        raise _no_times(event_time, "has values that are no times")
+        raise _no_times(event_time, "has values that are not times")
     try:
         if pa.types.is_timestamp(column.type):
             whole = pc.CastOptions(pa.timestamp("ms", column.type.tz), allow_time_truncate=True)
@@ -314,21 +315,21 @@ def _milliseconds(columns: dict[str, Any], event_time: EventTime) -> NDArray[np.
             column = pc.multiply_checked(pc.cast(column, pa.int64()), event_time.milliseconds)
         elif pa.types.is_floating(column.type):
             column = pc.if_else(pc.is_nan(column), None, column).cast(pa.float64())  # NaN is a missing time.
-            whole_units = pc.cast(pc.trunc(column), pa.int64())  # Multiplied exactly, as whole numbers are.
-            rest = pc.round(pc.multiply(pc.subtract(column, pc.trunc(column)), float(event_time.milliseconds)))
+            whole_units = pc.cast(pc.trunc(column), pa.int64())  # Multiplied exactly, as a whole number.
+            fraction = pc.round(pc.multiply(pc.subtract(column, pc.trunc(column)), float(event_time.milliseconds)))
             column = pc.add_checked(
-                pc.multiply_checked(whole_units, event_time.milliseconds), pc.cast(rest, pa.int64())
+                pc.multiply_checked(whole_units, event_time.milliseconds), pc.cast(fraction, pa.int64())
             )
         elif pa.types.is_null(column.type):
             column = pc.cast(column, pa.int64())
         else:
             raise _no_times(event_time, f"is {column.type}")
-    except (pa.ArrowException, ValueError) as error:  # A number that 64 bits do not hold, a zone that is none.
-        raise _no_times(event_time, f"has a value that is no time ({error})") from error
+    except (pa.ArrowException, ValueError) as error:  # A number beyond 64 bits, or an unknown time zone.
+        raise _no_times(event_time, f"has a value that is not a time ({error})") from error
     values: NDArray[np.int64] = pc.fill_null(column, NO_TIME).to_numpy()
     beyond = values[(values != NO_TIME) & ((values > LATEST) | (values < -LATEST))]
     if len(beyond):
-        raise _no_times(event_time, f"has a value that is no time ({beyond[0]} ms since 1970)")
+        raise _no_times(event_time, f"has a value that is not a time ({beyond[0]} ms since 1970)")
     return values
 
 

@@ -1,4 +1,4 @@
-"""Reads the partitions of a stream that are one data loader's, or a join's: cuts, records and reads batches again."""
+"""Reads the partitions of one data loader, or of a join: cuts, records and reads batches again."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from persia.types import OffsetRange, Partition, PartitionBounds, loader_of
 __all__ = ["KafkaEvents", "KafkaShare"]
 
 MOST_BUFFERED = 4
-"""Batches to buffer of a partition while another one is waited for."""
+"""Maximum batches to buffer of a partition while waiting for another one."""
 
 FIRST_FETCH = 64
-"""Messages to fetch at once as long as their rows are unknown."""
+"""Messages per fetch as long as their number of rows is unknown."""
 
 LEAST_FETCH = 16
-"""Messages to fetch at once, however many rows they have."""
+"""Minimum messages per fetch, for any number of rows."""
 
 MEASURE_SECONDS = 1.0
 """Interval of measuring the lag."""
@@ -38,9 +38,9 @@ class KafkaShare:
 
     Args:
         options: arguments of `kafka`.
-        batch_size: samples per batch at most.
-        converter: makes batches of messages.
-        counts: of the reader.
+        batch_size: maximum samples per batch.
+        converter: converts messages to batches.
+        counts: counters of the reader.
         log: the record of all data loaders.
         loader: number of this data loader.
         loaders: number of data loaders.
@@ -71,7 +71,7 @@ class KafkaShare:
         self._share = loader, loaders
         self._stopping = stopping
         self._next: dict[Partition, PartitionBounds] = {}
-        """Of each partition of this share, where its next batch begins."""
+        """Bounds of each partition of this share; its next batch starts at `begin`."""
         self._heads: dict[Partition, int] = {}
         """Offset of each partition up to which messages have left its buffer."""
         self._newest: dict[Partition, int | None] = {}
@@ -82,7 +82,7 @@ class KafkaShare:
         self._measured = 0.0
         """Time of the last measurement of the lag."""
         self._fetch = min(batch_size, FIRST_FETCH)
-        """Messages that make a batch, about."""
+        """Approximate number of messages per batch."""
         self._broker = Broker(options.broker, converter.decoder, stopping)
         try:
             self._open()
@@ -94,26 +94,26 @@ class KafkaShare:
         """Closes the connection."""
         self._broker.close()
 
-    def read(self, found: OffsetRange) -> Batch:
+    def read(self, offsets: OffsetRange) -> Batch:
         """Reads a recorded batch; see `persia.services.StreamShare`."""
-        broker, partition = self._broker, found.partition
-        if self._heads.get(partition) != found.begin:
-            self._seek(partition, found.begin)
+        broker, partition = self._broker, offsets.partition
+        if self._heads.get(partition) != offsets.begin:
+            self._seek(partition, offsets.begin)
         buffer = broker.buffers[partition]
-        while buffer.position < found.end:
+        while buffer.position < offsets.end:
             self._poll(partition)
-        messages = buffer.take_below(found.end)
-        self._heads[partition], self._newest[partition] = found.end, found.newest_after
-        self.last = self._converter.convert(partition, messages, found.newest) if messages else Converted(None, None)
+        messages = buffer.take_below(offsets.end)
+        self._heads[partition], self._newest[partition] = offsets.end, offsets.newest_after
+        self.last = self._converter.convert(partition, messages, offsets.newest) if messages else Converted(None, None)
         batch = self.last.batch
-        # Messages at the beginning may be missing as the topic was compacted, but not as they are too old.
-        if batch is None or (messages[0].offset > found.begin and broker.watermarks(partition)[0] > found.begin):
-            raise broker.deleted(partition, found.begin)
+        # The first messages may be missing because the topic was compacted, but not because retention deleted them.
+        if batch is None or (messages[0].offset > offsets.begin and broker.watermarks(partition)[0] > offsets.begin):
+            raise broker.deleted(partition, offsets.begin)
         self._counts.batch(len(batch), messages[-1].time)
         return batch
 
     def poll(self) -> NewBatch | None:
-        """Reads on and records a batch; see `persia.services.StreamShare`."""
+        """Reads and records the next batch; see `persia.services.StreamShare`."""
         if self._closed:
             time.sleep(POLL_SECONDS)
             return None
@@ -134,26 +134,26 @@ class KafkaShare:
         converted = self.last = self._converter.convert(partition, messages, self._newest[partition])
         self._newest[partition] = converted.newest
         batch = converted.batch
-        if batch is None:  # All were skipped; they belong to the partition's next batch.
+        if batch is None:  # All messages were skipped; they belong to the partition's next batch.
             return None
         before = self._next[partition]
-        found = OffsetRange(partition, before.begin, messages[-1].offset + 1, before.newest, converted.newest)
-        number = self._log.record(found)
+        offsets = OffsetRange(partition, before.begin, messages[-1].offset + 1, before.newest, converted.newest)
+        number = self._log.record(offsets)
         if number is None:
             self._adopt_record(partition)
             return None
-        self._next[partition] = before._replace(begin=found.end, newest=converted.newest)
+        self._next[partition] = before._replace(begin=offsets.end, newest=converted.newest)
         self._fetch = max(LEAST_FETCH, self._batch_size * len(messages) // len(batch))
         self._measure()
         self._counts.batch(len(batch), messages[-1].time)
-        return NewBatch(number, found, batch)
+        return NewBatch(number, offsets, batch)
 
     def positions(self) -> list[PartitionBounds]:
-        """Returns where each partition will be read on."""
+        """Returns the next position of each partition."""
         return list(self._next.values())
 
     def progress(self) -> Progress:
-        """Returns how far the partitions are read, by event time."""
+        """Returns the progress of the partitions, by event time."""
         quiet = time.monotonic() - self._options.linger
         event_time = self._options.event_time
         lateness = event_time.allowed or 0 if event_time is not None else 0
@@ -177,7 +177,7 @@ class KafkaShare:
     # --- partitions ---------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Finds the partitions and their ends, and begins to fetch those of this share."""
+        """Determines the partitions and their ends, and starts fetching the partitions of this share."""
         broker, log = self._broker, self._log
         partitions, start, until = broker.partitions(), self._options.start, self._options.until
         marks = {partition: broker.watermarks(partition) for partition in partitions}
@@ -201,25 +201,25 @@ class KafkaShare:
         elif until is not None:  # Partitions that were added since are not part of a bounded stream.
             partitions = [partition for partition in partitions if partition in known]
         log.assign([PartitionBounds(p, begins[p], lasts.get(p)) for p in partitions if p not in known])
-        mine = [bounds for bounds in log.assign([]) if self._is_mine(bounds.partition)]
-        for partition, offset, _, newest in mine:
+        own_bounds = [bounds for bounds in log.assign([]) if self._belongs(bounds.partition)]
+        for partition, offset, _, newest in own_bounds:
             low, high = marks.get(partition, (0, -1))
             if not low <= offset <= high:
                 raise broker.deleted(partition, offset)
             self._heads[partition], self._newest[partition] = offset, newest
-        self._next = {bounds.partition: bounds for bounds in mine}
-        broker.assign({bounds.partition: bounds.begin for bounds in mine})
+        self._next = {bounds.partition: bounds for bounds in own_bounds}
+        broker.assign({bounds.partition: bounds.begin for bounds in own_bounds})
 
-    def _is_mine(self, partition: Partition) -> bool:
+    def _belongs(self, partition: Partition) -> bool:
         loader, loaders = self._share
         return loader_of(partition, loaders) == loader
 
     def _add_partitions(self) -> None:
-        """Adds partitions that the brokers have added to an unbounded stream."""
+        """Adds partitions that were created in topics of an unbounded stream."""
         if self._options.until is not None:
             return
         added = [
-            PartitionBounds(p, self._broker.watermarks(p)[0]) for p in self._broker.new_partitions() if self._is_mine(p)
+            PartitionBounds(p, self._broker.watermarks(p)[0]) for p in self._broker.new_partitions() if self._belongs(p)
         ]
         if not added:
             return
@@ -231,7 +231,7 @@ class KafkaShare:
                 self._newest[bounds.partition] = bounds.newest
 
     def _adopt_record(self, partition: Partition) -> None:
-        """Goes on where the record of a partition is: another data loader has recorded it, or it is closed."""
+        """Continues at the record of a partition, after another data loader recorded a batch, or the record closed."""
         (bounds,) = (bounds for bounds in self._log.assign([]) if bounds.partition == partition)
         self._closed = bounds.begin == self._next[partition].begin
         self._next[partition] = bounds
@@ -243,7 +243,7 @@ class KafkaShare:
         self._heads[partition] = offset
 
     def _report_end(self) -> None:
-        """Reports that this share of a bounded stream is read to its end, once it is."""
+        """Reports once that this share of a bounded stream is read to its end."""
         if self._exhausted:
             return
         for partition, bounds in self._next.items():
@@ -258,7 +258,7 @@ class KafkaShare:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _ready(self) -> Partition | None:
-        """Returns the partition of the next batch, if there is one: with enough rows, or rows that waited for long."""
+        """Returns the partition of the next batch, if one has enough rows, or rows that waited for `linger`."""
         late = time.monotonic() - self._options.linger
         ready: list[tuple[int, Partition]] = []
         for partition, bounds in self._next.items():
@@ -268,20 +268,20 @@ class KafkaShare:
             if not buffer.messages:
                 continue
             over = end is not None and buffer.position >= end
-            waited = buffer.caught_up and buffer.since <= late  # Else more are on their way.
+            waited = buffer.caught_up and buffer.since <= late  # Else more messages can be fetched immediately.
             if over or buffer.holds(self._batch_size, MAX_BATCH_BYTES) or waited:
                 ready.append((buffer.messages[0].time, partition))
         return min(ready)[1] if ready else None
 
-    def _poll(self, wanted: Partition | None) -> None:
-        """Fetches messages; of partitions other than the wanted one, only as long as few are buffered."""
+    def _poll(self, needed: Partition | None) -> None:
+        """Fetches messages; of partitions other than `needed`, only while few are buffered."""
         for partition, buffer in self._broker.buffers.items():
             bounds = self._next.get(partition)
-            # Brokers wait before they answer a request of partitions that have nothing, and so keep others waiting.
+            # Brokers delay the answer to a request for partitions without messages, which would delay other partitions.
             ended = bounds is not None and bounds.end is not None and buffer.position >= bounds.end
             full = buffer.holds(MOST_BUFFERED * self._batch_size, MAX_BATCH_BYTES)
-            other = wanted is not None and partition != wanted and full
-            self._broker.pause(partition, other or ended or (bounds is None and partition != wanted))
+            other = needed is not None and partition != needed and full
+            self._broker.pause(partition, other or ended or (bounds is None and partition != needed))
         self._broker.poll(self._fetch)
 
     def _measure(self) -> None:
@@ -300,20 +300,20 @@ class KafkaEvents:
 
     Args:
         share: reads all partitions.
-        log: its record, which is needed for one batch only: the join has a record of its own.
+        log: record of the share, which holds one batch only, as the join has its own record.
     """
 
     def __init__(self, share: KafkaShare, log: OffsetLog) -> None:
         self._share = share
         self._log = log
 
-    def read(self, found: OffsetRange) -> KeyedEvents:
+    def read(self, offsets: OffsetRange) -> KeyedEvents:
         """Reads events again; see `EventShare`."""
-        self._share.read(found)
+        self._share.read(offsets)
         return _events(self._share.last)
 
     def poll(self) -> NewEvents | None:
-        """Reads on; see `EventShare`."""
+        """Reads the next events; see `EventShare`."""
         new = self._share.poll()
         if new is None:
             return None
@@ -321,11 +321,11 @@ class KafkaEvents:
         return NewEvents(new.range, _events(self._share.last))
 
     def positions(self) -> list[PartitionBounds]:
-        """Returns where each partition will be read on."""
+        """Returns the next position of each partition."""
         return self._share.positions()
 
     def progress(self) -> Progress:
-        """Returns how far the partitions are read."""
+        """Returns the progress of the partitions."""
         return self._share.progress()
 
     def close(self) -> None:
@@ -334,7 +334,7 @@ class KafkaEvents:
 
 
 def _events(converted: Converted) -> KeyedEvents:
-    """Returns the events of messages, each of which has a time and one key at most."""
+    """Returns the events of messages; each has a time and at most one key."""
     batch, times, ids = converted.batch, converted.times, converted.keys
     assert batch is not None
     assert times is not None
