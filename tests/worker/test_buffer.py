@@ -43,7 +43,7 @@ def test_what_nobody_calls_for_expires(clock):
             pass
         clock.now = 601
         assert kept.statistics()["expired"] == 1
-        with pytest.raises(StaleBatchError, match="nobody called for it within 600 s"), kept.use(old):
+        with pytest.raises(StaleBatchError, match="it was not used within 600 s"), kept.use(old):
             pass
         clock.now = 5000  # A call that lasts.
         assert len(kept) == 2

@@ -79,7 +79,7 @@ class EmbeddingReader:
         rows = self._rows(entry, source)
         if self._on_host:
             return _tensor(batch.dense), _tensor(batch.labels), self._pooled(entry, rows, len(batch))
-        _, _, narrow, wide = entry.found
+        _, _, narrow, wide = entry.packed
         wire = cast("Packed[np.float32 | np.float16]", rows)
         prepared, ready = self._transfer.rows(batch, LookedUp(wire, narrow, wide, entry.offsets))
         ready()
@@ -116,7 +116,7 @@ class EmbeddingReader:
         widths = [self._dims[name] for name in ids.names]
         buffer = self._scratch.floats(sum(map(operator.mul, ids.counts, widths)))
         rows = Packed(ids.names, ids.counts, buffer, widths)
-        source.read(ids, entry.found.bounds, rows)
+        source.read(ids, entry.packed.bounds, rows)
         return rows
 
 

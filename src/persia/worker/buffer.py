@@ -1,4 +1,4 @@
-"""Batches at an embedding worker between their registration and the push of their gradient."""
+"""Buffers batches at an embedding worker between their registration and the push of their gradients."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["BatchBuffer", "WorkerOptions"]
 
 
 class WorkerOptions(msgspec.Struct, frozen=True):
-    """Bounds and deadlines of an embedding worker, and how rows travel.
+    """Bounds and deadlines of an embedding worker, and compression of its traffic.
 
     Args:
-        compression: of rows and gradients between embedding worker and NN worker: "none", or "fp16" with a scale per
-            row (docs: lossy, about half the bytes).
-        capacity: batches that are buffered at most; more wait in `register`.
+        compression: compression of rows and gradients between embedding worker and NN worker: "none", or "fp16" with a
+            scale per row (lossy, about half the bytes).
+        capacity: maximum number of buffered batches; `register` blocks for more.
         timeout: seconds that `register` waits while the buffer is full.
-        expiry: seconds without a call after which a batch is forgotten. It must be longer than the longest push: while
-            a push waits for space at a PS, its NN worker does not ask for later batches.
+        expiry: seconds without a call after which a batch is forgotten. Must be longer than the longest push: while a
+            push waits for space at a PS, its NN worker does not request later batches.
     """
 
     compression: Literal["none", "fp16"] = "none"
@@ -47,8 +47,8 @@ class WorkerOptions(msgspec.Struct, frozen=True):
 T = TypeVar("T")
 
 
-class _Kept(Generic[T]):
-    """An entry, the time of its last use, and the number of calls that use it now."""
+class _Buffered(Generic[T]):
+    """An entry, the time of its last use, and the number of calls in progress that use it."""
 
     __slots__ = ("entry", "touched", "users")
 
@@ -59,15 +59,15 @@ class _Kept(Generic[T]):
 
 
 class BatchBuffer(Generic[T]):
-    """Entries by batch id. It is bounded, so that data loaders wait; unused entries expire.
+    """A bounded buffer of entries by batch id. Data loaders block while it is full; unused entries expire.
 
     Safe to call from several threads.
 
     Args:
-        rank: number of the embedding worker.
-        incarnation: of the embedding worker.
+        rank: rank of the embedding worker.
+        incarnation: incarnation of the embedding worker.
         options: bounds and deadlines.
-        clock: seconds, for expiry.
+        clock: clock in seconds, for expiry.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class BatchBuffer(Generic[T]):
         self._options = options
         self._clock = clock
         self._changed = threading.Condition()
-        self._kept: OrderedDict[int, _Kept[T]] = OrderedDict()
+        self._entries: OrderedDict[int, _Buffered[T]] = OrderedDict()
         """In the order of `touched`."""
         self._retired = False
         self._counter = 0
         self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def put(self, entry: T) -> int:
-        """Keeps an entry and returns its batch id; blocks while the buffer is full.
+        """Buffers an entry and returns its batch id; blocks while the buffer is full.
 
         Raises:
             MovedError: `retire` was called.
@@ -96,58 +96,58 @@ class BatchBuffer(Generic[T]):
         with self._changed:
             deadline = Deadline(self._options.timeout)
             self._expire()
-            while len(self._kept) >= self._options.capacity and not self._retired:
+            while len(self._entries) >= self._options.capacity and not self._retired:
                 if deadline.passed:
                     raise DeadlineError(
                         f"Embedding worker {self._rank} (incarnation {self._incarnation}) has buffered "
-                        f"{len(self._kept)} batches, its most, for {self._options.timeout:g} s: NN workers have "
-                        "neither pushed nor released any. See what holds them up, or raise `capacity`.",
+                        f"{len(self._entries)} batches, its capacity, for {self._options.timeout:g} s: NN workers have "
+                        "neither pushed nor released any. Check what delays them, or raise `capacity`.",
                         rank=self._rank,
-                        buffered=len(self._kept),
+                        buffered=len(self._entries),
                         seconds=self._options.timeout,
                     )
-                oldest = next(iter(self._kept.values())).touched
+                oldest = next(iter(self._entries.values())).touched
                 self._changed.wait(max(0.0, min(deadline.left, oldest + self._options.expiry - self._clock())))
                 self._expire()
             if self._retired:
                 raise MovedError(
-                    f"Embedding worker {self._rank} (incarnation {self._incarnation}) is leaving: register with "
+                    f"Embedding worker {self._rank} (incarnation {self._incarnation}) is leaving; register with "
                     "another one.",
                     rank=self._rank,
                 )
             batch_id = BatchId(self._rank, self._incarnation, self._counter).pack()
             self._counter += 1
-            self._kept[batch_id] = _Kept(entry, self._clock())
+            self._entries[batch_id] = _Buffered(entry, self._clock())
             self._counts["registered"] += 1
             return batch_id
 
     @contextlib.contextmanager
     def use(self, batch_id: int) -> Iterator[T]:
-        """Yields the entry of a batch, which does not expire while it is used.
+        """Yields the entry of a batch, which does not expire while in use.
 
         Raises:
             StaleBatchError: the batch is unknown, forgotten, or of another incarnation.
         """
         with self._changed:
             self._expire()
-            kept = self._kept.get(batch_id)
-            if kept is None:
+            buffered = self._entries.get(batch_id)
+            if buffered is None:
                 self._counts["stale"] += 1
                 raise self._stale(batch_id)
-            kept.users += 1
-            self._touch(batch_id, kept)
+            buffered.users += 1
+            self._touch(batch_id, buffered)
         try:
-            yield kept.entry
+            yield buffered.entry
         finally:
             with self._changed:
-                kept.users -= 1
-                if self._kept.get(batch_id) is kept:
-                    self._touch(batch_id, kept)
+                buffered.users -= 1
+                if self._entries.get(batch_id) is buffered:
+                    self._touch(batch_id, buffered)
 
     def forget(self, batch_id: int, what: str) -> None:
-        """Drops an entry, if it is there, and counts it as `what`."""
+        """Drops an entry, if it is buffered, and counts it as `what`."""
         with self._changed:
-            if self._kept.pop(batch_id, None) is not None:
+            if self._entries.pop(batch_id, None) is not None:
                 self._counts[what] += 1
                 self._changed.notify_all()
 
@@ -162,22 +162,22 @@ class BatchBuffer(Generic[T]):
         with self._changed:
             self._expire()
             names = ("registered", "pushed", "released", "expired", "stale")
-            return {"buffered": len(self._kept), **{name: self._counts[name] for name in names}}
+            return {"buffered": len(self._entries), **{name: self._counts[name] for name in names}}
 
-    def _touch(self, batch_id: int, kept: _Kept[T]) -> None:
-        kept.touched = self._clock()
-        self._kept.move_to_end(batch_id)
+    def _touch(self, batch_id: int, buffered: _Buffered[T]) -> None:
+        buffered.touched = self._clock()
+        self._entries.move_to_end(batch_id)
 
     def _expire(self) -> None:
         now = self._clock()
-        while self._kept:
-            batch_id, kept = next(iter(self._kept.items()))
-            if kept.touched + self._options.expiry > now:
+        while self._entries:
+            batch_id, buffered = next(iter(self._entries.items()))
+            if buffered.touched + self._options.expiry > now:
                 return
-            if kept.users:
-                self._touch(batch_id, kept)
+            if buffered.users:
+                self._touch(batch_id, buffered)
                 continue
-            del self._kept[batch_id]
+            del self._entries[batch_id]
             self._counts["expired"] += 1
             self._changed.notify_all()
 
@@ -185,12 +185,12 @@ class BatchBuffer(Generic[T]):
         rank, incarnation, _ = BatchId.unpack(batch_id)
         if (rank, incarnation) != (self._rank, self._incarnation):
             reason = (
-                f"it lay at embedding worker {rank}, incarnation {incarnation}, and this is {self._rank}, incarnation "
-                f"{self._incarnation}; what it had is lost"
+                f"it was buffered at embedding worker {rank}, incarnation {incarnation}, and this is {self._rank}, "
+                f"incarnation {self._incarnation}; the batches of the former are lost"
             )
         else:
             reason = (
-                "its gradient was pushed, it was released, or nobody called for it within "
+                "its gradient was pushed, it was released, or it was not used within "
                 f"{self._options.expiry:g} s. Call backward once per batch, before drawing the next"
             )
         return StaleBatchError(f"Batch {batch_id:#x} is not buffered: {reason}.", batch_id=batch_id)

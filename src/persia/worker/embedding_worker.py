@@ -37,11 +37,11 @@ __all__ = ["Worker"]
 T = TypeVar("T")
 
 OUTCOMES = 64
-"""Pushes per NN worker whose outcome is kept for repetitions; far more than it has in flight."""
+"""Pushes per NN worker whose outcome is retained for repeated calls; far more than it has in flight."""
 
 
 class _Outcome(NamedTuple):
-    """A push that was made."""
+    """The outcome of a completed push."""
 
     batch_ids: frozenset[int]
     counts: dict[str, UpdateCounts]
@@ -53,11 +53,11 @@ class Worker:
     Its state does not outlive a batch, so it needs no recovery. Safe to call from several threads.
 
     Args:
-        schema: which features read which table.
+        schema: schema of the model, which maps features to tables.
         servers: the embedding PSs, by partition.
         threads: number of threads for duplicate removal, not shared with other roles.
-        rank: number of this embedding worker, 0 to 255.
-        incarnation: rises with each restart, 1 to 65,535.
+        rank: rank of this embedding worker, 0 to 255.
+        incarnation: incarnation of this embedding worker, 1 to 65,535; increases with each restart.
         options: bounds, deadlines, compression.
     """
 
@@ -72,7 +72,7 @@ class Worker:
     ) -> None:
         if not 0 <= rank < 256 or not 1 <= incarnation < 1 << INCARNATION_BITS:
             raise ConfigError(
-                f"An embedding worker of rank {rank}, incarnation {incarnation} does not fit a batch id: ranks are "
+                f"Rank {rank}, incarnation {incarnation} of an embedding worker does not fit a batch id: ranks are "
                 "0 to 255, incarnations 1 to 65,535. Restart the cluster.",
                 field="rank",
             )
@@ -90,10 +90,10 @@ class Worker:
         """The last pushes of each (generation, rank, part), by sequence number, in case their replies were lost."""
 
         self._last_pushed: dict[int, tuple[int, Entry]] = {}
-        """The batch that each NN worker has pushed last, to be read again: its batch id and its entry, by rank."""
+        """Batch id and entry of the last batch that each NN worker has pushed, for repeated reads; by rank."""
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
-        """Buffers a batch, duplicates removed, and returns its batch id; blocks while the buffer is full.
+        """Removes duplicates from a batch, buffers it and returns its batch id; blocks while the buffer is full.
 
         Raises:
             DeadlineError: the buffer stayed full.
@@ -102,9 +102,9 @@ class Worker:
         return self._buffer.put(self._router.entry(id_features))
 
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
-        """Looks up the rows of a registered batch; without `train` they are only read, and the batch is forgotten.
+        """Looks up the rows of a registered batch; without `train`, only reads them and forgets the batch.
 
-        The batch that an NN worker has pushed last can still be read.
+        The last batch that an NN worker has pushed can still be read.
 
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
@@ -112,10 +112,10 @@ class Worker:
         lookups = [server.lookup for server in self._servers]
         if not train and (entry := dict(self._last_pushed.values()).get(batch_id)) is not None:
             return self._rows(entry, lookups, False)
-        found = self._look_up(batch_id, lookups, train)
+        rows = self._look_up(batch_id, lookups, train)
         if not train:
             self.release(batch_id)
-        return found
+        return rows
 
     def distinct_ids(self, batch_id: int) -> Packed[np.uint64]:
         """Returns the distinct ids of a registered batch by table, in the order of its rows.
@@ -131,7 +131,7 @@ class Worker:
 
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
-            StoreError: `wanted` does not fit the ids of the batch.
+            StoreError: `wanted` does not match the ids of the batch.
         """
         return self._look_up(batch_id, [server.lookup for server in self._servers], True, wanted)
 
@@ -145,13 +145,13 @@ class Worker:
         return self._rows(self._router.entry(id_features), [server.lookup for server in self._servers], False)
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
-        """Sends the summed gradients of the batches to every PS, even to a PS without any, and forgets the batches.
+        """Sends the summed gradients of the batches to every PS, even if a PS gets none, and forgets the batches.
 
-        A repetition of one of the last pushes of an NN worker is answered without the batches.
+        A repetition of a recent push of an NN worker is answered without the batches.
 
         Raises:
             StaleBatchError: a batch is unknown, pushed, released, expired, or of another incarnation; nothing is sent.
-            StalePushError: the NN worker has made a push of this number with other batches; nothing is sent.
+            StalePushError: the NN worker has already made a push of this number with other batches; nothing is sent.
         """
         batch_ids = frozenset(c.batch_id for c in contributions)
         if (known := self._outcome(header, batch_ids)) is not None:
@@ -161,7 +161,7 @@ class Worker:
                 batches = [(used.enter_context(self._buffer.use(c.batch_id)), c) for c in contributions]
             except StaleBatchError:
                 if (known := self._outcome(header, batch_ids)) is not None:
-                    return known  # The call that this one repeats has just ended.
+                    return known  # The repeated call has just ended.
                 raise
             gradients = self._router.gradients_for(batches)
             answers = call_all(
@@ -187,7 +187,7 @@ class Worker:
         return counts
 
     def _outcome(self, header: PushHeader, batch_ids: frozenset[int]) -> dict[str, UpdateCounts] | None:
-        """Returns the outcome of the push that this one repeats; None if it is new."""
+        """Returns the outcome of a repeated push; None if the push is new."""
         with self._lock:
             outcomes = self._outcomes.get((header.generation, header.rank, header.part), {})
             known = outcomes.get(header.sequence)
@@ -206,24 +206,24 @@ class Worker:
         )
 
     def release(self, batch_id: int) -> None:
-        """Forgets a batch that will have no gradient; unknown batches are no error."""
+        """Forgets a batch that will have no gradient; no-op for unknown batches."""
         self._buffer.forget(batch_id, "released")
 
     def retire(self) -> None:
-        """Refuses new batches. Once `buffered` is 0 this embedding worker can end without loss."""
+        """Refuses new batches. Once `buffered` is 0, this embedding worker can end without loss."""
         self._buffer.retire()
 
     def statistics(self) -> dict[str, int]:
         """Returns counters: batches `buffered`; `registered`, `looked_up`, `pushed`, `released`, `expired` so far.
 
-        `stale`: calls for an unknown batch; `gradient_rows`: rows of gradients that were pushed.
+        `stale`: calls for an unknown batch; `gradient_rows`: rows of pushed gradients.
         """
         with self._lock:
             counts = {name: self._counts[name] for name in ("looked_up", "gradient_rows")}
         return {**self._buffer.statistics(), **counts}
 
     def observe(self) -> Readings:
-        """Returns the same as metrics, and the bytes of rows and gradients by codec."""
+        """Returns the counters as metrics, and the bytes of rows and gradients by codec."""
         with self._lock:
             traffic = [Metric(f"worker_{n}", float(v), {"codec": codec}) for (n, codec), v in self._traffic.items()]
         return Readings(figures("worker", self.statistics()) + traffic, [])
@@ -241,10 +241,10 @@ class Worker:
         wanted: Packed[np.bool_] | None = None,
     ) -> LookedUp:
         with self._buffer.use(batch_id) as entry:
-            found = self._rows(entry if wanted is None else self._router.part_of(entry, wanted), lookups, argument)
+            rows = self._rows(entry if wanted is None else self._router.part_of(entry, wanted), lookups, argument)
         self._count("looked_up")
-        self._carried("row_bytes", found.rows, found.scales)
-        return found
+        self._carried("row_bytes", rows.rows, rows.scales)
+        return rows
 
     def _rows(
         self, entry: Entry, lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]], argument: T
@@ -257,7 +257,7 @@ class Worker:
             ]
         )
         rows = self._router.join(entry, answers)
-        _, _, narrow, wide = entry.found
+        _, _, narrow, wide = entry.packed
         if not self._compresses:
             plain = cast("Packed[np.float32 | np.float16]", rows)
             return LookedUp(plain, narrow, wide, entry.offsets)

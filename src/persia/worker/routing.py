@@ -1,4 +1,4 @@
-"""Splits the ids and gradients of a batch by embedding PS, and joins the rows that come back."""
+"""Splits the ids and gradients of a batch by embedding PS, and joins the rows of the answers."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ __all__ = ["Entry", "Router"]
 
 
 class Entry(NamedTuple):
-    """A registered batch: its distinct ids by owner, and the place of every id.
+    """A registered batch: its distinct ids by owner, and the inverse indices.
 
     Attributes:
-        found: its distinct ids, sorted by the PS that owns them, and the place of every id.
-        offsets: by feature, of the features whose samples have any number of ids.
+        packed: distinct ids, sorted by the PS that owns them, and inverse indices.
+        offsets: offsets by feature, for features whose samples have any number of ids.
     """
 
-    found: batching.PackedBatch
+    packed: batching.PackedBatch
     offsets: Packed[np.int64]
 
     @property
     def ids(self) -> Packed[np.uint64]:
         """The distinct ids, by table."""
-        return self.found.ids
+        return self.packed.ids
 
     @property
     def inverse(self) -> dict[str, Inverse]:
-        """The place of every id, by feature."""
-        return {**self.found.narrow, **self.found.wide}
+        """The inverse indices, by feature."""
+        return {**self.packed.narrow, **self.packed.wide}
 
 
 class Router:
     """Removes duplicates over whole batches, sorts ids by owner, and splits and joins accordingly. Thread-safe.
 
     Args:
-        schema: which features read which table.
+        schema: schema of the model, which maps features to tables.
         servers: number of embedding PSs.
         threads: number of threads that share the work of a call.
     """
@@ -60,27 +60,27 @@ class Router:
         tables = schema.resolved_tables()
         self._dims = {name: table.dim for name, table in tables.items()}
         self._words = {name: words_of(table.dtype, table.dim) for name, table in tables.items()}
-        self._kept = {f.name: (f.max_length, f.keep == "last") for f in schema.id_features}
+        self._truncation = {f.name: (f.max_length, f.keep == "last") for f in schema.id_features}
 
     def entry(self, id_features: Mapping[str, IdColumn]) -> Entry:
         """Returns the distinct ids of a batch by table, sorted by owner."""
-        columns = {name: _truncated(id_features[name], *kept) for name, kept in self._kept.items()}
+        columns = {name: _truncated(id_features[name], *limit) for name, limit in self._truncation.items()}
         values = [[columns[name].values for name in features] for _, features in self._features]
-        found = batching.pack_batch(self._features, values, self._servers, self._pool, self._scratch)
+        packed = batching.pack_batch(self._features, values, self._servers, self._pool, self._scratch)
         ends = {name: column.offsets for name, column in columns.items() if column.offsets is not None}
-        return Entry(found, Packed.of(ends, np.int64))
+        return Entry(packed, Packed.of(ends, np.int64))
 
     def part_of(self, entry: Entry, wanted: Packed[np.bool_]) -> Entry:
-        """Returns an entry with some of the distinct ids; the places of ids stay those of the whole.
+        """Returns an entry with some of the distinct ids; the inverse indices are unchanged.
 
         Args:
-            entry: the whole.
-            wanted: by table, bool `[unique ids]`.
+            entry: the whole entry.
+            wanted: whether to include each distinct id, by table, bool `[unique ids]`.
 
         Raises:
-            StoreError: `wanted` does not fit the ids of the batch.
+            StoreError: `wanted` does not match the ids of the batch.
         """
-        ids, bounds, narrow, wide = entry.found
+        ids, bounds, narrow, wide = entry.packed
         wanted = Packed.of(wanted, np.bool_)
         if list(wanted.names) != list(ids.names) or list(wanted.counts) != list(ids.counts):
             raise StoreError(
@@ -89,13 +89,13 @@ class Router:
             )
         before = np.concatenate(([0], np.cumsum(wanted.buffer, dtype=np.int64)))  # Wanted ids before each id.
         starts = np.concatenate(([0], np.cumsum(ids.counts)))[:-1, None].astype(np.int64)
-        kept = np.ascontiguousarray(before[starts + bounds] - before[starts])
-        part = Packed(ids.names, kept[:, -1].tolist(), ids.buffer[wanted.buffer])
-        return Entry(batching.PackedBatch(part, kept, narrow, wide), entry.offsets)
+        part_bounds = np.ascontiguousarray(before[starts + bounds] - before[starts])
+        part = Packed(ids.names, part_bounds[:, -1].tolist(), ids.buffer[wanted.buffer])
+        return Entry(batching.PackedBatch(part, part_bounds, narrow, wide), entry.offsets)
 
     def ids_of(self, entry: Entry, server: int) -> Packed[np.uint64]:
         """Returns the ids to request from one PS."""
-        return batching.take_part(entry.ids, entry.found.bounds, server)
+        return batching.take_part(entry.ids, entry.packed.bounds, server)
 
     def join(self, entry: Entry, answers: Sequence[Packed[np.float32]]) -> Packed[np.float32]:
         """Returns the rows of the distinct ids as stored, from the answers of all PSs."""
@@ -105,14 +105,14 @@ class Router:
         words = [self._words[name] for name in ids.names]
         rows = Packed(ids.names, ids.counts, self._scratch.floats(sum(map(operator.mul, ids.counts, words))), words)
         for server, answer in enumerate(answers):
-            batching.put_part(rows, entry.found.bounds, server, answer.buffer)
+            batching.put_part(rows, entry.packed.bounds, server, answer.buffer)
         return rows
 
     def gradients_for(self, batches: Sequence[tuple[Entry, Contribution]]) -> list[PackedGradients]:
-        """Returns the gradients to push to each PS: its part of those of a batch, or the sum over several batches.
+        """Returns the gradients to push to each PS, summed over the batches.
 
         Raises:
-            StoreError: gradients do not fit the rows of their batch.
+            StoreError: gradients do not match the rows of their batch.
         """
         parts = [self._parts(entry, contribution) for entry, contribution in batches]
         if len(parts) == 1:
@@ -121,8 +121,8 @@ class Router:
 
     def _parts(self, entry: Entry, contribution: Contribution) -> list[PackedGradients]:
         """Splits one contribution by PS."""
-        gradients, ids, bounds = contribution.gradients, entry.ids, entry.found.bounds
-        if list(gradients) != ids.names:  # Some tables took no part in the loss.
+        gradients, ids, bounds = contribution.gradients, entry.ids, entry.packed.bounds
+        if list(gradients) != ids.names:  # The loss does not depend on some tables.
             places = {name: place for place, name in enumerate(ids.names)}
             unknown = [name for name in gradients if name not in places]
             if unknown:
@@ -133,8 +133,8 @@ class Router:
         dims = [self._dims[name] for name in ids.names]
         if list(rows.counts) != list(ids.counts) or (dims and list(rows.widths or ()) != dims):
             raise StoreError(
-                f"Gradients must be [rows, dim] as looked up, {list(zip(ids.counts, dims, strict=True))} for "
-                f"{', '.join(ids.names)}; got {list(rows.counts)} rows of {rows.widths}."
+                f"Gradients of {', '.join(ids.names)} must be [rows, dim] as looked up, "
+                f"{list(zip(ids.counts, dims, strict=True))}; got {list(rows.counts)} rows of {rows.widths}."
             )
         return [
             PackedGradients(batching.take_part(ids, bounds, server), batching.take_part(rows, bounds, server))
@@ -159,16 +159,16 @@ class Router:
         """Sums the gradients of several batches for one PS."""
         gradients: dict[str, Gradients] = {}
         for table, _ in self._features:
-            mine = [part[table] for part in parts if table in part]
-            if len(mine) == 1:
-                gradients[table] = mine[0]
-            elif mine:
-                gradients[table] = Gradients(*batching.merge_gradients(mine, self._pool, self._scratch))
+            table_parts = [part[table] for part in parts if table in part]
+            if len(table_parts) == 1:
+                gradients[table] = table_parts[0]
+            elif table_parts:
+                gradients[table] = Gradients(*batching.merge_gradients(table_parts, self._pool, self._scratch))
         return PackedGradients.of(gradients)
 
 
 def _truncated(column: IdColumn, most: int | None, last: bool) -> IdColumn:
-    """Returns the first or last `most` ids of each sample; the others are neither looked up nor admitted."""
+    """Returns the first or last `most` ids of each sample; other ids are neither looked up nor admitted."""
     if most is None or column.offsets is None:
         return column
     lengths = np.diff(column.offsets)
@@ -176,8 +176,8 @@ def _truncated(column: IdColumn, most: int | None, last: bool) -> IdColumn:
         return column
     index = np.arange(len(column.values))
     if last:
-        kept = index >= np.repeat(column.offsets[1:] - most, lengths)
+        included = index >= np.repeat(column.offsets[1:] - most, lengths)
     else:
-        kept = index < np.repeat(column.offsets[:-1] + most, lengths)
+        included = index < np.repeat(column.offsets[:-1] + most, lengths)
     offsets = np.concatenate(([0], np.cumsum(np.minimum(lengths, most)))).astype(np.int64)
-    return IdColumn(column.values[kept], offsets)
+    return IdColumn(column.values[included], offsets)
