@@ -92,5 +92,5 @@ def test_a_change_that_could_not_be_followed_is_tried_again(monkeypatch, caplog)
     coordinator.join("data_loader", 0, "here")
     assert followed.wait(TIMEOUT)
     assert tries[0] == tries[1]
-    assert "is tried again" in caplog.text
+    assert "is retried" in caplog.text
     following.close()

@@ -1,4 +1,4 @@
-"""The processes of each role: who is there, routing to them, failover, and who is silent in a group of NN workers."""
+"""The members of each role: directory, routing, failover, and the silent NN workers of a group."""
 
 from persia.membership.data_loaders import DataLoaders, fed_batches
 from persia.membership.directory import UNREACHABLE, Directory, Roster, ServingMember

@@ -16,13 +16,13 @@ __all__ = ["DataLoaders", "fed_batches"]
 
 
 def fed_batches(loader: DataLoader, epoch: int, start: int, rank: int, nn_workers: int) -> Iterator[FedBatch]:
-    """Yields the batches of an NN worker: `start + rank`, and every `nn_workers`-th from there to the end of the pass.
+    """Yields the batches of an NN worker: `start + rank`, and every `nn_workers`-th batch after it.
 
     Args:
         loader: the data loaders, after `begin`.
         epoch: number of the pass.
-        start: batch at which all NN workers began in the pass.
-        rank: of this NN worker.
+        start: number of the batch at which all NN workers began the pass.
+        rank: rank of this NN worker.
         nn_workers: number of NN workers.
     """
     for number in itertools.count(start + rank, nn_workers):
@@ -37,8 +37,8 @@ class DataLoaders:
 
     Args:
         directory: the data loaders.
-        timeout: deadline of a call in seconds, retries included.
-        ahead: batches to keep ready for each NN worker; `begin` fills it in.
+        timeout: deadline of a call in seconds, including retries.
+        ahead: number of batches to prefetch for each NN worker, set in the feed by `begin`.
     """
 
     def __init__(self, directory: Directory[DataLoader], timeout: float = 600.0, ahead: int = 4) -> None:
@@ -47,13 +47,13 @@ class DataLoaders:
         self._ahead = ahead
 
     def begin(self, feed: Feed) -> None:
-        """Gives each its share: number `loader` of `loaders`, in the order of their ranks."""
+        """Gives each data loader its share of the feed: number `loader` of `loaders`, in the order of ranks."""
         loaders = self.directory.roster().alive()
         feeds = [feed._replace(loader=n, loaders=len(loaders), ahead=self._ahead) for n in range(len(loaders))]
         call_all([functools.partial(m.service.begin, share) for m, share in zip(loaders, feeds, strict=True)])
 
     def take(self, rank: int, epoch: int, number: int) -> Delivery:
-        """Returns batch `number` from the data loader that reads it, as of the newest membership."""
+        """Returns batch `number` from the data loader that reads it in the newest membership."""
         operation = f"take of batch {number}"
 
         def take(roster: Roster[DataLoader]) -> Delivery:
@@ -64,11 +64,11 @@ class DataLoaders:
         return self.directory.call(take, self._timeout)
 
     def end(self) -> None:
-        """Ends the reading of all."""
+        """Ends reading in all data loaders."""
         self.directory.call_all(lambda loader: loader.end)
 
     def statistics(self) -> dict[str, int]:
-        """Returns the counters, summed."""
+        """Returns the counters, summed over all data loaders."""
         total: Counter[str] = Counter()
         for counts in self.directory.call_all(lambda loader: loader.statistics):
             total.update(counts)

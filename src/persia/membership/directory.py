@@ -1,4 +1,4 @@
-"""The members of a role, as of the newest membership."""
+"""The members of a role in the newest membership, and calls to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 UNREACHABLE = (ClosedError, DeadlineError, PeerRestartedError, ConnectionError)
-"""Errors of a call whose peer may be gone; the membership then says whether it is."""
+"""Errors of a call whose peer may be gone; the membership tells whether it is."""
 
 RETRIABLE = (MovedError, *UNREACHABLE)
 """Errors of a call that may succeed at another member, or after a change of the membership."""
@@ -30,10 +30,10 @@ class ServingMember(NamedTuple, Generic[S]):
     """One process of the role.
 
     Attributes:
-        rank: of the process.
-        incarnation: of the process.
+        rank: rank of the process.
+        incarnation: incarnation of the process.
         state: "alive" or "leaving".
-        service: the object, or its stub.
+        service: the service, or its stub.
     """
 
     rank: int
@@ -43,11 +43,11 @@ class ServingMember(NamedTuple, Generic[S]):
 
 
 class Roster(NamedTuple, Generic[S]):
-    """The processes of the role at one moment.
+    """The processes of the role in one version of the membership.
 
     Attributes:
-        version: rises with every change.
-        members: by rank, without dead ones.
+        version: version of the membership, which increases with every change.
+        members: living and leaving members, by rank.
         newest: latest incarnation by rank, dead or not.
     """
 
@@ -56,16 +56,16 @@ class Roster(NamedTuple, Generic[S]):
     newest: Mapping[int, int]
 
     def gone(self, rank: int, incarnation: int) -> bool:
-        """Returns whether this incarnation is known to be dead. An unknown one may be about to join."""
+        """Returns whether this incarnation is known to be dead. An unknown incarnation may be about to join."""
         newest = self.newest.get(rank, 0)
         return newest > incarnation or (newest == incarnation and rank not in self.members)
 
     def alive(self) -> list[ServingMember[S]]:
-        """Returns the members that take new work, by rank."""
+        """Returns the members that accept new work, by rank."""
         return [member for _, member in sorted(self.members.items()) if member.state == "alive"]
 
     def serving(self) -> list[S]:
-        """Returns the services that answer calls, by rank, including those that are leaving."""
+        """Returns the services that answer calls, by rank, including leaving members."""
         return [member.service for _, member in sorted(self.members.items())]
 
 
@@ -73,9 +73,9 @@ class Directory(Generic[S]):
     """Follows the membership of one role. The listener at the coordinator calls `update`. Thread-safe.
 
     Args:
-        role: of the members.
-        connect: makes the stub of a new member.
-        close: closes the stub of a member that is gone. Calls in progress end, so that their callers retry here.
+        role: role of the members.
+        connect: creates the stub of a new member.
+        close: closes the stub of a member that is gone. Calls in progress end, and their callers retry here.
     """
 
     def __init__(self, role: str, connect: Callable[[Member], S], close: Callable[[S], None] = lambda _: None) -> None:
@@ -87,13 +87,13 @@ class Directory(Generic[S]):
 
     @classmethod
     def fixed(cls, role: str, services: Sequence[S]) -> Directory[S]:
-        """Returns a directory of services that never change, by rank, in their first incarnation."""
+        """Returns a directory of fixed services, by rank, in their first incarnation."""
         directory = cls(role, lambda member: services[member.rank])
         directory.update(Membership(1, 1, [Member(role, rank, 1, "") for rank in range(len(services))]))
         return directory
 
     def update(self, membership: Membership) -> None:
-        """Adopts a newer membership; an older one changes nothing."""
+        """Adopts a newer membership; no-op for an older one."""
         with self._changed:
             before = self._roster
             if membership.version <= before.version:
@@ -109,10 +109,10 @@ class Directory(Generic[S]):
                 members[member.rank] = ServingMember(member.rank, member.incarnation, member.state, service)
             self._roster = Roster(membership.version, members, newest)
             self._changed.notify_all()
-        kept = {id(member.service) for member in members.values()}
-        for gone in before.members.values():
-            if id(gone.service) not in kept:
-                self._close(gone.service)
+        current = {id(member.service) for member in members.values()}
+        for member_before in before.members.values():
+            if id(member_before.service) not in current:
+                self._close(member_before.service)
 
     def roster(self, newer_than: int = 0, timeout: float = 0.0) -> Roster[S]:
         """Returns the members; waits up to `timeout` seconds for a version above `newer_than`."""
@@ -121,18 +121,18 @@ class Directory(Generic[S]):
             return self._roster
 
     def call(self, call: Callable[[Roster[S]], T], timeout: float, cancelled: Callable[[], bool] = lambda: False) -> T:
-        """Makes a call to one of the members, which the caller chooses from the newest roster; blocks.
+        """Calls one of the members, which `call` chooses from the newest roster; blocks.
 
-        Retries while the chosen member may be gone or leaving, with each newer roster.
+        Retries with each newer roster while the chosen member may be gone or leaving.
 
         Args:
-            call: raises `absent` when no member can take the call.
+            call: makes the call; raises `absent` if no member can take it.
             timeout: seconds for all attempts together.
-            cancelled: whether no further attempt is wanted.
+            cancelled: whether to stop retrying.
 
         Raises:
-            Exception: the last failure, at the deadline or once cancelled; or a failure that no change of membership
-                can fix, at once.
+            Exception: the last failure, at the deadline or once cancelled; or immediately a failure that no change of
+                membership can fix.
         """
         roster = self.roster()
 
@@ -157,16 +157,16 @@ class Directory(Generic[S]):
         cancelled: Callable[[], bool] = lambda: False,
         past_deadline: bool = True,
     ) -> T:
-        """Makes a call to the living member whose turn it is, or to the next one that takes it; see `call`.
+        """Calls the living member whose turn it is, or the next one that accepts the call; see `call`.
 
         Args:
-            call: may be repeated, with other members too.
-            turn: number of the call; consecutive ones start at members of consecutive ranks.
+            call: makes the call; may be repeated, also with other members.
+            turn: number of the call; consecutive calls start at members of consecutive ranks.
             timeout: seconds within which attempts begin.
-            operation: named in the error if there is no member.
-            cancelled: whether no further attempt is wanted.
-            past_deadline: whether an attempt tries every living member, although the first one has used all the time:
-                right where each fails for a cause of its own, not where all wait for the same.
+            operation: name of the call in the error if there is no member.
+            cancelled: whether to stop retrying.
+            past_deadline: whether an attempt tries every living member, even if the first one has used all the time.
+                For calls that fail independently at each member, not for calls that all wait for the same thing.
         """
         deadline = Deadline(timeout)
 
@@ -185,10 +185,10 @@ class Directory(Generic[S]):
         return self.call(in_turn, timeout, cancelled)
 
     def call_all(self, method: Callable[[S], Callable[[], T]]) -> list[T]:
-        """Calls all members concurrently, leaving ones too; returns the answers of those that are reachable.
+        """Calls all members concurrently, including leaving ones; returns the answers of reachable members.
 
         Args:
-            method: returns the method to call, without arguments, of a service.
+            method: returns the method of a service to call without arguments.
         """
         answers = try_all([method(service) for service in self.roster().serving()], UNREACHABLE)
         return [answer for answer in answers if not isinstance(answer, Exception)]
@@ -196,8 +196,8 @@ class Directory(Generic[S]):
     def absent(self, timeout: float, operation: str) -> DeadlineError:
         """Returns the error of a call for which there is no member."""
         return DeadlineError(
-            f"{operation}: there has been no {self.role.replace('_', ' ')} for {timeout:g} s. See why they have ended, "
-            "or start some.",
+            f"{operation}: there has been no {self.role.replace('_', ' ')} for {timeout:g} s. Check why they have "
+            "ended, or start some.",
             operation=operation,
             seconds=timeout,
         )

@@ -28,12 +28,12 @@ T = TypeVar("T")
 class EmbeddingWorkers:
     """The embedding workers as one `EmbeddingWorker`, which routes calls by batch id.
 
-    A call to an embedding worker that does not answer is retried until the membership says that the worker is gone. Its
-    batches are lost then: a lookup raises StaleBatchError, a push continues without their gradients and counts them.
+    A call to an embedding worker that does not answer is retried until the membership reports the worker as gone. Its
+    batches are then lost: a lookup raises StaleBatchError; a push continues without their gradients and counts them.
 
     Args:
         directory: the embedding workers.
-        timeout: deadline of a call in seconds, retries included.
+        timeout: deadline of a call in seconds, including retries.
         home: number of the embedding worker for batches that this NN worker registers itself, such as its rank.
     """
 
@@ -43,12 +43,12 @@ class EmbeddingWorkers:
         self._home = home
         self._turns = itertools.count(home)
         self._rows: dict[int, int] = {}
-        """Samples of each batch that is looked up and not pushed: the weight of a part of a push."""
+        """Samples of each batch that is looked up and not yet pushed: the weight of a part of a push."""
         self._lock = threading.Lock()
         self._lost = 0
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
-        """Buffers a batch at one embedding worker, the same for all while it is there: so a step has one part."""
+        """Buffers a batch at one embedding worker, the same one while it is alive, so that a step has one part."""
         return self._any(
             "register", lambda member: member.service.register(id_features), self._home, past_deadline=True
         )
@@ -67,9 +67,9 @@ class EmbeddingWorkers:
         Raises:
             StaleBatchError: the batch is unknown, or lost with its embedding worker.
         """
-        found = self._ask(batch_id, "lookup", lambda worker: worker.lookup_part(batch_id, wanted))
-        self._rows[batch_id] = _rows(found)
-        return found
+        looked_up = self._ask(batch_id, "lookup", lambda worker: worker.lookup_part(batch_id, wanted))
+        self._rows[batch_id] = _rows(looked_up)
+        return looked_up
 
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
         """Looks up the rows of a registered batch.
@@ -77,24 +77,24 @@ class EmbeddingWorkers:
         Raises:
             StaleBatchError: the batch is unknown, or lost with its embedding worker.
         """
-        found = self._ask(batch_id, "lookup", lambda worker: worker.lookup(batch_id, train))
+        looked_up = self._ask(batch_id, "lookup", lambda worker: worker.lookup(batch_id, train))
         if train:
-            self._rows[batch_id] = _rows(found)
-        return found
+            self._rows[batch_id] = _rows(looked_up)
+        return looked_up
 
     def recorded_lookup(self, batch_id: int) -> LookedUp:
         """Looks up a batch for training; see `persia.services.RecordableWorker`."""
-        found = self._ask(
+        looked_up = self._ask(
             batch_id, "lookup", lambda worker: rpc.cast_to(RecordableWorker, worker).recorded_lookup(batch_id)
         )
-        self._rows[batch_id] = _rows(found)
-        return found
+        self._rows[batch_id] = _rows(looked_up)
+        return looked_up
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
-        """Pushes the gradients of a step, one part per embedding worker that has batches of it, at the same time.
+        """Pushes the gradients of a step concurrently, one part per embedding worker with batches of the step.
 
-        Gradients of lost batches count as `lost_gradients`. Another embedding worker pushes their part empty, with the
-        same header, as PSs that combine the step wait for it.
+        Gradients of lost batches count as `lost_gradients`. Another embedding worker pushes an empty part with the same
+        header in their place, as PSs that combine the step wait for it.
         """
         batches: dict[int, list[Contribution]] = {}
         for contribution in contributions:
@@ -107,7 +107,7 @@ class EmbeddingWorkers:
                 header._replace(part=number, parts=len(parts), weight=sum(self._rows.get(c.batch_id, 0) for c in part))
                 for number, part in enumerate(parts)
             ]
-            # At the same time: a PS holds each part until all are there. Several parts follow a change of membership.
+            # Concurrently, as a PS holds each part until all have arrived. A change of membership causes several parts.
             pushes = [functools.partial(self._push_part, h, part) for h, part in zip(headers, parts, strict=True)]
             counts = sum_counts(call_all(pushes))
         for contribution in contributions:
@@ -130,7 +130,7 @@ class EmbeddingWorkers:
         return self._lost
 
     def statistics(self) -> dict[str, int]:
-        """Returns the counters of all workers that answer, summed, and `lost_gradients`."""
+        """Returns the counters, summed over all workers that answer, and `lost_gradients`."""
         total = Counter(lost_gradients=self._lost)
         for counts in self._directory.call_all(lambda worker: worker.statistics):
             total.update(counts)
@@ -142,13 +142,13 @@ class EmbeddingWorkers:
                 push = functools.partial(_push, header, contributions)
                 return self._ask(contributions[0].batch_id, "push", push)
             except StaleBatchError as error:
-                # Nothing was sent. If the error names a batch, only that one is lost; else all are, with their worker.
+                # Nothing was sent. If the error names a batch, only that one is lost; else the worker and all batches.
                 stale = error.fields.get("batch_id")
-                kept = [c for c in contributions if c.batch_id != stale] if stale is not None else []
-                kept = kept if len(kept) < len(contributions) else []
+                remaining = [c for c in contributions if c.batch_id != stale] if stale is not None else []
+                remaining = remaining if len(remaining) < len(contributions) else []
                 with self._lock:
-                    self._lost += len(contributions) - len(kept)
-                contributions = kept
+                    self._lost += len(contributions) - len(remaining)
+                contributions = remaining
         return self._any("push", lambda member: member.service.push(header, []), next(self._turns))
 
     def _ask(self, batch_id: int, operation: str, call: Callable[[EmbeddingWorker], T]) -> T:
@@ -158,13 +158,13 @@ class EmbeddingWorkers:
         def ask(roster: Roster[EmbeddingWorker]) -> T:
             if roster.gone(rank, incarnation):
                 raise StaleBatchError(
-                    f"{operation}: embedding worker {rank}, incarnation {incarnation}, is gone, and its batches with "
-                    "it. They are skipped.",
+                    f"{operation}: embedding worker {rank}, incarnation {incarnation}, is gone, and its batches are "
+                    "lost. They are skipped.",
                     rank=rank,
                     incarnation=incarnation,
                 )
             member = roster.members.get(rank)
-            if member is None or member.incarnation != incarnation:  # The data loader has heard of it before us.
+            if member is None or member.incarnation != incarnation:  # The data loader has a newer membership.
                 raise self._directory.absent(self._timeout, operation)
             return call(member.service)
 
@@ -187,8 +187,8 @@ def _push(
     return worker.push(header, contributions)
 
 
-def _rows(found: LookedUp) -> int:
+def _rows(looked_up: LookedUp) -> int:
     """Returns the number of samples of the batch."""
-    if found.offsets:
-        return found.offsets.counts[0] - 1
-    return next(iter([*found.narrow.counts, *found.wide.counts]), 0)
+    if looked_up.offsets:
+        return looked_up.offsets.counts[0] - 1
+    return next(iter([*looked_up.narrow.counts, *looked_up.wide.counts]), 0)

@@ -1,4 +1,4 @@
-"""The membership as the coordinator has it: waiting for members to join, and following every change."""
+"""Follows the membership at the coordinator, and waits for members to join."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["POLL_SECONDS", "Listener", "await_members"]
 LOG = get_logger("persia.cluster")
 
 POLL_SECONDS = 5.0
-"""Maximum time that the coordinator holds a call that waits for a change."""
+"""Maximum time that a call to the coordinator waits for a change."""
 
 PAUSE_SECONDS = 1.0
-"""Pause after a call that failed: the coordinator may be restarting."""
+"""Pause after a failed call, as the coordinator may be restarting."""
 
 
 class Listener:
-    """Follows the membership in a thread, from the first one on. The constructor passes that on before it returns.
+    """Follows the membership in a thread. The constructor passes the first one on before it returns.
 
     Args:
         coordinator: polled for changes.
@@ -51,35 +51,35 @@ class Listener:
             except PersiaError:  # The driver ends this process if the coordinator does not return.
                 self._closed.wait(PAUSE_SECONDS)
             except Exception:
-                LOG.exception("A change of the membership could not be followed, and is tried again.")
+                LOG.exception("A change of the membership could not be applied, and is retried.")
                 self._closed.wait(PAUSE_SECONDS)
 
     def _poll(self, seconds: float) -> None:
         membership = self._coordinator.membership(self._version, seconds)
         if membership.version > self._version and not self._closed.is_set():
             self._changed(membership)
-            self._version = membership.version  # Not before: what has failed is tried again.
+            self._version = membership.version  # Only now, so that a failed change is retried.
 
 
 def await_members(coordinator: Coordinator, role: str, least: int, timeout: float) -> list[Member]:
-    """Waits for `least` living members of a role, and returns the living ones by rank.
+    """Waits for `least` living members of a role, and returns the living members by rank.
 
     Raises:
-        DeadlineError: they did not join in time.
+        DeadlineError: not enough members joined in time.
     """
     deadline = Deadline(timeout)
     version = 0
     while True:
         membership = coordinator.membership(version, min(POLL_SECONDS, deadline.left))
-        found = sorted((m for m in membership.members if m.role == role and m.state == "alive"), key=lambda m: m.rank)
-        if len(found) >= least:
-            return found
+        joined = sorted((m for m in membership.members if m.role == role and m.state == "alive"), key=lambda m: m.rank)
+        if len(joined) >= least:
+            return joined
         if deadline.passed:
             raise DeadlineError(
-                f"Only {len(found)} of {least} processes of the role {TITLES[role]} joined within {timeout:g} s. "
-                "See their log lines, or raise `timeout`.",
+                f"Only {len(joined)} of {least} processes of the role {TITLES[role]} joined within {timeout:g} s. "
+                "Check their log lines, or raise `timeout`.",
                 role=role,
-                joined=[m.rank for m in found],
+                joined=[m.rank for m in joined],
                 seconds=timeout,
             )
         version = membership.version

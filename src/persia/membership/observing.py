@@ -1,4 +1,4 @@
-"""Health and traces of all processes of a running cluster, by the address of its coordinator."""
+"""Collects health and traces of all processes of a running cluster, by the address of its coordinator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Answer", "RecordedTrace", "ask_members", "members", "record_trace"]
 T = TypeVar("T")
 
 POLL_SECONDS = 0.1
-"""Pause between two looks at the step of NN workers."""
+"""Interval of polling the step of NN workers."""
 
 
 class Answer(NamedTuple):
@@ -29,8 +29,8 @@ class Answer(NamedTuple):
 
     Attributes:
         member: the process.
-        health: what it answered; None without an answer.
-        problem: why there is no answer.
+        health: health of the process; None without an answer.
+        problem: reason for the missing answer.
     """
 
     member: Member
@@ -42,9 +42,9 @@ class RecordedTrace(NamedTuple):
     """Trace of a cluster.
 
     Attributes:
-        traces: of the processes that answered.
-        steps: the steps that were asked for; None if NN workers did not report so many in time.
-        problems: by process, why it is missing.
+        traces: traces of the processes that answered.
+        steps: the requested steps; None if NN workers did not complete them in time.
+        problems: reason for each missing trace, by process.
     """
 
     traces: list[ProcessTrace]
@@ -55,21 +55,21 @@ class RecordedTrace(NamedTuple):
 def members(address: str, timeout: float) -> list[Member]:
     """Returns the processes of a cluster, the coordinator first. Blocks.
 
-    An NN worker that has ended is left out: the cluster restarts one that has crashed, or ends the run.
+    NN workers that have ended are left out: the cluster restarts a crashed NN worker, or ends the run.
 
     Args:
-        address: of the coordinator, `tcp://host:port`.
-        timeout: seconds to wait for it.
+        address: address of the coordinator, `tcp://host:port`.
+        timeout: seconds to wait for the coordinator.
 
     Raises:
-        DeadlineError: it does not answer.
+        DeadlineError: the coordinator does not answer.
     """
     coordinator = rpc.connect(address, ControlPlane, peer="the coordinator", timeout=timeout)
     try:
-        found = coordinator.membership().members
+        joined = coordinator.membership().members
     finally:
         rpc.close(coordinator)
-    return [Member("coordinator", 0, 1, address), *(m for m in found if m.role != "nn_worker" or m.state != "dead")]
+    return [Member("coordinator", 0, 1, address), *(m for m in joined if m.role != "nn_worker" or m.state != "dead")]
 
 
 def ask_members(address: str, timeout: float) -> list[Answer]:
@@ -78,11 +78,11 @@ def ask_members(address: str, timeout: float) -> list[Answer]:
     Raises:
         DeadlineError: the coordinator does not answer.
     """
-    found = members(address, timeout)
-    answers = _ask_all(found, timeout, lambda stub: stub.health())
+    asked = members(address, timeout)
+    answers = _ask_all(asked, timeout, lambda stub: stub.health())
     return [
         Answer(member, None, answer) if isinstance(answer, str) else Answer(member, answer)
-        for member, answer in zip(found, answers, strict=True)
+        for member, answer in zip(asked, answers, strict=True)
     ]
 
 
@@ -90,29 +90,29 @@ def record_trace(address: str, steps: int, timeout: float) -> RecordedTrace:
     """Traces all processes of a cluster until NN workers have trained a number of steps. Blocks.
 
     Args:
-        address: of the coordinator.
+        address: address of the coordinator.
         steps: number of global steps.
         timeout: seconds for these steps, and for each answer.
 
     Raises:
         DeadlineError: the coordinator does not answer.
     """
-    found = members(address, timeout)
-    started = _ask_all(found, timeout, lambda stub: stub.start_trace(2 * timeout))
-    problems = {_title(m): answer for m, answer in zip(found, started, strict=True) if isinstance(answer, str)}
-    traced = [m for m in found if _title(m) not in problems]
-    wanted = _await_steps([m for m in traced if m.role == "nn_worker"], steps, timeout)
+    asked = members(address, timeout)
+    started = _ask_all(asked, timeout, lambda stub: stub.start_trace(2 * timeout))
+    problems = {_title(m): answer for m, answer in zip(asked, started, strict=True) if isinstance(answer, str)}
+    traced = [m for m in asked if _title(m) not in problems]
+    traced_steps = _await_steps([m for m in traced if m.role == "nn_worker"], steps, timeout)
     traces = []
     for member, trace in zip(traced, _ask_all(traced, timeout, lambda stub: stub.trace()), strict=True):
         if isinstance(trace, str):
             problems[_title(member)] = trace
         else:
             traces.append(trace)
-    return RecordedTrace(traces, wanted, problems)
+    return RecordedTrace(traces, traced_steps, problems)
 
 
 def _await_steps(nn_workers: list[Member], steps: int, timeout: float) -> range | None:
-    """Waits until all NN workers have trained `steps` whole steps more, and returns which."""
+    """Waits until all NN workers have trained `steps` more whole steps, and returns these steps."""
     end = time.monotonic() + timeout
     first: int | None = None
     while time.monotonic() < end:
@@ -120,15 +120,15 @@ def _await_steps(nn_workers: list[Member], steps: int, timeout: float) -> range 
         done = [int(a.total("nn_step")) for a in answers if not isinstance(a, str)]
         if done and len(done) == len(nn_workers):
             if first is None:
-                first = max(done) + 2  # The one after the step that is under way.
-            if min(done) >= first + steps:  # One more, whose end is that of the last push.
+                first = max(done) + 2  # The step after the current one.
+            if min(done) >= first + steps:  # One more step, which ends after the last push.
                 return range(first, first + steps)
         time.sleep(POLL_SECONDS)
     return None
 
 
 def _ask_all(asked: list[Member], timeout: float, call: Callable[[Observable], T]) -> list[T | str]:
-    """Calls all members concurrently; returns the answer of each, or the reason why there is none."""
+    """Calls all members concurrently; returns the answer of each, or the reason for a missing answer."""
     return call_all([partial(_ask, member, timeout, call) for member in asked])
 
 
