@@ -243,7 +243,7 @@ def test_a_call_that_comes_twice_while_it_waits_counts_once(tokens):
         b.arrive()
         assert {call.result(DEADLINE).value for call in twice} == {1}
     assert a.arrive().header.slot == 0
-    with pytest.raises(StalePushError, match="Token 2 is used already"):  # A third one, late.
+    with pytest.raises(StalePushError, match="Token 2 is already used"):  # A third one, late.
         tokens.draw(a.caller, a.sequence, number, ROWS, 1, 0)
     assert b.train().header[:4] == (1, 1, 2, 1)  # Its step and slot are those of b's second batch.
     assert quiesce_both(a, b).step == 2
@@ -436,7 +436,7 @@ def test_a_switch_is_asked_for_once_and_checked(tokens):
         tokens.request(Gba(ROWS + 1))
     tokens.request(Gba(2 * ROWS))
     tokens.request(Gba(2 * ROWS))
-    with pytest.raises(PersiaError, match="under way"):
+    with pytest.raises(PersiaError, match="in progress"):
         tokens.request(Async())
     assert tokens.requested() == Gba(2 * ROWS)
     tokens.resolve(Gba(4 * ROWS))  # Of a request before this one.

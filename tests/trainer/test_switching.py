@@ -215,7 +215,7 @@ def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers, s
     seen = sorted(value for t in made for value in t.model.seen if value)  # A batch that is made up has zeros.
     assert seen == [float(n + 1) for n in range(data.limit)]
     assert len(made[0].switches) >= switches
-    assert all("under way" in text for text in refused)
+    assert all("in progress" in text for text in refused)
 
 
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0)])
@@ -250,7 +250,7 @@ def test_a_switch_that_cannot_be_is_refused_and_training_goes_on():
     with pytest.raises(ConfigError, match="backup"):
         t.switch(HopBw(1))
     t.switch(Gba(2 * ROWS))
-    with pytest.raises(PersiaError, match="under way"):
+    with pytest.raises(PersiaError, match="in progress"):
         t.switch(Async())
     result = t.fit(data)
     assert [type(s.after) for s in t.switches] == [Gba]

@@ -28,7 +28,7 @@ class _State(msgspec.Struct):
 
 
 class CoordinatorServer:
-    """The membership of a cluster, and the last report of each member. No data pass through it, and it calls no role.
+    """The membership of a cluster, and the last report of each member. No data pass through it, and it makes no calls.
 
     Safe to call from several threads; only `membership` blocks.
 
@@ -51,12 +51,12 @@ class CoordinatorServer:
         self._nn_workers = before.nn_workers
         self._members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in before.members}
         self._reports: dict[tuple[str, int], tuple[float, dict[str, float]]] = {}
-        """By member: the time of its last report, and its counters."""
+        """Time of the last report of each member, and its counters."""
 
     def join(self, role: str, rank: int, address: str) -> Member:
-        """Adds a process that has started; an earlier one of its rank is dead from now on.
+        """Adds a process that has started; marks an earlier process of its rank as dead.
 
-        A call with the address of the active member is a repetition, and changes nothing.
+        A call with the address of the active member is a repetition and has no effect.
 
         Raises:
             ConfigError: the role is unknown, or this generation has no NN worker of this rank.
@@ -92,7 +92,7 @@ class CoordinatorServer:
         """Requests an embedding worker or data loader, through the membership, to finish its work and leave.
 
         Raises:
-            ConfigError: members of this role cannot leave during training, or there is no such member.
+            ConfigError: members of this role cannot leave during training, or the member is unknown.
         """
         with self._changed:
             if role not in RETIRABLE:
@@ -107,7 +107,7 @@ class CoordinatorServer:
                 self._put(member._replace(state="leaving"))
 
     def regenerate(self, nn_workers: int) -> int:
-        """Starts a new generation of NN workers; those of the one before are dead. Returns its number, from 1.
+        """Starts a new generation of NN workers and marks the previous one as dead. Returns its number, from 1.
 
         Raises:
             ConfigError: `nn_workers` is less than 1.
@@ -132,7 +132,7 @@ class CoordinatorServer:
             return Membership(self._version, self._generation, members)
 
     def report(self, role: str, rank: int, counters: Mapping[str, float]) -> None:
-        """Records a heartbeat with counters, which replace those of the last report.
+        """Records a heartbeat with counters, which replace the last report.
 
         Raises:
             ConfigError: the process has not joined.
@@ -145,7 +145,7 @@ class CoordinatorServer:
     def statistics(self) -> dict[str, dict[str, float]]:
         """Returns the last report of every member by "role-rank", with its `age` in seconds.
 
-        Before the first report, the age counts from the moment it joined.
+        Before the first report, the age is the time since the member joined.
         """
         with self._changed:
             now = self._clock()

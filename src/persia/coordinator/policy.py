@@ -15,7 +15,7 @@ __all__ = ["SwitchPolicy"]
 LOG = get_logger("persia.modes")
 
 MAX_EVIDENCE = 1_000_000
-"""Maximum number of step times, and of mode choices, kept for `persia.modes.rehearse`."""
+"""Maximum number of step times, and of mode choices, retained for `persia.modes.rehearse`."""
 
 
 class SwitchPolicy:
@@ -62,7 +62,7 @@ class SwitchPolicy:
 
         Args:
             rank: rank of the NN worker.
-            timings: its step timings since its last report.
+            timings: step timings since the last report of the NN worker.
             now: seconds since the policy began.
 
         Returns:

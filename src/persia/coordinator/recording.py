@@ -1,4 +1,4 @@
-"""Arrivals at the token scheduler, and reads of NN workers, kept while a schedule is recorded for a replay."""
+"""Records arrivals at the token scheduler, and reads of NN workers, for a replay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class RecordedArrivals:
     """The recording side of a token scheduler; see `persia.services.RecordableTokens`."""
 
     record: PhaseRecord | None = None
-    """The hook of a recording, which gets each arrival; None unless a schedule is recorded."""
+    """Record of the arrivals; None unless a schedule is being recorded."""
 
     _ended = PhaseRecord([], [])
 
@@ -25,7 +25,7 @@ class RecordedArrivals:
             record.reads.append(read)
 
     def end_recording(self) -> PhaseRecord:
-        """Ends the record, and returns it. A repetition returns the same one."""
+        """Ends and returns the record. A repeated call returns the same one."""
         if self.record is not None:
             self._ended, self.record = self.record, None
         return self._ended

@@ -1,4 +1,4 @@
-"""State of the token scheduler in a phase, and its rules: no locks, no waiting (protocol, section 12)."""
+"""State and rules of the token scheduler in a phase, without locks or waiting (protocol, section 12)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["OpenToken", "SchedulerState", "WorkerState", "report_metrics"]
 
 
 class OpenToken(msgspec.Struct):
-    """A token that is drawn, and whose gradient has not arrived."""
+    """A drawn token whose gradient has not arrived."""
 
     number: int
     value: int
@@ -32,15 +32,15 @@ class WorkerState(msgspec.Struct):
         waiting: whether it has called `quiesce`.
         requests: number of its last request for a batch.
         answer: answer to that request.
-        taken: numbers of the batches that it has taken, and drawn no token for.
+        taken: numbers of the batches that it has taken, but drawn no token for.
         drawn: open tokens by sequence number.
-        pushes: its pushes of incomplete steps, and those that are not known to have returned.
+        pushes: its pushes of incomplete steps, and its pushes that are not known to have returned.
         ticket: its last ticket.
         finished: number of gradients that have arrived, dropped ones included.
         least: step after the last one that it has completed.
         done: sequence number up to which all pushes have returned.
         assigned: abandoned pushes that it must fill.
-        filled: number of those that it has filled.
+        filled: number of assigned pushes that it has filled.
         lost: its losses since it started, as last reported.
     """
 
@@ -60,8 +60,8 @@ class WorkerState(msgspec.Struct):
     filled: int = 0
     lost: Losses = NO_LOSSES
 
-    def came(self, sequence: int) -> bool:
-        """Returns whether a token was drawn for this push: a call may be repeated, and its repetition may be late."""
+    def has_drawn(self, sequence: int) -> bool:
+        """Returns whether a token was drawn for this push, as calls may be repeated, and repetitions may be late."""
         pushed = self.ticket is not None and self.ticket.header.sequence >= sequence
         return pushed or sequence in self.drawn
 
@@ -73,7 +73,7 @@ class WorkerState(msgspec.Struct):
         """
         drawn = self.drawn.get(sequence)
         if drawn is None:
-            raise StalePushError(f"Token {sequence} is used already: the call is a late repetition.", sequence=sequence)
+            raise StalePushError(f"Token {sequence} is already used: the call is a late repetition.", sequence=sequence)
         return Token(drawn.value, drawn.least, [])
 
 
@@ -91,23 +91,23 @@ class SchedulerState(msgspec.Struct):
     spare: int = 0
     """Number of tokens lost with dead NN workers; the next draws repeat the current value."""
     following: int = 0
-    """Number of the next batch that is handed out."""
+    """Number of the next batch to hand out."""
     returned: list[int] = msgspec.field(default_factory=list)
     """Numbers of batches of dead NN workers, which are handed out first."""
     again: list[int] = msgspec.field(default_factory=list)
-    """Numbers of those from before the phase that are handed out in it."""
+    """Numbers of returned batches from before the phase that are handed out in it."""
     end: int | None = None
     stopped: bool = False
     workers: dict[int, WorkerState] = msgspec.field(default_factory=dict)
     abandoned: list[PushHeader] = msgspec.field(default_factory=list)
-    """Abandoned pushes that are assigned to no NN worker yet."""
+    """Abandoned pushes that are not assigned to an NN worker yet."""
     report: TokenReport = msgspec.field(default_factory=TokenReport)
     requested: Mode | None = None
     """Requested mode."""
     nn_workers: int = 0
     local_batch: int = 0
     leader: int | None = None
-    """Rank of the NN worker that drains the PSs, once all have finished the phase."""
+    """Rank of the NN worker that drains the PSs once all have finished the phase."""
 
     @property
     def current(self) -> TrainingPhase:
@@ -132,7 +132,7 @@ class SchedulerState(msgspec.Struct):
         self.stopped = True
 
     def lacking(self) -> int:
-        """Returns how many more batches the steps of the phase need, if none is dropped."""
+        """Returns the number of batches that the steps of the phase still need, if none is dropped."""
         phase = self.current
         if phase.steps is None or not self.group:
             return 1
@@ -140,7 +140,7 @@ class SchedulerState(msgspec.Struct):
         return max(0, (phase.step + phase.steps - self.step) * self.group - self.held - out)
 
     def may_take(self, mode: Mode) -> bool:
-        """Returns whether `TokenScheduler.take` can answer now, rather than wait for open batches."""
+        """Returns whether `TokenScheduler.take` can answer now, without waiting for open batches."""
         phase = self.current
         if phase.steps is None or self.stopped:
             return True
@@ -168,14 +168,14 @@ class SchedulerState(msgspec.Struct):
         return self.following - 1
 
     def untrained(self, position: int) -> tuple[list[int], int]:
-        """Returns which batches below a position, at which training begins again, are left to be handed out.
+        """Returns the batches below the position of a restart that are still to be handed out.
 
-        The second result is how many more may not have been trained. After a restart from a recovery point, batches
-        from the position on are handed out in any case.
+        The second result is the number of further batches that may not have been trained. After a restart from a
+        recovery point, batches from the position on are handed out in any case.
         """
         if self.quiesced is not None:
             return [n for n in self.returned if n < position], 0
-        # The phase was not ended, so its last steps may be lost with a PS. What is taken or drawn was not trained.
+        # The phase did not end, so its last steps may be lost with a PS. Taken and drawn batches were not trained.
         taken = {n for w in self.workers.values() for n in (*w.taken, *(token.number for token in w.drawn.values()))}
         again = [n for n in self.again if n < position]
         left = {n for n in self.returned if n < position} | taken.intersection(again)
@@ -219,7 +219,7 @@ class SchedulerState(msgspec.Struct):
         return OpenToken(number, value, max(least, self.current.step))
 
     def confirm(self, worker: WorkerState, done: int, filled: int, lost: Losses | None = None) -> None:
-        """Records that pushes up to `done` have returned, with these losses, and that `filled` pushes are filled."""
+        """Records the losses, that pushes up to `done` have returned, and that `filled` pushes are filled."""
         for sequence in [s for s in worker.pushes if s <= done and worker.pushes[s].step < self.step]:
             del worker.pushes[sequence]
         worker.done = max(worker.done, done)
@@ -228,7 +228,7 @@ class SchedulerState(msgspec.Struct):
             worker.lost = Losses(*map(max, zip(worker.lost, lost, strict=True)))  # A repeated call may be late.
 
     def assign(self, worker: WorkerState) -> list[PushHeader]:
-        """Returns the abandoned pushes that this NN worker must fill, the same ones until it has."""
+        """Returns the abandoned pushes that this NN worker must fill; the same ones until it has filled them."""
         if worker.filled >= len(worker.assigned) and self.abandoned:
             worker.assigned += self.abandoned
             self.abandoned = []

@@ -1,4 +1,4 @@
-"""State that survives the process of a coordinator: files in a directory beside the regions of PSs."""
+"""Stores state that survives the process of a coordinator, in a directory next to the regions of PSs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StateFile(Generic[S]):
             return msgspec.msgpack.decode(data, type=self._kind, dec_hook=decode_hook)
         except msgspec.MsgspecError as error:
             raise PersiaError(
-                f"{self._path}: not the state of a coordinator: {error}. Remove it and resume from a checkpoint.",
+                f"{self._path} is not the state of a coordinator: {error}. Remove it and resume from a checkpoint.",
                 path=self._path,
             ) from error
 
@@ -88,7 +88,7 @@ LOCK_SECONDS = 10.0
 """Maximum number of seconds to wait for the previous process to end."""
 
 LOCK = "000-coordinator.0"
-"""Name of the lock file: that of a region, so that `persia cluster regions` finds the directory."""
+"""Name of the lock file, the same as that of a region, so that `persia cluster regions` finds the directory."""
 
 
 class CoordinatorStore:
@@ -98,7 +98,7 @@ class CoordinatorStore:
         directory: path of the directory, which is created if missing.
 
     Raises:
-        PersiaError: another process holds the lock, and does not end.
+        PersiaError: another process holds the lock and does not end.
     """
 
     def __init__(self, directory: str) -> None:

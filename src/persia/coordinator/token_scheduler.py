@@ -58,7 +58,7 @@ class TokenScheduler(RecordedArrivals):
         self._waiting: set[int] = set()
         """Ranks that wait in `draw` for the gate."""
         self._taking: set[int] = set()
-        """Ranks that wait in `take`, until it is decided whether the phase needs another batch."""
+        """Ranks that wait in `take` for the decision whether the phase needs another batch."""
         self._state = self._file.load() or SchedulerState()
         phase = self._state.phase
         self._mode: Mode | None = phase.mode if phase is not None else None
@@ -82,12 +82,12 @@ class TokenScheduler(RecordedArrivals):
             else:
                 returned, lost = [], len(state.returned)
             state.report.lost_batches += lost
-            # A dead NN worker stays dead until all restart, which begins another generation.
+            # A dead NN worker stays dead until all restart as another generation.
             before = state.workers if same_generation else {}
             workers = {}
             for rank in range(phase.nn_workers):
-                was = before.get(rank, WorkerState())
-                workers[rank] = WorkerState(alive=was.alive, ended=not was.alive, lost=was.lost)
+                previous = before.get(rank, WorkerState())
+                workers[rank] = WorkerState(alive=previous.alive, ended=not previous.alive, lost=previous.lost)
             self._state = SchedulerState(
                 phase=phase,
                 quiesced=None,
@@ -127,8 +127,8 @@ class TokenScheduler(RecordedArrivals):
                 )
             finally:
                 self._taking.discard(caller.rank)
-            worker, state = self._enter(caller), self._current(caller)  # The NN worker may have died meanwhile.
-            if request <= worker.requests:  # A repetition of the call was faster.
+            worker, state = self._enter(caller), self._current(caller)  # The NN worker may have died during the wait.
+            if request <= worker.requests:  # A repeated call was faster.
                 return worker.answer
             if not known:
                 busy = [rank for rank, w in state.workers.items() if w.taken or w.drawn]
@@ -170,7 +170,7 @@ class TokenScheduler(RecordedArrivals):
         with self._changed:
             worker = self._enter(caller)
             self._state.confirm(worker, done, filled, lost)
-            if worker.came(sequence):
+            if worker.has_drawn(sequence):
                 return worker.token_of(sequence)
             mode = self._known_mode()
             if not self._state.group:
@@ -186,14 +186,14 @@ class TokenScheduler(RecordedArrivals):
                             self._gate(caller.rank)
                             or self._state.abandoned
                             or self._over(caller)
-                            or worker.came(sequence)
+                            or worker.has_drawn(sequence)
                         ),
                         self._timeout,
                     )
                 finally:
                     self._waiting.discard(caller.rank)
                 worker = self._enter(caller)
-                if worker.came(sequence):  # A repetition of the call was faster.
+                if worker.has_drawn(sequence):  # A repeated call was faster.
                     return worker.token_of(sequence)
                 abandoned = self._state.assign(worker)
                 if not opened:
@@ -250,13 +250,13 @@ class TokenScheduler(RecordedArrivals):
             return worker.ticket
 
     def abandoned(self, caller: Caller, filled: int) -> list[PushHeader]:
-        """Returns pushes to be filled; see `persia.services.Tokens`."""
+        """Returns abandoned pushes to fill; see `persia.services.Tokens`."""
         with self._changed:
             worker = self._enter(caller)
             self._state.confirm(worker, 0, filled)
-            found = self._state.assign(worker)
+            assigned = self._state.assign(worker)
             self._save()
-            return found
+            return assigned
 
     def quiesce(self, caller: Caller, done: int, filled: int, lost: Losses = NO_LOSSES) -> QuiesceResult:
         """Waits until all NN workers have finished the phase; see `persia.services.Tokens`."""
@@ -266,14 +266,14 @@ class TokenScheduler(RecordedArrivals):
             worker.ended = worker.waiting = True
             worker.taken.clear()
             self._save()
-            came = self._changed.wait_for(
+            complete = self._changed.wait_for(
                 lambda: self._state.all_waiting() or self._state.abandoned or self._over(caller), self._timeout
             )
             worker = self._enter(caller)
             abandoned = self._state.assign(worker)
             if abandoned:
                 self._save()
-            elif not came:
+            elif not complete:
                 late = [r for r, w in self._state.workers.items() if w.alive and not w.waiting]
                 raise DeadlineError(
                     f"NN workers {', '.join(map(str, late))} have not finished phase {caller.phase} within "
@@ -314,7 +314,7 @@ class TokenScheduler(RecordedArrivals):
             state = self._current(caller)
             if state.quiesced is None:
                 raise RoleDiedError(
-                    f"NN worker {state.leader} died before it had drained the PSs.", role="nn_worker", rank=state.leader
+                    f"NN worker {state.leader} died before draining the PSs.", role="nn_worker", rank=state.leader
                 )
             return state.quiesced
 
@@ -334,7 +334,7 @@ class TokenScheduler(RecordedArrivals):
                 return
             if state.requested is not None:
                 raise PersiaError(
-                    f"Cannot switch to {mode}: a switch to {state.requested} is under way. Wait until it is made.",
+                    f"Cannot switch to {mode}: a switch to {state.requested} is in progress. Wait until it completes.",
                     mode=str(state.requested),
                 )
             state.request(mode)
@@ -407,7 +407,7 @@ class TokenScheduler(RecordedArrivals):
             state.spare += len(lost)
             state.report.lost_tokens += len(lost)
             state.returned = sorted([*state.returned, *worker.taken, *(drawn.number for drawn in lost)])
-            abandoned = len(worker.pushes)  # Those that it had to fill are counted already.
+            abandoned = len(worker.pushes)  # Its assigned pushes are already counted.
             state.abandoned += [*worker.pushes.values(), *worker.assigned[worker.filled :]]
             worker.taken, worker.drawn, worker.pushes, worker.assigned = [], {}, {}, []
             state.report.abandoned += abandoned
@@ -427,9 +427,9 @@ class TokenScheduler(RecordedArrivals):
 
     def _enter(self, caller: Caller) -> WorkerState:
         """Returns the state of the caller, once its phase has begun."""
-        begun = self._changed.wait_for(lambda: self._over(caller) or self._begun(caller), self._timeout)
+        ready = self._changed.wait_for(lambda: self._over(caller) or self._has_begun(caller), self._timeout)
         state = self._current(caller)
-        if not begun or state.phase is None:
+        if not ready or state.phase is None:
             raise DeadlineError(
                 f"Phase {caller.phase} has not begun within {self._timeout:g} s: NN worker 0 is late.",
                 phase=caller.phase,
@@ -442,7 +442,7 @@ class TokenScheduler(RecordedArrivals):
             )
         return worker
 
-    def _begun(self, caller: Caller) -> bool:
+    def _has_begun(self, caller: Caller) -> bool:
         phase = self._state.phase
         return phase is not None and (phase.generation, phase.number) == caller[:2]
 
@@ -459,7 +459,7 @@ class TokenScheduler(RecordedArrivals):
 
     def _gate(self, rank: int) -> bool:
         mode = self._known_mode()
-        # A worker that may take a batch has been woken, and will do so.
+        # If `take` may answer, the workers that wait in it have been woken and will take a batch.
         taking = () if self._state.may_take(mode) else self._taking
         return self._state.gate(mode, rank, self._waiting, taking)
 
