@@ -1,1 +1,1 @@
-"""How pushed gradients become steps: the order of pushes, the barrier of a step, and its sums."""
+"""Combines pushed gradients to steps: the order of pushes, the barrier of a step, and its sums."""

@@ -1,4 +1,4 @@
-"""The order in which pushes took effect at a parameter server, kept while a schedule is recorded for a replay."""
+"""Records the order in which pushes take effect at a parameter server, for a replay."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 class PushJournal:
     """The pushes that took effect at a PS, in order, and the version that each batch has read. Thread-safe.
 
-    Reads and updates exclude each other, so that all rows of a batch are of one version.
+    Reads and updates exclude each other, so all rows of a batch are of one version.
 
     Args:
-        version: updates since step 0.
+        version: number of updates since step 0.
     """
 
     def __init__(self, version: int) -> None:
@@ -32,11 +32,11 @@ class PushJournal:
     def add(self, header: PushHeader, empty: bool) -> bool:
         """Records a push that takes effect now. Returns False if it is a repetition, which has no effect.
 
-        Pushes must not be added concurrently: the caller orders them anyway.
+        Pushes must not be added concurrently; callers order them.
 
         Args:
-            header: its header.
-            empty: whether it has no gradients, although its header may have rows.
+            header: header of the push.
+            empty: whether the push has no gradients, although its header may have rows.
         """
         place = (header.rank, header.sequence, header.part)
         if place in self._known:
@@ -48,7 +48,7 @@ class PushJournal:
         return True
 
     def apply(self, update: Callable[[], T], pushes: Sequence[ArrivedPush]) -> T:
-        """Runs an update, which leads to the next version, and adds those of its pushes that were not added before."""
+        """Runs an update, which leads to the next version, and adds its pushes that were not added before."""
         with self._lock:
             result = update()
             fresh = [self.add(push.header, empty=not push.gradients) for push in pushes]
@@ -56,7 +56,7 @@ class PushJournal:
             return result
 
     def read(self, batch_id: int, lookup: Callable[[], T]) -> T:
-        """Runs the lookup of a batch, and records which version it reads."""
+        """Runs the lookup of a batch, and records the version that it reads."""
         with self._lock:
             self.record.reads[batch_id] = self._version
             return lookup()
@@ -66,16 +66,16 @@ class JournaledServer:
     """A PS of either kind, with an optional journal; see `persia.services.Recordable`."""
 
     journal: PushJournal | None = None
-    """The hook of a recording; None unless a schedule is recorded."""
+    """Journal of the pushes; None unless a schedule is being recorded."""
 
     _ended = JournalRecord(0, [], {}, [])
 
     def begin_recording(self, version: int) -> None:
-        """Starts a journal, given the updates since step 0."""
+        """Starts a journal; `version` is the number of updates since step 0."""
         self.journal = PushJournal(version)
 
     def end_recording(self) -> JournalRecord:
-        """Ends the journal, and returns its record. A repetition returns the same one."""
+        """Ends the journal and returns its record. A repeated call returns the same one."""
         if self.journal is not None:
             self._ended, self.journal = self.journal.record, None
         return self._ended

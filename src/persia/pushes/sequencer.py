@@ -1,6 +1,6 @@
 """Runs pushes one by one, in the same order on all parameter servers (docs/reference/protocol.md, section 12).
 
-Embedding PS and dense PS use it. It knows neither rows nor tensors.
+Embedding PS and dense PS use it. It does not depend on the kind of parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Queued(NamedTuple, Generic[T]):
 class PushSequencer(Generic[T]):
     """Runs the work of pushes in the order of their slots. A step has `group` slots.
 
-    An early push is queued and its call returns: the call that fills the gap does its work. Safe to call from several
+    An early push is queued and its call returns; the call that fills the gap does its work. Safe to call from several
     threads.
 
     Args:
@@ -51,10 +51,10 @@ class PushSequencer(Generic[T]):
         return self._next[0]
 
     def begin(self, generation: int, step: int) -> None:
-        """Makes the first slot of `step` the next one. May be repeated until something is pushed.
+        """Makes the first slot of `step` the next one. May be repeated until the first push.
 
         Raises:
-            PersiaError: gradients of an incomplete step are here.
+            PersiaError: there are gradients of an incomplete step.
             StalePushError: NN workers of a later generation have started.
         """
         with self._changed:
@@ -74,12 +74,12 @@ class PushSequencer(Generic[T]):
         """Does the work of a push in its turn. A repeated push has no effect.
 
         Args:
-            header: with slot and group.
-            work: called once, with whether it is the last of its step. If it fails, so do all calls from then on.
+            header: header with slot and group.
+            work: called once, with whether it is the last of its step. If it fails, all later calls fail.
 
         Returns:
-            The results of the work done in this call, in the order of slots: that of this push and of queued ones
-            behind it. Each result is returned by one call only.
+            The results of the work done in this call, in the order of slots: of this push and of the queued pushes
+            after it. Each result is returned by one call only.
 
         Raises:
             StalePushError: the push is of an earlier generation.
@@ -94,14 +94,14 @@ class PushSequencer(Generic[T]):
             self._check(header.generation)
             if place < self._next or place in self._queued:
                 return []
-            room = self._changed.wait_for(
+            ready = self._changed.wait_for(
                 lambda: place == self._next or len(self._queued) < MOST_QUEUED or self._failure is not None,
                 self._timeout,
             )
             self._check(header.generation)
             if place < self._next or place in self._queued:  # A concurrent repetition was faster.
                 return []
-            if not room:
+            if not ready:
                 raise self.late(f"a push of NN worker {header.rank} for step {header.step}")
             self._queued[place] = _Queued(header, work)
             return self._run()
@@ -110,13 +110,13 @@ class PushSequencer(Generic[T]):
         """Applies an incomplete step; no-op if it has no gradients.
 
         Args:
-            generation: of the NN workers.
+            generation: generation of the NN workers.
             step: the incomplete step.
             held: number of its gradients, from slot 0.
             apply: applies them.
 
         Raises:
-            PersiaError: this server has other gradients than those: it is out of phase.
+            PersiaError: this server has other gradients and is out of phase.
         """
         with self._changed:
             self._check(generation)
@@ -153,7 +153,7 @@ class PushSequencer(Generic[T]):
         )
 
     def _run(self) -> list[T]:
-        """Does all work whose turn it is, under the lock: when `push` returns, no other thread still does its work."""
+        """Does all work whose turn it is. The lock is held, so its work is done when `push` returns."""
         began = time.monotonic()
         results = []
         while (item := self._queued.pop(self._next, None)) is not None:

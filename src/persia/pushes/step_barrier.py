@@ -1,6 +1,6 @@
 """Holds the gradients of a step until the mode applies them (docs/reference/protocol.md, section 5).
 
-It knows neither tables nor rows: the caller applies a complete step.
+It does not depend on tables or rows: the caller applies a complete step.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from persia.types import Gradients, PushHeader, UpdateCounts
 __all__ = ["MOST_OPEN", "ArrivedPush", "StepBarrier", "completes_step"]
 
 MOST_OPEN = 64
-"""Maximum number of steps that may be open at once. NN workers keep far fewer pushes in flight."""
+"""Maximum number of open steps. NN workers keep far fewer pushes in flight."""
 
 MOST_REPEATED = 8
-"""Last pushes of an NN worker that may be repeated; it has fewer in flight."""
+"""Number of last pushes of an NN worker that may be repeated; it has fewer in flight."""
 
 
 class ArrivedPush(NamedTuple):
     """A push, or one part of it.
 
     Attributes:
-        header: its header.
-        gradients: its gradients, by table.
-        deadline: when it stops to wait for space, although others may have arrived later; None if it does not wait.
+        header: header of the push.
+        gradients: gradients by table.
+        deadline: deadline of its wait for space, even if other pushes arrived later; None if it does not wait.
     """
 
     header: PushHeader
@@ -44,13 +44,13 @@ Apply = Callable[[Sequence[ArrivedPush]], Counts]
 
 
 def completes_step(arrive: Callable[[Arrival], Decision], step: int, held: int = 0, group: int = 1) -> bool:
-    """Asks a mode whether the gradient of one more NN worker completes a step.
+    """Returns whether the gradient of one more NN worker completes a step in a mode.
 
     Args:
         arrive: `Mode.arrive`.
-        step: the step in work.
-        held: NN workers whose gradients are here.
-        group: NN workers whose gradients make a step.
+        step: the current step.
+        held: number of NN workers whose gradients have arrived.
+        group: number of NN workers whose gradients make a step.
     """
     return arrive(Arrival(step, held, step, group)).action is Action.APPLY
 
@@ -77,7 +77,7 @@ class _Step:
         self.changed.notify_all()
 
     def missing(self, ranks: Sequence[int]) -> list[int]:
-        """Returns the ranks whose parts are not all here."""
+        """Returns the ranks whose parts have not all arrived."""
         parts = {arrived.header.rank: arrived.header.parts for arrived in self.arrived.values()}
         return [
             rank
@@ -89,18 +89,18 @@ class _Step:
 class StepBarrier:
     """A barrier for the pushes of each step: they wait for each other and return together.
 
-    Several steps may be open. They are applied in order, so a push also waits for the steps before its own, and a step
-    before the oldest open one has been applied, even if it was by a process before.
+    Several steps may be open. They are applied in order, so a push also waits for earlier steps. All steps before the
+    oldest open one have been applied, possibly by an earlier process.
 
     Safe to call from several threads. A call blocks until its step is applied, by one of the calls of that step.
 
     Args:
         ranks: the NN workers that make a step.
         timeout: seconds that a push waits.
-        arrive: `Mode.arrive`, asked once for each NN worker of a step. The step is complete when it says to apply.
-        apply: applies a complete step. If it raises, all pushes of the step do, and may be repeated.
-        applied: generation and turn of the last step that is known to be applied; None if a new generation tells.
-        gaps: whether turns may be left out: the barrier then gets only some of the pushes of its NN worker, which
+        arrive: `Mode.arrive`, called once for each NN worker of a step. The step is complete when it returns "apply".
+        apply: applies a complete step. If it raises, all pushes of the step raise, and may be repeated.
+        applied: generation and turn of the last applied step; None if the first push of a new generation determines it.
+        gaps: whether turns may be skipped, because the barrier gets only some of the pushes of its NN worker, which
             has one in flight.
     """
 
@@ -127,9 +127,9 @@ class StepBarrier:
         self._applied: dict[int, Counts] = {}
         """Counts of the last steps, for repeated pushes."""
         self._offsets: dict[int, int] = {}
-        """By NN worker, its step less the sequence number of the push: constant, with one push per step."""
+        """Step minus sequence number of the pushes of each NN worker, which is constant with one push per step."""
         self._newest: dict[int, int] = {}
-        """By NN worker, the last turn that it has pushed."""
+        """Last turn that each NN worker has pushed."""
 
     @property
     def open_steps(self) -> list[int]:
@@ -138,7 +138,7 @@ class StepBarrier:
             return sorted(self._open)
 
     def renew(self, generation: int, step: int) -> None:
-        """Starts a phase of a generation of NN workers at a step: pushes that wait fail, and those of earlier ones."""
+        """Starts a phase of a generation of NN workers at a step. Waiting pushes fail, as do pushes of earlier ones."""
         with self._lock:
             self._enter(generation, step)
             self._restart(generation, step)
@@ -147,15 +147,15 @@ class StepBarrier:
         """Adds one push to step `turn`, and returns when the step is applied.
 
         Args:
-            turn: rises by 1 from step to step.
-            arrived: the push. If one of the same rank and part is here already, that one counts.
+            turn: increases by 1 from step to step.
+            arrived: the push. If a push of the same rank and part has already arrived, that one counts.
 
         Returns:
-            The outcome of the step's gradients for part 0 of the lowest rank; empty for the others.
+            The outcome of the step's gradients for part 0 of the lowest rank; empty for other parts.
 
         Raises:
-            DeadlineError: pushes of the NN workers that it names are missing. This push stays held.
-            StalePushError: the generation is over, or the NN worker has left out a step or begun again.
+            DeadlineError: pushes of other NN workers, which the error names, are missing. This push is retained.
+            StalePushError: the generation is over, or the NN worker has skipped a step or restarted.
         """
         header = arrived.header
         if header.rank not in self._ranks or not 0 <= header.part < header.parts or header.weight < 0:
@@ -166,7 +166,7 @@ class StepBarrier:
                 rank=header.rank,
             )
         with self._lock:
-            # Pushes are numbered from 1, one per step: whichever comes first tells where the generation began.
+            # Pushes are numbered from 1, one per step, so the first push determines where the generation began.
             self._enter(header.generation, turn - header.sequence + 1)
             if self._gaps:
                 self._next = max(self._next, turn)
@@ -181,7 +181,7 @@ class StepBarrier:
         if applies:
             self._finish(step)
         if step.failure is not None:
-            raise copy.copy(step.failure) from step.failure  # A copy for each thread: raising writes a traceback to it.
+            raise copy.copy(step.failure) from step.failure  # One copy per thread, as raising sets its traceback.
         assert step.counts is not None
         return self._answer(step.counts, header)
 
@@ -189,7 +189,7 @@ class StepBarrier:
         return counts if (header.rank, header.part) == (min(self._ranks), 0) else {}
 
     def _enter(self, generation: int, step: int) -> None:
-        """Starts a later generation of NN workers at a step; refuses an earlier one."""
+        """Starts a later generation of NN workers at a step; refuses an earlier generation."""
         if generation < self._generation:
             raise StalePushError(
                 f"A push of generation {generation} of the NN workers arrived after generation {self._generation} had "
@@ -215,7 +215,7 @@ class StepBarrier:
         self._open, self._applied, self._offsets, self._newest = {}, {}, {}, {}
 
     def _check_order(self, turn: int, header: PushHeader) -> None:
-        """Raises StalePushError if an NN worker has not pushed every step once."""
+        """Raises StalePushError if an NN worker has not pushed every step exactly once."""
         rank = header.rank
         offset = self._offsets.setdefault(rank, turn - header.sequence)
         newest = self._newest.get(rank, turn)
@@ -274,7 +274,7 @@ class StepBarrier:
         return True
 
     def _finish(self, step: _Step) -> None:
-        """Applies a step, without the lock, and wakes its pushes and those of the next one."""
+        """Applies a step, without the lock, and wakes its pushes and the pushes of the next step."""
         counts: Counts | None = None
         failure: Exception | None = None
         try:
@@ -285,9 +285,9 @@ class StepBarrier:
             step.counts, step.failure = counts, failure
             step.arrived.clear()
             step.changed.notify_all()
-            if self._open.get(step.turn) is not step:  # A new generation has started meanwhile.
+            if self._open.get(step.turn) is not step:  # A new generation has started.
                 return
-            del self._open[step.turn]  # After a failure, too: its pushes may be repeated.
+            del self._open[step.turn]  # Also after a failure, as its pushes may be repeated.
             if counts is None:
                 return
             self._next = step.turn + 1
@@ -297,8 +297,8 @@ class StepBarrier:
                 following.changed.notify_all()
 
     def _late(self, step: _Step) -> DeadlineError:
-        """Returns the error that names the NN workers which delay the oldest step."""
-        # A step that is being applied ends by itself, even if a new generation has other steps by now.
+        """Returns the error that names the NN workers that delay the oldest step."""
+        # A step that is being applied ends by itself, even if a new generation has other steps now.
         turn = step.turn if step.applying else self._next
         oldest = step if step.applying else self._open.get(turn)
         missing = oldest.missing(self._ranks) if oldest is not None else list(self._ranks)
