@@ -236,7 +236,7 @@ def test_lookups_and_pushes_wait_while_the_disk_is_full(mounted, caplog):
         assert not thread.is_alive()
         assert thread.error is None
     assert caplog.text.count("waits for space") == 1
-    assert "training goes on" in caplog.text
+    assert "training continues" in caplog.text
     assert server.statistics()["item"]["rows"] == 40_000
     push(server, 1, range(begun[0]))
     values = lookup(server, range(40_000), train=False)[:, 0]
@@ -278,7 +278,7 @@ def test_however_many_calls_wait_the_log_has_one_line_for_all(caplog):
         call.join(DEADLINE)
         assert call.error is None
     assert caplog.text.count("lookup waits for space, so training pauses: no room there") == 1
-    assert caplog.text.count("training goes on") == 1
+    assert caplog.text.count("training continues") == 1
 
 
 @pytest.mark.processes

@@ -69,7 +69,7 @@ def test_training_pauses_while_the_disk_of_a_ps_is_full(disk, tmp_path):
         filler.unlink()
         training.join(60.0)
         (result,) = results
-        assert "training goes on" in cluster.log.read_text()
+        assert "training continues" in cluster.log.read_text()
         assert (result.rows, result.lost_batches, result.lost_gradients) == (BATCH * BATCHES, 0, 0)
         assert result.progressive == expected.progressive
         counts = t.embeddings.statistics()["id_0"]

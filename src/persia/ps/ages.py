@@ -1,4 +1,4 @@
-"""Tells a store how time passes for tables whose rows leave: in steps of training, or in the time that it has run."""
+"""Advances the TTL clocks of a store, in steps of training or in training time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["RowAges", "ttl_of"]
 
 SECONDS_OF_DAY = 86_400
 LONGEST_PAUSE = 3600.0
-"""Seconds between two updates that count at most: a job that was down for a month must not lose all its rows."""
+"""Maximum seconds that count between two updates: a job that was down for a month must not lose all its rows."""
 
 
 def ttl_of(ttl: Days | Steps | None) -> tuple[int, TtlUnit]:
-    """Returns a time to live as a store takes it, and its unit."""
+    """Returns a time to live as a number for a store, and its unit."""
     match ttl:
         case Days(days):
             return max(1, round(days * SECONDS_OF_DAY)), "seconds"
@@ -29,12 +29,12 @@ def ttl_of(ttl: Days | Steps | None) -> tuple[int, TtlUnit]:
 
 
 class RowAges:
-    """Lets time pass in the tables of a store that have a time to live. Safe to call from several threads.
+    """Advances the TTL clocks of the tables of a store. Safe to call from several threads.
 
     Args:
-        store: with all its tables.
+        store: the store, with all its tables.
         ttls: time to live by number of table.
-        clock: returns seconds, from any moment on.
+        clock: clock in seconds, from any start.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class RowAges:
         self._step: int | None = None
         self._at: float | None = None
         self._seconds = 0.0
-        """Training time that the store has not been told."""
+        """Training time by which the clocks of the store have not been advanced yet."""
         for table in ttls:
             self._store.age(table, 0)
 
     def updated(self, step: int) -> None:
-        """Notes an update of a global step, which counts once; steps that come late do not count."""
+        """Notes an update of a global step. Each step counts once, and late steps do not count."""
         if not self._by_steps and not self._by_seconds:
             return
         with self._lock:
@@ -69,6 +69,6 @@ class RowAges:
                     self._store.age(table, passed)
 
     def renumber(self) -> None:
-        """Notes that the next global step may be any."""
+        """Notes that global steps may be renumbered from the next update on."""
         with self._lock:
             self._step = None

@@ -1,4 +1,4 @@
-"""Readings that are given in time: the last one if a lock or a disk holds up a new one."""
+"""Readings with a bounded wait: the last known value if a lock or a disk delays a new one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["LatestReading"]
 T = TypeVar("T")
 
 WAIT_SECONDS = 1.0
-"""Time that a new reading may take; far less than the timeout of health checks."""
+"""Maximum wait for a new reading; far less than the timeout of health checks."""
 
 END_SECONDS = 1.0
-"""Time for which the end of the PS, or of Python, waits for a reading in progress."""
+"""Maximum wait for a reading in progress at the end of the PS, or of Python."""
 
 
 class _Attempt:
@@ -31,12 +31,12 @@ class _Attempt:
 
 
 class LatestReading(Generic[T]):
-    """Reads a value in the background, and returns the last known one if that takes long. Thread-safe.
+    """Reads a value in the background, and returns the last known one if reading takes long. Thread-safe.
 
-    There is a thread only while a reading is in progress, and never more than one.
+    There is at most one thread, and only while a reading is in progress.
 
     Args:
-        read: reads the value; called once at once.
+        read: reads the value; also called once by the constructor.
     """
 
     def __init__(self, read: Callable[[], T]) -> None:
@@ -46,18 +46,18 @@ class LatestReading(Generic[T]):
         self._attempt: _Attempt | None = None
         self._idle = threading.Event()
         self._idle.set()
-        # A thread that is in the core when Python ends would abort the process. Not `self.close`: it would live on.
+        # A thread in the core when Python ends would abort the process. `self.close` would keep this object alive.
         weakref.finalize(self, self._idle.wait, END_SECONDS)
 
     def get(self) -> tuple[T, float]:
-        """Returns the value, and for how many seconds a newer one has been held up; 0 if it is of now.
+        """Returns the value, and the delay of a newer one in seconds; 0 if the value is current.
 
-        Blocks for a second at most.
+        Blocks for at most a second.
         """
         deadline = Deadline(WAIT_SECONDS)
         with self._lock:
             earlier = self._attempt
-        # It may have read the value before something that happened before this call.
+        # An earlier attempt may have read the value before this call, so it does not count as current.
         if earlier is not None and not earlier.ended.wait(deadline.left):
             return self._known, time.monotonic() - earlier.began
         with self._lock:
@@ -69,7 +69,7 @@ class LatestReading(Generic[T]):
         return self._known, 0.0
 
     def close(self) -> None:
-        """Waits for a reading in progress, for a second at most."""
+        """Waits for a reading in progress, for at most a second."""
         self._idle.wait(END_SECONDS)
 
     def _begin(self) -> _Attempt:

@@ -1,4 +1,4 @@
-"""Checks that embedding tables fit into the memory and onto the disk of PSs; messages say what fits, and what to do."""
+"""Checks that embedding tables fit into the memory and onto the disk of PSs; errors say what fits, and what to do."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ NAMED = 4
 """Maximum number of tables or PSs in a message."""
 
 LITTLE = 256 << 20
-"""Free memory below which a PS warns, though its share fits."""
+"""Free memory below which a PS warns even if its share fits."""
 
 ATTEMPTS = 100
-"""Numbers of PSs that are tried, to find how many the tables fit into."""
+"""Maximum attempts to find the number of PSs that the tables fit into."""
 
 DISK_RESERVE = Fraction(3, 2)
-"""Bytes on disk by bytes of rows there: up to a third of the records wait to be overwritten."""
+"""Ratio of bytes on disk to bytes of rows there: up to a third of the records are waiting to be overwritten."""
 
 
 def check_share(shares: Sequence[TableSize], memory: Memory) -> None:
-    """Checks that the share of a PS fits into the memory of the host that it runs on.
+    """Checks that the share of a PS fits into the memory of its host.
 
     Args:
-        shares: of this PS.
-        memory: its part of the memory of this host.
+        shares: shares of this PS.
+        memory: part of the memory of this host that the PS may use.
 
     Raises:
         ConfigError: the share does not fit. `divide` was given the memory of another host.
     """
-    wanted = sum(size.bytes for size in shares)
-    # Least shares and whole rows may exceed what `divide` was given.
-    if wanted > memory.total + least_bytes(shares) + sum(size.row_bytes for size in shares):
+    needed = sum(size.bytes for size in shares)
+    # Least shares and whole rows may exceed the memory that `divide` was given.
+    if needed > memory.total + least_bytes(shares) + sum(size.row_bytes for size in shares):
         rows = ", ".join(f"{size.rows:,} rows of {size.name!r}" for size in shares[:NAMED])
         more = f" and of {len(shares) - NAMED} other tables" if len(shares) > NAMED else ""
         raise ConfigError(
             f"This host has {text_of_bytes(memory.total)} for an embedding PS ({memory.limit}), but its share of the "
-            f"tables needs {text_of_bytes(wanted)}: {rows}{more}. Lower `capacity`, place the PSs on hosts with more "
+            f"tables needs {text_of_bytes(needed)}: {rows}{more}. Lower `capacity`, place the PSs on hosts with more "
             "memory, or if the tables will not be full, set `overcommit`.",
             field="capacity",
-            wanted=wanted,
+            wanted=needed,
             memory=memory.total,
         )
 
 
 def check_free(shares: Sequence[TableSize], memory: Memory, place: str | None) -> None:
-    """Warns if the share of a PS does not fit into what is free now; rows that come later may find no memory.
+    """Warns if the share of a PS does not fit into the memory that is free now, as later rows may not fit.
 
     Args:
-        shares: of this PS.
-        memory: its part of the memory of this host.
+        shares: shares of this PS.
+        memory: part of the memory of this host that the PS may use.
         place: directory of its regions; None if rows are in the memory of the process.
     """
-    wanted = sum(size.bytes for size in shares)
+    needed = sum(size.bytes for size in shares)
     where = place or "this host"
     free = f"{where} has {text_of_bytes(memory.free)} free"
     fails = "lookups of new ids fail" if place else "the process is killed"
@@ -71,39 +71,39 @@ def check_free(shares: Sequence[TableSize], memory: Memory, place: str | None) -
             "; or enlarge it (as root: `mount -o remount,size=... /dev/shm`; in a container: `--shm-size`), or set "
             "`regions` to another directory"
         )
-    if wanted > memory.free:
+    if needed > memory.free:
         LOG.warning(
             "%s for an embedding PS, but its tables may grow to %s: when it is full, %s. %s.",
-            free, text_of_bytes(wanted), fails, remedy,
+            free, text_of_bytes(needed), fails, remedy,
         )  # fmt: skip
     elif place and memory.free < LITTLE:
         LOG.warning("%s: when it is full, %s. %s.", free, fails, remedy)
     else:
-        LOG.info("%s for an embedding PS, %s declared", free, text_of_bytes(wanted))
+        LOG.info("%s for an embedding PS, %s declared", free, text_of_bytes(needed))
 
 
 def fits_disk(sizes: Sequence[TableSize], record_bytes: Mapping[str, int], free: int, place: str) -> bool:
-    """Returns whether the rows that a PS may have on a disk fit into what is free there; warns if they do not.
+    """Returns whether the rows that a PS may have on a disk fit into its free space; warns if they do not.
 
     Args:
-        sizes: of the tables with rows there, and a declared capacity: the shares of this PS.
-        record_bytes: of a row on disk, by table.
-        free: bytes, its part of what is free.
+        sizes: shares of this PS, of tables with rows on this disk and a declared capacity.
+        record_bytes: bytes of a row on disk, by table.
+        free: bytes of free space that this PS may use.
         place: directory, for the message.
     """
-    wanted = math.floor(sum((size.capacity or 0) * record_bytes[size.name] for size in sizes) * DISK_RESERVE)
-    if wanted > free:
+    needed = math.floor(sum((size.capacity or 0) * record_bytes[size.name] for size in sizes) * DISK_RESERVE)
+    if needed > free:
         LOG.warning(
             "%s has %s free for an embedding PS, but its rows on disk may take %s: %s. When it is full, training "
             "pauses. Free space there, set `spill` to a directory on a larger disk, or lower `capacity`.",
-            place, text_of_bytes(free), text_of_bytes(wanted),
+            place, text_of_bytes(free), text_of_bytes(needed),
             ", ".join(f"{size.capacity:,} rows of {size.name!r}" for size in sizes[:NAMED]),
         )  # fmt: skip
-    return wanted <= free
+    return needed <= free
 
 
 def too_little(sizes: Sequence[TableSize], rank: int, memory: Memory, least: int) -> ConfigError:
-    """Returns the error for a PS whose memory does not hold the least shares and the index of rows on disk."""
+    """Returns the error for a PS whose memory is too small for the least shares and the index of rows on disk."""
     cold = least - least_bytes(sizes)
     index = f", and {text_of_bytes(cold)} for the index of rows on disk" if cold else ""
     return ConfigError(
@@ -118,17 +118,17 @@ def too_little(sizes: Sequence[TableSize], rank: int, memory: Memory, least: int
     )
 
 
-def too_large(sizes: Sequence[TableSize], memory: Sequence[Memory | None], wanted: int, fits: Fraction) -> ConfigError:
-    """Returns the error for tables that do not fit, with what fits and what to change.
+def too_large(sizes: Sequence[TableSize], memory: Sequence[Memory | None], needed: int, fits: Fraction) -> ConfigError:
+    """Returns the error for tables that do not fit; it says what fits and what to change.
 
     Args:
-        sizes: of the tables.
-        memory: by PS.
-        wanted: bytes of all shares.
+        sizes: sizes of the tables.
+        memory: memory by PS.
+        needed: bytes of all shares.
         fits: fraction of the tables above the least shares that fits.
     """
-    known = [one for one in memory if one is not None]
-    total, least = sum(one.total for one in known), min(known)
+    known = [each for each in memory if each is not None]
+    total, least = sum(each.total for each in known), min(known)
     largest = sorted(sizes, key=lambda size: -size.bytes)
     named = [f"{size}" for size in largest[:NAMED]]
     if len(largest) > NAMED:
@@ -150,19 +150,19 @@ def too_large(sizes: Sequence[TableSize], memory: Sequence[Memory | None], wante
     )
     remedies.append("if the tables will not be full, set `overcommit` of the cluster")
     return ConfigError(
-        f"The declared capacity of the tables needs {text_of_bytes(wanted)} of memory, and {servers} "
+        f"The declared capacity of the tables needs {text_of_bytes(needed)} of memory, and {servers} "
         f"{text_of_bytes(total)} ({least.limit}). {'; '.join(named)}. So {float(100 * fits):.4g} % of the rows fit. "
         f"Do one of: {'; '.join(remedies)}.",
         field="capacity",
-        wanted=wanted,
+        wanted=needed,
         memory=total,
     )
 
 
 def _enough_servers(sizes: Sequence[TableSize], memory: int) -> int | None:
-    """Returns the least number of PSs with this memory each that the tables fit into; None if there is none."""
+    """Returns the least number of PSs with this memory each that the tables fit into; None if no number is enough."""
     count = 1
-    for _ in range(ATTEMPTS):  # What is needed grows with the number, as shares have a least size.
+    for _ in range(ATTEMPTS):  # The needed memory grows with the number, as shares have a least size.
         needed = needed_bytes(sizes, count)
         if needed <= count * memory:
             return count

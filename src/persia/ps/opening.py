@@ -1,4 +1,4 @@
-"""Opens the tables of a PS: creates them in memory, in regions or on disk, or attaches to those in the regions."""
+"""Opens the tables of a PS: creates them in memory, in regions or on disk, or attaches to existing regions."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def open_tables(
     options: ServerOptions,
     regions: Regions | None,
 ) -> None:
-    """Creates the tables of a PS in an empty store, or attaches to those in the regions.
+    """Creates the tables of a PS in an empty store, or attaches to the tables in the regions.
 
     Args:
-        store: gets the tables.
-        tables: by name, their optimizers filled in.
-        optimizer: the default.
-        seed: of row initialisation and admission.
-        options: of the PS.
-        regions: where rows outlive the process; None if they do not.
+        store: an empty store.
+        tables: tables by name, with their optimizers filled in.
+        optimizer: the default optimizer.
+        seed: seed of row initialisation and admission.
+        options: options of the PS.
+        regions: regions in which rows outlive the process; None if rows do not.
 
     Raises:
         ConfigError: the declared capacity of the tables exceeds the memory of this host.
-        StoreError: the regions are in use, or damaged, or of other tables.
+        StoreError: the regions are in use, damaged, or of other tables.
         StoreFullError: there is no space for the regions.
     """
     shares = _shares(tables, optimizer, options, regions)
@@ -62,7 +62,7 @@ def open_tables(
 def _shares(
     tables: Mapping[str, Table], optimizer: EmbeddingOptimizer, options: ServerOptions, regions: Regions | None
 ) -> Shares:
-    """Returns the rows of each table that this PS keeps, and checks that there is memory for them."""
+    """Returns the number of rows of each table for this PS, and checks that there is memory for them."""
     place = options.regions
     spills = any(table.spill is not None for table in tables.values())
     if place is None and not spills and all(table.capacity is None for table in tables.values()):

@@ -17,16 +17,17 @@ class ServerOptions(msgspec.Struct, frozen=True):
 
     Args:
         nn_workers: number of NN workers that push.
-        timeout: seconds that a push waits for those of the other NN workers, and after which callers give up; calls
+        timeout: seconds that a push waits for the pushes of other NN workers, and after which callers give up; calls
             that wait for space for rows fail a little earlier.
-        regions: directory of this PS alone for rows that outlive its process, such as "/dev/shm/persia-example/ps-0";
-            None keeps rows in the memory of the process. Rows on disk outlive it with the regions, not without.
-        neighbours: number of PSs of the same tables, this one included, that share the memory of this host.
-        capacities: rows that this PS keeps of each table with a declared capacity, by name; see `persia.ps.shares`.
-            None if it is the only PS, which keeps all.
-        store: makes the store, given the threads of the PS.
-        overcommit: accept tables whose capacity exceeds the memory of this host, with a warning.
-        memory_rows: likewise, rows in memory of each table with `spill`.
+        regions: directory, used by this PS alone, for rows that outlive its process, such as
+            "/dev/shm/persia-example/ps-0"; None keeps rows in the memory of the process. Rows on disk outlive the
+            process only with regions.
+        neighbours: number of PSs of the same tables, including this one, that share the memory of this host.
+        capacities: maximum rows in this PS of each table with a declared capacity, by name; see `persia.ps.shares`.
+            None if it is the only PS, which stores all rows.
+        store: creates the store, given the threads of the PS.
+        overcommit: whether to accept tables whose capacity exceeds the memory of this host, with a warning.
+        memory_rows: maximum rows in the memory of this PS of each table with `spill`, by name.
     """
 
     nn_workers: int = 1

@@ -1,4 +1,4 @@
-"""Publishing of a PS's rows: which publisher runs, and when its epoch is over."""
+"""Publishing of the rows of a PS: runs the publisher, and ends its epoch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RowPublishing:
     """Runs at most one publisher. Safe to call from several threads.
 
     Args:
-        store: with all its tables.
+        store: the store, with all its tables.
         tables: numbers of the tables, by name.
     """
 
@@ -31,7 +31,7 @@ class RowPublishing:
         self._run = ""
         self._publisher: Publisher | None = None
         self._ended = PublishStatus()
-        """Of the last publisher that ended: `end` may be called again, by a caller that lost the answer."""
+        """Status of the last publisher that ended, for repeated calls of `end` by callers that lost the answer."""
         self._step = 0
 
     def applied(self, step: int) -> None:
@@ -53,7 +53,7 @@ class RowPublishing:
             return self.status()
 
     def status(self) -> PublishStatus:
-        """Returns how far it has published. Does not wait for a publisher that is ending."""
+        """Returns the progress of publishing. Does not wait for a publisher that is ending."""
         publisher = self._publisher
         return PublishStatus() if publisher is None else publisher.status
 
@@ -64,7 +64,7 @@ class RowPublishing:
             publisher.approve(ticket)
 
     def end(self, *, last: bool) -> PublishStatus:
-        """Ends publishing, if it has begun, and returns how far it came. Blocks."""
+        """Ends publishing, if it has begun, and returns its progress. Blocks."""
         with self._lock:
             publisher = self._publisher
             self._end(last=last)
@@ -73,14 +73,14 @@ class RowPublishing:
             return self._ended
 
     def go_back(self) -> None:
-        """Ends the epoch before rows go back to an earlier state: what was published is void."""
+        """Ends the epoch before rows return to an earlier state, which invalidates the published rows."""
         with self._lock:
             self._end(last=False)
             self._ended = PublishStatus()
             self._step = 0
 
     def figures(self) -> list[Metric]:
-        """Returns the metrics of publishing; none if it has not begun."""
+        """Returns the metrics of publishing; empty if it has not begun."""
         status = self.status()
         if status.epoch < 0:
             return []

@@ -1,8 +1,8 @@
 """The regions of an embedding PS: rows in files of shared memory, which outlive its process (Persia paper, 4.2.4).
 
-A PS has a directory of its own, with a file for each shard of each table and, once all of them exist, a manifest. A
-process that finds the manifest attaches to the regions. Without one it creates them, and overwrites what is there.
-Rows on disk are in directories of their own; see `persia.ps.spill`.
+Each PS has its own directory, with a file for each shard of each table and, once all files exist, a manifest. A process
+that finds the manifest attaches to the regions. Without a manifest it creates the regions, and overwrites existing
+files. Rows on disk are in other directories; see `persia.ps.spill`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Regions:
     """The files of one PS.
 
     Args:
-        directory: used by this PS alone, created when needed. `/dev/shm/...` is memory; other file systems write pages
-            back to disk.
+        directory: directory of this PS alone, created when needed. `/dev/shm/...` is memory; other file systems write
+            pages back to disk.
     """
 
     def __init__(self, directory: str) -> None:
@@ -71,25 +71,25 @@ class Regions:
 
     @property
     def complete(self) -> bool:
-        """Whether a process has created all tables here."""
+        """Whether all tables have been created in this directory."""
         return (self.directory / MANIFEST).exists()
 
     def create_tables(
         self, store: EmbeddingStore, configs: Sequence[TableConfig], roots: Mapping[str, str] | None = None
     ) -> bool:
-        """Creates the tables, or attaches to those of the process before. Blocks while damaged indices are rebuilt.
+        """Creates the tables, or attaches to the tables of an earlier process. Blocks while indices are rebuilt.
 
         Args:
-            store: gets the tables.
-            configs: of the tables.
-            roots: `Table.spill` of those with rows on disk, by name.
+            store: a store without tables.
+            configs: configurations of the tables.
+            roots: `Table.spill` of tables with rows on disk, by name.
 
         Returns:
             Whether the tables existed.
 
         Raises:
-            StoreError: another process uses the regions, or they are damaged or of other tables.
-            StoreFullError: there is not enough space for them.
+            StoreError: the regions are in use by another process, damaged, or of other tables.
+            StoreFullError: there is not enough space for the regions.
         """
         began = time.monotonic()
         names = [config.name for config in configs]
@@ -113,7 +113,7 @@ class Regions:
             )
         if manifest is None:
             spill.create()
-        found = [
+        numbers = [
             store.create_table(
                 config, self._path(number, config.name), manifest is not None, spill.path(number, config.name)
             )
@@ -121,14 +121,14 @@ class Regions:
         ]
         if manifest is None:
             for place in spill.directories:
-                if place != self.directory:  # So that it is listed by itself, if the regions are gone with the host.
+                if place != self.directory:  # So that the place is listed even if the regions are lost with the host.
                     _write(place, _Manifest(FORMAT, spill.tables(place)))
             self.forget_steps()
             _write(self.directory, _Manifest(FORMAT, names))
             _hint(self.directory)
             return False
         sums: Counter[str] = Counter()
-        for table in found:
+        for table in numbers:
             sums.update(store.recovery(table))
         log.warning(
             "attached to the regions in %s in %.2f s: %d shards, %d interrupted; %d rows rolled back, %d pushes to "
@@ -142,7 +142,7 @@ class Regions:
         """Stores the mode of the PS for the next process.
 
         Raises:
-            StoreFullError: there is no space for it; the previous mode is still stored.
+            StoreFullError: the file system is full; the previous mode is still stored.
         """
         if mode == self.mode:
             return
@@ -153,41 +153,41 @@ class Regions:
             if error.errno != errno.ENOSPC:
                 raise
             raise StoreFullError(
-                f"Cannot store the mode in {self.directory}: it is full. Free some space, or choose another directory "
-                "for `regions`",
+                f"Cannot store the mode in {self.directory}: the file system is full. Free some space, or choose "
+                "another directory for `regions`",
                 path=str(self.directory),
             ) from error
         draft.replace(self.directory / MODE)
 
     @property
     def mode(self) -> str:
-        """The stored mode of the process before; empty if it never switched."""
+        """The stored mode of an earlier process; empty if the mode was never switched."""
         path = self.directory / MODE
         return path.read_text() if self.complete and path.exists() else ""
 
     def keep_step(self, barrier: int, generation: int, turn: int) -> None:
-        """Stores which step was applied last, so that the next process answers its repeated pushes.
+        """Stores the last applied step, so that the next process answers its repeated pushes.
 
-        An earlier step than the stored one changes nothing: it is of NN workers that have restarted since.
+        A step before the stored one has no effect: it is of NN workers that have restarted since.
         """
         with self._lock:
             last = self.last_step(barrier)
             if last is None or (generation, turn) > last:
-                # Within one page: a kill cannot tear it.
+                # Within one page, so a kill cannot tear it.
                 os.pwrite(self._applied(), STEP.pack(generation, turn + 1), barrier * STEP.size)
 
     def last_step(self, barrier: int) -> tuple[int, int] | None:
-        """Returns generation and turn of the step that was applied last; None if there was none in this mode."""
-        kept = os.pread(self._applied(), STEP.size, barrier * STEP.size)
-        generation, after = STEP.unpack(kept.ljust(STEP.size, b"\0"))
+        """Returns generation and turn of the last applied step; None if no step was applied in this mode."""
+        stored = os.pread(self._applied(), STEP.size, barrier * STEP.size)
+        generation, after = STEP.unpack(stored.ljust(STEP.size, b"\0"))
         return (generation, after - 1) if generation else None  # Generations begin at 1.
 
     def forget_steps(self) -> None:
-        """Clears the applied steps: another mode has turns of its own."""
+        """Clears the applied steps, as the turns of another mode are not comparable."""
         os.pwrite(self._applied(), bytes(os.fstat(self._applied()).st_size), 0)
 
     def _applied(self) -> int:
-        """Returns the file of the applied steps. It is allocated when created, so that writing to it cannot fail."""
+        """Returns the file of the applied steps. It is allocated on creation, so that writing to it cannot fail."""
         if self._file is None:
             path = self.directory / APPLIED
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -231,14 +231,14 @@ def _write(directory: Path, manifest: _Manifest) -> None:
 
 
 class Leftover(NamedTuple):
-    """The regions of a PS on this host, with its rows on disk; or only these, if the regions are elsewhere or gone.
+    """The regions and rows on disk of a PS on this host; or only the latter, if the regions are elsewhere or lost.
 
     Attributes:
         path: directory of the PS.
-        tables: their names; empty if the start of the PS was interrupted.
+        tables: names of the tables; empty if the start of the PS was interrupted.
         memory: bytes of regions.
-        in_use: whether a process has them open.
-        seconds: since the PS was started.
+        in_use: whether a process has the files open.
+        seconds: seconds since the start of the PS.
         disk: bytes of rows on disk.
     """
 
@@ -250,7 +250,7 @@ class Leftover(NamedTuple):
     disk: int
 
     def remove(self) -> bool:
-        """Removes them, unless a process has them open by now. Returns whether they were removed."""
+        """Removes the files, unless a process has opened them. Returns whether they were removed."""
         with contextlib.ExitStack() as stack:
             for path in _all_files(Path(self.path)):
                 if not stack.enter_context(_locked(path)):
@@ -266,13 +266,13 @@ def remove_leftovers(root: str, pattern: str) -> None:
 
 
 def leftovers(root: str = DEFAULT_ROOT, pattern: str = "persia-*/*") -> list[Leftover]:
-    """Returns the regions of PSs and the states of coordinators on this host, including those in use.
+    """Returns the regions of PSs and the states of coordinators on this host, also if in use.
 
     Args:
-        root: directory in which clusters keep them.
+        root: directory of the regions of all clusters.
         pattern: selects cluster and role, as in `Path.glob`.
     """
-    found = []
+    regions = []
     for directory in sorted(Path(root).glob(pattern)):
         try:
             manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Manifest)
@@ -280,7 +280,7 @@ def leftovers(root: str = DEFAULT_ROOT, pattern: str = "persia-*/*") -> list[Lef
             manifest = None
         try:
             files = _all_files(directory)
-            found.append(
+            regions.append(
                 Leftover(
                     str(directory),
                     manifest.tables if manifest is not None else [],
@@ -290,23 +290,23 @@ def leftovers(root: str = DEFAULT_ROOT, pattern: str = "persia-*/*") -> list[Lef
                     sum(_blocks(path) for path in files if _is_cold(path)),
                 )
             )
-        except OSError:  # Just being removed.
+        except OSError:  # It is being removed.
             continue
-    return found
+    return regions
 
 
 def taken_space(directory: str) -> int:
     """Returns the bytes of the regions of a cluster on this host, given the directory of one of its PSs."""
     taken = 0
-    with contextlib.suppress(OSError):  # There is no directory yet.
+    with contextlib.suppress(OSError):  # The directory does not exist yet.
         for neighbour in Path(directory).parent.iterdir():
-            with contextlib.suppress(OSError):  # Not a directory, not readable, or just being removed.
+            with contextlib.suppress(OSError):  # Not a directory, not readable, or being removed.
                 taken += sum(_blocks(path) for path in _files(neighbour) if not _is_cold(path))
     return taken
 
 
 def _all_files(directory: Path) -> list[Path]:
-    """Returns the files of a PS, those of its rows on disk included."""
+    """Returns the files of a PS, including its rows on disk."""
     return _files(directory) + [path for place in spill_places(directory) for path in cold_files(place)]
 
 
@@ -322,16 +322,16 @@ def _blocks(path: Path) -> int:
     """Returns the bytes of memory or disk that a file takes."""
     try:
         return path.stat().st_blocks * 512
-    except FileNotFoundError:  # Just being removed.
+    except FileNotFoundError:  # It is being removed.
         return 0
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Takes the lock of a region, if it is free; yields whether it was."""
+    """Takes the lock of a region if it is free; yields whether it was free."""
     try:
         number = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:  # Just being removed.
+    except FileNotFoundError:  # It is being removed.
         yield True
         return
     try:
@@ -349,17 +349,17 @@ def _in_use(path: Path) -> bool:
 
 
 def _remove(directory: Path) -> None:
-    # The manifest first: no process may attach to the rest of an interrupted removal.
+    # The manifest first, so that no process attaches to the remaining files of an interrupted removal.
     (directory / MANIFEST).unlink(missing_ok=True)
     for place in spill_places(directory):
         for path in [*cold_files(place), place / MANIFEST]:
             with contextlib.suppress(OSError):
                 path.unlink()
-        with contextlib.suppress(OSError):  # Other PSs of the cluster may be here.
+        with contextlib.suppress(OSError):  # Other PSs of the cluster may use it.
             place.rmdir()
             place.parent.rmdir()
     shutil.rmtree(directory, ignore_errors=True)
-    with contextlib.suppress(OSError):  # Other PSs of the cluster may be here.
+    with contextlib.suppress(OSError):  # Other PSs of the cluster may use it.
         directory.parent.rmdir()
 
 
@@ -373,7 +373,7 @@ def _hint(directory: Path) -> None:
 
 
 def _huge_pages(directory: Path) -> bool:
-    """Returns whether the file system of a directory gives huge pages on request."""
+    """Returns whether the file system of a directory supports huge pages on request."""
     mounted = file_system(directory)
     if mounted.kind == "hugetlbfs":
         return True

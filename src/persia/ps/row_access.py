@@ -1,4 +1,4 @@
-"""Rows for checkpoints, and writing rows by id, composed of the methods that a store has for checkpoints."""
+"""Converts rows for checkpoints, and writes rows by id with the checkpoint methods of a store."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from persia.types.values import LARGEST, Dtype, from_halves, largest_finite, to_
 
 __all__ = ["RowSetter", "chunk_rows", "row_chunk", "set_rows"]
 
-KEPT_ANSWERS = 64
-"""Number of answers kept for repeated calls: a call is repeated soon, and few callers set rows at the same time."""
+RETAINED_ANSWERS = 64
+"""Number of answers retained for repeated calls: calls are repeated soon, and few callers set rows concurrently."""
 
 MAX_STAMP = 2**32 - 1
 
 CHUNK_DTYPES: dict[Dtype, type[np.generic]] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
-"""Dtypes of embeddings in a `RowChunk`, by that of their table."""
+"""Dtype of embeddings in a `RowChunk`, by the dtype of their table."""
 
 
 class RowSetter:
     """Writes rows of a store, each call once. Safe to call from several threads.
 
     Args:
-        store: with all its tables.
+        store: the store, with all its tables.
         space: waits for space.
     """
 
@@ -42,7 +42,7 @@ class RowSetter:
 
     def set(self, call: int, table: int, ids: Ids, values: Floats, state: RowState | None) -> RowsSet:
         """See `persia.services.EmbeddingPS.set_rows`."""
-        deadline = self._space.deadline()  # Before the lock: another call may hold it while it waits for space.
+        deadline = self._space.deadline()  # Before the lock, which another call may hold while it waits for space.
         with self._lock:
             known = self._answers.get(call)
             if known is not None:
@@ -51,7 +51,7 @@ class RowSetter:
                 self._store, table, ids, values, state, lambda work: self._space.retry(work, "set_rows", deadline)
             )
             self._answers[call] = answer
-            if len(self._answers) > KEPT_ANSWERS:
+            if len(self._answers) > RETAINED_ANSWERS:
                 self._answers.popitem(last=False)
             return answer
 
@@ -67,40 +67,39 @@ def set_rows(
     """Writes rows of a table.
 
     Args:
-        store: with the table.
+        store: the store of the table.
         table: number of the table.
         ids: uint64 `[n]`, distinct.
         values: float32 `[n, dim]`.
-        state: None keeps the state of existing rows; new rows get the initial one.
+        state: optimizer state; None keeps the state of existing rows, and new rows get the initial state.
         attempt: calls the work, repeatedly if needed.
     """
     config = store.config(table)
     _check_values(config, values)
-    found, rows = store.peek(table, ids)
+    exists, rows = store.peek(table, ids)
     if state is None:
-        rows.state[~found] = config.initial_state
+        rows.state[~exists] = config.initial_state
         state = RowState(rows.state, rows.update_count, rows.last_step)
-    # Ahead of all clocks, so that a full shard evicts other rows.
+    # Stamps ahead of all clocks, so that a full shard evicts other rows.
     clock = max(int(store.export_state(table, shard)["clocks"][0]) for shard in range(config.resolved_shards))
     stamps = np.full(len(ids), min(clock + 1, MAX_STAMP), np.uint32)
     evicted = store.statistics(table)["evicted"]
     whole = Rows(ids, values, *state, stamps)
     attempt(lambda: store.import_rows(table, whole))
-    replaced = int(found.sum())
+    replaced = int(exists.sum())
     return RowsSet(len(ids) - replaced, replaced, store.statistics(table)["evicted"] - evicted)
 
 
 def row_chunk(config: TableConfig, shard: int, rows: Rows) -> RowChunk:
-    """Returns rows of a shard for a checkpoint, embeddings in the dtype of the table."""
+    """Returns rows of a shard for a checkpoint, with embeddings in the dtype of the table."""
     return RowChunk(config.name, shard, {**rows._asdict(), "embeddings": to_halves(rows.embeddings, config.dtype)})
 
 
 def chunk_rows(config: TableConfig, chunk: RowChunk) -> Rows:
-    """Returns the rows of a chunk of a checkpoint. State of another optimizer gives way to the initial one.
+    """Returns the rows of a chunk of a checkpoint. State of another optimizer is replaced by the initial state.
 
     Raises:
-        StoreError: a column is missing, or embeddings have no dtype that tables have, or a value that the table cannot
-            store.
+        StoreError: a column is missing, embeddings have an unsupported dtype, or the table cannot store a value.
     """
     arrays = dict(chunk.arrays)
     if missing := [name for name in ("ids", "embeddings", "last_step", "stamp") if name not in arrays]:
@@ -109,12 +108,12 @@ def chunk_rows(config: TableConfig, chunk: RowChunk) -> Rows:
         count = len(arrays["ids"])
         arrays["state"] = np.full((count, config.state_width), config.initial_state, np.float32)
         arrays["update_count"] = np.zeros(count, np.uint32)
-    found = arrays["embeddings"].dtype
-    dtype = next((dtype for dtype, stored in CHUNK_DTYPES.items() if stored == found), None)
+    actual = arrays["embeddings"].dtype
+    dtype = next((dtype for dtype, stored in CHUNK_DTYPES.items() if stored == actual), None)
     if dtype is None:
         raise StoreError(
-            f"Table {config.name!r}: embeddings have dtype {found}; expected float32, float16, or the bits of bfloat16 "
-            "as uint16.",
+            f"Table {config.name!r}: embeddings have dtype {actual}; expected float32, float16, or the bits of "
+            "bfloat16 as uint16.",
             table=config.name,
         )
     arrays["embeddings"] = from_halves(arrays["embeddings"])

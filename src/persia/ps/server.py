@@ -65,26 +65,26 @@ DISK_COUNTS = {
     "compacted": "compacted",
     "unreadable": "disk_unreadable",
 }
-"""Names of metrics by those of `EmbeddingStore.tier_counts`."""
+"""Names of metrics, by name in `EmbeddingStore.tier_counts`."""
 
 Statistics = dict[str, dict[str, int]]
 """Counters by table and name."""
 
 
 class EmbeddingServer(JournaledServer):
-    """The rows of all tables in a partition. Safe to call from several threads; calls block for the work they do.
+    """The rows of all tables in a partition. Safe to call from several threads; calls block until they are done.
 
     Args:
-        tables: by name; tables without an optimizer of their own get `optimizer`.
-        optimizer: the default.
+        tables: tables by name; tables without an optimizer get `optimizer`.
+        optimizer: the default optimizer.
         mode: decides when and for which rows gradients are applied.
-        seed: of row initialisation and admission.
-        threads: threads that share the work of a call, over tables and their shards.
-        options: number of NN workers, deadlines, and where the rows are.
+        seed: seed of row initialisation and admission.
+        threads: number of threads that share the work of a call, over tables and their shards.
+        options: number of NN workers, deadlines, and location of the rows.
 
     Raises:
         ConfigError: the declared capacity of the tables exceeds the memory of this host.
-        StoreError: the regions are in use, or damaged, or of other tables.
+        StoreError: the regions are in use, damaged, or of other tables.
         StoreFullError: there is no space for the regions.
     """
 
@@ -117,18 +117,18 @@ class EmbeddingServer(JournaledServer):
         self._snapshots = StoreSnapshots(self._store, self._index)
         self._publishing = RowPublishing(self._store, self._index)
         self._setter = RowSetter(self._store, self._space)
-        # No cycle: rows leave memory with the last reference to this PS, and do not wait for the garbage collector.
+        # A proxy avoids a reference cycle, so that rows are freed with the last reference to this PS.
         myself = cast("EmbeddingServer", weakref.proxy(self))
         self._latest = LatestReading(lambda: (myself.statistics(), myself._publishing.figures()))
-        kept = self._regions.mode if self._regions is not None else ""
-        self._adopt(decode(kept) if kept else mode)
+        stored_mode = self._regions.mode if self._regions is not None else ""
+        self._adopt(decode(stored_mode) if stored_mode else mode)
 
     def _adopt(self, mode: Mode, before: tuple[int, int] | None = None) -> None:
-        """Starts a mode, or continues in the one of the process before.
+        """Starts a mode, or continues in the mode of an earlier process.
 
         Args:
             mode: the mode.
-            before: generation and number of the step before the first one; None if they are not known.
+            before: generation and number of the step before the first one; None if unknown.
         """
         ranks = range(self._options.nn_workers)
         all_reduce, alone = mode.dense() is Dense.ALL_REDUCE, mode.group(len(ranks), 1) == 1
@@ -149,19 +149,19 @@ class EmbeddingServer(JournaledServer):
                 mode.arrive,
                 functools.partial(EmbeddingServer._apply_step, myself, number),
                 applied=regions.last_step(number) if regions is not None else before,
-                gaps=self._barrier_per_rank,  # It gets only pushes of several parts.
+                gaps=self._barrier_per_rank,  # Such a barrier gets only pushes of several parts.
             )
             for number, members in enumerate([[rank] for rank in ranks] if self._barrier_per_rank else [ranks])
         ]
 
     def _prepare(self, mode: Mode) -> None:
-        """Keeps the last steps of rows from now on if the mode asks how old rows are. Raises `StoreFullError`."""
+        """Records the last steps of rows from now on if the mode depends on them. Raises `StoreFullError`."""
         if mode.dense() is not Dense.ALL_REDUCE:
             for index in self._index.values():
                 self._store.keep_last_steps(index)
 
     def tables(self) -> Mapping[str, Table]:
-        """Returns the tables by name, their optimizers filled in."""
+        """Returns the tables by name, with their optimizers filled in."""
         return self._tables
 
     def lookup(self, ids: Mapping[str, Ids], train: bool) -> Packed[np.float32]:
@@ -183,7 +183,7 @@ class EmbeddingServer(JournaledServer):
         return journal.read(batch_id, lambda: self.lookup(ids, train=True))
 
     def close(self) -> None:
-        """Removes the regions and the rows in them, if there are any. Call it last."""
+        """Removes the regions and their rows, if there are any. Must be the last call."""
         self._latest.close()
         if self._regions is not None:
             self._regions.remove()
@@ -212,10 +212,10 @@ class EmbeddingServer(JournaledServer):
         for barrier in self._barriers:
             barrier.renew(generation, step)
         deadline = self._space.deadline()
-        # First what needs space: a process that starts in the remembered mode must not have to wait for it.
+        # Steps that need space come first: a process that starts in the stored mode must not wait for space.
         self._space.retry(lambda: self._prepare(mode), "switch", deadline)
         if (regions := self._regions) is not None:
-            regions.forget_steps()  # Training is quiesced: no answer is outstanding.
+            regions.forget_steps()  # Training is quiesced, so no answer is outstanding.
             self._space.retry(lambda: regions.remember(encode(mode)), "switch", deadline)
         self._adopt(mode, (generation, step - 1))
         self._ages.renumber()
@@ -232,7 +232,7 @@ class EmbeddingServer(JournaledServer):
         return counts
 
     def _push_token(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
-        """Adds a push of an asynchronous mode, in its turn, to the sum of its step; the last one applies the sum.
+        """Adds a push of an asynchronous mode, in its turn, to the sum of its step; the last push applies the sum.
 
         Returns the counts of the steps that this call completes, so that the counts of all calls add up.
         """
@@ -252,7 +252,7 @@ class EmbeddingServer(JournaledServer):
         return sum_counts(self._sequencer.push(header, work))
 
     def _weights(self, table: str, ids: Ids, header: PushHeader, limit: RowLimit) -> Floats:
-        """Returns 0 or 1 for each row, by the step in which it was last changed."""
+        """Returns the weight of each row, 0 or 1, by the step of its last change."""
         touched = self._store.last_steps(self._index[table], ids).astype(np.int64)
         counts = limit.admits(touched)
         if header.weight:
@@ -260,7 +260,7 @@ class EmbeddingServer(JournaledServer):
         return counts.astype(np.float32)
 
     def _apply_step(self, barrier: int, arrived: Sequence[ArrivedPush]) -> dict[str, UpdateCounts]:
-        """Applies a complete step of the barrier of this number: one update with the average gradient."""
+        """Applies a complete step of barrier number `barrier`: one update with the average gradient."""
         header = arrived[0].header
         average = average_step(arrived, self._mode.reduction, self._pool, self._scratch)
         if self._barrier_per_rank:
@@ -280,7 +280,7 @@ class EmbeddingServer(JournaledServer):
         gradients: Mapping[str, Gradients],
         step: int,
     ) -> dict[str, UpdateCounts]:
-        """Updates rows with the sum of some pushes; those in `arrived` are not in the journal yet."""
+        """Updates rows with the sum of some pushes; pushes in `arrived` are not in the journal yet."""
         deadlines = [push.deadline for push in arrived if push.deadline is not None]
         deadline = min(deadlines, key=lambda deadline: deadline.left, default=None)  # The first caller gives up first.
         if (journal := self.journal) is None:
@@ -294,7 +294,7 @@ class EmbeddingServer(JournaledServer):
         numbers, _, _ = self._numbers.places(ids.names)
         rates = [learning_rate(self._tables[name], step) for name in ids.names]
 
-        def update() -> list[UpdateCounts]:  # A tracked push continues where it was when the disk was full.
+        def update() -> list[UpdateCounts]:  # If the disk was full, a tracked push continues where it stopped.
             return self._store.update_packed(
                 numbers, ids.counts, ids.buffer, rows.buffer, rates, step=step, client=client, sequence=sequence
             )
@@ -305,9 +305,9 @@ class EmbeddingServer(JournaledServer):
         return dict(zip(ids.names, counts, strict=True))
 
     def statistics(self) -> Statistics:
-        """Returns counters by table, with `rows` and `bytes` in use, and those of rows on disk where there are some.
+        """Returns counters by table, with `rows` and `bytes` in use, and counters of rows on disk if there are any.
 
-        Blocks while a call holds the lock of a shard: for as long as a disk does not answer.
+        Blocks while a call holds the lock of a shard, which may wait for a disk.
         """
         return {
             name: {
@@ -325,19 +325,19 @@ class EmbeddingServer(JournaledServer):
         return {DISK_COUNTS[name]: count for name, count in self._store.tier_counts(index).items()}
 
     def latest_statistics(self) -> Statistics:
-        """Returns `statistics`, or the last ones known if new ones take longer than a second."""
+        """Returns `statistics`, or the last known ones if new ones take longer than a second."""
         return self._latest.get()[0][0]
 
     def observe(self) -> Readings:
-        """Returns `statistics` and `row_staleness` as metrics. Blocks for a second at most; see `LatestReading`.
+        """Returns `statistics` and `row_staleness` as metrics. Blocks for at most a second; see `LatestReading`.
 
-        `ps_metrics_late_seconds` says for how long new ones have been held up.
+        `ps_metrics_late_seconds` is the time by which newer metrics are delayed.
         """
         (statistics, published), late = self._latest.get()
-        found = [f for table, counts in statistics.items() for f in figures("ps", counts, table=table)]
-        found += figures("ps_slot", dataclasses.asdict(self._row_staleness))
-        found += figures("ps", {"metrics_late_seconds": late})
-        return Readings(found + published, [])
+        metrics = [f for table, counts in statistics.items() for f in figures("ps", counts, table=table)]
+        metrics += figures("ps_slot", dataclasses.asdict(self._row_staleness))
+        metrics += figures("ps", {"metrics_late_seconds": late})
+        return Readings(metrics + published, [])
 
     def row_staleness(self) -> RowStaleness:
         """Returns the staleness of rows in asynchronous modes."""
@@ -346,16 +346,16 @@ class EmbeddingServer(JournaledServer):
     # --- rows by id -------------------------------------------------------------------------------------------
 
     def contains(self, ids: Packed[np.uint64]) -> Packed[np.bool_]:
-        """Returns by table whether each id has a row."""
+        """Returns whether each id has a row, by table."""
         return Packed.of(
-            {name: self._store.contains(self._numbers.number(name), mine) for name, mine in ids.items()}, np.bool_
+            {name: self._store.contains(self._numbers.number(name), own) for name, own in ids.items()}, np.bool_
         )
 
     def read_rows(self, table: str, ids: Ids, state: bool) -> StoredRows:
-        """Returns rows of ids, and changes nothing; see `persia.services.EmbeddingPS`."""
-        found, rows = self._store.peek(self._numbers.number(table), ids)
-        kept = RowState(rows.state, rows.update_count, rows.last_step) if state else None
-        return StoredRows(ids, found, rows.embeddings, kept)
+        """Returns rows of ids without changing anything; see `persia.services.EmbeddingPS`."""
+        exists, rows = self._store.peek(self._numbers.number(table), ids)
+        row_state = RowState(rows.state, rows.update_count, rows.last_step) if state else None
+        return StoredRows(ids, exists, rows.embeddings, row_state)
 
     def set_rows(self, call: int, table: str, ids: Ids, values: Floats, state: RowState | None) -> RowsSet:
         """Inserts or overwrites rows, once per call; see `persia.services.EmbeddingPS`."""
@@ -364,7 +364,7 @@ class EmbeddingServer(JournaledServer):
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     def export_rows(self) -> Iterator[RowChunk]:
-        """Yields all rows, in chunks of about 64 MiB; each row is of one moment."""
+        """Yields all rows, in chunks of about 64 MiB; each row is consistent."""
         return export_rows(self._store, self._index.values())
 
     def begin_snapshot(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
@@ -384,11 +384,11 @@ class EmbeddingServer(JournaledServer):
         self._snapshots.end(name)
 
     def publish(self, order: PublishOrder) -> PublishStatus:
-        """Begins to publish the rows; see `persia.services.EmbeddingPS`."""
+        """Begins publishing the rows; see `persia.services.EmbeddingPS`."""
         return self._publishing.begin(order)
 
     def published(self) -> PublishStatus:
-        """Returns how far this PS has published."""
+        """Returns the progress of publishing of this PS."""
         return self._publishing.status()
 
     def approve(self, run: str, ticket: int) -> None:
@@ -410,7 +410,7 @@ class EmbeddingServer(JournaledServer):
     def export_state(self) -> Iterator[list[StatePiece]]:
         """Yields the state besides rows: clocks, counters and admission sketches, in lists of about 64 MiB.
 
-        The pushes that were applied are left out: a resumed run has new clients.
+        The record of applied pushes is left out, as a resumed run has new clients.
         """
         return export_state(self._store, self._index)
 
@@ -418,7 +418,7 @@ class EmbeddingServer(JournaledServer):
         """Imports state after the rows, into a quiescent PS.
 
         Raises:
-            StoreError: there is no such table, shard or array, or it is shorter: use the same capacity, shards and
+            StoreError: a table, shard or array does not exist, or is shorter: use the same capacity, shards and
                 admission. Pieces of other shards may have been imported.
         """
         self._publishing.go_back()

@@ -1,4 +1,4 @@
-"""Sizes of embedding tables: bytes per row, and memory of many PSs."""
+"""Sizes of embedding tables: bytes per row, and memory of several PSs."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ __all__ = [
 ]
 
 MIN_SHARE = 1024
-"""Rows below which a share is not reduced: chance would decide which PS is full first, and the memory is negligible."""
+"""Minimum rows of a share: with fewer, chance would decide which PS is full first, and the memory is negligible."""
 
 
 class TableSize(NamedTuple):
     """Maximum size of a table with a declared capacity, or with rows on disk.
 
     Attributes:
-        name: of the table.
-        rows: in memory, of the whole cluster or of one PS: its capacity, unless there are rows on disk.
+        name: name of the table.
+        rows: rows in memory, of the whole cluster or of one PS; the capacity, unless there are rows on disk.
         row_bytes: maximum memory of a row, with optimizer state, key, counters and its share of the index.
-        dim: values of the embedding.
-        state: values of optimizer state.
-        dtype: of the embedding.
-        state_dtype: of the optimizer state.
+        dim: number of values of the embedding.
+        state: number of values of optimizer state.
+        dtype: dtype of the embedding.
+        state_dtype: dtype of the optimizer state.
     """
 
     name: str
@@ -50,22 +50,22 @@ class TableSize(NamedTuple):
     dtype: Dtype = "float32"
     state_dtype: Dtype = "float32"
     capacity: int | None = None
-    """Of a table with rows on disk, its rows in all; None for one without, or if it declares none."""
+    """Declared capacity of a table with rows on disk; None for other tables, or if it declares none."""
     spills: bool = False
-    """Whether it has rows on disk."""
+    """Whether the table has rows on disk."""
 
     @property
     def bytes(self) -> int:
-        """Maximum memory of all rows, with the index of those on disk."""
+        """Maximum memory of all rows, with the index of the rows on disk."""
         return self.rows * self.own_bytes + (self.capacity or 0) * COLD_ROW_BYTES
 
     @property
     def own_bytes(self) -> int:
-        """Memory by which a row in memory exceeds one on disk; all of it, if the number of those is not known."""
+        """Memory of a row in memory minus that of a row on disk; all of it if the number of rows on disk is unknown."""
         return self.row_bytes - (COLD_ROW_BYTES if self.capacity is not None else 0)
 
     def index_bytes(self, count: int) -> int:
-        """Returns the memory that each of `count` PSs needs for its equal share of rows, wherever they are."""
+        """Returns the memory of the index in each of `count` PSs, for an equal share of rows in memory and on disk."""
         return -(-(self.capacity or 0) // count) * COLD_ROW_BYTES
 
     def __str__(self) -> str:
@@ -78,24 +78,24 @@ class TableSize(NamedTuple):
 
 
 def declared_sizes(tables: Mapping[str, Table], optimizer: EmbeddingOptimizer) -> list[TableSize]:
-    """Returns the maximum sizes of the tables that declare a capacity, or the rows in memory of those with `spill`.
+    """Returns the maximum sizes of tables with a declared capacity, or, if they have `spill`, declared `memory_rows`.
 
-    The others take what memory they find; see `divide_tables`.
+    Other tables use the available memory; see `divide_tables`.
 
     Args:
-        tables: by name.
-        optimizer: of tables that declare none.
+        tables: tables by name.
+        optimizer: optimizer of tables that declare none.
     """
-    found = []
+    sizes = []
     for table in tables.values():
         rows = table.capacity if table.spill is None else table.memory_rows
         if rows is not None:
-            found.append(size_of(table, optimizer, rows))
-    return found
+            sizes.append(size_of(table, optimizer, rows))
+    return sizes
 
 
 def size_of(table: Table, optimizer: EmbeddingOptimizer, rows: int) -> TableSize:
-    """Returns the size of a table with so many rows in memory."""
+    """Returns the size of a table with `rows` rows in memory."""
     config = _config(table, optimizer)
     kinds = (config.dtype, config.state_dtype)
     spills = table.spill is not None
@@ -106,12 +106,12 @@ def size_of(table: Table, optimizer: EmbeddingOptimizer, rows: int) -> TableSize
 
 
 def _config(table: Table, optimizer: EmbeddingOptimizer) -> TableConfig:
-    """Returns what decides the size of a row."""
+    """Returns a configuration that determines the size of a row."""
     return table_config(msgspec.structs.replace(table, optimizer=table.optimizer or optimizer), 0, None)
 
 
 def takes_what_it_finds(table: Table) -> bool:
-    """Returns whether a table says neither how many rows it has in memory nor how many there are."""
+    """Returns whether a table declares no bound for its rows in memory, and uses the available memory."""
     return (table.capacity if table.spill is None else table.memory_rows) is None
 
 
@@ -121,22 +121,22 @@ def least_bytes(sizes: Sequence[TableSize]) -> int:
 
 
 def needed_bytes(sizes: Sequence[TableSize], count: int) -> int:
-    """Returns the least memory of `count` PSs with equal parts of it, together, that `divide` accepts."""
+    """Returns the least total memory of `count` equal PSs that `divide` accepts."""
     return sum(
         count * size.index_bytes(count) + max(size.rows, count * min(size.rows, MIN_SHARE)) * size.own_bytes
         for size in sizes
     )
 
 
-def water_level(limits: Sequence[int], wanted: int) -> list[Fraction]:
-    """Returns equal parts of `wanted` up to the limits: what exceeds a limit goes to the others.
+def water_level(limits: Sequence[int], total: int) -> list[Fraction]:
+    """Divides `total` into equal parts up to the limits; the excess over a limit goes to the other parts.
 
     Args:
-        limits: the largest parts. If they do not suffice, they are the parts.
-        wanted: the sum of the parts.
+        limits: maximum of each part. If their sum is below `total`, they are the parts.
+        total: sum of the parts.
     """
     parts = [Fraction(limit) for limit in limits]
-    left = wanted
+    left = total
     order = sorted(range(len(limits)), key=limits.__getitem__)
     for place, number in enumerate(order):
         level = Fraction(left, len(limits) - place)

@@ -15,20 +15,20 @@ from persia.store import EmbeddingStore, Spill
 __all__ = ["StoreSnapshots"]
 
 CHUNK_BYTES = 16 << 20
-"""Approximate size of a chunk. The writer holds one while the next is made."""
+"""Approximate size of a chunk. The writer holds one chunk while the next is read."""
 
 SPILL_BYTES = 8 << 20
-"""Memory for old rows, of all shards together."""
+"""Memory for old rows, over all shards."""
 
 EVICTED_BYTES = 16 << 20
-"""Memory for ids of evicted rows between two snapshots, of all shards together."""
+"""Memory for ids of evicted rows between two snapshots, over all shards."""
 
 
 class StoreSnapshots:
     """Takes snapshots of a store, one at a time. Safe to call from several threads.
 
     Args:
-        store: with all its tables.
+        store: the store, with all its tables.
         tables: numbers of the tables, by name.
     """
 

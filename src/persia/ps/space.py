@@ -1,4 +1,4 @@
-"""Waits for free space: a full memory or disk pauses training, and loses nothing."""
+"""Waits for free space: if memory or disk are full, training pauses without losses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["SpaceWait"]
 T = TypeVar("T")
 
 GRACE_SECONDS = 5.0
-"""Time before the deadline of a caller at which its call gives up, so that the caller gets the error of the PS."""
+"""Time before the caller's deadline at which a call gives up, so that the caller gets the error of the PS."""
 
 GRACE_SHARE = 0.25
-"""The same for short timeouts, as a share of them."""
+"""The same time as a share of the timeout, for short timeouts."""
 
 log = get_logger("persia.ps")
 
@@ -27,11 +27,12 @@ log = get_logger("persia.ps")
 class SpaceWait:
     """Retries calls while there is no space for rows. Safe to call from several threads.
 
-    However many calls wait, the log has one line when the first begins to, and one when all have gone on.
+    For any number of waiting calls, the log has one line when the first begins to wait, and one when all have
+    continued.
 
     Args:
         timeout: seconds after which callers in other processes give up. A call gives up a little earlier, as its error
-            says where there is no space, and theirs would only say that this PS is late.
+            names the place without space, and the callers' error would only say that this PS is late.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -45,15 +46,15 @@ class SpaceWait:
         return Deadline(self._timeout)
 
     def retry(self, call: Callable[[], T], operation: str, deadline: Deadline | None = None) -> T:
-        """Calls until there is space, and returns the result. Blocks.
+        """Repeats a call until there is space, and returns the result. Blocks.
 
         Args:
-            call: may be repeated.
-            operation: its name, for log and error.
-            deadline: of the call; None if it arrives now.
+            call: a call that may be repeated.
+            operation: name of the call, for log and error.
+            deadline: deadline of the call; None if it arrives now.
 
         Raises:
-            StoreFullError: there was no space until the deadline.
+            StoreFullError: there was no space before the deadline.
         """
         began = time.monotonic()
         waited = False
@@ -61,10 +62,10 @@ class SpaceWait:
         def begin_wait(error: Exception) -> None:
             nonlocal waited
             waited = True
-            self._begin(operation, str(error))  # A log that kept the error would keep the store.
+            self._begin(operation, str(error))  # A log that retained the error would keep the store alive.
 
         try:
-            found = retry(
+            result = retry(
                 call,
                 transient=lambda error: isinstance(error, StoreFullError),
                 deadline=deadline if deadline is not None else self.deadline(),
@@ -72,7 +73,7 @@ class SpaceWait:
             )
         except BaseException as error:
             if waited:
-                self._end(went_on=False)
+                self._end(continued=False)
             if not isinstance(error, StoreFullError):
                 raise
             raise StoreFullError(
@@ -81,8 +82,8 @@ class SpaceWait:
                 seconds=self._timeout,
             ) from error
         if waited:
-            self._end(went_on=True)
-        return found
+            self._end(continued=True)
+        return result
 
     def _begin(self, operation: str, error: str) -> None:
         with self._lock:
@@ -92,14 +93,14 @@ class SpaceWait:
                 self._began = time.monotonic()
         if first:
             log.warning(
-                "%s waits for space, so training pauses: %s. It goes on when there is some, and fails after %g s.",
+                "%s waits for space, so training pauses: %s. It continues when there is space, and fails after %g s.",
                 operation, error, self._timeout,
             )  # fmt: skip
 
-    def _end(self, *, went_on: bool) -> None:
+    def _end(self, *, continued: bool) -> None:
         with self._lock:
             self._waiting -= 1
             last = self._waiting == 0
             seconds = time.monotonic() - self._began
-        if last and went_on:
-            log.warning("There is space again after %.1f s: training goes on.", seconds)
+        if last and continued:
+            log.warning("There is space again after %.1f s: training continues.", seconds)

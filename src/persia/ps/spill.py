@@ -1,7 +1,7 @@
-"""The files of rows on disk of an embedding PS: their directories, and what is free there.
+"""The files of rows on disk of an embedding PS: their directories, and the free space there.
 
-With regions, a PS has a directory of its own below `Table.spill`, named like that of its regions, and the directory of
-the regions has a list of these. Without regions, the files have no name, and are gone with the process.
+With regions, each PS has its own directory below `Table.spill`, with the name of the directory of its regions, which
+has a list of these directories. Without regions, the files have no name and vanish with the process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SpillPlaces:
     """Paths of the files of one PS.
 
     Args:
-        roots: `Table.spill` of each table that has it, by name.
+        roots: `Table.spill` of each table with `spill`, by name.
         regions: directory of the regions of the PS; None if it has none.
     """
 
@@ -53,13 +53,13 @@ class SpillPlaces:
 
     def tables(self, directory: Path) -> list[str]:
         """Returns the tables with files in a directory."""
-        return [table for table, mine in self._directories.items() if mine == directory]
+        return [table for table, own_directory in self._directories.items() if own_directory == directory]
 
     def create(self) -> None:
         """Creates the directories, for this user alone.
 
         Raises:
-            StoreError: one cannot be created.
+            StoreError: a directory cannot be created.
         """
         for directory in self.directories:
             try:
@@ -75,7 +75,7 @@ class SpillPlaces:
             (self._regions / PLACES).write_bytes(names)
 
     def path(self, number: int, table: str) -> str | None:
-        """Returns the path of the files of a table, as `EmbeddingStore.create_table` takes it; None for one without."""
+        """Returns the path of the files of a table for `EmbeddingStore.create_table`; None for a table without."""
         directory = self._directories.get(table)
         if directory is None:
             return None
@@ -85,14 +85,14 @@ class SpillPlaces:
 def spill_places(regions: Path) -> list[Path]:
     """Returns the directories of rows on disk that belong to the regions of a PS.
 
-    Only those named like the regions: a list that someone else wrote must not lead elsewhere.
+    Only directories named like the regions count, so that a list written by someone else cannot lead elsewhere.
     """
     try:
         names = msgspec.json.decode((regions / PLACES).read_bytes(), type=list[str])
     except (OSError, msgspec.MsgspecError):
         return []
-    found = [Path(name) for name in names if name.startswith("/") and "\0" not in name]
-    return [place for place in found if place != regions and place.parts[-2:] == regions.parts[-2:]]
+    places = [Path(name) for name in names if name.startswith("/") and "\0" not in name]
+    return [place for place in places if place != regions and place.parts[-2:] == regions.parts[-2:]]
 
 
 def cold_files(directory: Path) -> list[Path]:
@@ -117,18 +117,18 @@ def warn_of_disks(
     """Warns of each disk that is too small for the rows that a PS may have there.
 
     Args:
-        places: of its files.
-        sizes: the shares of the PS.
-        configs: by table.
-        neighbours: number of PSs that share the disk, this one included.
+        places: places of the files of the PS.
+        sizes: shares of the PS.
+        configs: configurations by table.
+        neighbours: number of PSs that share the disk, including this one.
     """
     of_disk: dict[int, list[Path]] = {}
     for directory in places.directories:
         of_disk.setdefault(os.stat(directory).st_dev, []).append(directory)
     for directories in of_disk.values():
         names = {table for directory in directories for table in places.tables(directory)}
-        mine = [size for size in sizes if size.name in names and size.capacity is not None]
+        on_disk = [size for size in sizes if size.name in names and size.capacity is not None]
         free = free_bytes(directories[0]) // neighbours
-        records = {size.name: configs[size.name].record_bytes for size in mine}
-        if fits_disk(mine, records, free, str(directories[0])):
+        records = {size.name: configs[size.name].record_bytes for size in on_disk}
+        if fits_disk(on_disk, records, free, str(directories[0])):
             log.info("%s has %.1f GiB free for rows on disk of an embedding PS", directories[0], free / (1 << 30))

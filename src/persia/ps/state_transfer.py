@@ -1,4 +1,4 @@
-"""Exports and imports what a PS has for checkpoints: its rows, and its state besides rows."""
+"""Exports and imports the rows and the other state of a PS for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from persia.store import EmbeddingStore
 __all__ = ["export_rows", "export_state", "import_state"]
 
 CHUNK_BYTES = 64 << 20
-"""Approximate size of an exported chunk. It bounds the memory of a checkpoint, and how long a shard is locked."""
+"""Approximate size of an exported chunk. It bounds the memory of a checkpoint, and the time that a shard is locked."""
 
 MOST_PIECES = 1000
-"""Maximum number of pieces of state in one list: the size of a message is limited."""
+"""Maximum number of pieces of state in one list, as the size of a message is limited."""
 
 
 def export_rows(store: EmbeddingStore, tables: Iterable[int]) -> Iterator[RowChunk]:
-    """Yields all rows of tables, in chunks of about 64 MiB; each row is of one moment.
+    """Yields all rows of tables, in chunks of about 64 MiB; each row is consistent.
 
     Args:
-        store: with the tables.
-        tables: their numbers.
+        store: the store of the tables.
+        tables: numbers of the tables.
     """
     for index in tables:
         config = store.config(index)
@@ -38,8 +38,8 @@ def export_state(store: EmbeddingStore, tables: Mapping[str, int]) -> Iterator[l
     """Yields the state besides rows in lists of about 64 MiB; see `EmbeddingServer.export_state`.
 
     Args:
-        store: with the tables.
-        tables: their numbers by name.
+        store: the store of the tables.
+        tables: numbers of the tables by name.
     """
     pieces: list[StatePiece] = []
     nbytes = 0
@@ -57,9 +57,9 @@ def import_state(store: EmbeddingStore, tables: TableNumbers, pieces: Sequence[S
     """Imports state after the rows; see `EmbeddingServer.import_state`.
 
     Args:
-        store: with the tables.
-        tables: their numbers.
-        pieces: of the state.
+        store: the store of the tables.
+        tables: numbers of the tables.
+        pieces: pieces of the state.
     """
     for (name, shard), group in itertools.groupby(pieces, key=lambda piece: (piece.table, piece.shard)):
         index = tables.number(name)

@@ -16,8 +16,8 @@ class TableNumbers:
     """The numbers of tables in the store of a PS. Safe to call from several threads.
 
     Args:
-        store: with the tables, in the order of `tables`.
-        tables: by name.
+        store: the store, with its tables in the order of `tables`.
+        tables: tables by name.
 
     Attributes:
         by_name: number of each table.
@@ -33,7 +33,7 @@ class TableNumbers:
         """Returns the number of a table.
 
         Raises:
-            StoreError: there is no such table.
+            StoreError: the table is unknown.
         """
         number = self.by_name.get(table)
         if number is None:
@@ -47,10 +47,10 @@ class TableNumbers:
     def places(self, names: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
         """Returns numbers of tables, dims, and words of a row.
 
-        The last ones are kept, as nearly all calls are for the same tables.
+        Caches the last result, as nearly all calls are for the same tables.
 
         Raises:
-            StoreError: there is no such table.
+            StoreError: a table is unknown.
         """
         known, numbers, dims, words = self._last_places
         if known != names:
@@ -61,10 +61,10 @@ class TableNumbers:
         return numbers, dims, words
 
     def packed(self, gradients: Mapping[str, Gradients]) -> PackedGradients:
-        """Returns gradients in two buffers, checked: what a step holds must not fail other NN workers later.
+        """Checks gradients before a step holds them, so that they cannot fail other NN workers; returns two buffers.
 
         Raises:
-            StoreError: their dtypes or shapes are not those of the tables.
+            StoreError: dtypes or shapes do not match the tables.
         """
         if not isinstance(gradients, PackedGradients):
             try:

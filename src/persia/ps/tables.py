@@ -39,9 +39,9 @@ def table_config(table: Table, seed: int, capacity: int | None, memory_rows: int
 
     Args:
         table: the table.
-        seed: of row initialisation and admission.
-        capacity: rows that this PS keeps; None if the table declares none.
-        memory_rows: rows of them that it keeps in memory, of a table with `spill`; 0 for one without.
+        seed: seed of row initialisation and admission.
+        capacity: maximum rows in this PS; None if the table declares no capacity.
+        memory_rows: maximum rows in memory, of a table with `spill`; 0 for other tables.
     """
     optimizer = cast("EmbeddingOptimizer", table.optimizer)
     kind, low, high = _initializer(table.initializer)
