@@ -260,5 +260,5 @@ def test_a_table_of_more_than_2_to_the_32_rows(tmp_path):
 
 def test_table_names_are_unique():
     store = make()
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         store.create_table(TableConfig("item", 4))

@@ -1,7 +1,7 @@
 """The embedding store of one process: tables of rows by id.
 
-:class:`EmbeddingStore` is the interface, :class:`NativeStore` the native implementation. `persia.store.served` has the
-rows of a prediction server: values only, read without locks. `tests/support/twins/store.py` is the readable twin.
+:class:`EmbeddingStore` is the interface, :class:`NativeStore` the native implementation. `persia.store.served` stores
+the rows of a prediction server: values only, read without locks. `tests/support/twins/store.py` is the readable twin.
 """
 
 from persia.store.config import COLD_ROW_BYTES, MAX_ROWS, OPTIMIZER_PARAMS, ROW_OVERHEAD, TableConfig

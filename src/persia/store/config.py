@@ -31,7 +31,7 @@ OPTIMIZER_PARAMS: dict[str, dict[str, float]] = {
 """The parameters of each optimizer, with their defaults."""
 
 TTL_UNITS: dict[TtlUnit, int] = {"steps": 1, "seconds": 2}
-"""Their numbers in regions and checkpoints."""
+"""Numbers of the units in regions and checkpoints."""
 
 _INITIALIZERS = ("uniform", "normal", "zeros", "rsqrt_dim")
 _ADMISSIONS = ("all", "probability", "min_frequency")
@@ -54,36 +54,36 @@ RECORD_OVERHEAD = 24
 
 @dataclass(frozen=True)
 class TableConfig:
-    """One table: its rows, how they start, who gets one, and how they are trained.
+    """Configuration of one table: its rows, their initialisation, admission, training and eviction.
 
     Attributes:
         name: unique within a store; part of the key of the random start values.
         dim: values per embedding, 1 to 65536.
-        capacity: rows kept at most, in this store, in memory and on disk. Memory is used by rows that exist, not by
-            capacity.
+        capacity: maximum number of rows in this store, in memory and on disk. Existing rows use memory, unused capacity
+            does not.
         shards: power of two; 0 chooses by the rows in memory: 8, fewer below 32,768 rows (4,096 a shard), more above
             2^34 rows (2^31 a shard, half of that with rows on disk). Each shard has its lock and its share of the
-            capacity, and evicts by itself. Apart from which rows are evicted and how an admission by frequency counts,
-            results do not depend on it.
-        seed: of start values and random admission.
+            capacity, and evicts by itself. Results depend on the number only in the choice of evicted rows, and in
+            the counts of admission by frequency.
+        seed: seed of start values and random admission.
         optimizer: "sgd", "adagrad", "rowwise_adagrad", "adam" or "ftrl".
         optimizer_params: overrides of `OPTIMIZER_PARAMS[optimizer]`. The learning rate is given with each update.
         initializer: "uniform" on [a, b), "normal" with mean a and deviation b, "zeros", or "rsqrt_dim": uniform on
             [-1/sqrt(dim), 1/sqrt(dim)).
         initializer_a: see `initializer`.
         initializer_b: see `initializer`.
-        admission: who gets a row when looked up in training: "all", each occurrence with "probability", or from the
-            n-th occurrence on, "min_frequency".
+        admission: which ids get a row when looked up in training: "all", each occurrence with "probability", or from
+            the n-th occurrence on with "min_frequency".
         admission_value: the probability, or n (up to 65535).
         value_bound: embeddings are clamped to [-value_bound, value_bound] after each update; 0 does not clamp.
         ttl: time after which rows leave that training has not met, in `ttl_unit`; 0: they stay.
         ttl_unit: of `EmbeddingStore.age`, "steps" or "seconds".
-        dtype: of embeddings in memory: "float32", "bfloat16" or "float16". Arithmetic is in float32; updates round to
-            16 bits at random (stochastic rounding), initial and imported values to the nearest, within `value_bound`.
-        memory_rows: rows kept in memory; the least recently used beyond them are on disk, see `spill` of
+        dtype: dtype of embeddings in memory: "float32", "bfloat16" or "float16". Arithmetic is in float32; updates are
+            rounded stochastically to 16 bits, initial and imported values to the nearest, within `value_bound`.
+        memory_rows: maximum rows in memory; the least recently used rows beyond them are on disk, see `spill` of
             `EmbeddingStore.create_table`. 0: the table has no rows on disk.
-        eviction: which row leaves a full table: the least recently used one, exactly ("lru"); or "midpoint", in which a
-            new row counts as less recent than about five eighths of the rows until it is met again. Not with `ttl` or
+        eviction: which row a full table evicts: exactly the least recently used one ("lru"); or "midpoint", in which a
+            new row counts as less recent than about five eighths of the rows until it is used again. Not with `ttl` or
             `memory_rows`.
     """
 
@@ -141,7 +141,7 @@ class TableConfig:
         known = OPTIMIZER_PARAMS[self.optimizer]
         for key, value in self.optimizer_params.items():
             place = f"optimizer_params[{key!r}]"
-            self._require(place, key in known, f"is no parameter of {self.optimizer}; it has {list(known)}")
+            self._require(place, key in known, f"is not a parameter of {self.optimizer}; it has {list(known)}")
             self._require(place, math.isfinite(value) and value >= 0, "must be finite and not negative")
             self._require(place, not key.startswith("beta") or key == "beta" or value < 1, "must be below 1")
 
@@ -164,7 +164,7 @@ class TableConfig:
         self._require("ttl_unit", self.ttl_unit in TTL_UNITS, f"must be one of {list(TTL_UNITS)}")
         self._require("ttl", 0 <= self.ttl < 2**63, "must be within 0 ... 2^63 - 1")
         self._require("eviction", self.eviction in _EVICTIONS, f"must be one of {list(_EVICTIONS)}")
-        exact = not self.ttl and not self.memory_rows  # Both go by the time of the last use.
+        exact = not self.ttl and not self.memory_rows  # Both depend on the time of the last use.
         self._require("eviction", self.eviction == "lru" or exact, 'must be "lru" with ttl or memory_rows')
         bound = self.value_bound
         self._require("value_bound", math.isfinite(bound) and bound >= 0, "must be finite and not negative")
@@ -195,7 +195,7 @@ class TableConfig:
         return shards
 
     def _numbers_per_shard(self, shards: int) -> bool:
-        """Returns whether a shard has numbers for its rows: on disk, half of the records may be dead."""
+        """Returns whether a shard has enough row numbers, as half of the records on disk may be dead."""
         rows, total = (-(-count // shards) for count in (self.memory_rows, self.capacity))
         return not self.memory_rows or rows + 2 * total <= _MAX_ROWS_PER_SHARD
 
@@ -236,14 +236,14 @@ class TableConfig:
 
     @property
     def initial_state(self) -> NDArray[np.float32]:
-        """The optimizer state that a row begins with: float32 [state_width]."""
+        """The initial optimizer state of a row: float32 [state_width]."""
         state = np.zeros(self.state_width, np.float32)
         state[self.dim if self.optimizer == "ftrl" else 0 :] = self.with_defaults().get("initial_accumulator", 0.0)
         return state
 
     @property
     def initial_range(self) -> tuple[float, float]:
-        """(a, b) of the initializer, with "rsqrt_dim" worked out."""
+        """(a, b) of the initializer, computed for "rsqrt_dim"."""
         if self.initializer == "rsqrt_dim":
             return -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim)
         return self.initializer_a, self.initializer_b
@@ -254,7 +254,7 @@ def check_spill(config: TableConfig, spill: str | None) -> None:
     if (spill is not None) != (config.memory_rows > 0):
         raise ConfigError(
             f"table {config.name!r}: memory_rows is {config.memory_rows}, and spill is {spill!r}; give both for a "
-            "table with rows on disk, or none",
+            "table with rows on disk, or neither",
             table=config.name,
             field="memory_rows",
         )

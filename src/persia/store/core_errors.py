@@ -1,4 +1,4 @@
-"""Exceptions of the C++ core as those of persia."""
+"""Converts exceptions of the C++ core to errors of persia."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["StoreErrors"]
 
 
 class StoreErrors:
-    """A block that exceptions of the core leave as `StoreError` or `StoreFullError`. Threads may share one.
+    """A context that turns exceptions of the core into `StoreError` or `StoreFullError`. Threads may share one.
 
-    No generator: from Python 3.12 on, one that raises another exception leaves a cycle of frames behind. It would keep
-    the store of a failed call, and the locks of its regions, until the garbage collector runs.
+    It is not a generator: from Python 3.12 on, a generator that raises another exception leaves a cycle of frames
+    behind, which would keep the store of a failed call, and the locks of its regions, until the garbage collector runs.
 
     Args:
         full: the exception for a lack of space.
-        message: what to say then, in place of its message.
+        message: message of the `StoreFullError`; empty for the message of the exception.
     """
 
     def __init__(self, full: type[Exception], message: str = "") -> None:

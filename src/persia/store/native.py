@@ -18,7 +18,7 @@ from persia.types import UpdateCounts
 __all__ = ["NativeStore"]
 
 LOCK_SECONDS = 10.0
-"""Time that a killed process may take to release its regions: the kernel tears down their mapping."""
+"""Maximum wait for a killed process to release its regions, as the kernel tears down their mapping."""
 
 _core: Any = importlib.import_module("persia._core")
 
@@ -67,7 +67,7 @@ class NativeStore(EmbeddingStore):
     ) -> int:
         """See `EmbeddingStore.create_table`."""
         if any(config.name == other.name for other in self._configs):
-            raise ConfigError(f"table {config.name!r} exists already: give each table its own name", table=config.name)
+            raise ConfigError(f"table {config.name!r} already exists: give each table its own name", table=config.name)
         check_spill(config, spill)
         native = _native_config(config)
         if spill is not None:
@@ -86,8 +86,8 @@ class NativeStore(EmbeddingStore):
     def recovery(self, table: int) -> dict[str, int]:
         """See `EmbeddingStore.recovery`."""
         with _store_errors:
-            found: dict[str, int] = self._native.recovery(table)
-        return found
+            conditions: dict[str, int] = self._native.recovery(table)
+        return conditions
 
     def config(self, table: int) -> TableConfig:
         """See `EmbeddingStore.config`."""
@@ -102,12 +102,12 @@ class NativeStore(EmbeddingStore):
         train: bool,
         out: Sequence[NDArray[np.float32]] | None = None,
     ) -> list[NDArray[np.float32]]:
-        """Returns the embeddings of ids, by table; `lookup_packed` with arrays of its own for each table.
+        """Returns the embeddings of ids, by table: `lookup_packed` with separate arrays for each table.
 
         Args:
             tables: numbers of the tables, each at most once.
             ids: per table, uint64 [n], contiguous.
-            train: admit missing ids, and count the lookup as a use of the rows.
+            train: whether to admit missing ids, and count the lookup as a use of the rows.
             out: per table, float32 [n, row_words] to write to, instead of new arrays.
 
         Returns:
@@ -130,7 +130,7 @@ class NativeStore(EmbeddingStore):
         client: int = 0,
         sequence: int = 0,
     ) -> list[UpdateCounts]:
-        """Applies gradients to rows, in order; `update_packed` with arrays of its own for each table.
+        """Applies gradients to rows, in order: `update_packed` with separate arrays for each table.
 
         A shard remembers the last 65 sequence numbers of each of its 256 most recent clients.
 
@@ -141,7 +141,7 @@ class NativeStore(EmbeddingStore):
             lrs: per table, the learning rate.
             step: global step or token; see `keep_last_steps`.
             client: identity of the sender; 0 is not tracked.
-            sequence: number of the push at that client, rising from 1; 0 is not tracked.
+            sequence: number of the push of this client, increasing from 1; 0 is not tracked.
 
         Returns:
             Per table, the outcome of its gradients.
@@ -175,14 +175,14 @@ class NativeStore(EmbeddingStore):
     ) -> list[UpdateCounts]:
         """See `EmbeddingStore.update_packed`."""
         with _store_errors:
-            found = _core.packed.update(self._native, tables, counts, ids, gradients, lrs, step, client, sequence)
-        return [UpdateCounts(*count) for count in found]
+            outcomes = _core.packed.update(self._native, tables, counts, ids, gradients, lrs, step, client, sequence)
+        return [UpdateCounts(*count) for count in outcomes]
 
     def peek(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Rows]:
         """See `EmbeddingStore.peek`."""
         with _store_errors:
-            found, rows = self._native.peek(table, ids)
-        return found.astype(np.bool_), Rows(*rows)
+            exists, rows = self._native.peek(table, ids)
+        return exists.astype(np.bool_), Rows(*rows)
 
     def age(self, table: int, by: int) -> None:
         """See `EmbeddingStore.age`."""
@@ -201,14 +201,14 @@ class NativeStore(EmbeddingStore):
         return steps
 
     def export_rows(self, table: int, shard: int, start: int = 0, max_rows: int = 65536) -> tuple[Rows, int | None]:
-        """Returns up to `max_rows` rows of a shard from row number `start` on, in row order, each as of one moment.
+        """Returns up to `max_rows` rows of a shard from row number `start` on, in row order; each row is consistent.
 
         Rows on disk come last.
 
         Args:
             table: number of the table.
             shard: 0 to `config(table).resolved_shards - 1`.
-            start: 0, then what the previous call returned.
+            start: 0, then the row number that the previous call returned.
             max_rows: bounds the time for which the shard is locked.
 
         Returns:
@@ -321,6 +321,6 @@ class NativeStore(EmbeddingStore):
         return counts
 
     def clear(self, table: int) -> None:
-        """Removes all rows and gives their memory back. Client sequences are kept."""
+        """Removes all rows and frees their memory. Client sequences remain."""
         with _store_errors:
             self._native.clear(table)

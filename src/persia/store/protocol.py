@@ -1,4 +1,4 @@
-"""The interface of an embedding store, and the records that it hands out."""
+"""The interface of an embedding store, and the records that it returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
         embeddings: float32 [rows, dim].
         state: float32 [rows, state width], the optimizer's state.
         update_count: uint32 [rows], updates applied to each row.
-        last_step: uint32 [rows], global step or token of the last one; 0 unless the table keeps it, see
+        last_step: uint32 [rows], global step or token of the last update; 0 unless the table records it, see
             `EmbeddingStore.keep_last_steps`.
         stamp: uint32 [rows], recency within the shard: larger is more recent.
     """
@@ -39,14 +39,14 @@ class Rows(NamedTuple):
 
 
 class Spill(NamedTuple):
-    """Where and how a store keeps the old bytes of rows while a snapshot is read.
+    """Options for the old bytes of rows that a store keeps while a snapshot is read.
 
     Attributes:
-        directory: of the file for those that do not fit in memory; it must be on a disk of this machine.
-        buffer_bytes: memory per shard, and once more while it is written.
-        evicted_limit: ids of evicted rows that each shard remembers between two snapshots, 8 bytes each.
-        live: keep no old rows: rows are exported as they are when they are read, each of one moment. Tables with rows
-            on disk keep old rows nevertheless, as rows that move would be left out, or read twice.
+        directory: directory, on a disk of this machine, of the file for old rows that do not fit in memory.
+        buffer_bytes: memory per shard, and the same again while it is written.
+        evicted_limit: number of ids of evicted rows that each shard remembers between two snapshots, 8 bytes each.
+        live: whether to keep no old rows: rows are exported as they are when read, each one consistent. Tables with
+            rows on disk keep old rows anyway, as moving rows would be missed, or read twice.
     """
 
     directory: str
@@ -59,7 +59,7 @@ class RowChanges(NamedTuple):
     """Changes of rows, for a copy of a table: it drops `removed` and then sets `ids`.
 
     Attributes:
-        removed: uint64 [n], evicted or expired, repetitions included.
+        removed: uint64 [n], ids of evicted or expired rows, possibly repeated.
         ids: uint64 [rows], each once in a pass.
         embeddings: float32 [rows, dim], whatever the dtype of the table.
     """
@@ -72,9 +72,10 @@ class RowChanges(NamedTuple):
 class EmbeddingStore(Protocol):
     """Hash tables from id to embedding row, bounded by eviction.
 
-    A full table evicts the least recently used row; one with rows on disk, those that have been there for the longest.
+    A full table evicts the least recently used row; a full table with rows on disk, the rows that have been on disk
+    longest.
 
-    An embedding PS, its snapshots and its regions use nothing else of a store. Tables are numbered in the order of
+    An embedding PS, its snapshots and its regions use only this interface. Tables are numbered in the order of
     creation. Methods are safe to call from several threads, and block while another thread works on the same shard.
     """
 
@@ -83,19 +84,19 @@ class EmbeddingStore(Protocol):
     ) -> int:
         """Adds a table and returns its number.
 
-        Memory is used as rows arrive.
+        Memory is allocated as rows arrive.
 
         Args:
-            config: of the table.
+            config: configuration of the table.
             files: None keeps rows in the memory of this process. A path keeps them in the files path.0, path.1, ...,
                 one per shard, on any file system. The files outlive the process, however it ends: a row that was being
-                written at that moment is as it was before. One process uses them at a time.
-            attach: continue with the rows in these files instead of creating new ones. Blocks for about a second per
-                10 M rows if a process died while it inserted.
+                written then has its earlier values. Only one process can use them at a time.
+            attach: whether to continue with the rows in these files instead of creating new ones. Blocks for about a
+                second per 10 M rows if a process died during an insertion.
             spill: path of the files for rows that leave memory, path.0, path.1, ..., one per shard, on a disk of this
-                machine; for tables with `TableConfig.memory_rows`, and for these only. Rows there are as much part of
-                the table as others: each method reads them, and lookups in training and updates bring them back to
-                memory. The files outlive the process if `files` do, else they have no name.
+                machine; only for tables with `TableConfig.memory_rows`. Rows on disk are part of the table: all methods
+                read them, and lookups in training and updates move them back to memory. The files outlive the process
+                if `files` do; else they have no name.
 
         Raises:
             ConfigError: the name is in use, or only one of `spill` and `TableConfig.memory_rows` is given.
@@ -105,10 +106,10 @@ class EmbeddingStore(Protocol):
         """
 
     def recovery(self, table: int) -> dict[str, int]:
-        """Returns how an attached table was found: its `shards`, and how many of them were in which condition.
+        """Returns the condition of an attached table: its number of `shards`, and the number of shards in each state.
 
         `busy`: in use when the process died. `undone`: a half-written row was rolled back. `open`: a push was
-        interrupted, and continues where it was when it is repeated. `rebuilt`: the index was rebuilt from the rows.
+        interrupted, and continues where it stopped when repeated. `rebuilt`: the index was rebuilt from the rows.
         """
 
     def config(self, table: int) -> TableConfig:
@@ -124,9 +125,10 @@ class EmbeddingStore(Protocol):
     ) -> None:
         """Writes the embeddings of ids to `out`, for several tables, one table after another.
 
-        In training a missing id is admitted (or not) and initialised, and every row found becomes recently used. In
+        In training a missing id may be admitted and initialised, and every existing row becomes recently used. In
         evaluation nothing changes. Ids without a row get zeros. Repeated ids are allowed. Within a shard, ids are
-        served in order: if the batch exceeds the capacity, later ids may evict earlier ones, whose values stay right.
+        served in order: if the batch exceeds the capacity, later ids may evict earlier ones, whose values in `out`
+        remain correct.
 
         Args:
             tables: numbers of the tables, each at most once.
@@ -134,11 +136,11 @@ class EmbeddingStore(Protocol):
             ids: uint64 [sum of counts], contiguous.
             out: float32 [sum of count * row_words] to write to, contiguous: rows as stored, which are embeddings in
                 tables of dtype float32; see `persia.types.values` for others.
-            train: admit missing ids, and count the lookup as a use of the rows.
+            train: whether to admit missing ids, and count the lookup as a use of the rows.
 
         Raises:
-            StoreError: an argument does not fit, and nothing has been changed; or a row on disk cannot be read.
-            StoreFullError: the table cannot grow, in memory or on disk. Some of the ids may have got rows; repeat the
+            StoreError: an argument is invalid, and nothing has changed; or a row on disk cannot be read.
+            StoreFullError: the table cannot grow, in memory or on disk. Some of the ids may have new rows; repeat the
                 call when there is free space.
         """
 
@@ -155,7 +157,7 @@ class EmbeddingStore(Protocol):
     ) -> list[UpdateCounts]:
         """Applies gradients to rows, in order; a repeated id is updated once per occurrence.
 
-        With `client` and `sequence` (both above 0) each shard applies the push exactly once, however often it is sent.
+        With `client` and `sequence` (both above 0) each shard applies the push exactly once, even if it is repeated.
 
         Args:
             tables: numbers of the tables, each at most once.
@@ -165,16 +167,16 @@ class EmbeddingStore(Protocol):
             lrs: per table, the learning rate.
             step: global step or token; see `keep_last_steps`.
             client: identity of the sender; 0 is not tracked.
-            sequence: number of the push at that client, rising from 1; 0 is not tracked.
+            sequence: number of the push of this client, increasing from 1; 0 is not tracked.
 
         Returns:
             Per table, the outcome of its gradients.
 
         Raises:
-            StoreError: an argument does not fit, and nothing has been changed: the message names the table. Or a row on
-                disk cannot be read.
-            StoreFullError: rows on disk cannot come back to memory, as others have to leave it and the disk is full. A
-                tracked push continues where it was when it is repeated; the counts of the call that failed are lost.
+            StoreError: an argument is invalid, and nothing has changed; names the table. Or a row on disk cannot be
+                read.
+            StoreFullError: rows on disk cannot return to memory, as others must move to the disk, which is full. A
+                tracked push continues where it stopped when repeated; the counts of the failed call are lost.
         """
 
     def age(self, table: int, by: int) -> None:
@@ -187,18 +189,18 @@ class EmbeddingStore(Protocol):
         """
 
     def keep_last_steps(self, table: int) -> None:
-        """Keeps the step of each row's last update or import from now on, 4 bytes a row; no-op if it is kept already.
+        """Records the step of each row's last update or import from now on, 4 bytes a row; no-op if already recorded.
 
-        Rows that were there before have 0 until they are updated. Regions keep it for good.
+        Existing rows have 0 until they are updated. Regions record it permanently.
 
         Raises:
             StoreFullError: there is not enough space. Repeat the call when there is.
         """
 
     def last_steps(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
-        """Returns the step of each row's last update, uint32 [n]; 0 for a new row and for none. Touches nothing.
+        """Returns the step of each row's last update, uint32 [n]; 0 for a new or missing row. Changes nothing.
 
-        All are 0 unless the table keeps them.
+        All are 0 unless the table records them.
         """
 
     def contains(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
@@ -206,7 +208,7 @@ class EmbeddingStore(Protocol):
         return self.peek(table, ids)[0]
 
     def peek(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Rows]:
-        """Returns whole rows without touching them: (found [n], rows [n]); columns of ids without a row are zero."""
+        """Returns (whether each id has a row [n], whole rows [n]), and changes nothing; missing rows are zeros."""
 
     def size(self, table: int) -> int:
         """Returns the number of rows of a table, in memory and on disk; see `age` for rows that have left."""
@@ -223,105 +225,105 @@ class EmbeddingStore(Protocol):
     def tier_counts(self, table: int) -> dict[str, int]:
         """Returns counts of rows on disk; all are 0 in a table without.
 
-        `rows`: on disk now. `disk_bytes`: of the files now. `unreadable`: segments of the files that could not be read
-        when their rows were to move, so they stay as they are, and calls that have failed as a record that they needed
-        is damaged. Since creation: `spilled`, rows that left memory;
-        `read`, rows that calls read from disk; `promoted`, rows that came back to memory; `compacted`, rows written
-        again to free the space of others.
+        `rows`: rows on disk now. `disk_bytes`: current size of the files. `unreadable`: segments of the files that
+        could not be read when their rows were to move, and so remain, plus calls that failed as a record that they
+        needed is damaged. Since creation: `spilled`, rows moved to disk; `read`, rows that calls read from disk;
+        `promoted`, rows moved back to memory; `compacted`, rows rewritten to free the space of others.
         """
 
     def iterate_rows(self, table: int, *, max_rows: int = 65536) -> Iterator[tuple[int, Rows]]:
         """Yields all rows of a table in parts: (shard, rows), shard by shard, in row order."""
 
     def import_rows(self, table: int, rows: Rows) -> None:
-        """Writes rows as exported: known ids are overwritten, others appended in order.
+        """Writes rows as exported: existing ids are overwritten, others appended in order.
 
-        A table of 16-bit values rounds what it does not have exactly to the nearest, within its `value_bound`.
+        A table of 16-bit values rounds values to the nearest representable one, within its `value_bound`.
 
-        Imported into an empty table of the same shards, in the order of export and followed by `import_state`, a table
-        continues bit for bit, later evictions included (but for those by midpoint). In a full shard the less recent of
-        the incoming and the oldest row is evicted. Afterwards `changes_since` is 0.
+        If rows are imported into an empty table of the same shards, in the order of export and followed by
+        `import_state`, the table continues bit for bit, including later evictions (except with eviction by midpoint).
+        In a full shard, the less recent of the incoming and the oldest row is evicted. `changes_since` is then 0.
         """
 
     def end_import(self, table: int) -> None:
-        """Prepares evictions after the last `import_rows` or `import_state`: else the first eviction waits for a scan.
+        """Prepares evictions after the last `import_rows` or `import_state`; otherwise the first one waits for a scan.
 
         Has no effect on shards that are prepared, or have space for more than a sixteenth of their rows. Blocks for
-        about 25 ms for 1,000,000 rows of the others.
+        about 25 ms per 1,000,000 rows of other shards.
         """
 
     def export_state(self, table: int, shard: int) -> ShardState:
         """Returns the state of a shard besides its rows: clocks, client sequences, counters, admission sketch, ages."""
 
     def import_state(self, table: int, shard: int, state: ShardState) -> None:
-        """Restores `export_state`. Capacity, shards and admission must be those of the exporting table."""
+        """Restores `export_state`. Capacity, shards and admission must equal those of the exporting table."""
 
     def changes_since(self, table: int) -> int:
-        """Returns the number of the last snapshot, or 0 if changes since then are not known.
+        """Returns the number of the last snapshot, or 0 if changes since then are unknown.
 
-        They are not known before the first snapshot, nor after more evictions than `Spill.evicted_limit`.
+        They are unknown before the first snapshot, and after more evictions than `Spill.evicted_limit`.
         """
 
     def begin_snapshot(self, table: int, since: int, spill: Spill) -> int:
-        """Begins a store snapshot: `export_snapshot` returns rows as they are now, while they go on changing.
+        """Begins a store snapshot: `export_snapshot` returns rows as they are now, while they continue to change.
 
-        Before a row changes for the first time, its old bytes go to an unnamed file; writers wait for that disk, so
-        memory stays bounded. One snapshot of a table at a time. Rows cannot be imported or cleared meanwhile.
+        Before a row changes for the first time, its old bytes are written to an unnamed file; writers wait for that
+        disk, so memory stays bounded. A table has one snapshot at a time, during which rows cannot be imported or
+        cleared.
 
         Args:
             table: number of the table.
-            since: leave out rows that have not changed since the snapshot of this number; 0 takes all.
-            spill: where to keep old bytes.
+            since: leave out rows that have not changed since the snapshot of this number; 0 for all rows.
+            spill: options for the old bytes.
 
         Returns:
-            The number of this snapshot, for `since` of a later one. Numbers rise.
+            The number of this snapshot, for `since` of a later one. Numbers increase.
 
         Raises:
-            StoreError: a snapshot is under way, or changes `since` are not known (see `changes_since`). It begins none.
+            StoreError: a snapshot is in progress, or changes `since` are unknown (see `changes_since`). No snapshot
+                begins.
         """
 
     def export_snapshot(self, table: int, shard: int, epoch: int, max_rows: int = 65536) -> tuple[Rows, bool]:
-        """Returns the next rows of a snapshot, in row order (up to 4,096 above `max_rows`), and if there may be more.
+        """Returns the next rows of a snapshot, in row order, and whether there may be more.
 
-        The shard is locked for 4,096 rows at a time.
+        Returns up to `max_rows` + 4,096 rows. The shard is locked for 4,096 rows at a time.
 
         Raises:
-            StoreError: the snapshot was ended, or its old rows could not be kept: the message says why.
+            StoreError: the snapshot was ended, or its old rows could not be kept; the message gives the reason.
         """
 
     def snapshot_evicted(self, table: int, shard: int, epoch: int) -> NDArray[np.uint64]:
-        """Returns ids of rows evicted between the `since` of the snapshot and the snapshot, repetitions included."""
+        """Returns ids of rows evicted between the `since` of the snapshot and the snapshot, possibly repeated."""
 
     def end_snapshot(self, table: int) -> None:
-        """Ends the snapshot, whether it was read or not; no-op without one."""
+        """Ends the snapshot, even if it was not read to its end; no-op without one."""
 
     def begin_changes(self, table: int, whole: bool, removed_limit: int = 1 << 17) -> bool:
         """Begins a pass over the rows whose values have changed since the last pass, or over all rows.
 
-        Passes serve one publisher, and are independent of snapshots: both may be read at once. From the first pass over
-        all rows on, the store marks rows whose values change, two bits a row, and lists ids that are removed.
+        Passes serve one publisher, and are independent of snapshots: both may be read concurrently. From the first pass
+        over all rows on, the store marks rows whose values change, two bits a row, and lists removed ids.
 
         Args:
             table: number of the table.
-            whole: take all rows. A copy of the table drops all its rows before it applies the pass.
-            removed_limit: ids of removed rows that each shard lists between two passes, 8 bytes each.
+            whole: whether to take all rows. A copy of the table drops all its rows before it applies the pass.
+            removed_limit: number of ids of removed rows that each shard lists between two passes, 8 bytes each.
 
         Returns:
-            False if it is not known what has changed, as it is before the first pass, after more removals than
-            `removed_limit`, if the last pass was not read to its end, and after `import_state`. Then begin again with
-            `whole`.
+            False if the changes are unknown: before the first pass, after more removals than `removed_limit`, if the
+            last pass was not read to its end, and after `import_state`. Then begin again with `whole`.
         """
 
     def take_changes(self, table: int, shard: int, max_rows: int = 65536) -> tuple[RowChanges, bool]:
         """Returns the next changes of a pass (`max_rows`, or up to 4,096 more), and whether there may be more.
 
-        The shard is locked for 4,096 rows at a time. Values are those of now. What changes or is removed after a
-        shard's pass has begun is in the next pass, unless its values have been taken. Once all shards have been read, a
-        copy has each row that has not been removed meanwhile with values at least as new as when the pass began.
+        The shard is locked for 4,096 rows at a time. Values are current. Changes and removals after a shard's pass has
+        begun are in the next pass, unless their values were already taken. Once all shards have been read, a copy has
+        each row that was not removed during the pass, with values at least as new as when the pass began.
 
         Raises:
-            StoreError: there is no pass, or it is lost, as `import_state` ends it. Or a row on disk cannot be read.
+            StoreError: there is no pass, or `import_state` has ended it. Or a row on disk cannot be read.
         """
 
     def end_changes(self, table: int) -> None:
-        """Marks no more changes and frees the memory of marks; no-op without a pass."""
+        """Stops marking changes and frees the memory of marks; no-op without a pass."""

@@ -69,7 +69,7 @@ class ReferenceStore(EmbeddingStore):
                 table=config.name,
             )
         if any(config.name == other.name for other, _ in self._tables):
-            raise ConfigError(f"table {config.name!r} exists already: give each table its own name", table=config.name)
+            raise ConfigError(f"table {config.name!r} already exists: give each table its own name", table=config.name)
         check_spill(config, spill)
         count = config.resolved_shards
         shards = []
