@@ -1,4 +1,4 @@
-"""Checks of options; each error names the option, and says which values it takes."""
+"""Checks of options; each error names the option and its valid values."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ __all__ = [
 ]
 
 MAX_COUNT = (1 << 31) - 1
-"""Largest number of things of a kind."""
+"""Largest count."""
 MAX_THREADS = 1024
-"""Largest number of threads of a process; of far more the first allocation fails, or the machine stands still."""
+"""Largest number of threads of a process; with far more, allocations fail or the machine stops responding."""
 MAX_STEPS = (1 << 63) - 1
-"""Largest number of steps: checkpoints and messages have whole numbers of 64 bits."""
+"""Largest number of steps, as checkpoints and messages have 64-bit integers."""
 MAX_SEED = (1 << 64) - 1
 """Largest seed."""
 MAX_SECONDS = 1e9
-"""Longest time, 31 years: waits of threads and sockets take no infinite one."""
+"""Longest time, 31 years, as waits of threads and sockets cannot be infinite."""
 
 
 def plain(value: Any) -> Any:
-    """Returns the Python value of a NumPy scalar; any other value as it is."""
+    """Returns the Python value of a NumPy scalar; any other value unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def plain_fields(record: msgspec.Struct) -> None:
-    """Replaces NumPy scalars in the fields of a record by Python values: checkpoints and messages take no others."""
+    """Replaces NumPy scalars in the fields of a record by Python values, as checkpoints and messages require."""
     for name in record.__struct_fields__:
         value = getattr(record, name)
         if isinstance(value, np.generic):
@@ -62,7 +62,7 @@ def plain_fields(record: msgspec.Struct) -> None:
 
 
 def plain_paths(record: msgspec.Struct, *names: str) -> None:
-    """Replaces path objects in these fields of a record by texts: checkpoints and messages take no others."""
+    """Replaces path objects in these fields of a record by texts, as checkpoints and messages require."""
     for name in names:
         value = getattr(record, name)
         if isinstance(value, os.PathLike):
@@ -87,16 +87,16 @@ def check_number(
     open_high: bool = False,
     field: str | None = None,
 ) -> None:
-    """Raises ConfigError unless `value` is a finite number between `low` and `high`, without those that are open.
+    """Raises ConfigError unless `value` is a finite number between `low` and `high`.
 
     Args:
-        name: of the option, for the message.
-        value: of the option.
+        name: name of the option, for the message.
+        value: value of the option.
         low: least number.
         high: largest number.
         open_low: whether `low` itself is refused.
         open_high: whether `high` itself is refused.
-        field: of the error; `name` by default.
+        field: field of the error; `name` by default.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf:
         inside = (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
@@ -110,7 +110,7 @@ def check_number(
 
 
 def check_seconds(name: str, value: object, *, field: str | None = None) -> None:
-    """Raises ConfigError unless `value` is a time above 0, of at most `MAX_SECONDS`. See `check_number`."""
+    """Raises ConfigError unless `value` is a time above 0 and at most `MAX_SECONDS`. See `check_number`."""
     check_number(name, value, 0, MAX_SECONDS, open_low=True, field=field)
 
 
@@ -130,20 +130,20 @@ def check_choice(name: str, value: object, choices: Sequence[str], *, field: str
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Returns the question for a misspelt name, with a space before it; empty if no known name is similar."""
+    """Returns " Did you mean ...?" for a misspelt name; empty if no known name is similar."""
     by_letters = {each.lower().replace("-", "_"): each for each in known}
     close = difflib.get_close_matches(str(name).lower().replace("-", "_"), by_letters, n=1)
     return f" Did you mean {by_letters[close[0]]!r}?" if close else ""
 
 
 def check_kind(name: str, value: object, kinds: Any, expected: str) -> None:
-    """Raises ConfigError unless `value` is an instance of `kinds`, which the words `expected` describe."""
+    """Raises ConfigError unless `value` is an instance of `kinds`, which `expected` describes."""
     if not isinstance(value, kinds):
         raise ConfigError(f"Invalid {name} = {described(value)}; expected {expected}.", field=name)
 
 
 def described(value: object) -> str:
-    """Returns a value in a few words: the values of optimizers, modules and clusters take lines."""
+    """Returns a short description of a value, as the repr of optimizers, modules and clusters takes lines."""
     if value is None or isinstance(value, (str, int, float)):
         return repr(value)
     kind = value if isinstance(value, type) else type(value)
@@ -161,7 +161,7 @@ def _is_float(value: float) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this host can reach an address or name of an interface."""
+    """Returns whether an address or host name can be reached only from this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

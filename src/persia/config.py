@@ -25,7 +25,7 @@ def load(path: str, overrides: Sequence[str]) -> dict[str, Any]:
 
     Args:
         path: path of the file.
-        overrides: `a.b=value` assignments, applied on top. A value that is not valid TOML is taken as text.
+        overrides: `a.b=value` assignments, applied on top. A value that is not valid TOML is a text.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -78,8 +78,8 @@ def call(make: Callable[..., T], options: Mapping[str, Any], where: str, *positi
 
     Args:
         make: a function or class.
-        options: its keyword arguments.
-        where: their section, for error messages.
+        options: keyword arguments of `make`.
+        where: section of the options, for error messages.
         *positional: further arguments, before the options.
 
     Raises:
@@ -110,8 +110,8 @@ def override(tree: dict[str, Any], text: str) -> None:
     """Sets a field of plain data.
 
     Args:
-        tree: changed in place.
-        text: `a.b=value`; a value that is not valid TOML is taken as text.
+        tree: plain data, changed in place.
+        text: `a.b=value`; a value that is not valid TOML is a text.
 
     Raises:
         ConfigError: the text has another form, or the path leads through a value.

@@ -92,7 +92,7 @@ class ServeError(PersiaError):
 class OverloadedError(ServeError):
     """A prediction server has more requests than it can answer in time, or is not ready. Try again later.
 
-    Fields: `retry_after`, seconds after which to try again, and those of `ServeError`.
+    Fields: `retry_after`, seconds after which to try again, and the fields of `ServeError`.
     """
 
 

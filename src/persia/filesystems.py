@@ -1,4 +1,4 @@
-"""Packages that URLs of file systems need."""
+"""Names the packages that file systems of URLs need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXTRAS = {
     "abfss": "azure",
     "webhdfs": "webhdfs",
 }
-"""Extra of persia by protocol. hdfs:// needs pyarrow, which is there, and Hadoop's libhdfs."""
+"""Extra of persia by protocol. hdfs:// needs pyarrow, which is always installed, and Hadoop's libhdfs."""
 
 
 def missing_package(url: str, error: ImportError) -> MissingExtraError:

@@ -1,4 +1,4 @@
-"""Clients of Kafka, by confluent-kafka, which is imported when the first one is made."""
+"""Creates Kafka clients of confluent-kafka, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from persia.errors import ConfigError, MissingExtraError
 __all__ = ["is_transient", "make_client", "require_library"]
 
 QUIET = {"log_level": 2, "log.connection.close": False}
-"""Lost connections are reported by those who use a client, once, not with each attempt."""
+"""Users of a client report a lost connection once; librdkafka would report each attempt."""
 
 
 def require_library() -> None:
@@ -28,8 +28,8 @@ def make_client(kind: str, bootstrap: str, settings: Mapping[str, Any], log: log
     Args:
         kind: name of the class.
         bootstrap: addresses of some brokers, `host:port,host:port`.
-        settings: of librdkafka.
-        log: gets its messages.
+        settings: settings of librdkafka.
+        log: receives its messages.
 
     Raises:
         ConfigError: librdkafka rejects a setting.
@@ -43,9 +43,9 @@ def make_client(kind: str, bootstrap: str, settings: Mapping[str, Any], log: log
 
 
 def is_transient(error: Any) -> bool:
-    """Returns whether an error may be over soon: brokers out of reach, a leader that is being elected.
+    """Returns whether an error may be transient: brokers out of reach, a leader election in progress.
 
-    `KafkaError.retriable` does not tell: it is set for errors of transactions only.
+    `KafkaError.retriable` cannot be used: it is set only for errors of transactions.
     """
     from confluent_kafka import KafkaError
 

@@ -1,4 +1,4 @@
-"""The memory of this host that processes can use: limits of the machine, of its cgroups and of a file system."""
+"""Measures the memory of this host that processes can use: limits of the machine, cgroups and a file system."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Memory(NamedTuple):
     """Memory of a host.
 
     Attributes:
-        total: bytes that processes here can use at most.
+        total: maximum bytes that processes can use.
         free: bytes that are free now, or can be freed.
-        limit: what sets `total`, for messages.
-        for_rows: whether all of `total` is set aside for rows; else processes need some of it for themselves.
+        limit: name of the limit that sets `total`, for messages.
+        for_rows: whether all of `total` is set aside for rows; otherwise processes also need some of it.
     """
 
     total: int
@@ -29,7 +29,7 @@ class Memory(NamedTuple):
     for_rows: bool = False
 
     def shared(self, count: int, taken: int = 0) -> Memory:
-        """Returns an equal part of this memory for each of `count` processes, which use `taken` bytes already."""
+        """Returns an equal part of this memory for each of `count` processes, which already use `taken` bytes."""
         return self._replace(total=self.total // count, free=min(self.total, self.free + taken) // count)
 
 
@@ -45,11 +45,11 @@ def host_memory(directory: str | None = None, root: str = "/") -> Memory:
     """Measures the memory of this host that embedding PSs can use.
 
     Args:
-        directory: of the regions, which need not exist yet; None if rows are in the memory of the processes.
-        root: where /proc and /sys are, for tests.
+        directory: directory of the regions, which need not exist yet; None if rows are in the memory of the processes.
+        root: parent directory of /proc and /sys, for tests.
 
     Returns:
-        The smallest of the limits that apply. Existing files of regions count as used.
+        The smallest limit that applies. Existing files of regions count as used.
     """
     limits = []
     if directory is not None:
@@ -65,7 +65,7 @@ def host_memory(directory: str | None = None, root: str = "/") -> Memory:
 
 
 def file_system(directory: Path) -> FileSystem:
-    """Returns the file system that a directory is on."""
+    """Returns the file system of a directory."""
     best = FileSystem("", "", "")
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, mount, kind, options, *_ = line.split(" ")
@@ -85,7 +85,7 @@ def _physical(root: str) -> list[Memory]:
 
 
 def _cgroups(root: str) -> Iterator[Memory]:
-    """Yields the limits of the cgroups of this process, of version 1 or 2, and of those around them."""
+    """Yields the limits of the cgroups of this process, of version 1 or 2, and of their parents."""
     groups = Path(root, "proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.exists() else []:  # A kernel may have none.
         _, controllers, path = line.split(":", 2)
@@ -96,16 +96,16 @@ def _cgroups(root: str) -> Iterator[Memory]:
         else:
             continue
         inside = Path(path.lstrip("/"))
-        # In a container the path may be the host's; its limit is then in the files at the top.
+        # In a container the path may be that of the host; the limit is then in the files at the top.
         for part in (inside, *inside.parents):
-            found = _number(top / part / limit)
-            if found is not None:
+            total = _number(top / part / limit)
+            if total is not None:
                 used = (_number(top / part / usage) or 0) - _reclaimable(top / part / "memory.stat")
-                yield Memory(found, max(0, found - used), f"the limit of the cgroup in {top / part / limit}")
+                yield Memory(total, max(0, total - used), f"the limit of the cgroup in {top / part / limit}")
 
 
 def _number(path: Path) -> int | None:
-    """Returns the number in a file; None if there is no such file or it says `max`."""
+    """Returns the number in a file; None if the file does not exist or contains `max`."""
     try:
         text = path.read_text().strip()
     except OSError:

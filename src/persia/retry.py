@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """A point in time by which something must be done.
+    """A point in time by which an operation must end.
 
     Args:
-        seconds: from now.
+        seconds: seconds from now.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -34,7 +34,7 @@ class Deadline:
 
 
 class Backoff(NamedTuple):
-    """The pauses between attempts: each is twice the one before.
+    """The pauses between attempts, each twice as long as the previous one.
 
     Attributes:
         first: length of the first pause in seconds.
@@ -60,12 +60,12 @@ def retry(
     """Retries transient failures until the deadline, and returns the result. Blocks.
 
     Args:
-        call: safe to repeat; called at least once, and once more at the deadline.
-        transient: returns whether a failure may be over soon. Any other is raised at once.
-        deadline: after it the failure is raised.
+        call: a call that is safe to repeat; called at least once, and once more at the deadline.
+        transient: returns whether a failure may be transient. Other failures are raised immediately.
+        deadline: time after which a failure is raised.
         backoff: pauses between attempts.
         on_wait: called with the first failure, before the first pause.
-        wait: waits for a number of seconds, or until there is a reason to try again.
+        wait: waits for a number of seconds, or until there is a reason to retry.
     """
     pause = backoff.first
     waiting = False

@@ -24,7 +24,7 @@ def parse_bytes(value: object, field: str) -> int:
     """Reads bytes: a number, or text with a unit, such as "480GB" or "64GiB".
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the value is invalid.
     """
     return int(_parse(value, field, _BYTES, "bytes, such as 480GB or 64GiB"))
 
@@ -33,7 +33,7 @@ def parse_count(value: object, field: str) -> int:
     """Reads a number of rows or samples: a number, or text such as "1.2e9", "50M" or "1G".
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the value is invalid.
     """
     return int(_parse(value, field, _COUNTS, "a number, such as 1200000000, 1.2e9 or 50M"))
 
@@ -42,7 +42,7 @@ def parse_bandwidth(value: object, field: str) -> float:
     """Reads a network bandwidth in one direction, and returns bytes/s: "100Gbit/s", or "12GB/s".
 
     Raises:
-        ConfigError: it has another form.
+        ConfigError: the value is invalid.
     """
     if isinstance(value, str) and value.strip().upper().endswith("BIT/S"):
         return _parse(value, field, _BITS, "a bandwidth, such as 100Gbit/s") / 8
@@ -54,8 +54,8 @@ def _parse(value: object, field: str, units: dict[str, int], expected: str) -> f
     number = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool) and value < MAX:
         number = float(value)
-    elif isinstance(value, str) and (found := _QUANTITY.fullmatch(value)) and found[2].upper() in units:
-        number = float(found[1].replace("_", "").replace(",", "")) * units[found[2].upper()]
+    elif isinstance(value, str) and (match := _QUANTITY.fullmatch(value)) and match[2].upper() in units:
+        number = float(match[1].replace("_", "").replace(",", "")) * units[match[2].upper()]
     if not 0 <= number < MAX:
         raise ConfigError(f"Invalid {field} = {value!r}; expected {expected}.", field=field)
     return number
