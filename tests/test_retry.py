@@ -44,7 +44,7 @@ def test_the_failure_is_raised_once_the_deadline_has_passed():
         retry(failing(1, StoreFullError("Full.")), transient=full, deadline=Deadline(0.0), wait=pytest.fail)
 
 
-def test_no_pause_goes_beyond_the_deadline_and_the_call_is_tried_once_more_then(monkeypatch):
+def test_no_pause_exceeds_the_deadline_and_one_last_call_follows(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("persia.retry.time.monotonic", lambda: now[0])
     pauses = []

@@ -91,7 +91,7 @@ def test_lists_of_texts(rows: list[list[str | None] | None]) -> None:
 
 
 @given(st.lists(st.integers(-(2**53) + 1, 2**53 - 1), min_size=1))
-def test_whole_numbers_are_ids_and_negative_ones_are_hashed_whatever_holds_them(values: list[int]) -> None:
+def test_whole_numbers_are_ids_negatives_hashed_in_any_column(values: list[int]) -> None:
     expected = [value if value >= 0 else text_id(str(value)) for value in values]
     floats, texts = np.array(values, np.float64), [str(value) for value in values]
     columns: list[Any] = [values, np.array(values), floats, texts, pa.array(texts), [f"{value}.0" for value in values]]

@@ -16,7 +16,7 @@ groups = st.lists(st.lists(features, max_size=3), max_size=4)
 
 @pytest.mark.parametrize("threads", POOLS)
 @given(groups=groups, servers=st.integers(1, 5))
-def test_grouping_is_the_reference_and_ids_stay_where_their_inverse_points(threads, groups, servers):
+def test_grouping_equals_the_reference_and_keeps_inverses_valid(threads, groups, servers):
     names = [f"table {number}" for number in range(len(groups))]
     found, expected = batching.unique(groups, POOLS[threads]), reference.unique(groups)
     bounds = batching.group_by_owner(names, found, servers, POOLS[threads])

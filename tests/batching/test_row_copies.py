@@ -85,7 +85,7 @@ def test_a_plan_of_other_arrays_is_refused_and_changes_nothing():
     assert batching.plan_copies([], 0, 0, 4, places[:0], POOLS[1]) == ([], 0)
 
 
-def test_memory_that_a_caller_uses_twice_is_not_written_beyond_its_end():
+def test_memory_used_twice_is_not_written_beyond_its_end():
     """The places are wrong then, but nothing else is."""
     whole = np.full(40, -7, np.int32)
     places = whole[:16]

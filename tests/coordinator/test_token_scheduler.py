@@ -214,7 +214,7 @@ def test_nobody_waits_for_those_without_data(tokens):
         assert pending.result(DEADLINE).step == 1
 
 
-def test_one_that_is_twice_as_fast_takes_the_last_batch_of_a_phase(tokens):
+def test_an_nn_worker_twice_as_fast_takes_a_phases_last_batch(tokens):
     """The mode lets it contribute once to a step, and there is no batch left for the other one."""
     tokens.begin(phase(HopBw(0), nn_workers=2, steps=1))
     fast, slow = two(tokens)
@@ -327,7 +327,7 @@ def test_the_dead_stay_dead_in_the_next_phase(tokens):
     assert again.quiesce().dead == [1]
 
 
-def test_batches_of_the_dead_are_left_or_counted_when_all_restart_before_the_phase_ends(tokens):
+def test_batches_of_the_dead_are_left_or_counted_after_a_restart(tokens):
     """Of the batches 0, 1 and 2, NN worker 1 dies with all; then a PS dies while 0 has arrived and 1 is drawn."""
     tokens.begin(phase(Gba(8 * ROWS)))
     a, dead = two(tokens)
@@ -553,7 +553,7 @@ def test_several_threads_at_once():
     assert {end for _, end in [(0, tuple(r)[:5]) for _, r in found]} == {(0, 20, 0, found[0][1].position, False)}
 
 
-def test_nn_workers_that_wait_for_the_first_batch_leave_the_scheduler_to_the_one_that_has_it():
+def test_nn_workers_waiting_for_the_first_batch_do_not_block_it():
     """More of them than the coordinator has threads: how many batches there are follows from the first draw."""
     nn_workers = 5
     tokens = TokenScheduler(DEADLINE)

@@ -144,7 +144,7 @@ assert batch.num_rows and stream.reads < 70
 
 
 @pytest.mark.processes
-def test_a_file_that_is_not_read_to_its_end_leaves_no_thread_that_aborts_the_process():
+def test_a_partly_read_file_leaves_no_thread_that_aborts():
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=60.0)
         assert (done.returncode, done.stderr) == (0, "")

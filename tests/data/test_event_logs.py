@@ -199,7 +199,7 @@ def test_mind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert configured.schema.feature("history").pooling is None
 
 
-def test_samples_of_mind_are_those_of_the_file_wherever_reading_begins(
+def test_samples_of_mind_match_the_file_wherever_reading_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [

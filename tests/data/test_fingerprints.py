@@ -89,7 +89,7 @@ def test_what_moves_rows_is_in_the_fingerprint_and_nothing_else(folder, options,
     assert (fingerprint_of(parquet(folder, SCHEMA, **{"batch_size": 7} | options)) == plain) == same
 
 
-def test_the_seed_counts_with_shuffling_and_rules_by_what_they_compute(folder):
+def test_the_seed_counts_with_shuffling_and_rules_by_their_code(folder):
     def of(**options):
         return fingerprint_of(parquet(folder, SCHEMA, **options))
 
@@ -123,7 +123,7 @@ def test_a_slice_of_a_frame_is_its_rows():
     assert fingerprint_of(arrow(frame, SCHEMA)) is not None
 
 
-def test_a_function_is_not_recognised_unless_it_says_what_it_returns():
+def test_a_function_needs_a_fingerprint_to_be_recognised():
     class Query:
         def __call__(self):
             return table()
@@ -145,7 +145,7 @@ def test_wrapped_readers(folder):
     assert fingerprint_of(synthetic(100)) == fingerprint_of(synthetic(100)) != fingerprint_of(synthetic(100, seed=1))
 
 
-def test_a_source_with_parts_that_cannot_be_read_alone_is_refused():
+def test_a_source_with_parts_but_no_of_parts_is_refused():
     class Own:
         def fingerprint(self):
             return persia.data.SourceFingerprint("own", (persia.data.SourcePart("a"), persia.data.SourcePart("b")))

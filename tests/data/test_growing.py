@@ -55,7 +55,7 @@ def test_a_batch_is_a_range_of_rows_of_one_file(hours):
     assert not again.interrupted
 
 
-def test_what_is_recorded_is_read_again_and_positions_are_files_and_rows(hours):
+def test_recorded_batches_are_reread_by_file_and_row(hours):
     reader = data.growing(hours, SCHEMA, 3, until="now")
     reader.begin(7, {}, lambda: False)
     whole = items(reader.batches(0, 7))
@@ -92,7 +92,7 @@ def test_new_partitions_are_picked_up_and_stop_ends_a_wait(hours):
     assert counts == {"stream_rows": 16, "stream_batches": 4, "stream_late_files": 0}
 
 
-def test_a_marker_makes_a_partition_count_and_holds_up_later_ones(hours):
+def test_a_marker_completes_a_partition_and_delays_later_ones(hours):
     def reader():
         return data.growing(hours, SCHEMA, 10, success="_SUCCESS", until="now")
 

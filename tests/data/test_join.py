@@ -66,7 +66,7 @@ SIZES = st.lists(st.integers(1, 6), max_size=8)
 
 
 @given(EVENTS, EVENTS, SIZES, SIZES, st.integers(0, 5), st.integers(1, 9))
-def test_each_impression_has_the_label_of_a_naive_join_also_when_resumed_anywhere(
+def test_labels_equal_a_naive_join_also_when_resumed_anywhere(
     impressions, clicks, cut, cut_clicks, lateness, batch_size
 ):
     impressions, clicks = disordered(impressions, lateness), disordered(clicks, lateness)
@@ -98,7 +98,7 @@ def test_each_impression_has_the_label_of_a_naive_join_also_when_resumed_anywher
 
 
 @given(EVENTS, EVENTS, SIZES, SIZES)
-def test_late_clicks_correct_each_negative_once_or_are_dropped_and_all_are_counted(impressions, clicks, cut, cut_late):
+def test_late_clicks_correct_negatives_once_or_are_dropped(impressions, clicks, cut, cut_late):
     """Clicks come in any order, so that some are late."""
     found = {}
     for late in ("correct", "drop"):
@@ -150,7 +150,7 @@ def test_a_late_click_is_one_more_sample_with_label_1():
     }
 
 
-def test_windows_that_are_open_at_the_end_are_left_to_the_next_run():
+def test_windows_open_at_the_end_are_left_to_the_next_run():
     first = join(stream("i", [[(1, 0), (2, 5), (3, 20)]]), stream("c", [[(1, 1), (7, 16)]]), on="k", window=WINDOW)
     first.begin(0, {}, lambda: False)
     assert samples(first.batches()) == [(0, 1), (1, 0)]
@@ -168,7 +168,7 @@ def test_windows_that_are_open_at_the_end_are_left_to_the_next_run():
     assert samples(then.batches(0, 1)) == [(2, 1)]
 
 
-def test_a_key_that_is_missing_matches_nothing_and_a_limit_bounds_the_buffer():
+def test_a_missing_key_matches_nothing_a_limit_bounds_buffers():
     keyed = np.array([False, True])
     row = stream("x", [[(0, 0), (0, 1)]])._events[0]
     impressions = EventBatches("i", [row._replace(keyed=keyed)], SCHEMA)
@@ -213,7 +213,7 @@ def written(kafka, topic, rows, partition):
 
 
 @pytest.mark.parametrize("late", ["correct", "drop"])
-def test_clicks_of_kafka_later_than_is_allowed_are_corrections_and_counted(late):
+def test_kafka_clicks_beyond_lateness_are_counted_corrections(late):
     kafka = Kafka()
     shown, clicked = kafka.topic, f"{kafka.topic}-clicks"
     views = [{"item": n, "price": n / 4, "view": n, "at": at} for n, at in enumerate([0, 30])]
@@ -238,7 +238,7 @@ def test_clicks_of_kafka_later_than_is_allowed_are_corrections_and_counted(late)
     assert (found["stream_late"], found["stream_poison"]) == (0, 0)  # Of the impressions.
 
 
-def test_late_impressions_of_kafka_are_left_out_and_counted_as_their_reader_says():
+def test_late_kafka_impressions_are_dropped_as_their_reader_says():
     kafka = Kafka()
     shown, clicked = kafka.topic, f"{kafka.topic}-clicks"
     views = [{"item": n, "price": n / 4, "view": n, "at": at} for n, at in enumerate([0, 30, 1])]
@@ -258,7 +258,7 @@ def test_late_impressions_of_kafka_are_left_out_and_counted_as_their_reader_says
         assert {metric.name: metric.value for metric in one.observe()}["stream_late"] == 1
 
 
-def test_clicks_of_kafka_are_joined_in_training_and_a_resumed_run_repeats_and_loses_nothing(tmp_path):
+def test_a_resumed_run_on_joined_kafka_streams_loses_nothing(tmp_path):
     kafka = Kafka()
     shown, clicked = kafka.topic, f"{kafka.topic}-clicks"
     rng = np.random.default_rng(0)

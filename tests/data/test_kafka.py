@@ -32,7 +32,7 @@ def kafka():
     return Kafka()
 
 
-def test_each_batch_is_a_range_of_one_partition_and_idle_ones_hold_nobody_up(kafka):
+def test_each_batch_is_a_range_of_one_partition_without_waiting(kafka):
     kafka.write(clicks(range(25)), 0)
     kafka.write(clicks(range(100, 103)), 2)  # Partitions 1 and 3 stay empty.
     found = [items(batch) for batch in kafka.reader()]
@@ -75,7 +75,7 @@ def test_recorded_batches_are_read_again_exactly(kafka):
         again.close()
 
 
-def test_partitions_that_are_not_wanted_are_paused_and_lose_nothing(kafka, monkeypatch):
+def test_paused_partitions_lose_nothing(kafka, monkeypatch):
     kafka.write(clicks(range(300)), 0)
     kafka.write(clicks(range(1000, 1300)), 1)
     reader = kafka.reader(5)
@@ -156,7 +156,7 @@ def test_the_time_of_a_message_is_a_column(kafka):
     assert batch.day.tolist() == [5, 5, 6, 6]
 
 
-def test_a_message_that_waits_for_others_is_handed_out_after_linger(kafka):
+def test_a_waiting_message_is_delivered_after_linger(kafka):
     kafka.write(clicks(range(3)))
     stream = kafka.reader(until=None, linger=0.3).batches()
     began = time.monotonic()
@@ -191,7 +191,7 @@ def test_poison_is_an_error_that_names_its_offset(kafka):
         assert raised.value.fields["offset"] == 5
 
 
-def test_poison_is_skipped_counted_and_kept_in_the_dead_letter_topic(kafka):
+def test_poison_is_skipped_counted_and_sent_to_dead_letters(kafka):
     values = clicks(range(40))
     for number, value in enumerate(POISON):
         values.insert(5 * number + 3, value)
@@ -212,7 +212,7 @@ def test_poison_is_skipped_counted_and_kept_in_the_dead_letter_topic(kafka):
     assert [items(batch) for batch in reader.batches(0, 0)] == found
 
 
-def test_a_message_that_the_dead_letter_topic_does_not_take_is_named_and_not_skipped(kafka):
+def test_a_message_refused_by_dead_letters_is_named_not_skipped(kafka):
     large = b'{"item": "' + b"x" * 5000
     kafka.write([*clicks(range(5)), large, *clicks(range(5, 9))])
     dead = f"{kafka.topic}-dead"
@@ -237,7 +237,7 @@ def test_more_dead_letters_than_librdkafka_holds_are_written(kafka):
     assert [letter.value() for letter in read_all(kafka, dead, len(POISON))] == POISON
 
 
-def test_a_message_that_holds_two_rows_does_not_make_up_for_one_that_holds_none(kafka):
+def test_a_message_of_two_rows_does_not_offset_one_of_none(kafka):
     one = clicks([1])[0]
     kafka.write([one, one + b"," + one, b" ", one])
     reader = kafka.reader(poison="skip")
@@ -254,13 +254,13 @@ def test_a_batch_of_poison_only_is_part_of_the_next_one(kafka):
     assert reader.offsets(1)[kafka.topic][0] == 8
 
 
-def test_a_schema_that_fits_no_message_is_an_error_even_if_poison_is_skipped(kafka):
+def test_a_schema_that_fits_no_message_is_an_error_despite_skip(kafka):
     kafka.write([b'{"thing": 1}'] * 20)
     with pytest.raises(DataError, match="Neither can the others of 20 messages"):
         list(kafka.reader(20, poison="skip"))
 
 
-def test_large_ids_and_texts_that_look_like_times_stay_as_they_are(kafka):
+def test_large_ids_and_texts_that_look_like_times_are_unchanged(kafka):
     rows = [row(i) | {"item": 2**64 - 1 - i} for i in range(4)]
     kafka.write([msgspec.json.encode(r) for r in rows])
     (batch,) = kafka.reader()
@@ -381,7 +381,7 @@ def test_a_leader_that_is_being_elected_is_waited_for(outages, monkeypatch):
     stream.close()
 
 
-def test_partitions_that_are_added_are_read_from_their_first_message(kafka, monkeypatch):
+def test_added_partitions_are_read_from_their_first_message(kafka, monkeypatch):
     monkeypatch.setattr(broker, "METADATA_SECONDS", 0.2)
     listed = broker.Broker.partitions
     few = [True]
@@ -544,7 +544,7 @@ def test_late_rows_are_counted_and_left_out_or_kept_as_set(kafka):
         assert counted == len(late)
 
 
-def test_what_is_late_is_the_same_in_a_resumed_run_and_when_batches_are_read_again(kafka):
+def test_late_rows_are_the_same_in_resumed_runs_and_rereads(kafka):
     rng = np.random.default_rng(1)
     rows = [(item, float(item + rng.integers(-25, 25))) for item in range(150)]
     timed(kafka, [*rows[:60], *((item, -1000.0) for item in range(900, 930)), *rows[60:]])

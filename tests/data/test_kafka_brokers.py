@@ -66,7 +66,7 @@ def test_a_topic_that_is_deleted_is_an_error(kafka):
         next(stream)
 
 
-def test_consumers_that_join_and_leave_the_group_take_no_partition_away(kafka):
+def test_consumers_of_the_group_take_no_partition_away(kafka):
     kafka.write(clicks(range(3)))
     reader = kafka.reader(3, until=None, linger=0.1, group=f"{kafka.topic}-group")
     reader.begin(0, {}, lambda: False)

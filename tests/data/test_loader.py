@@ -242,7 +242,7 @@ def test_it_reads_ahead_as_far_as_allowed_and_no_further(make):
     assert source.made == list(range(7))
 
 
-def test_a_repeated_take_gets_the_same_batch_until_the_next_is_asked_for(make):
+def test_a_repeated_take_gets_the_same_batch_until_the_next(make):
     worker = Buffering()
     loader = make(Source(9), worker)
     loader.begin(feed())
@@ -312,7 +312,7 @@ def test_the_loaders_of_a_pass_are_resized(make):
         two.take(1, 0, 13)
 
 
-def test_a_take_waits_for_the_beginning_of_its_pass_and_a_waiting_one_learns_of_the_end(make):
+def test_a_take_waits_for_its_pass_and_ends_with_the_loader(make):
     loader = make(Source(3))
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(loader.take, 0, 2, 1)
@@ -401,7 +401,7 @@ def test_another_generation_reads_an_iterable_from_its_beginning(make):
         assert [number_in(loader.take(0, 0, n)) for n in range(4)] == [0, 1, 2, None]
 
 
-def test_another_part_of_a_pass_reads_an_iterable_from_its_beginning(make):
+def test_another_part_of_a_pass_restarts_an_iterable(make):
     """It was read ahead, in the order of the part before."""
     loader = make([batch_of(n) for n in range(20)])
     loader.begin(feed(nn_workers=2, ahead=4))
@@ -413,7 +413,7 @@ def test_another_part_of_a_pass_reads_an_iterable_from_its_beginning(make):
     assert [number_in(loader.take(n % 2 == 0, 0, n)) for n in range(1, 5)] == [1, 2, 3, 4]
 
 
-def test_an_iterable_that_has_failed_is_read_again_in_the_next_pass(make):
+def test_a_failed_iterable_is_read_again_in_the_next_pass(make):
     class Failing(list):
         def __iter__(self):
             yield batch_of(0)
@@ -444,7 +444,7 @@ def test_one_loader_reads_any_iterable(make):
 # --- embedding workers that come and go ----------------------------------------------------------------------------
 
 
-def test_what_was_not_taken_is_registered_again_when_its_worker_is_gone(make):
+def test_untaken_batches_of_a_dead_worker_are_registered_again(make):
     first, second = Buffering(0), Buffering(1)
     workers = Workers(first, second)
     loader = make(Source(50), workers)
@@ -463,7 +463,7 @@ def test_what_was_not_taken_is_registered_again_when_its_worker_is_gone(make):
     assert loader.statistics()["registered_again"] == 3
 
 
-def test_what_has_been_ready_for_long_is_registered_again_before_it_is_handed_out(make):
+def test_long_ready_batches_are_registered_again_before_delivery(make):
     """An embedding worker forgets what nobody calls for."""
     worker = Buffering()
     loader = make(Source(50), worker, fresh=0.1)
@@ -509,7 +509,7 @@ def test_a_worker_that_fails_is_passed_over_and_tried_again(make, error):
         assert BatchId.unpack(waiting.result(DEADLINE).batch.batch_id).rank == 1
 
 
-def test_an_unexpected_exception_is_named_and_reading_goes_on_with_the_next_call(make, monkeypatch, caplog):
+def test_an_unexpected_exception_is_named_and_reading_continues(make, monkeypatch, caplog):
     loader = make(Source(5))
     with monkeypatch.context() as patched:
         patched.setattr("persia.data.loader.sampled_ids", lambda *_: 1 / 0)
@@ -520,7 +520,7 @@ def test_an_unexpected_exception_is_named_and_reading_goes_on_with_the_next_call
     assert [number_in(loader.take(0, 0, n)) for n in range(5)] == list(range(5))
 
 
-def test_a_batch_whose_pass_is_over_while_it_is_registered_is_released(make):
+def test_a_batch_registered_after_its_pass_is_released(make):
     worker = Buffering()
     worker.gate.clear()
     loader = make(Source(5), worker)

@@ -195,7 +195,7 @@ def test_msgpack_messages_are_converted_together_as_one_by_one(values, options, 
 
 @given(st.lists(objects(SCALARS), min_size=1, max_size=12))
 @settings(max_examples=examples(150))
-def test_values_of_messages_have_the_ids_and_numbers_that_they_have_in_a_list(rows):
+def test_values_of_messages_have_the_ids_and_numbers_of_a_list(rows):
     expected, bad = [], 0
     for row in rows:
         try:
@@ -412,7 +412,7 @@ def test_an_arrow_message_with_too_many_rows_is_poison(compression):
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])
-def test_an_arrow_message_that_decompresses_to_too_many_bytes_is_poison(compression, monkeypatch):
+def test_an_arrow_message_that_expands_too_far_is_poison(compression, monkeypatch):
     monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
     text = pa.array(["x" * (2 << 20)])
     bomb = stream(*table(more=text).to_batches(), compression=compression)
@@ -422,7 +422,7 @@ def test_an_arrow_message_that_decompresses_to_too_many_bytes_is_poison(compress
         Case("arrow", poison="error").convert([bomb])
 
 
-def test_a_message_that_is_compressed_as_before_arrow_1_is_poison():
+def test_a_message_with_the_compression_before_arrow_1_is_poison():
     bomb = old_compressed(2 << 20)
     before = pa.total_allocated_bytes()
     case = Case("arrow")
@@ -471,7 +471,7 @@ GROWING = {
 
 
 @pytest.mark.parametrize("made", GROWING.values(), ids=GROWING)
-def test_a_message_whose_values_share_bytes_is_poison_once_they_would_take_too_many(made):
+def test_a_message_whose_shared_bytes_expand_too_far_is_poison(made):
     column = made()
     rows = pa.record_batch({"a": column} | {n: pa.array([GOOD[n]] * len(column)) for n in ("n", "t", "price", "click")})
     value = stream(rows)

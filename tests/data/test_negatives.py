@@ -274,7 +274,7 @@ def test_the_catalog_is_sorted_seldom(monkeypatch):
     assert sizes == [6, 12, 24, 48, 96, 150]
 
 
-def test_items_without_one_id_and_data_without_labels_are_refused():
+def test_items_without_one_id_or_data_without_labels_are_refused():
     with pytest.raises(DataError, match=r"'past' of the item has 0 ids at row 0 of batch 0"):
         next(iter(data.negatives(Clicks(), ["past"], 1)))
     (batch,) = Clicks(count=1)

@@ -41,7 +41,7 @@ def test_ranges_are_forgotten_and_offsets_kept():
         log.stream_offsets(7)
 
 
-def test_a_message_is_in_one_batch_whoever_records_and_however_often_it_is_sent():
+def test_a_message_is_in_one_batch_even_if_recorded_repeatedly():
     log = filled()
     assert log.record(RANGES[2]) == 5  # Its answer was lost.
     for other in (RANGES[0], OffsetRange(ONE, 14, 19), OffsetRange(ONE, 21, 22), OffsetRange(Partition("c", 0), 0, 1)):
@@ -50,7 +50,7 @@ def test_a_message_is_in_one_batch_whoever_records_and_however_often_it_is_sent(
     assert log.stream_offsets(None) == log.stream_offsets(6)
 
 
-def test_a_step_begins_once_all_its_batches_are_recorded_or_nothing_more_comes():
+def test_a_step_begins_once_all_its_batches_are_recorded():
     log = filled(end=50)
     assert log.lookup(4, 7, 0) == RecordedBatch(None)
     answers = []
@@ -69,7 +69,7 @@ def test_a_step_begins_once_all_its_batches_are_recorded_or_nothing_more_comes()
     assert not log.lookup(7, 7, 0).interrupted  # It had ended before.
 
 
-def test_a_closed_record_hands_out_what_it_has_and_takes_nothing_more():
+def test_a_closed_record_serves_its_batches_and_takes_no_more():
     log = filled()
     log.close_stream()
     assert log.record(OffsetRange(TWO, 9, 11)) is None

@@ -102,7 +102,7 @@ def test_resuming_and_sharding(
         assert sorted(np.concatenate(seen).tolist()) == list(range(rows))
 
 
-def test_shuffling_differs_by_epoch_and_seed_and_stays_in_its_block() -> None:
+def test_shuffling_depends_on_epoch_and_seed_within_its_block() -> None:
     def order(epoch: int, seed: int) -> list[float]:
         reader = StreamReader(SCHEMA, Rows(100, 0), Order(10, 25, seed))
         return [float(x) for b in reader.batches(epoch) for x in b.dense[:, 0]]

@@ -238,7 +238,7 @@ SPLITS = {
 
 @both
 @pytest.mark.parametrize("split", SPLITS)
-def test_parts_are_disjoint_complete_and_the_same_however_they_are_read(files: Path, form: str, split: str) -> None:
+def test_parts_are_disjoint_complete_and_independent_of_reading(files: Path, form: str, split: str) -> None:
     def part(name: str, size: int = 32, **options: Any) -> data.StreamReader:
         return READERS[form](files / f"*.{form}", SCHEMA, size, split={"part": name, **SPLITS[split]}, **options)
 
@@ -268,7 +268,7 @@ def test_a_filter_does_not_change_the_part_of_a_row(files: Path, form: str) -> N
     assert filtered == [row for row in whole if row % 6 > 2]
 
 
-def test_hash_keeps_the_rows_of_a_value_together_and_time_is_a_threshold(files: Path) -> None:
+def test_hash_keeps_rows_of_a_value_together_time_is_a_threshold(files: Path) -> None:
     def read(part: str, name: str) -> list[int]:
         return rows_of(data.parquet(files / "*.parquet", SCHEMA, split={"part": part, **SPLITS[name]}))
 

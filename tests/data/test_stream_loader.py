@@ -86,7 +86,7 @@ def make():
         loader.end()
 
 
-def test_an_exception_of_a_stream_is_named_to_whoever_waits_for_its_batches(make, caplog):
+def test_an_exception_of_a_stream_is_named_to_waiting_calls(make, caplog):
     log = OffsetLog()
     make(Numbers(poll=[KeyError("column")], close=[OSError("already closed")]), log)
     with pytest.raises(DataError, match=r"loader 0: KeyError while waiting for messages: 'column'\. .*\(Numbers\)"):
@@ -95,7 +95,7 @@ def test_an_exception_of_a_stream_is_named_to_whoever_waits_for_its_batches(make
     assert "already closed" in caplog.text
 
 
-def test_a_recorded_batch_that_cannot_be_read_again_is_named_and_read_with_the_next_call(make):
+def test_a_batch_that_cannot_be_reread_is_named_and_retried(make):
     log = OffsetLog(0, {"numbers": {0: 0}})
     log.assign([PartitionBounds(ONLY, 0)])
     for number in range(3):
@@ -107,7 +107,7 @@ def test_a_recorded_batch_that_cannot_be_read_again_is_named_and_read_with_the_n
     assert [loader.take(0, 0, n).batch is not None for n in range(3)] == [True] * 3
 
 
-def test_reading_is_tried_again_while_its_failure_cannot_be_reported(make, monkeypatch):
+def test_reading_is_retried_while_its_failure_cannot_be_reported(make, monkeypatch):
     class Unreachable(OffsetLog):
         lost = 2
 

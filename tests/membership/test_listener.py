@@ -25,7 +25,7 @@ class Failing:
         return self.coordinator.membership(newer_than, timeout)
 
 
-def test_every_change_is_passed_on_the_first_one_before_the_constructor_returns():
+def test_every_change_is_passed_on_the_first_by_the_constructor():
     coordinator = CoordinatorServer()
     coordinator.join("embedding_worker", 0, "here")
     seen, callers, came = [], [], threading.Condition()
@@ -64,7 +64,7 @@ def test_it_ends_with_its_connection():
         assert not thread.is_alive()
 
 
-def test_members_are_awaited_by_role_and_the_late_ones_are_counted():
+def test_members_are_awaited_by_role_and_late_ones_counted():
     coordinator = CoordinatorServer()
     for rank in (2, 0, 1):
         coordinator.join("embedding_ps", rank, f"address {rank}")

@@ -167,7 +167,7 @@ def test_a_step_on_two_embedding_workers_is_pushed_in_parts():
     assert several.statistics()["lost_gradients"] == 0
 
 
-def test_what_lies_on_a_dead_embedding_worker_is_lost_and_counted():
+def test_batches_of_a_dead_embedding_worker_are_lost_and_counted():
     several, directory, services, closed, _ = facade()
     first, second, third = make_batches(3)
     kept, lost, never = (services[r, 1].register(b.id_features) for r, b in ((0, first), (1, second), (1, third)))
@@ -182,7 +182,7 @@ def test_what_lies_on_a_dead_embedding_worker_is_lost_and_counted():
     several.release(never)
 
 
-def test_a_call_waits_until_the_membership_tells_that_its_peer_is_gone():
+def test_a_call_waits_until_the_membership_reports_its_peer_gone():
     several, directory, services, _, _ = facade()
     batch_id = services[1, 1].register(make_batches(1)[0].id_features)
     broken = Broken()
@@ -230,7 +230,7 @@ def test_a_leaving_embedding_worker_gets_nothing_new():
         EmbeddingWorkers(Directory("embedding_worker", lambda m: None), 0.01).register(batch.id_features)
 
 
-def test_a_call_that_any_member_can_take_goes_to_the_next_one_at_once(monkeypatch):
+def test_a_call_for_any_member_goes_to_the_next_one_immediately(monkeypatch):
     monkeypatch.setattr("persia.membership.directory.NEWS_SECONDS", 1000.0)  # It does not wait for news.
     several, directory, services, _, _ = facade(workers=3)
     services[0, 1].register = Broken().register
@@ -244,7 +244,7 @@ def test_a_call_that_any_member_can_take_goes_to_the_next_one_at_once(monkeypatc
     assert asked == [1, 2]
 
 
-def test_every_member_is_tried_even_if_the_first_one_uses_up_the_time():
+def test_every_member_is_tried_even_if_the_first_uses_all_time():
     _, directory, _, _, _ = facade(workers=3)
     asked = []
 

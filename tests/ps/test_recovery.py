@@ -186,7 +186,7 @@ def test_every_push_is_applied_once_through_many_deaths(servers, mode):
 
 
 @pytest.mark.parametrize(("mode", "parts"), [(Sync(), [0, 0]), (Hybrid(2), [0, 0]), (Hybrid(2, combine=False), [0, 1])])
-def test_who_was_not_answered_before_the_death_is_answered_after_it(root, mode, parts):
+def test_calls_not_answered_before_the_death_are_answered_after(root, mode, parts):
     """The other one was, and does not push that step again."""
 
     def begun():
@@ -229,7 +229,7 @@ def test_who_was_not_answered_before_the_death_is_answered_after_it(root, mode, 
     again.close()
 
 
-def test_what_remains_of_nn_workers_that_restarted_changes_nothing(root):
+def test_late_pushes_of_restarted_nn_workers_change_nothing(root):
     """Pushes that arrive late are refused, also by a process that starts before the first new step."""
     options = ServerOptions(nn_workers=2, timeout=5.0, regions=str(root / "ps-0"))
 
@@ -400,7 +400,7 @@ def server_at(directory, tables):
     return EmbeddingServer(tables, SGD(lr=1.0), Sync(), 0, 1, ServerOptions(regions=str(directory)))
 
 
-def test_the_log_says_how_much_room_there_is_and_what_would_be_faster(mounted, caplog):
+def test_the_log_has_the_free_space_and_a_hint_for_speed(mounted, caplog):
     caplog.set_level("INFO", "persia.ps")
     place = mounted("size=4m,huge=never")
     server = server_at(place / "ps-0", {"item": Table("item", dim=16)})
@@ -451,7 +451,7 @@ def test_lookups_wait_for_room_until_their_deadline():
         SpaceWait(0.0).retry(call, "lookup")
 
 
-def test_a_switch_that_lacks_space_for_last_steps_is_not_remembered(mounted):
+def test_a_switch_without_space_for_last_steps_is_not_stored(mounted):
     """The next process would need it to start."""
     place = mounted("size=4m")
     options = ServerOptions(regions=str(place / "ps-0"), timeout=0.2)

@@ -94,7 +94,7 @@ def test_shares_fit_add_up_and_follow_the_memory_not_the_order(rows, memories, r
             assert abs(mine - theirs) <= 1  # Which of several alike gets what is left over depends on the rank.
 
 
-def test_a_host_with_more_memory_gets_no_more_ids_so_no_larger_share():
+def test_a_host_with_more_memory_gets_no_larger_share():
     assert divide([size(10_000)], [memory(10 * GIB), memory(GIB)]) == [{"item": 5000}, {"item": 5000}]
 
 
@@ -131,7 +131,7 @@ def test_a_ps_without_memory_is_refused_not_left_to_the_others():
         divide([size(100_000_000)], [memory(0), memory(100 * GIB)])
 
 
-def test_many_small_tables_that_do_not_fit_into_one_ps_are_named_as_the_reason():
+def test_many_small_tables_that_do_not_fit_are_named_as_reason():
     sizes = [size(1_000, 168, f"t{i}") for i in range(20_000)]
     with pytest.raises(ConfigError, match=r"PS 0 has 3\.0 GiB of memory .* each PS needs 3\.1 GiB: .* 20,000 tables"):
         divide(sizes, [memory(3 * GIB), memory(400 * GIB)])
@@ -262,7 +262,7 @@ def test_what_the_refusal_proposes_fits_with_least_shares_too(rows, count, gib):
         divide(lower, [memory(gib * GIB)] * count)
 
 
-def test_the_proposed_number_of_ps_counts_the_least_shares_of_each():
+def test_the_proposed_number_of_ps_counts_the_least_shares():
     """Small tables take 1 GiB in each PS, and so of each PS of 2 GiB only one is left for the large table."""
     sizes = [size(1024, GIB >> 10, "small"), size(10 << 20, 1 << 10, "large")]
     with pytest.raises(ConfigError, match=r"use 10 PSs with 2\.0 GiB each"):
@@ -281,7 +281,7 @@ def test_a_ps_refuses_a_share_beyond_the_memory_of_its_own_host():
 
 
 @given(rows_of_tables, st.lists(st.integers(1, 2000), min_size=1, max_size=12))
-def test_a_ps_accepts_each_share_that_was_computed_for_its_memory(rows, memories):
+def test_a_ps_accepts_each_share_computed_for_its_memory(rows, memories):
     sizes = [size(n, name=f"t{i}") for i, n in enumerate(rows)]
     limits = [memory(m * 100_000_000) for m in memories]
     try:
@@ -385,14 +385,14 @@ def undeclared(count, dim=64):
     return {f"t{number}": Table(f"t{number}", dim=dim) for number in range(count)}
 
 
-def test_many_tables_without_a_capacity_fit_into_the_address_space():
+def test_many_tables_without_capacity_fit_into_the_address_space():
     embedded = persia.cluster.Embedded(threads=1)
     schema = Schema([IdFeature(f"f{number}", dim=64) for number in range(300)], labels=["label"])
     both = [embedded.connect(schema, Adam(lr=0.1), Sync(), 0) for _ in range(2)]
     assert len(both[0].servers[0].tables()) == 300
 
 
-def test_a_table_without_a_capacity_has_room_for_more_than_the_host_holds(caplog):
+def test_a_table_without_capacity_exceeds_the_memory_of_the_host(caplog):
     host = memory(1 << 35)
     row_bytes = size_of(undeclared(1)["t0"], Adam(lr=0.1), 0).row_bytes
     assert rows_of_undeclared(undeclared(1), Adam(lr=0.1), host) == {"t0": (1 << 36) // row_bytes}
@@ -401,7 +401,7 @@ def test_a_table_without_a_capacity_has_room_for_more_than_the_host_holds(caplog
     assert not caplog.records
 
 
-def test_rooms_of_tables_without_a_capacity_share_the_address_space(caplog):
+def test_tables_without_capacity_share_the_address_space(caplog):
     rooms = rows_of_undeclared(undeclared(1000), Adam(lr=0.1), memory(1 << 41))
     row_bytes = size_of(undeclared(1)["t0"], Adam(lr=0.1), 0).row_bytes
     assert len(rooms) == 1000

@@ -341,7 +341,7 @@ def reached(server, timeout):
 
 
 @pytest.mark.processes
-def test_a_caller_gets_the_error_of_the_disk_and_not_that_the_ps_is_late(mounted, monkeypatch):
+def test_a_caller_gets_the_error_of_the_disk_not_a_late_ps(mounted, monkeypatch):
     monkeypatch.setattr(ps_space, "GRACE_SHARE", 0.8)  # Seconds, so that a stall does not use them up.
     timeout = 5.0
     server = started(mounted / "ssd", memory_rows=2000, timeout=timeout)
@@ -365,7 +365,7 @@ def test_a_caller_gets_the_error_of_the_disk_and_not_that_the_ps_is_late(mounted
 
 
 @pytest.mark.processes
-def test_the_push_that_has_waited_for_others_gets_the_error_of_the_disk(mounted, monkeypatch):
+def test_a_push_that_waited_for_others_gets_the_disk_error(mounted, monkeypatch):
     timeout, grace = 8.0, 3.5
     monkeypatch.setattr(ps_space, "GRACE_SHARE", grace / timeout)
     options = ServerOptions(2, timeout)
@@ -460,7 +460,7 @@ def memory(total):
     return Memory(total, total, "the memory of the host")
 
 
-def test_rows_in_memory_are_divided_by_memory_and_those_on_disk_equally():
+def test_rows_in_memory_are_divided_by_memory_on_disk_equally():
     item = {"item": Table("item", DIM, capacity=10_000_000, memory_rows=1_000_000, spill="/ssd")}
     (size,) = declared_sizes(item, SGD(1.0))
     assert size.bytes == 1_000_000 * 100 + 9_000_000 * COLD_ROW_BYTES
@@ -470,7 +470,7 @@ def test_rows_in_memory_are_divided_by_memory_and_those_on_disk_equally():
     assert [share.capacities["item"] for share in shares] == [5_000_000] * 2
 
 
-def test_memory_that_cannot_hold_them_is_refused_with_the_numbers():
+def test_memory_that_is_too_small_is_refused_with_the_numbers():
     item = {"item": Table("item", DIM, capacity=10_000_000, memory_rows=1_000_000, spill="/ssd")}
     expected = (
         r"needs 198\.4 MiB .*1,000,000 rows of 100 bytes .* and 9,000,000 rows on disk of 12 bytes.* "
@@ -482,7 +482,7 @@ def test_memory_that_cannot_hold_them_is_refused_with_the_numbers():
         divide_tables(item, SGD(1.0), [memory(50_000_000)] * 2)
 
 
-def test_a_table_that_does_not_say_gets_what_memory_the_others_leave():
+def test_a_table_without_memory_rows_gets_the_remaining_memory():
     def shares(*found, total=2_000_000_000):
         return divide_tables({table.name: table for table in found}, SGD(1.0), [memory(total // 2)] * 2)[0]
 

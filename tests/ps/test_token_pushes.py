@@ -76,7 +76,7 @@ def test_a_step_is_applied_with_its_last_slot(ps, reduction):
     np.testing.assert_allclose(rows(server, 0, 1, 2), after, atol=1e-6)
 
 
-def test_rows_are_counted_once_by_the_call_that_completes_their_steps(ps):
+def test_rows_are_counted_once_by_the_call_that_completes_steps(ps):
     server = ps(Bsp(2))
     server.lookup({"t": np.arange(5, dtype=np.uint64)}, True)
     assert server.push(header(1, 2), gradient([0, 1], 1.0)) == {}

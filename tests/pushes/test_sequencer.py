@@ -11,7 +11,7 @@ TIMEOUT = 20.0
 GROUP = MOST_QUEUED + 36
 
 
-def test_a_push_that_comes_twice_while_it_waits_for_room_is_done_once():
+def test_a_push_repeated_while_it_waits_for_space_is_done_once():
     """A connection was cut, or another NN worker fills the slot of a dead one."""
     turns = PushSequencer(TIMEOUT)
     turns.begin(1, 0)
@@ -41,7 +41,7 @@ def test_a_push_that_comes_twice_while_it_waits_for_room_is_done_once():
     turns.drain(1, 0, MOST_QUEUED + 2, lambda: None)  # Nothing is left that nobody would ever call for.
 
 
-def test_each_result_is_returned_by_the_one_call_that_did_the_work():
+def test_each_result_is_returned_by_the_call_that_did_the_work():
     turns = PushSequencer(TIMEOUT)
     turns.begin(1, 0)
 

@@ -140,7 +140,7 @@ def test_the_deadline_names_the_ranks_that_are_missing(threads):
     assert len(applied) == 1
 
 
-def test_a_repetition_of_a_held_push_has_the_deadline_of_its_call(threads):
+def test_a_repeated_held_push_has_the_deadline_of_its_call(threads):
     found = []
 
     def apply(arrived):
@@ -174,7 +174,7 @@ def test_a_new_generation_voids_what_the_old_one_had_under_way(threads):
     assert [[h.generation for h in step] for step in applied] == [[2, 2]]
 
 
-def test_a_step_that_is_being_applied_when_nn_workers_restart_is_none_of_theirs(threads):
+def test_a_step_being_applied_at_a_restart_is_of_the_old_workers(threads):
     goes_on, applied = threading.Event(), []
 
     def apply(arrived):
@@ -206,7 +206,7 @@ def test_a_step_is_applied_after_those_before_it(threads):
     assert [step[0].step for step in applied] == [7, 8, 9]
 
 
-def test_the_last_pushes_of_an_nn_worker_may_be_repeated_and_no_earlier_ones():
+def test_only_the_last_pushes_of_an_nn_worker_may_be_repeated():
     """One that begins again, with another collection, must not be answered as if its steps were applied."""
     held, applied = steps_of(1)
     last = 7 + MOST_REPEATED
@@ -223,7 +223,7 @@ def test_a_step_that_another_process_applied_is_applied():
     assert not applied
 
 
-def test_a_slow_nn_worker_may_come_long_after_steps_that_did_not_need_it():
+def test_a_slow_nn_worker_may_come_long_after_others_steps():
     """A mode may apply a step without all NN workers."""
     held = StepBarrier(range(2), TIMEOUT, lambda arrival: Decision(Action.APPLY), lambda arrived: {}, applied=(1, 6))
     for rank in range(2):
@@ -538,7 +538,7 @@ def test_reduction_equals_its_readable_twin(arrived, reduction):
             np.testing.assert_array_equal(value, expected[name][id_])
 
 
-def test_global_is_the_gradient_of_one_batch_and_per_id_the_mean_of_those_that_have_the_id():
+def test_global_averages_one_batch_and_per_id_those_with_the_id():
     one, two = np.uint64([1]), np.uint64([1, 2])
     arrived = [
         ArrivedPush(header(0, weight=1), {"user": Gradients(one, np.float32([[4, 4, 4]]))}),
@@ -578,7 +578,7 @@ def rows_of(ps):
 
 
 @pytest.mark.parametrize("reduction", ["per_id", "global"])
-def test_rows_are_the_same_to_the_bit_whatever_the_order_of_arrival(reduction, threads):
+def test_rows_are_bit_identical_in_any_order_of_arrival(reduction, threads):
     results = []
     for seed in range(4):
         ps = server(Sync(reduction), nn_workers=3)

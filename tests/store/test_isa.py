@@ -38,7 +38,7 @@ def run(most):
     return subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_the_variable_bounds_the_instruction_set_and_rows_are_the_same():
+def test_the_variable_bounds_the_instruction_set_with_equal_rows():
     found = {most: run(most).stdout.split() for most in (*ISAS, "")}
     widest, digest = found.pop("")
     for most, (used, same) in found.items():

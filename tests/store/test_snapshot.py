@@ -138,7 +138,7 @@ def test_a_snapshot_that_is_read_holds_back_what_would_mix_it(store):
     assert store.changes_since(0) == 0
 
 
-def test_a_reader_of_a_snapshot_that_was_ended_takes_nothing_from_the_next(store):
+def test_a_reader_of_an_ended_snapshot_takes_nothing_of_the_next(store):
     before = store.begin_snapshot(0, 0, Spill("/tmp"))
     store.end_snapshot(0)
     after = store.begin_snapshot(0, 0, Spill("/tmp"))

@@ -189,7 +189,7 @@ def test_rows_leave_memory_and_come_back(store, tmp_path):
     assert {**before, "read": 0} == {**store.tier_counts(0), "read": 0}  # Reading moves nothing.
 
 
-def test_beyond_capacity_rows_leave_that_have_been_on_disk_for_the_longest(store, tmp_path):
+def test_beyond_capacity_the_rows_longest_on_disk_are_evicted(store, tmp_path):
     # The store in C++ lets go of rows by blocks, which are small only beside many; the others go row by row.
     capacity, memory, step = (20_000, 500, 250) if isinstance(store, NativeStore) else (2_000, 100, 50)
     table = TableConfig("t", 4, capacity=capacity, shards=1, memory_rows=memory)

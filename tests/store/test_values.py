@@ -143,7 +143,7 @@ def test_results_do_not_depend_on_shards_threads_or_other_ids(dtype, optimizer):
 
 @pytest.mark.parametrize("make", [NativeStore, ReferenceStore])
 @pytest.mark.parametrize(("days", "updates"), [(60, 1), (10, 20)])
-def test_rows_that_are_loaded_without_state_do_not_meet_the_same_numbers_again(make, days, updates):
+def test_rows_loaded_without_state_do_not_reuse_random_numbers(make, days, updates):
     """A new run on yesterday's rows: update counts begin at 0, and with several updates a day the steps do, too."""
     config = plain("bfloat16", 4)
     ids = np.arange(40 if make is ReferenceStore else 1000, dtype=np.uint64)

@@ -124,7 +124,7 @@ def a_trainer(data, servers, accumulation=1):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_training_run_has_the_same_losses_with_1_2_and_3_servers(accumulation):
+def test_a_run_has_the_same_losses_with_1_2_and_3_servers(accumulation):
     outcomes = []
     for servers in (1, 2, 3):
         data = persia.data.synthetic(2_000, id_features=3, ids_per_feature=300, dense_features=1, batch_size=100)
@@ -151,7 +151,7 @@ def test_a_run_with_several_servers_is_saved_and_resumed(tmp_path):
                 np.testing.assert_array_equal(a.arrays[name], b.arrays[name])
 
 
-def test_a_step_without_gradients_is_pushed_too_where_the_others_wait_for_it():
+def test_an_empty_step_is_pushed_if_others_wait_for_it():
     """Two NN workers; the second one's batches have no backward pass."""
     shared = SeveralServers(2, nn_workers=2).connect(SCHEMA, SGD(lr=1.0), Sync(), 5)
     rng = np.random.default_rng(2)
@@ -247,7 +247,7 @@ def test_any_of_the_last_pushes_may_be_repeated():
     assert [worker.push(*push) for push in sent] == counts
 
 
-def test_a_push_that_reached_some_servers_only_is_completed_by_its_repetition():
+def test_a_push_that_reached_some_servers_is_completed_by_repeat():
     """One PS applied it, the other's reply failed: at the second attempt each row is updated once in all."""
     connection = connect(2, mode=Hybrid(1), optimizer=SGD(lr=1.0))
     worker, broken = connection.worker, connection.servers[1]
@@ -268,7 +268,7 @@ def test_a_push_that_reached_some_servers_only_is_completed_by_its_repetition():
     assert set(np.concatenate(counts_in_rows).tolist()) == {1}
 
 
-def test_lookup_for_evaluation_forgets_the_batch_and_changes_nothing():
+def test_evaluation_lookups_forget_the_batch_and_change_nothing():
     connection = connect(2)
     worker = connection.worker
     batch_id = worker.register(features(lambda n: np.arange(n, dtype=np.uint64), 3))
@@ -292,7 +292,7 @@ def test_float16_gradients_with_scales_are_taken():
 
 
 @pytest.mark.parametrize("how", ["here", "rpc"])
-def test_compressed_rows_and_gradients_are_those_of_the_uncompressed_within_float16(how):
+def test_compressed_rows_and_gradients_are_exact_within_float16(how):
     """And non-finite gradients are still seen, and counted, by the PS."""
     plain = connect(2, optimizer=SGD(lr=1.0))
     servers = connect(2, optimizer=SGD(lr=1.0)).servers
