@@ -74,7 +74,7 @@ def in_use(
 ) -> NativeStore:
     """A table that has met `rows` rows, and the even ones of them last; the others have left if there is a `ttl`."""
     store = filled(rows, files=files, capacity=capacity, ttl=ttl, eviction=eviction)
-    store.age(0, 0)
+    store.advance_clock(0, 0)
     out = np.empty((BATCH, DIM), np.float32)
     # Even rows that left while the table filled are new ones in the first pass. Only the second makes those recent if
     # they were inserted at the midpoint.
@@ -82,7 +82,7 @@ def in_use(
         for start in range(0, rows, 2 * BATCH):
             ids = ids_of(np.arange(start, min(start + 2 * BATCH, rows), 2))
             store.lookup([0], [ids], True, [out[: len(ids)]])
-    store.age(0, ttl)
+    store.advance_clock(0, ttl)
     return store
 
 

@@ -453,7 +453,7 @@ void register_store(nb::module_& m) {
       .def("update", &update, nb::arg("tables"), nb::arg("ids"), nb::arg("gradients"), nb::arg("lrs"), nb::arg("step"),
            nb::arg("client"), nb::arg("sequence"))
       .def("peek", &peek, nb::arg("table"), nb::arg("ids"))
-      .def("age", &Store::age, nb::arg("table"), nb::arg("by"), Release())
+      .def("advance_clock", &Store::advance_clock, nb::arg("table"), nb::arg("by"), Release())
       .def("keep_last_steps", &Store::keep_last_steps, nb::arg("table"), Release())
       .def("last_steps", &last_steps, nb::arg("table"), nb::arg("ids"))
       .def("export_rows", &export_rows, nb::arg("table"), nb::arg("shard"), nb::arg("start"), nb::arg("max_rows"))

@@ -25,7 +25,7 @@ bool Shard::sound(const Ages& ages, std::uint32_t clock) {
          });
 }
 
-void Shard::age(std::uint64_t by) {
+void Shard::advance_clock(std::uint64_t by) {
   const std::lock_guard lock(mutex_);
   const std::uint64_t ttl = config_->ttl;
   if (ttl == 0) return;
@@ -116,7 +116,7 @@ void Shard::renumber_rows() {
   header_->clock = renumber(all, tier_ != nullptr);
   if (any_left) ages.left_before = oldest < all.count ? all[oldest] : header_->clock + 1;
   forget_left();
-  victims_.clear();
+  eviction_.clear();
 }
 
 }  // namespace persia

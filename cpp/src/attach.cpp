@@ -330,7 +330,7 @@ Recovery Shard::recover() {
     if (found.rebuilt) rebuild_index();
   }
   index_.clear_behind(region_.is_file() ? header_->index_backed : 0);
-  make_victims_ready();
+  make_eviction_ready();
   barrier();
   header_->busy = 0;
   return found;

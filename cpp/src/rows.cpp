@@ -92,7 +92,7 @@ std::uint32_t Shard::resolve(const Group& group, std::size_t lane) const {
 Shard::Deferred Shard::lookup(Shards shards, const Slice& slice, float* out, bool train) {
   Deferred deferred{shards, slice.ids, out, {}, {}};
   if (slice.count == 0) return deferred;
-  const Turn turn(shards);
+  const ShardLocks locks(shards);
   const bool tiered = shards[0]->tier_ != nullptr;
   if (tiered) deferred.fetched.resize(shards.size());
   (train ? lookup_train : lookup_only)(shards, slice, out, tiered ? &deferred : nullptr);
@@ -111,7 +111,7 @@ void Shard::fetch(std::span<Deferred> deferred) {
 
 void Shard::lookup_deferred(const Deferred& deferred, bool train) {
   const Shards shards = deferred.shards;
-  const Turn turn(shards);
+  const ShardLocks locks(shards);
   for (std::size_t s = 0; s < shards.size(); ++s) {
     shards[s]->tier_->fetched = &deferred.fetched[s];
     shards[s]->header_->cold.read += deferred.fetched[s].size();
@@ -188,7 +188,7 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out, Deferred
 
 void Shard::last_steps(Shards shards, const Slice& slice, std::uint32_t* out) {
   if (slice.count == 0) return;
-  const Turn turn(shards);
+  const ShardLocks locks(shards);
   pipeline(shards, slice, {sizeof(RowHeader), true}, [&](std::size_t i, const Group& group, std::size_t lane) {
     Shard& shard = *group.shard[lane];
     const std::uint32_t found = shard.resolve(group, lane), number = shard.present(found);
@@ -223,7 +223,7 @@ void Shard::end_push(const Push& push) {
 PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
   PushCounts counts;
   if (slice.count == 0) return counts;
-  const Turn turn(shards);
+  const ShardLocks locks(shards);
   const std::size_t dim = shards[0]->dim_;
   const std::size_t bytes = std::min(shards[0]->stride_, kMaxPrefetch);
   float* const before = shards[0]->before_.data();  // One for all shards stays in L1.

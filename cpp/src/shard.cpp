@@ -83,10 +83,10 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
   if (left == Index::kNone && header_->rows_used < header_->capacity) {
     const bool few = header_->rows_used + rows_ahead_ >= header_->rows_backed;
     if (few && header_->rows_backed < header_->capacity) back_rows();
-    victims_.prepare(stamps(), header_->clock, header_->capacity - header_->rows_used);
+    eviction_.prepare(stamps(), header_->clock, header_->capacity - header_->rows_used);
     return static_cast<std::uint32_t>(header_->rows_used);
   }
-  const std::uint32_t number = left == Index::kNone ? victims_.front(stamps(), header_->clock) : left;
+  const std::uint32_t number = left == Index::kNone ? eviction_.front(stamps(), header_->clock) : left;
   mark_changed(number);
   mark_index();
   move_index();
@@ -98,7 +98,7 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
     throw damaged(number);
   }
   if (left == Index::kNone) {
-    victims_.pop(stamps(), header_->clock);
+    eviction_.pop(stamps(), header_->clock);
     ++header_->counters.evicted;
   } else {
     renew(number);
@@ -220,7 +220,7 @@ void Shard::append(const std::byte* row, std::uint32_t last_step, RowBatch& rows
 
 void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
   Shard* const self = this;
-  const Turn turn(Shards(&self, 1));
+  const ShardLocks locks(Shards(&self, 1));
   const std::size_t width = header_->state_width;
   for (std::size_t i = 0; i < slice.count; ++i) {
     const std::size_t at = slice.position(i);
@@ -261,21 +261,21 @@ std::uint64_t Shard::export_rows(std::uint64_t start, std::uint64_t max_rows, Ro
 void Shard::import_rows(const Slice& slice, const RowView& rows) {
   if (slice.count == 0) return;
   Shard* const self = this;
-  const Turn turn(Shards(&self, 1));
+  const ShardLocks locks(Shards(&self, 1));
   check_no_cut();
   changes_ = {};  // imported rows count as unchanged, so what has changed is no longer known
   mark();
-  victims_.clear();
+  eviction_.clear();
   for (std::size_t i = 0; i < slice.count; ++i) {
     header_->clock = std::max(header_->clock, std::min(rows.stamps[slice.position(i)], kLastClock));
   }
   try {
     for (std::size_t i = 0; i < slice.count; ++i) import_row(rows, slice.position(i));
   } catch (...) {  // No space. The queue does not know the rows that are there.
-    victims_.clear();
+    eviction_.clear();
     throw;
   }
-  victims_.clear();
+  eviction_.clear();
 }
 
 void Shard::import_row(const RowView& rows, std::size_t at) {
@@ -289,7 +289,7 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
     save_undo(number);
   } else {
     if (!tier_ && header_->rows_used == header_->capacity) {
-      const std::uint32_t oldest = victims_.front(stamps(), header_->clock);
+      const std::uint32_t oldest = eviction_.front(stamps(), header_->clock);
       if (row(oldest)->stamp >= stamp) {
         ++header_->counters.evicted;
         return;
@@ -354,21 +354,21 @@ void Shard::import_state(const ShardState& s) {
   if (!s.sketch.empty()) {  // Null is not allowed, even for no bytes.
     std::memcpy(region_.base() + layout_.sketch, s.sketch.data(), s.sketch.size() * sizeof(std::uint16_t));
   }
-  victims_.clear();
+  eviction_.clear();
 }
 
 void Shard::end_import() {
   const std::lock_guard lock(mutex_);
-  make_victims_ready();
+  make_eviction_ready();
 }
 
-void Shard::make_victims_ready() noexcept {
-  victims_.make_ready(stamps(), header_->clock, header_->capacity - header_->rows_used);
+void Shard::make_eviction_ready() noexcept {
+  eviction_.make_ready(stamps(), header_->clock, header_->capacity - header_->rows_used);
 }
 
 void Shard::clear() {
   Shard* const self = this;
-  const Turn turn(Shards(&self, 1));
+  const ShardLocks locks(Shards(&self, 1));
   check_no_cut();
   changes_ = {};
   changefeed_.lose();
@@ -396,7 +396,7 @@ void Shard::clear_rows() {
   barrier();
   header_->clock = 0;
   header_->counters = {};
-  victims_.clear();
+  eviction_.clear();
   if (!tier_) return;
   clear_tier();
   barrier();

@@ -238,8 +238,8 @@ std::vector<PushCounts> Store::update(std::span<const UpdateRequest> requests, s
   return counts;
 }
 
-void Store::age(std::size_t index, std::uint64_t by) {
-  for (const auto& shard : table(index).shards) shard->age(by);
+void Store::advance_clock(std::size_t index, std::uint64_t by) {
+  for (const auto& shard : table(index).shards) shard->advance_clock(by);
 }
 
 void Store::keep_last_steps(std::size_t index) {

@@ -239,14 +239,14 @@ void Shard::make_vacant() {
   if (left == Index::kNone && header_->rows_used < header_->capacity) {
     const bool few = header_->rows_used + rows_ahead_ >= header_->rows_backed;
     if (few && header_->rows_backed < header_->capacity) back_rows();
-    victims_.prepare(stamps(), header_->clock, header_->capacity - header_->rows_used);
+    eviction_.prepare(stamps(), header_->clock, header_->capacity - header_->rows_used);
     vacate(static_cast<std::uint32_t>(header_->rows_used));
     ++header_->rows_used;
     return;
   }
   const bool found = left != Index::kNone;
   if (!found) {
-    left = victims_.front(stamps(), header_->clock);
+    left = eviction_.front(stamps(), header_->clock);
     if (!has_left(left)) return make_room();
   }
   mark_changed(left);
@@ -257,9 +257,9 @@ void Shard::make_vacant() {
   changefeed_.remove(left, id);
   // With any stamp but these two it would come back, if a kill came now.
   const std::uint32_t before = row(left)->stamp;
-  if (!found) victims_.pop(stamps(), header_->clock);
+  if (!found) eviction_.pop(stamps(), header_->clock);
   vacate(left);
-  if (found) victims_.touch(stamps(), header_->clock, left, before);
+  if (found) eviction_.touch(stamps(), header_->clock, left, before);
 }
 
 // Moves the least recently used rows to disk.
@@ -275,7 +275,7 @@ void Shard::spill_rows() {
   tier_->vacant.reserve(tier_->vacant.size() + most);
   try {
     while (leaving.size() < most) {
-      std::uint32_t number = victims_.front(stamps(), header_->clock);
+      std::uint32_t number = eviction_.front(stamps(), header_->clock);
       if (!leaving.empty() && has_left(number)) break;
       if (row(number)->stamp == header_->clock) {
         // All rows are of this request, which has more of them than memory: none is better than another.
@@ -287,13 +287,13 @@ void Shard::spill_rows() {
       }
       RowHeader& r = *row(number);
       leaving.push_back({number, append_to_log(row_bytes(number), last_step(number), r.stamp), r.stamp});
-      victims_.pop(stamps(), header_->clock);
+      eviction_.pop(stamps(), header_->clock);
       r.stamp = header_->clock;  // so that it is not found again
     }
     log.flush();
   } catch (...) {
     for (const Leaving& l : leaving) row(l.number)->stamp = l.stamp;
-    victims_.clear();
+    eviction_.clear();
     throw;
   }
   header_->cold.next_record = log.next();

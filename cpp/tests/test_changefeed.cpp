@@ -104,7 +104,7 @@ TEST_OF_ONE_THREAD(a_follower_has_the_rows_of_the_table) {
           for (auto& key : keys) key = random() % universe;
           look(table.store, keys);
           if (random() % 4 != 0) push(table.store, keys);
-          if (random() % 3 == 0) table.store.age(0, random() % 3);
+          if (random() % 3 == 0) table.store.advance_clock(0, random() % 3);
           if (!cut && random() % 40 == 0) table.store.clear(0);
         };
         // A checkpoint reads the same rows now and then, and takes nothing from the publisher.
@@ -262,7 +262,7 @@ TEST_OF_ONE_THREAD(rows_that_leave_after_their_time_to_live_are_removed_once) {
     table.pass();
     for (int step = 0; step < 20; ++step) {
       look(table.store, {7, 8});
-      table.store.age(0, 1);
+      table.store.advance_clock(0, 1);
     }
     CHECK(table.rows().size() == 2);
     CHECK(table.begin(false));
@@ -283,7 +283,7 @@ TEST_OF_ONE_THREAD(rows_that_have_left_and_whose_memory_is_used_again_are_remove
     Published table({5000, 1, memory_rows, 4});
     look(table.store, range(0, 60));
     table.pass();
-    for (int step = 0; step < 20; ++step) table.store.age(0, 1);
+    for (int step = 0; step < 20; ++step) table.store.advance_clock(0, 1);
     for (std::uint64_t id = 100; id < 150; ++id) look(table.store, {id});
     CHECK(table.begin(false));
     table.take_all();
@@ -304,7 +304,7 @@ TEST(training_goes_on_beside_a_publisher) {
           for (auto& key : keys) key = random() % 3000;
           look(table.store, keys);
           push(table.store, keys);
-          table.store.age(0, 1);
+          table.store.advance_clock(0, 1);
         }
         stop = true;
       });

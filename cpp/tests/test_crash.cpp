@@ -36,14 +36,14 @@ constexpr std::uint64_t kNew = 1000;  // ids from here on are not among those
 
 // Of 20 rows with a ttl of 10, 12 leave.
 void some_rows_leave(Tested& t) {
-  t.store.age(0, 0);
+  t.store.advance_clock(0, 0);
   t.look(range(0, 20));
   t.push(range(0, 20), 9, 1);
-  t.store.age(0, 5);
+  t.store.advance_clock(0, 5);
   t.look(range(0, 8));
-  t.store.age(0, 5);
+  t.store.advance_clock(0, 5);
   CHECK(t.rows().size() == 20);
-  t.store.age(0, 5);
+  t.store.advance_clock(0, 5);
   CHECK(t.rows().size() == 8 && t.store.size(0) == 20);
 }
 
@@ -196,16 +196,16 @@ TEST(time_that_passes) {
       [](Tested& t) {
         for (int i = 0; i < 20; ++i) {
           t.look(range(0, 4));
-          t.store.age(0, 2);
+          t.store.advance_clock(0, 2);
         }
         t.look(range(4, 12));
-        t.store.age(0, 1);
+        t.store.advance_clock(0, 1);
         t.look(range(0, 4));
-        t.store.age(0, 10);
+        t.store.advance_clock(0, 10);
       },
       [](Tested& t) {
         t.look(range(0, 4));
-        t.store.age(0, 1);
+        t.store.advance_clock(0, 1);
       });
   row_shape = {};
 }
@@ -217,10 +217,10 @@ TEST(a_push_to_rows_that_have_left) {
       [](Tested& t) {
         t.look(range(0, 20));
         for (int i = 0; i < 4; ++i) {
-          t.store.age(0, 3);
+          t.store.advance_clock(0, 3);
           t.look(range(0, 8));
         }
-        t.store.age(0, 3);
+        t.store.advance_clock(0, 3);
       },
       [](Tested& t) { t.push(backwards(range(5, 12)), 9, 1); });
   row_shape = {};
@@ -249,7 +249,7 @@ TEST(a_push_to_rows_inserted_at_the_midpoint) {
       kShards * 200,
       [&](Tested& t) {
         for (auto at = old.begin(); at != old.end(); at += 10) t.look(Keys(at, at + 10));
-        for (std::uint32_t s = 0; s < kShards; ++s) CHECK(t.store.shard(0, s).victims().midpoint(~0u) != ~0u);
+        for (std::uint32_t s = 0; s < kShards; ++s) CHECK(t.store.shard(0, s).eviction().midpoint(~0u) != ~0u);
         t.look(inserted);
         t.push(once + inserted_once, 9, 1);
       },

@@ -108,10 +108,10 @@ TEST_OF_ONE_THREAD(no_request_of_a_full_table_scans_it) {
   ThreadPool pool(1);
   Store store(pool);
   store.create_table(config_of(kRows, 1));
-  const VictimQueue& victims = store.shard(0, 0).victims();
+  const EvictionQueue& eviction = store.shard(0, 0).eviction();
   std::uint64_t next = 0, oldest = 0, most = 0;
   for (int request = 0; request < 3000; ++request) {
-    const std::uint64_t read = victims.read();
+    const std::uint64_t read = eviction.read();
     const bool full = store.size(0) == kRows;
     if (!full || request % 20 == 0) {
       look(store, range(next, next + kRequest));  // evicts as many, if it is full
@@ -124,7 +124,7 @@ TEST_OF_ONE_THREAD(no_request_of_a_full_table_scans_it) {
       push(store, range(oldest, oldest + kRequest));
       oldest = (oldest + kRequest) % next;
     }
-    most = std::max(most, victims.read() - read);
+    most = std::max(most, eviction.read() - read);
   }
   CHECK(store.counters(0).evicted > 10 * kRequest);
   CHECK(most > 0 && most <= 40 * kRequest);
@@ -165,10 +165,10 @@ TEST(no_request_scans_a_full_table_that_was_attached_or_loaded) {
     CHECK(rows == (store == &smaller ? kRows / 2 : kRows));
     for (std::uint64_t id = 10 * kRows; id < 10 * kRows + added; id += kRequest) {
       std::uint64_t before[kShards];
-      for (std::uint32_t s = 0; s < kShards; ++s) before[s] = store->shard(0, s).victims().read();
+      for (std::uint32_t s = 0; s < kShards; ++s) before[s] = store->shard(0, s).eviction().read();
       look(*store, range(id, id + kRequest));
       for (std::uint32_t s = 0; s < kShards; ++s) {
-        CHECK(store->shard(0, s).victims().read() - before[s] <= 40 * kRequest);
+        CHECK(store->shard(0, s).eviction().read() - before[s] <= 40 * kRequest);
       }
     }
     // Of each shard, the ids that were looked up last are still there: those after the first one that is.
@@ -357,14 +357,14 @@ TEST_OF_ONE_THREAD(rows_leave_that_were_not_touched_for_their_time) {
     store.peek(0, keys, found.data());
     return std::accumulate(found.begin(), found.end(), 0);
   };
-  store.age(0, 0);
+  store.advance_clock(0, 0);
   look(store, range(0, 1000));
   push(store, range(0, 1000));
-  store.age(0, 10);
+  store.advance_clock(0, 10);
   look(store, range(500, 1500));
-  store.age(0, 159);
+  store.advance_clock(0, 159);
   CHECK(found(range(0, 1500)) == 1500);
-  store.age(0, 1);  // 170, of which 160 since the mark after the first rows
+  store.advance_clock(0, 1);  // 170, of which 160 since the mark after the first rows
   CHECK(found(range(0, 500)) == 0 && found(range(500, 1500)) == 1000);
   CHECK(push(store, range(0, 500)).absent == 500);
   for (const float value : look(store, range(0, 500), false)) CHECK(value == 0.0f);
@@ -386,11 +386,11 @@ TEST_OF_ONE_THREAD(no_request_waits_for_rows_that_have_left) {
   Store store(pool);
   store.create_table(config_of(1 << 20, 1));
   row_shape = {};
-  store.age(0, 0);
+  store.advance_clock(0, 0);
   look(store, range(0, 100'000));
-  store.age(0, 1);
+  store.advance_clock(0, 1);
   look(store, range(1, 99'999));
-  store.age(0, 16);
+  store.advance_clock(0, 16);
   look(store, {200'000});  // in place of row 0, which is found at once
   CHECK(store.size(0) == 100'000);
   look(store, range(300'000, 300'010));  // The last row is not looked at before thousands of others.

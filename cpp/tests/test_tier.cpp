@@ -372,11 +372,11 @@ TEST_OF_ONE_THREAD(rows_that_have_left_leave_the_disk) {
   for (std::uint32_t i = 1; i <= 500; ++i) {
     step(script, tested, twin, i);
     if (i % 10 != 0) continue;
-    tested.store.age(0, 1);
-    twin.store.age(0, 1);
+    tested.store.advance_clock(0, 1);
+    twin.store.advance_clock(0, 1);
     CHECK(tested.rows() == twin.rows());
   }
-  for (Tested* each : {&tested, &twin}) each->store.age(0, 20);
+  for (Tested* each : {&tested, &twin}) each->store.advance_clock(0, 20);
   CHECK(tested.rows() == twin.rows() && tested.rows().empty());
   look(tested.store, range(10'000, 20'000));
   CHECK(tested.rows().size() == 10'000 && tested.store.size(0) < 14'000);

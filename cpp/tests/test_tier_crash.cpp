@@ -313,14 +313,14 @@ TEST(rows_on_disk_that_have_left) {
   crash_with(
       8,
       [](Tested& t) {
-        t.store.age(0, 0);
+        t.store.advance_clock(0, 0);
         t.look(range(0, 30));
         t.push(range(0, 30), 9, 1);
         for (int i = 0; i < 4; ++i) {
-          t.store.age(0, 3);
+          t.store.advance_clock(0, 3);
           t.look(range(10, 14));
         }
-        t.store.age(0, 3);
+        t.store.advance_clock(0, 3);
       },
       [](Tested& t) { t.look(backwards(range(5, 12)) + range(1000, 1005)); });
   row_shape = {};

@@ -77,7 +77,7 @@ class Told:
     def __init__(self):
         self.calls = []
 
-    def age(self, table, by):
+    def advance_clock(self, table, by):
         self.calls.append((table, by))
 
 
@@ -198,15 +198,15 @@ def test_imported_rows_have_not_left(name):
     lookup(old, ids(7, 8))
     for n in range(20):
         lookup(store, ids(n + 100))
-        store.age(0, 1)
+        store.advance_clock(0, 1)
     for _, rows in old.iterate_rows(0):
         store.import_rows(0, rows)
     for _ in range(4):
         assert store.contains(0, ids(7, 8)).all()
         lookup(store, ids(100))
-        store.age(0, 1)
+        store.advance_clock(0, 1)
     for _ in range(3):
-        store.age(0, 1)
+        store.advance_clock(0, 1)
     assert not store.contains(0, ids(7, 8)).any()
 
 
@@ -216,16 +216,16 @@ def test_another_unit_restarts_the_time(name):
     store.create_table(TableConfig("t", 4, shards=1, ttl=10**6))
     for n in range(100):
         lookup(store, ids(n))
-        store.age(0, 1000)
+        store.advance_clock(0, 1000)
     other = STORES[name]()
     other.create_table(TableConfig("t", 4, shards=1, ttl=100, ttl_unit="seconds"))
     for _, rows in store.iterate_rows(0):
         other.import_rows(0, rows)
     other.import_state(0, 0, store.export_state(0, 0))
-    other.age(0, 0)
-    other.age(0, 99)
+    other.advance_clock(0, 0)
+    other.advance_clock(0, 99)
     assert other.contains(0, np.arange(100, dtype=U)).all()
-    other.age(0, 10)
+    other.advance_clock(0, 10)
     assert not other.contains(0, np.arange(100, dtype=U)).any()
 
 
@@ -238,7 +238,7 @@ def test_memory_stops_growing_where_popular_rows_lie_together():
     for step in range(steps):
         fresh = 10**6 + np.arange(step * new, (step + 1) * new)
         lookup(store, np.append(np.arange(hot), fresh).astype(U))
-        store.age(0, 1)
+        store.advance_clock(0, 1)
         sizes.append(store.size(0))
     alive = hot + new * ttl
     assert sizes[-1] < 2.5 * alive
@@ -249,7 +249,7 @@ def test_rows_that_have_left_are_not_called_evicted():
     store = left()
     for n in range(50):
         lookup(store, ids(2, 100 + n))
-        store.age(0, 1)
+        store.advance_clock(0, 1)
     assert store.size(0) < 20
     assert store.statistics(0)["evicted"] == 0
     assert set_rows(store, 0, ids(300, 301), np.ones((2, 4), np.float32), None) == RowsSet(2, 0, 0)
@@ -265,7 +265,7 @@ def test_ages_that_contradict_the_clock_are_refused(name, at, value):
     store.create_table(TableConfig("t", 4, shards=1, ttl=4))
     for _ in range(3):
         lookup(store, ids(1))
-        store.age(0, 1)
+        store.advance_clock(0, 1)
     state = store.export_state(0, 0)
     state["ages"][at] = value
     with pytest.raises(StoreError, match="ages"):
@@ -293,16 +293,16 @@ def test_regions_keep_ages(tmp_path):
     path = str(tmp_path / "t")
     store = NativeStore()
     store.create_table(TableConfig("t", 4, shards=1, ttl=16), files=path)
-    store.age(0, 0)
+    store.advance_clock(0, 0)
     lookup(store, ids(1))
-    store.age(0, 1)
+    store.advance_clock(0, 1)
     lookup(store, ids(2))
-    store.age(0, 14)
+    store.advance_clock(0, 14)
     del store
     store = NativeStore()
     store.create_table(TableConfig("t", 4, shards=1, ttl=16), files=path, attach=True)
     assert store.contains(0, ids(1, 2)).all()
-    store.age(0, 2)
+    store.advance_clock(0, 2)
     assert store.contains(0, ids(1, 2)).tolist() == [False, True]
     del store
     store = NativeStore()  # What has left does not come back, whatever the time to live is then.
@@ -316,7 +316,7 @@ def test_damaged_ages_of_a_region_are_forgotten(tmp_path):
     store = NativeStore()
     store.create_table(config, files=path)
     lookup(store, ids(1))
-    store.age(0, 1)
+    store.advance_clock(0, 1)
     del store
     with open(path + ".0", "r+b") as region:
         region.seek(9720 + 16)  # Ages::left_before
@@ -332,12 +332,12 @@ def left():
     store = NativeStore()
     store.create_table(TableConfig("t", 4, shards=1, ttl=4))
     store.keep_last_steps(0)
-    store.age(0, 0)
+    store.advance_clock(0, 0)
     for n in range(6):
         met = ids(1, 2) if n == 0 else ids(2)
         lookup(store, met)
         update(store, met, np.ones((len(met), 4)), step=n + 1)
-        store.age(0, 1)
+        store.advance_clock(0, 1)
     assert store.contains(0, ids(1, 2)).tolist() == [False, True]
     return store
 
@@ -363,7 +363,7 @@ def test_rows_stay_when_recency_is_numbered_anew():
         lookup(store, ids(2))
     assert store.contains(0, ids(1, 2)).tolist() == [False, True]
     for _ in range(8):
-        store.age(0, 1)
+        store.advance_clock(0, 1)
     assert not store.contains(0, ids(2)).any()
 
 

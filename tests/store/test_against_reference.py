@@ -127,7 +127,7 @@ def test_any_history(data):
         elif action == "age":
             by = data.draw(st.integers(0, 30))
             for s in both:
-                s.age(0, by)
+                s.advance_clock(0, by)
         else:
             store, reference = both = (
                 restored(store, config, NativeStore(threads)),

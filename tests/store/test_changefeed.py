@@ -68,7 +68,7 @@ def test_any_history(kind, data):
         lookup(store, ids)
         updated = ids[: len(ids) // 2]
         update(store, updated, random.normal(size=(len(updated), 3)))
-        store.age(0, 1)
+        store.advance_clock(0, 1)
 
     with tempfile.TemporaryDirectory() as directory:
         store.create_table(config, spill=f"{directory}/t" if memory_rows else None)

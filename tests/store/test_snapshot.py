@@ -21,7 +21,7 @@ def train(stores, random, universe, step):
     for store in stores:
         lookup(store, ids)
         update(store, ids, gradients, step=step)
-        store.age(0, 1)
+        store.advance_clock(0, 1)
 
 
 def by_id(parts):

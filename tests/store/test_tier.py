@@ -116,7 +116,7 @@ def any_history(make, data, path):
         elif action == "age":
             by = data.draw(st.integers(0, 30))
             for s in both:
-                s.age(0, by)
+                s.advance_clock(0, by)
         elif action == "snapshot":
             # Rows move while it is read: it has those of its beginning, each once.
             whole = since is None or data.draw(st.booleans())
@@ -256,10 +256,10 @@ def test_increments_have_what_changed_on_either_side(store, tmp_path):
 def test_rows_on_disk_leave_after_their_time_to_live(store, tmp_path):
     config = TableConfig("t", 4, capacity=1000, shards=1, memory_rows=50, ttl=10)
     store.create_table(config, spill=str(tmp_path / "t"))
-    store.age(0, 0)
+    store.advance_clock(0, 0)
     lookup(store, np.arange(300, dtype=np.uint64))
     for _ in range(6):
-        store.age(0, 2)
+        store.advance_clock(0, 2)
         lookup(store, np.arange(100, dtype=np.uint64))
     np.testing.assert_array_equal(store.contains(0, np.arange(300, dtype=np.uint64)), np.arange(300) < 100)
     assert sum(len(rows.ids) for _, rows in store.iterate_rows(0)) == 100

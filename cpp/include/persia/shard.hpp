@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "persia/changefeed.hpp"
+#include "persia/eviction_queue.hpp"
 #include "persia/half.hpp"
 #include "persia/index.hpp"
 #include "persia/layout.hpp"
@@ -16,7 +17,6 @@
 #include "persia/optim.hpp"
 #include "persia/push_log.hpp"
 #include "persia/random.hpp"
-#include "persia/recency.hpp"
 #include "persia/region.hpp"
 #include "persia/sketch.hpp"
 #include "persia/snapshot.hpp"
@@ -53,7 +53,7 @@ struct TableConfig {
   InitializerConfig initializer;
   Admission admission = Admission::kAll;
   double admission_value = 0.0;  // the probability, or the number of occurrences
-  std::uint64_t ttl = 0;         // rows leave that were not touched for so long, in the unit of `Shard::age`; 0: never
+  std::uint64_t ttl = 0;         // rows expire that were not touched for so long, in `ttl_unit`; 0: never
   std::uint32_t ttl_unit = 1;    // 1: steps, 2: seconds. In regions and checkpoints: never reuse a number
   Eviction eviction = Eviction::kLru;
   bool durable = false;  // keep undo slot and push progress; always done in files, and with rows on disk
@@ -193,7 +193,7 @@ class Shard {
 
   // Lets time pass. Rows that were last touched longer than `ttl` ago, or up to a sixteenth of it later, leave: they
   // are absent from then on, and their memory goes to new rows, each of which looks at a few rows for one.
-  void age(std::uint64_t by);
+  void advance_clock(std::uint64_t by);
   // Keeps the step of each row's last change from now on; until then it is 0. Throws RegionFull.
   void keep_last_steps();
   // Writes the step of the last change of each row; 0 for a new or absent row. Changes nothing.
@@ -256,14 +256,14 @@ class Shard {
   // For tests; not locked.
   Header& header() { return *header_; }
   // For tests; not locked.
-  const VictimQueue& victims() const { return victims_; }
+  const EvictionQueue& eviction() const { return eviction_; }
   // Returns the first byte of a row; not locked.
   std::byte* row_bytes(std::uint32_t row) const { return rows_ + std::size_t{row} * stride_; }
 
  private:
   struct Group;
   struct Fetch;
-  class Turn;
+  class ShardLocks;
   enum class PushState { kNone, kOpen, kDuplicate };
 
   RowHeader* row(std::uint32_t number) const { return reinterpret_cast<RowHeader*>(row_bytes(number)); }
@@ -321,7 +321,7 @@ class Shard {
   std::uint32_t insert(std::uint64_t id, std::uint32_t left);
   // Returns the stamp that a new row begins with.
   std::uint32_t first_stamp() const {
-    return config_->eviction == Eviction::kMidpoint ? victims_.midpoint(header_->clock) : header_->clock;
+    return config_->eviction == Eviction::kMidpoint ? eviction_.midpoint(header_->clock) : header_->clock;
   }
   // Whether the last gradient of a row counts as a use of it. With midpoint insertion the first one does not: it
   // belongs to the lookup that inserted the row, and would make it as recent as a row that was met again.
@@ -338,7 +338,7 @@ class Shard {
   void publish(std::uint64_t id, std::uint32_t number, std::uint32_t stamp);
   void import_row(const RowView& rows, std::size_t position);
   // Builds the queue of rows to evict if there is none and the shard is nearly full.
-  void make_victims_ready() noexcept;
+  void make_eviction_ready() noexcept;
   void store_embedding(std::uint32_t number, const float* values);
   bool apply(std::uint32_t number, const Push& push, const float* gradient, float* before);
   bool apply_narrow(std::uint32_t number, const Push& push, const float* gradient, float* before);
@@ -364,7 +364,7 @@ class Shard {
     RowHeader& r = *row(number);
     const std::uint32_t before = r.stamp;
     r.stamp = header_->clock;
-    victims_.touch(stamps(), header_->clock, number, before);
+    eviction_.touch(stamps(), header_->clock, number, before);
   }
   // Rows on disk (tier.cpp).
   void open_tier(DiskReader* reader);
@@ -453,7 +453,7 @@ class Shard {
   std::uint64_t rows_ahead_ = 0;  // with fewer unused rows that have memory than these, more get it
   Index index_;
   Sketch sketch_;
-  VictimQueue victims_;
+  EvictionQueue eviction_;
   std::vector<std::uint32_t> left_;  // rows that had left when they were looked at
   std::uint64_t sweep_ = 0;          // the next row to look at ...
   std::uint64_t sweep_rows_ = 0;  // ... and how many there are, until all have been looked at since the last ones left
@@ -472,13 +472,13 @@ class Shard {
 
 // Holds the locks of all shards of a request; those in which rows change are marked, for whoever finds their region
 // after a crash.
-class Shard::Turn {
+class Shard::ShardLocks {
  public:
-  explicit Turn(Shards shards) : shards_(shards) {
+  explicit ShardLocks(Shards shards) : shards_(shards) {
     // All callers lock in this order, or only one shard.
     for (Shard* shard : shards_) shard->mutex_.lock();
   }
-  ~Turn() {
+  ~ShardLocks() {
     for (Shard* shard : shards_) {
       shard->begun_push_ = PushState::kNone;
       if (shard->tier_) shard->tier_->fetched = nullptr;
@@ -490,8 +490,8 @@ class Shard::Turn {
       shard->mutex_.unlock();
     }
   }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
+  ShardLocks(const ShardLocks&) = delete;
+  ShardLocks& operator=(const ShardLocks&) = delete;
 
  private:
   Shards shards_;

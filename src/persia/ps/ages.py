@@ -50,7 +50,7 @@ class RowAges:
         self._seconds = 0.0
         """Training time by which the clocks of the store have not been advanced yet."""
         for table in ttls:
-            self._store.age(table, 0)
+            self._store.advance_clock(table, 0)
 
     def updated(self, step: int) -> None:
         """Notes an update of a global step. Each step counts once, and late steps do not count."""
@@ -66,7 +66,7 @@ class RowAges:
             self._seconds -= seconds
             for tables, passed in ((self._by_steps, steps), (self._by_seconds, seconds)):
                 for table in tables if passed else ():
-                    self._store.age(table, passed)
+                    self._store.advance_clock(table, passed)
 
     def renumber(self) -> None:
         """Notes that global steps may be renumbered from the next update on."""

@@ -76,8 +76,8 @@ class TableConfig:
             the n-th occurrence on with "min_frequency".
         admission_value: the probability, or n (up to 65535).
         value_bound: embeddings are clamped to [-value_bound, value_bound] after each update; 0 does not clamp.
-        ttl: time after which rows leave that training has not met, in `ttl_unit`; 0: they stay.
-        ttl_unit: of `EmbeddingStore.age`, "steps" or "seconds".
+        ttl: time after which rows expire that training has not met, in `ttl_unit`; 0: they stay.
+        ttl_unit: of `EmbeddingStore.advance_clock`, "steps" or "seconds".
         dtype: dtype of embeddings in memory: "float32", "bfloat16" or "float16". Arithmetic is in float32; updates are
             rounded stochastically to 16 bits, initial and imported values to the nearest, within `value_bound`.
         memory_rows: maximum rows in memory; the least recently used rows beyond them are on disk, see `spill` of

@@ -184,10 +184,10 @@ class NativeStore(EmbeddingStore):
             exists, rows = self._native.peek(table, ids)
         return exists.astype(np.bool_), Rows(*rows)
 
-    def age(self, table: int, by: int) -> None:
-        """See `EmbeddingStore.age`."""
+    def advance_clock(self, table: int, by: int) -> None:
+        """See `EmbeddingStore.advance_clock`."""
         with _store_errors:
-            self._native.age(table, by)
+            self._native.advance_clock(table, by)
 
     def keep_last_steps(self, table: int) -> None:
         """See `EmbeddingStore.keep_last_steps`."""

@@ -179,10 +179,10 @@ class EmbeddingStore(Protocol):
                 tracked push continues where it stopped when repeated; the counts of the failed call are lost.
         """
 
-    def age(self, table: int, by: int) -> None:
-        """Lets time pass in a table with a `TableConfig.ttl`, in the unit of that; no-op for others.
+    def advance_clock(self, table: int, by: int) -> None:
+        """Advances the TTL clock of a table with a `TableConfig.ttl`, in its unit; no-op for others.
 
-        Rows leave that training has not met for `ttl`, at the latest a sixteenth of it and the time between two calls
+        Rows expire that training has not met for `ttl`, at the latest a sixteenth of it and the time between two calls
         later. They are absent from then on: lookups in training give them new rows, subject to admission, and exports
         leave them out. Their memory goes to new rows, each of which looks at a few rows for some; until then `size`
         counts them. `statistics` never counts them as evicted. Imported rows count as met.
@@ -211,7 +211,7 @@ class EmbeddingStore(Protocol):
         """Returns (whether each id has a row [n], whole rows [n]), and changes nothing; missing rows are zeros."""
 
     def size(self, table: int) -> int:
-        """Returns the number of rows of a table, in memory and on disk; see `age` for rows that have left."""
+        """Returns the number of rows of a table, in memory and on disk; see `advance_clock` for expired ones."""
 
     def memory_bytes(self, table: int) -> int:
         """Returns the bytes of rows, index, sketch, headers and marks of changed rows in use."""

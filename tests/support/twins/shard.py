@@ -126,7 +126,7 @@ class ReferenceShard:
         return row.stamp < self.left_before
 
     def pass_time(self, by: int) -> None:
-        """See `EmbeddingStore.age`."""
+        """See `EmbeddingStore.advance_clock`."""
         ttl = self.config.ttl
         if not ttl:
             return

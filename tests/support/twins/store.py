@@ -158,8 +158,8 @@ class ReferenceStore(EmbeddingStore):
         return result
 
     @_locked
-    def age(self, table: int, by: int) -> None:
-        """See `EmbeddingStore.age`."""
+    def advance_clock(self, table: int, by: int) -> None:
+        """See `EmbeddingStore.advance_clock`."""
         for shard in self._shards(table):
             shard.pass_time(by)
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "check.hpp"
+#include "persia/eviction_queue.hpp"
 #include "persia/layout.hpp"
-#include "persia/recency.hpp"
 
 namespace {
 long fail_in = 0;  // the allocation that fails; 0: none
@@ -77,7 +77,7 @@ struct Rows {
   bool midpoint = false;
   std::uint64_t capacity;
   std::vector<RowHeader> headers;
-  VictimQueue queue;
+  EvictionQueue queue;
   std::uint64_t used = 0;
   std::uint32_t clock = 0;
 };
@@ -104,10 +104,10 @@ std::uint32_t draw(Rows& rows, Pattern pattern, std::mt19937& random, std::uint3
 
 void compare_with_a_search(bool midpoint) {
   std::mt19937 random(1);
-  for (const std::size_t run : {std::size_t{1}, std::size_t{3}, std::size_t{16}, VictimQueue::kRun}) {
+  for (const std::size_t run : {std::size_t{1}, std::size_t{3}, std::size_t{16}, EvictionQueue::kRun}) {
     for (const std::uint64_t capacity : {1u, 2u, 7u, 20u, 100u, 600u, 1500u}) {
       // The search takes long, above all under sanitizers.
-      if (capacity > (kSanitized ? 20 : 600) && run != VictimQueue::kRun) continue;
+      if (capacity > (kSanitized ? 20 : 600) && run != EvictionQueue::kRun) continue;
       for (const Pattern pattern : {Pattern::kAny, Pattern::kFew, Pattern::kInTurn, Pattern::kOldest}) {
         for (const std::uint32_t new_in : {1u, 2u, 10u, 50u}) {  // one of so many ids is new
           Rows rows(capacity, run);
@@ -138,7 +138,7 @@ TEST(a_new_row_is_older_than_most_others) {
   constexpr std::uint64_t kRows = 20000;
   for (const std::uint32_t new_in : {2u, 10u}) {
     std::mt19937 random(3);
-    Rows rows(kRows, VictimQueue::kRun);
+    Rows rows(kRows, EvictionQueue::kRun);
     rows.midpoint = true;
     for (std::uint64_t evicted = 0; evicted < 4 * kRows;) {
       ++rows.clock;
@@ -160,7 +160,7 @@ TEST(no_eviction_waits_for_a_scan) {
   constexpr std::uint64_t kRows = 50000;
   for (const std::uint32_t new_in : {1u, 10u}) {
     std::mt19937 random(2);
-    Rows rows(kRows, VictimQueue::kRun);
+    Rows rows(kRows, EvictionQueue::kRun);
     std::uint64_t samples = 0, most = 0, most_skipped = 0, evicted = 0;
     while (evicted < 5 * kRows) {
       ++rows.clock;
@@ -199,7 +199,7 @@ TEST(no_request_waits_for_a_scan_whatever_others_have_touched) {
   for (const Mix& mix :
        {Mix{3000, 1, 0}, Mix{3000, 10, 0}, Mix{100, 1, 0}, Mix{3000, 1, 1}, Mix{3000, 1, 3200}, Mix{500, 20, 3200},
         Mix{1000, 3, 1000}, Mix{3000, 100, 6000}, Mix{3000, 2, 4000, true}, Mix{6000, 50, 200, true}}) {
-    Rows rows(kRows, VictimQueue::kRun);
+    Rows rows(kRows, EvictionQueue::kRun);
     while (rows.used < kRows) {
       ++rows.clock;
       for (std::uint32_t i = 0; i < kRequest; ++i) rows.insert(false);
@@ -230,7 +230,7 @@ TEST(no_request_waits_for_a_scan_whatever_others_have_touched) {
       });
     }
     CHECK(most <= 40 * kRequest);
-    CHECK(most_skipped <= VictimQueue::kRun + 4 * kRequest);
+    CHECK(most_skipped <= EvictionQueue::kRun + 4 * kRequest);
   }
 }
 
@@ -238,7 +238,7 @@ TEST(no_request_waits_for_a_scan_whatever_others_have_touched) {
 TEST(no_request_waits_for_a_scan_if_rows_leave_every_run_in_turn) {
   constexpr std::uint32_t kRows = 50000, kRequest = 100;
   for (const std::uint32_t stride : {7919u, 5557u, 12503u, 25001u}) {
-    Rows rows(kRows, VictimQueue::kRun);
+    Rows rows(kRows, EvictionQueue::kRun);
     rows.clock = 1;
     while (rows.used < kRows) rows.insert(false);
     std::vector<std::uint32_t> order(kRows);
@@ -273,7 +273,7 @@ TEST(no_request_waits_for_a_scan_if_rows_leave_every_run_in_turn) {
 
 TEST(rows_that_are_only_touched_are_not_read) {
   constexpr std::uint32_t kRows = 5000;
-  Rows rows(kRows, VictimQueue::kRun);
+  Rows rows(kRows, EvictionQueue::kRun);
   for (std::uint32_t i = 0; i < kRows + 1; ++i) {
     ++rows.clock;
     rows.insert(false);
@@ -294,7 +294,7 @@ TEST(rows_that_are_only_touched_are_not_read) {
 }
 
 TEST(a_batch_that_replaces_all_rows_reads_them_once) {
-  Rows rows(2000, VictimQueue::kRun);
+  Rows rows(2000, EvictionQueue::kRun);
   for (rows.clock = 1; rows.clock < 4; ++rows.clock) {
     const std::uint64_t before = rows.queue.read();
     for (int i = 0; i < 6000; ++i) rows.insert(i % 100 == 0);
@@ -319,7 +319,7 @@ TEST(a_dropped_queue_changes_no_order) {
 TEST(a_queue_that_was_made_ready_leaves_no_scan_to_a_request) {
   constexpr std::uint64_t kRows = 20000, kRequest = 100;
   for (const std::uint64_t space : {std::uint64_t{0}, kRows / 20}) {
-    Rows rows(kRows, VictimQueue::kRun);
+    Rows rows(kRows, EvictionQueue::kRun);
     while (rows.used < kRows - space) {
       ++rows.clock;
       for (std::uint64_t i = 0; i < kRequest; ++i) rows.insert(false);
@@ -336,7 +336,7 @@ TEST(a_queue_that_was_made_ready_leaves_no_scan_to_a_request) {
 }
 
 TEST(a_queue_is_not_made_ready_twice) {
-  Rows rows(20000, VictimQueue::kRun);
+  Rows rows(20000, EvictionQueue::kRun);
   for (rows.clock = 1; rows.used < 20000; ++rows.clock) rows.insert(false);
   for (int i = 0; i < 100; ++i, ++rows.clock) rows.insert();
   const std::uint64_t before = rows.queue.read();
@@ -346,7 +346,7 @@ TEST(a_queue_is_not_made_ready_twice) {
 }
 
 TEST(a_queue_is_not_made_ready_while_there_is_space) {
-  Rows rows(20000, VictimQueue::kRun);
+  Rows rows(20000, EvictionQueue::kRun);
   for (rows.clock = 1; rows.used < 10000; ++rows.clock) rows.insert(false);
   rows.queue.clear();
   const std::uint64_t before = rows.queue.read();
@@ -356,7 +356,7 @@ TEST(a_queue_is_not_made_ready_while_there_is_space) {
 
 // As of a table that was cleared: its clock begins again.
 TEST(a_dropped_queue_knows_no_clock_at_which_no_row_was_older) {
-  Rows rows(10, VictimQueue::kRun);
+  Rows rows(10, EvictionQueue::kRun);
   rows.clock = 5;
   for (int i = 0; i < 30; ++i) rows.insert(i < 10);
   rows.queue.clear();

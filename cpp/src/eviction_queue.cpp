@@ -1,4 +1,4 @@
-#include "persia/recency.hpp"
+#include "persia/eviction_queue.hpp"
 
 #include <algorithm>
 #include <array>
@@ -35,7 +35,7 @@ std::uint32_t& Stamps::operator[](std::uint64_t row) const {
   return reinterpret_cast<RowHeader*>(rows + row * stride)->stamp;
 }
 
-std::uint32_t VictimQueue::front(const Stamps& stamps, std::uint32_t clock) {
+std::uint32_t EvictionQueue::front(const Stamps& stamps, std::uint32_t clock) {
   for (;;) {
     while (current_.live > 0 && !current_.heads.empty()) {
       const std::uint64_t entry = current_.heads.front().entry;
@@ -53,7 +53,7 @@ std::uint32_t VictimQueue::front(const Stamps& stamps, std::uint32_t clock) {
   }
 }
 
-void VictimQueue::pop(const Stamps& stamps, std::uint32_t clock) noexcept {
+void EvictionQueue::pop(const Stamps& stamps, std::uint32_t clock) noexcept {
   space_ = 0;
   used_ = true;
   advance(stamps, clock);  // before the row leaves: its stamp is still the old one
@@ -69,13 +69,13 @@ void VictimQueue::pop(const Stamps& stamps, std::uint32_t clock) noexcept {
   }
 }
 
-void VictimQueue::prepare(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept {
+void EvictionQueue::prepare(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept {
   space_ = space;
   used_ = true;
   advance(stamps, clock);
 }
 
-void VictimQueue::make_ready(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept {
+void EvictionQueue::make_ready(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept {
   if (current_.live > 0 || scanning() || space > stamps.count / kReserve) return;
   space_ = space;
   try {
@@ -85,7 +85,7 @@ void VictimQueue::make_ready(const Stamps& stamps, std::uint32_t clock, std::uin
   }
 }
 
-void VictimQueue::clear() {
+void EvictionQueue::clear() {
   current_ = {};
   next_ = {};
   cursor_ = rows_ = 0;
@@ -94,21 +94,21 @@ void VictimQueue::clear() {
   exhausted_ = midpoint_ = 0;
 }
 
-void VictimQueue::leave(const Stamps& stamps, std::uint32_t clock, std::uint32_t row, std::uint32_t before) noexcept {
+void EvictionQueue::leave(const Stamps& stamps, std::uint32_t clock, std::uint32_t row, std::uint32_t before) noexcept {
   if (before < current_.end) --current_.live;
   if (scanning() && row < cursor_) --next_.live;
   if (first_has_left(current_, stamps)) skip(current_, stamps, kSkipped);
   advance(stamps, clock);
 }
 
-bool VictimQueue::first_has_left(const Queue& queue, const Stamps& stamps) {
+bool EvictionQueue::first_has_left(const Queue& queue, const Stamps& stamps) {
   if (queue.heads.empty()) return false;
   const std::uint64_t entry = queue.heads.front().entry;
   return stamps[static_cast<std::uint32_t>(entry)] != entry >> 32;
 }
 
 // Replaces the first head by the next row of its run that has not left; or goes on by `most` that have.
-void VictimQueue::skip(Queue& queue, const Stamps& stamps, std::size_t most) {
+void EvictionQueue::skip(Queue& queue, const Stamps& stamps, std::size_t most) {
   auto& heads = queue.heads;
   std::pop_heap(heads.begin(), heads.end(), std::greater<>());
   Run& run = queue.runs[heads.back().run];
@@ -130,7 +130,7 @@ void VictimQueue::skip(Queue& queue, const Stamps& stamps, std::size_t most) {
 }
 
 // With the queue empty, ends the scan or makes a whole one. Returns whether there is a row older than the clock.
-bool VictimQueue::refill(const Stamps& stamps, std::uint32_t clock) {
+bool EvictionQueue::refill(const Stamps& stamps, std::uint32_t clock) {
   if (scanning()) {
     finish(stamps);
     if (current_.live > 0) return true;
@@ -144,7 +144,7 @@ bool VictimQueue::refill(const Stamps& stamps, std::uint32_t clock) {
 // A row has left the queue or the rows of the scan, or has been added. While a scan went on, up to three quarters of
 // the queue have left, and come first in its own. A quarter remains before that is needed: each row that leaves skips
 // three of them, and one for itself.
-void VictimQueue::advance(const Stamps& stamps, std::uint32_t clock) noexcept {
+void EvictionQueue::advance(const Stamps& stamps, std::uint32_t clock) noexcept {
   try {
     if (scanning() && cursor_ < rows_) {
       collect(stamps, pace_);
@@ -160,7 +160,7 @@ void VictimQueue::advance(const Stamps& stamps, std::uint32_t clock) noexcept {
 }
 
 // The threshold comes from a sample; since all rows up to it are taken, the order is exact whatever it is.
-void VictimQueue::begin(const Stamps& stamps, std::uint32_t clock) {
+void EvictionQueue::begin(const Stamps& stamps, std::uint32_t clock) {
   if (clock <= current_.end) return;
   std::array<std::uint32_t, kSample> sample;
   const std::uint64_t total = std::min(kSample, stamps.count);
@@ -193,7 +193,7 @@ void VictimQueue::begin(const Stamps& stamps, std::uint32_t clock) {
   used_ = false;
 }
 
-void VictimQueue::collect(const Stamps& stamps, std::uint64_t count) {
+void EvictionQueue::collect(const Stamps& stamps, std::uint64_t count) {
   const std::uint64_t end = std::min(cursor_ + count, rows_);
   read_ += end - cursor_;
   for (; cursor_ < end; ++cursor_) {
@@ -209,7 +209,7 @@ void VictimQueue::collect(const Stamps& stamps, std::uint64_t count) {
   std::make_heap(next_.heads.begin(), next_.heads.end(), std::greater<>());
 }
 
-void VictimQueue::end_run() {
+void EvictionQueue::end_run() {
   std::sort(unsorted_.begin(), unsorted_.end());
   auto rows = std::make_unique_for_overwrite<std::uint32_t[]>(unsorted_.size());
   std::transform(unsorted_.begin(), unsorted_.end(), rows.get(),
@@ -220,13 +220,13 @@ void VictimQueue::end_run() {
 }
 
 // Ends the scan if it goes on, and uses its queue at once.
-void VictimQueue::finish(const Stamps& stamps) {
+void EvictionQueue::finish(const Stamps& stamps) {
   if (cursor_ < rows_) collect(stamps, rows_);
   change();
 }
 
 // After a scan: what is left of the queue before is in the new one, too.
-void VictimQueue::change() {
+void EvictionQueue::change() {
   current_ = std::exchange(next_, {});
   next_.end = current_.end;
 }

@@ -22,12 +22,12 @@ struct Stamps {
 // few at a time, before its queue is used. The order is exact since stamps only rise: whatever is as old as the
 // threshold of a scan when it ends was so at any moment of it. The queue is derived from the stamps, so dropping it
 // only causes a scan at once.
-class VictimQueue {
+class EvictionQueue {
  public:
   static constexpr std::size_t kRun = 1024;
 
   // Sorts `run` rows at a time.
-  explicit VictimQueue(std::size_t run = kRun) : run_(run) {}
+  explicit EvictionQueue(std::size_t run = kRun) : run_(run) {}
 
   // Returns the least recently used row. `clock` is the stamp of the current batch. If all rows have it, returns row 0.
   std::uint32_t front(const Stamps& stamps, std::uint32_t clock);
