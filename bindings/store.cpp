@@ -414,10 +414,10 @@ void register_config(nb::module_& m) {
       .def_rw("path", &persia::RegionFiles::path)
       .def_rw("attach", &persia::RegionFiles::attach)
       .def_rw("lock_seconds", &persia::RegionFiles::lock_seconds);
-  nb::class_<persia::SpillFiles>(m, "SpillFiles")
+  nb::class_<persia::TierFiles>(m, "TierFiles")
       .def(nb::init<>())
-      .def_rw("path", &persia::SpillFiles::path)
-      .def_rw("memory_rows", &persia::SpillFiles::memory_rows);
+      .def_rw("path", &persia::TierFiles::path)
+      .def_rw("memory_rows", &persia::TierFiles::memory_rows);
   nb::class_<TableConfig>(m, "TableConfig")
       .def(nb::init<>())
       .def_rw("name", &TableConfig::name)
@@ -436,7 +436,7 @@ void register_config(nb::module_& m) {
       .def_rw("ttl_unit", &TableConfig::ttl_unit)
       .def_rw("eviction", &TableConfig::eviction)
       .def_rw("files", &TableConfig::files)
-      .def_rw("spill", &TableConfig::spill);
+      .def_rw("tier", &TableConfig::tier);
 }
 
 }  // namespace

@@ -70,7 +70,7 @@ std::uint32_t Shard::least_stamp() const {
 // The row of an id, which has left, to be written once more.
 std::uint32_t Shard::renewed(std::uint32_t number) {
   mark_changed(number);
-  save_undo(number);
+  rows_.save_undo(number);
   renew(number);
   return number;
 }
@@ -81,7 +81,7 @@ std::uint32_t Shard::reusable() {
   for (std::uint64_t i = 0; i < kSweep && sweep_rows_ > 0 && left_.size() <= header_->rows_used / kListed; ++i) {
     --sweep_rows_;
     if (sweep_ >= header_->rows_used) sweep_ = 0;
-    __builtin_prefetch(row_bytes(static_cast<std::uint32_t>(sweep_)) + kSweep * stride_);
+    __builtin_prefetch(rows_.row_bytes(static_cast<std::uint32_t>(sweep_)) + kSweep * rows_.stride());
     const auto number = static_cast<std::uint32_t>(sweep_++);
     if (has_left(number)) left_.push_back(number);
   }
@@ -101,11 +101,11 @@ void Shard::forget_left() {
 // Once in 2^32 requests. What has left stays so; a kill in between brings it back for another time to live, as it
 // forgets the marks.
 void Shard::renumber_rows() {
-  const Stamps all = stamps();
+  const Stamps all = rows_.stamps();
   Ages& ages = header_->ages;
   std::uint64_t oldest = all.count;  // of the rows that have not left
   for (std::uint64_t row = 0; ages.left_before > 0 && row < all.count; ++row) {
-    if (!vacant(static_cast<std::uint32_t>(row)) && all[row] >= ages.left_before &&
+    if (!rows_.vacant(static_cast<std::uint32_t>(row)) && all[row] >= ages.left_before &&
         (oldest == all.count || all[row] < all[oldest]))
       oldest = row;
   }

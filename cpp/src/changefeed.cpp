@@ -25,7 +25,7 @@ bool Shard::begin_changes(bool all, std::size_t removed_limit) {
     whole.on = whole.known = true;
     whole.taking.fill(header_->rows_used);
     if (tier_) {
-      whole.taking.append(mark_of(number_of(0)), tier_->log.live_bits());
+      whole.taking.append(rows_.mark_of(rows_.number_of(0)), tier_->log.live_bits());
       for (const std::uint32_t number : tier_->vacant) whole.taking.remove(number);
     }
     whole.left_before = header_->ages.left_before;
@@ -73,7 +73,8 @@ bool Shard::search_left(RowChanges& changes) {
     const std::uint64_t end = std::min(feed.swept + kRowsPerLock, header_->rows_used);
     for (; feed.swept < end; ++feed.swept) {
       const auto number = static_cast<std::uint32_t>(feed.swept);
-      if (!vacant(number) && leaves(row(number)->stamp)) changes.removed.push_back(row(number)->key());
+      if (!rows_.vacant(number) && leaves(rows_.row(number)->stamp))
+        changes.removed.push_back(rows_.row(number)->key());
     }
     return false;
   }
@@ -104,13 +105,12 @@ void Shard::take_marked(RowChanges& changes) {
   Changefeed& feed = changefeed_;
   if (feed.cursor >= feed.taking.end()) feed.cursor = 0;
   const std::uint64_t end = std::min(feed.cursor + kMarksPerLock, feed.taking.end());
-  const std::uint64_t disk = tier_ ? mark_of(number_of(0)) : end;
+  const std::uint64_t disk = tier_ ? rows_.mark_of(rows_.number_of(0)) : end;
   const auto append_values = [&](const std::byte* bytes) {
     const auto& r = *reinterpret_cast<const RowHeader*>(bytes);
     changes.ids.push_back(r.key());
-    changes.embeddings.resize(changes.embeddings.size() + dim_);
-    const auto* values = reinterpret_cast<const float*>(bytes + sizeof(RowHeader));
-    values_.load(values, changes.embeddings.data() + changes.embeddings.size() - dim_, dim_);
+    changes.embeddings.resize(changes.embeddings.size() + rows_.dim());
+    rows_.read_embedding(bytes, changes.embeddings.data() + changes.embeddings.size() - rows_.dim());
   };
   const auto pass = [&](std::uint64_t at) {
     feed.taking.remove(at);
@@ -120,7 +120,7 @@ void Shard::take_marked(RowChanges& changes) {
   std::uint64_t at = feed.taking.next(feed.cursor, std::min(end, disk));
   for (; at < std::min(end, disk) && count < kRowsPerLock; at = feed.taking.next(at + 1, std::min(end, disk))) {
     const auto number = static_cast<std::uint32_t>(at);
-    if (!vacant(number) && row(number)->stamp >= feed.leave_before) append_values(row_bytes(number));
+    if (!rows_.vacant(number) && rows_.row(number)->stamp >= feed.leave_before) append_values(rows_.row_bytes(number));
     pass(at);
     ++count;
   }

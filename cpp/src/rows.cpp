@@ -43,20 +43,20 @@ void Shard::fetch_slots(Shards shards, const Slice& slice, std::size_t start, Gr
     group.tag[i] = Index::tag_of(hash);
     Shard* const shard = shards[shard_of_hash(hash, shards.size())];
     group.shard[i] = shard;
-    group.index[i] = &shard->index_;
-    shard->index_.prefetch(shard->index_.home(group.tag[i]));
+    group.index[i] = &shard->index_.slots();
+    group.index[i]->prefetch(group.index[i]->home(group.tag[i]));
   }
 }
 
 void Shard::fetch_rows(Group& group, const Fetch& fetch) {
   Index::candidates(group.index, group.tag, group.count, group.row);
   for (std::size_t i = 0; i < group.count; ++i) {
-    if (!group.shard[i]->in_memory(group.row[i])) continue;
-    const std::byte* bytes = group.shard[i]->row_bytes(group.row[i]);
+    if (!group.shard[i]->rows_.in_memory(group.row[i])) continue;
+    const std::byte* bytes = group.shard[i]->rows_.row_bytes(group.row[i]);
     const std::byte* const end = bytes + fetch.bytes;  // Not a line twice: asking takes a place in the queue, too.
     for (bytes -= reinterpret_cast<std::uintptr_t>(bytes) % kLine; bytes < end; bytes += kLine) prefetch(bytes);
     if (fetch.last_steps && group.shard[i]->header_->keeps_last_steps != 0) {
-      prefetch(group.shard[i]->last_steps() + group.row[i]);
+      prefetch(group.shard[i]->rows_.last_steps() + group.row[i]);
     }
   }
 }
@@ -79,14 +79,15 @@ void Shard::pipeline(Shards shards, const Slice& slice, const Fetch& fetch, Use&
 // One shard's part of a batch is scattered over the output, where the hardware does not see it coming.
 void Shard::prefetch_output(const Slice& slice, std::size_t i, const float* out) const {
   if (slice.positions == nullptr || i + kGroup >= slice.count) return;
-  __builtin_prefetch(out + slice.position(i + kGroup) * words_, 1);
+  __builtin_prefetch(out + slice.position(i + kGroup) * rows_.words(), 1);
 }
 
 // The candidate may be another id with the same tag, or have been evicted, spilled or inserted since it was probed.
 std::uint32_t Shard::resolve(const Group& group, std::size_t lane) const {
   const std::uint32_t number = group.row[lane];
-  if (in_memory(number) && row(number)->key() == group.id[lane] && row(number)->stamp != kVacant) return number;
-  return find(group.id[lane]);
+  if (rows_.in_memory(number) && rows_.row(number)->key() == group.id[lane] && rows_.row(number)->stamp != kVacant)
+    return number;
+  return index_.find(group.id[lane]);
 }
 
 Shard::Deferred Shard::lookup(Shards shards, const Slice& slice, float* out, bool train) {
@@ -123,21 +124,21 @@ void Shard::lookup_deferred(const Deferred& deferred, bool train) {
 // Whether the row of an id, which is not in memory, may be on disk; then it is looked up in another pass.
 bool Shard::defer(const Slice& slice, std::size_t i, Deferred& deferred) const {
   const std::size_t at = slice.position(i);
-  const std::size_t shard = deferred.fetched.size() == 1 ? 0 : number_;
+  const std::size_t shard = deferred.fetched.size() == 1 ? 0 : header_->shard;
   if (!want_cold(slice.ids[at], deferred.fetched[shard])) return false;
   deferred.positions.push_back(static_cast<std::uint32_t>(at));
   return true;
 }
 
 void Shard::lookup_only(Shards shards, const Slice& slice, float* out, Deferred* deferred) {
-  const std::size_t words = shards[0]->words_;
+  const std::size_t words = shards[0]->rows_.words();
   const std::size_t bytes = std::min(sizeof(RowHeader) + words * sizeof(float), kMaxPrefetch);
   pipeline(shards, slice, {bytes}, [&](std::size_t i, const Group& group, std::size_t lane) {
     Shard& shard = *group.shard[lane];
     shard.prefetch_output(slice, i, out);
     float* to = out + slice.position(i) * words;
     const std::uint32_t found = shard.resolve(group, lane), number = shard.present(found);
-    const float* values = number == Index::kNone ? nullptr : shard.weight(number);
+    const float* values = number == Index::kNone ? nullptr : shard.rows_.embedding(number);
     if (found == Index::kNone && shard.tier_) {
       if (deferred != nullptr) {
         if (shard.defer(slice, i, *deferred)) return;
@@ -154,7 +155,7 @@ void Shard::lookup_only(Shards shards, const Slice& slice, float* out, Deferred*
 }
 
 void Shard::lookup_train(Shards shards, const Slice& slice, float* out, Deferred* deferred) {
-  const std::size_t words = shards[0]->words_;
+  const std::size_t words = shards[0]->rows_.words();
   const std::size_t bytes = std::min(sizeof(RowHeader) + words * sizeof(float), kMaxPrefetch);
   pipeline(shards, slice, {bytes}, [&](std::size_t i, const Group& group, std::size_t lane) {
     Shard& shard = *group.shard[lane];
@@ -182,7 +183,7 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out, Deferred
         return;
       }
     }
-    copy_floats(to, shard.weight(number), words);
+    copy_floats(to, shard.rows_.embedding(number), words);
   });
 }
 
@@ -193,7 +194,7 @@ void Shard::last_steps(Shards shards, const Slice& slice, std::uint32_t* out) {
     Shard& shard = *group.shard[lane];
     const std::uint32_t found = shard.resolve(group, lane), number = shard.present(found);
     std::uint32_t& step = out[slice.position(i)];
-    step = number == Index::kNone ? 0 : shard.last_step(number);
+    step = number == Index::kNone ? 0 : shard.rows_.last_step(number);
     if (found == Index::kNone && shard.tier_) {
       shard.fetch_cold(slice, i, shards.size());
       if (const ColdRow cold = shard.find_cold(group.id[lane]); shard.present(cold)) step = cold.last_step;
@@ -224,8 +225,8 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
   PushCounts counts;
   if (slice.count == 0) return counts;
   const ShardLocks locks(shards);
-  const std::size_t dim = shards[0]->dim_;
-  const std::size_t bytes = std::min(shards[0]->stride_, kMaxPrefetch);
+  const std::size_t dim = shards[0]->rows_.dim();
+  const std::size_t bytes = std::min(shards[0]->rows_.stride(), kMaxPrefetch);
   float* const before = shards[0]->before_.data();  // One for all shards stays in L1.
   const auto use = [&](std::size_t i, const Group& group, std::size_t lane) {
     Shard& shard = *group.shard[lane];
@@ -266,7 +267,7 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
       // One store both counts the row and makes its undo void, so that no kill can separate the two.
       barrier();
       ++header.push.rows_applied;
-      shard.drop_undo();
+      shard.rows_.drop_undo();
     }
   };
   try {
@@ -289,38 +290,18 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
 // repeated after an interruption knows of its gradient alone.
 bool Shard::apply(std::uint32_t number, const Push& push, const float* gradient, float* before) {
   mark_changed(number);
-  save_undo(number);
-  RowHeader& r = *row(number);
+  rows_.save_undo(number);
+  RowHeader& r = *rows_.row(number);
   const std::uint32_t count = r.update_count;
   if (count != std::numeric_limits<std::uint32_t>::max()) ++r.update_count;
   if (makes_recent(number)) renew(number);
   crash_point();
-  if (!(values_.narrow()
-            ? apply_narrow(number, push, gradient, before)
-            : optimizer_->apply({weight(number), state(number), gradient, dim_, push.lr, r.update_count, before}))) {
+  if (!rows_.update(number, {gradient, push.lr, push.step, before})) {
     r.update_count = count;
     return false;
   }
   changefeed_.mark(number);
-  set_last_step(number, push.step);
-  return true;
-}
-
-// The same in float32 for a row of 16-bit values, which are rounded at the end: a finite value stays finite.
-bool Shard::apply_narrow(std::uint32_t number, const Push& push, const float* gradient, float* before) {
-  const RowHeader& r = *row(number);
-  float* const values = scratch_.data();
-  float* const moments = states_.narrow() ? values + dim_ : state(number);
-  const std::uint64_t key =
-      Rounding::key_of(header_->seed, header_->name_hash, r.key(), push.step, weight(number), words_);
-  values_.load(weight(number), values, dim_);
-  if (states_.narrow()) states_.load(state(number), moments, header_->state_width);
-  if (!optimizer_->apply({values, moments, gradient, dim_, push.lr, r.update_count, before})) return false;
-  values_.store_stochastic(values, weight(number), dim_, Rounding::of(key, r.update_count, 0));
-  crash_point();
-  if (states_.narrow()) {
-    states_.store_stochastic(moments, state(number), header_->state_width, Rounding::of(key, r.update_count, 1));
-  }
+  rows_.set_last_step(number, push.step);
   return true;
 }
 

@@ -208,7 +208,7 @@ void Shard::begin_cut(const CutOptions& options) {
   now.left_before = header_->ages.left_before;
   now.live = options.live && !tier_;  // rows that move to disk and back would be missed, or read twice
   if (tier_) prepare_cold_cut();
-  cut_ = std::make_unique<Cut>(now, header_->rows_used, stride_, changes_);
+  cut_ = std::make_unique<Cut>(now, header_->rows_used, rows_.stride(), changes_);
   changes_ = std::move(after);
   if (tier_) begin_cold_cut();
   header_->epoch = options.epoch;
@@ -231,11 +231,11 @@ bool Shard::export_cut(std::uint32_t epoch, std::uint64_t max_rows, RowBatch& ro
     for (std::uint64_t number = begin; number < end; ++number) {
       if (spilled != old.end() && spilled->tag.number == number) {
         const auto& old_row = *reinterpret_cast<const RowHeader*>(spilled->row);
-        if (!cut.had_left(old_row.stamp)) append(spilled->row, spilled->tag.last_step, rows);
+        if (!cut.had_left(old_row.stamp)) rows_.append(spilled->row, spilled->tag.last_step, rows);
         // A row that was about to change, and did not as there was no room, is there twice, with the same bytes.
         while (spilled != old.end() && spilled->tag.number == number) ++spilled;
       } else if (const auto n = static_cast<std::uint32_t>(number); cut.wanted(n, changes_.rows)) {
-        if (!cut.had_left(row(n)->stamp)) append(n, rows);
+        if (!cut.had_left(rows_.row(n)->stamp)) rows_.append(n, rows);
       }
     }
     if (end < cut.rows()) continue;

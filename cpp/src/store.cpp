@@ -26,8 +26,8 @@ void validate(const TableConfig& c) {
   require(c.dim >= 1 && c.dim <= kMaxDim, c.name, "dim must be within 1 ... 65536");
   require(c.shards <= kMaxShards && std::has_single_bit(c.shards), c.name, "shards must be a power of two up to 1024");
   require(c.capacity >= c.shards, c.name, "capacity must be at least the number of shards");
-  if (!c.spill.path.empty()) {
-    const auto& s = c.spill;
+  if (c.tiered()) {
+    const auto& s = c.tier;
     require(s.memory_rows >= c.shards && s.memory_rows <= c.capacity, c.name,
             "memory_rows must be at least the number of shards, and at most the capacity");
   }
@@ -58,7 +58,7 @@ Table::Table(TableConfig table_config)
       optimizer(config.optimizer),
       state_width(optimizer.state_width(config.dim)),
       row_words(words_of(config.dtype, config.dim)) {
-  if (!config.spill.path.empty()) reader = std::make_unique<DiskReader>();
+  if (config.tiered()) reader = std::make_unique<DiskReader>();
   for (std::uint32_t i = 0; i < config.shards; ++i) {
     shards.push_back(std::make_unique<Shard>(config, optimizer, i, reader.get()));
     all.push_back(shards.back().get());

@@ -72,16 +72,16 @@ const std::byte* FetchedRecords::find(const RowLog& log, std::uint32_t record) c
 }
 
 void Shard::open_tier(DiskReader* reader) {
-  if (config_->spill.path.empty()) return;
+  if (config_->tier.path.empty()) return;
   RowLog::Options options;
-  options.path = config_->spill.path + "." + std::to_string(number_);
-  options.row_bytes = stride_;
+  options.path = config_->tier.path + "." + std::to_string(header_->shard);
+  options.row_bytes = rows_.stride();
   // A third of the records may be dead, and more while a snapshot reads them.
-  const std::uint64_t total = total_of(*config_, number_), of_block = RowLog::block_records(stride_);
+  const std::uint64_t total = total_of(*config_, header_->shard), of_block = RowLog::block_records(rows_.stride());
   options.max_records = std::min(std::max(2 * total, kLeastSegments * of_block), kMaxRows - header_->capacity);
   options.segment_blocks = static_cast<std::size_t>(
       std::clamp<std::uint64_t>(options.max_records / (of_block * kLeastSegments), 1, options.segment_blocks));
-  options.keep = region_.is_file();
+  options.keep = rows_.in_file();
   if (config_->files.attach) {
     options.id = header_->cold.log;
     tier_ = std::make_unique<Tier>(RowLog::attach(options, header_->cold.next_record, *reader), total);
@@ -97,9 +97,9 @@ void Shard::open_tier(DiskReader* reader) {
 Shard::ColdRow Shard::find_cold(std::uint64_t id) {
   const std::uint32_t tag = Index::tag_of(hash_id(id));
   ColdRow found;
-  index_.find(tag, [&](std::uint32_t number) {
-    if (in_memory(number)) return false;
-    const std::uint32_t record = record_of(number);
+  index_.slots().find(tag, [&](std::uint32_t number) {
+    if (rows_.in_memory(number)) return false;
+    const std::uint32_t record = rows_.record_of(number);
     const std::byte* bytes = tier_->fetched == nullptr ? nullptr : tier_->fetched->find(tier_->log, record);
     if (bytes == nullptr) {
       tier_->bytes.resize(std::max(tier_->bytes.size(), tier_->log.record_bytes()));
@@ -128,9 +128,9 @@ const std::byte* Shard::row_of_request(std::uint32_t record, const std::byte* by
 // Wants all records that may be those of an id. Returns whether there are any.
 bool Shard::want_cold(std::uint64_t id, FetchedRecords& wanted) const {
   bool any = false;
-  index_.find(Index::tag_of(hash_id(id)), [&](std::uint32_t number) {
-    if (!in_memory(number)) {
-      wanted.want(tier_->log, record_of(number));
+  index_.slots().find(Index::tag_of(hash_id(id)), [&](std::uint32_t number) {
+    if (!rows_.in_memory(number)) {
+      wanted.want(tier_->log, rows_.record_of(number));
       any = true;
     }
     return false;
@@ -144,8 +144,8 @@ void Shard::fetch_cold(const Slice& slice, std::size_t from, std::size_t shards)
   tier_->ahead = {};
   for (std::size_t i = from; i < slice.count; ++i) {
     const std::uint64_t id = slice.ids[slice.position(i)];
-    if (shards > 1 && shard_of_hash(hash_id(id), shards) != number_) continue;
-    if (find(id) == Index::kNone) want_cold(id, tier_->ahead);
+    if (shards > 1 && shard_of_hash(hash_id(id), shards) != header_->shard) continue;
+    if (index_.find(id) == Index::kNone) want_cold(id, tier_->ahead);
   }
   const FetchedRecords::Pending all{&tier_->ahead, &tier_->log};
   FetchedRecords::read({&all, 1});
@@ -172,8 +172,8 @@ const float* Shard::cold_values(std::uint64_t id) {
 // Brings the row of an id back to memory. Returns its number, or none.
 std::uint32_t Shard::promote(std::uint64_t id) {
   const std::uint32_t tag = Index::tag_of(hash_id(id));
-  const auto on_disk = [&](std::uint32_t number) { return !in_memory(number); };
-  if (index_.find(tag, on_disk) == Index::kNone) return Index::kNone;
+  const auto on_disk = [&](std::uint32_t number) { return !rows_.in_memory(number); };
+  if (index_.slots().find(tag, on_disk) == Index::kNone) return Index::kNone;
   make_vacant();  // before the record is read, as this may move it
   const ColdRow cold = find_cold(id);
   if (cold.row == nullptr) return Index::kNone;
@@ -182,22 +182,22 @@ std::uint32_t Shard::promote(std::uint64_t id) {
     return Index::kNone;
   }
   const std::uint32_t number = tier_->vacant.back();
-  std::byte* const to = row_bytes(number);  // but for the stamp, which comes last
+  std::byte* const to = rows_.row_bytes(number);  // but for the stamp, which comes last
   std::memcpy(to, cold.row, offsetof(RowHeader, stamp));
   crash_point();
-  std::memcpy(to + sizeof(RowHeader), cold.row + sizeof(RowHeader), stride_ - sizeof(RowHeader));
-  set_last_step(number, cold.last_step);
+  std::memcpy(to + sizeof(RowHeader), cold.row + sizeof(RowHeader), rows_.stride() - sizeof(RowHeader));
+  rows_.set_last_step(number, cold.last_step);
   header_->cold.move_record = cold.record;
   barrier();
   header_->cold.move_row = std::uint64_t{number} + 1;
   barrier();
-  if (!index_.replace(tag, number_of(cold.record), number)) throw damaged(number);
+  if (!index_.replace(id, rows_.number_of(cold.record), number)) throw rows_.damaged(number);
   barrier();
-  row(number)->stamp = header_->clock;
+  rows_.row(number)->stamp = header_->clock;
   barrier();
   header_->cold.move_row = 0;
   barrier();
-  changefeed_.move(mark_of(number_of(cold.record)), number);
+  changefeed_.move(rows_.mark_of(rows_.number_of(cold.record)), number);
   tier_->vacant.pop_back();
   tier_->log.release(cold.record);
   ++header_->cold.promoted;
@@ -208,10 +208,10 @@ std::uint32_t Shard::promote(std::uint64_t id) {
 void Shard::promote_all(const Slice& slice, std::size_t shards, const Push& push) {
   for (std::size_t i = 0; i < slice.count; ++i) {
     const std::uint64_t id = slice.ids[slice.position(i)];
-    if (shards > 1 && shard_of_hash(hash_id(id), shards) != number_) continue;
+    if (shards > 1 && shard_of_hash(hash_id(id), shards) != header_->shard) continue;
     if (begun_push_ == PushState::kNone) begin_push(push);
     if (begun_push_ == PushState::kDuplicate) return;
-    if (find(id) != Index::kNone) continue;
+    if (index_.find(id) != Index::kNone) continue;
     fetch_cold(slice, i, shards);
     promote(id);
   }
@@ -219,11 +219,10 @@ void Shard::promote_all(const Slice& slice, std::size_t shards, const Push& push
 
 // A row on disk that is not needed any more.
 void Shard::drop_cold(std::uint32_t record, std::uint64_t id) {
-  mark_index();
-  if (!index_.erase(Index::tag_of(hash_id(id)), number_of(record))) throw damaged(number_of(record));
+  if (!index_.erase(id, rows_.number_of(record))) throw rows_.damaged(rows_.number_of(record));
   tier_->log.release(record);
   changes_.evict(id);
-  changefeed_.remove(mark_of(number_of(record)), id);
+  changefeed_.remove(rows_.mark_of(rows_.number_of(record)), id);
 }
 
 // Whatever may fail comes first: then nothing has changed.
@@ -231,35 +230,33 @@ void Shard::make_vacant() {
   if (!tier_->vacant.empty()) return;
   tier_->vacant.reserve(1);
   const auto vacate = [&](std::uint32_t number) {
-    row(number)->stamp = kVacant;
+    rows_.row(number)->stamp = kVacant;
     barrier();
     tier_->vacant.push_back(number);
   };
   std::uint32_t left = reusable();
   if (left == Index::kNone && header_->rows_used < header_->capacity) {
-    const bool few = header_->rows_used + rows_ahead_ >= header_->rows_backed;
-    if (few && header_->rows_backed < header_->capacity) back_rows();
-    eviction_.prepare(stamps(), header_->clock, header_->capacity - header_->rows_used);
+    rows_.back_next_row();
+    eviction_.prepare(rows_.stamps(), header_->clock, header_->capacity - header_->rows_used);
     vacate(static_cast<std::uint32_t>(header_->rows_used));
     ++header_->rows_used;
     return;
   }
   const bool found = left != Index::kNone;
   if (!found) {
-    left = eviction_.front(stamps(), header_->clock);
+    left = eviction_.front(rows_.stamps(), header_->clock);
     if (!has_left(left)) return make_room();
   }
   mark_changed(left);
-  mark_index();
-  const std::uint64_t id = row(left)->key();
-  if (!index_.erase(Index::tag_of(hash_id(id)), left)) throw damaged(left);
+  const std::uint64_t id = rows_.row(left)->key();
+  if (!index_.erase(id, left)) throw rows_.damaged(left);
   changes_.evict(id);
   changefeed_.remove(left, id);
   // With any stamp but these two it would come back, if a kill came now.
-  const std::uint32_t before = row(left)->stamp;
-  if (!found) eviction_.pop(stamps(), header_->clock);
+  const std::uint32_t before = rows_.row(left)->stamp;
+  if (!found) eviction_.pop(rows_.stamps(), header_->clock);
   vacate(left);
-  if (found) eviction_.touch(stamps(), header_->clock, left, before);
+  if (found) eviction_.touch(rows_.stamps(), header_->clock, left, before);
 }
 
 // Moves the least recently used rows to disk.
@@ -270,37 +267,37 @@ void Shard::spill_rows() {
   RowLog& log = tier_->log;
   std::vector<Leaving> leaving;
   const std::uint64_t most =
-      std::clamp<std::uint64_t>(header_->capacity / kShareThatLeaves, 1, RowLog::block_records(stride_));
+      std::clamp<std::uint64_t>(header_->capacity / kShareThatLeaves, 1, RowLog::block_records(rows_.stride()));
   leaving.reserve(most);
   tier_->vacant.reserve(tier_->vacant.size() + most);
   try {
     while (leaving.size() < most) {
-      std::uint32_t number = eviction_.front(stamps(), header_->clock);
+      std::uint32_t number = eviction_.front(rows_.stamps(), header_->clock);
       if (!leaving.empty() && has_left(number)) break;
-      if (row(number)->stamp == header_->clock) {
+      if (rows_.row(number)->stamp == header_->clock) {
         // All rows are of this request, which has more of them than memory: none is better than another.
         if (!leaving.empty() && leaving.front().stamp < header_->clock) break;
         number = tier_->hand = (tier_->hand + 1) % static_cast<std::uint32_t>(header_->rows_used);
         leaving.push_back(
-            {number, append_to_log(row_bytes(number), last_step(number), header_->clock), header_->clock});
+            {number, append_to_log(rows_.row_bytes(number), rows_.last_step(number), header_->clock), header_->clock});
         continue;
       }
-      RowHeader& r = *row(number);
-      leaving.push_back({number, append_to_log(row_bytes(number), last_step(number), r.stamp), r.stamp});
-      eviction_.pop(stamps(), header_->clock);
+      RowHeader& r = *rows_.row(number);
+      leaving.push_back({number, append_to_log(rows_.row_bytes(number), rows_.last_step(number), r.stamp), r.stamp});
+      eviction_.pop(rows_.stamps(), header_->clock);
       r.stamp = header_->clock;  // so that it is not found again
     }
     log.flush();
   } catch (...) {
-    for (const Leaving& l : leaving) row(l.number)->stamp = l.stamp;
+    for (const Leaving& l : leaving) rows_.row(l.number)->stamp = l.stamp;
     eviction_.clear();
     throw;
   }
   header_->cold.next_record = log.next();
   barrier();
-  for (const Leaving& l : leaving) index_.prefetch(index_.home(Index::tag_of(hash_id(row(l.number)->key()))));
+  for (const Leaving& l : leaving) index_.prefetch(rows_.row(l.number)->key());
   for (const Leaving& l : leaving) {
-    RowHeader& r = *row(l.number);
+    RowHeader& r = *rows_.row(l.number);
     r.stamp = l.stamp;
     const bool changed = changes_.rows.has(l.number);
     mark_changed(l.number);
@@ -308,7 +305,7 @@ void Shard::spill_rows() {
     barrier();
     header_->cold.move_row = std::uint64_t{l.number} + 1;
     barrier();
-    if (!index_.replace(Index::tag_of(hash_id(r.key())), l.number, number_of(l.record))) throw damaged(l.number);
+    if (!index_.replace(r.key(), l.number, rows_.number_of(l.record))) throw rows_.damaged(l.number);
     barrier();
     r.stamp = kVacant;
     barrier();
@@ -316,12 +313,12 @@ void Shard::spill_rows() {
     barrier();
     log.revive(l.record);
     changes_.records.set(l.record, changed);
-    changefeed_.move(l.number, mark_of(number_of(l.record)));
+    changefeed_.move(l.number, rows_.mark_of(rows_.number_of(l.record)));
     tier_->vacant.push_back(l.number);
   }
   header_->cold.spilled += leaving.size();
   tier_->to_compact = std::min(tier_->to_compact + kCompactedPerRow * leaving.size(),
-                               kCompactedPerRow * RowLog::block_records(stride_));
+                               kCompactedPerRow * RowLog::block_records(rows_.stride()));
   compact();
 }
 
@@ -352,7 +349,7 @@ void Shard::make_room() {
 }
 
 void Shard::append_cold(const ColdRow& cold, RowBatch& rows) const {
-  append(cold.row, cold.last_step, rows);
+  rows_.append(cold.row, cold.last_step, rows);
   rows.stamps.back() = stamp_of(cold);
 }
 

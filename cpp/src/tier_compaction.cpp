@@ -30,9 +30,9 @@ Shard::ColdRow Shard::cold_row(std::size_t i) const {
 // Writes the live records of sparse segments again, a few blocks at a time.
 void Shard::compact() {
   try {
-    while (tier_->to_compact >= RowLog::block_records(stride_)) {
+    while (tier_->to_compact >= RowLog::block_records(rows_.stride())) {
       if (!compact_block()) return;
-      tier_->to_compact -= RowLog::block_records(stride_);
+      tier_->to_compact -= RowLog::block_records(rows_.stride());
     }
   } catch (const std::runtime_error&) {
     // What asked for room has got it. If the disk cannot be written, the next row that leaves memory says so.
@@ -80,7 +80,7 @@ bool Shard::compact_block() {
   RowLog& log = tier_->log;
   if (tier_->compacting == RowLog::kNone) {
     // What is about to be evicted must not become young again.
-    const bool full = rows_total() + RowLog::block_records(stride_) >= tier_->capacity;
+    const bool full = rows_total() + RowLog::block_records(rows_.stride()) >= tier_->capacity;
     tier_->compacting = log.candidate(full ? log.oldest() : RowLog::kNone);
     if (tier_->compacting == RowLog::kNone) tier_->compacting = expired_segment();
     if (tier_->compacting == RowLog::kNone) return false;
@@ -93,7 +93,8 @@ bool Shard::compact_block() {
   }
   const std::uint32_t end = (tier_->compacting + 1) * log.segment_records();
   const std::uint32_t from = tier_->cursor;
-  const auto to = static_cast<std::uint32_t>(std::min<std::uint64_t>(end, from + RowLog::block_records(stride_)));
+  const auto to =
+      static_cast<std::uint32_t>(std::min<std::uint64_t>(end, from + RowLog::block_records(rows_.stride())));
   std::vector<ColdRow> rows;
   try {
     read_live(from, to);
@@ -124,15 +125,15 @@ bool Shard::compact_block() {
   barrier();
   for (const Moved& m : moved) {
     const std::uint64_t id = reinterpret_cast<const RowHeader*>(m.from.row)->key();
-    if (!index_.replace(Index::tag_of(hash_id(id)), number_of(m.from.record), number_of(m.record))) {
-      const std::runtime_error error = damaged(number_of(m.from.record));
+    if (!index_.replace(id, rows_.number_of(m.from.record), rows_.number_of(m.record))) {
+      const std::runtime_error error = rows_.damaged(rows_.number_of(m.from.record));
       set_compacting_aside();
       throw error;
     }
     barrier();
     log.revive(m.record);
     changes_.records.set(m.record, changes_.records.has(m.from.record));
-    changefeed_.move(mark_of(number_of(m.from.record)), mark_of(number_of(m.record)));
+    changefeed_.move(rows_.mark_of(rows_.number_of(m.from.record)), rows_.mark_of(rows_.number_of(m.record)));
     log.release(m.from.record);
   }
   header_->cold.compacted += moved.size();
@@ -169,7 +170,7 @@ void Shard::evict_cold() {
 
 // Drops rows of a segment; returns whether there were any.
 bool Shard::evict_from(std::uint32_t segment) {
-  const auto of_block = static_cast<std::uint32_t>(RowLog::block_records(stride_));
+  const auto of_block = static_cast<std::uint32_t>(RowLog::block_records(rows_.stride()));
   const std::uint32_t end = (segment + 1) * tier_->log.segment_records();
   for (std::uint32_t from = segment * tier_->log.segment_records(); from < end; from += of_block) {
     read_live(from, std::min(from + of_block, end));

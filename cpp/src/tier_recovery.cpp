@@ -76,10 +76,10 @@ int read_all(int file, std::byte* bytes, std::size_t count) {
 void Shard::finish_move() {
   Cold& cold = header_->cold;
   if (cold.move_row == 0) return;
-  RowHeader& r = *row(static_cast<std::uint32_t>(cold.move_row - 1));
-  const std::uint64_t slot = std::uint64_t{Index::tag_of(hash_id(r.key()))} << 32 | number_of(cold.move_record);
+  RowHeader& r = *rows_.row(static_cast<std::uint32_t>(cold.move_row - 1));
+  const std::uint64_t slot = std::uint64_t{Index::tag_of(hash_id(r.key()))} << 32 | rows_.number_of(cold.move_record);
   bool on_disk = false;
-  index_.for_each([&](std::uint64_t other) { on_disk |= other == slot; });
+  index_.slots().for_each([&](std::uint64_t other) { on_disk |= other == slot; });
   if (on_disk) {
     r.stamp = kVacant;
   } else if (r.stamp == kVacant) {
@@ -102,8 +102,9 @@ bool Shard::recover_tier() {
     slots = read_slots();
   } else if ((header_->busy & kIndexBusy) != 0 || !revive_rows()) {
     // As often as a slot was copied; that of a row of memory says nothing, as the row may be vacant.
-    index_.for_each([&](std::uint64_t slot) {
-      if (const auto number = static_cast<std::uint32_t>(slot) & kRowMask; !in_memory(number)) slots.push_back(slot);
+    index_.slots().for_each([&](std::uint64_t slot) {
+      if (const auto number = static_cast<std::uint32_t>(slot) & kRowMask; !rows_.in_memory(number))
+        slots.push_back(slot);
     });
     std::sort(slots.begin(), slots.end());
     slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
@@ -117,7 +118,7 @@ bool Shard::recover_tier() {
   tier_->log.forget();
   tier_->vacant.clear();
   if (!revive_rows()) {
-    throw std::runtime_error(where() +
+    throw std::runtime_error(rows_.where() +
                              ": its index is damaged: it names rows twice. Remove it with `persia cluster "
                              "regions --clean`, and go on from a checkpoint");
   }
@@ -130,21 +131,21 @@ bool Shard::revive_rows() {
   RowLog& log = tier_->log;
   std::vector<bool> rows(header_->rows_used);
   std::uint64_t found = 0, expected = 0;
-  const bool sound = index_.sound_if([&](std::uint32_t number) {
-    if (in_memory(number)) {
-      if (number >= rows.size() || rows[number] || vacant(number)) return false;
+  const bool sound = index_.slots().sound_if([&](std::uint32_t number) {
+    if (rows_.in_memory(number)) {
+      if (number >= rows.size() || rows[number] || rows_.vacant(number)) return false;
       ++found;
       rows[number] = true;
       return true;
     }
-    const std::uint32_t record = record_of(number);
+    const std::uint32_t record = rows_.record_of(number);
     if (record >= log.end_record() || log.live(record)) return false;
     log.revive(record);
     return true;
   });
   for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
     const auto n = static_cast<std::uint32_t>(number);
-    if (vacant(n)) {
+    if (rows_.vacant(n)) {
       tier_->vacant.push_back(n);
     } else {
       ++expected;
@@ -155,29 +156,24 @@ bool Shard::revive_rows() {
 
 void Shard::rebuild_with_tier(std::vector<std::uint64_t> slots) {
   for (const std::uint64_t slot : slots) {
-    if (record_of(static_cast<std::uint32_t>(slot) & kRowMask) >= tier_->log.end_record()) {
-      throw std::runtime_error(where() + ": its index is damaged: it names rows behind the end of " +
+    if (rows_.record_of(static_cast<std::uint32_t>(slot) & kRowMask) >= tier_->log.end_record()) {
+      throw std::runtime_error(rows_.where() + ": its index is damaged: it names rows behind the end of " +
                                tier_->log.path() +
                                ". Remove both with `persia cluster regions --clean`, and go on from a checkpoint");
     }
   }
   for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
     const auto n = static_cast<std::uint32_t>(number);
-    if (!vacant(n)) slots.push_back(std::uint64_t{checked_tag(n)} << 32 | n);
+    if (!rows_.vacant(n)) slots.push_back(std::uint64_t{index_.tag_of_row(n)} << 32 | n);
   }
-  header_->busy |= kIndexBusy;
-  barrier();
-  index_.build(slots);
-  barrier();
-  header_->index_old_slots = 0;
-  header_->index_frontier = 0;
+  index_.rebuild(slots);
   barrier();
   header_->cold.rebuilding = 0;
   barrier();
   unlink(slots_path().c_str());
 }
 
-std::string Shard::slots_path() const { return config_->spill.path + "." + std::to_string(number_) + ".slots"; }
+std::string Shard::slots_path() const { return config_->tier.path + "." + std::to_string(header_->shard) + ".slots"; }
 
 // The only copy while the index is being rebuilt: a process may die during that, too. Before it is complete, the next
 // process collects the slots again.
@@ -194,10 +190,11 @@ void Shard::write_slots(const std::vector<std::uint64_t>& slots) const {
   if (error == 0) return;
   unlink(path.c_str());  // Half of it is of no use, and takes space.
   if (error != ENOSPC && error != EDQUOT) {
-    throw std::runtime_error(where() + ": " + path + " cannot be written, for the index that a crash has left to " +
-                             "rebuild (" + std::strerror(error) + "). Mend that, and start the process again");
+    throw std::runtime_error(rows_.where() + ": " + path +
+                             " cannot be written, for the index that a crash has left to " + "rebuild (" +
+                             std::strerror(error) + "). Mend that, and start the process again");
   }
-  throw RegionFull(where() + ": no room for the index of " + path + ", which a crash has left to rebuild (" +
+  throw RegionFull(rows_.where() + ": no room for the index of " + path + ", which a crash has left to rebuild (" +
                    std::strerror(error) + "). Free " + std::to_string((all >> 20) + 1) +
                    " MiB there, and start the process again");
 }
@@ -205,7 +202,7 @@ void Shard::write_slots(const std::vector<std::uint64_t>& slots) const {
 std::vector<std::uint64_t> Shard::read_slots() const {
   const std::string path = slots_path();
   const auto refuse = [&](const std::string& what) {
-    throw std::runtime_error(where() + ": " + path + " " + what +
+    throw std::runtime_error(rows_.where() + ": " + path + " " + what +
                              ", which has what a crash left of its index. Put it back, or remove the region with "
                              "`persia cluster regions --clean`, and go on from a checkpoint");
   };

@@ -95,7 +95,7 @@ struct Tested {
     TableConfig c = config_of(capacity, kShards);
     if (!directory.empty()) {
       c.files = {directory + "/t", attach, 5.0};
-      if (memory_rows > 0) c.spill = {directory + "/spilled", memory_rows};
+      if (memory_rows > 0) c.tier = {directory + "/spilled", memory_rows};
     }
     crashing = &store;
     store.create_table(c);

@@ -28,7 +28,7 @@ struct Published {
       : pool(threads), store(pool), removed_limit(limit) {
     TableConfig c = config_of(shape.capacity, shape.shards);
     c.ttl = shape.ttl;
-    if (shape.memory_rows > 0) c.spill = {directory.path + "/t", shape.memory_rows};
+    if (shape.memory_rows > 0) c.tier = {directory.path + "/t", shape.memory_rows};
     store.create_table(c);
   }
 

@@ -38,7 +38,7 @@ struct Tested {
   Tested(std::uint64_t capacity, std::uint32_t shards, std::uint64_t memory_rows, std::size_t threads = 1)
       : pool(threads), store(pool) {
     TableConfig c = config_of(capacity, shards);
-    if (memory_rows > 0) c.spill = {directory.path + "/t", memory_rows};
+    if (memory_rows > 0) c.tier = {directory.path + "/t", memory_rows};
     store.create_table(c);
     store.keep_last_steps(0);
   }
@@ -448,7 +448,7 @@ TEST(a_lookup_reads_the_rows_of_all_tables_and_shards_at_once) {
       TableConfig c = config_of(100'000, 8);
       c.name = name;
       twin.create_table(c);
-      c.spill = {directory.path + "/" + name, 80};
+      c.tier = {directory.path + "/" + name, 80};
       store.create_table(c);
     }
     const auto look_up = [](Store& from, std::uint64_t first, std::uint64_t end, bool train) {

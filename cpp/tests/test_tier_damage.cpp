@@ -25,7 +25,7 @@ namespace {
 struct Tested {
   Tested(std::uint64_t capacity, std::uint64_t memory_rows) : pool(1), store(pool) {
     TableConfig c = config_of(capacity, 1);
-    if (memory_rows > 0) c.spill = {directory.path + "/t", memory_rows};
+    if (memory_rows > 0) c.tier = {directory.path + "/t", memory_rows};
     store.create_table(c);
   }
 

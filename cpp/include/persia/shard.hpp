@@ -10,76 +10,15 @@
 
 #include "persia/changefeed.hpp"
 #include "persia/eviction_queue.hpp"
-#include "persia/half.hpp"
-#include "persia/index.hpp"
 #include "persia/layout.hpp"
-#include "persia/memory.hpp"
-#include "persia/optim.hpp"
 #include "persia/push_log.hpp"
-#include "persia/random.hpp"
-#include "persia/region.hpp"
+#include "persia/row_index.hpp"
+#include "persia/row_store.hpp"
 #include "persia/sketch.hpp"
 #include "persia/snapshot.hpp"
 #include "persia/tier.hpp"
 
 namespace persia {
-
-// Which rows leave a full table. kMidpoint: new rows begin as if they had not been touched for a while.
-enum class Eviction : std::uint32_t { kLru = 0, kMidpoint = 1 };
-
-enum class Admission : std::uint32_t { kAll = 0, kProbability = 1, kMinFrequency = 2 };
-
-// Files of a table's regions, which outlive the process: `path`.0 and so on, one per shard.
-struct RegionFiles {
-  std::string path;           // empty: memory of this process
-  bool attach = false;        // attach to existing files
-  double lock_seconds = 0.0;  // maximum wait for a process that still holds them
-};
-
-// Files of rows that do not fit into memory: `path`.0 and so on, one per shard.
-struct SpillFiles {
-  std::string path;               // empty: rows that leave memory are evicted
-  std::uint64_t memory_rows = 0;  // rows in memory, over all shards
-};
-
-struct TableConfig {
-  std::string name;
-  std::size_t dim = 16;
-  Dtype dtype = Dtype::kFloat32;                    // of embeddings; see state_dtype
-  std::uint64_t capacity = std::uint64_t{1} << 30;  // rows, over all shards
-  std::uint32_t shards = 8;                         // power of two
-  std::uint64_t seed = 0;
-  OptimizerConfig optimizer;
-  InitializerConfig initializer;
-  Admission admission = Admission::kAll;
-  double admission_value = 0.0;  // the probability, or the number of occurrences
-  std::uint64_t ttl = 0;         // rows expire that were not touched for so long, in `ttl_unit`; 0: never
-  std::uint32_t ttl_unit = 1;    // 1: steps, 2: seconds. In regions and checkpoints: never reuse a number
-  Eviction eviction = Eviction::kLru;
-  bool durable = false;  // keep undo slot and push progress; always done in files, and with rows on disk
-  RegionFiles files;
-  SpillFiles spill;
-};
-
-// Returns the part of `rows` that one of `shards` has.
-inline std::uint64_t share_of(std::uint64_t rows, std::uint32_t shards, std::uint32_t shard) {
-  return rows / shards + (shard < rows % shards ? 1 : 0);
-}
-
-// Returns the maximum number of rows of a shard, those on disk included.
-inline std::uint64_t total_of(const TableConfig& config, std::uint32_t shard) {
-  return share_of(config.capacity, config.shards, shard);
-}
-
-// Returns the dtype of the optimizer's state: Adam's moments in a bfloat16 table have the dtype of the table. float16
-// has no room for second moments, which underflow, and sums of squares stop growing where a step is lost.
-inline Dtype state_dtype(const TableConfig& config) {
-  const bool moments = config.optimizer.kind == OptimizerKind::kAdam && config.dtype == Dtype::kBfloat16;
-  return moments ? Dtype::kBfloat16 : Dtype::kFloat32;
-}
-
-// Returns the shard of a hash among `shards`, a power of two.
-inline std::size_t shard_of_hash(std::uint64_t hash, std::size_t shards) { return hash & (shards - 1); }
 
 // Ids of a batch: all of `ids`, or those at `positions`.
 struct Slice {
@@ -116,17 +55,7 @@ struct Recovery {
   bool rebuilt = false;  // the index was rebuilt from the rows
 };
 
-// Whole rows, column by column. Values are float32, whatever the dtype of the table: reading is exact, and importing
-// rounds to the nearest, within the bound.
-struct RowBatch {
-  std::vector<std::uint64_t> ids;
-  std::vector<float> embeddings;  // [rows, dim]
-  std::vector<float> states;      // [rows, state width]
-  std::vector<std::uint32_t> update_counts;
-  std::vector<std::uint32_t> last_steps;  // zeros, unless the table keeps them
-  std::vector<std::uint32_t> stamps;
-};
-
+// Whole rows to import; see `RowBatch`.
 struct RowView {
   const std::uint64_t* ids;
   const float* embeddings;
@@ -258,7 +187,7 @@ class Shard {
   // For tests; not locked.
   const EvictionQueue& eviction() const { return eviction_; }
   // Returns the first byte of a row; not locked.
-  std::byte* row_bytes(std::uint32_t row) const { return rows_ + std::size_t{row} * stride_; }
+  std::byte* row_bytes(std::uint32_t row) const { return rows_.row_bytes(row); }
 
  private:
   struct Group;
@@ -266,44 +195,14 @@ class Shard {
   class ShardLocks;
   enum class PushState { kNone, kOpen, kDuplicate };
 
-  RowHeader* row(std::uint32_t number) const { return reinterpret_cast<RowHeader*>(row_bytes(number)); }
-  float* weight(std::uint32_t number) const { return reinterpret_cast<float*>(row_bytes(number) + sizeof(RowHeader)); }
-  // The words of both; floats, if their dtype is float32.
-  float* state(std::uint32_t number) const { return weight(number) + words_; }
-  std::uint32_t* last_steps() const { return reinterpret_cast<std::uint32_t*>(region_.base() + layout_.last_steps); }
-  std::uint32_t last_step(std::uint32_t number) const {
-    return header_->keeps_last_steps != 0 ? last_steps()[number] : 0;
-  }
-  void set_last_step(std::uint32_t number, std::uint32_t step) {
-    if (header_->keeps_last_steps != 0) last_steps()[number] = step;
-  }
   // Whether a row has not been touched for so long that it counts as absent.
-  bool has_left(std::uint32_t number) const { return row(number)->stamp < header_->ages.left_before; }
+  bool has_left(std::uint32_t number) const { return rows_.row(number)->stamp < header_->ages.left_before; }
   // The same row number, or none if the row has left.
   std::uint32_t present(std::uint32_t number) const {
     return number == Index::kNone || has_left(number) ? Index::kNone : number;
   }
-  Stamps stamps() const { return {rows_, stride_, header_->rows_used}; }
 
-  void open_region();
-  void format();
-  void check_identity() const;
-  void check_state() const;
-  void back_more(std::size_t offset, std::size_t bytes) const;
-  std::size_t piece(std::size_t backed) const;
-  std::size_t ahead(std::size_t piece) const;
-  void back_all();
-  void back_rows();
-  void back_index(std::uint64_t slots);
-  void back_index_ahead(std::uint64_t rows);
-  void grow_index(std::uint64_t rows);
-  bool move_index();
   void mark();
-  void mark_index() {
-    if ((header_->busy & kIndexBusy) != 0) return;
-    header_->busy |= kIndexBusy;
-    barrier();
-  }
   void begin();
   void begin_push(const Push& push);
   void end_push(const Push& push);
@@ -314,7 +213,6 @@ class Shard {
   static void pipeline(Shards shards, const Slice& slice, const Fetch& fetch, Use&& use);
   void prefetch_output(const Slice& slice, std::size_t i, const float* out) const;
   std::uint32_t resolve(const Group& group, std::size_t lane) const;
-  std::uint32_t find(std::uint64_t id) const;
   static void lookup_train(Shards shards, const Slice& slice, float* out, Deferred* deferred);
   static void lookup_only(Shards shards, const Slice& slice, float* out, Deferred* deferred);
   std::uint32_t admit(std::uint64_t id, std::uint32_t left);
@@ -326,7 +224,7 @@ class Shard {
   // Whether the last gradient of a row counts as a use of it. With midpoint insertion the first one does not: it
   // belongs to the lookup that inserted the row, and would make it as recent as a row that was met again.
   bool makes_recent(std::uint32_t number) const {
-    return config_->eviction == Eviction::kLru || row(number)->update_count > 1;
+    return config_->eviction == Eviction::kLru || rows_.row(number)->update_count > 1;
   }
   std::uint32_t acquire(std::uint64_t id);
   std::uint32_t renewed(std::uint32_t number);
@@ -339,20 +237,12 @@ class Shard {
   void import_row(const RowView& rows, std::size_t position);
   // Builds the queue of rows to evict if there is none and the shard is nearly full.
   void make_eviction_ready() noexcept;
-  void store_embedding(std::uint32_t number, const float* values);
   bool apply(std::uint32_t number, const Push& push, const float* gradient, float* before);
-  bool apply_narrow(std::uint32_t number, const Push& push, const float* gradient, float* before);
   void tick();
-  void save_undo(std::uint32_t number);
-  void drop_undo();
-  void rebuild_index();
-  std::string where() const;
-  void append(const std::byte* row, std::uint32_t last_step, RowBatch& rows) const;
-  void append(std::uint32_t number, RowBatch& rows) const { append(row_bytes(number), last_step(number), rows); }
   // Marks a row as changed, before anything of it changes.
   void mark_changed(std::uint32_t number) {
     if (changes_.rows.has(number)) return;
-    if (cut_) cut_->keep({number, last_step(number)}, row_bytes(number));
+    if (cut_) cut_->keep({number, rows_.last_step(number)}, rows_.row_bytes(number));
     changes_.rows.add(number);
   }
   // Its recency changes, and nothing else.
@@ -361,19 +251,14 @@ class Shard {
     renew(number);
   }
   void renew(std::uint32_t number) {
-    RowHeader& r = *row(number);
+    RowHeader& r = *rows_.row(number);
     const std::uint32_t before = r.stamp;
     r.stamp = header_->clock;
-    eviction_.touch(stamps(), header_->clock, number, before);
+    eviction_.touch(rows_.stamps(), header_->clock, number, before);
   }
   // Rows on disk (tier.cpp).
   void open_tier(DiskReader* reader);
-  bool in_memory(std::uint32_t number) const { return number < header_->capacity; }
-  std::uint32_t number_of(std::uint32_t record) const { return static_cast<std::uint32_t>(header_->capacity + record); }
-  std::uint32_t record_of(std::uint32_t number) const { return static_cast<std::uint32_t>(number - header_->capacity); }
-  // Whether a row of memory holds none.
-  bool vacant(std::uint32_t number) const { return tier_ && row(number)->stamp == kVacant; }
-  // The same for one that `acquire` has returned.
+  // Whether a row of memory that `acquire` has returned holds none.
   bool taken_vacant(std::uint32_t number) const {
     return tier_ && !tier_->vacant.empty() && tier_->vacant.back() == number;
   }
@@ -425,13 +310,7 @@ class Shard {
   std::string slots_path() const;
   void write_slots(const std::vector<std::uint64_t>& slots) const;
   std::vector<std::uint64_t> read_slots() const;
-  std::uint32_t checked_tag(std::uint32_t number) const;
-  std::runtime_error damaged(std::uint32_t number) const;
 
-  // The position of a row in the changefeed's marks. Those of records begin in a word of their own.
-  std::uint64_t mark_of(std::uint32_t number) const {
-    return in_memory(number) ? number : align_up(header_->capacity, 64) + record_of(number);
-  }
   bool search_left(RowChanges& changes);
   void take_marked(RowChanges& changes);
 
@@ -439,19 +318,9 @@ class Shard {
   Cut& cut_of(std::uint32_t epoch) const;
 
   const TableConfig* config_;
-  const Optimizer* optimizer_;
-  ValueCodec values_;
-  ValueCodec states_;
-  std::size_t dim_;
-  std::size_t words_;  // of an embedding
-  std::size_t stride_;
-  std::uint32_t number_;
-  Layout layout_;
-  Region region_;
+  RowStore rows_;
   Header* header_;
-  std::byte* rows_;
-  std::uint64_t rows_ahead_ = 0;  // with fewer unused rows that have memory than these, more get it
-  Index index_;
+  RowIndex index_;
   Sketch sketch_;
   EvictionQueue eviction_;
   std::vector<std::uint32_t> left_;  // rows that had left when they were looked at
@@ -463,8 +332,7 @@ class Shard {
   std::unique_ptr<Tier> tier_;  // of a table with rows on disk
   std::mutex mutex_;
   // Of the request that holds the lock:
-  std::vector<float> scratch_;  // embedding and state of a row, if they have 16 bits
-  std::vector<float> before_;   // the same of a row before its update
+  std::vector<float> before_;  // embedding and state of a row before its update
   bool begun_ = false;
   PushState begun_push_ = PushState::kNone;
   std::uint64_t skip_ = 0;  // gradients that an interrupted attempt of the push has applied

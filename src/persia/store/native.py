@@ -71,9 +71,9 @@ class NativeStore(EmbeddingStore):
         check_spill(config, spill)
         native = _native_config(config)
         if spill is not None:
-            cold = _core.SpillFiles()
-            cold.path, cold.memory_rows = spill, config.memory_rows
-            native.spill = cold
+            tier = _core.TierFiles()
+            tier.path, tier.memory_rows = spill, config.memory_rows
+            native.tier = tier
         if files is not None:
             regions = _core.RegionFiles()
             regions.path, regions.attach, regions.lock_seconds = files, attach, LOCK_SECONDS
