@@ -247,17 +247,17 @@ void import_rows(Store& store, std::size_t index, nb::object ids, nb::object emb
   store.import_rows(index, n, {keys.data(), weights.data(), state.data(), counts.data(), steps.data(), recency.data()});
 }
 
-// age, marks made, stamp before which rows have left, unit; then age and clock of each mark.
+// Time, marks made, stamp before which rows have expired, unit; then time and clock of each mark.
 constexpr std::size_t kMarkWords = 4;
-constexpr std::size_t kAgeWords = kMarkWords + 2 * persia::kAgeMarks;
+constexpr std::size_t kTtlWords = kMarkWords + 2 * persia::kTtlMarks;
 
-std::vector<std::uint64_t> ages_to_words(const persia::Ages& ages) {
-  std::vector<std::uint64_t> words{ages.age, ages.marks_made, ages.left_before, ages.unit};
-  for (const auto& mark : ages.marks) words.insert(words.end(), {mark.age, mark.clock});
+std::vector<std::uint64_t> ttl_to_words(const persia::TtlState& ttl) {
+  std::vector<std::uint64_t> words{ttl.time, ttl.marks_made, ttl.expired_before, ttl.unit};
+  for (const auto& mark : ttl.marks) words.insert(words.end(), {mark.time, mark.clock});
   return words;
 }
 
-persia::Ages ages_of_words(const std::uint64_t* words, const std::string& table) {
+persia::TtlState ttl_of_words(const std::uint64_t* words, const std::string& table) {
   const auto small = [&](std::uint64_t word) {
     if (word > std::numeric_limits<std::uint32_t>::max()) {
       throw std::invalid_argument("table '" + table +
@@ -265,11 +265,11 @@ persia::Ages ages_of_words(const std::uint64_t* words, const std::string& table)
     }
     return static_cast<std::uint32_t>(word);
   };
-  persia::Ages ages{words[0], words[1], small(words[2]), small(words[3]), {}};
-  for (std::size_t i = 0; i < persia::kAgeMarks; ++i) {
-    ages.marks[i] = {words[kMarkWords + 2 * i], small(words[kMarkWords + 2 * i + 1]), 0};
+  persia::TtlState ttl{words[0], words[1], small(words[2]), small(words[3]), {}};
+  for (std::size_t i = 0; i < persia::kTtlMarks; ++i) {
+    ttl.marks[i] = {words[kMarkWords + 2 * i], small(words[kMarkWords + 2 * i + 1]), 0};
   }
-  return ages;
+  return ttl;
 }
 
 nb::dict export_state(Store& store, std::size_t index, std::size_t shard) {
@@ -287,7 +287,7 @@ nb::dict export_state(Store& store, std::size_t index, std::size_t shard) {
   result["clients"] = to_numpy(std::move(clients), {persia::kClients, persia::kClientWords});
   result["counters"] = to_numpy(std::move(counters), {persia::kCounters});
   result["sketch"] = to_numpy(std::move(state.sketch), {sketch});
-  result["ages"] = to_numpy(ages_to_words(state.ages), {kAgeWords});
+  result["ages"] = to_numpy(ttl_to_words(state.ttl), {kTtlWords});
   return result;
 }
 
@@ -300,7 +300,7 @@ void import_state(Store& store, std::size_t index, std::size_t shard, nb::dict v
   using Table2 = nb::ndarray<const std::uint64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
   const auto clients = take<Table2>(values["clients"], name, "clients must be uint64 [256, 4]");
   if (clocks.shape(0) != 3 || counters.shape(0) != persia::kCounters || clients.shape(0) != persia::kClients ||
-      clients.shape(1) != persia::kClientWords || ages.shape(0) != kAgeWords) {
+      clients.shape(1) != persia::kClientWords || ages.shape(0) != kTtlWords) {
     throw std::invalid_argument("table '" + name + "': the shard state has another shape: is it of another version?");
   }
   if (std::max(clocks.data()[0], clocks.data()[1]) > std::numeric_limits<std::uint32_t>::max()) {
@@ -314,7 +314,7 @@ void import_state(Store& store, std::size_t index, std::size_t shard, nb::dict v
   std::memcpy(state.clients.data(), clients.data(), persia::kClients * sizeof(persia::ClientEntry));
   std::memcpy(state.counters.data(), counters.data(), sizeof(persia::Counters));
   state.sketch.assign(sketch.data(), sketch.data() + sketch.shape(0));
-  state.ages = ages_of_words(ages.data(), name);
+  state.ttl = ttl_of_words(ages.data(), name);
   const nb::gil_scoped_release release;
   store.shard(index, shard).import_state(state);
 }

@@ -28,11 +28,11 @@ bool Shard::begin_changes(bool all, std::size_t removed_limit) {
       whole.taking.append(rows_.mark_of(rows_.number_of(0)), tier_->log.live_bits());
       for (const std::uint32_t number : tier_->vacant) whole.taking.remove(number);
     }
-    whole.left_before = header_->ages.left_before;
+    whole.expired_before = expiry_.expired_before();
     feed = std::move(whole);
   }
   feed.limit = removed_limit;
-  feed.leave_before = header_->ages.left_before;
+  feed.expire_before = expiry_.expired_before();
   feed.cursor = feed.swept = feed.searched = 0;
   feed.passing = true;
   return true;
@@ -53,7 +53,7 @@ bool Shard::take_changes(std::uint64_t max_rows, RowChanges& changes) {
     if (!feed.removing.empty()) {
       changes.removed.insert(changes.removed.end(), feed.removing.begin(), feed.removing.end());
       feed.removing = {};
-    } else if (feed.left_before < feed.leave_before && !search_left(changes)) {
+    } else if (feed.expired_before < feed.expire_before && !search_left(changes)) {
       continue;
     } else if (feed.taking.count() > 0) {
       take_marked(changes);
@@ -68,7 +68,7 @@ bool Shard::take_changes(std::uint64_t max_rows, RowChanges& changes) {
 // Looks at a few rows for those that have left since the last pass. Returns whether all have been looked at.
 bool Shard::search_left(RowChanges& changes) {
   Changefeed& feed = changefeed_;
-  const auto leaves = [&](std::uint32_t stamp) { return stamp >= feed.left_before && stamp < feed.leave_before; };
+  const auto leaves = [&](std::uint32_t stamp) { return stamp >= feed.expired_before && stamp < feed.expire_before; };
   if (feed.swept < header_->rows_used) {
     const std::uint64_t end = std::min(feed.swept + kRowsPerLock, header_->rows_used);
     for (; feed.swept < end; ++feed.swept) {
@@ -82,8 +82,8 @@ bool Shard::search_left(RowChanges& changes) {
     const auto from = static_cast<std::uint32_t>(feed.searched);
     const std::uint32_t segment = tier_->log.segment_of(from);
     const std::uint64_t end = (std::uint64_t{segment} + 1) * tier_->log.segment_records();
-    if (tier_->newest_in(segment, header_->clock) < feed.left_before ||
-        tier_->oldest_in(segment) >= feed.leave_before) {
+    if (tier_->newest_in(segment, header_->clock) < feed.expired_before ||
+        tier_->oldest_in(segment) >= feed.expire_before) {
       feed.searched = end;
       return false;
     }
@@ -96,7 +96,7 @@ bool Shard::search_left(RowChanges& changes) {
     feed.searched = to;
     return false;
   }
-  feed.left_before = feed.leave_before;
+  feed.expired_before = feed.expire_before;
   return true;
 }
 
@@ -120,7 +120,7 @@ void Shard::take_marked(RowChanges& changes) {
   std::uint64_t at = feed.taking.next(feed.cursor, std::min(end, disk));
   for (; at < std::min(end, disk) && count < kRowsPerLock; at = feed.taking.next(at + 1, std::min(end, disk))) {
     const auto number = static_cast<std::uint32_t>(at);
-    if (!rows_.vacant(number) && rows_.row(number)->stamp >= feed.leave_before) append_values(rows_.row_bytes(number));
+    if (!rows_.vacant(number) && rows_.row(number)->stamp >= feed.expire_before) append_values(rows_.row_bytes(number));
     pass(at);
     ++count;
   }
@@ -134,7 +134,7 @@ void Shard::take_marked(RowChanges& changes) {
   }
   read_records();
   for (std::size_t i = 0; i < records.size(); ++i) {
-    if (const ColdRow cold = cold_row(i); stamp_of(cold) >= feed.leave_before) append_values(cold.row);
+    if (const ColdRow cold = cold_row(i); stamp_of(cold) >= feed.expire_before) append_values(cold.row);
     pass(disk + records[i]);
   }
   feed.cursor = at;

@@ -172,7 +172,7 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out, Deferred
     }
     Header& header = *shard.header_;
     ++header.counters.lookups;
-    if (number != Index::kNone && !shard.has_left(number)) {
+    if (number != Index::kNone && !shard.expired(number)) {
       shard.touch(number);
       ++header.counters.hits;
     } else {

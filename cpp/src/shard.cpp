@@ -22,6 +22,7 @@ Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_
       rows_(config, optimizer, shard),
       header_(&rows_.header()),
       index_(rows_, config),
+      expiry_(config, rows_),
       sketch_(reinterpret_cast<std::uint16_t*>(rows_.section(rows_.layout().sketch)), header_->sketch_width),
       before_(config.dim + optimizer.state_width(config.dim)) {
   open_tier(reader);
@@ -34,8 +35,8 @@ void Shard::mark() {
   barrier();
 }
 
-// `left` is the row of this id if it has one, which has left, or none.
-std::uint32_t Shard::admit(std::uint64_t id, std::uint32_t left) {
+// `expired` is the row of this id if it has one, which has expired, or none.
+std::uint32_t Shard::admit(std::uint64_t id, std::uint32_t expired) {
   bool admitted = true;
   if (config_->admission != Admission::kAll) {
     const std::uint32_t occurrence = sketch_.add(id);
@@ -51,11 +52,18 @@ std::uint32_t Shard::admit(std::uint64_t id, std::uint32_t left) {
     return Index::kNone;
   }
   ++header_->counters.admitted;
-  return insert(id, left);
+  return insert(id, expired);
 }
 
-std::uint32_t Shard::insert(std::uint64_t id, std::uint32_t left) {
-  const std::uint32_t number = left == Index::kNone ? acquire(id) : renewed(left);
+std::uint32_t Shard::insert(std::uint64_t id, std::uint32_t expired) {
+  std::uint32_t number = expired;
+  if (number == Index::kNone) {
+    number = acquire(id);
+  } else {
+    mark_changed(number);
+    rows_.save_undo(number);
+    renew(number);
+  }
   const std::uint32_t stamp = first_stamp();
   RowHeader& r = *rows_.row(number);
   r.set_key(id);
@@ -69,7 +77,7 @@ std::uint32_t Shard::insert(std::uint64_t id, std::uint32_t left) {
   return number;
 }
 
-// A row number to write to: that of a row that has left, the next unused one, or that of the least recently used row.
+// A row number to write to: that of an expired row, the next unused one, or that of the least recently used row.
 // The place of a row in the index goes to the new id. Whatever may fail comes first: then nothing has changed.
 std::uint32_t Shard::acquire(std::uint64_t id) {
   if (tier_) {
@@ -77,13 +85,13 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
     if (rows_total() >= tier_->capacity) evict_cold();
     return tier_->vacant.back();
   }
-  const std::uint32_t left = reusable();
-  if (left == Index::kNone && header_->rows_used < header_->capacity) {
+  const std::uint32_t expired = expiry_.reusable();
+  if (expired == Index::kNone && header_->rows_used < header_->capacity) {
     rows_.back_next_row();
     eviction_.prepare(rows_.stamps(), header_->clock, header_->capacity - header_->rows_used);
     return static_cast<std::uint32_t>(header_->rows_used);
   }
-  const std::uint32_t number = left == Index::kNone ? eviction_.front(rows_.stamps(), header_->clock) : left;
+  const std::uint32_t number = expired == Index::kNone ? eviction_.front(rows_.stamps(), header_->clock) : expired;
   mark_changed(number);
   index_.insert(id, number);
   rows_.save_undo(number);
@@ -92,7 +100,7 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
     rows_.drop_undo();
     throw rows_.damaged(number);
   }
-  if (left == Index::kNone) {
+  if (expired == Index::kNone) {
     eviction_.pop(rows_.stamps(), header_->clock);
     ++header_->counters.evicted;
   } else {
@@ -126,7 +134,8 @@ void Shard::tick() {
   if (header_->clock >= kLastClock) {
     if (cut_) cut_->fail("the recency of all rows was numbered anew (once in 2^32 requests); save again");
     changefeed_.lose();
-    renumber_rows();
+    expiry_.renumber();
+    eviction_.clear();
   }
   ++header_->clock;
 }
@@ -164,7 +173,7 @@ std::uint64_t Shard::export_rows(std::uint64_t start, std::uint64_t max_rows, Ro
   const std::lock_guard lock(mutex_);
   const std::uint64_t end = start + std::min(max_rows, header_->rows_used - std::min(start, header_->rows_used));
   for (std::uint64_t number = start; number < end; ++number) {
-    if (const auto n = static_cast<std::uint32_t>(number); !has_left(n) && !rows_.vacant(n)) rows_.append(n, rows);
+    if (const auto n = static_cast<std::uint32_t>(number); !expired(n) && !rows_.vacant(n)) rows_.append(n, rows);
   }
   if (end < header_->rows_used) return end;
   return tier_ ? export_cold(std::max(start, header_->capacity), max_rows, rows) : kNoRow;
@@ -192,7 +201,7 @@ void Shard::import_rows(const Slice& slice, const RowView& rows) {
 
 void Shard::import_row(const RowView& rows, std::size_t at) {
   const std::uint64_t id = rows.ids[at];
-  const std::uint32_t stamp = std::max(std::min(rows.stamps[at], kLastClock), least_stamp());
+  const std::uint32_t stamp = std::max(std::min(rows.stamps[at], kLastClock), expiry_.least_stamp());
   std::uint32_t number = index_.find(id);
   if (number == Index::kNone && tier_) number = promote(id);
   const bool known = number != Index::kNone;
@@ -233,14 +242,15 @@ ShardState Shard::export_state() {
   std::memcpy(s.counters.data(), &header_->counters, sizeof(Counters));
   const auto* counters = reinterpret_cast<const std::uint16_t*>(rows_.section(rows_.layout().sketch));
   s.sketch.assign(counters, counters + header_->sketch_width * kSketchRows);
-  s.ages = header_->ages;
+  s.ttl = header_->ttl;
   return s;
 }
 
 void Shard::import_state(const ShardState& s) {
   const std::lock_guard lock(mutex_);
   check_no_cut();
-  if (!sound(s.ages, s.clock)) throw std::invalid_argument("the ages of the state contradict each other or its clock");
+  if (!Expiry::sound(s.ttl, s.clock))
+    throw std::invalid_argument("the ages of the state contradict each other or its clock");
   if (s.clients.size() != kClients) throw std::invalid_argument("the state has another number of client entries");
   if (s.sketch.size() != header_->sketch_width * kSketchRows) {
     throw std::invalid_argument("the state has an admission sketch of " + std::to_string(s.sketch.size()) +
@@ -259,8 +269,7 @@ void Shard::import_state(const ShardState& s) {
   header_->client_clock = s.client_clock;
   std::copy(s.clients.begin(), s.clients.end(), header_->clients);
   std::memcpy(&header_->counters, s.counters.data(), sizeof(Counters));
-  header_->ages = s.ages;
-  forget_left();
+  expiry_.set(s.ttl);
   if (!s.sketch.empty()) {  // Null is not allowed, even for no bytes.
     std::memcpy(rows_.section(rows_.layout().sketch), s.sketch.data(), s.sketch.size() * sizeof(std::uint16_t));
   }
@@ -294,8 +303,7 @@ void Shard::clear() {
 void Shard::clear_rows() {
   rows_.clear();
   index_.clear();
-  header_->ages = {};
-  forget_left();
+  expiry_.set({});
   barrier();
   header_->clock = 0;
   header_->counters = {};
@@ -305,6 +313,11 @@ void Shard::clear_rows() {
   barrier();
   header_->cold.rebuilding = 0;
   barrier();
+}
+
+void Shard::advance_clock(std::uint64_t by) {
+  const std::lock_guard lock(mutex_);
+  expiry_.advance_clock(by);
 }
 
 void Shard::keep_last_steps() {
@@ -317,8 +330,7 @@ Recovery Shard::recover() {
   Recovery found;
   found.busy = header_->busy != 0;
   found.undone = rows_.roll_back();
-  // Rows stay for another time to live, if a process died while it set these.
-  if (!sound(header_->ages, header_->clock)) header_->ages = {};
+  expiry_.mend();
   found.open = header_->commit_slot == 0 && header_->push.client != 0;
   PushLog(*header_).recover();
   if (tier_) {

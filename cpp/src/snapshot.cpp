@@ -150,7 +150,7 @@ Cut::Cut(const CutOptions& options, std::uint64_t rows, std::size_t stride, Chan
     : epoch_(options.epoch),
       all_(options.since == 0),
       live_(options.live),
-      left_before_(options.left_before),
+      expired_before_(options.expired_before),
       rows_(rows),
       spill_(options.directory, stride, options.buffer_bytes),
       before_(std::move(before)) {}
@@ -205,7 +205,7 @@ void Shard::begin_cut(const CutOptions& options) {
                 ChangedRows(header_->rows_used),
                 ChangedRows(tier_ ? tier_->log.end_record() : 0)};
   CutOptions now = options;
-  now.left_before = header_->ages.left_before;
+  now.expired_before = expiry_.expired_before();
   now.live = options.live && !tier_;  // rows that move to disk and back would be missed, or read twice
   if (tier_) prepare_cold_cut();
   cut_ = std::make_unique<Cut>(now, header_->rows_used, rows_.stride(), changes_);
@@ -231,11 +231,11 @@ bool Shard::export_cut(std::uint32_t epoch, std::uint64_t max_rows, RowBatch& ro
     for (std::uint64_t number = begin; number < end; ++number) {
       if (spilled != old.end() && spilled->tag.number == number) {
         const auto& old_row = *reinterpret_cast<const RowHeader*>(spilled->row);
-        if (!cut.had_left(old_row.stamp)) rows_.append(spilled->row, spilled->tag.last_step, rows);
+        if (!cut.had_expired(old_row.stamp)) rows_.append(spilled->row, spilled->tag.last_step, rows);
         // A row that was about to change, and did not as there was no room, is there twice, with the same bytes.
         while (spilled != old.end() && spilled->tag.number == number) ++spilled;
       } else if (const auto n = static_cast<std::uint32_t>(number); cut.wanted(n, changes_.rows)) {
-        if (!cut.had_left(rows_.row(n)->stamp)) rows_.append(n, rows);
+        if (!cut.had_expired(rows_.row(n)->stamp)) rows_.append(n, rows);
       }
     }
     if (end < cut.rows()) continue;

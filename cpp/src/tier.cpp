@@ -159,9 +159,7 @@ std::uint32_t Shard::stamp_of(const ColdRow& cold) const {
 }
 
 // Whether there is such a row, and it has not left.
-bool Shard::present(const ColdRow& cold) const {
-  return cold.row != nullptr && stamp_of(cold) >= header_->ages.left_before;
-}
+bool Shard::present(const ColdRow& cold) const { return cold.row != nullptr && !expiry_.expired(stamp_of(cold)); }
 
 // The values of a row on disk, valid until the next record is read; nullptr if there is none.
 const float* Shard::cold_values(std::uint64_t id) {
@@ -234,7 +232,7 @@ void Shard::make_vacant() {
     barrier();
     tier_->vacant.push_back(number);
   };
-  std::uint32_t left = reusable();
+  std::uint32_t left = expiry_.reusable();
   if (left == Index::kNone && header_->rows_used < header_->capacity) {
     rows_.back_next_row();
     eviction_.prepare(rows_.stamps(), header_->clock, header_->capacity - header_->rows_used);
@@ -245,7 +243,7 @@ void Shard::make_vacant() {
   const bool found = left != Index::kNone;
   if (!found) {
     left = eviction_.front(rows_.stamps(), header_->clock);
-    if (!has_left(left)) return make_room();
+    if (!expired(left)) return make_room();
   }
   mark_changed(left);
   const std::uint64_t id = rows_.row(left)->key();
@@ -273,7 +271,7 @@ void Shard::spill_rows() {
   try {
     while (leaving.size() < most) {
       std::uint32_t number = eviction_.front(rows_.stamps(), header_->clock);
-      if (!leaving.empty() && has_left(number)) break;
+      if (!leaving.empty() && expired(number)) break;
       if (rows_.row(number)->stamp == header_->clock) {
         // All rows are of this request, which has more of them than memory: none is better than another.
         if (!leaving.empty() && leaving.front().stamp < header_->clock) break;
@@ -421,7 +419,7 @@ bool Shard::export_cold_cut(Cut& cut, RowBatch& rows) {
   try {
     read_records();
     for (std::size_t i = 0; i < records.size(); ++i) {
-      if (const ColdRow cold = cold_row(i); !cut.had_left(stamp_of(cold))) append_cold(cold, rows);
+      if (const ColdRow cold = cold_row(i); !cut.had_expired(stamp_of(cold))) append_cold(cold, rows);
     }
   } catch (const std::exception& error) {
     cut.fail(error.what());  // These rows have been passed.

@@ -47,14 +47,14 @@ void Shard::set_compacting_aside() {
 
 // A segment whose rows have all left the table, or none.
 std::uint32_t Shard::expired_segment() {
-  const std::uint32_t left_before = header_->ages.left_before;
-  if (left_before == tier_->looked_for) return RowLog::kNone;
+  const std::uint32_t expired_before = expiry_.expired_before();
+  if (expired_before == tier_->looked_for) return RowLog::kNone;
   for (std::uint32_t segment = 0; segment < tier_->newest.size(); ++segment) {
     const RowLog& log = tier_->log;
-    if (tier_->newest[segment] >= left_before || !log.full(segment) || log.is_set_aside(segment)) continue;
+    if (tier_->newest[segment] >= expired_before || !log.full(segment) || log.is_set_aside(segment)) continue;
     if (log.live_in(segment) > 0) return segment;
   }
-  tier_->looked_for = left_before;
+  tier_->looked_for = expired_before;
   return RowLog::kNone;
 }
 

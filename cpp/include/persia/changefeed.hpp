@@ -74,7 +74,7 @@ struct Changefeed {
   std::vector<std::uint64_t> removed, removing;  // ids
   std::size_t limit = 0;                         // of `removed`
   // Rows whose stamps are below have been removed, as they had left the table; and those that this pass removes.
-  std::uint32_t left_before = 0, leave_before = 0;
+  std::uint32_t expired_before = 0, expire_before = 0;
   std::uint64_t cursor = 0;    // in `taking`
   std::uint64_t swept = 0;     // rows of memory that have been looked at for those that have left ...
   std::uint64_t searched = 0;  // ... and records on disk

@@ -92,20 +92,20 @@ struct PushProgress {
   std::uint64_t rows_applied;  // in the push's own order, skipped rows included
 };
 
-// When rows leave a table with a time to live. Ages are counted in the unit of that time, from the first row on; marks
-// say which clock belonged to an age.
-struct AgeMark {
-  std::uint64_t age;
+// Which rows of a table with a time to live have expired. Its clock counts in the unit of that time, from the first row
+// on; marks say which stamp belonged to a time.
+struct TtlMark {
+  std::uint64_t time;
   std::uint32_t clock;
   std::uint32_t unused;
 };
-inline constexpr std::size_t kAgeMarks = 32;
-struct Ages {
-  std::uint64_t age;
-  std::uint64_t marks_made;   // the last `kAgeMarks` of them are kept, mark i at i % kAgeMarks
-  std::uint32_t left_before;  // rows with lower stamps have left, whether or not their memory has been used again
-  std::uint32_t unit;         // that of `TableConfig::ttl_unit`; 0 before the first row
-  AgeMark marks[kAgeMarks];
+inline constexpr std::size_t kTtlMarks = 32;
+struct TtlState {
+  std::uint64_t time;
+  std::uint64_t marks_made;      // the last `kTtlMarks` of them are kept, mark i at i % kTtlMarks
+  std::uint32_t expired_before;  // rows with lower stamps have expired, whether or not their memory is used again
+  std::uint32_t unit;            // that of `TableConfig::ttl_unit`; 0 before the first row
+  TtlMark marks[kTtlMarks];
 };
 
 // Values of `Cold::rebuilding`.
@@ -170,7 +170,7 @@ struct Header {
   std::uint8_t reserved[120 - sizeof(Cold)];
   OpenPush open[kOpenPushes];
   ClientEntry clients[kClients];
-  Ages ages;  // all 0 in regions of versions that did not know it
+  TtlState ttl;  // all 0 in regions of versions that did not know it
 };
 static_assert(offsetof(Header, dim) == 88);
 static_assert(offsetof(Header, capacity) == 104);
@@ -182,7 +182,7 @@ static_assert(offsetof(Header, counters) == 288);
 static_assert(offsetof(Header, index_old_slots) == 368);
 static_assert(offsetof(Header, open) == 504);
 static_assert(offsetof(Header, clients) == 1528);
-static_assert(offsetof(Header, ages) == 9720);
+static_assert(offsetof(Header, ttl) == 9720);
 static_assert(sizeof(Header) <= kHeaderBytes);
 
 // Offsets and sizes of the sections of a region. They follow from numbers in the header alone.

@@ -10,6 +10,7 @@
 
 #include "persia/changefeed.hpp"
 #include "persia/eviction_queue.hpp"
+#include "persia/expiry.hpp"
 #include "persia/layout.hpp"
 #include "persia/push_log.hpp"
 #include "persia/row_index.hpp"
@@ -73,7 +74,7 @@ struct ShardState {
   std::vector<ClientEntry> clients;  // kClients
   std::array<std::uint64_t, kCounters> counters{};
   std::vector<std::uint16_t> sketch;  // empty without one
-  Ages ages{};
+  TtlState ttl{};
 };
 
 // Rows on disk.
@@ -120,8 +121,8 @@ class Shard {
   // Applies a push, in the order of the slice. A tracked push is applied exactly once.
   static PushCounts update(Shards shards, const Slice& slice, const Push& push);
 
-  // Lets time pass. Rows that were last touched longer than `ttl` ago, or up to a sixteenth of it later, leave: they
-  // are absent from then on, and their memory goes to new rows, each of which looks at a few rows for one.
+  // Advances the clock of the time to live. Rows that were last touched longer than `ttl` ago, or up to a sixteenth of
+  // it later, expire: they are absent from then on, and their memory goes to new rows.
   void advance_clock(std::uint64_t by);
   // Keeps the step of each row's last change from now on; until then it is 0. Throws RegionFull.
   void keep_last_steps();
@@ -174,7 +175,7 @@ class Shard {
   // std::runtime_error if the region is damaged in another way.
   Recovery recover();
 
-  // Returns the number of rows, with those on disk, and those that have left and whose memory has not been used again.
+  // Returns the number of rows, with those on disk, and expired ones whose memory has not been used again.
   std::uint64_t size();
   // Returns what there is on disk, and what requests have read and written there.
   TierCounts tier_counts();
@@ -195,11 +196,10 @@ class Shard {
   class ShardLocks;
   enum class PushState { kNone, kOpen, kDuplicate };
 
-  // Whether a row has not been touched for so long that it counts as absent.
-  bool has_left(std::uint32_t number) const { return rows_.row(number)->stamp < header_->ages.left_before; }
-  // The same row number, or none if the row has left.
+  bool expired(std::uint32_t number) const { return expiry_.expired(rows_.row(number)->stamp); }
+  // The same row number, or none if the row has expired.
   std::uint32_t present(std::uint32_t number) const {
-    return number == Index::kNone || has_left(number) ? Index::kNone : number;
+    return number == Index::kNone || expired(number) ? Index::kNone : number;
   }
 
   void mark();
@@ -215,8 +215,8 @@ class Shard {
   std::uint32_t resolve(const Group& group, std::size_t lane) const;
   static void lookup_train(Shards shards, const Slice& slice, float* out, Deferred* deferred);
   static void lookup_only(Shards shards, const Slice& slice, float* out, Deferred* deferred);
-  std::uint32_t admit(std::uint64_t id, std::uint32_t left);
-  std::uint32_t insert(std::uint64_t id, std::uint32_t left);
+  std::uint32_t admit(std::uint64_t id, std::uint32_t expired);
+  std::uint32_t insert(std::uint64_t id, std::uint32_t expired);
   // Returns the stamp that a new row begins with.
   std::uint32_t first_stamp() const {
     return config_->eviction == Eviction::kMidpoint ? eviction_.midpoint(header_->clock) : header_->clock;
@@ -227,12 +227,6 @@ class Shard {
     return config_->eviction == Eviction::kLru || rows_.row(number)->update_count > 1;
   }
   std::uint32_t acquire(std::uint64_t id);
-  std::uint32_t renewed(std::uint32_t number);
-  std::uint32_t reusable();
-  std::uint32_t least_stamp() const;
-  void forget_left();
-  void renumber_rows();
-  static bool sound(const Ages& ages, std::uint32_t clock);
   void publish(std::uint64_t id, std::uint32_t number, std::uint32_t stamp);
   void import_row(const RowView& rows, std::size_t position);
   // Builds the queue of rows to evict if there is none and the shard is nearly full.
@@ -321,11 +315,9 @@ class Shard {
   RowStore rows_;
   Header* header_;
   RowIndex index_;
-  Sketch sketch_;
   EvictionQueue eviction_;
-  std::vector<std::uint32_t> left_;  // rows that had left when they were looked at
-  std::uint64_t sweep_ = 0;          // the next row to look at ...
-  std::uint64_t sweep_rows_ = 0;  // ... and how many there are, until all have been looked at since the last ones left
+  Expiry expiry_;
+  Sketch sketch_;
   Changes changes_;
   std::unique_ptr<Cut> cut_;
   Changefeed changefeed_;

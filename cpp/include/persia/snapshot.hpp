@@ -119,9 +119,9 @@ struct CutOptions {
   std::uint32_t since = 0;  // leaves out rows that have not changed since the snapshot of this number
   std::string directory;    // of the spill
   std::size_t buffer_bytes = std::size_t{1} << 20;
-  std::size_t evicted_limit = 0;  // ids of rows evicted from the snapshot on are remembered, so many at most
-  bool live = false;              // rows as they are when they are read, instead: nothing is spilled
-  std::uint32_t left_before = 0;  // rows with lower stamps have left the table
+  std::size_t evicted_limit = 0;     // ids of rows evicted from the snapshot on are remembered, so many at most
+  bool live = false;                 // rows as they are when they are read, instead: nothing is spilled
+  std::uint32_t expired_before = 0;  // rows with lower stamps have left the table
 };
 
 // A snapshot in work. The shard's lock guards it.
@@ -143,7 +143,7 @@ class Cut {
     return live_ ? changed_before(number) || now.has(number) : changed_before(number) && !now.has(number);
   }
   // Returns whether a row with this stamp had left the table when the snapshot began.
-  bool had_left(std::uint32_t stamp) const { return stamp < left_before_; }
+  bool had_expired(std::uint32_t stamp) const { return stamp < expired_before_; }
   // Returns the number of the snapshot.
   std::uint32_t epoch() const { return epoch_; }
   // Returns the row number that the reader has reached.
@@ -167,7 +167,7 @@ class Cut {
   std::uint32_t epoch_;
   bool all_;
   bool live_;
-  std::uint32_t left_before_;
+  std::uint32_t expired_before_;
   std::uint64_t rows_;
   std::uint64_t next_ = 0;
   Spill spill_;

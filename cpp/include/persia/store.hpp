@@ -73,7 +73,7 @@ class Store {
   std::vector<PushCounts> update(std::span<const UpdateRequest> requests, std::uint32_t step, std::uint64_t client,
                                  std::uint64_t sequence);
 
-  // Lets time pass in a table with a time to live; see `Shard::advance_clock`.
+  // Advances the clock of a table with a time to live; see `Shard::advance_clock`.
   void advance_clock(std::size_t table, std::uint64_t by);
   // Keeps the step of each row's last change from now on; until then it is 0. Throws RegionFull if there is too little
   // free space; a repetition continues.

@@ -58,7 +58,7 @@ struct Tier {
   std::uint64_t to_compact = 0;  // records to look at
   std::uint64_t damaged = 0;     // requests that have failed on a damaged record
   // By segment, no record has a later stamp, and none an earlier one; and the stamps for which segments were looked at
-  // last (`left_before`).
+  // last (`expired_before`).
   std::vector<std::uint32_t> newest, oldest;
   std::uint32_t looked_for = 0;
   // Of a snapshot: the records that were live when it began and have not been read yet, a bit each; the record to
