@@ -142,22 +142,22 @@ nb::tuple export_rows(Store& store, std::size_t index, std::size_t shard, std::u
   return nb::make_tuple(to_tuple(std::move(rows), store.table(index)), following);
 }
 
-void begin_cut(Store& store, std::size_t index, std::uint32_t epoch, std::uint32_t since, const std::string& directory,
-               std::size_t buffer_bytes, std::size_t evicted_limit, bool live) {
+void begin_snapshot(Store& store, std::size_t index, std::uint32_t id, std::uint32_t since,
+                    const std::string& directory, std::size_t buffer_bytes, std::size_t evicted_limit, bool live) {
   const auto& all = store.table(index).all;
   std::size_t begun = 0;
   try {
     for (; begun < all.size(); ++begun) {
-      all[begun]->begin_cut({epoch, since, directory, buffer_bytes, evicted_limit, live});
+      all[begun]->begin_snapshot({id, since, directory, buffer_bytes, evicted_limit, live});
     }
   } catch (...) {  // Else nobody would end those of the other shards.
-    while (begun > 0) all[--begun]->end_cut();
+    while (begun > 0) all[--begun]->end_snapshot();
     throw;
   }
 }
 
-void end_cut(Store& store, std::size_t index) {
-  for (persia::Shard* shard : store.table(index).all) shard->end_cut();
+void end_snapshot(Store& store, std::size_t index) {
+  for (persia::Shard* shard : store.table(index).all) shard->end_snapshot();
 }
 
 std::uint32_t changes_since(Store& store, std::size_t index) {
@@ -170,7 +170,8 @@ std::uint32_t changes_since(Store& store, std::size_t index) {
 }
 
 // Returns (rows, whether there may be more).
-nb::tuple export_cut(Store& store, std::size_t index, std::size_t shard, std::uint32_t epoch, std::uint64_t max_rows) {
+nb::tuple export_snapshot(Store& store, std::size_t index, std::size_t shard, std::uint32_t id,
+                          std::uint64_t max_rows) {
   const auto& table = store.table(index);
   RowBatch rows;
   bool more = false;
@@ -183,16 +184,16 @@ nb::tuple export_cut(Store& store, std::size_t index, std::size_t shard, std::ui
     rows.stamps.reserve(room);
     rows.embeddings.reserve(room * table.config.dim);
     rows.states.reserve(room * table.state_width);
-    more = store.shard(index, shard).export_cut(epoch, max_rows, rows);
+    more = store.shard(index, shard).export_snapshot(id, max_rows, rows);
   }
   return nb::make_tuple(to_tuple(std::move(rows), table), more);
 }
 
-nb::object cut_evicted(Store& store, std::size_t index, std::size_t shard, std::uint32_t epoch) {
+nb::object snapshot_evicted(Store& store, std::size_t index, std::size_t shard, std::uint32_t id) {
   std::vector<std::uint64_t> ids;
   {
     const nb::gil_scoped_release release;
-    ids = store.shard(index, shard).cut_evicted(epoch);
+    ids = store.shard(index, shard).snapshot_evicted(id);
   }
   const std::size_t n = ids.size();
   return to_numpy(std::move(ids), {n});
@@ -283,7 +284,7 @@ nb::dict export_state(Store& store, std::size_t index, std::size_t shard) {
   std::vector<std::uint64_t> counters(state.counters.begin(), state.counters.end());
   const std::size_t sketch = state.sketch.size();
   nb::dict result;
-  result["clocks"] = to_numpy(std::vector<std::uint64_t>{state.clock, state.epoch, state.client_clock}, {3});
+  result["clocks"] = to_numpy(std::vector<std::uint64_t>{state.clock, state.snapshot, state.client_clock}, {3});
   result["clients"] = to_numpy(std::move(clients), {persia::kClients, persia::kClientWords});
   result["counters"] = to_numpy(std::move(counters), {persia::kCounters});
   result["sketch"] = to_numpy(std::move(state.sketch), {sketch});
@@ -308,7 +309,7 @@ void import_state(Store& store, std::size_t index, std::size_t shard, nb::dict v
   }
   persia::ShardState state;
   state.clock = static_cast<std::uint32_t>(clocks.data()[0]);
-  state.epoch = static_cast<std::uint32_t>(clocks.data()[1]);
+  state.snapshot = static_cast<std::uint32_t>(clocks.data()[1]);
   state.client_clock = clocks.data()[2];
   state.clients.resize(persia::kClients);
   std::memcpy(state.clients.data(), clients.data(), persia::kClients * sizeof(persia::ClientEntry));
@@ -457,11 +458,11 @@ void register_store(nb::module_& m) {
       .def("keep_last_steps", &Store::keep_last_steps, nb::arg("table"), Release())
       .def("last_steps", &last_steps, nb::arg("table"), nb::arg("ids"))
       .def("export_rows", &export_rows, nb::arg("table"), nb::arg("shard"), nb::arg("start"), nb::arg("max_rows"))
-      .def("begin_cut", &begin_cut, nb::arg("table"), nb::arg("epoch"), nb::arg("since"), nb::arg("directory"),
+      .def("begin_snapshot", &begin_snapshot, nb::arg("table"), nb::arg("id"), nb::arg("since"), nb::arg("directory"),
            nb::arg("buffer_bytes"), nb::arg("evicted_limit"), nb::arg("live"), Release())
-      .def("export_cut", &export_cut, nb::arg("table"), nb::arg("shard"), nb::arg("epoch"), nb::arg("max_rows"))
-      .def("cut_evicted", &cut_evicted, nb::arg("table"), nb::arg("shard"), nb::arg("epoch"))
-      .def("end_cut", &end_cut, nb::arg("table"), Release())
+      .def("export_snapshot", &export_snapshot, nb::arg("table"), nb::arg("shard"), nb::arg("id"), nb::arg("max_rows"))
+      .def("snapshot_evicted", &snapshot_evicted, nb::arg("table"), nb::arg("shard"), nb::arg("id"))
+      .def("end_snapshot", &end_snapshot, nb::arg("table"), Release())
       .def("changes_since", &changes_since, nb::arg("table"), Release())
       .def("begin_changes", &begin_changes, nb::arg("table"), nb::arg("whole"), nb::arg("removed_limit"), Release())
       .def("take_changes", &take_changes, nb::arg("table"), nb::arg("shard"), nb::arg("max_rows"))

@@ -135,7 +135,7 @@ void RowStore::format() {
   Header identity = identity_of(*config_, *optimizer_, shard_);
   identity.magic = 0;
   std::memcpy(region_.base(), &identity, sizeof(identity));
-  header_->epoch = 1;
+  header_->snapshot = 1;
 }
 
 // All that there should be memory for: a copy of a file may have left out zeros.

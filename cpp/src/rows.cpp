@@ -289,7 +289,7 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
 // Returns whether the row has changed. If a new value would not be finite, only its recency has: a push that is
 // repeated after an interruption knows of its gradient alone.
 bool Shard::apply(std::uint32_t number, const Push& push, const float* gradient, float* before) {
-  mark_changed(number);
+  snapshots_.before_change(number);
   rows_.save_undo(number);
   RowHeader& r = *rows_.row(number);
   const std::uint32_t count = r.update_count;

@@ -23,6 +23,7 @@ Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_
       header_(&rows_.header()),
       index_(rows_, config),
       expiry_(config, rows_),
+      snapshots_(rows_),
       sketch_(reinterpret_cast<std::uint16_t*>(rows_.section(rows_.layout().sketch)), header_->sketch_width),
       before_(config.dim + optimizer.state_width(config.dim)) {
   open_tier(reader);
@@ -60,7 +61,7 @@ std::uint32_t Shard::insert(std::uint64_t id, std::uint32_t expired) {
   if (number == Index::kNone) {
     number = acquire(id);
   } else {
-    mark_changed(number);
+    snapshots_.before_change(number);
     rows_.save_undo(number);
     renew(number);
   }
@@ -92,7 +93,7 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
     return static_cast<std::uint32_t>(header_->rows_used);
   }
   const std::uint32_t number = expired == Index::kNone ? eviction_.front(rows_.stamps(), header_->clock) : expired;
-  mark_changed(number);
+  snapshots_.before_change(number);
   index_.insert(id, number);
   rows_.save_undo(number);
   if (!index_.erase(rows_.row(number)->key(), number)) {
@@ -106,7 +107,7 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
   } else {
     renew(number);
   }
-  changes_.evict(rows_.row(number)->key());
+  snapshots_.evict(rows_.row(number)->key());
   changefeed_.remove(number, rows_.row(number)->key());
   return number;
 }
@@ -132,7 +133,7 @@ void Shard::publish(std::uint64_t id, std::uint32_t number, std::uint32_t stamp)
 
 void Shard::tick() {
   if (header_->clock >= kLastClock) {
-    if (cut_) cut_->fail("the recency of all rows was numbered anew (once in 2^32 requests); save again");
+    snapshots_.fail("the recency of all rows was numbered anew (once in 2^32 requests); save again");
     changefeed_.lose();
     expiry_.renumber();
     eviction_.clear();
@@ -179,12 +180,46 @@ std::uint64_t Shard::export_rows(std::uint64_t start, std::uint64_t max_rows, Ro
   return tier_ ? export_cold(std::max(start, header_->capacity), max_rows, rows) : kNoRow;
 }
 
+void Shard::begin_snapshot(const SnapshotOptions& options) {
+  const std::lock_guard lock(mutex_);
+  snapshots_.check(options);
+  if (tier_) prepare_cold_snapshot();
+  snapshots_.begin(options, expiry_.expired_before(), tier_ ? tier_->log.end_record() : 0);
+  if (tier_) begin_cold_snapshot();
+}
+
+bool Shard::export_snapshot(std::uint32_t id, std::uint64_t max_rows, RowBatch& rows) {
+  for (const std::size_t before = rows.ids.size(); rows.ids.size() - before < max_rows;) {
+    const std::lock_guard lock(mutex_);
+    Snapshot& snapshot = snapshots_.reading(id);
+    if (snapshots_.read(rows)) continue;
+    if (!tier_ || !export_cold_snapshot(snapshot, rows)) return false;
+  }
+  return true;
+}
+
+std::vector<std::uint64_t> Shard::snapshot_evicted(std::uint32_t id) {
+  const std::lock_guard lock(mutex_);
+  return snapshots_.reading(id).evicted();
+}
+
+std::uint32_t Shard::changes_since() {
+  const std::lock_guard lock(mutex_);
+  return snapshots_.since();
+}
+
+void Shard::end_snapshot() {
+  const std::lock_guard lock(mutex_);
+  end_cold_snapshot();
+  snapshots_.end();
+}
+
 void Shard::import_rows(const Slice& slice, const RowView& rows) {
   if (slice.count == 0) return;
   Shard* const self = this;
   const ShardLocks locks(Shards(&self, 1));
-  check_no_cut();
-  changes_ = {};  // imported rows count as unchanged, so what has changed is no longer known
+  snapshots_.check_none();
+  snapshots_.forget();  // imported rows count as unchanged, so what has changed is no longer known
   mark();
   eviction_.clear();
   for (std::size_t i = 0; i < slice.count; ++i) {
@@ -236,7 +271,7 @@ ShardState Shard::export_state() {
   const std::lock_guard lock(mutex_);
   ShardState s;
   s.clock = header_->clock;
-  s.epoch = header_->epoch;
+  s.snapshot = header_->snapshot;
   s.client_clock = header_->client_clock;
   s.clients.assign(header_->clients, header_->clients + kClients);
   std::memcpy(s.counters.data(), &header_->counters, sizeof(Counters));
@@ -248,7 +283,7 @@ ShardState Shard::export_state() {
 
 void Shard::import_state(const ShardState& s) {
   const std::lock_guard lock(mutex_);
-  check_no_cut();
+  snapshots_.check_none();
   if (!Expiry::sound(s.ttl, s.clock))
     throw std::invalid_argument("the ages of the state contradict each other or its clock");
   if (s.clients.size() != kClients) throw std::invalid_argument("the state has another number of client entries");
@@ -263,9 +298,9 @@ void Shard::import_state(const ShardState& s) {
     if (!rows_.vacant(static_cast<std::uint32_t>(number))) clock = std::max(clock, all[number]);
   }
   header_->clock = std::min(clock, kLastClock);
-  changes_ = {};
+  snapshots_.forget();
   changefeed_.lose();
-  header_->epoch = s.epoch;
+  header_->snapshot = s.snapshot;
   header_->client_clock = s.client_clock;
   std::copy(s.clients.begin(), s.clients.end(), header_->clients);
   std::memcpy(&header_->counters, s.counters.data(), sizeof(Counters));
@@ -288,8 +323,8 @@ void Shard::make_eviction_ready() noexcept {
 void Shard::clear() {
   Shard* const self = this;
   const ShardLocks locks(Shards(&self, 1));
-  check_no_cut();
-  changes_ = {};
+  snapshots_.check_none();
+  snapshots_.forget();
   changefeed_.lose();
   mark();
   index_.mark_busy();
@@ -353,8 +388,8 @@ std::uint64_t Shard::size() {
 
 std::uint64_t Shard::memory_bytes() {
   const std::lock_guard lock(mutex_);
-  return rows_.memory_bytes() + index_.memory_bytes() + changes_.rows.bytes() + changes_.records.bytes() +
-         changefeed_.bytes() + (tier_ ? tier_->log.live_bits().size() * sizeof(std::uint64_t) : 0);
+  return rows_.memory_bytes() + index_.memory_bytes() + snapshots_.memory_bytes() + changefeed_.bytes() +
+         (tier_ ? tier_->log.live_bits().size() * sizeof(std::uint64_t) : 0);
 }
 
 TierCounts Shard::tier_counts() {

@@ -219,7 +219,7 @@ void Shard::promote_all(const Slice& slice, std::size_t shards, const Push& push
 void Shard::drop_cold(std::uint32_t record, std::uint64_t id) {
   if (!index_.erase(id, rows_.number_of(record))) throw rows_.damaged(rows_.number_of(record));
   tier_->log.release(record);
-  changes_.evict(id);
+  snapshots_.evict(id);
   changefeed_.remove(rows_.mark_of(rows_.number_of(record)), id);
 }
 
@@ -245,10 +245,10 @@ void Shard::make_vacant() {
     left = eviction_.front(rows_.stamps(), header_->clock);
     if (!expired(left)) return make_room();
   }
-  mark_changed(left);
+  snapshots_.before_change(left);
   const std::uint64_t id = rows_.row(left)->key();
   if (!index_.erase(id, left)) throw rows_.damaged(left);
-  changes_.evict(id);
+  snapshots_.evict(id);
   changefeed_.remove(left, id);
   // With any stamp but these two it would come back, if a kill came now.
   const std::uint32_t before = rows_.row(left)->stamp;
@@ -297,8 +297,8 @@ void Shard::spill_rows() {
   for (const Leaving& l : leaving) {
     RowHeader& r = *rows_.row(l.number);
     r.stamp = l.stamp;
-    const bool changed = changes_.rows.has(l.number);
-    mark_changed(l.number);
+    const bool changed = snapshots_.changed(l.number);
+    snapshots_.before_change(l.number);
     header_->cold.move_record = l.record;
     barrier();
     header_->cold.move_row = std::uint64_t{l.number} + 1;
@@ -310,7 +310,7 @@ void Shard::spill_rows() {
     header_->cold.move_row = 0;
     barrier();
     log.revive(l.record);
-    changes_.records.set(l.record, changed);
+    snapshots_.set_record(l.record, changed);
     changefeed_.move(l.number, rows_.mark_of(rows_.number_of(l.record)));
     tier_->vacant.push_back(l.number);
   }
@@ -336,11 +336,11 @@ void Shard::make_room() {
     tier_->log.try_again();
     compact_until_room();
   }
-  if (tier_->log.exhausted() && cut_) {
-    cut_->fail(
+  if (tier_->log.exhausted() && snapshots_.reading()) {
+    snapshots_.fail(
         "rows moved to disk until all records were in use, of which the snapshot kept those of rows that came "
         "back: save again, or raise the capacity of the table");
-    end_cold_cut();
+    end_cold_snapshot();
     compact_until_room();
   }
   spill_rows();
@@ -384,57 +384,57 @@ void Shard::clear_tier() {
 }
 
 // The records of a snapshot: those that are live now. Their segments stay as they are until they have been read.
-void Shard::prepare_cold_cut() {
-  tier_->cut = tier_->log.live_bits();
-  tier_->cut_next = 0;
-  tier_->cut_end = tier_->log.end_record();
+void Shard::prepare_cold_snapshot() {
+  tier_->snapshot = tier_->log.live_bits();
+  tier_->snapshot_next = 0;
+  tier_->snapshot_end = tier_->log.end_record();
 }
 
-void Shard::begin_cold_cut() noexcept {
+void Shard::begin_cold_snapshot() noexcept {
   // Rows of memory that hold none are not in the snapshot, whatever comes there.
   for (const std::uint32_t number : tier_->vacant) {
-    if (!changes_.rows.has(number)) changes_.rows.add(number);
+    snapshots_.skip(number);
   }
-  for (std::uint64_t record = 0; record < tier_->cut_end; record += tier_->log.segment_records()) {
+  for (std::uint64_t record = 0; record < tier_->snapshot_end; record += tier_->log.segment_records()) {
     tier_->log.pin(tier_->log.segment_of(static_cast<std::uint32_t>(record)));
   }
 }
 
 // Appends rows of a segment, so many at most as are read under one lock. Returns whether there may be more.
-bool Shard::export_cold_cut(Cut& cut, RowBatch& rows) {
+bool Shard::export_cold_snapshot(Snapshot& snapshot, RowBatch& rows) {
   auto& records = tier_->records;
-  auto& next = tier_->cut_next;
-  if (next >= tier_->cut_end) return false;
+  auto& next = tier_->snapshot_next;
+  if (next >= tier_->snapshot_end) return false;
   const std::uint32_t segment = tier_->log.segment_of(static_cast<std::uint32_t>(next));
   const std::uint64_t end = (std::uint64_t{segment} + 1) * tier_->log.segment_records();
   records.clear();
   while (next < end && records.size() < kRowsPerLock) {
-    const std::uint64_t bits = next / 64 < tier_->cut.size() ? tier_->cut[next / 64] >> (next % 64) : 0;
+    const std::uint64_t bits = next / 64 < tier_->snapshot.size() ? tier_->snapshot[next / 64] >> (next % 64) : 0;
     next += bits == 0 ? 64 - next % 64 : static_cast<unsigned>(std::countr_zero(bits));
     if (bits == 0 || next >= end) continue;
     const auto record = static_cast<std::uint32_t>(next++);
-    if (cut.wants_record(record)) records.push_back(record);
+    if (snapshot.wants_record(record)) records.push_back(record);
   }
   next = std::min(next, end);
   try {
     read_records();
     for (std::size_t i = 0; i < records.size(); ++i) {
-      if (const ColdRow cold = cold_row(i); !cut.had_expired(stamp_of(cold))) append_cold(cold, rows);
+      if (const ColdRow cold = cold_row(i); !snapshot.had_expired(stamp_of(cold))) append_cold(cold, rows);
     }
   } catch (const std::exception& error) {
-    cut.fail(error.what());  // These rows have been passed.
+    snapshot.fail(error.what());  // These rows have been passed.
     throw;
   }
   if (next == end) tier_->log.unpin(segment);
   return true;
 }
 
-void Shard::end_cold_cut() {
+void Shard::end_cold_snapshot() {
   if (!tier_) return;
   tier_->log.unpin_all();
   tier_->log.try_again();  // A disk may have been away for a while.
-  tier_->cut = {};
-  tier_->cut_next = tier_->cut_end = 0;
+  tier_->snapshot = {};
+  tier_->snapshot_next = tier_->snapshot_end = 0;
 }
 
 }  // namespace persia

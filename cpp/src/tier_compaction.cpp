@@ -132,7 +132,7 @@ bool Shard::compact_block() {
     }
     barrier();
     log.revive(m.record);
-    changes_.records.set(m.record, changes_.records.has(m.from.record));
+    snapshots_.set_record(m.record, snapshots_.record_changed(m.from.record));
     changefeed_.move(rows_.mark_of(rows_.number_of(m.from.record)), rows_.mark_of(rows_.number_of(m.record)));
     log.release(m.from.record);
   }

@@ -97,27 +97,27 @@ TEST_OF_ONE_THREAD(a_follower_has_the_rows_of_the_table) {
         std::mt19937_64 random(static_cast<unsigned>(seed));
         Published table(shape, seed % 3 == 0 ? 30 : 1 << 16);
         const std::uint64_t universe = 2 + random() % (shape.capacity + shape.capacity / 2);
-        std::uint32_t epoch = 1;
-        bool cut = false;
+        std::uint32_t last = 1;
+        bool snapshot = false;
         const auto train = [&] {
           Keys keys(random() % 60);
           for (auto& key : keys) key = random() % universe;
           look(table.store, keys);
           if (random() % 4 != 0) push(table.store, keys);
           if (random() % 3 == 0) table.store.advance_clock(0, random() % 3);
-          if (!cut && random() % 40 == 0) table.store.clear(0);
+          if (!snapshot && random() % 40 == 0) table.store.clear(0);
         };
         // A checkpoint reads the same rows now and then, and takes nothing from the publisher.
         const auto checkpoint = [&] {
           for (Shard* shard : table.store.table(0).all) {
-            if (cut) {
-              shard->end_cut();
+            if (snapshot) {
+              shard->end_snapshot();
             } else {
-              shard->begin_cut({epoch + 1, 0, table.directory.path, 1 << 12, 1 << 16, false});
+              shard->begin_snapshot({last + 1, 0, table.directory.path, 1 << 12, 1 << 16, false});
             }
           }
-          epoch += !cut;
-          cut = !cut;
+          last += !snapshot;
+          snapshot = !snapshot;
         };
         for (int round = 0; round < 12; ++round) {
           for (auto n = random() % 6; n > 0; --n) {

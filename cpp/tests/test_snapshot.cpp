@@ -30,11 +30,11 @@ struct Fixture {
     for (Shard* shard : store.table(0).all) shard->export_rows(0, ~std::uint64_t{0} >> 1, shards.emplace_back());
     return shards;
   }
-  void cut(std::uint32_t epoch, std::uint32_t since = 0, std::size_t buffer = 1 << 20) {
-    for (Shard* shard : store.table(0).all) shard->begin_cut({epoch, since, "/tmp", buffer, 1 << 20, false});
+  void begin(std::uint32_t id, std::uint32_t since = 0, std::size_t buffer = 1 << 20) {
+    for (Shard* shard : store.table(0).all) shard->begin_snapshot({id, since, "/tmp", buffer, 1 << 20, false});
   }
   void end() {
-    for (Shard* shard : store.table(0).all) shard->end_cut();
+    for (Shard* shard : store.table(0).all) shard->end_snapshot();
   }
 };
 
@@ -44,19 +44,19 @@ Keys draw(std::mt19937_64& random, std::size_t count, std::uint64_t below) {
   return keys;
 }
 
-// What is left of the cut of an epoch, in pieces of `most` rows.
-RowBatch rest_of(Shard& shard, std::uint64_t most, std::uint32_t epoch = 2) {
+// What is left of a snapshot, in pieces of `most` rows.
+RowBatch rest_of(Shard& shard, std::uint64_t most, std::uint32_t id = 2) {
   RowBatch rows;
-  while (shard.export_cut(epoch, most, rows)) {
+  while (shard.export_snapshot(id, most, rows)) {
   }
   return rows;
 }
 
-// One shard, a cut of whose rows is begun and spills to `directory`; then all of them change, in step 9.
+// One shard, a snapshot of whose rows is begun and keeps old rows in `directory`; then all of them change, in step 9.
 struct Overtaken : Fixture {
   Overtaken(const char* directory, bool live) : Fixture(10000, 1), keys(range(0, 5000)), shard(store.shard(0, 0)) {
     look(keys);
-    shard.begin_cut({2, 0, directory, 1, 0, live});
+    shard.begin_snapshot({2, 0, directory, 1, 0, live});
     push(keys, 9);
     look({7000});
   }
@@ -74,7 +74,7 @@ bool same(const RowBatch& a, const RowBatch& b) {
 TEST(spill_gives_each_row_once_and_sorted) {
   constexpr std::size_t kStride = 24;
   for (const std::size_t buffer : {std::size_t{1}, std::size_t{200}, std::size_t{1} << 20}) {
-    Spill spill("/tmp", kStride, buffer);
+    OldRows old_rows("/tmp", kStride, buffer);
     std::vector<std::uint32_t> numbers(3000);
     std::iota(numbers.begin(), numbers.end(), 0u);
     std::mt19937 random(1);
@@ -82,7 +82,7 @@ TEST(spill_gives_each_row_once_and_sorted) {
     std::uint64_t end = 0;
     std::vector<std::uint32_t> expected, found;
     const auto take = [&](std::uint64_t to) {
-      for (const auto& old : spill.take(end = to)) {
+      for (const auto& old : old_rows.take(end = to)) {
         CHECK(old.tag.number < end && old.tag.last_step == old.tag.number + 1);
         std::uint32_t value = 0;
         std::memcpy(&value, old.row + 4, sizeof(value));
@@ -95,27 +95,27 @@ TEST(spill_gives_each_row_once_and_sorted) {
       std::byte row[kStride] = {};
       const std::uint32_t value = numbers[i] * 7;
       std::memcpy(row + 4, &value, sizeof(value));
-      spill.add({numbers[i], numbers[i] + 1}, row);
+      old_rows.add({numbers[i], numbers[i] + 1}, row);
       expected.push_back(numbers[i]);
       if (i % 100 == 50) take(end + 37);
     }
     take(3000);
     std::sort(expected.begin(), expected.end());
     CHECK(found == expected);
-    CHECK((spill.file_bytes() > 0) == (buffer < 1 << 20));
+    CHECK((old_rows.file_bytes() > 0) == (buffer < 1 << 20));
   }
 }
 
 TEST(spill_writes_a_buffer_in_pieces) {
   constexpr std::uint32_t kRows = 50;
   for (const std::size_t stride : {std::size_t{5000}, std::size_t{100000}}) {  // some rows to a piece, and one
-    Spill spill("/tmp", stride, 20 * (stride + 8));
+    OldRows old_rows("/tmp", stride, 20 * (stride + 8));
     for (std::uint32_t i = 0; i < kRows; ++i) {
       const std::uint32_t number = i * 7 % kRows;
-      spill.add({number, 0}, std::vector<std::byte>(stride, std::byte{static_cast<unsigned char>(number)}).data());
+      old_rows.add({number, 0}, std::vector<std::byte>(stride, std::byte{static_cast<unsigned char>(number)}).data());
     }
-    CHECK(spill.file_bytes() == 40 * (stride + 8));
-    const auto& old = spill.take(kRows);
+    CHECK(old_rows.file_bytes() == 40 * (stride + 8));
+    const auto& old = old_rows.take(kRows);
     CHECK(old.size() == kRows);
     for (std::uint32_t i = 0; i < old.size(); ++i) {
       CHECK(old[i].tag.number == i);
@@ -125,7 +125,7 @@ TEST(spill_writes_a_buffer_in_pieces) {
   }
 }
 
-TEST(a_cut_gives_the_rows_of_its_moment_whatever_happens_meanwhile) {
+TEST(a_snapshot_gives_the_rows_of_its_moment_whatever_happens_meanwhile) {
   for_each_row_shape([] {
     for (const std::size_t buffer : {std::size_t{1}, std::size_t{1} << 16}) {
       std::mt19937_64 random(buffer);
@@ -136,7 +136,7 @@ TEST(a_cut_gives_the_rows_of_its_moment_whatever_happens_meanwhile) {
         f.push(keys, step);
       }
       const auto expected = f.now();
-      f.cut(2, 0, buffer);
+      f.begin(2, 0, buffer);
       for (std::size_t s = 0; s < 2; ++s) {
         RowBatch rows;
         bool more = true;
@@ -144,7 +144,7 @@ TEST(a_cut_gives_the_rows_of_its_moment_whatever_happens_meanwhile) {
           const Keys keys = draw(random, 500, 60000);  // new ids evict old ones
           f.look(keys);
           f.push(keys, 100);
-          more = f.store.shard(0, s).export_cut(2, 100, rows);
+          more = f.store.shard(0, s).export_snapshot(2, 100, rows);
         }
         CHECK(same(rows, expected[s]));
       }
@@ -153,13 +153,13 @@ TEST(a_cut_gives_the_rows_of_its_moment_whatever_happens_meanwhile) {
   });
 }
 
-TEST(threads_may_train_while_a_cut_is_read) {
+TEST(threads_may_train_while_a_snapshot_is_read) {
   for_each_row_shape([] {
     std::mt19937_64 random(3);
     Fixture f(60000, 4);
     f.look(draw(random, 80000, 90000));
     const auto expected = f.now();
-    f.cut(2, 0, 4096);
+    f.begin(2, 0, 4096);
     std::atomic<bool> done{false};
     std::vector<std::thread> threads;
     for (int t = 0; t < 2; ++t) {
@@ -181,34 +181,34 @@ TEST(threads_may_train_while_a_cut_is_read) {
   });
 }
 
-TEST(changes_and_evictions_since_a_cut_add_up_to_the_new_rows) {
+TEST(changes_and_evictions_since_a_snapshot_add_up_to_the_new_rows) {
   for_each_row_shape([] {
     std::mt19937_64 random(5);
     Fixture f(3000, 2);
     f.look(draw(random, 4000, 8000));
-    f.cut(2);
+    f.begin(2);
     f.end();
     std::map<std::uint64_t, std::uint32_t> known;
     for (const auto& rows : f.now()) {
       for (std::size_t i = 0; i < rows.ids.size(); ++i) known[rows.ids[i]] = rows.stamps[i];
     }
-    std::uint32_t epoch = 2;
+    std::uint32_t last = 2;
     for (int round = 0; round < 5; ++round) {
       f.look(draw(random, 700, 8000));
-      for (Shard* shard : f.store.table(0).all) CHECK(shard->changes_since() == epoch);
-      f.cut(epoch + 1, epoch);
+      for (Shard* shard : f.store.table(0).all) CHECK(shard->changes_since() == last);
+      f.begin(last + 1, last);
       f.look(draw(random, 300, 8000));  // belongs to the next round
       std::size_t changed = 0;
       for (std::size_t s = 0; s < 2; ++s) {
-        for (const auto id : f.store.shard(0, s).cut_evicted(epoch + 1)) known.erase(id);
-        const RowBatch rows = rest_of(f.store.shard(0, s), 100, epoch + 1);
+        for (const auto id : f.store.shard(0, s).snapshot_evicted(last + 1)) known.erase(id);
+        const RowBatch rows = rest_of(f.store.shard(0, s), 100, last + 1);
         changed += rows.ids.size();
         for (std::size_t i = 0; i < rows.ids.size(); ++i) known[rows.ids[i]] = rows.stamps[i];
       }
       CHECK(changed < 1100);
       CHECK(known.size() == 3000);
       f.end();
-      ++epoch;
+      ++last;
     }
   });
 }
@@ -217,34 +217,34 @@ TEST(what_cannot_be_is_refused) {
   Fixture f(10, 1);
   Shard& shard = f.store.shard(0, 0);
   f.look({1, 2, 3});
-  CHECK_THROWS(shard.begin_cut({1, 0, "/tmp", 1, 0, false}), std::invalid_argument);  // not a new epoch
-  CHECK_THROWS(shard.begin_cut({2, 1, "/tmp", 1, 0, false}), std::invalid_argument);  // nobody has remembered
+  CHECK_THROWS(shard.begin_snapshot({1, 0, "/tmp", 1, 0, false}), std::invalid_argument);  // not a new id
+  CHECK_THROWS(shard.begin_snapshot({2, 1, "/tmp", 1, 0, false}), std::invalid_argument);  // nobody has remembered
   RowBatch rows;
-  CHECK_THROWS(shard.export_cut(2, 1, rows), std::runtime_error);
-  f.cut(2);
-  CHECK_THROWS(f.cut(3), std::runtime_error);
+  CHECK_THROWS(shard.export_snapshot(2, 1, rows), std::runtime_error);
+  f.begin(2);
+  CHECK_THROWS(f.begin(3), std::runtime_error);
   CHECK_THROWS(shard.clear(), std::runtime_error);
-  CHECK_THROWS(shard.export_cut(1, 10, rows), std::runtime_error);  // a reader of the one before
-  CHECK_THROWS(shard.cut_evicted(1), std::runtime_error);
-  CHECK(!shard.export_cut(2, 10, rows));
+  CHECK_THROWS(shard.export_snapshot(1, 10, rows), std::runtime_error);  // a reader of the one before
+  CHECK_THROWS(shard.snapshot_evicted(1), std::runtime_error);
+  CHECK(!shard.export_snapshot(2, 10, rows));
   CHECK(rows.ids.size() == 3);
   f.end();
   shard.clear();
   CHECK(shard.changes_since() == 0);
 }
 
-TEST(a_spill_that_cannot_be_written_ends_the_cut_and_not_training) {
+TEST(a_spill_that_cannot_be_written_ends_the_snapshot_and_not_training) {
   Overtaken f("/nowhere", false);
   CHECK_THROWS(rest_of(f.shard, 10), std::runtime_error);
-  f.shard.end_cut();
-  f.shard.begin_cut({3, 0, "/tmp", 1, 0, false});
+  f.shard.end_snapshot();
+  f.shard.begin_snapshot({3, 0, "/tmp", 1, 0, false});
   f.push(f.keys, 10);
   const RowBatch rows = rest_of(f.shard, 10000, 3);
   CHECK(rows.ids.size() == 5001);
   CHECK(rows.last_steps[0] == 9);
 }
 
-TEST(a_live_cut_gives_rows_as_they_are_and_spills_nothing) {
+TEST(a_live_snapshot_gives_rows_as_they_are_and_spills_nothing) {
   Overtaken f("/nowhere", true);
   const RowBatch rows = rest_of(f.shard, 10000);
   CHECK(rows.ids.size() == 5000);
@@ -254,8 +254,8 @@ TEST(a_live_cut_gives_rows_as_they_are_and_spills_nothing) {
 TEST(evictions_beyond_the_limit_are_forgotten_and_said_so) {
   Fixture f(10, 1);
   Shard& shard = f.store.shard(0, 0);
-  shard.begin_cut({2, 0, "/tmp", 1, 3, false});
-  shard.end_cut();
+  shard.begin_snapshot({2, 0, "/tmp", 1, 3, false});
+  shard.end_snapshot();
   f.look(range(0, 13));
   CHECK(shard.changes_since() == 2);
   f.look({99});

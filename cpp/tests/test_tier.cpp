@@ -70,16 +70,16 @@ struct Tested {
     return all;
   }
 
-  void begin_cut(std::uint32_t epoch, std::uint32_t since) {
+  void begin_snapshot(std::uint32_t epoch, std::uint32_t since) {
     for (Shard* shard : store.table(0).all) {
-      shard->begin_cut({epoch, since, directory.path, 1 << 12, 1 << 16, false});
+      shard->begin_snapshot({epoch, since, directory.path, 1 << 12, 1 << 16, false});
     }
   }
 
   // Reads a part of a snapshot of one shard; whether there may be more.
-  bool export_cut(std::uint32_t shard, std::uint32_t epoch, Rows& rows) {
+  bool export_snapshot(std::uint32_t shard, std::uint32_t epoch, Rows& rows) {
     RowBatch batch;
-    const bool more = store.shard(0, shard).export_cut(epoch, 1, batch);
+    const bool more = store.shard(0, shard).export_snapshot(epoch, 1, batch);
     collect(batch, rows, store.table(0).state_width);
     return more;
   }
@@ -232,12 +232,12 @@ TEST_OF_ONE_THREAD(a_snapshot_sees_each_row_once) {
       for (int i = 0; i < 60; ++i) step(script, tested, twin, number++);
       const Rows expected = twin.rows();
       const std::uint32_t since = epoch == 2 || epoch % 4 == 0 ? 0 : epoch - 1;
-      tested.begin_cut(epoch, since);
+      tested.begin_snapshot(epoch, since);
       Rows found;
       for (std::uint32_t s = 0; s < 2; ++s) {
-        while (tested.export_cut(s, epoch, found)) step(script, tested, twin, number++);
+        while (tested.export_snapshot(s, epoch, found)) step(script, tested, twin, number++);
       }
-      for (Shard* shard : tested.store.table(0).all) shard->end_cut();
+      for (Shard* shard : tested.store.table(0).all) shard->end_snapshot();
       if (since == 0) saved.clear();
       for (auto& [id, row] : found) {
         CHECK(expected.contains(id) && expected.at(id) == row);
@@ -252,18 +252,18 @@ TEST_OF_ONE_THREAD(an_increment_leaves_out_what_has_not_changed) {
   Tested tested(100'000, 1, 50);
   look(tested.store, range(0, 1000));
   for (const std::uint32_t epoch : {2u, 3u}) {
-    tested.begin_cut(epoch, epoch == 2 ? 0 : 2);
+    tested.begin_snapshot(epoch, epoch == 2 ? 0 : 2);
     Rows found;
-    while (tested.export_cut(0, epoch, found)) {
+    while (tested.export_snapshot(0, epoch, found)) {
     }
-    tested.store.shard(0, 0).end_cut();
+    tested.store.shard(0, 0).end_snapshot();
     CHECK(found.size() == (epoch == 2 ? 1000 : 0));
   }
   push(tested.store, range(100, 110));
   look(tested.store, range(2000, 2100));
-  tested.begin_cut(4, 3);
+  tested.begin_snapshot(4, 3);
   Rows found;
-  while (tested.export_cut(0, 4, found)) {
+  while (tested.export_snapshot(0, 4, found)) {
   }
   // Rows of memory that went to disk meanwhile have not changed.
   CHECK(found.size() == 110);
@@ -326,7 +326,7 @@ TEST_OF_ONE_THREAD(training_goes_on_though_a_snapshot_keeps_records) {
     Tested tested(12'000, 1, lost ? 100 : 1000), twin(20'000, 1, 0);
     for (Tested* each : {&tested, &twin}) look(each->store, range(0, ids));
     const Rows before = twin.rows();
-    tested.begin_cut(2, 0);
+    tested.begin_snapshot(2, 0);
     std::mt19937 random(1);
     for (std::uint32_t i = 1; i <= 400; ++i) {
       Keys keys(200);
@@ -338,7 +338,7 @@ TEST_OF_ONE_THREAD(training_goes_on_though_a_snapshot_keeps_records) {
     }
     Rows found;
     const auto read = [&](std::uint32_t epoch) {
-      while (tested.export_cut(0, epoch, found)) {
+      while (tested.export_snapshot(0, epoch, found)) {
       }
     };
     if (lost) {
@@ -347,9 +347,9 @@ TEST_OF_ONE_THREAD(training_goes_on_though_a_snapshot_keeps_records) {
       read(2);
       CHECK(found == before);
     }
-    tested.store.shard(0, 0).end_cut();
+    tested.store.shard(0, 0).end_snapshot();
     CHECK(tested.rows() == twin.rows());
-    tested.begin_cut(3, 0);
+    tested.begin_snapshot(3, 0);
     found.clear();
     read(3);
     CHECK(found == twin.rows());

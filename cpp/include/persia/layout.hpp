@@ -154,7 +154,7 @@ struct Header {
   std::uint64_t index_backed;  // ... and index slots, the tail included
   std::uint64_t index_slots;
   std::uint32_t clock;
-  std::uint32_t epoch;  // number of the last snapshot; 1 before the first
+  std::uint32_t snapshot;  // id of the last one; 1 before the first
   std::uint32_t busy;
   std::uint32_t commit_slot;  // entry + 1 of `clients` that `commit_entry` is about to replace
   std::uint64_t undo_row;     // row + 1 whose bytes the undo slot holds ...

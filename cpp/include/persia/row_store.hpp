@@ -79,6 +79,8 @@ class RowStore {
   std::size_t stride() const { return stride_; }
   // Returns the stamps of all rows.
   Stamps stamps() const { return {rows_, stride_, header_->rows_used}; }
+  // Returns whether the table has a tier.
+  bool tiered() const { return tiered_; }
   // Returns whether a row of memory holds none, as its row has moved to the tier.
   bool vacant(std::uint32_t number) const { return tiered_ && row(number)->stamp == kVacant; }
 

@@ -69,7 +69,7 @@ struct RowView {
 // State of a shard besides its rows.
 struct ShardState {
   std::uint32_t clock = 0;
-  std::uint32_t epoch = 1;
+  std::uint32_t snapshot = 1;  // id of the last one
   std::uint64_t client_clock = 0;
   std::vector<ClientEntry> clients;  // kClients
   std::array<std::uint64_t, kCounters> counters{};
@@ -134,18 +134,18 @@ class Shard {
   // to continue with; kNoRow at the end.
   static constexpr std::uint64_t kNoRow = ~std::uint64_t{0};
   std::uint64_t export_rows(std::uint64_t start, std::uint64_t max_rows, RowBatch& rows);
-  // Takes a snapshot. `export_cut` then returns the rows of this moment. One at a time.
-  void begin_cut(const CutOptions& options);
-  // Appends the next `max_rows` or more rows of the snapshot of this epoch, in row order, to `rows`, and locks for a
+  // Takes a snapshot. `export_snapshot` then returns the rows of this moment. One at a time.
+  void begin_snapshot(const SnapshotOptions& options);
+  // Appends the next `max_rows` or more rows of the snapshot of this id, in row order, to `rows`, and locks for a
   // few of them at a time. Returns whether there may be more. Throws std::runtime_error if the snapshot is lost or
   // ended.
-  bool export_cut(std::uint32_t epoch, std::uint64_t max_rows, RowBatch& rows);
-  // Returns the ids of rows that were evicted between `CutOptions::since` and the snapshot.
-  std::vector<std::uint64_t> cut_evicted(std::uint32_t epoch);
-  // Returns the number of the snapshot since which changes and evicted ids are known; 0 if they are unknown.
+  bool export_snapshot(std::uint32_t id, std::uint64_t max_rows, RowBatch& rows);
+  // Returns the ids of rows that were evicted between `SnapshotOptions::since` and the snapshot.
+  std::vector<std::uint64_t> snapshot_evicted(std::uint32_t id);
+  // Returns the id of the snapshot since which changes and evicted ids are known; 0 if they are unknown.
   std::uint32_t changes_since();
   // Ends the snapshot, read or not.
-  void end_cut();
+  void end_snapshot();
   // Begins a pass over the rows that have changed since the last pass, or over all. `take_changes` then returns them.
   // From the first pass over all rows on changes are marked, and the ids of removed rows are listed, so many at most.
   // Returns false, and begins none, if what has changed is not known: there were too many removed rows, the last pass
@@ -233,15 +233,9 @@ class Shard {
   void make_eviction_ready() noexcept;
   bool apply(std::uint32_t number, const Push& push, const float* gradient, float* before);
   void tick();
-  // Marks a row as changed, before anything of it changes.
-  void mark_changed(std::uint32_t number) {
-    if (changes_.rows.has(number)) return;
-    if (cut_) cut_->keep({number, rows_.last_step(number)}, rows_.row_bytes(number));
-    changes_.rows.add(number);
-  }
   // Its recency changes, and nothing else.
   void touch(std::uint32_t number) {
-    mark_changed(number);
+    snapshots_.before_change(number);
     renew(number);
   }
   void renew(std::uint32_t number) {
@@ -293,10 +287,10 @@ class Shard {
   void clear_rows();
   void clear_tier();
   void promote_all(const Slice& slice, std::size_t shards, const Push& push);
-  void prepare_cold_cut();
-  void begin_cold_cut() noexcept;
-  bool export_cold_cut(Cut& cut, RowBatch& rows);
-  void end_cold_cut();
+  void prepare_cold_snapshot();
+  void begin_cold_snapshot() noexcept;
+  bool export_cold_snapshot(Snapshot& snapshot, RowBatch& rows);
+  void end_cold_snapshot();
   void finish_move();
   bool recover_tier();
   bool revive_rows();
@@ -308,18 +302,14 @@ class Shard {
   bool search_left(RowChanges& changes);
   void take_marked(RowChanges& changes);
 
-  void check_no_cut() const;
-  Cut& cut_of(std::uint32_t epoch) const;
-
   const TableConfig* config_;
   RowStore rows_;
   Header* header_;
   RowIndex index_;
   EvictionQueue eviction_;
   Expiry expiry_;
+  Snapshots snapshots_;
   Sketch sketch_;
-  Changes changes_;
-  std::unique_ptr<Cut> cut_;
   Changefeed changefeed_;
   std::unique_ptr<Tier> tier_;  // of a table with rows on disk
   std::mutex mutex_;

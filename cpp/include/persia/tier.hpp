@@ -63,9 +63,9 @@ struct Tier {
   std::uint32_t looked_for = 0;
   // Of a snapshot: the records that were live when it began and have not been read yet, a bit each; the record to
   // go on with, and the end.
-  std::vector<std::uint64_t> cut;
-  std::uint64_t cut_next = 0;
-  std::uint64_t cut_end = 0;
+  std::vector<std::uint64_t> snapshot;
+  std::uint64_t snapshot_next = 0;
+  std::uint64_t snapshot_end = 0;
   // Scratch memory.
   std::vector<std::uint32_t> records;
   std::vector<std::byte> bytes;

@@ -233,7 +233,7 @@ class NativeStore(EmbeddingStore):
         shards = range(self.config(table).resolved_shards)
         epoch = 1 + max(int(self.export_state(table, shard)["clocks"][1]) for shard in shards)
         with _store_errors:
-            self._native.begin_cut(table, epoch, since, *spill)
+            self._native.begin_snapshot(table, epoch, since, *spill)
         return epoch
 
     def changes_since(self, table: int) -> int:
@@ -244,19 +244,19 @@ class NativeStore(EmbeddingStore):
     def export_snapshot(self, table: int, shard: int, epoch: int, max_rows: int = 65536) -> tuple[Rows, bool]:
         """See `EmbeddingStore.export_snapshot`."""
         with _store_errors:
-            rows, more = self._native.export_cut(table, shard, epoch, max_rows)
+            rows, more = self._native.export_snapshot(table, shard, epoch, max_rows)
         return Rows(*rows), more
 
     def snapshot_evicted(self, table: int, shard: int, epoch: int) -> NDArray[np.uint64]:
         """See `EmbeddingStore.snapshot_evicted`."""
         with _store_errors:
-            ids: NDArray[np.uint64] = self._native.cut_evicted(table, shard, epoch)
+            ids: NDArray[np.uint64] = self._native.snapshot_evicted(table, shard, epoch)
         return ids
 
     def end_snapshot(self, table: int) -> None:
         """See `EmbeddingStore.end_snapshot`."""
         with _store_errors:
-            self._native.end_cut(table)
+            self._native.end_snapshot(table)
 
     def begin_changes(self, table: int, whole: bool, removed_limit: int = 1 << 17) -> bool:
         """See `EmbeddingStore.begin_changes`."""
