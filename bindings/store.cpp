@@ -349,7 +349,7 @@ nb::dict tier_counts(Store& store, std::size_t index) {
   nb::dict d;
   d["rows"] = c.rows;
   d["disk_bytes"] = c.disk_bytes;
-  d["spilled"] = c.spilled;
+  d["spilled"] = c.demoted;
   d["read"] = c.read;
   d["promoted"] = c.promoted;
   d["compacted"] = c.compacted;

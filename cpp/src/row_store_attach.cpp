@@ -190,13 +190,13 @@ void RowStore::check_identity() const {
   if (h.settings != wanted.settings) {
     refuse("dtype, the optimizer's parameters, initializer, admission or spill were others");
   }
-  if ((h.cold.log != 0) != config_->tiered()) refuse("it was made with another spill");
+  if ((h.tier.log != 0) != config_->tiered()) refuse("it was made with another spill");
 }
 
 // Whether what changes is within bounds: nothing read from here on may lead out of the region.
 void RowStore::check_counts() const {
   const Header& h = *header_;
-  const bool rows = h.rows_used <= h.rows_backed && h.rows_backed <= h.capacity && h.cold.move_row <= h.rows_used;
+  const bool rows = h.rows_used <= h.rows_backed && h.rows_backed <= h.capacity && h.tier.move_row <= h.rows_used;
   const bool slots = h.index_slots >= std::min(Index::kFirstSlots, layout_.max_slots) &&
                      h.index_slots <= layout_.max_slots && h.index_slots % Index::kLineSlots == 0 &&
                      h.index_backed >= h.index_slots + kIndexTail && h.index_backed <= layout_.max_slots + kIndexTail &&

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "persia/memory.hpp"
+#include "persia/push_log.hpp"
 
 namespace persia {
 
@@ -18,16 +19,12 @@ PushCounts& PushCounts::operator+=(const PushCounts& other) {
 }
 
 Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard, DiskReader* reader)
-    : config_(&config),
-      rows_(config, optimizer, shard),
-      header_(&rows_.header()),
-      index_(rows_, config),
-      expiry_(config, rows_),
-      snapshots_(rows_),
-      sketch_(reinterpret_cast<std::uint16_t*>(rows_.section(rows_.layout().sketch)), header_->sketch_width),
+    : memory_(config, optimizer, shard),
+      header_(&memory_.header),
+      sketch_(memory_.store.sketch(), header_->sketch_width),
       before_(config.dim + optimizer.state_width(config.dim)) {
-  open_tier(reader);
-  rows_.complete();
+  if (config.tiered()) tier_ = std::make_unique<Tier>(memory_, *reader);
+  memory_.store.complete();
 }
 
 void Shard::mark() {
@@ -36,109 +33,54 @@ void Shard::mark() {
   barrier();
 }
 
-// `expired` is the row of this id if it has one, which has expired, or none.
-std::uint32_t Shard::admit(std::uint64_t id, std::uint32_t expired) {
+// Whether an id without a row gets one.
+bool Shard::admits(std::uint64_t id) {
+  const TableConfig& config = memory_.config;
   bool admitted = true;
-  if (config_->admission != Admission::kAll) {
+  if (config.admission != Admission::kAll) {
     const std::uint32_t occurrence = sketch_.add(id);
-    if (config_->admission == Admission::kMinFrequency) {
-      admitted = occurrence >= config_->admission_value;
+    if (config.admission == Admission::kMinFrequency) {
+      admitted = occurrence >= config.admission_value;
     } else {
       const std::uint64_t key = row_key(~header_->seed, header_->name_hash, id);
-      admitted = static_cast<double>(random_bits(key, occurrence) >> 11) * 0x1p-53 < config_->admission_value;
+      admitted = static_cast<double>(random_bits(key, occurrence) >> 11) * 0x1p-53 < config.admission_value;
     }
   }
-  if (!admitted) {
-    ++header_->counters.rejected;
-    return Index::kNone;
-  }
-  ++header_->counters.admitted;
-  return insert(id, expired);
+  ++(admitted ? header_->counters.admitted : header_->counters.rejected);
+  return admitted;
 }
 
+// Makes a new row of an id. `expired` is its row in memory, which has expired, or kNone.
 std::uint32_t Shard::insert(std::uint64_t id, std::uint32_t expired) {
   std::uint32_t number = expired;
   if (number == Index::kNone) {
     number = acquire(id);
   } else {
-    snapshots_.before_change(number);
-    rows_.save_undo(number);
-    renew(number);
+    memory_.reuse(number);
   }
-  const std::uint32_t stamp = first_stamp();
-  RowHeader& r = *rows_.row(number);
+  const std::uint32_t stamp = memory_.first_stamp();
+  RowHeader& r = *memory_.store.row(number);
   r.set_key(id);
   r.update_count = 0;
-  if (!taken_vacant(number)) r.stamp = stamp;
-  rows_.set_last_step(number, 0);
+  if (!stamped_last(number)) r.stamp = stamp;
+  memory_.store.set_last_step(number, 0);
   crash_point();
-  rows_.initialize(number, id);
+  memory_.store.initialize(number, id);
   publish(id, number, stamp);
-  changefeed_.mark(number);
+  memory_.changes.mark(number);
   return number;
 }
 
-// A row number to write to: that of an expired row, the next unused one, or that of the least recently used row.
-// The place of a row in the index goes to the new id. Whatever may fail comes first: then nothing has changed.
-std::uint32_t Shard::acquire(std::uint64_t id) {
-  if (tier_) {
-    make_vacant();
-    if (rows_total() >= tier_->capacity) evict_cold();
-    return tier_->vacant.back();
-  }
-  const std::uint32_t expired = expiry_.reusable();
-  if (expired == Index::kNone && header_->rows_used < header_->capacity) {
-    rows_.back_next_row();
-    eviction_.prepare(rows_.stamps(), header_->clock, header_->capacity - header_->rows_used);
-    return static_cast<std::uint32_t>(header_->rows_used);
-  }
-  const std::uint32_t number = expired == Index::kNone ? eviction_.front(rows_.stamps(), header_->clock) : expired;
-  snapshots_.before_change(number);
-  index_.insert(id, number);
-  rows_.save_undo(number);
-  if (!index_.erase(rows_.row(number)->key(), number)) {
-    index_.erase(id, number);
-    rows_.drop_undo();
-    throw rows_.damaged(number);
-  }
-  if (expired == Index::kNone) {
-    eviction_.pop(rows_.stamps(), header_->clock);
-    ++header_->counters.evicted;
-  } else {
-    renew(number);
-  }
-  snapshots_.evict(rows_.row(number)->key());
-  changefeed_.remove(number, rows_.row(number)->key());
-  return number;
-}
+std::uint32_t Shard::acquire(std::uint64_t id) { return tier_ ? tier_->acquire() : memory_.acquire(id); }
 
-// After a row has been written completely: makes it reachable, unless it has taken another's place.
+// After a row has been written completely: makes it reachable, unless it has taken the place of another.
 void Shard::publish(std::uint64_t id, std::uint32_t number, std::uint32_t stamp) {
-  if (taken_vacant(number)) {
-    index_.make_room(rows_total() + 1);
-    index_.insert(id, number);
-    barrier();
-    rows_.row(number)->stamp = stamp;
-    barrier();
-    tier_->vacant.pop_back();
-  } else if (number == header_->rows_used) {
-    const std::uint64_t rows = std::uint64_t{number} + 1;
-    index_.make_room(rows);
-    index_.insert(id, number);
-    barrier();
-    header_->rows_used = rows;
+  if (tier_) {
+    tier_->publish(id, number, stamp);
+  } else {
+    memory_.publish(id, number);
   }
-  rows_.drop_undo();
-}
-
-void Shard::tick() {
-  if (header_->clock >= kLastClock) {
-    snapshots_.fail("the recency of all rows was numbered anew (once in 2^32 requests); save again");
-    changefeed_.lose();
-    expiry_.renumber();
-    eviction_.clear();
-  }
-  ++header_->clock;
+  memory_.store.drop_undo();
 }
 
 void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
@@ -147,14 +89,14 @@ void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
   const std::size_t width = header_->state_width;
   for (std::size_t i = 0; i < slice.count; ++i) {
     const std::size_t at = slice.position(i);
-    const std::uint32_t known = index_.find(slice.ids[at]), number = present(known);
-    const std::byte* bytes = number == Index::kNone ? nullptr : rows_.row_bytes(number);
+    const std::uint32_t known = memory_.index.find(slice.ids[at]), number = memory_.present(known);
+    const std::byte* bytes = number == Index::kNone ? nullptr : memory_.store.row_bytes(number);
     if (known == Index::kNone && tier_) {
-      fetch_cold(slice, i, 1);
-      if (const ColdRow cold = find_cold(slice.ids[at]); present(cold)) {
-        bytes = cold.row;
-        rows.last_steps[at] = cold.last_step;
-        rows.stamps[at] = stamp_of(cold);
+      tier_->fetch(slice, i, 1);
+      if (const TierRow stored = tier_->find(slice.ids[at]); tier_->present(stored)) {
+        bytes = stored.row;
+        rows.last_steps[at] = stored.last_step;
+        rows.stamps[at] = tier_->stamp_of(stored);
       }
     }
     found[at] = bytes != nullptr;
@@ -162,11 +104,11 @@ void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
     const auto& r = *reinterpret_cast<const RowHeader*>(bytes);
     rows.update_counts[at] = r.update_count;
     if (number != Index::kNone) {
-      rows.last_steps[at] = rows_.last_step(number);
+      rows.last_steps[at] = memory_.store.last_step(number);
       rows.stamps[at] = r.stamp;
     }
-    rows_.read_embedding(bytes, rows.embeddings.data() + at * rows_.dim());
-    rows_.read_state(bytes, rows.states.data() + at * width);
+    memory_.store.read_embedding(bytes, rows.embeddings.data() + at * memory_.store.dim());
+    memory_.store.read_state(bytes, rows.states.data() + at * width);
   }
 }
 
@@ -174,97 +116,117 @@ std::uint64_t Shard::export_rows(std::uint64_t start, std::uint64_t max_rows, Ro
   const std::lock_guard lock(mutex_);
   const std::uint64_t end = start + std::min(max_rows, header_->rows_used - std::min(start, header_->rows_used));
   for (std::uint64_t number = start; number < end; ++number) {
-    if (const auto n = static_cast<std::uint32_t>(number); !expired(n) && !rows_.vacant(n)) rows_.append(n, rows);
+    if (const auto n = static_cast<std::uint32_t>(number); !memory_.expired(n) && !memory_.store.vacant(n))
+      memory_.store.append(n, rows);
   }
   if (end < header_->rows_used) return end;
-  return tier_ ? export_cold(std::max(start, header_->capacity), max_rows, rows) : kNoRow;
+  return tier_ ? tier_->export_rows(std::max(start, header_->capacity), max_rows, rows) : kNoRow;
 }
 
 void Shard::begin_snapshot(const SnapshotOptions& options) {
   const std::lock_guard lock(mutex_);
-  snapshots_.check(options);
-  if (tier_) prepare_cold_snapshot();
-  snapshots_.begin(options, expiry_.expired_before(), tier_ ? tier_->log.end_record() : 0);
-  if (tier_) begin_cold_snapshot();
+  memory_.snapshots.check(options);
+  if (tier_) tier_->prepare_snapshot();
+  memory_.snapshots.begin(options, memory_.expiry.expired_before(), tier_ ? tier_->log().end_record() : 0);
+  if (tier_) tier_->begin_snapshot();
 }
 
 bool Shard::export_snapshot(std::uint32_t id, std::uint64_t max_rows, RowBatch& rows) {
   for (const std::size_t before = rows.ids.size(); rows.ids.size() - before < max_rows;) {
     const std::lock_guard lock(mutex_);
-    Snapshot& snapshot = snapshots_.reading(id);
-    if (snapshots_.read(rows)) continue;
-    if (!tier_ || !export_cold_snapshot(snapshot, rows)) return false;
+    Snapshot& snapshot = memory_.snapshots.reading(id);
+    if (memory_.snapshots.read(rows)) continue;
+    if (!tier_ || !tier_->read_snapshot(snapshot, rows)) return false;
   }
   return true;
 }
 
 std::vector<std::uint64_t> Shard::snapshot_evicted(std::uint32_t id) {
   const std::lock_guard lock(mutex_);
-  return snapshots_.reading(id).evicted();
+  return memory_.snapshots.reading(id).evicted();
 }
 
 std::uint32_t Shard::changes_since() {
   const std::lock_guard lock(mutex_);
-  return snapshots_.since();
+  return memory_.snapshots.since();
 }
 
 void Shard::end_snapshot() {
   const std::lock_guard lock(mutex_);
-  end_cold_snapshot();
-  snapshots_.end();
+  if (tier_) tier_->end_snapshot();
+  memory_.snapshots.end();
+}
+
+bool Shard::begin_changes(bool all, std::size_t removed_limit) {
+  const std::lock_guard lock(mutex_);
+  return memory_.changes.begin(all, removed_limit, memory_.store, tier_.get());
+}
+
+bool Shard::take_changes(std::uint64_t max_rows, RowChanges& changes) {
+  const std::size_t before = changes.size();
+  do {
+    const std::lock_guard lock(mutex_);
+    if (!memory_.changes.take(memory_.store, tier_.get(), changes)) return false;
+  } while (changes.size() - before < max_rows);
+  return true;
+}
+
+void Shard::end_changes() {
+  const std::lock_guard lock(mutex_);
+  memory_.changes.lose();
 }
 
 void Shard::import_rows(const Slice& slice, const RowView& rows) {
   if (slice.count == 0) return;
   Shard* const self = this;
   const ShardLocks locks(Shards(&self, 1));
-  snapshots_.check_none();
-  snapshots_.forget();  // imported rows count as unchanged, so what has changed is no longer known
+  memory_.snapshots.check_none();
+  memory_.snapshots.forget();  // imported rows count as unchanged, so what has changed is no longer known
   mark();
-  eviction_.clear();
+  memory_.eviction.clear();
   for (std::size_t i = 0; i < slice.count; ++i) {
     header_->clock = std::max(header_->clock, std::min(rows.stamps[slice.position(i)], kLastClock));
   }
   try {
     for (std::size_t i = 0; i < slice.count; ++i) import_row(rows, slice.position(i));
   } catch (...) {  // No space. The queue does not know the rows that are there.
-    eviction_.clear();
+    memory_.eviction.clear();
     throw;
   }
-  eviction_.clear();
+  memory_.eviction.clear();
 }
 
 void Shard::import_row(const RowView& rows, std::size_t at) {
   const std::uint64_t id = rows.ids[at];
-  const std::uint32_t stamp = std::max(std::min(rows.stamps[at], kLastClock), expiry_.least_stamp());
-  std::uint32_t number = index_.find(id);
-  if (number == Index::kNone && tier_) number = promote(id);
+  const std::uint32_t stamp = std::max(std::min(rows.stamps[at], kLastClock), memory_.expiry.least_stamp());
+  std::uint32_t number = memory_.index.find(id);
+  if (number == Index::kNone && tier_) number = tier_->promote(id);
   const bool known = number != Index::kNone;
   if (known) {
-    rows_.save_undo(number);
+    memory_.store.save_undo(number);
   } else {
     if (!tier_ && header_->rows_used == header_->capacity) {
-      const std::uint32_t oldest = eviction_.front(rows_.stamps(), header_->clock);
-      if (rows_.row(oldest)->stamp >= stamp) {
+      const std::uint32_t oldest = memory_.eviction.front(memory_.store.stamps(), header_->clock);
+      if (memory_.store.row(oldest)->stamp >= stamp) {
         ++header_->counters.evicted;
         return;
       }
     }
     number = acquire(id);
   }
-  RowHeader& r = *rows_.row(number);
+  RowHeader& r = *memory_.store.row(number);
   r.set_key(id);
   r.update_count = rows.update_counts[at];
-  if (!taken_vacant(number)) r.stamp = stamp;
-  rows_.set_last_step(number, rows.last_steps[at]);
+  if (!stamped_last(number)) r.stamp = stamp;
+  memory_.store.set_last_step(number, rows.last_steps[at]);
   crash_point();
-  rows_.write(number, rows.embeddings + at * rows_.dim(), rows.states + at * header_->state_width);
+  memory_.store.write(number, rows.embeddings + at * memory_.store.dim(), rows.states + at * header_->state_width);
   if (known) {
-    rows_.drop_undo();
+    memory_.store.drop_undo();
   } else {
     publish(id, number, stamp);
   }
-  changefeed_.mark(number);
+  memory_.changes.mark(number);
 }
 
 ShardState Shard::export_state() {
@@ -275,7 +237,7 @@ ShardState Shard::export_state() {
   s.client_clock = header_->client_clock;
   s.clients.assign(header_->clients, header_->clients + kClients);
   std::memcpy(s.counters.data(), &header_->counters, sizeof(Counters));
-  const auto* counters = reinterpret_cast<const std::uint16_t*>(rows_.section(rows_.layout().sketch));
+  const std::uint16_t* const counters = memory_.store.sketch();
   s.sketch.assign(counters, counters + header_->sketch_width * kSketchRows);
   s.ttl = header_->ttl;
   return s;
@@ -283,7 +245,7 @@ ShardState Shard::export_state() {
 
 void Shard::import_state(const ShardState& s) {
   const std::lock_guard lock(mutex_);
-  snapshots_.check_none();
+  memory_.snapshots.check_none();
   if (!Expiry::sound(s.ttl, s.clock))
     throw std::invalid_argument("the ages of the state contradict each other or its clock");
   if (s.clients.size() != kClients) throw std::invalid_argument("the state has another number of client entries");
@@ -292,90 +254,71 @@ void Shard::import_state(const ShardState& s) {
                                 " counters, the shard one of " + std::to_string(header_->sketch_width * kSketchRows) +
                                 ": use the same capacity, shards and admission");
   }
-  const Stamps all = rows_.stamps();
+  const Stamps all = memory_.store.stamps();
   std::uint32_t clock = s.clock;
   for (std::uint64_t number = 0; number < all.count; ++number) {
-    if (!rows_.vacant(static_cast<std::uint32_t>(number))) clock = std::max(clock, all[number]);
+    if (!memory_.store.vacant(static_cast<std::uint32_t>(number))) clock = std::max(clock, all[number]);
   }
   header_->clock = std::min(clock, kLastClock);
-  snapshots_.forget();
-  changefeed_.lose();
+  memory_.snapshots.forget();
+  memory_.changes.lose();
   header_->snapshot = s.snapshot;
   header_->client_clock = s.client_clock;
   std::copy(s.clients.begin(), s.clients.end(), header_->clients);
   std::memcpy(&header_->counters, s.counters.data(), sizeof(Counters));
-  expiry_.set(s.ttl);
+  memory_.expiry.set(s.ttl);
   if (!s.sketch.empty()) {  // Null is not allowed, even for no bytes.
-    std::memcpy(rows_.section(rows_.layout().sketch), s.sketch.data(), s.sketch.size() * sizeof(std::uint16_t));
+    std::memcpy(memory_.store.sketch(), s.sketch.data(), s.sketch.size() * sizeof(std::uint16_t));
   }
-  eviction_.clear();
+  memory_.eviction.clear();
 }
 
 void Shard::end_import() {
   const std::lock_guard lock(mutex_);
-  make_eviction_ready();
-}
-
-void Shard::make_eviction_ready() noexcept {
-  eviction_.make_ready(rows_.stamps(), header_->clock, header_->capacity - header_->rows_used);
+  memory_.prepare_eviction();
 }
 
 void Shard::clear() {
   Shard* const self = this;
   const ShardLocks locks(Shards(&self, 1));
-  snapshots_.check_none();
-  snapshots_.forget();
-  changefeed_.lose();
+  memory_.snapshots.check_none();
+  memory_.snapshots.forget();
+  memory_.changes.lose();
   mark();
-  index_.mark_busy();
+  memory_.index.mark_busy();
   if (tier_) {
-    header_->cold.rebuilding = kClearing;
-    barrier();
+    tier_->clear();
+  } else {
+    memory_.clear();
   }
-  clear_rows();
-}
-
-void Shard::clear_rows() {
-  rows_.clear();
-  index_.clear();
-  expiry_.set({});
-  barrier();
-  header_->clock = 0;
-  header_->counters = {};
-  eviction_.clear();
-  if (!tier_) return;
-  clear_tier();
-  barrier();
-  header_->cold.rebuilding = 0;
-  barrier();
 }
 
 void Shard::advance_clock(std::uint64_t by) {
   const std::lock_guard lock(mutex_);
-  expiry_.advance_clock(by);
+  memory_.expiry.advance_clock(by);
 }
 
 void Shard::keep_last_steps() {
   const std::lock_guard lock(mutex_);
-  rows_.keep_last_steps();
+  memory_.store.keep_last_steps();
 }
 
 Recovery Shard::recover() {
   const std::lock_guard lock(mutex_);
   Recovery found;
   found.busy = header_->busy != 0;
-  found.undone = rows_.roll_back();
-  expiry_.mend();
+  found.undone = memory_.store.roll_back();
+  memory_.expiry.mend();
   found.open = header_->commit_slot == 0 && header_->push.client != 0;
   PushLog(*header_).recover();
   if (tier_) {
-    found.rebuilt = recover_tier();
+    found.rebuilt = tier_->recover();
   } else {
-    found.rebuilt = (header_->busy & kIndexBusy) != 0 || !index_.slots().sound(header_->rows_used);
-    if (found.rebuilt) index_.rebuild();
+    found.rebuilt = (header_->busy & kIndexBusy) != 0 || !memory_.index.slots().sound(header_->rows_used);
+    if (found.rebuilt) memory_.index.rebuild();
   }
-  index_.clear_behind();
-  make_eviction_ready();
+  memory_.index.clear_behind();
+  memory_.prepare_eviction();
   barrier();
   header_->busy = 0;
   return found;
@@ -383,22 +326,18 @@ Recovery Shard::recover() {
 
 std::uint64_t Shard::size() {
   const std::lock_guard lock(mutex_);
-  return rows_total();
+  return tier_ ? tier_->rows_total() : header_->rows_used;
 }
 
 std::uint64_t Shard::memory_bytes() {
   const std::lock_guard lock(mutex_);
-  return rows_.memory_bytes() + index_.memory_bytes() + snapshots_.memory_bytes() + changefeed_.bytes() +
-         (tier_ ? tier_->log.live_bits().size() * sizeof(std::uint64_t) : 0);
+  return memory_.store.memory_bytes() + memory_.index.memory_bytes() + memory_.snapshots.memory_bytes() +
+         memory_.changes.memory_bytes() + (tier_ ? tier_->memory_bytes() : 0);
 }
 
 TierCounts Shard::tier_counts() {
   const std::lock_guard lock(mutex_);
-  if (!tier_) return {};
-  const Cold& c = header_->cold;
-  const RowLog& log = tier_->log;
-  const std::uint64_t unreadable = log.set_aside_segments() + tier_->damaged;
-  return {log.live_records(), log.disk_bytes(), c.spilled, c.read, c.promoted, c.compacted, unreadable};
+  return tier_ ? tier_->counts() : TierCounts{};
 }
 
 Counters Shard::counters() {

@@ -1,4 +1,4 @@
-// Rows on disk: what a process does that attaches to the region of one that may have been killed.
+// How the tier of a region is repaired after a kill.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,7 +11,7 @@
 #include "persia/checksum.hpp"
 #include "persia/disk_faults.hpp"
 #include "persia/memory.hpp"
-#include "persia/shard.hpp"
+#include "persia/tier.hpp"
 
 namespace persia {
 namespace {
@@ -72,53 +72,78 @@ int read_all(int file, std::byte* bytes, std::size_t count) {
 
 }  // namespace
 
+void Tier::clear() {
+  header_->tier.rebuilding = kClearing;
+  barrier();
+  finish_clear();
+}
+
+void Tier::finish_clear() {
+  memory_->clear();
+  TierState& tier = header_->tier;
+  tier.move_row = 0;
+  tier.next_record = 0;
+  barrier();
+  log_.clear();
+  vacant_.clear();
+  compacting_ = RowLog::kNone;
+  newest_.clear();
+  oldest_.clear();
+  looked_for_ = 0;
+  damaged_ = 0;
+  tier.demoted = tier.read = tier.promoted = tier.compacted = 0;
+  barrier();
+  tier.rebuilding = 0;
+  barrier();
+}
+
 // A process died while a row moved. The bytes of its new place are complete, so the slot says where it is.
-void Shard::finish_move() {
-  Cold& cold = header_->cold;
-  if (cold.move_row == 0) return;
-  RowHeader& r = *rows_.row(static_cast<std::uint32_t>(cold.move_row - 1));
-  const std::uint64_t slot = std::uint64_t{Index::tag_of(hash_id(r.key()))} << 32 | rows_.number_of(cold.move_record);
+void Tier::finish_move() {
+  TierState& tier = header_->tier;
+  if (tier.move_row == 0) return;
+  RowHeader& r = *store().row(static_cast<std::uint32_t>(tier.move_row - 1));
+  const std::uint64_t slot = std::uint64_t{Index::tag_of(hash_id(r.key()))} << 32 | store().number_of(tier.move_record);
   bool on_disk = false;
-  index_.slots().for_each([&](std::uint64_t other) { on_disk |= other == slot; });
+  memory_->index.slots().for_each([&](std::uint64_t other) { on_disk |= other == slot; });
   if (on_disk) {
     r.stamp = kVacant;
   } else if (r.stamp == kVacant) {
     r.stamp = header_->clock;
   }
   barrier();
-  cold.move_row = 0;
+  tier.move_row = 0;
   barrier();
 }
 
 // Finds out which rows are where. Returns whether the index was rebuilt.
-bool Shard::recover_tier() {
-  if (header_->cold.rebuilding == kClearing) {
-    clear_rows();
+bool Tier::recover() {
+  if (header_->tier.rebuilding == kClearing) {
+    finish_clear();
     return true;
   }
   finish_move();
   std::vector<std::uint64_t> slots;
-  if (header_->cold.rebuilding != 0) {
+  if (header_->tier.rebuilding != 0) {
     slots = read_slots();
   } else if ((header_->busy & kIndexBusy) != 0 || !revive_rows()) {
     // As often as a slot was copied; that of a row of memory says nothing, as the row may be vacant.
-    index_.slots().for_each([&](std::uint64_t slot) {
-      if (const auto number = static_cast<std::uint32_t>(slot) & kRowMask; !rows_.in_memory(number))
+    memory_->index.slots().for_each([&](std::uint64_t slot) {
+      if (const auto number = static_cast<std::uint32_t>(slot) & kRowMask; !store().in_memory(number))
         slots.push_back(slot);
     });
     std::sort(slots.begin(), slots.end());
     slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
     write_slots(slots);
     barrier();
-    header_->cold.rebuilding = kRebuilding;
+    header_->tier.rebuilding = kRebuilding;
     barrier();
   }
-  if (header_->cold.rebuilding == 0) return false;
-  rebuild_with_tier(std::move(slots));
-  tier_->log.forget();
-  tier_->vacant.clear();
+  if (header_->tier.rebuilding == 0) return false;
+  rebuild_index(std::move(slots));
+  log_.forget();
+  vacant_.clear();
   if (!revive_rows()) {
-    throw std::runtime_error(rows_.where() +
+    throw std::runtime_error(store().where() +
                              ": its index is damaged: it names rows twice. Remove it with `persia cluster "
                              "regions --clean`, and go on from a checkpoint");
   }
@@ -127,26 +152,25 @@ bool Shard::recover_tier() {
 
 // Notes which records are in use and which rows of memory are vacant. Returns whether each row of memory and only
 // records that may be there are in the index, once each. One pass: a process that restarts waits for it.
-bool Shard::revive_rows() {
-  RowLog& log = tier_->log;
+bool Tier::revive_rows() {
   std::vector<bool> rows(header_->rows_used);
   std::uint64_t found = 0, expected = 0;
-  const bool sound = index_.slots().sound_if([&](std::uint32_t number) {
-    if (rows_.in_memory(number)) {
-      if (number >= rows.size() || rows[number] || rows_.vacant(number)) return false;
+  const bool sound = memory_->index.slots().sound_if([&](std::uint32_t number) {
+    if (store().in_memory(number)) {
+      if (number >= rows.size() || rows[number] || store().vacant(number)) return false;
       ++found;
       rows[number] = true;
       return true;
     }
-    const std::uint32_t record = rows_.record_of(number);
-    if (record >= log.end_record() || log.live(record)) return false;
-    log.revive(record);
+    const std::uint32_t record = store().record_of(number);
+    if (record >= log_.end_record() || log_.live(record)) return false;
+    log_.revive(record);
     return true;
   });
   for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
     const auto n = static_cast<std::uint32_t>(number);
-    if (rows_.vacant(n)) {
-      tier_->vacant.push_back(n);
+    if (store().vacant(n)) {
+      vacant_.push_back(n);
     } else {
       ++expected;
     }
@@ -154,30 +178,32 @@ bool Shard::revive_rows() {
   return sound && found == expected;
 }
 
-void Shard::rebuild_with_tier(std::vector<std::uint64_t> slots) {
+void Tier::rebuild_index(std::vector<std::uint64_t> slots) {
   for (const std::uint64_t slot : slots) {
-    if (rows_.record_of(static_cast<std::uint32_t>(slot) & kRowMask) >= tier_->log.end_record()) {
-      throw std::runtime_error(rows_.where() + ": its index is damaged: it names rows behind the end of " +
-                               tier_->log.path() +
+    if (store().record_of(static_cast<std::uint32_t>(slot) & kRowMask) >= log_.end_record()) {
+      throw std::runtime_error(store().where() + ": its index is damaged: it names rows behind the end of " +
+                               log_.path() +
                                ". Remove both with `persia cluster regions --clean`, and go on from a checkpoint");
     }
   }
   for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
     const auto n = static_cast<std::uint32_t>(number);
-    if (!rows_.vacant(n)) slots.push_back(std::uint64_t{index_.tag_of_row(n)} << 32 | n);
+    if (!store().vacant(n)) slots.push_back(std::uint64_t{memory_->index.tag_of_row(n)} << 32 | n);
   }
-  index_.rebuild(slots);
+  memory_->index.rebuild(slots);
   barrier();
-  header_->cold.rebuilding = 0;
+  header_->tier.rebuilding = 0;
   barrier();
   unlink(slots_path().c_str());
 }
 
-std::string Shard::slots_path() const { return config_->tier.path + "." + std::to_string(header_->shard) + ".slots"; }
+std::string Tier::slots_path() const {
+  return memory_->config.tier.path + "." + std::to_string(header_->shard) + ".slots";
+}
 
 // The only copy while the index is being rebuilt: a process may die during that, too. Before it is complete, the next
 // process collects the slots again.
-void Shard::write_slots(const std::vector<std::uint64_t>& slots) const {
+void Tier::write_slots(const std::vector<std::uint64_t>& slots) const {
   const std::string path = slots_path();
   const std::size_t all = slots.size() * sizeof(slots[0]);
   const auto* bytes = reinterpret_cast<const std::byte*>(slots.data());
@@ -190,19 +216,19 @@ void Shard::write_slots(const std::vector<std::uint64_t>& slots) const {
   if (error == 0) return;
   unlink(path.c_str());  // Half of it is of no use, and takes space.
   if (error != ENOSPC && error != EDQUOT) {
-    throw std::runtime_error(rows_.where() + ": " + path +
+    throw std::runtime_error(store().where() + ": " + path +
                              " cannot be written, for the index that a crash has left to " + "rebuild (" +
                              std::strerror(error) + "). Mend that, and start the process again");
   }
-  throw RegionFull(rows_.where() + ": no room for the index of " + path + ", which a crash has left to rebuild (" +
+  throw RegionFull(store().where() + ": no room for the index of " + path + ", which a crash has left to rebuild (" +
                    std::strerror(error) + "). Free " + std::to_string((all >> 20) + 1) +
                    " MiB there, and start the process again");
 }
 
-std::vector<std::uint64_t> Shard::read_slots() const {
+std::vector<std::uint64_t> Tier::read_slots() const {
   const std::string path = slots_path();
   const auto refuse = [&](const std::string& what) {
-    throw std::runtime_error(rows_.where() + ": " + path + " " + what +
+    throw std::runtime_error(store().where() + ": " + path + " " + what +
                              ", which has what a crash left of its index. Put it back, or remove the region with "
                              "`persia cluster regions --clean`, and go on from a checkpoint");
   };

@@ -54,26 +54,26 @@ inline Keys operator+(Keys a, const Keys& b) {
 
 // Leaves garbage wherever this process may have been writing when it died.
 inline void scribble(Shard& shard) {
-  Header& h = shard.header();
+  Header& h = shard.memory().header;
   const auto layout = Layout::of(h.capacity, h.row_stride, h.sketch_width);  // without rows on disk
   const auto fill = [](void* at, std::size_t bytes) { std::memset(at, 0xA5, bytes); };
   const auto fill_row = [&](std::uint32_t row) {
-    fill(shard.row_bytes(row), h.row_stride);
-    if (h.keeps_last_steps == 0 || h.cold.log != 0) return;
+    fill(shard.memory().store.row_bytes(row), h.row_stride);
+    if (h.keeps_last_steps == 0 || h.tier.log != 0) return;
     fill(reinterpret_cast<std::byte*>(&h) + layout.last_steps + row * 4, 4);
   };
   if (h.undo_row != 0 && h.undo_mark == h.push.rows_applied) {
     fill_row(static_cast<std::uint32_t>(h.undo_row - 1));
   }
   if (h.rows_used < h.rows_backed) fill_row(static_cast<std::uint32_t>(h.rows_used));
-  for (std::uint64_t row = 0; h.cold.log != 0 && row < h.rows_used; ++row) {
+  for (std::uint64_t row = 0; h.tier.log != 0 && row < h.rows_used; ++row) {
     const auto number = static_cast<std::uint32_t>(row);
-    auto* const bytes = shard.row_bytes(number);
-    if (reinterpret_cast<const RowHeader*>(bytes)->stamp != kVacant || h.cold.move_row == row + 1) continue;
+    auto* const bytes = shard.memory().store.row_bytes(number);
+    if (reinterpret_cast<const RowHeader*>(bytes)->stamp != kVacant || h.tier.move_row == row + 1) continue;
     fill(bytes, offsetof(RowHeader, stamp));
     fill(bytes + sizeof(RowHeader), h.row_stride - sizeof(RowHeader));
   }
-  if ((h.busy & kIndexBusy) != 0 && h.cold.log == 0) {
+  if ((h.busy & kIndexBusy) != 0 && h.tier.log == 0) {
     fill(reinterpret_cast<std::byte*>(&h) + layout.index, 4096);
     if (h.index_old_slots != 0) h.index_frontier = 0xA5A5;
   }

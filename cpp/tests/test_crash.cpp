@@ -9,7 +9,7 @@ using namespace persia;
 
 namespace {
 
-bool grows(Tested& t, std::uint32_t shard) { return t.store.shard(0, shard).header().index_old_slots != 0; }
+bool grows(Tested& t, std::uint32_t shard) { return t.store.shard(0, shard).memory().header.index_old_slots != 0; }
 
 // Inserts rows until the indices of all shards grow. Returns the ids.
 Keys look_until_growing(Tested& t) {
@@ -129,7 +129,7 @@ TEST(growth_goes_on_after_attaching) {
     Tested t(directory.path, true, 5000);
     for (const auto& found : t.store.table(0).recovery) CHECK(!found.rebuilt);
     for (std::uint32_t s = 0; s < kShards; ++s) {
-      const Header &mine = t.store.shard(0, s).header(), &same = twin.store.shard(0, s).header();
+      const Header &mine = t.store.shard(0, s).memory().header, &same = twin.store.shard(0, s).memory().header;
       CHECK(grows(t, s) && mine.index_old_slots == same.index_old_slots);
       CHECK(mine.index_frontier == same.index_frontier && mine.index_slots == same.index_slots);
     }
@@ -152,7 +152,7 @@ TEST(a_damaged_state_of_growth_is_mended_or_refused) {
       Tested t(directory.path, false, 5000);
       look_until_growing(t);
       rows = t.rows();
-      damage(t.store.shard(0, 1).header());
+      damage(t.store.shard(0, 1).memory().header);
     }
     Tested t(directory.path, true, 5000);
     CHECK(t.rows() == rows && !grows(t, 1));
@@ -171,7 +171,7 @@ TEST(what_lies_behind_the_slots_is_cleared) {
   {
     Tested t(directory.path, false, 5000);
     t.look(range(0, 80));
-    Header& h = t.store.shard(0, 0).header();
+    Header& h = t.store.shard(0, 0).memory().header;
     const auto layout = Layout::of(h.capacity, h.row_stride, h.sketch_width);
     auto* slots = reinterpret_cast<std::uint64_t*>(reinterpret_cast<std::byte*>(&h) + layout.index);
     CHECK(h.index_backed > h.index_slots + kIndexTail);
@@ -249,7 +249,7 @@ TEST(a_push_to_rows_inserted_at_the_midpoint) {
       kShards * 200,
       [&](Tested& t) {
         for (auto at = old.begin(); at != old.end(); at += 10) t.look(Keys(at, at + 10));
-        for (std::uint32_t s = 0; s < kShards; ++s) CHECK(t.store.shard(0, s).eviction().midpoint(~0u) != ~0u);
+        for (std::uint32_t s = 0; s < kShards; ++s) CHECK(t.store.shard(0, s).memory().eviction.midpoint(~0u) != ~0u);
         t.look(inserted);
         t.push(once + inserted_once, 9, 1);
       },
@@ -282,7 +282,7 @@ TEST(a_lookup_at_which_recency_is_numbered_anew) {
         t.import({100, 101}, 0.5f);
         t.look(range(7, 20));
         t.look(range(10, 30));
-        for (std::uint32_t s = 0; s < kShards; ++s) t.store.shard(0, s).header().clock = ~0u;
+        for (std::uint32_t s = 0; s < kShards; ++s) t.store.shard(0, s).memory().header.clock = ~0u;
       },
       [](Tested& t) { t.look({5, 110, 9, 111, 112}); });
 }

@@ -12,6 +12,7 @@
 #include "check.hpp"
 #include "directory.hpp"
 #include "one_table.hpp"
+#include "persia/push_log.hpp"
 
 using namespace persia;
 
@@ -84,14 +85,14 @@ TEST_OF_ONE_THREAD(evicts_the_least_recent_after_clearing_imports_and_renumberin
       case 2: {
         RowBatch rows = rows_now();
         for (std::size_t i = 0; i < rows.ids.size(); i += 3) rows.ids[i] += 1u << 20;  // takes the place of another
-        for (auto& stamp : rows.stamps) stamp = 1 + static_cast<std::uint32_t>(random() % shard.header().clock);
+        for (auto& stamp : rows.stamps) stamp = 1 + static_cast<std::uint32_t>(random() % shard.memory().header.clock);
         store.import_rows(0, rows.ids.size(),
                           {rows.ids.data(), rows.embeddings.data(), rows.states.data(), rows.update_counts.data(),
                            rows.last_steps.data(), rows.stamps.data()});
         break;
       }
       case 3:
-        shard.header().clock = ~0u;
+        shard.memory().header.clock = ~0u;
         break;
       case 4: {
         ShardState state = shard.export_state();
@@ -108,7 +109,7 @@ TEST_OF_ONE_THREAD(no_request_of_a_full_table_scans_it) {
   ThreadPool pool(1);
   Store store(pool);
   store.create_table(config_of(kRows, 1));
-  const EvictionQueue& eviction = store.shard(0, 0).eviction();
+  const EvictionQueue& eviction = store.shard(0, 0).memory().eviction;
   std::uint64_t next = 0, oldest = 0, most = 0;
   for (int request = 0; request < 3000; ++request) {
     const std::uint64_t read = eviction.read();
@@ -165,10 +166,10 @@ TEST(no_request_scans_a_full_table_that_was_attached_or_loaded) {
     CHECK(rows == (store == &smaller ? kRows / 2 : kRows));
     for (std::uint64_t id = 10 * kRows; id < 10 * kRows + added; id += kRequest) {
       std::uint64_t before[kShards];
-      for (std::uint32_t s = 0; s < kShards; ++s) before[s] = store->shard(0, s).eviction().read();
+      for (std::uint32_t s = 0; s < kShards; ++s) before[s] = store->shard(0, s).memory().eviction.read();
       look(*store, range(id, id + kRequest));
       for (std::uint32_t s = 0; s < kShards; ++s) {
-        CHECK(store->shard(0, s).eviction().read() - before[s] <= 40 * kRequest);
+        CHECK(store->shard(0, s).memory().eviction.read() - before[s] <= 40 * kRequest);
       }
     }
     // Of each shard, the ids that were looked up last are still there: those after the first one that is.
@@ -243,14 +244,14 @@ TEST_OF_ONE_THREAD(a_push_counts_once_even_after_a_crash_in_its_middle) {
   const Keys keys = range(0, 100);
   // As a kill after 40 rows leaves it: progress counted, row 40 half written, its old bytes in the undo slot.
   push(store, range(0, 40));
-  Header& h = shard.header();
+  Header& h = shard.memory().header;
   const auto layout = Layout::of(h.capacity, h.row_stride, h.sketch_width);
-  std::memcpy(reinterpret_cast<std::byte*>(&h) + layout.undo, shard.row_bytes(40), h.row_stride);
+  std::memcpy(reinterpret_cast<std::byte*>(&h) + layout.undo, shard.memory().store.row_bytes(40), h.row_stride);
   h.push = {9, 1, 40};
   h.undo_mark = 40;
   h.undo_row = 41;
   h.busy = 1;
-  std::memset(shard.row_bytes(40) + 30, 0x55, 8);
+  std::memset(shard.memory().store.row_bytes(40) + 30, 0x55, 8);
   std::memset(reinterpret_cast<std::byte*>(&h) + layout.index, 0xAA, 512);
 
   shard.recover();
@@ -279,8 +280,8 @@ TEST(an_interrupted_push_goes_on_in_each_shard_where_it_stopped) {
     mine.resize(100 * s);
     push(store, mine);
     Shard& shard = store.shard(0, s);
-    shard.header().push = {9, 1, mine.size()};
-    shard.header().busy = 1;
+    shard.memory().header.push = {9, 1, mine.size()};
+    shard.memory().header.busy = 1;
     shard.recover();
   }
   CHECK(push(store, keys, {1, 9, 1}).applied == 4000 - 600);
@@ -295,7 +296,7 @@ TEST(a_completed_row_is_not_undone) {
   store.create_table(durable(config_of(10, 1)));
   look(store, range(0, 5));
   Shard& shard = store.shard(0, 0);
-  Header& h = shard.header();
+  Header& h = shard.memory().header;
   h.push = {9, 1, 3};
   h.undo_mark = 2;
   h.undo_row = 3;  // the undo slot is void: the count has moved on

@@ -198,8 +198,8 @@ TEST_OF_ONE_THREAD(a_request_of_more_rows_than_memory) {
 TEST_OF_ONE_THREAD(rows_of_a_request_larger_than_memory_leave_in_blocks) {
   Tested tested(100'000, 1, 4000);
   look(tested.store, range(0, 40'001));
-  const std::uint64_t spilled = tested.store.tier_counts(0).spilled;
-  CHECK(spilled > 36'001 && spilled < 37'000);  // More than had to: the last block leaves vacant rows.
+  const std::uint64_t demoted = tested.store.tier_counts(0).demoted;
+  CHECK(demoted > 36'001 && demoted < 37'000);  // More than had to: the last block leaves vacant rows.
   CHECK(tested.rows().size() == 40'001);
 }
 
@@ -284,10 +284,10 @@ TEST_OF_ONE_THREAD(the_space_of_dead_records_is_used_again) {
   }
   const TierCounts counts = tested.store.tier_counts(0);
   CHECK(tested.rows() == twin.rows());
-  CHECK(counts.compacted > 0 && counts.spilled > 50'000);
+  CHECK(counts.compacted > 0 && counts.demoted > 50'000);
   const double bytes = 10'000.0 * (8 + sizeof(RowHeader) + 2 * 64 * 4);
   CHECK(static_cast<double>(counts.disk_bytes) < 2.5 * bytes);
-  CHECK(static_cast<double>(counts.spilled + counts.compacted) < 2.5 * static_cast<double>(counts.spilled));
+  CHECK(static_cast<double>(counts.demoted + counts.compacted) < 2.5 * static_cast<double>(counts.demoted));
   row_shape = {};
 }
 
@@ -314,7 +314,7 @@ TEST_OF_ONE_THREAD(a_full_table_goes_on) {
       look(tested.store, keys);
     }
     const TierCounts counts = tested.store.tier_counts(0);
-    CHECK(counts.compacted < 4 * counts.spilled);
+    CHECK(counts.compacted < 4 * counts.demoted);
     CHECK(tested.rows().size() == tested.store.size(0) && tested.store.size(0) > ids - 500);
   }
 }
@@ -408,7 +408,7 @@ TEST_OF_ONE_THREAD(recency_is_numbered_anew) {
   for (Tested* each : {&tested, &twin}) {
     look(each->store, range(0, 100));
     push(each->store, range(30, 60), {1, 9, 1});
-    each->store.shard(0, 0).header().clock = ~0u;
+    each->store.shard(0, 0).memory().header.clock = ~0u;
     look(each->store, range(50, 120));
     push(each->store, range(0, 120), {2, 9, 2});
   }
@@ -418,7 +418,7 @@ TEST_OF_ONE_THREAD(recency_is_numbered_anew) {
 TEST_OF_ONE_THREAD(the_last_clock_is_no_mark_of_vacant_rows) {
   for (const std::uint64_t memory : {0u, 12u}) {
     Tested tested(100'000, 1, memory);
-    tested.store.shard(0, 0).header().clock = kVacant - 3;
+    tested.store.shard(0, 0).memory().header.clock = kVacant - 3;
     for (const auto& keys : {range(0, 5), range(0, 5), range(0, 5), range(5, 10)}) look(tested.store, keys);
     CHECK(tested.rows().size() == 10);
     const std::vector<std::uint32_t> late{kVacant};

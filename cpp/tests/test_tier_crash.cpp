@@ -55,7 +55,7 @@ TEST(rows_that_spill_while_the_index_grows) {
       20,
       [](Tested& t) {
         Keys keys;
-        const auto grows = [&](std::uint32_t s) { return t.store.shard(0, s).header().index_old_slots != 0; };
+        const auto grows = [&](std::uint32_t s) { return t.store.shard(0, s).memory().header.index_old_slots != 0; };
         for (std::uint64_t id = 0; !grows(0) || !grows(1); ++id) {
           if (!grows(shard_of(id, kShards))) t.look({id});
         }
@@ -130,7 +130,7 @@ bool damage_index(Tested& t) {
   bool all = true;
   for (std::uint32_t s = 0; s < kShards; ++s) {
     Shard& shard = t.store.shard(0, s);
-    Header& h = shard.header();
+    Header& h = shard.memory().header;
     const auto index = Layout::of(h.capacity, h.row_stride, h.sketch_width).index;
     const std::span slots(reinterpret_cast<std::uint64_t*>(reinterpret_cast<std::byte*>(&h) + index), h.index_slots);
     const auto in_memory = std::find_if(
@@ -139,7 +139,7 @@ bool damage_index(Tested& t) {
     *in_memory = 0;
     bool vacant = false;
     for (std::uint32_t row = 0; row < h.rows_used; ++row) {
-      vacant |= reinterpret_cast<const RowHeader*>(shard.row_bytes(row))->stamp == kVacant;
+      vacant |= reinterpret_cast<const RowHeader*>(shard.memory().store.row_bytes(row))->stamp == kVacant;
     }
     all = all && vacant;
   }
@@ -203,7 +203,7 @@ struct Damaged {
     Header header;
     CHECK(std::fread(static_cast<void*>(&header), sizeof(header), 1, file) == 1);
     std::fclose(file);
-    return header.cold.rebuilding != 0;
+    return header.tier.rebuilding != 0;
   }
 
   Directory directory;

@@ -151,7 +151,7 @@ TEST(a_segment_that_cannot_be_read_is_not_compacted_again_and_again) {
   }
   const TierCounts counts = tested.store.tier_counts(0);
   CHECK(counts.unreadable == 2);  // Its segment, and the request of above.
-  CHECK(counts.compacted > 0 && counts.compacted < 3 * counts.spilled);
+  CHECK(counts.compacted > 0 && counts.compacted < 3 * counts.demoted);
   CHECK(lost_of(tested.store, range(0, 10'000)) == lost);
   row_shape = {};
 }

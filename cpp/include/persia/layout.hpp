@@ -22,7 +22,7 @@ inline constexpr unsigned kRowBits = PERSIA_ROW_BITS;
 static_assert(kRowBits == 16 || kRowBits == 32);
 inline constexpr auto kRowMask = static_cast<std::uint32_t>((std::uint64_t{1} << kRowBits) - 1);
 inline constexpr std::uint64_t kMaxRows = kRowMask - 1u;  // of a shard
-// Stamp of a row of memory that holds none, as its row has gone to disk (tier.cpp). No clock gets there.
+// Stamp of a row of memory that holds none, as its row has moved to the tier (tier.hpp). No clock gets there.
 inline constexpr std::uint32_t kVacant = 0xFFFFFFFFu;
 inline constexpr std::uint32_t kLastClock = kVacant - 1;
 
@@ -108,20 +108,20 @@ struct TtlState {
   TtlMark marks[kTtlMarks];
 };
 
-// Values of `Cold::rebuilding`.
-inline constexpr std::uint32_t kRebuilding = 1;  // the slots of rows on disk are in a file of their own
+// Values of `TierState::rebuilding`.
+inline constexpr std::uint32_t kRebuilding = 1;  // the slots of rows of the tier are in a file of their own
 inline constexpr std::uint32_t kClearing = 2;    // all rows are being removed
 
-// Rows on disk (tier.cpp). All 0 in tables without them.
-struct Cold {
+// The tier (tier.hpp). All 0 in tables without one.
+struct TierState {
   std::uint64_t log;          // id of the file of rows; 0: none
   std::uint64_t next_record;  // number behind its last record
   std::uint64_t move_row;     // row + 1 whose place in the index is about to become, or to have been, `move_record`
   std::uint32_t move_record;
   std::uint32_t rebuilding;  // kRebuilding, kClearing or 0
-  std::uint64_t spilled;     // rows that have gone to disk ...
+  std::uint64_t demoted;     // rows that have moved to the tier ...
   std::uint64_t read;        // ... records that requests have read there ...
-  std::uint64_t promoted;    // ... rows that have come back ...
+  std::uint64_t promoted;    // ... rows that have moved back to memory ...
   std::uint64_t compacted;   // ... and rows that were written again, to free the space of others
 };
 
@@ -166,8 +166,8 @@ struct Header {
   std::uint64_t index_old_slots;  // home slots of tags above the frontier; 0 unless the index grows (index.hpp)
   std::uint32_t index_frontier;
   std::uint32_t keeps_last_steps;  // 1: the section of last steps is in use
-  Cold cold;
-  std::uint8_t reserved[120 - sizeof(Cold)];
+  TierState tier;
+  std::uint8_t reserved[120 - sizeof(TierState)];
   OpenPush open[kOpenPushes];
   ClientEntry clients[kClients];
   TtlState ttl;  // all 0 in regions of versions that did not know it

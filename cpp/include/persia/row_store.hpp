@@ -56,6 +56,8 @@ class RowStore {
   const Layout& layout() const { return layout_; }
   // Returns a section of the region, by its offset.
   std::byte* section(std::size_t offset) const { return region_.base() + offset; }
+  // Returns the counters of the admission sketch.
+  std::uint16_t* sketch() const { return reinterpret_cast<std::uint16_t*>(section(layout_.sketch)); }
   // Returns whether the region is a file, which outlives the process.
   bool in_file() const { return region_.is_file(); }
   // Returns the name of the region or, without a file, of the table, for messages.

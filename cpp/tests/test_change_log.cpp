@@ -229,7 +229,7 @@ TEST_OF_ONE_THREAD(state_that_goes_back_loses_the_pass) {
   shard.clear();
   CHECK(!table.begin(false));
   table.pass();
-  shard.header().clock = kLastClock;  // all rows get new stamps
+  shard.memory().header.clock = kLastClock;  // all rows get new stamps
   look(table.store, {1});
   CHECK(!table.begin(false));
   table.pass();
