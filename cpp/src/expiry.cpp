@@ -28,7 +28,13 @@ bool Expiry::sound(const TtlState& state, std::uint32_t clock) {
 
 void Expiry::set(const TtlState& state) {
   *state_ = state;
+  expired_before_ = state.expired_before;
   forget();
+}
+
+void Expiry::mend() {
+  if (!sound(*state_, rows_->header().clock)) *state_ = {};
+  expired_before_ = state_->expired_before;
 }
 
 void Expiry::advance_clock(std::uint64_t by) {
@@ -51,7 +57,7 @@ void Expiry::advance_clock(std::uint64_t by) {
     if (state.time - mark.time >= ttl) expired_before = std::max(expired_before, mark.clock + 1);
   }
   if (expired_before > state.expired_before) {
-    state.expired_before = expired_before;
+    set_expired_before(expired_before);
     sweep_rows_ = rows_->header().rows_used;
     barrier();
   }
@@ -103,12 +109,12 @@ void Expiry::renumber() {
       oldest = row;
   }
   const bool any_expired = state.expired_before > 0;
-  state.expired_before = 0;
+  set_expired_before(0);
   state.marks_made = 0;
   barrier();
   std::uint32_t& clock = rows_->header().clock;
   clock = persia::renumber(all, config_->tiered());
-  if (any_expired) state.expired_before = oldest < all.count ? all[oldest] : clock + 1;
+  if (any_expired) set_expired_before(oldest < all.count ? all[oldest] : clock + 1);
   forget();
 }
 

@@ -26,6 +26,11 @@ RowIndex::RowIndex(RowStore& rows, const TableConfig& config) : rows_(&rows) {
                  header.index_old_slots, header.index_frontier, config.tiered() ? Index::kEighth : Index::kThird);
 }
 
+std::uint32_t RowIndex::find(std::uint64_t id) const {
+  return slots_.find(Index::tag_of(hash_id(id)),
+                     [&](std::uint32_t number) { return rows_->in_memory(number) && rows_->row(number)->key() == id; });
+}
+
 std::uint32_t RowIndex::tag_of_row(std::uint32_t number) const {
   const Header& header = rows_->header();
   const std::uint64_t hash = hash_id(rows_->row(number)->key());

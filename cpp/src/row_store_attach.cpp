@@ -94,11 +94,11 @@ RowStore::RowStore(const TableConfig& config, const Optimizer& optimizer, std::u
       optimizer_(&optimizer),
       values_(config.dtype),
       states_(state_dtype(config)),
+      shard_(shard),
+      tiered_(config.tiered()),
       dim_(config.dim),
       words_(values_.words(config.dim)),
-      stride_(stride_of(config, optimizer)),
-      tiered_(config.tiered()),
-      shard_(shard) {
+      stride_(stride_of(config, optimizer)) {
   if (values_.narrow()) scratch_.resize(dim_ + optimizer.state_width(dim_));
   open_region();
   header_ = reinterpret_cast<Header*>(region_.base());
@@ -110,6 +110,7 @@ RowStore::RowStore(const TableConfig& config, const Optimizer& optimizer, std::u
   } else {
     format();
   }
+  capacity_ = header_->capacity;
 }
 
 void RowStore::open_region() {

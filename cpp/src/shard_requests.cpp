@@ -53,50 +53,58 @@ class Shard::Pipeline {
 
   // Returns the row of memory of an id; kNone if there is none. The candidate may be another id with the same tag, or
   // have been evicted, demoted or inserted since it was probed.
-  static std::uint32_t resolve(const Pipeline::Group& group, std::size_t lane) {
-    const MemoryRows& memory = group.shard[lane]->memory_;
-    const std::uint32_t number = group.row[lane];
-    if (memory.store.in_memory(number)) {
-      const RowHeader& row = *memory.store.row(number);
-      if (row.key() == group.id[lane] && row.stamp != kVacant) return number;
-    }
-    return memory.index.find(group.id[lane]);
-  }
+  static std::uint32_t resolve(const Group& group, std::size_t lane);
 
   // Begins to load where the embedding of a later id is to be written. One shard's part of a batch is scattered over
   // the output, where the hardware does not see it coming.
-  static void prefetch_output(const Slice& slice, std::size_t i, const float* out, std::size_t words) {
-    if (slice.positions == nullptr || i + kGroup >= slice.count) return;
-    __builtin_prefetch(out + slice.position(i + kGroup) * words, 1);
-  }
+  static void prefetch_output(const Slice& slice, std::size_t i, const float* out, std::size_t words);
 
  private:
-  static void fetch_slots(Shards shards, const Slice& slice, std::size_t start, Group& group) {
-    group.count = std::min(kGroup, slice.count - start);
-    for (std::size_t i = 0; i < group.count; ++i) {
-      group.id[i] = slice.ids[slice.position(start + i)];
-      const std::uint64_t hash = hash_id(group.id[i]);
-      group.tag[i] = Index::tag_of(hash);
-      Shard* const shard = shards[shard_of_hash(hash, shards.size())];
-      group.shard[i] = shard;
-      const Index& index = shard->memory_.index.slots();
-      group.index[i] = &index;
-      index.prefetch(index.home(group.tag[i]));
-    }
-  }
-
-  static void fetch_rows(Group& group, const Fetch& fetch) {
-    Index::candidates(group.index, group.tag, group.count, group.row);
-    for (std::size_t i = 0; i < group.count; ++i) {
-      const RowStore& store = group.shard[i]->memory_.store;
-      if (!store.in_memory(group.row[i])) continue;
-      const std::byte* bytes = store.row_bytes(group.row[i]);
-      const std::byte* const end = bytes + fetch.bytes;  // Not a line twice: asking takes a place in the queue, too.
-      for (bytes -= reinterpret_cast<std::uintptr_t>(bytes) % kLine; bytes < end; bytes += kLine) prefetch(bytes);
-      if (fetch.last_steps && store.header().keeps_last_steps != 0) prefetch(store.last_steps() + group.row[i]);
-    }
-  }
+  static void fetch_slots(Shards shards, const Slice& slice, std::size_t start, Group& group);
+  static void fetch_rows(Group& group, const Fetch& fetch);
 };
+
+void Shard::Pipeline::fetch_slots(Shards shards, const Slice& slice, std::size_t start, Group& group) {
+  group.count = std::min(kGroup, slice.count - start);
+  for (std::size_t i = 0; i < group.count; ++i) {
+    group.id[i] = slice.ids[slice.position(start + i)];
+    const std::uint64_t hash = hash_id(group.id[i]);
+    group.tag[i] = Index::tag_of(hash);
+    Shard* const shard = shards[shard_of_hash(hash, shards.size())];
+    group.shard[i] = shard;
+    const Index& index = shard->memory_.index.slots();
+    group.index[i] = &index;
+    index.prefetch(index.home(group.tag[i]));
+  }
+}
+
+void Shard::Pipeline::fetch_rows(Group& group, const Fetch& fetch) {
+  Index::candidates(group.index, group.tag, group.count, group.row);
+  for (std::size_t i = 0; i < group.count; ++i) {
+    const RowStore& store = group.shard[i]->memory_.store;
+    if (!store.in_memory(group.row[i])) continue;
+    const std::byte* bytes = store.row_bytes(group.row[i]);
+    const std::byte* const end = bytes + fetch.bytes;  // Not a line twice: asking takes a place in the queue, too.
+    for (bytes -= reinterpret_cast<std::uintptr_t>(bytes) % kLine; bytes < end; bytes += kLine) prefetch(bytes);
+    if (fetch.last_steps && store.header().keeps_last_steps != 0) prefetch(store.last_steps() + group.row[i]);
+  }
+}
+
+// Out of line, as is `RowIndex::find`: the loop that calls it is the faster for being small.
+std::uint32_t Shard::Pipeline::resolve(const Group& group, std::size_t lane) {
+  const MemoryRows& memory = group.shard[lane]->memory_;
+  const std::uint32_t number = group.row[lane];
+  if (memory.store.in_memory(number)) {
+    const RowHeader& row = *memory.store.row(number);
+    if (row.key() == group.id[lane] && row.stamp != kVacant) return number;
+  }
+  return memory.index.find(group.id[lane]);
+}
+
+void Shard::Pipeline::prefetch_output(const Slice& slice, std::size_t i, const float* out, std::size_t words) {
+  if (slice.positions == nullptr || i + kGroup >= slice.count) return;
+  __builtin_prefetch(out + slice.position(i + kGroup) * words, 1);
+}
 
 void Shard::begin() {
   mark();

@@ -16,7 +16,8 @@ namespace persia {
 class Expiry {
  public:
   // `config` and `rows` must outlive it.
-  Expiry(const TableConfig& config, RowStore& rows) : config_(&config), rows_(&rows), state_(&rows.header().ttl) {}
+  Expiry(const TableConfig& config, RowStore& rows)
+      : config_(&config), rows_(&rows), state_(&rows.header().ttl), expired_before_(state_->expired_before) {}
   Expiry(const Expiry&) = delete;
   Expiry& operator=(const Expiry&) = delete;
 
@@ -24,9 +25,9 @@ class Expiry {
   // than `ttl` ago, or up to a sixteenth of it later, expire.
   void advance_clock(std::uint64_t by);
   // Returns the stamp below which rows have expired.
-  std::uint32_t expired_before() const { return state_->expired_before; }
+  std::uint32_t expired_before() const { return expired_before_; }
   // Returns whether a row with this stamp has expired.
-  bool expired(std::uint32_t stamp) const { return stamp < state_->expired_before; }
+  bool expired(std::uint32_t stamp) const { return stamp < expired_before_; }
   // Returns the least stamp of an imported row, which counts as touched now.
   std::uint32_t least_stamp() const;
 
@@ -44,14 +45,15 @@ class Expiry {
   // Takes over another state, as of a checkpoint.
   void set(const TtlState& state);
   // Forgets the time: no row has expired. If a process died while it set the state, rows stay for another time to live.
-  void mend() {
-    if (!sound(*state_, rows_->header().clock)) *state_ = {};
-  }
+  void mend();
 
  private:
+  void set_expired_before(std::uint32_t stamp) { state_->expired_before = expired_before_ = stamp; }
+
   const TableConfig* config_;
   RowStore* rows_;
   TtlState* state_;
+  std::uint32_t expired_before_;       // that of the state, which each lookup reads
   std::vector<std::uint32_t> listed_;  // rows that had expired when they were looked at
   std::uint64_t sweep_ = 0;            // the next row to look at ...
   std::uint64_t sweep_rows_ =

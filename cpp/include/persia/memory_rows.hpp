@@ -22,10 +22,10 @@ struct MemoryRows {
   RowStore store;
   Header& header;
   RowIndex index;
-  EvictionQueue eviction;
   Expiry expiry;
   Snapshots snapshots;
   ChangeLog changes;
+  EvictionQueue eviction;
 
   // Advances the clock whose value is the stamp of the rows that a request touches.
   void tick();

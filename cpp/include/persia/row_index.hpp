@@ -22,11 +22,7 @@ class RowIndex {
   // Returns the slots, for searches.
   const Index& slots() const { return slots_; }
   // Returns the row of memory of an id; kNone if there is none.
-  std::uint32_t find(std::uint64_t id) const {
-    return slots_.find(Index::tag_of(hash_id(id)), [&](std::uint32_t number) {
-      return rows_->in_memory(number) && rows_->row(number)->key() == id;
-    });
-  }
+  std::uint32_t find(std::uint64_t id) const;
   // Begins to load the slots of an id.
   void prefetch(std::uint64_t id) const { slots_.prefetch(slots_.home(Index::tag_of(hash_id(id)))); }
   // Returns the tag of a row of memory. Throws std::runtime_error if its id belongs to another shard.
@@ -75,7 +71,7 @@ class RowIndex {
   void back_slots_ahead(std::uint64_t rows);
 
   RowStore* rows_;
-  Index slots_;
+  alignas(kLine) Index slots_;  // for each lookup one line
 };
 
 }  // namespace persia

@@ -9,6 +9,7 @@
 #include "persia/eviction_queue.hpp"
 #include "persia/half.hpp"
 #include "persia/layout.hpp"
+#include "persia/memory.hpp"
 #include "persia/region.hpp"
 #include "persia/table_config.hpp"
 
@@ -87,14 +88,14 @@ class RowStore {
   bool vacant(std::uint32_t number) const { return tiered_ && row(number)->stamp == kVacant; }
 
   // Returns whether a number is a row of memory, not a record of the tier.
-  bool in_memory(std::uint32_t number) const { return number < header_->capacity; }
+  bool in_memory(std::uint32_t number) const { return number < capacity_; }
   // Returns the number of a record of the tier.
-  std::uint32_t number_of(std::uint32_t record) const { return static_cast<std::uint32_t>(header_->capacity + record); }
+  std::uint32_t number_of(std::uint32_t record) const { return static_cast<std::uint32_t>(capacity_ + record); }
   // Returns the record of the tier that a number stands for.
-  std::uint32_t record_of(std::uint32_t number) const { return static_cast<std::uint32_t>(number - header_->capacity); }
+  std::uint32_t record_of(std::uint32_t number) const { return static_cast<std::uint32_t>(number - capacity_); }
   // Returns the position of a number among marks, of which those of records begin in a word of their own.
   std::uint64_t mark_of(std::uint32_t number) const {
-    return in_memory(number) ? number : align_up(header_->capacity, 64) + record_of(number);
+    return in_memory(number) ? number : align_up(capacity_, 64) + record_of(number);
   }
 
   // Returns the step of a row's last change; 0 if the table does not keep it.
@@ -166,17 +167,20 @@ class RowStore {
   const Optimizer* optimizer_;
   ValueCodec values_;
   ValueCodec states_;
-  std::size_t dim_;
-  std::size_t words_;
-  std::size_t stride_;
-  bool tiered_;
   std::uint32_t shard_;
   Layout layout_;
   Region region_;
-  Header* header_;
-  std::byte* rows_;
   std::uint64_t rows_ahead_ = 0;  // with fewer unused rows that have memory than these, more get it
   std::vector<float> scratch_;    // embedding and state of a row, if they have 16 bits
+  // Each lookup reads these: they share a cache line. The headers of a table's regions lie alike, and so compete for
+  // the same few lines of the cache.
+  alignas(kLine) bool tiered_;
+  std::size_t dim_;
+  std::size_t words_;
+  std::size_t stride_;
+  std::uint64_t capacity_ = 0;  // that of the header
+  Header* header_;
+  std::byte* rows_;
 };
 
 }  // namespace persia
