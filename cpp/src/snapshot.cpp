@@ -86,7 +86,7 @@ void Snapshots::check(const SnapshotOptions& options) const {
 
 void Snapshots::begin(const SnapshotOptions& options, std::uint32_t expired_before, std::uint64_t records) {
   const std::uint64_t used = rows_->header().rows_used;
-  Changes after{options.id, options.evicted_limit, {}, ChangedRows(used), ChangedRows(records)};
+  Changes after{ChangedRows(used), ChangedRows(records), options.id, options.evicted_limit, {}};
   SnapshotOptions now = options;
   now.live = options.live && !rows_->tiered();  // rows that move to the tier and back would be missed, or read twice
   open_ = std::make_unique<Snapshot>(now, expired_before, used, rows_->stride(), changes_);

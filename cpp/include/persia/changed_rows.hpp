@@ -33,11 +33,11 @@ class ChangedRows {
 // What has changed since the snapshot `since`; 0 while that is unknown. It is not in the region: a process that
 // attaches to one does not know, and its next increment is a whole snapshot.
 struct Changes {
+  ChangedRows rows;     // also read by the snapshot that began it, even if `since` is 0 by now
+  ChangedRows records;  // of the tier
   std::uint32_t since = 0;
   std::size_t limit = 0;
   std::vector<std::uint64_t> evicted;  // ids
-  ChangedRows rows;                    // also read by the snapshot that began it, even if `since` is 0 by now
-  ChangedRows records;                 // of the tier
 
   // Adds an evicted id. Does not throw: without memory, changes become unknown.
   void evict(std::uint64_t id) noexcept {

@@ -186,15 +186,16 @@ class Shard {
   void import_row(const RowView& rows, std::size_t position);
 
   MemoryRows memory_;
-  Header* header_;
-  Sketch sketch_;
+  // Each lookup reads these: they share a cache line.
+  alignas(kLine) Header* header_;
   std::unique_ptr<Tier> tier_;  // nullptr without one
-  std::mutex mutex_;
   // Of the request that holds the lock:
-  std::vector<float> before_;  // embedding and state of a row before its update
   bool begun_ = false;
   PushState begun_push_ = PushState::kNone;
-  std::uint64_t skip_ = 0;  // gradients that an interrupted attempt of the push has applied
+  std::uint64_t skip_ = 0;     // gradients that an interrupted attempt of the push has applied
+  std::vector<float> before_;  // embedding and state of a row before its update
+  Sketch sketch_;
+  std::mutex mutex_;
 };
 
 // Holds the locks of all shards of a request; those in which rows change are marked, for whoever finds their region

@@ -134,8 +134,8 @@ class Snapshots {
 
  private:
   RowStore* rows_;
-  Changes changes_;
   std::unique_ptr<Snapshot> open_;
+  Changes changes_;
 };
 
 }  // namespace persia
