@@ -87,9 +87,11 @@ def about_streams(package: Path) -> tuple[int, int]:
 def members(header: Path, kind: str) -> tuple[int, int]:
     """Returns the number of members of a C++ class, and of lines of its header."""
     text = header.read_text(encoding="utf-8")
-    body = text[text.index(f"class {kind} ") :]
+    start = re.search(rf"^class {kind} [^;]*?\{{", text, re.MULTILINE)
+    assert start is not None, kind
+    body = text[start.start() :]
     depth, end = 0, 0
-    for _end, letter in enumerate(body):
+    for end, letter in enumerate(body):  # noqa: B007 - used after the loop
         depth += (letter == "{") - (letter == "}")
         if letter == "}" and depth == 0:
             break
