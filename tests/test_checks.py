@@ -46,7 +46,6 @@ FIELDS = {
     modes.Bsp: ["batches"],
     modes.HopBs: ["bound"],
     modes.HopBw: ["backup"],
-    modes.Async: ["staleness"],
     modes.Auto: ["gain", "back", "windows", "seconds"],
     Split: ["seed"],
     Setting: ["compute", "local_batch", "lookup", "push"],
@@ -137,7 +136,6 @@ def test_a_value_of_another_kind_is_refused_by_name(record, field, wrong):
         (modes.Bsp, {"batches": 3}),
         (modes.HopBs, {"bound": 3}),
         (modes.HopBw, {"backup": 3}),
-        (modes.Async, {"staleness": 3}),
     ],
 )
 def test_numpy_scalars_are_taken_and_recorded_as_numbers(record, fields):

@@ -52,7 +52,7 @@ def test_hybrid_none_has_no_bound(in_flight):
 
 MODES: list[Mode] = [
     *(Sync(), Sync("per_id"), Hybrid(3), Hybrid("auto"), Hybrid(None), Hybrid(3, combine=False)),
-    *(Async(), Async(2), Bsp(4), HopBs(2)),
+    *(Async(), Bsp(4), HopBs(2)),
     *(HopBw(1), Gba(64), Gba(64, tolerance=0, reduction="per_id")),
 ]
 
@@ -103,7 +103,7 @@ def test_dense():
 
 
 def test_how_many_gradients_make_a_step():
-    expected = [4, 4, 4, 4, 4, 1, 1, 1, 4, 1, 3, 4, 4]
+    expected = [4, 4, 4, 4, 4, 1, 1, 4, 1, 3, 4, 4]
     assert [mode.group(nn_workers=4, local_batch=16) for mode in MODES] == expected
 
 
@@ -177,13 +177,11 @@ def test_hop_bs_holds_back_the_fastest(bound, ahead):
 
 def test_gates_of_asynchronous_modes():
     assert all(mode.gate(100, mode.initial_depth(), 100) for mode in (Async(), Bsp(4), Gba(64)))
-    assert [Async(1).gate(n, Async(1).initial_depth()) for n in range(4)] == [True, True, False, False]
     assert [HopBw(1).gate(n, HopBw(1).initial_depth()) for n in range(3)] == [True, False, False]
 
 
 def test_what_waits_for_the_newest_step():
-    waiting = [Sync(), Sync("per_id"), HopBw(1), Async(0)]
-    assert [mode for mode in [*MODES, Async(0)] if mode.waits_for_step] == waiting
+    assert [mode for mode in MODES if mode.waits_for_step] == [Sync(), Sync("per_id"), HopBw(1)]
 
 
 def test_m_must_be_whole():
@@ -212,7 +210,6 @@ def test_hop_bw_needs_someone_to_wait_for():
 @pytest.mark.parametrize(
     ("kind", "field", "bad"),
     [
-        *((Async, "staleness", bad) for bad in (-1, 0.5, True, "auto")),
         *((Bsp, "batches", bad) for bad in (0, -3, 2.0)),
         *((HopBs, "bound", bad) for bad in (0, -1, True)),
         *((HopBw, "backup", bad) for bad in (-1, None)),

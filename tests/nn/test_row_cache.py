@@ -179,7 +179,7 @@ def test_copies_that_do_not_fit_into_the_device_are_refused():
         (Hybrid(8, combine=False, warmup=0), True),
         (Hybrid("auto", warmup=0), False),
         (Hybrid(None), False),
-        (Async(4), False),
+        (Async(), False),
         (Gba(100), False),
         (Bsp(2), False),
         (HopBs(2), False),

@@ -35,7 +35,6 @@ MODES = [
     Hybrid(3, combine=False, warmup=0),
     Hybrid(2, reduction="per_id", warmup=0),
     Async(),
-    Async(staleness=1),
     Bsp(4),
     HopBs(2),
     HopBw(1),
@@ -324,7 +323,7 @@ def modes_of(nn_workers):
     reduction = st.sampled_from(["per_id", "global"])
     return st.one_of(
         st.builds(Gba, group.map(lambda m: m * ROWS), small, reduction),
-        st.builds(Async, st.none() | small),
+        st.builds(Async),
         st.builds(Bsp, group, reduction),
         st.builds(HopBs, st.integers(1, 3)),
         st.builds(HopBw, st.integers(0, nn_workers - 1), reduction),

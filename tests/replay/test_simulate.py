@@ -31,7 +31,6 @@ MODES = [
         Hybrid("auto", warmup=0),
         Hybrid(None),
         Async(),
-        Async(0),
         Bsp(3),
         HopBs(1),
         HopBs(2),

@@ -57,9 +57,7 @@ def test_gba_on_one_nn_worker_accumulates_by_token():
     assert_same(gba, large, 2e-6)
 
 
-@pytest.mark.parametrize(
-    "mode", [Async(), Async(staleness=1), Bsp(3), HopBs(2), HopBw(1), Gba(4 * ROWS)], ids=lambda m: type(m).__name__
-)
+@pytest.mark.parametrize("mode", [Async(), Bsp(3), HopBs(2), HopBw(1), Gba(4 * ROWS)], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("ps", [1, 2])
 def test_all_rows_are_trained_by_several_nn_workers(mode, ps):
     data = batches(41)
