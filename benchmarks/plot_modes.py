@@ -222,7 +222,7 @@ def theorem1(lines: Lines) -> Chart:
 
 
 def adagrad_rates(lines: Lines) -> Chart:
-    """AUC by learning rate of rows, with the default accumulator and that of version 0.1, less the best of all."""
+    """AUC by learning rate of rows, with the default accumulator and with 0.01, less the best of all."""
     series: dict[str, list[tuple[float, float]]] = {}
     for data in ("sparse", "dense", "globo", "adult"):
         areas = lines[f"quality.adagrad.{data}"]["test"]

@@ -34,7 +34,7 @@ InitialRows = Callable[[str, np.ndarray], np.ndarray]
 """From a table's name and ids uint64 `[n]` to rows float32 `[n, dim]`."""
 
 ADAGRAD = Adagrad(lr=0.05, initial_accumulator=0.01)
-"""Optimizer of the rows as in version 0.1; persia's accumulators begin at 1e-6 by default."""
+"""Optimizer of the rows, with accumulators that begin at 0.01; persia's begin at 1e-6 by default."""
 
 
 @dataclass(frozen=True)

@@ -160,12 +160,12 @@ TEST(a_damaged_state_of_growth_is_mended_or_refused) {
     return t.store.table(0).recovery[1].rebuilt;
   };
   CHECK(damaged([](Header& h) { h.index_frontier = kRowMask / 4 * 3; }));
-  CHECK(damaged([](Header& h) { h.index_old_slots = 0; }));  // as of a version that does not know it
+  CHECK(damaged([](Header& h) { h.index_old_slots = 0; }));  // as if it did not grow
   CHECK_THROWS(damaged([](Header& h) { h.index_old_slots = h.index_slots + Index::kLineSlots; }), std::runtime_error);
   CHECK_THROWS(damaged([](Header& h) { h.index_old_slots -= 1; }), std::runtime_error);
 }
 
-// A process of an older version may have died while it wrote there.
+// Whatever is there does not become part of the index when it grows.
 TEST(what_lies_behind_the_slots_is_cleared) {
   const Directory directory;
   {

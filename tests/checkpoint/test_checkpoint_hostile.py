@@ -111,9 +111,10 @@ def test_changed_manifest(saved: Path) -> None:
         CheckpointReader(saved)
 
 
-def test_unknown_version(saved: Path) -> None:
-    edit(saved, lambda m: m.update(version=3, something_new=1))
-    with pytest.raises(CheckpointError, match=r"version 3; .* reads versions 1 and 2.*Install"):
+@pytest.mark.parametrize("version", [1, 3])
+def test_unknown_version(saved: Path, version: int) -> None:
+    edit(saved, lambda m: m.update(version=version, something_new=1))
+    with pytest.raises(CheckpointError, match=rf"version {version}; .* reads version 2.*Install"):
         CheckpointReader(saved)
 
 

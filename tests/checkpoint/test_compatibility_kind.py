@@ -1,15 +1,13 @@
-"""What the ids of a feature mean is part of a checkpoint; checkpoints written before kinds load, with a note."""
+"""The meaning of the ids of a feature is part of a checkpoint."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from persia.checkpoint import writer as writer_module
 from persia.checkpoint.reader import CheckpointReader
 from persia.checkpoint.writer import CheckpointWriter
 from persia.errors import CheckpointError
@@ -72,21 +70,3 @@ def test_which_ids_are_kept_counts_only_where_there_is_a_limit(tmp_path: Path) -
         writer.commit(schema=Schema([IdFeature("tags", dim=2, keep="last"), SITE]), optimizer=Adagrad(lr=0.1))
     for feature in (IdFeature("tags", dim=2), IdFeature("tags", dim=2, max_length=9)):
         CheckpointReader(tmp_path).check_schema(Schema([feature, SITE]))
-
-
-def test_a_checkpoint_without_kinds_loads_with_a_note(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def without_kinds(value: Any, what: str) -> Any:
-        built = msgspec.to_builtins(value)
-        for feature in built["id_features"] if what == "schema" else ():
-            del feature["kind"]
-        return built
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "_builtins", without_kinds)
-        reader = write(tmp_path, "auto")
-    with caplog.at_level(logging.WARNING, "persia.checkpoint"):
-        for kind in ("auto", "text"):
-            reader.check_schema(schema(kind))
-    assert [record.getMessage().count("site, user may have changed") for record in caplog.records] == [1, 1]

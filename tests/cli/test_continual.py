@@ -17,7 +17,7 @@ from persia.cli.run_config import RunConfig
 from persia.config import convert
 from persia.data import Span, days, synthetic
 from persia.errors import CheckpointError, ConfigError
-from persia.modes import Gba, Hybrid, Sync
+from persia.modes import Gba, Sync
 
 CONFIG = {
     "data": {
@@ -180,15 +180,6 @@ def test_a_day_may_have_a_mode_of_its_own(tmp_path):
     assert [switch.step for switch in run.trainer.switches] == [6, 9]
     again = Run(tmp_path)
     assert again.recipe.records == run.recipe.records
-
-
-def test_days_of_version_0_1_keep_their_mode(tmp_path):
-    Run(tmp_path, continual={"modes": {"0": {"kind": "hybrid", "staleness": 2}}}).train(0, 0)
-    path = tmp_path / "continual.json"
-    (day,) = json.loads(path.read_text())
-    path.write_text(json.dumps([day | {"mode": {"kind": "hybrid", "staleness": 2}}]))
-    (record,) = Run(tmp_path).recipe.records
-    assert record.mode == Hybrid(2, combine=False, reduction="per_id", warmup=0)
 
 
 def test_another_run_is_inherited(tmp_path, trained):

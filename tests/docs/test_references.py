@@ -1,6 +1,6 @@
 """Files, modules and classes that the pages name in `code` exist.
 
-A page that describes the past (`docs/decisions`, renamed names, the changelog) may name what is gone.
+A page that describes the past (`docs/decisions`, the changelog) may name what is gone.
 """
 
 import ast
@@ -14,7 +14,7 @@ import pytest
 from persia.errors import MissingExtraError
 
 ROOT = Path(__file__).parents[2]
-PAST = {ROOT / "docs" / "changelog.md", ROOT / "docs" / "reference" / "renamed.md"}
+PAST = {ROOT / "docs" / "changelog.md"}
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

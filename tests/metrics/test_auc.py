@@ -188,21 +188,6 @@ def test_questions_change_nothing():
         np.testing.assert_array_equal(asked.state_dict()[name], value)
 
 
-def test_a_state_of_uniform_bins_is_read():
-    """Of version 0.1: 2^18 bins between -16 and 16, of which the used ones are saved, negatives before positives."""
-    x, labels = clicks(20_000)
-    index = 2 * ((x + 16) * (1 << 18) / 32).astype(np.int64) + labels.astype(np.int64)
-    used, counts = np.unique(index, return_counts=True)
-    auc = AUC()
-    auc.load_state_dict({"bins": 1 << 18, "used": used, "counts": counts.astype(np.float64)})
-    expected = roc_auc_score(labels, x.astype(np.float32))
-    assert abs(auc.result() - expected) <= auc.bound() < 1e-4
-    more, clicked = clicks(20_000, 1)
-    auc.update(more, clicked)
-    expected = roc_auc_score(np.r_[labels, clicked], np.r_[x, more].astype(np.float32))
-    assert abs(auc.result() - expected) <= auc.bound() < 1e-4
-
-
 def test_metrics_of_nn_workers_are_merged_at_any_scale():
     x, labels = clicks(40_000)
     logits = (x * 20 + 10).astype(np.float32)

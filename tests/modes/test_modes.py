@@ -14,7 +14,6 @@ from persia.modes import (
     Action,
     Arrival,
     Async,
-    Auto,
     Bsp,
     Decision,
     Dense,
@@ -26,10 +25,8 @@ from persia.modes import (
     ModeSetting,
     Observation,
     Sync,
-    combined_as,
     decode,
     encode,
-    recorded_mode,
 )
 
 
@@ -251,29 +248,3 @@ def test_modes_round_trip_as_configuration():
         assert convert(msgspec.to_builtins(mode), ModeSetting, "here") == mode
         assert convert(msgspec.to_builtins(mode), Mode, "here") == decode(encode(mode)) == mode
     assert issubclass(ConfigError, PersiaError)
-
-
-def test_records_of_version_0_1_keep_their_behaviour():
-    """They lack fields; files of users that lack them mean the defaults."""
-    old = {
-        '{"kind": "hybrid", "staleness": 3}': Hybrid(3, combine=False, reduction="per_id", warmup=0),
-        '{"kind": "bsp", "batches": 4}': Bsp(4, "per_id"),
-        '{"kind": "hop_bw", "backup": 1}': HopBw(1, "per_id"),
-        '{"kind": "sync", "reduction": "per_id"}': Sync("per_id"),
-    }
-    for text, mode in old.items():
-        assert decode(text, recorded=True) == mode
-    assert decode('{"kind": "hybrid", "staleness": 3}') == Hybrid(3)
-    for mode in MODES:
-        assert decode(encode(mode), recorded=True) == mode
-    tree = {"kind": "auto", "sync": {"kind": "hybrid"}, "asynchronous": {"kind": "bsp", "batches": 2}}
-    auto = Auto(Bsp(2, "per_id"), Hybrid(combine=False, reduction="per_id", warmup=0))
-    assert convert(recorded_mode(tree), ModeSetting, "here") == auto
-
-
-def test_a_mode_that_differs_by_defaults_alone_goes_on_as_it_was_begun():
-    begun = Hybrid(4, combine=False, reduction="per_id", warmup=0)
-    assert combined_as(Hybrid(4), begun) == begun
-    # The warm-up of one limit is not that of another.
-    assert combined_as(Hybrid(8), begun) == Hybrid(8, combine=False, reduction="per_id", warmup=500)
-    assert combined_as(Hybrid(None), begun) == Hybrid(None, combine=False, reduction="per_id")

@@ -24,7 +24,7 @@ def noise(step, size=4000):
     return np.random.default_rng(step).choice([-1.0, 1.0], size).astype(np.float32)
 
 
-def frozen_at(factor, options=AUTO, steps=80, save_at=None, strip=False, groups=1):
+def frozen_at(factor, options=AUTO, steps=80, save_at=None, groups=1):
     """The number of steps before v is frozen under a learning rate of `factor(step)`; None: not within `steps`."""
 
     def made():
@@ -38,8 +38,6 @@ def frozen_at(factor, options=AUTO, steps=80, save_at=None, strip=False, groups=
     for number in range(steps):
         if number == save_at:
             saved, position = optimizer.consolidate(), schedule.state_dict()
-            for about in saved["apmsqueeze"]["cohorts"] if strip else ():
-                del about["rates"]  # As in states that were written before.
             parameters, optimizer, schedule = made()
             optimizer.load_state_dict(saved)
             schedule.load_state_dict(position)
@@ -81,11 +79,6 @@ def test_a_number_of_steps_holds_whatever_the_rate():
 @pytest.mark.parametrize("at", [5, 20, 28])
 def test_the_rates_of_the_window_are_kept(at):
     assert frozen_at(rising(3 * WINDOW), save_at=at) == 4 * WINDOW
-
-
-def test_a_state_without_rates_is_taken():
-    assert frozen_at(lambda step: 1.0, save_at=12, strip=True) == 2 * WINDOW
-    assert frozen_at(rising(3 * WINDOW), save_at=12, strip=True) == 4 * WINDOW
 
 
 def automatic(rank, exchange, rates):

@@ -295,7 +295,8 @@ def test_the_description_of_an_epoch(log):
     follower = follow(log.url)
     assert follower.description() is None
     list(follower.updates())
-    assert follower.description() is None  # It has none, as those of earlier versions.
+    with pytest.raises(PublishError, match=r"model\.json is missing"):
+        follower.description()
     number = begin_epoch(log.storage, 1, SCHEMA, "bf16", ModelDescription("din", {"hidden": [8]})).epoch
     epoch = epoch_name(number)
     for stream in ("rows-0", "network"):

@@ -376,20 +376,6 @@ def test_any_interleaving_and_any_crash_are_their_replay(data):
             assert_same_report(schedules, result)
 
 
-def test_a_schedule_of_version_0_1_is_replayed_as_it_was_then(tmp_path):
-    """Its mode lacks fields whose defaults have changed, and its events have fewer fields."""
-    data = batches(20)
-    mode = Hybrid(2, combine=False, reduction="per_id", warmup=0)
-    _, t = run(mode, data, tmp_path, of_seed(4))
-    path = tmp_path / "phase-1.jsonl"
-    tree, *events = map(msgspec.json.decode, path.read_bytes().splitlines())
-    tree["mode"] = {"kind": "hybrid", "staleness": 2}
-    old = [tree, *(event[:8] for event in events)]
-    path.write_bytes(b"\n".join(map(msgspec.json.encode, old)))
-    (schedule,) = assert_replayed(tmp_path, data, t)
-    assert schedule.mode == mode
-
-
 def test_only_batch_by_batch_and_with_tokens(tmp_path):
     with pytest.raises(ConfigError, match="accumulation_steps"):
         trainer(Sync(), record_dir=str(tmp_path), accumulation_steps=2)

@@ -267,8 +267,8 @@ def test_an_epoch_of_a_compatible_schema_is_served(log, serve):
 
 def test_what_cannot_be_served_is_said_at_once(log, tmp_path):
     os.remove(f"{log.url}/{epoch_name(0)}/{MODEL_FILE}")
-    with pytest.raises(PublishError, match=r"has no model\.json"):
-        Predictor(log.url, Steps).start()
+    with pytest.raises(DeadlineError, match=r"model\.json is missing"):
+        Predictor(log.url, Steps).start(timeout=0.01)
     with pytest.raises(DeadlineError, match="there is no epoch"):
         Predictor(str(tmp_path / "nothing"), Steps).start(timeout=0.01)
     log.begin(3)

@@ -377,23 +377,6 @@ def test_nn_workers_that_read_by_themselves_continue_together(days, nn_workers):
     assert Threads(nn_workers).run(work) == [(ROWS, 1, 0)] * nn_workers
 
 
-def test_an_old_checkpoint_continues_and_says_so(days, tmp_path, monkeypatch, caplog):
-    t = trainer()
-    t.fit(reader(days[0]), max_steps=5)
-    recorded = t.state.state_dict
-
-    def of_an_earlier_version():
-        state = recorded()
-        del state["data"]
-        return state
-
-    monkeypatch.setattr(t.state, "state_dict", of_an_earlier_version)
-    second = resumed(t, tmp_path / "checkpoint")
-    assert second.fit(reader(days[0])).rows == 5 * BATCH
-    assert passes(second, 0) == [1]
-    assert caplog.text.count("does not record its data; these count as the same: 0 epochs and 5 batches") == 1
-
-
 def test_again_needs_data_that_can_begin_again():
     class Endless:
         interrupted = False

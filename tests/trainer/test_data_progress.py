@@ -182,15 +182,6 @@ def test_objects_are_data_of_their_own_and_are_not_remembered():
     assert not begun.surprising
 
 
-def test_a_checkpoint_that_does_not_record_its_data_continues_and_says_so():
-    begun = begin(DataProgress(done=2, number=2), 5, files("a"))
-    assert (begun.progress.epoch, begun.position, begun.progress.current.number) == (2, 5, 2)
-    assert "does not record its data; these count as the same: 2 epochs and 5 batches" in begun.notice
-    assert begin(DataProgress(done=2, number=2), 5, files("a"), restart=True).position == 0
-    assert begin(DataProgress(done=2, number=2), 5, files("a"), again=True).progress.epoch == 0
-    assert begin(DataProgress(), 0, files("a")).notice is None
-
-
 def test_a_stream_goes_on_whatever_the_count_of_its_calls():
     topic = SourceFingerprint("stream", (SourcePart("clicks"),))
     progress = trained(topic, 1)

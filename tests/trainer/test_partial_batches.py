@@ -103,19 +103,6 @@ def test_a_run_goes_on_with_a_partial_batch_in_the_midst_of_a_list(tmp_path):
     assert (result.rows, result.steps) == (3 * ROWS + 5, 2)
 
 
-def test_a_checkpoint_from_before_the_local_batch_was_kept_goes_on_too():
-    """What is left of the pass tells the local batch, or is a step by itself."""
-    for left, steps in ((1, 1), (3, 2)):
-        data = with_rest(6, 5)
-        first = trainer(Gba(2 * ROWS))
-        first.fit(data, max_steps=(7 - left) // 2)
-        state = first.state.state_dict()
-        del state["local_batch"]
-        second = trainer(Gba(2 * ROWS))
-        second.state.load_state_dict(state, trains_in_other_processes=False)
-        assert second.fit(data).steps == steps
-
-
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_source_smaller_than_a_local_batch_trains(declared):
     data = reader(5) if declared else list(reader(5))

@@ -1,16 +1,10 @@
-"""Capacities in checkpoints: of the whole cluster, or of each PS in those of version 0.1."""
+"""Capacities in checkpoints are of all PSs together."""
 
-from pathlib import Path
-
-import msgspec
 import numpy as np
 import pytest
 import torch
 
 import persia
-from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, RowsPart, compact, reshard
-from persia.checkpoint.format import MANIFEST, encode_manifest
-from persia.checkpoint.servers import config_of_cluster
 from persia.modes import Sync
 from persia.optim import Adagrad
 from persia.trainer.loading import load_partitions
@@ -61,17 +55,6 @@ def saved(tmp_path):
     return tmp_path
 
 
-def as_of_version_0_1(directory: Path) -> None:
-    """Makes the capacity one of each PS, and that of the other table the default of then."""
-    reader = CheckpointReader(directory)
-    config = dict(reader.manifest.config)
-    del config["capacity_scope"]
-    config["schema"]["tables"][0]["capacity"] = 4_000
-    config["schema"]["tables"][1]["capacity"] = 1 << 30
-    manifest = msgspec.structs.replace(reader.manifest, config=config)
-    Path(reader.path, MANIFEST).write_bytes(encode_manifest(manifest))
-
-
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_a_resumed_run_has_the_capacity_of_the_checkpoint_in_all_ps_together(saved, servers):
     t = persia.Trainer.resume(str(saved), model(schema_of(None)), optimizer=adam, cluster=Several(servers))
@@ -82,60 +65,11 @@ def test_a_resumed_run_has_the_capacity_of_the_checkpoint_in_all_ps_together(sav
     assert rows(t) == 8_000
 
 
-@pytest.mark.parametrize("offline", [None, 1, 4])
-@pytest.mark.parametrize("servers", [1, 3])
-def test_capacities_of_each_ps_are_added_up_when_an_old_run_is_resumed(saved, tmp_path, servers, offline):
-    as_of_version_0_1(saved)
-    directory = saved
-    if offline is not None:
-        directory = tmp_path / "other"
-        reshard(saved, directory, ReshardOptions(offline))
-    t = persia.Trainer.resume(str(directory), model(schema_of(None)), optimizer=adam, cluster=Several(servers))
-    tables = t.schema.resolved_tables()
-    assert (tables["item"].capacity, tables["user"].capacity) == (8_000, None)
-    assert rows(t) == ROWS
-    t.save(str(tmp_path / "again"))
-    again = persia.Trainer.resume(str(tmp_path / "again"), model(t.schema), optimizer=adam, cluster=Several(2))
-    assert again.schema == t.schema
-
-
-def test_an_incremental_checkpoint_of_version_0_1_is_compacted_with_the_capacity_of_all_ps(saved):
-    """The number of PSs is that of all checkpoints that it builds on: this one has no part of PS 1."""
-    base = CheckpointReader(saved)
-    config = dict(base.config)
-    with CheckpointWriter(saved, base.manifest.global_step + 1) as writer:
-        for part in base.manifest.parts:
-            if not isinstance(part, RowsPart) and not part.name.startswith("server-"):
-                writer.copy(part, base.views(part))
-        writer.commit(schema=base.schema, config=config, base=base.base)
-    as_of_version_0_1(saved)
-    compact(saved)
-    again = CheckpointReader(saved)
-    assert again.manifest.base is None
-    assert again.config["capacity_scope"] == "cluster"
-    assert [table["capacity"] for table in again.config["schema"]["tables"]] == [8_000, None]
-
-
-def test_a_configuration_without_tables_is_kept(saved):
-    reader = CheckpointReader(saved)
-    for config in ({}, {"schema": 3}, {"schema": {}}, {"schema": {"tables": 3}}):
-        reader.manifest = msgspec.structs.replace(reader.manifest, config=config)
-        assert config_of_cluster(reader) == config
-    reader.manifest = msgspec.structs.replace(reader.manifest, config={"schema": {"tables": [3, {"capacity": "x"}]}})
-    assert config_of_cluster(reader)["schema"] == {"tables": [3, {"capacity": "x"}]}
-
-
 def test_rows_that_a_smaller_capacity_evicts_are_warned_of(saved, caplog):
     t = trainer(2, 4_000)
     t.load(str(saved))
     assert rows(t) == 4_000
     assert "Table 'item': 3000 of 7000 rows do not fit its capacity, 4000 in 2 PSs" in caplog.text
-    assert "of each PS" not in caplog.text
-    caplog.clear()
-    as_of_version_0_1(saved)
-    t = trainer(2, 4_000)
-    t.load(str(saved))
-    assert "capacity was of each PS; now it is of all PSs together" in caplog.text
     caplog.clear()
     trainer(2, 8_000).load(str(saved))
     assert "do not fit" not in caplog.text

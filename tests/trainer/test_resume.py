@@ -18,11 +18,12 @@ import persia
 from persia.checkpoint import list_checkpoints
 from persia.cluster import Embedded
 from persia.errors import CheckpointError, DataError, PeerRestartedError, PersiaError, StoreError, WireError
-from persia.modes import Hybrid, Sync
+from persia.modes import Hybrid, Sync, encode
 from persia.nn.gate import StalenessGate
 from persia.optim import SGD, Adagrad, Adam
 from persia.ps import EmbeddingServer
 from persia.trainer import checkpointing as saving
+from persia.trainer.loading import recorded
 from support.waiting import wait_until
 
 
@@ -142,26 +143,15 @@ def test_what_is_counted_goes_on_over_a_resume(tmp_path):
     assert after.staleness_mean == pytest.approx(before.staleness_mean * 9 / 10)
 
 
-def test_a_state_of_version_0_1_is_taken():
-    """It has the random generators of one process, and no counts."""
-    t = trainer(schema_of())
-    state = t.state.state_dict()
-    (state["random"],) = state["random"]
-    del state["counts"]
-    torch.manual_seed(5)
-    t.state.load_state_dict(state, trains_in_other_processes=False)
-    assert torch.equal(torch.get_rng_state(), state["random"]["torch"])
-
-
 @pytest.mark.parametrize("near", [False, True])
-def test_the_depth_of_auto_is_restored_from_a_state_of_version_0_1(near, monkeypatch):
+def test_the_depth_of_auto_is_restored(near, monkeypatch):
     """Not with rows in memory of the process, where a depth has to prove itself."""
     connect = Embedded.connect
     monkeypatch.setattr(Embedded, "connect", lambda *arguments: connect(*arguments)._replace(near=near))
     t = trainer(schema_of(), Hybrid(4, warmup=0))
-    state = t.state.state_dict() | {"mode": '{"kind":"hybrid","staleness":"auto"}', "depth": 7}
+    state = t.state.state_dict() | {"mode": encode(Hybrid("auto", warmup=0)), "depth": 7}
     t.state.load_state_dict(state, trains_in_other_processes=False)
-    assert t.mode == Hybrid("auto", combine=False, reduction="per_id", warmup=0)
+    assert t.mode == Hybrid("auto", warmup=0)
     assert t.embeddings.gate.depth == (0 if near else 7)
 
 
@@ -461,26 +451,6 @@ def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint_and_training_goe
     assert_same_training(t, new)
 
 
-@pytest.mark.parametrize("kind", [Adagrad, persia.optim.RowwiseAdagrad])
-def test_rows_that_began_with_another_accumulator(tmp_path, caplog, kind):
-    """The default was 0.01 in version 0.1: a resumed run keeps it, one with the default of today is warned."""
-    first = trainer(schema_of(kind(lr=0.1, initial_accumulator=0.01)))
-    first.fit(reader(), max_steps=2)
-    first.save(str(tmp_path))
-    resumed = persia.Trainer.resume(str(tmp_path), model(first.schema), optimizer=adam)
-    assert resumed.schema.resolved_tables()["id_0"].optimizer.initial_accumulator == 0.01
-    for same in (kind(lr=0.1, initial_accumulator=0.01), kind(lr=0.1, initial_accumulator=0.5)):
-        trainer(schema_of(same)).load(str(tmp_path))
-    assert "initial_accumulator" not in caplog.text  # The second one was set on purpose.
-
-    default = trainer(schema_of(kind(lr=0.1)))
-    default.load(str(tmp_path))
-    assert "initial_accumulator 0.01 (tables id_0), new ones begin with the default, 1e-06" in caplog.text
-    caplog.clear()
-    trainer(schema_of(kind(lr=0.1))).load_rows(str(tmp_path), ["id_0"])
-    assert "set initial_accumulator=0.01" in caplog.text
-
-
 def test_a_resumed_run_keeps_a_recorded_accumulator(tmp_path):
     """The optimizer of all tables, too, is the recorded one."""
     schema = reader().schema
@@ -492,3 +462,18 @@ def test_a_resumed_run_keeps_a_recorded_accumulator(tmp_path):
     resumed = persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam)
     tables = resumed.embeddings.connection.servers[0].tables().values()
     assert {table.optimizer for table in tables} == {old}
+
+
+def test_a_declared_mode_that_a_checkpoint_overrules_is_said(tmp_path, caplog):
+    first = trainer(schema_of(), Hybrid(3, warmup=0))
+    first.fit(reader(), max_steps=2)
+    first.save(str(tmp_path))
+    declared = trainer(schema_of(), Sync())
+    declared.load(str(tmp_path))
+    assert declared.mode == Hybrid(3, warmup=0)
+    assert "Training goes on in the mode of the checkpoint" in caplog.text
+
+
+def test_a_resumed_run_keeps_a_recorded_device(tmp_path):
+    trainer(schema_of(), device="cpu").save(str(tmp_path))
+    assert recorded(str(tmp_path)).options.device == "cpu"

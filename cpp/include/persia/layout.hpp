@@ -2,7 +2,7 @@
 //
 // A region holds offsets, never pointers, and no locks. It holds everything that a process needs to attach to it.
 //
-// Reserved bytes of the header are 0 until a later version gives them a meaning; 0 means what older ones did.
+// Reserved bytes of the header are 0 until a later version gives them a meaning; 0 then means that it is not used.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -170,7 +170,7 @@ struct Header {
   std::uint8_t reserved[120 - sizeof(TierState)];
   OpenPush open[kOpenPushes];
   ClientEntry clients[kClients];
-  TtlState ttl;  // all 0 in regions of versions that did not know it
+  TtlState ttl;
 };
 static_assert(offsetof(Header, dim) == 88);
 static_assert(offsetof(Header, capacity) == 104);

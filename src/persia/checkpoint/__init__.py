@@ -12,18 +12,14 @@ from persia.checkpoint.listing import CheckpointEntry, list_checkpoints
 from persia.checkpoint.reader import CheckpointReader
 from persia.checkpoint.resharding import ReshardOptions, compact, reshard
 from persia.checkpoint.servers import (
-    CAPACITY_SCOPE,
     MOST_SHARDS,
     clock_gaps,
-    config_of_cluster,
-    numbered,
     server_pieces,
 )
 from persia.checkpoint.view import Checkpoint, TableRows, open
 from persia.checkpoint.writer import CheckpointWriter
 
 __all__ = [
-    "CAPACITY_SCOPE",
     "MOST_SHARDS",
     "Base",
     "Checkpoint",
@@ -44,13 +40,11 @@ __all__ = [
     "check_values",
     "clock_gaps",
     "compact",
-    "config_of_cluster",
     "diff",
     "export",
     "format_inspection",
     "inspect",
     "list_checkpoints",
-    "numbered",
     "open",
     "reshard",
     "same_rule",

@@ -12,7 +12,7 @@ from persia.errors import CheckpointError
 from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
 from persia.types.values import LARGEST, Dtype, largest_finite
 
-__all__ = ["check_values", "differences", "features_with_kind", "id_difference", "same_rule", "schema_differences"]
+__all__ = ["check_values", "differences", "id_difference", "same_rule", "schema_differences"]
 
 
 def differences(
@@ -32,10 +32,9 @@ def differences(
         optimizer: optimizer of the model's tables that declare none.
         new_optimizer: whether tables may change their optimizer.
     """
-    recorded = features_with_kind(manifest)
     return [
         *_tables(manifest, schema, optimizer, new_optimizer),
-        *_features(saved, schema, recorded),
+        *_features(saved, schema),
         *_columns(saved, schema),
     ]
 
@@ -58,25 +57,18 @@ def schema_differences(
     for name in tables.keys() & other.keys():
         if tables[name].dim != other[name].dim:
             found.append(f"table {name!r} has dim {tables[name].dim}, in {there} {other[name].dim}")
-    features = {feature.name for feature in mine.id_features}
-    return [*sorted(found), *_features(theirs, mine, features, there, here), *_columns(theirs, mine)]
+    return [*sorted(found), *_features(theirs, mine, there, here), *_columns(theirs, mine)]
 
 
-def features_with_kind(manifest: Manifest[Any]) -> set[str]:
-    """Returns the ID-type features whose `IdFeature.kind` is recorded; old checkpoints do not record it."""
-    return {feature["name"] for feature in manifest.schema["id_features"] if "kind" in feature}
-
-
-def id_difference(saved: Schema, schema: Schema, table: str, recorded: set[str]) -> str:
+def id_difference(saved: Schema, schema: Schema, table: str) -> str:
     """Returns why the rows of a table are not found by the features that read it, as a sentence; empty if they are.
 
     Args:
         saved: schema of the checkpoint.
         schema: schema of the model.
         table: in both.
-        recorded: features of `saved` whose kind is recorded.
     """
-    theirs = {_ids_of(saved, f): f.name for f in saved.id_features if f.table_name == table and f.name in recorded}
+    theirs = {_ids_of(saved, f): f.name for f in saved.id_features if f.table_name == table}
     mine = {_ids_of(schema, f): f.name for f in schema.id_features if f.table_name == table}
     if not theirs or not mine or theirs.keys() & mine.keys():
         return ""
@@ -155,9 +147,7 @@ def _rule(optimizer: EmbeddingOptimizer) -> str:
     return f"{name} with momentum" if isinstance(optimizer, SGD) and optimizer.momentum > 0 else name
 
 
-def _features(
-    saved: Schema, schema: Schema, recorded: set[str], there: str = "the checkpoint", here: str = "the model"
-) -> list[str]:
+def _features(saved: Schema, schema: Schema, there: str = "the checkpoint", here: str = "the model") -> list[str]:
     found: list[str] = []
     theirs = {feature.name: feature for feature in saved.id_features}
     mine = {feature.name: feature for feature in schema.id_features}
@@ -168,7 +158,7 @@ def _features(
             continue
         for field, value in _meaning(mine[name]).items():
             other = _meaning(theirs[name])[field]
-            if value != other and (field != "kind" or name in recorded):
+            if value != other:
                 found.append(f"ID-type feature {name!r} has {field} {value!r}, in {there} {other!r}")
     return sorted(found)
 

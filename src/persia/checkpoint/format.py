@@ -64,7 +64,7 @@ PartPath = Annotated[
     str, msgspec.Meta(max_length=512, pattern=r"^[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]*(/[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]*)*$")
 ]
 Checksum = Annotated[str, msgspec.Meta(pattern=r"^crc32:[0-9a-f]{8}$")]
-Content = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?$")]
+Content = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
@@ -119,14 +119,14 @@ class TableRecord(_Record, frozen=True):
     state_width: Width
     rows: Count
     shards: Count
-    dtype: Dtype = "float32"
+    dtype: Dtype
 
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Reference to the checkpoint that an incremental one builds on: the step of its directory, and its `content`."""
 
     step: Count
-    content: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+    content: Content
 
 
 Document = TypeVar("Document")
@@ -154,7 +154,7 @@ class Manifest(_Record, Generic[Document], frozen=True):
     schema: Document
     config: Document
     extra: Document
-    content: Content = ""
+    content: Content
     checksum: Checksum = "crc32:00000000"
 
 
@@ -247,9 +247,9 @@ def decode_manifest(data: bytes, path: str) -> Manifest[dict[str, Any]]:
         raise CheckpointError(f"{path} is truncated or not a manifest: {error}. {remedy}", path=path) from None
     if head.format != FORMAT:
         raise CheckpointError(f"{path} has format {head.format[:64]!r}, not {FORMAT!r}. {remedy}", path=path)
-    if head.version not in (1, VERSION):
+    if head.version != VERSION:
         raise CheckpointError(
-            f"{path} has format version {head.version}; this version of persia reads versions 1 and {VERSION}. "
+            f"{path} has format version {head.version}; this version of persia reads version {VERSION}. "
             "Install the version of persia that wrote it, or a newer one.",
             path=path,
             version=head.version,
@@ -276,10 +276,6 @@ def decode_manifest(data: bytes, path: str) -> Manifest[dict[str, Any]]:
 
 def _contradiction(manifest: Manifest[Any]) -> str | None:
     """Returns the first contradiction in a manifest; None if there is none."""
-    if bool(manifest.content) != (manifest.version > 1):
-        return "its content identifier does not match its version"
-    if manifest.version == 1 and (manifest.base or any(table.dtype != "float32" for table in manifest.tables.values())):
-        return "it uses features that version 1 does not have"
     if manifest.span[0] > manifest.span[1]:
         return f"its span of steps {manifest.span} runs backwards"
     seen: set[tuple[str, str]] = set()

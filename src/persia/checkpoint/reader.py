@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.compatibility import differences, features_with_kind
+from persia.checkpoint.compatibility import differences
 from persia.checkpoint.format import (
     LATEST,
     MANIFEST,
@@ -84,10 +84,10 @@ class CheckpointReader:
         """Reference to this checkpoint for an incremental one that builds on it.
 
         Raises:
-            CheckpointError: this checkpoint has format version 1, or its directory is not named after a step.
+            CheckpointError: its directory is not named after a step.
         """
         step = parse_step(self.path.rpartition("/")[2])
-        if step is None or not self.manifest.content:
+        if step is None:
             raise CheckpointError(f"Nothing can be added to {self.path}: write a full checkpoint.", path=self.path)
         return Base(step, self.manifest.content)
 
@@ -116,15 +116,6 @@ class CheckpointReader:
         Raises:
             CheckpointError: the model cannot continue; the message lists all differences.
         """
-        unrecorded = {f.name for f in schema.id_features if not f.computed} - features_with_kind(self.manifest)
-        if unrecorded:
-            _log.warning(
-                "%s was written before features had a `kind`. Ids of %s may have changed where columns hold texts of "
-                "whole numbers, floats, negative numbers or empty texts. Set kind='text' for columns that were hashed "
-                "as a whole; see 'From values to ids' in the guide on data.",
-                self.path,
-                ", ".join(sorted(unrecorded)),
-            )
         found = differences(self.manifest, self.schema, schema, optimizer, new_optimizer=new_optimizer)
         if found:
             raise CheckpointError(

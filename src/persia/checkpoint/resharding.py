@@ -15,7 +15,7 @@ from persia import batching
 from persia.checkpoint.compatibility import check_values
 from persia.checkpoint.format import RemovedPart, RowsPart, StatePart
 from persia.checkpoint.reader import CheckpointReader
-from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, config_of_cluster
+from persia.checkpoint.servers import MOST_SHARDS, clock_gaps
 from persia.checkpoint.storage import ahead
 from persia.checkpoint.writer import CheckpointWriter
 from persia.errors import CheckpointError
@@ -59,8 +59,7 @@ def reshard(
 ) -> str:
     """Rewrites a checkpoint as a full one, with separate parts for each embedding PS.
 
-    Rows are read and written part by part. The recency of rows is kept. Capacities that version 0.1 recorded per PS
-    are recorded for all PSs together. Counts of ids that are not admitted yet, and
+    Rows are read and written part by part. The recency of rows is kept. Counts of ids that are not admitted yet, and
     the counters of the PSs, are reset.
 
     Args:
@@ -99,7 +98,7 @@ def reshard(
                 writer.copy(part, reader.views(part))
         return writer.commit(
             schema=schema,
-            config=config_of_cluster(reader),
+            config=reader.config,
             global_step=reader.manifest.global_step,
             extra=reader.extra,
             span=reader.manifest.span,
@@ -135,7 +134,7 @@ def compact(url: str | os.PathLike[str], step: int | None = None, *, progress: P
                 writer.copy(part, reader.views(part))
         return writer.commit(
             schema=reader.schema,
-            config=config_of_cluster(reader),
+            config=reader.config,
             global_step=manifest.global_step,
             extra=reader.extra,
             span=manifest.span,

@@ -15,7 +15,7 @@ from persia.cli.run_config import RunConfig
 from persia.coordinator import TokenReport
 from persia.data import Span, days
 from persia.errors import CheckpointError, ConfigError
-from persia.modes import Auto, Mode, combined_as, recorded_mode
+from persia.modes import Auto, Mode
 from persia.telemetry.terminal import Grid
 from persia.trainer import Trainer
 from persia.trainer.progress import FitResult
@@ -116,9 +116,7 @@ class Recipe:
         if size is not None:
             text = self._storage.head(FILE, 0, size)
             try:
-                trees = msgspec.json.decode(text, type=list[dict[str, Any]])
-                trees = [{**tree, "mode": recorded_mode(tree.get("mode"))} for tree in trees]
-                self.records = msgspec.convert(trees, list[DayRecord], dec_hook=decode_hook)
+                self.records = msgspec.json.decode(text, type=list[DayRecord], dec_hook=decode_hook)
             except msgspec.MsgspecError as error:
                 raise CheckpointError(f"{output}/{FILE} cannot be read: {error}.", path=output) from error
         elif found := list_checkpoints(output):
@@ -188,8 +186,6 @@ class Recipe:
 
     def _begin(self, trainer: Trainer, day: int, span: Span) -> DayRecord:
         mode = self._config.continual.mode(day) or self._mode
-        if combined_as(mode, trainer.mode) == trainer.mode:  # It was begun so, perhaps with other defaults.
-            mode = trainer.mode
         record = DayRecord(day, mode, span.first, span.rows, trainer.global_step)
         self._write([*self.records, record])
         return record

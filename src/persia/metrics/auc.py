@@ -199,10 +199,6 @@ class AUC:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the counts by those of a state."""
         self._filled = 0
-        if "used" in state:  # Of version 0.1.
-            self._clear()
-            self._counted = Bins(self.bins, _uniform_bins(int(state["bins"]), state["used"], state["counts"]))
-            return
         self.bins = int(state["bins"])
         self._clear()
         cells, loose = (
@@ -251,12 +247,3 @@ class _Waiting:
         """Returns the rows by logit."""
         logits, weights = self.joined()
         return sorted_rows(logits, weights if len(weights) else None)
-
-
-def _uniform_bins(bins: int, used: NDArray[np.int64], counts: NDArray[np.float64]) -> Cells:
-    """Returns the bins of an earlier version's state: of equal widths between logits of -16 and 16."""
-    numbers, of = np.unique(np.asarray(used) // 2, return_inverse=True)
-    sides = np.zeros((2, len(numbers)))
-    sides[np.asarray(used) % 2, of] = counts
-    edges = ((np.stack([numbers, numbers + 1]) * (32 / bins)) - 16).astype(np.float32)
-    return Cells(edges[0], np.nextafter(edges[1], edges[0]), *sides)

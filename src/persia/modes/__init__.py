@@ -30,7 +30,7 @@ from persia.modes.gba import Gba
 from persia.modes.hop_bs import HopBs
 from persia.modes.hop_bw import HopBw
 from persia.modes.hybrid import Hybrid
-from persia.modes.registry import combined_as, decode, encode, modules, recorded_mode, register
+from persia.modes.registry import decode, encode, modules, register
 from persia.modes.sync import Sync
 
 __all__ = [
@@ -57,14 +57,12 @@ __all__ = [
     "RowLimit",
     "StepTime",
     "Sync",
-    "combined_as",
     "decide",
     "decode",
     "encode",
     "hold_until_full",
     "load_evidence",
     "modules",
-    "recorded_mode",
     "register",
     "rehearse",
 ]

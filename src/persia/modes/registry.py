@@ -13,14 +13,7 @@ from persia.modes.base import Mode
 from persia.types.decoding import DECODERS, decode_hook
 from persia.types.explaining import explained
 
-__all__ = ["combined_as", "decode", "encode", "mode_of", "modules", "recorded_mode", "register"]
-
-ABSENT: dict[str, dict[str, Any]] = {
-    "hybrid": {"combine": False, "reduction": "per_id", "warmup": 0},
-    "bsp": {"reduction": "per_id"},
-    "hop_bw": {"reduction": "per_id"},
-}
-"""Values of fields that records of version 0.1 lack, by the name of the mode: the behaviour of that version."""
+__all__ = ["decode", "encode", "mode_of", "modules", "register"]
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -85,47 +78,14 @@ def encode(mode: object) -> str:
     return msgspec.json.encode(mode).decode()
 
 
-def recorded_mode(tree: Any) -> Any:
-    """Returns the plain data of a recorded mode, or of an `Auto`, with the fields that version 0.1 did not write.
-
-    A record has all fields, so one that is missing is older than the field. Not for files of users, where a missing
-    field has its default.
-    """
-    if not isinstance(tree, dict):
-        return tree
-    known = ABSENT.get(str(tree.get("kind")), {})
-    return {**known, **{name: recorded_mode(value) for name, value in tree.items()}}
-
-
-def combined_as(mode: Mode, other: Mode) -> Mode:
-    """Returns a mode with the `reduction`, `combine` and `warmup` of another one, as far as both have these fields.
-
-    A declared mode that equals the present one but for these does not change a run: it goes on as it was begun, perhaps
-    in a version with other defaults.
-    """
-    fields = {"combine", "reduction", "warmup"}.intersection(
-        *(getattr(type(m), "__struct_fields__", ()) for m in (mode, other))
-    )
-    if getattr(mode, "staleness", None) != getattr(other, "staleness", None):
-        fields.discard("warmup")  # It leads to a limit, and this is another one.
-    if not fields:
-        return mode
-    return cast(Mode, msgspec.structs.replace(cast(Any, mode), **{name: getattr(other, name) for name in fields}))
-
-
-def decode(text: str, *, recorded: bool = False) -> Mode:
+def decode(text: str) -> Mode:
     """Makes a mode from JSON.
-
-    Args:
-        text: the JSON.
-        recorded: whether the text may be a record of an earlier version; see `recorded_mode`.
 
     Raises:
         ConfigError: the text is not a mode, or the mode does not accept these arguments.
     """
     try:
-        tree = msgspec.json.decode(text)
-        return mode_of(recorded_mode(tree) if recorded else tree)
+        return mode_of(msgspec.json.decode(text))
     except (ValueError, msgspec.DecodeError) as error:  # Text that is not UTF-8 is a ValueError too.
         raise ConfigError(f"Invalid mode {text!r}: {error}.", field="mode") from error
 

@@ -136,7 +136,7 @@ def read(
     groups: list[tuple[Sequence[torch.Tensor], Sequence[int], dict[str, Any]]] = [
         (c.flat.parameters, c.updates, described(c)) for c in cohorts
     ]
-    started = {"phase": "warmup", "steps": 0}
+    started = {"phase": "warmup", "steps": 0, "until": 0, "corrected": False}
     for members, updates, header in [*groups, (new, [0] * len(new), started)]:
         made = 0
         for parameter, before in zip(members, updates, strict=True):

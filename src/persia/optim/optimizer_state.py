@@ -146,14 +146,14 @@ def unpack(
         numbers = [number[id(p)] for p in flat.parameters]
         cohort.phase, cohort.steps = about["phase"], about["steps"]
         cohort.norms.extend(about["norms"])
-        # Older states lack the rest.
-        cohort.rates.extend(tuple(rates) for rates in about.get("rates", ()))
-        cohort.until, cohort.corrected = about.get("until", 0), about.get("corrected", cohort.phase == "compressed")
+        cohort.rates.extend(tuple(rates) for rates in about["rates"])
+        cohort.until, cohort.corrected = about["until"], about["corrected"]
         scales = []
         if "scale" in about:
             by_number = dict(zip(about["parameters"], about["scale"], strict=True))
             scales = [(q, u, frozen) for q, u, frozen in (by_number[i] for i in numbers)]
         if cohort.refresh is not None:
+            # A state of an optimizer without `refresh_variance` lacks it.
             cohort.refresh.count, cohort.refresh.last = about.get("refresh", (0, cohort.steps))
         cohort.updates = [int(state[i]["step"]) for i in numbers]
         server = torch.zeros_like(flat.error)

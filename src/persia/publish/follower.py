@@ -181,7 +181,7 @@ class Follower:
         self._storage = open_storage(url)
         self._reads_rows, self._reads_network = rows, network
         self._epoch: Epoch | None = None
-        self._description: tuple[Epoch, Description | None] | None = None
+        self._description: tuple[Epoch, Description] | None = None
         """The content of `model.json` of an epoch."""
         self._positions: dict[str, int] = {}
         """The last entry that was read, by stream."""
@@ -198,12 +198,12 @@ class Follower:
         return "" if self._epoch is None else self._epoch.run
 
     def description(self) -> Description | None:
-        """Returns the schema, precision and model of the epoch that it reads; None without one, or if it is not known.
+        """Returns the schema, precision and model of the epoch that it reads; None before the first.
 
-        Reads a file at the first call in an epoch. Logs of versions of persia without `model.json` lack it.
+        Reads a file at the first call in an epoch.
 
         Raises:
-            PublishError: the file is damaged, or of another epoch; or the brokers do not answer.
+            PublishError: the file is missing, damaged, or of another epoch; or the brokers do not answer.
             CheckpointError: the file system has failed.
         """
         epoch = self._epoch
@@ -282,10 +282,8 @@ class Follower:
             raise PublishError(f"{self._storage.full(path)} is of epoch {found.epoch}.", path=path)
         return found
 
-    def _read_description(self, epoch: Epoch) -> Description | None:
+    def _read_description(self, epoch: Epoch) -> Description:
         path = f"{epoch_name(epoch.epoch)}/{MODEL_FILE}"
-        if self._storage.size(path) is None:
-            return None
         full = self._storage.full(path)
         found = decode(self._read(path, MAX_MODEL_BYTES), Description, full)
         if (found.run, found.epoch) != (epoch.run, epoch.epoch):

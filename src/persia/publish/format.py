@@ -13,7 +13,7 @@ import msgspec
 
 from persia.errors import PersiaError, PublishError
 from persia.metrics.drift import DriftReference
-from persia.schema import NO_RULES, InputRules, Schema
+from persia.schema import InputRules, Schema
 from persia.types.publishing import ModelDescription, PublishDtype
 
 __all__ = [
@@ -105,7 +105,7 @@ class Description(_Record, frozen=True):
         schema: the input of the model, with its labels.
         precision: of the forward pass: "bf16" and "fp16" run it under autocast.
         model: how to build the network; None if that is not known.
-        input_rules: rules of the reader of the training data. Logs of earlier versions lack it.
+        input_rules: rules of the reader of the training data.
     """
 
     format: Format
@@ -115,7 +115,7 @@ class Description(_Record, frozen=True):
     schema: Schema
     precision: Precision
     model: ModelDescription | None
-    input_rules: InputRules = NO_RULES
+    input_rules: InputRules
 
 
 class Drift(_Record, frozen=True):

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from persia.errors import DataError
-from persia.modes import Dense, Mode, StepTime, recorded_mode
+from persia.modes import Dense, Mode, StepTime
 from persia.types.decoding import decode_hook
 
 __all__ = ["DENSE", "ROWS", "Kind", "ScheduleEvent", "Summary", "Timeline", "load_timeline"]
@@ -204,10 +204,7 @@ def load_timeline(path: str | Path) -> Timeline:
     for number, line in enumerate(lines, 1):
         try:
             if head is None:
-                tree = msgspec.json.decode(line)
-                if isinstance(tree, dict):
-                    tree["mode"] = recorded_mode(tree.get("mode"))
-                head = msgspec.convert(tree, Timeline, dec_hook=decode_hook)
+                head = msgspec.json.decode(line, type=Timeline, dec_hook=decode_hook)
             else:
                 events.append(msgspec.json.decode(line, type=ScheduleEvent))
         except msgspec.MsgspecError as error:

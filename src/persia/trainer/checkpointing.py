@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from persia.checkpoint import CAPACITY_SCOPE, MOST_SHARDS, Base, CheckpointWriter
+from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
 from persia.checkpoint.storage import ahead
 from persia.config import dump
 from persia.errors import CheckpointError, PeerRestartedError, PersiaError, StoreError, WireError
@@ -352,7 +352,6 @@ class Checkpointing:
             "mode": dump(self._declared.auto or state.mode),
             "options": dump(options),
             "input_rules": dump(state.input_rules),
-            "capacity_scope": CAPACITY_SCOPE,
         }
         description = description_of(self._network.model)
         if description is not None:

@@ -167,8 +167,6 @@ def begin_source(
     """
     progress = progress.at_rest(position)
     recorded = progress.source
-    if recorded is None and (position or progress.done):
-        return _adopted(progress, position, given, again=again, restart=restart)
     if recorded is not None and _moved(recorded, given, exists):
         progress = _renamed(progress, recorded, given)
         recorded = progress.source
@@ -212,22 +210,6 @@ def begin_stream(progress: DataProgress, position: int, given: SourceFingerprint
     same = progress.source is not None and progress.source.keys() == keys
     current = progress.current if same else None
     return Begun(DataProgress(given, passes, current, 0, progress.number), position if current is not None else 0)
-
-
-def _adopted(progress: DataProgress, position: int, given: SourceFingerprint, *, again: bool, restart: bool) -> Begun:
-    """Counts the position of a checkpoint of an earlier version, which does not record its source, for this one."""
-    if again or (given.kind == OBJECT and not position):
-        return Begun(DataProgress(given, number=progress.number), 0)
-    epoch = progress.done
-    passes = dict.fromkeys(given.keys(), epoch) if epoch else {}
-    current = Pass(epoch, epoch) if position and not restart else None
-    number = progress.number + (current is not None)
-    notice = (
-        "The checkpoint was written by an earlier version and does not record its data; these count as the same: "
-        f"{epoch} epochs and {position} batches are done. If they are others, pass again=True (`persia train --again`)."
-    )
-    begun = DataProgress(given, passes, current, epoch, number)
-    return Begun(begun, position if current is not None else 0, notice, surprising=True)
 
 
 def _continued(current: Pass, recorded: SourceFingerprint, given: SourceFingerprint, position: int) -> Pass | None:

@@ -11,21 +11,19 @@ import torch
 
 from persia import batching
 from persia.checkpoint import (
-    CAPACITY_SCOPE,
     CheckpointReader,
     check_values,
     clock_gaps,
-    config_of_cluster,
     same_rule,
     server_pieces,
 )
-from persia.checkpoint.compatibility import features_with_kind, id_difference
+from persia.checkpoint.compatibility import id_difference
 from persia.config import convert
 from persia.errors import CheckpointError, PersiaError
-from persia.modes import ModeSetting, recorded_mode
+from persia.modes import ModeSetting
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.schema import INITIAL_ACCUMULATOR, SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad, Schema, Table
+from persia.schema import SGD, EmbeddingOptimizer, Schema, Table
 from persia.services import EmbeddingPS, RowChunk, StatePiece
 from persia.telemetry.logs import get_logger
 from persia.trainer.options import Declared, TrainerOptions
@@ -44,9 +42,6 @@ __all__ = [
 ]
 
 LOG = get_logger("persia.checkpoint")
-
-RENAMED_OPTIONS = {"snapshot_every_seconds": "recovery_point_every_seconds"}
-"""Fields of `TrainerOptions` in checkpoints of version 0.1, and their present names."""
 
 
 class LoadOptions(NamedTuple):
@@ -77,28 +72,14 @@ class LoadedTable(NamedTuple):
 
 
 def recorded(directory: str) -> Declared:
-    """Returns the declarations in the latest checkpoint of a directory.
-
-    Capacities of checkpoints that recorded them per PS are multiplied by the number of PSs, so that all rows fit. In
-    checkpoints of version 0.1 the device "cpu" was the default, and is read as the present one, "auto".
-    """
-    reader = CheckpointReader(directory)
-    config = config_of_cluster(reader)
+    """Returns the declarations in the latest checkpoint of a directory."""
+    config = CheckpointReader(directory).config
     origin = f"the checkpoint in {directory}"
-    options = config.get("options")
-    if isinstance(options, dict):
-        old = reader.config.get("capacity_scope") != CAPACITY_SCOPE
-        old = old or not RENAMED_OPTIONS.keys().isdisjoint(options)  # `reshard` adds the scope.
-        options = {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
-        schedule = options.get("mode_schedule", [])
-        options["mode_schedule"] = [(step, recorded_mode(mode)) for step, mode in schedule]
-        if old and options.get("device") == "cpu":
-            options["device"] = "auto"
     return Declared(
         convert(config.get("schema"), Schema, origin),
         convert(config.get("embedding_optimizer"), EmbeddingOptimizer, origin),  # type: ignore[arg-type]
-        convert(recorded_mode(config.get("mode")), ModeSetting, origin),  # type: ignore[arg-type]
-        convert(options, TrainerOptions, origin),
+        convert(config.get("mode"), ModeSetting, origin),  # type: ignore[arg-type]
+        convert(config.get("options"), TrainerOptions, origin),
     )
 
 
@@ -189,7 +170,7 @@ def load_rows(
                 path=reader.path,
                 table=name,
             )
-        if problem := id_difference(reader.schema, schema, name, features_with_kind(reader.manifest)):
+        if problem := id_difference(reader.schema, schema, name):
             raise CheckpointError(f"{reader.path}: {problem}", path=reader.path, table=name)
     reader.verify()
     return _import_rows(servers, reader, names, state=state, shards=False)
@@ -251,7 +232,6 @@ def _import_rows(
     # common clock.
     gaps = {} if same else clock_gaps(reader)
     loaded: dict[str, LoadedTable] = {}
-    other_accumulators: dict[float, list[str]] = {}
     for name, declared in servers[0].tables().items():
         if name not in tables:
             continue
@@ -271,20 +251,6 @@ def _import_rows(
             _warn_of_capacity(reader, declared, more, None if had_rows else rows, len(servers))
         if state and rows and not with_state:
             LOG.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
-        first = _other_accumulator(declared.optimizer, record.optimizer)
-        if rows and with_state and first is not None:
-            other_accumulators.setdefault(first, []).append(name)
-    for first, names in other_accumulators.items():
-        LOG.warning(
-            "Rows in %s began with initial_accumulator %g (tables %s), new ones begin with the default, %g, and make "
-            "longer steps. To go on as before, set initial_accumulator=%g; learning rates of the one are too large or "
-            "too small for the other.",
-            reader.path,
-            first,
-            ", ".join(names),
-            INITIAL_ACCUMULATOR,
-            first,
-        )
     if same:
         for number, pieces in server_pieces(reader):
             if number in ranks:
@@ -324,23 +290,13 @@ def _count(servers: Sequence[EmbeddingPS], table: str, figure: str) -> int:
 
 def _warn_of_capacity(reader: CheckpointReader, table: Table, evicted: int, rows: int | None, servers: int) -> None:
     """Warns that a full table has not kept all rows: of `rows` in a checkpoint, or, if None, of any it had before."""
-    per_ps = reader.manifest.config.get("capacity_scope") != CAPACITY_SCOPE
     LOG.warning(
         "Table %r: %s its capacity, %s in %d PSs, so the least recently used ones were evicted. "
-        "Load %s with a larger capacity to keep them.%s",
+        "Load %s with a larger capacity to keep them.",
         table.name,
         f"{evicted} of {rows} rows do not fit" if rows is not None else f"{evicted} rows, old or loaded, exceeded",
         table.capacity, servers, reader.path,
-        " In the version that wrote it, capacity was of each PS; now it is of all PSs together." if per_ps else "",
     )  # fmt: skip
-
-
-def _other_accumulator(declared: EmbeddingOptimizer | None, recorded: EmbeddingOptimizer | None) -> float | None:
-    """Returns the checkpoint's initial accumulator if the table has the default and it is another one."""
-    if not isinstance(declared, Adagrad | RowwiseAdagrad) or not isinstance(recorded, Adagrad | RowwiseAdagrad):
-        return None
-    first = recorded.initial_accumulator
-    return first if first != declared.initial_accumulator == INITIAL_ACCUMULATOR else None
 
 
 def _exported(servers: Sequence[EmbeddingPS]) -> Iterator[tuple[int, list[dict[str, Any]]]]:

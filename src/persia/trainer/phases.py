@@ -11,12 +11,10 @@ from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
 
-import msgspec
-
 from persia.coordinator import TokenReport
 from persia.dense import SharedNetwork
 from persia.errors import ConfigError, NNWorkersDiedError
-from persia.modes import Dense, Gba, Mode, ModeChoice, combined_as
+from persia.modes import Dense, Gba, Mode, ModeChoice
 from persia.nn.arguments import NEW_MODE, check_arguments
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
@@ -169,11 +167,9 @@ class Phases:
 
     def _begin_auto(self) -> None:
         """Reports step times to the coordinator from now on, if they decide the mode."""
-        declared, mode, tokens = self._auto, self._state.mode, self._connection.tokens
-        if declared is None or tokens is None:
+        auto, tokens = self._auto, self._connection.tokens
+        if auto is None or tokens is None:
             return
-        sync, asynchronous = combined_as(declared.sync, mode), combined_as(declared.asynchronous, mode)
-        auto = msgspec.structs.replace(declared, sync=sync, asynchronous=asynchronous)
 
         def begin() -> None:
             if self._state.mode in (auto.sync, auto.asynchronous):  # Else the user chose it with `Trainer.switch`.
@@ -208,8 +204,6 @@ class Phases:
             Whether there was one; then call `confirm_mode`.
         """
         entry, before = scheduled(self._options.mode_schedule, self._state.global_step), self._state.schedule_entry
-        if entry is not None and before is not None and entry[0] == before[0]:
-            entry = entry[0], before[1] if combined_as(entry[1], before[1]) == before[1] else entry[1]
         due = entry[1] if entry is not None and entry != before else None
         self._state.schedule_entry = entry
         replicas = self._network.replicas

@@ -303,7 +303,6 @@ class TrainingState:
             "depth": self._embeddings.gate.depth,
             "local_batch": self.local_batch,
             "input_rules": msgspec.to_builtins(self.input_rules),
-            "epoch": self.epoch,
             "position": self.position,
             "data": msgspec.to_builtins(self.data),
             "offsets": self.offsets,
@@ -316,7 +315,7 @@ class TrainingState:
         """Restores what `state_dict` returned: this NN worker's own state, and on rank 0 what exists once.
 
         Args:
-            state: of this version or an earlier one, which may lack keys. An optimizer that is None starts afresh.
+            state: a result of `state_dict`. An optimizer that is None starts afresh.
             trains_in_other_processes: whether this process only drives NN workers; then the random states of NN workers
                 1, 2, ... are kept for them.
         """
@@ -328,23 +327,20 @@ class TrainingState:
         if network.scaler is not None and state["scaler"] is not None:
             network.scaler.load_state_dict(state["scaler"])
         self.global_step = state["global_step"]
-        if "mode" in state:  # Checkpoints from before modes could change lack it.
-            self.change_mode(decode_mode(state["mode"], recorded=True))
-        if (entry := state.get("entry")) is not None:
-            self.schedule_entry = entry[0], decode_mode(entry[1], recorded=True)
+        self.change_mode(decode_mode(state["mode"]))
+        if (entry := state["entry"]) is not None:
+            self.schedule_entry = entry[0], decode_mode(entry[1])
         if isinstance(state["depth"], int):
             self._embeddings.gate.restore(state["depth"])
-        self.local_batch = state.get("local_batch", 0)  # Earlier checkpoints lack it.
-        self.input_rules = msgspec.convert(state.get("input_rules", {}), InputRules)  # Likewise.
+        self.local_batch = state["local_batch"]
+        self.input_rules = msgspec.convert(state["input_rules"], InputRules)
         self.position = state["position"]
-        # Earlier checkpoints do not record the source.
-        recorded = state.get("data") or {"done": state["epoch"], "number": state["epoch"]}
-        self.data = msgspec.convert(recorded, DataProgress)
-        self._offsets = state.get("offsets", {})  # Earlier checkpoints lack them.
-        self.earlier = msgspec.convert(state.get("counts", {}), RunTotals)
+        self.data = msgspec.convert(state["data"], DataProgress)
+        self._offsets = state["offsets"]
+        self.earlier = msgspec.convert(state["counts"], RunTotals)
         if rank == 0:
             self.scores.load_history(state["metrics"])
-        generators = state["random"] if isinstance(state["random"], list) else [state["random"]]  # Version 0.1 had one.
+        generators = state["random"]
         if rank < len(generators):
             set_random_state(generators[rank])
         else:  # A seed of its own: else its dropout would be that of another NN worker.

@@ -102,9 +102,7 @@ class PrefetchLoader:
         Raises:
             ConfigError: the pass is incomplete, and the data have changed so that the position has no meaning.
         """
-        # Earlier checkpoints do not record the data.
-        recorded = state.get("data") or {"done": state["epoch"], "number": state["epoch"]}
-        progress = msgspec.convert(recorded, DataProgress)
+        progress = msgspec.convert(state["data"], DataProgress)
         begun = begin_source(progress, state["batch"], self._fingerprint, restart=self._restart_data)
         if begun.notice is not None:
             LOG.warning("%s", begun.notice)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from persia.checkpoint import CAPACITY_SCOPE, CheckpointReader, CheckpointWriter
+from persia.checkpoint import CheckpointReader, CheckpointWriter
 from persia.config import dump
 from persia.errors import CheckpointError
 from persia.nn import EmbeddingCollection
@@ -59,7 +59,6 @@ def save_tables(embeddings: EmbeddingCollection, directory: str) -> int:
         config = {
             "schema": dump(embeddings.schema),
             "embedding_optimizer": dump(embeddings.optimizer),
-            "capacity_scope": CAPACITY_SCOPE,
         }
         writer.commit(schema=resolved(embeddings.schema, servers), config=config)
     return step
