@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from persia.trainer import FitResult, Trainer
     from persia.trainer.options import TrainerOptions
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "persia.batching.batch": ("Batch",),

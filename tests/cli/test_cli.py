@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from persia import __version__
 from persia.serve import Predictor
 from support.command import persia
 
@@ -48,7 +48,7 @@ def persia_process(forks, tmp_path):
 
 @pytest.mark.processes
 def test_version_is_that_of_the_package():
-    expected = f"persia {metadata.version('persia')}\n"
+    expected = f"persia {__version__}\n"
     for command in ([str(Path(sys.executable).with_name("persia"))], [sys.executable, "-m", "persia"]):
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout) == (0, expected), done.stderr

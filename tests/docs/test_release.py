@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from persia import __version__
+
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_version_is_in_two_places_the_same():
+    assert PROJECT["project"]["version"] == __version__
 
 
 def test_publishing_waits_for_all_other_jobs_and_needs_no_token():
