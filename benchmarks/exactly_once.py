@@ -29,7 +29,7 @@ try:
     from confluent_kafka import Producer  # noqa: F401
 except ImportError as error:
     raise MissingExtraError(
-        'online.exactly_once needs Kafka and Ray: pip install "persia[kafka,ray]"', extra="kafka"
+        'online.exactly_once needs Kafka and Ray: pip install "persia-recsys[kafka,ray]"', extra="kafka"
     ) from error
 
 from benchmarks.cluster import ray_here

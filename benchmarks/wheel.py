@@ -33,7 +33,7 @@ IMPORT = "import time; start = time.perf_counter(); import persia; print(time.pe
 @runner.measures("wheel.size_mb", "wheel.install_s")
 def built(preset: str) -> Iterator[runner.Measure]:
     """What `make wheel` built."""
-    wheel = newest(ROOT / "dist", metadata.version("persia"))
+    wheel = newest(ROOT / "dist", metadata.version("persia-recsys"))
     if wheel is None:
         print(
             "wheel.size_mb and wheel.install_s are skipped: dist/ has no wheel of this version; `make wheel` builds.",
@@ -50,7 +50,7 @@ def built(preset: str) -> Iterator[runner.Measure]:
 
 def newest(folder: Path, version: str) -> Path | None:
     """Returns the wheel of a version of persia that was built last; None if there is none."""
-    return max(folder.glob(f"persia-{version}-*.whl"), key=lambda wheel: wheel.stat().st_mtime, default=None)
+    return max(folder.glob(f"persia_recsys-{version}-*.whl"), key=lambda wheel: wheel.stat().st_mtime, default=None)
 
 
 def timed_install(wheel: Path, options: list[str]) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Tune both learning rates and the dimension of embeddings with Optuna; hopeless trials stop early.
 
-    python examples/tuning.py      # Needs pip install "persia[optuna]".
+    python examples/tuning.py      # Needs pip install "persia-recsys[optuna]".
 
 The progressive AUC scores each batch before it is trained, so a trial can be judged while it trains, without
 held-out data. `persia train CONFIG --sweep` does the same for a configuration.

@@ -1,4 +1,4 @@
-"""Lightning trains a network and its tables, checkpoints hold both. Needs `pip install "persia[lightning]"`."""
+"""Lightning trains a network and its tables, checkpoints hold both. Needs `pip install "persia-recsys[lightning]"`."""
 
 import os
 import tempfile

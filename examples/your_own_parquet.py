@@ -40,7 +40,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as directory:
         write_files(Path(directory))
-        # Any fsspec URL works as well: "s3://bucket/clicks/*.parquet" (pip install "persia[s3]").
+        # Any fsspec URL works as well: "s3://bucket/clicks/*.parquet" (pip install "persia-recsys[s3]").
         reader = persia.data.parquet(
             f"{directory}/*.parquet", schema, batch_size=512, rename={"click": "clicked"}, shuffle_rows=10_000
         )

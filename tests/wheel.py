@@ -97,7 +97,7 @@ def build(source: str, folder: Path) -> Path:
     check_wheel(wheel)
     check_sbom(wheel, metadata.version("nanobind"))
     DIST.mkdir(exist_ok=True)
-    for old in DIST.glob("persia-*"):
+    for old in DIST.glob("persia_recsys-*"):
         old.unlink()
     shutil.copy(sdist, DIST)
     return Path(shutil.copy(wheel, DIST))
@@ -186,7 +186,7 @@ def try_wheel() -> None:
     sys.path.insert(0, str(ROOT))
     from benchmarks.wheel import environment_with_torch, install, link, newest
 
-    wheel = newest(DIST, metadata.version("persia"))
+    wheel = newest(DIST, metadata.version("persia-recsys"))
     if wheel is None:
         sys.exit("dist/ has no wheel of this version; build one: make wheel")
     with tempfile.TemporaryDirectory(prefix="persia-wheel-") as name:

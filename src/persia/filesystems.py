@@ -23,5 +23,5 @@ def missing_package(url: str, error: ImportError) -> MissingExtraError:
     """Returns the error for a URL whose file system fsspec cannot import."""
     protocol = url.partition("://")[0]
     extra = _EXTRAS.get(protocol)
-    remedy = f'pip install "persia[{extra}]"' if extra else f"the package that fsspec asks for ({error})"
+    remedy = f'pip install "persia-recsys[{extra}]"' if extra else f"the package that fsspec asks for ({error})"
     return MissingExtraError(f"{url}: {protocol}:// needs {remedy}.", path=url)

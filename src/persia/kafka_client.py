@@ -19,7 +19,9 @@ def require_library() -> None:
     try:
         import confluent_kafka  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError('Kafka needs confluent-kafka: pip install "persia[kafka]".', extra="kafka") from error
+        raise MissingExtraError(
+            'Kafka needs confluent-kafka: pip install "persia-recsys[kafka]".', extra="kafka"
+        ) from error
 
 
 def make_client(kind: str, bootstrap: str, settings: Mapping[str, Any], log: logging.Logger) -> Any:

@@ -20,7 +20,7 @@ from persia.serve.http.run import run_server
 from support import written_log
 from support.written_log import WrittenLog
 
-pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
+pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia-recsys[kafka]"')
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "online"
 NOWHERE = "http://127.0.0.1:1"

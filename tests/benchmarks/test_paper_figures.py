@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from benchmarks.compressed.network import ShapedNetwork
 from benchmarks.paper_figures import mean_curve, seconds_to, shaped_loopback

@@ -19,7 +19,7 @@ LINE = {
 @pytest.mark.parametrize("make", [*plot_modes.CHARTS, plot_capacity.measured])
 def test_measures_of_a_chart_exist(make):
     """A chart whose measures are missing is left out, so a name that has changed would pass unseen."""
-    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
     assert "<path" in make(dict.fromkeys(runner.names(), LINE)).svg()
 
 

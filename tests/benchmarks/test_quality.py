@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from benchmarks.recorded import Outcome
 

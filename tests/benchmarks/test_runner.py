@@ -155,7 +155,7 @@ def test_without_ray_the_list_has_the_other_benchmarks_and_says_what_is_skipped(
     assert done.returncode == 0, done.stderr
     listed = done.stdout.split()
     assert "gpu.step_vs_torch" in listed
-    skipped = re.findall(r"^benchmarks/(\w+)\.py is skipped: .*persia\[ray\]", done.stderr, re.MULTILINE)
+    skipped = re.findall(r"^benchmarks/(\w+)\.py is skipped: .*persia-recsys\[ray\]", done.stderr, re.MULTILINE)
     assert "cluster" in skipped
     missing = {name.split(".")[0] for name in runner.names()} - {name.split(".")[0] for name in listed}
     assert missing <= set(skipped)
@@ -197,7 +197,7 @@ def test_an_aggregate_is_the_worst():
 
 
 def test_make_bench_reaches_every_name():
-    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
     makefile = (Path(__file__).resolve().parents[2] / "Makefile").read_text()
     areas = re.search(r"^BENCHMARKS = (.*)$", makefile, re.MULTILINE)
     assert set(areas.group(1).split()) == {name.split(".")[0] for name in runner.names()}
@@ -206,7 +206,7 @@ def test_make_bench_reaches_every_name():
 
 
 def test_performance_page_names_what_can_be_selected():
-    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
     page = (Path(__file__).resolve().parents[2] / "docs" / "performance.md").read_text()
     rows = re.findall(r"^\| ([a-z]+\.[a-z0-9_]+(?:\.[a-z0-9_]+)*)", page, re.MULTILINE)
     assert len(rows) > 60

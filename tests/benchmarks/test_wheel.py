@@ -51,7 +51,11 @@ def test_distributions_that_share_a_folder_are_linked_once(tmp_path, monkeypatch
 
 def test_the_measured_wheel_is_the_last_one_of_this_version(tmp_path):
     assert wheel.newest(tmp_path, "0.2") is None
-    names = ["persia-0.2-cp312-abi3-linux_x86_64.whl", "persia-0.2-cp311-cp311-linux_x86_64.whl", "persia-0.1-x.whl"]
+    names = [
+        "persia_recsys-0.2-cp312-abi3-linux_x86_64.whl",
+        "persia_recsys-0.2-cp311-cp311-linux_x86_64.whl",
+        "persia_recsys-0.1-x.whl",
+    ]
     for age, name in enumerate(reversed(names)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1_000 - age, 1_000 - age))  # That of the earlier version is the newest file.
@@ -62,17 +66,17 @@ def test_dist_has_the_wheel_just_built_and_none_of_earlier_versions(tmp_path, mo
     script = the_script()
     dist, folder = tmp_path / "dist", tmp_path / "build"
     dist.mkdir()
-    for name in ("persia-0.0.1-py3-none-any.whl", "persia-0.0.1.tar.gz", "other-1.0-py3-none-any.whl"):
+    for name in ("persia_recsys-0.0.1-py3-none-any.whl", "persia_recsys-0.0.1.tar.gz", "other-1.0-py3-none-any.whl"):
         (dist / name).touch()
 
     def run(*command, **_):
         if "auditwheel" in command:
             target = command[command.index("--wheel-dir") + 1]
             target.mkdir()
-            (target / "persia-0.2-repaired.whl").touch()
+            (target / "persia_recsys-0.2-repaired.whl").touch()
         elif "build" in command:
             folder.mkdir()
-            for name in ("persia-0.2.tar.gz", "persia-0.2-raw.whl"):
+            for name in ("persia_recsys-0.2.tar.gz", "persia_recsys-0.2-raw.whl"):
                 (folder / name).touch()
         return ""
 
@@ -80,11 +84,11 @@ def test_dist_has_the_wheel_just_built_and_none_of_earlier_versions(tmp_path, mo
     monkeypatch.setattr(script, "DIST", dist)
     for check in ("check_sdist", "check_wheel", "check_sbom"):
         monkeypatch.setattr(script, check, lambda *_: None)
-    assert script.build("sdist", folder) == dist / "persia-0.2-repaired.whl"
+    assert script.build("sdist", folder) == dist / "persia_recsys-0.2-repaired.whl"
     assert sorted(path.name for path in dist.iterdir()) == [
         "other-1.0-py3-none-any.whl",
-        "persia-0.2-repaired.whl",
-        "persia-0.2.tar.gz",
+        "persia_recsys-0.2-repaired.whl",
+        "persia_recsys-0.2.tar.gz",
     ]
 
 
@@ -110,11 +114,11 @@ def test_smoke_tests_run_in_a_copy_with_the_tools_of_this_python(tmp_path, monke
 
 @pytest.mark.parametrize("found", ["2.0", "3.0"])
 def test_the_list_of_components_names_what_is_linked(tmp_path, found):
-    file = tmp_path / "persia-0.2.whl"
+    file = tmp_path / "persia_recsys-0.2.whl"
     with ZipFile(file, "w") as archive:
         # auditwheel writes one beside ours, with nothing in it that we link.
-        archive.writestr("persia-0.2.dist-info/sboms/auditwheel.cdx.json", "{}")
+        archive.writestr("persia_recsys-0.2.dist-info/sboms/auditwheel.cdx.json", "{}")
         components = [{"name": "nanobind", "version": found}, {"name": "robin-map"}]
-        archive.writestr("persia-0.2.dist-info/sboms/persia.cdx.json", json.dumps({"components": components}))
+        archive.writestr("persia_recsys-0.2.dist-info/sboms/persia.cdx.json", json.dumps({"components": components}))
     with nullcontext() if found == "2.0" else pytest.raises(SystemExit, match=r"nanobind 3\.0; linked is 2\.0"):
         the_script().check_sbom(file, "2.0")

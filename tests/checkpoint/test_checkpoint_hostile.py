@@ -174,7 +174,7 @@ def test_urls_that_lead_nowhere() -> None:
     try:
         import s3fs  # noqa: F401
     except ImportError:
-        with pytest.raises(MissingExtraError, match=r"persia\[s3\]"):
+        with pytest.raises(MissingExtraError, match=r"persia-recsys\[s3\]"):
             CheckpointReader("s3://bucket/x")
 
 

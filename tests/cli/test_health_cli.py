@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from persia.cli.app import app
 from persia.cli.health import _doing, _table

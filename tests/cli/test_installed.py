@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.processes
 
-SCRIPTS = [entry.name for entry in metadata.distribution("persia").entry_points.select(group="console_scripts")]
+SCRIPTS = [entry.name for entry in metadata.distribution("persia-recsys").entry_points.select(group="console_scripts")]
 PERSIA = Path(sys.executable).with_name("persia")
 
 CONFIG = """

@@ -121,7 +121,7 @@ def test_a_server_imports_modules_of_the_working_directory(tmp_path, log_of_a_cl
 
 @pytest.mark.processes
 def test_an_export_imports_modules_of_the_working_directory(tmp_path, log_of_a_class, forks):
-    pytest.importorskip("onnxscript", reason='onnxscript is not installed: pip install "persia[onnx]"')
+    pytest.importorskip("onnxscript", reason='onnxscript is not installed: pip install "persia-recsys[onnx]"')
     done = forks.run([INSTALLED, "export-onnx", log_of_a_class, "steps.onnx", "--import", "steps"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "steps.onnx: the network of step 3" in done.stdout
@@ -181,7 +181,7 @@ def network(schema):
 
 @pytest.mark.processes
 def test_a_server_with_items_answers_retrieve(tmp_path):
-    pytest.importorskip("usearch", reason='usearch is not installed: pip install "persia[usearch]"')
+    pytest.importorskip("usearch", reason='usearch is not installed: pip install "persia-recsys[usearch]"')
     url = str(tmp_path / "log")
     data = persia.data.synthetic(600, id_features=2, dense_features=2, ids_per_feature=50, dim=4, batch_size=200)
     network = persia.nn.models.TwoTower(data.schema, item=["id_1", "dense_1"], hidden=(8,), dim=8)

@@ -16,7 +16,7 @@ import pytest
 import persia
 from persia import rpc
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import losses, one_torch_thread
 

@@ -11,7 +11,7 @@ import torch
 import persia
 from persia.modes import Sync
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import global_losses, make_trainer, one_torch_thread, options, reader
 

@@ -82,7 +82,7 @@ def test_in_a_configuration():
     assert dump(config)["place"] == {"ps": {"memory": "100GB"}, "nn_worker": {"GPU": 1, "strategy": "pack"}}
     with pytest.raises(ConfigError, match=r"run.toml: .*Invalid enum value 'server'"):
         convert({"place": {"server": {}}}, ClusterConfig, "run.toml")
-    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
     cluster = config.build()
     assert cluster.place == config.place
     assert cluster.gpus == 1

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from persia.cluster.ray import placing
 from persia.cluster.ray.layout import RayNode

@@ -13,7 +13,7 @@ import persia
 from persia.data.loader import FRESH_SECONDS
 from persia.errors import ConfigError, RoleDiedError
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from persia.cluster.ray import processes as on_ray
 from persia.cluster.ray.hosts import worker_options

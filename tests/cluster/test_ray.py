@@ -21,7 +21,7 @@ from persia.config import convert, load
 from persia.errors import ClosedError, ConfigError, RoleDiedError, UnequalStepsError
 from persia.services import EmbeddingPS
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 import ray
 

@@ -8,7 +8,7 @@ from persia.cli.continual import Recipe
 from persia.cli.run_config import RunConfig
 from persia.config import convert
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 

@@ -10,7 +10,7 @@ import persia
 from persia.modes import Gba, Sync
 from persia.ps.regions import leftovers
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import BATCH, eventually, killing, make_trainer, options, pids, reader, running
 

@@ -10,7 +10,7 @@ import persia
 from persia.errors import ConfigError
 from persia.modes import Gba, Sync
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import options
 

@@ -13,7 +13,7 @@ import torch
 import persia
 from persia.errors import ConfigError
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import make_trainer, options, reader
 

@@ -16,7 +16,7 @@ from persia.errors import StoreFullError
 from support.cluster_samples import eventually, make_trainer, reader
 from support.disks import filled, freezing_disk, frozen, small_disk
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 pytestmark = [pytest.mark.usefixtures("ray_here"), pytest.mark.slow]
 

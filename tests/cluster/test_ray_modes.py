@@ -16,7 +16,7 @@ from persia.nn.models import FFNN
 from persia.replay import load_timeline
 from persia.replay.virtual import VirtualTraining
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import BATCH, Gated, eventually, make_trainer, options, reader
 from support.listed import Listed

@@ -16,7 +16,7 @@ from persia.cli.app import app
 from persia.errors import DataError, RoleDiedError
 from persia.modes import Gba, Hybrid, Sync
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import BATCH, eventually, kill_once_training, killing, make_trainer, options, pids, reader
 

@@ -15,7 +15,7 @@ from persia.errors import StalePushError
 from persia.modes import Gba
 from persia.ps.regions import leftovers
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from persia.cluster.ray import processes, runs
 from support.cluster_samples import eventually, killing, make_trainer, options, pids, reader, running

@@ -10,7 +10,7 @@ import torch
 import persia
 from persia.publish import PublishOptions, Replica, follow
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import killing, make_trainer, options, reader
 

@@ -12,7 +12,7 @@ import persia
 from persia.errors import ConfigError
 from persia.nn import RowsSet, StoredRows
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import eventually, make_trainer, options, reader
 

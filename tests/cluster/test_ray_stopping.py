@@ -10,7 +10,7 @@ import pytest
 from persia.checkpoint import list_checkpoints
 from support.signalled import Command, resume_line
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 pytestmark = pytest.mark.processes
 

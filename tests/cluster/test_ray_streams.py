@@ -13,7 +13,7 @@ import torch
 import persia
 from persia.modes import Gba, Hybrid, Sync
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import eventually, options, pids
 from support.kafka import SCHEMA, Kafka, clicks

@@ -5,7 +5,7 @@ import pytest
 import persia
 from persia.modes import Sync
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import BATCH, make_trainer, options, reader
 from support.toy_mode import EveryOther

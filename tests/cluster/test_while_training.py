@@ -14,7 +14,7 @@ import torch
 import persia
 from persia.modes import Hybrid, Sync
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from persia.cluster.ray import roles as on_ray
 from support.cluster_samples import NumberedBatches, delayed_host, eventually, killing, options, pids, reader

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 from typer.testing import CliRunner
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 import persia
 from persia.cli.app import app

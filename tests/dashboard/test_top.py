@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
-pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 import persia
 from persia.cli.app import app

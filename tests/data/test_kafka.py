@@ -478,7 +478,7 @@ def test_a_missing_library_is_named(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingExtraError, match=r'pip install "persia\[kafka\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "persia-recsys\[kafka\]"'):
         persia.data.kafka("t", SCHEMA, bootstrap="x:1")
 
 

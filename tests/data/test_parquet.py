@@ -213,7 +213,7 @@ def test_missing_extra_and_unknown_protocol(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(DataError, match="correct the protocol"):
         data.parquet("nonsense://x/y.parquet", SCHEMA)
     monkeypatch.setattr(fsspec.core, "url_to_fs", fail)
-    with pytest.raises(MissingExtraError, match=r'pip install "persia\[s3\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "persia-recsys\[s3\]"'):
         data.parquet("s3://bucket/*.parquet", SCHEMA)
 
 

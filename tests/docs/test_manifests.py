@@ -28,7 +28,7 @@ def the(key):
 def test_the_launcher_file_fits_the_schema_of_ray_up():
     ray = importlib.util.find_spec("ray")
     if ray is None:
-        pytest.skip('Ray is not installed: pip install "persia[ray]"')
+        pytest.skip('Ray is not installed: pip install "persia-recsys[ray]"')
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((Path(ray.origin).parent / "autoscaler" / "ray-schema.json").read_text())
     config = the("cluster_name")

@@ -23,7 +23,7 @@ def unknown(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_a_page_select_measures(page):
-    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
     assert unknown(page.read_text(encoding="utf-8")) == []
 
 

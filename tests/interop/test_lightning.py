@@ -19,7 +19,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
-pl = pytest.importorskip("lightning.pytorch", reason='Lightning is not installed: pip install "persia[lightning]"')
+pl = pytest.importorskip(
+    "lightning.pytorch", reason='Lightning is not installed: pip install "persia-recsys[lightning]"'
+)
 
 from lightning.pytorch.demos.boring_classes import BoringModel  # noqa: E402
 

@@ -233,7 +233,7 @@ def test_the_cluster_file_fits_the_schema_of_ray_up():
     yaml = pytest.importorskip("yaml")
     jsonschema = pytest.importorskip("jsonschema")
     if (ray := importlib.util.find_spec("ray")) is None:
-        pytest.skip('Ray is not installed: pip install "persia[ray]"')
+        pytest.skip('Ray is not installed: pip install "persia-recsys[ray]"')
     plan = plan_deployment(request(30_000_000, [GPU, HostKind("rest", 8, 10**9, network=1e9)], rate=2_000_000))
     config = yaml.safe_load(cluster_file(plan, "persia plan run.toml"))
     jsonschema.validate(config, json.loads((Path(ray.origin).parent / "autoscaler" / "ray-schema.json").read_text()))
@@ -265,7 +265,7 @@ def launched(text):
 
 def written_cluster(text):
     """The cluster in a comment of a cluster file."""
-    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
     (program,) = re.findall(r"^# (persia\.cluster\.Ray\(.*\))$", text, re.MULTILINE)
     return eval(program, {"persia": persia}), dict(re.findall(r"(\w+s)=(\d+)", program))
 

@@ -57,7 +57,7 @@ def configured(tables, plan):
 
 def started(tables, plan, kind, placed):
     """Rows in memory by table, as PSs of a cluster on Ray divide them."""
-    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
     from persia.cluster.ray import capacities
     from persia.cluster.ray.options import RayOptions
     from persia.cluster.ray.plan import Service

@@ -11,7 +11,7 @@ bucket, endpoint = s3.bucket, s3.endpoint  # fixtures
 
 @pytest.fixture
 def kafka():
-    pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
+    pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia-recsys[kafka]"')
     from support.kafka import Kafka
 
     return Kafka()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
+pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia-recsys[kafka]"')
 
 from confluent_kafka import KafkaError
 
@@ -104,7 +104,7 @@ def test_the_package_is_an_extra(monkeypatch):
 
     imported = builtins.__import__
     monkeypatch.setattr(builtins, "__import__", no_kafka)
-    with pytest.raises(MissingExtraError, match=r'pip install "persia\[kafka\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "persia-recsys\[kafka\]"'):
         follow("kafka://a:1/t")
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
+pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia-recsys[kafka]"')
 
 import persia
 from persia.checkpoint.format import checksum_text

@@ -39,7 +39,7 @@ asyncio.run(main())
 
 
 def test_the_first_arrow_request_imports_nothing(forks, tmp_path):
-    pytest.importorskip("fastapi", reason='fastapi is not installed: pip install "persia[serve]"')
+    pytest.importorskip("fastapi", reason='fastapi is not installed: pip install "persia-recsys[serve]"')
     done = forks.run(["-c", f"TESTS = {str(TESTS)!r}\n{PROGRAM}"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == []

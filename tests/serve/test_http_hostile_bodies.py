@@ -238,7 +238,7 @@ def test_embeddings_of_any_msgpack(server):
 
 @pytest.mark.parametrize("server", ["two_towers"], indirect=True)
 def test_searches_of_any_msgpack(server):
-    pytest.importorskip("usearch", reason='usearch is not installed: pip install "persia[usearch]"')
+    pytest.importorskip("usearch", reason='usearch is not installed: pip install "persia-recsys[usearch]"')
     names = [name for name in names_of(TOWERS) if name not in ("item", "price")]
 
     requests = st.fixed_dictionaries({"users": samples(TOWERS, names)}, optional={"k": st.integers(-1, 25)})

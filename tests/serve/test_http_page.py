@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("fastapi", reason='FastAPI is not installed: pip install "persia[serve]"')
+pytest.importorskip("fastapi", reason='FastAPI is not installed: pip install "persia-recsys[serve]"')
 
 from persia.serve.http.page import page
 

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from support.served import CODEC, SCHEMA, FakePredictor, FakeRetriever
 from support.trained_logs import SCHEMAS, Services, serve
 
-schemathesis = pytest.importorskip("schemathesis", reason='schemathesis is not installed: pip install "persia[dev]"')
+schemathesis = pytest.importorskip(
+    "schemathesis", reason='schemathesis is not installed: pip install "persia-recsys[dev]"'
+)
 
 from schemathesis import GenerationMode  # noqa: E402
 from schemathesis.checks import positive_data_acceptance  # noqa: E402

@@ -298,5 +298,5 @@ def test_errors(monkeypatch):
     with pytest.raises(ConfigError, match="other features"):
         index.load(other, 1)
     monkeypatch.setitem(sys.modules, "usearch.index", None)
-    with pytest.raises(MissingExtraError, match=r"pip install \"persia\[usearch\]\""):
+    with pytest.raises(MissingExtraError, match=r"pip install \"persia-recsys\[usearch\]\""):
         index_of(tables, network)

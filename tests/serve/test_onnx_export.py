@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("onnx", reason='ONNX is not installed: pip install "persia[onnx]"')
+pytest.importorskip("onnx", reason='ONNX is not installed: pip install "persia-recsys[onnx]"')
 
 import onnx
 from onnx.reference import ReferenceEvaluator
@@ -70,7 +70,7 @@ def test_errors(tmp_path, monkeypatch):
         export_onnx(Branching(), HISTORY, tmp_path / "network.onnx")
     assert not list(tmp_path.iterdir())
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(MissingExtraError, match=r"pip install \"persia\[onnx\]\""):
+    with pytest.raises(MissingExtraError, match=r"pip install \"persia-recsys\[onnx\]\""):
         export_onnx(TwoTower(HISTORY, item=["item"]), HISTORY, tmp_path / "network.onnx")
 
 

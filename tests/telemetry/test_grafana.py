@@ -120,8 +120,8 @@ def test_a_real_run_that_publishes_fills_the_dashboard(tmp_path):
 
 
 def test_a_real_server_fills_its_panels(tmp_path):
-    testclient = pytest.importorskip("starlette.testclient", reason='pip install "persia[serve]"')
-    pytest.importorskip("usearch", reason='pip install "persia[usearch]"')
+    testclient = pytest.importorskip("starlette.testclient", reason='pip install "persia-recsys[serve]"')
+    pytest.importorskip("usearch", reason='pip install "persia-recsys[usearch]"')
     from persia.serve.http.app import create_app
     from persia.serve.http.limits import ServeLimits
 

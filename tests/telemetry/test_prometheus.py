@@ -12,7 +12,7 @@ from persia.errors import ConfigError, MissingExtraError
 from persia.telemetry.metrics import Health, Histogram, Metric
 from persia.telemetry.prometheus import Endpoint
 
-parser = pytest.importorskip("prometheus_client.parser", reason='pip install "persia[prometheus]"')
+parser = pytest.importorskip("prometheus_client.parser", reason='pip install "persia-recsys[prometheus]"')
 
 pytestmark = pytest.mark.processes
 
@@ -95,5 +95,5 @@ def test_without_the_library(monkeypatch):
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(MissingExtraError, match=r"persia\[prometheus\]"):
+    with pytest.raises(MissingExtraError, match=r"persia-recsys\[prometheus\]"):
         Endpoint(0, "127.0.0.1", health)

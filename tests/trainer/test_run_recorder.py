@@ -52,7 +52,7 @@ def test_line_and_record_show_the_same_rate(tmp_path, monkeypatch):
 
 
 def test_the_curves_continue_over_a_resume(tmp_path):
-    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia[tensorboard]"')
+    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia-recsys[tensorboard]"')
     trainer = make_trainer(None, checkpoint_dir=str(tmp_path))
     trainer.fit(reader(20), max_steps=10)
     again = make_trainer(None, checkpoint_dir=str(tmp_path))
@@ -65,7 +65,7 @@ def test_the_curves_continue_over_a_resume(tmp_path):
 
 
 def test_a_run_that_fails_leaves_what_there_was(tmp_path):
-    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia[tensorboard]"')
+    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia-recsys[tensorboard]"')
     trainer = make_trainer(None, log_dir=str(tmp_path))
     batches = list(reader(8).batches())
     batches[6].dense[:] = np.nan

@@ -57,7 +57,7 @@ def printed(result, monkeypatch):
 
 
 def test_a_bad_day_after_good_ones_shows(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia[tensorboard]"')
+    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia-recsys[tensorboard]"')
     t = trainer(log_dir=str(tmp_path))
     for number in range(5):
         good = t.fit(day(number)).progressive
@@ -150,7 +150,7 @@ class Logged:
 
 
 def test_curves_are_of_windows(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia[tensorboard]"')
+    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia-recsys[tensorboard]"')
     logged, shown = Logged(), []
     monkeypatch.setattr(MLflow, "tracker", lambda _: logged)
     monkeypatch.setattr(LiveLine, "due", lambda self: True)

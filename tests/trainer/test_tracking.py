@@ -178,7 +178,7 @@ def test_a_missing_package_is_named(monkeypatch, tracker, package):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     data = reader()
-    with pytest.raises(MissingExtraError, match=rf'pip install "persia\[{package}\]"'):
+    with pytest.raises(MissingExtraError, match=rf'pip install "persia-recsys\[{package}\]"'):
         trainer(data.schema, tracker).fit(data)
 
 

@@ -231,7 +231,7 @@ def test_a_bad_batch_leaves_the_trainer_usable():
 
 
 def test_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia[tensorboard]"')
+    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia-recsys[tensorboard]"')
     data = reader(12_000)
     trainer(data.schema, log_dir=str(tmp_path)).fit(data)
     assert list(tmp_path.glob("events.*"))

@@ -422,6 +422,6 @@ def _builtins(value: Any, field: str) -> dict[str, Any]:
 
 def _version() -> str:
     try:
-        return metadata.version("persia")
+        return metadata.version("persia-recsys")
     except metadata.PackageNotFoundError:
         return "unknown"

@@ -92,7 +92,9 @@ def serve(
     try:
         from persia.serve.http.run import run_server
     except ImportError as error:
-        raise MissingExtraError('persia serve needs FastAPI: pip install "persia[serve]".', extra="serve") from error
+        raise MissingExtraError(
+            'persia serve needs FastAPI: pip install "persia-recsys[serve]".', extra="serve"
+        ) from error
     from persia.serve import Predictor, Retriever
 
     network = _network(model)

@@ -173,7 +173,7 @@ def _sweep(
     try:
         from persia.cli.sweep import Sweep
     except ImportError as error:
-        raise MissingExtraError('--sweep needs Optuna: pip install "persia[optuna]".', extra="optuna") from error
+        raise MissingExtraError('--sweep needs Optuna: pip install "persia-recsys[optuna]".', extra="optuna") from error
     tree = load_config(config, overrides)
     trials = Sweep(tree, output, closing_cluster)
     trials.run(lambda r: say(f"trial {r.number} {r.state}: {r.metric:.4f} with {jsonlib.dumps(r.values)}"))

@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
             if error.name != "ray":
                 raise
             raise MissingExtraError(
-                'persia.cluster.Ray needs Ray: pip install "persia[ray]", or use persia.cluster.Embedded().',
+                'persia.cluster.Ray needs Ray: pip install "persia-recsys[ray]", or use persia.cluster.Embedded().',
                 extra="ray",
             ) from error
         return Ray

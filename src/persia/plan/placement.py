@@ -24,7 +24,7 @@ LITTLE = 0.001
 
 PREPARE = """\
 file_mounts: { ~/persia.keys: ./persia.keys }
-setup_commands: ['pip install "persia[ray]"']
+setup_commands: ['pip install "persia-recsys[ray]"']
 head_start_ray_commands:
   - ray stop
   - export PERSIA_CURVE_KEYS=~/persia.keys; ulimit -n 65536;

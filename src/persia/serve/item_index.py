@@ -135,7 +135,7 @@ class ItemIndex:
             import usearch.index  # noqa: F401
         except ImportError as error:
             raise MissingExtraError(
-                'ItemIndex needs usearch: pip install "persia[usearch]".', extra="usearch"
+                'ItemIndex needs usearch: pip install "persia-recsys[usearch]".', extra="usearch"
             ) from error
         towers = towers_of(model)
         features = towers.features[1]

@@ -51,7 +51,7 @@ def export_onnx(model: nn.Module, schema: Schema, path: str | os.PathLike[str]) 
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(
-            'export_onnx needs onnx and onnxscript: pip install "persia[onnx]".', extra="onnx"
+            'export_onnx needs onnx and onnxscript: pip install "persia-recsys[onnx]".', extra="onnx"
         ) from error
     model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
     example = example_input(schema)

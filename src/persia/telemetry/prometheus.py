@@ -37,7 +37,7 @@ class Endpoint:
             import prometheus_client
         except ImportError as error:
             raise MissingExtraError(
-                'prometheus_port needs prometheus_client: pip install "persia[prometheus]", or leave it out.',
+                'prometheus_port needs prometheus_client: pip install "persia-recsys[prometheus]", or leave it out.',
                 extra="prometheus",
             ) from error
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
@@ -74,7 +74,7 @@ def exposition(health: Callable[[], Health]) -> Callable[[], bytes]:
         import prometheus_client
     except ImportError as error:
         raise MissingExtraError(
-            '/metrics needs prometheus_client: pip install "persia[serve]".', extra="serve"
+            '/metrics needs prometheus_client: pip install "persia-recsys[serve]".', extra="serve"
         ) from error
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(_Collector(health))

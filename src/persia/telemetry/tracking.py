@@ -203,7 +203,7 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtraError(
-                'log_dir needs TensorBoard: pip install "persia[tensorboard]", or leave log_dir out.',
+                'log_dir needs TensorBoard: pip install "persia-recsys[tensorboard]", or leave log_dir out.',
                 extra="tensorboard",
             ) from error
         writer: Any = SummaryWriter
@@ -237,7 +237,8 @@ class _MLflowTracker:
             from mlflow.tracking import MlflowClient
         except ImportError as error:
             raise MissingExtraError(
-                'A tracker of the kind mlflow needs MLflow: pip install "persia[mlflow]", or leave it out of trackers.',
+                'A tracker of the kind mlflow needs MLflow: pip install "persia-recsys[mlflow]", or leave it out of '
+                "trackers.",
                 extra="mlflow",
             ) from error
         name = self._config.experiment
@@ -278,7 +279,8 @@ class _WandbTracker:
             import wandb
         except ImportError as error:
             raise MissingExtraError(
-                'A tracker of the kind wandb needs wandb: pip install "persia[wandb]", or leave it out of trackers.',
+                'A tracker of the kind wandb needs wandb: pip install "persia-recsys[wandb]", or leave it out of '
+                "trackers.",
                 extra="wandb",
             ) from error
         config = self._config

@@ -1,11 +1,13 @@
-"""Training with a `Trainer` of Lightning, in one process; needs `pip install "persia[lightning]"`."""
+"""Training with a `Trainer` of Lightning, in one process; needs `pip install "persia-recsys[lightning]"`."""
 
 from persia.errors import MissingExtraError
 
 try:
     import lightning.pytorch  # noqa: F401
 except ImportError as error:
-    raise MissingExtraError('persia.interop.lightning needs Lightning: pip install "persia[lightning]".') from error
+    raise MissingExtraError(
+        'persia.interop.lightning needs Lightning: pip install "persia-recsys[lightning]".'
+    ) from error
 
 from persia.interop.lightning.callback import PersiaCallback
 from persia.interop.lightning.loader import PrefetchLoader
