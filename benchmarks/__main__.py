@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks import runner
 from benchmarks.elsewhere import forking
+from benchmarks.public_data import GLOBO
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.list:
         print("\n".join(runner.names()))
+        print(f"Names with `globo` need data: {GLOBO}", file=sys.stderr)
         return 0
     if not arguments.names:
         parser.error("no NAME given; --list prints all names, '*' selects them all")

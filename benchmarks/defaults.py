@@ -4,7 +4,7 @@
 
 quality.adagrad.sparse  Generated clicks with 100,000 Zipf(1.05) ids a feature: most rows are met a few times. DeepFM.
 quality.adagrad.dense   The same with 500 ids a feature: every row is met often.
-quality.adagrad.globo   The first two days of globo_ctr, tested on a random part of their rows; needs the data. FFNN.
+quality.adagrad.globo   The first two days of globo_ctr, tested on a random part of their rows. FFNN.
 quality.adagrad.adult   PERSIA's example task; needs the data.
 
 Each value is the test AUC with the default accumulator, at the better of its documented rates, less the best of all
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from msgspec import structs
 
 from benchmarks import runner
 from benchmarks.baselines import globo_torch
+from benchmarks.public_data import is_here
 from benchmarks.quality import AdultNet
 from persia import Batch, Schema, Trainer, TrainerOptions, data
 from persia.modes import Sync
@@ -146,10 +146,7 @@ def mean(found: Iterable[Auc]) -> Auc:
 
 def missing(needs: str | None) -> bool:
     """Returns whether data are not here, and says so."""
-    if needs is None or data.find(needs) is not None:
-        return False
-    print(f"{needs} was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
-    return True
+    return needs is not None and not is_here(needs)
 
 
 SETS: Mapping[str, tuple[Callable[[int], Task], str | None]] = {

@@ -2,15 +2,14 @@
 
     python -m benchmarks 'globo.*' [--preset smoke|laptop|full] [--json FILE]
 
-Needs the data (see persia.data.globo); without them every measure is skipped. `globo.modes.*` puts the modes side by
-side: this stream punishes every batch of delay.
+Needs globo_ctr, which `python -m persia.data.datasets.prepare_globo` makes; without it every measure is skipped.
+`globo.modes.*` puts the modes side by side: this stream punishes every batch of delay.
 """
 
 from __future__ import annotations
 
 import functools
 import statistics
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from benchmarks.baselines import globo_torch
 from benchmarks.elsewhere import AS_A_PROGRAM, Elsewhere
 from benchmarks.gba_runs import best_rate
 from benchmarks.modes_runs import TUNING_SEED, everywhere
+from benchmarks.public_data import is_here
 from persia import Trainer, TrainerOptions, data
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn.models import FFNN
@@ -96,17 +96,10 @@ def torch_run(seed: int, rows: int | None) -> Run:
     return Run(result["rows_per_s"], result["auc_mean"], tuple(result["auc_per_day"]), 0.0)
 
 
-def found() -> bool:
-    if data.find("globo_ctr") is None:
-        print("globo_ctr was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
-        return False
-    return True
-
-
 @runner.measures("globo.rows")
 def rows(preset: str) -> runner.Measure | None:
     """Rows/s in the default mode over the script's, both from the files, each in a process as a user would start it."""
-    if not found():
+    if not is_here("globo_ctr"):
         return None
     most = SPEED_ROWS[preset]
     ours, theirs = Elsewhere(AS_A_PROGRAM), Elsewhere(AS_A_PROGRAM)
@@ -128,7 +121,7 @@ def rows(preset: str) -> runner.Measure | None:
 @runner.measures("globo.auc")
 def auc(preset: str) -> runner.Measure | None:
     """Mean progressive AUC of Sync minus the script's, over three seeds each."""
-    if not found():
+    if not is_here("globo_ctr"):
         return None
     ours = [persia_run(Sync(), seed, AUC_ROWS[preset]).auc for seed in SEEDS[preset]]
     theirs = [torch_run(seed, AUC_ROWS[preset]).auc for seed in SEEDS[preset]]
@@ -163,7 +156,7 @@ def modes(preset: str) -> Iterator[runner.Measure]:
     The AUC is the mean of the days that the rate was not tuned on. The rate is the best for a quarter of the stream,
     so it may be too high for all of it, which costs most where gradients are late.
     """
-    if not found():
+    if not is_here("globo_ctr"):
         return
     rate, tuning_days = tuned_rate(preset)
     optimizer = Adagrad(lr=rate)

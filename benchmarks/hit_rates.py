@@ -10,7 +10,6 @@ a worker removes them; first appearances do, so the hit rate of the optimum is b
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ import pyarrow.parquet as parquet
 
 from benchmarks import runner
 from benchmarks.eviction import POLICIES
+from benchmarks.public_data import is_here
 from benchmarks.store import ids_of
 from persia import data
 from persia.store import NativeStore, TableConfig
@@ -95,8 +95,7 @@ def hits_of_the_store(batches: list[np.ndarray], capacity: int, **settings: Any)
 
 def hit_rates(name: str, preset: str) -> Iterator[runner.Measure]:
     """Of one stream, at each capacity."""
-    if name.startswith("globo") and data.find("globo_ctr") is None:
-        print("globo_ctr was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+    if name.startswith("globo") and not is_here("globo_ctr"):
         return
     batches = distinct_by_batch(STREAMS[name](SAMPLES[preset]), IDS[preset])
     ids = np.concatenate(batches).tolist()

@@ -4,7 +4,7 @@
 
 How it is measured: benchmarks/modes.py.
 
-modes.globo.*        all modes on a stream in time order that punishes every delay; needs the data.
+modes.globo.*        all modes on a stream in time order that punishes every delay; needs globo_ctr.
 modes.globo_gba.*    Gba on that stream, and what its loss is made of.
 modes.gradients.*    distribution of gradient norms by aggregated batch (Figure 3 of the paper).
 modes.occurrences.*  in how many batches an id occurs (Figure 4).
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -56,6 +55,7 @@ from benchmarks.modes_runs import (
     synthetic,
     train,
 )
+from benchmarks.public_data import is_here
 from persia import Batch, data
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync
 from persia.modes.base import Reduction
@@ -115,8 +115,7 @@ def globo(preset: str) -> Iterator[runner.Measure]:
 
     Batches that HopBw drops have no logits: they are not scored.
     """
-    if data.find("globo_ctr") is None:
-        print("globo_ctr was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+    if not is_here("globo_ctr"):
         return
     rows, rates = GLOBO_ROWS[preset], globo_tuned(preset)
     plans = {(k, s): Stream(m, rates, s, rows // 4, rows) for s in SEEDS[preset] for k, m in GLOBO.items()}
@@ -138,8 +137,7 @@ def globo_gba(preset: str) -> Iterator[runner.Measure]:
     even         the whole with NN workers that are equally fast
     own_rates    the whole with the best rates of Gba
     """
-    if data.find("globo_ctr") is None:
-        print("globo_ctr was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+    if not is_here("globo_ctr"):
         return
     rows, rates = GLOBO_ROWS[preset], globo_tuned(preset)
     gba = Gba(STREAM_WORKERS * STREAM_LOCAL)

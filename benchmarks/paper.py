@@ -9,7 +9,7 @@ paper.table2.DATA.NETWORK.*
     Test AUC after one pass less Sync's, paired by seed. 4 NN workers with local batches of 256; a lookup and a push
     take a quarter of a batch's time each; a fifth of the rows, at random, are for tests. The paper splits by time: what
     a delay costs on data in time order is the question of `modes.globo.*`.
-    DATA      globo (needs the data), the shapes of Taobao, Avazu and Criteo (benchmarks/shapes.py), and the files of
+    DATA      globo (needs globo_ctr), the shapes of Taobao, Avazu and Criteo (benchmarks/shapes.py), and the files of
               those sets where PERSIA_DATA has them, as taobao_file, avazu_file and criteo_file.
     NETWORK   ffnn (256-128) and deepfm (256-128).
     hybrid_4, hybrid_auto, hybrid_4_cold, hybrid_auto_cold, async
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -37,7 +36,7 @@ import numpy as np
 from benchmarks import runner
 from benchmarks.modes_runs import FIRST, TUNING_SEED, Rates, best_rates, everywhere
 from benchmarks.paper_runs import FILES, LOCAL, NETWORKS, SOURCES, WORKERS, Outcome, Run, train_and_test
-from persia import data
+from benchmarks.public_data import is_here
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync
 from persia.replay import Setting, Slowdown, Trace, simulate
 
@@ -85,8 +84,7 @@ def outcomes(
 
 def table2(preset: str, *, source: str, network: str) -> Iterator[runner.Measure]:
     """Test AUC less Sync's with one network on one data set."""
-    if source in FILES and data.find(FILES[source]) is None:
-        print(f"{FILES[source]} was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+    if source in FILES and not is_here(FILES[source]):
         return
     shared = tuned(preset, source, network, Sync(), FIRST)
     modes = {

@@ -23,7 +23,6 @@ import functools
 import itertools
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -32,6 +31,7 @@ import torch
 from benchmarks import runner
 from benchmarks.cluster import ray_here
 from benchmarks.modes_runs import everywhere
+from benchmarks.public_data import is_here
 from benchmarks.recorded import Outcome, Plan, make_trainer, train, train_smooth
 from persia import Schema, Trainer, TrainerOptions, data
 from persia.modes import Hybrid, Mode, Sync
@@ -189,8 +189,7 @@ class AdultNet(torch.nn.Module):
 @runner.measures("quality.adult")
 def adult(preset: str) -> runner.Measure | None:
     """Test AUC after one pass, batch 128, SGD 0.1 and Adagrad 0.05; mean of three seeds."""
-    if data.find("adult") is None:
-        print("adult was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+    if not is_here("adult"):
         return None
     areas = []
     for seed in range(1 if preset == "smoke" else 3):

@@ -10,13 +10,13 @@ that holds every row; `details` has other ages. docs/decisions/0009-device-cache
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from benchmarks import runner
 from benchmarks.baselines.step_torch import Workload, generate
+from benchmarks.public_data import is_here
 from persia import Batch, data
 
 AGES = (1, 2, 4, 8, 16)
@@ -79,8 +79,7 @@ def zipf(preset: str) -> runner.Measure:
 @runner.measures("reuse.globo")
 def globo(preset: str) -> runner.Measure | None:
     """Clicks in time order, in batches of 2048."""
-    if data.find("globo_ctr") is None:
-        print("reuse.globo is skipped: globo_ctr was not found; set PERSIA_DATA.", file=sys.stderr)
+    if not is_here("globo_ctr"):
         return None
     reader = data.globo(batch_size=2048)
     batches = itertools.islice(reader, BATCHES[preset])

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from benchmarks import runner
 from benchmarks.modes_runs import FIRST, everywhere
 from benchmarks.paper_runs import FILES, NETWORKS, SOURCES, Outcome, Run, train_and_test
-from persia import data
+from benchmarks.public_data import is_here
 from persia.modes import Hybrid
 from persia.optim import Adam
 from persia.types.values import Dtype
@@ -63,8 +62,7 @@ def trained(preset: str, source: str, network: str) -> Mapping[str, list[Outcome
     """
     if preset == "smoke" and network != next(iter(NETWORKS)):
         return {}
-    if source in FILES and data.find(FILES[source]) is None:
-        print(f"{FILES[source]} was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+    if source in FILES and not is_here(FILES[source]):
         return {}
     runs = [Run(source, network, Hybrid(4), FIRST, seed, ROWS[preset]) for seed in SEEDS[preset]]
     float32 = {optimizer: ("float32", optimizer) for _, optimizer in KINDS.values()}

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks import runner
 from benchmarks.baselines.zoo_torch import Result
 from benchmarks.elsewhere import AS_A_PROGRAM, Elsewhere
+from benchmarks.public_data import is_here
 from benchmarks.zoo_runs import (
     LONG,
     MODELS,
@@ -121,7 +121,7 @@ def _register(source: str, model: str) -> None:
     def compared(preset: str) -> Iterator[runner.Measure]:
         data = clicks(source, model, preset)
         if data is None:
-            print(f"{source} was not found; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+            is_here("globo_ctr" if source == "globo" else source)  # Says where to get it.
             return
         found = [in_turn(source, model, preset, seed) for seed in SEEDS[preset]]
         details: dict[str, object] = {"rows": sum(map(len, data.batches))}

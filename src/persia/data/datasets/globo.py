@@ -25,7 +25,9 @@ def globo(
 
     Parquet files `day=NN.parquet` with columns label, timestamp_ms, user_id, article_id, history (list),
     environment, device_group, os, country, region, referrer. `history` shares the table `article_id` and is
-    averaged over the ten newest; the day is the hive key.
+    averaged over the ten newest; the day is the hive key. The command
+    `python -m persia.data.datasets.prepare_globo SOURCE TARGET` makes them from "News Portal User Interactions by
+    Globo.com" (arXiv 1904.10367), whose terms allow academic use only.
 
     Args:
         path: directory, file, glob or URL, or a list of these; None uses `find("globo_ctr")`.
