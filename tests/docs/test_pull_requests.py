@@ -1,5 +1,6 @@
 """Pull requests and commits are checked by the commands that the README and CONTRIBUTING.md name."""
 
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -18,9 +19,26 @@ def recipe(target):
 
 
 def test_a_pull_request_runs_the_documented_commands():
-    commands = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
-    assert commands == ["make lint", "make test", "make test-all"]
-    assert all(recipe(command.removeprefix("make ")) for command in commands)
+    runs = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
+    commands = re.findall(r"make ([\w-]+)", "\n".join(runs))
+    assert commands == ["lint", "test", "quick", "test-all"]
+    assert all(map(recipe, commands))
+
+
+def test_the_lowest_versions_are_those_of_the_project():
+    """The script prints a constraint for each dependency, on the oldest Python."""
+    job = WORKFLOW["jobs"]["lowest"]["steps"]
+    constraints, quick = job[-1]["run"].splitlines()
+    assert constraints == "python .ci/lowest.py > lowest.txt"
+    assert quick.startswith("make quick CONSTRAINTS=lowest.txt")
+    spec = importlib.util.spec_from_file_location("lowest", ROOT / ".ci" / "lowest.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f">={job[1]['with']['python-version']}" == project["requires-python"]
+    assert list(script.lowest(project["dependencies"])) == [d.replace(">=", "==") for d in project["dependencies"]]
+    with pytest.raises(SystemExit, match=r"'torch' in pyproject\.toml has no lowest version"):
+        list(script.lowest(["torch"]))
 
 
 def test_the_oldest_python_is_tested():
