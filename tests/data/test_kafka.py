@@ -586,7 +586,9 @@ def test_times_are_timestamps_or_numbers_in_their_unit(kafka, unit, at, expected
 @pytest.mark.parametrize("at", [2**63, 10**16, -(10**16), 5 * 10**15, 1e300])
 def test_a_message_with_a_time_that_is_too_large_is_poison(kafka, at):
     timed(kafka, [(0, 10), (1, 11), (2, at), (3, 12)])
-    with pytest.raises(DataError, match=r"Offset 2 .* 'at', the event time, has a value that is no time .* since 1970"):
+    with pytest.raises(
+        DataError, match=r"Offset 2 .* 'at', the event time, has a value that is not a time .* since 1970"
+    ):
         list(kafka.reader(8, **LATENESS))
     reader = kafka.reader(8, poison="skip", **LATENESS)
     assert [items(batch) for batch in reader] == [[0, 1, 3]]

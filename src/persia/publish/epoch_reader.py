@@ -121,11 +121,6 @@ class EpochReader(Generic[E]):
         self.next = None  # Of an epoch that was never complete.
         description = self._follower.description() if self._described else None
         try:
-            if self._described and description is None:
-                raise PublishError(
-                    "it has no model.json, so its schema is not known: it was written by an earlier version of persia. "
-                    "Publish again with this one."
-                )
             self.next = self._begin(run, update, description)
         except PublishError as error:
             self._refused = run, f"Epoch {update.epoch} is not served: {error.message}"
