@@ -102,7 +102,7 @@ def test_control_asks_for_a_switch():
         assert done.exit_code == 0, done.output
         assert tokens.requested() == Gba(64)
         again = CliRunner().invoke(app, ["control", "switch", server.address, "async"])
-        assert "under way" in str(again.exception)
+        assert "in progress" in str(again.exception)
         assert "Invalid mode" in str(CliRunner().invoke(app, ["control", "switch", server.address, "waltz"]).exception)
         assert "NAME=VALUE" in str(
             CliRunner().invoke(app, ["control", "switch", server.address, "gba", "--set", "x"]).exception
