@@ -100,7 +100,7 @@ def test_iterators_do_not_survive(first):
     assert next(items).number == 0
     assert next(items).number == 1
     kill(process)
-    with server_process(address), pytest.raises(WireError, match="begin again"):
+    with server_process(address), pytest.raises(WireError, match="call the method again"):
         list(items)
 
 

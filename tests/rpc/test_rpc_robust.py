@@ -140,7 +140,7 @@ def test_a_reply_that_is_too_large_is_an_error_reply(trouble):
 
 def test_a_reply_beyond_the_limit_of_the_client_fails_its_call(trouble):
     with served(trouble, client_limits=SMALL) as (_, stub):
-        with pytest.raises(WireError, match=r"trouble 0 at .* answered grow .* same Limits"):
+        with pytest.raises(WireError, match=r"trouble 0 at .* sent a reply to grow .* same Limits"):
             stub.grow(2 << 20)
         assert stub.ping() == 1
 

@@ -51,7 +51,7 @@ def encode(value: object, most_arrays: int) -> tuple[bytes, Arrays]:
     """Encodes a value as msgpack and a list of its arrays, in the order of their frames. Copies strided arrays only.
 
     Args:
-        value: None, scalars, texts, bytes, lists, tuples, dicts, dataclasses, structs and arrays of these.
+        value: None, scalars, strings, bytes, lists, tuples, dicts, dataclasses, structs and arrays of these.
         most_arrays: maximum number of arrays.
 
     Raises:
@@ -78,7 +78,7 @@ def encode(value: object, most_arrays: int) -> tuple[bytes, Arrays]:
         if isinstance(item, Sequence):
             return list(item)
         raise WireError(
-            f"A {type(item).__name__} cannot be sent; use scalars, texts, lists, dicts, records and numeric arrays."
+            f"A {type(item).__name__} cannot be sent; use scalars, strings, lists, dicts, records and numeric arrays."
         )
 
     try:
@@ -113,9 +113,9 @@ class Decoder(Generic[T]):
     """
 
     def __init__(self, kind: Any) -> None:
-        # msgspec's hooks take no context, so the frames of the current message are kept per thread.
+        # msgspec's hooks take no context, so the frames of the current message are stored per thread.
         self._work = threading.local()
-        # Keyed by identity, as annotations are slow to hash. Each is kept alive so that its id is not reused.
+        # Keyed by identity, as annotations are slow to hash. Each stays referenced so that its id is not reused.
         self._accepted: dict[int, tuple[Any, frozenset[np.dtype[Any]]]] = {}
         try:
             self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
@@ -141,7 +141,7 @@ class Decoder(Generic[T]):
         finally:
             del self._work.message
         if len(used) != len(frames):
-            raise WireError(f"The message has {len(frames)} arrays and names {len(used)}.")
+            raise WireError(f"The message has {len(frames)} arrays, but refers to {len(used)}.")
         return value
 
     def _array(self, code: int, data: memoryview) -> NDArray[Any]:
@@ -152,7 +152,7 @@ class Decoder(Generic[T]):
             frame, kind, ndim, *shape = _LAYOUTS[(size - _HEAD_BYTES) >> 3].unpack(data)
             dtype = DTYPES[kind]
         except (struct.error, IndexError):
-            raise msgspec.ValidationError(f"no array has such a dtype and {size} bytes") from None
+            raise msgspec.ValidationError(f"invalid description of an array, of {size} bytes") from None
         if ndim != len(shape):
             raise msgspec.ValidationError(f"no array has {ndim} dimensions in {size} bytes")
         frames, used = self._work.message
@@ -161,13 +161,13 @@ class Decoder(Generic[T]):
         used.add(frame)
         buffer = frames[frame].buffer
         if math.prod(shape) * _ITEMSIZES[kind] != buffer.nbytes:
-            raise msgspec.ValidationError(f"{buffer.nbytes} bytes are no {dtype} array of shape {shape}")
+            raise msgspec.ValidationError(f"{buffer.nbytes} bytes do not make a {dtype} array of shape {shape}")
         try:
             array: NDArray[Any] = np.ndarray(shape, dtype, buffer)
-        except ValueError as error:  # An empty array with other sizes beyond what numpy can express.
+        except ValueError as error:  # An empty array whose other sizes exceed what numpy can express.
             raise msgspec.ValidationError(f"numpy refuses the shape {shape}") from error
         if kind == 0 and array.size and array.view(np.uint8).max() > 1:
-            raise msgspec.ValidationError("a bool array has other bytes than 0 and 1")
+            raise msgspec.ValidationError("a bool array has bytes other than 0 and 1")
         return array if array.flags.aligned else array.copy()
 
     def _check(self, kind: Any, value: object) -> object:

@@ -1,4 +1,4 @@
-"""The calling side of a connection. Many calls are in flight; one of the waiting threads receives for all."""
+"""The client side of a connection. Many calls are in flight; one of the waiting threads receives for all."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ KEEPER_IDLE_SECONDS = 5.0
 """Seconds that the background thread stays idle. Starting one per batch would cost more than the call itself."""
 
 _HANDSHAKE_FAILURES = {
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it speaks another protocol or encrypts otherwise",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol or encrypts otherwise",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it uses another protocol or another encryption",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it uses another protocol or another encryption",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not accept our keys",
 }
 
@@ -57,7 +57,7 @@ class Call:
         self.sent = False
         self.reply: Message | None = None
         self.error: PersiaError | None = None
-        # Held while its thread sleeps; made when it first has to.
+        # Locked while the calling thread sleeps; created before its first sleep.
         self.gate: threading.Lock | None = None
 
     def over(self) -> bool:
@@ -84,7 +84,7 @@ class Peer(NamedTuple):
         )  # fmt: skip
 
     def forked(self, process: int) -> ClosedError:
-        """Makes the error for a stub of another process."""
+        """Makes the error for a stub that another process made."""
         return ClosedError(
             f"The stub of {self.name} at {self.address} was made in process {process}, and this is a fork of it; "
             "connect again here, or start processes with the spawn method.",
@@ -111,7 +111,7 @@ class Peer(NamedTuple):
     def unreadable(self, call: Call, error: WireError) -> WireError:
         """Makes the error for a reply that exceeds a limit."""
         return WireError(
-            f"{self.name} at {self.address} answered {call.method} with what cannot be read: {error.message}",
+            f"{self.name} at {self.address} sent a reply to {call.method} that cannot be read: {error.message}",
             peer=self.name, address=self.address, operation=call.method,
         )  # fmt: skip
 
@@ -121,7 +121,7 @@ class RpcConnection:
 
     The first waiting thread is the leader: it receives replies for all. When its own reply has arrived, it wakes
     another waiting thread to lead. A single caller therefore never switches threads. A background thread receives
-    replies of calls that nothing waits for, and ends after a while without such calls.
+    replies to calls that no thread waits for, and ends after a while without such calls.
 
     Args:
         port: port that is being connected.
@@ -138,17 +138,17 @@ class RpcConnection:
         self._numbers = itertools.count(1)
         # Guarded by the lock of the port.
         self._calls: dict[int, Call] = {}
-        self._unsent: dict[int, Call] = {}  # Those of `_calls` to be sent, in order.
+        self._unsent: dict[int, Call] = {}  # The calls of `_calls` that are still to be sent, in order.
         self._iterators = 0  # Number of iterators that the server keeps open for this connection.
         self._leader: Call | None = None
         self._leading = 0  # Thread id of the leader.
         self._keeper: threading.Thread | None = None
-        self._kept = 0.0  # When the background thread last had work.
+        self._last_work = 0.0  # When the background thread last had work.
         self._connected = False
         self._ever = False
         self._trouble = ""
         self._closed = False
-        # Whoever appends may be the garbage collector, in a thread that holds any lock: so this has none.
+        # The garbage collector may append, in a thread that holds any lock: so appending takes no lock.
         self._dropped: collections.deque[Call] = collections.deque()
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -164,10 +164,10 @@ class RpcConnection:
 
         Args:
             call: the call; its arrays must not change before it is over.
-            unattended: whether the caller may not wait for it soon.
+            unattended: whether the caller may wait for it late or not at all.
 
         Raises:
-            ClosedError: the connection is closed, or of another process.
+            ClosedError: the connection is closed, or belongs to another process.
         """
         self._check_process()
         with self._port.lock:
@@ -179,7 +179,7 @@ class RpcConnection:
             if self._connected:
                 self._flush()
             if unattended and self._keeper is None:
-                self._kept = time.monotonic()
+                self._last_work = time.monotonic()
                 self._keeper = threading.Thread(
                     target=_keep, args=(weakref.ref(self),), name=f"rpc {self.peer.address}", daemon=True
                 )
@@ -284,7 +284,7 @@ class RpcConnection:
                 self._promote()
 
     def _promote(self) -> None:
-        """Wakes one of the waiting threads to lead. Under the lock of the port."""
+        """Wakes one of the waiting threads to lead. The caller holds the lock of the port."""
         for other in self._calls.values():
             if other.gate is not None and other.gate.locked():
                 other.gate.release()
@@ -295,8 +295,8 @@ class RpcConnection:
         with self._port.lock:
             now = time.monotonic()
             if self._calls or self._iterators:
-                self._kept = now
-            if self._closed or now - self._kept > KEEPER_IDLE_SECONDS:
+                self._last_work = now
+            if self._closed or now - self._last_work > KEEPER_IDLE_SECONDS:
                 self._keeper = None
                 return False
             if self._leader is None:
@@ -317,7 +317,7 @@ class RpcConnection:
         while self._dropped:
             self._iterators -= 1
             call = self._dropped.popleft()
-            if self._connected:  # Else the iterator is gone, or expires.
+            if self._connected:  # Otherwise the iterator is gone, or expires.
                 call.number = next(self._numbers)
                 self._send(call)
         self._drain()
@@ -341,7 +341,7 @@ class RpcConnection:
                 continue
             call = self._calls.get(message.header.call)
             if call is None or message.header.kind < Kind.RESULT:
-                # After a reconnection a call can be answered twice; a call that was given up, too late.
+                # After a reconnection a call can get two replies. The reply to an abandoned call arrives too late.
                 self._counts["late_replies"] += 1
                 continue
             self._end(call, reply=message)
@@ -379,14 +379,14 @@ class RpcConnection:
                 call.sent = False
                 self._unsent[call.number] = call
 
-    # --- the rest -----------------------------------------------------------------------------------------------
+    # --- ends and errors ----------------------------------------------------------------------------------------
 
     def _forget(self, call: Call) -> None:
         with self._port.lock:
             self._calls.pop(call.number, None)
             self._unsent.pop(call.number, None)
             if call.gate is not None and self._leader is None:
-                self._promote()  # It may have been woken to lead at the moment when it gave up.
+                self._promote()  # This thread may have been woken to lead just as it gave up.
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
@@ -403,7 +403,7 @@ class RpcConnection:
         elif self._ever:
             state = "the connection is lost"
         else:
-            state = "nobody answers there"
+            state = "nothing answers there"
         return self.peer.late(call, state)
 
 

@@ -1,4 +1,4 @@
-"""The requests of a server: the queue of those that wait or run, and running them on an object."""
+"""The requests of a server: a queue of waiting and running requests, and a dispatcher that runs them on an object."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Backlog:
         limits: bounds on the number and size of requests.
 
     Attributes:
-        requests: number of jobs that are queued or taken, without those that wait for others.
+        requests: number of jobs that are queued or taken, without jobs that wait for others.
         nbytes: their size in bytes.
         waiting: number of taken jobs that wait for others.
         waiting_nbytes: their size in bytes.
@@ -69,7 +69,7 @@ class Backlog:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._arrivals = itertools.count()
-        # By whether they wait for others, each with its place in the order of all.
+        # By whether the jobs wait for others; each job with its position in the order of arrival.
         self._queues: dict[bool, collections.deque[tuple[int, Job]]] = {w: collections.deque() for w in (False, True)}
         self.requests = 0
         self.nbytes = 0
@@ -92,7 +92,7 @@ class Backlog:
         self._queues[job.waits].append((next(self._arrivals), job))
 
     def take(self, only_waiting: bool) -> Job | None:
-        """Removes the first job, or the first one that waits for others; None without one. It is held until `done`."""
+        """Removes the first job, or the first one that waits for others; None without one. It counts until `done`."""
         queues = [queue for waits, queue in self._queues.items() if queue and (waits or not only_waiting)]
         return min(queues, key=lambda queue: queue[0][0]).popleft()[1] if queues else None
 
@@ -102,7 +102,7 @@ class Backlog:
         return self.waiting < limits.waiting and self.waiting_nbytes + job.nbytes <= limits.waiting_bytes
 
     def wait(self, job: Job) -> None:
-        """Counts a taken job as waiting for others, hence no longer as held."""
+        """Counts a taken job as waiting for others, and no longer as a request."""
         self._forget(job)
         self.waiting += 1
         self.waiting_nbytes += job.nbytes
@@ -170,7 +170,7 @@ class Dispatcher:
         return method is not None and method.inline
 
     def waits(self, message: Message) -> bool:
-        """Whether a request waits for those of other clients."""
+        """Whether a request waits for requests of other clients."""
         method = self._method(message)
         return method is not None and method.waits
 
@@ -191,7 +191,7 @@ class Dispatcher:
             return None
         try:
             work = self._prepare(message)
-        except BaseException as error:  # Records check themselves when they are made, with errors of their own.
+        except BaseException as error:  # Records validate themselves when they are made, and raise their own errors.
             self._count("malformed")
             return self.failure(call, error)
         try:
@@ -206,8 +206,8 @@ class Dispatcher:
 
     def latencies(self) -> list[Latency]:
         """Returns the latencies of the methods that were called."""
-        taken = [times.latency("rpc_call_seconds", {"method": name}) for name, times in self._times.items()]
-        return [latency for latency in taken if any(latency.counts)]
+        latencies = [times.latency("rpc_call_seconds", {"method": name}) for name, times in self._times.items()]
+        return [latency for latency in latencies if any(latency.counts)]
 
     def failure(self, call: int, error: BaseException) -> Reply:
         """Makes the reply for an exception."""
@@ -240,12 +240,12 @@ class Dispatcher:
         self._count("calls")
         tracer = self._tracer
         span = tracer.span(method.name, **_subject(method, arguments)) if tracer.active else OFF
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             with span:
                 result = method.call(self._service, arguments)
         finally:
-            self._times[method.name].add(time.perf_counter() - began)
+            self._times[method.name].add(time.perf_counter() - start)
         return (Kind.STREAM, self.streams.open(result)) if method.streams else (Kind.RESULT, result)
 
     def _advance(self, kind: Kind, number: int, position: int) -> tuple[Kind, object]:

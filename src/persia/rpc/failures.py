@@ -39,7 +39,7 @@ class Failure(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froze
 def failure(error: BaseException, limits: Limits) -> Body:
     """Encodes an error that a method raised. Never raises; parts that cannot be encoded are left out."""
     for most in (_MAX_TEXT, _MIN_TEXT):
-        with contextlib.suppress(Exception):  # The error's own code may fail, or there is too much of it.
+        with contextlib.suppress(Exception):  # The error's own code may fail, or its text may be too long.
             return body(_raised(error, most), limits)
     return body(Failure(_text(type(error).__qualname__, _MIN_TEXT), "it cannot be described", {}, ""), limits)
 
@@ -61,7 +61,7 @@ def to_error(failure: Failure, *, peer: str, address: str, operation: str) -> Pe
         if f"{cls.__module__}.{cls.__qualname__}" == failure.kind:
             try:
                 error = cls(failure.message, **failure.fields)
-            except Exception:  # A class with a constructor of its own.
+            except Exception:  # A class with its own constructor.
                 break
     if error is None:
         error = RemoteError(

@@ -18,7 +18,7 @@ E = TypeVar("E", bound=BaseException)
 def call_all(calls: Sequence[Callable[[], T]]) -> list[T]:
     """Runs all calls concurrently; returns their results in order once all have ended.
 
-    No call waits for another one. Calls of stubs, given as the method or a `functools.partial` of it, need no threads:
+    No call waits for another one. Calls of stubs, passed as the method or a `functools.partial` of it, need no threads:
     all are sent before the first reply is awaited. Every other call except one gets a thread.
 
     Raises:
@@ -44,15 +44,15 @@ def try_all(calls: Sequence[Callable[[], T]], errors: type[E] | tuple[type[E], .
         except BaseException as error:
             outcomes[number] = error
 
-    here = [number for number, (_, sent) in enumerate(started) if sent is None]
+    local = [number for number, (_, sent) in enumerate(started) if sent is None]
     threads = [
         threading.Thread(target=run, args=(number, started[number][0]), name="persia-call", daemon=True)
-        for number in here[1:]
+        for number in local[1:]
     ]
     for thread in threads:
         thread.start()
-    if here:
-        run(here[0], started[here[0]][0])
+    if local:
+        run(local[0], started[local[0]][0])
     for number, (_, sent) in enumerate(started):
         if sent is not None:
             run(number, sent)

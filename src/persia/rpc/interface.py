@@ -32,7 +32,7 @@ def once(method: F) -> F:
 def inline(method: F) -> F:
     """Marks a method that takes microseconds and never waits. It runs on the thread that reads the socket.
 
-    This saves a switch of threads. The server reads no other request while the method runs.
+    This saves a thread switch. The server reads no other request while the method runs.
     """
     setattr(method, _INLINE, True)
     return method
@@ -41,8 +41,8 @@ def inline(method: F) -> F:
 def waits(method: F) -> F:
     """Marks a method that waits for calls of other clients.
 
-    While it runs, it counts for none of `Limits.threads`, `requests` and `request_bytes`, so that the call that it
-    waits for is always read and run. Its clients have to bound how many of its calls they have in flight: beyond
+    While it runs, it does not count toward `Limits.threads`, `requests` and `request_bytes`, so the call that it waits
+    for is always read and run. Clients must bound the number of its calls that they have in flight: beyond
     `Limits.waiting` or `waiting_bytes` the server refuses them.
     """
     setattr(method, _WAITS, True)
@@ -50,7 +50,7 @@ def waits(method: F) -> F:
 
 
 class Method(NamedTuple):
-    """One method, as both sides see it.
+    """A method as both sides describe it.
 
     Attributes:
         name: name of the method.
@@ -81,7 +81,7 @@ class Method(NamedTuple):
             TypeError: the arguments do not match the parameters.
         """
         if len(args) > self.positional:
-            raise TypeError(f"{self.name}() takes {self.positional} positional arguments, {len(args)} were given")
+            raise TypeError(f"{self.name}() takes {self.positional} positional arguments, got {len(args)}")
         if not kwargs and len(args) == len(self.parameters):
             return args
         rest = dict(kwargs)
@@ -89,10 +89,10 @@ class Method(NamedTuple):
         for name, default in self.parameters[len(args) :]:
             value = rest.pop(name, default)
             if value is inspect.Parameter.empty:
-                raise TypeError(f"{self.name}() misses its argument {name!r}")
+                raise TypeError(f"{self.name}() is missing its argument {name!r}")
             values.append(value)
         if rest:
-            raise TypeError(f"{self.name}() has no further argument {', '.join(rest)}")
+            raise TypeError(f"{self.name}() has no such argument: {', '.join(rest)}")
         return tuple(values)
 
     def call(self, service: object, arguments: tuple[Any, ...]) -> Any:
@@ -125,12 +125,12 @@ def _describe(protocol: type, name: str, function: Callable[..., Any]) -> Method
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name not in hints:
             raise ConfigError(
-                f"{place}: parameter {parameter.name!r} needs a name and an annotation of its own to be callable "
+                f"{place}: parameter {parameter.name!r} needs its own name and annotation to be callable "
                 "from another process.",
                 field=place,
             )
     if "return" not in hints:
-        raise ConfigError(f"{place} needs an annotation of what it returns.", field=place)
+        raise ConfigError(f"{place} needs a return annotation.", field=place)
     result = hints["return"]
     streams = typing.get_origin(result) in (Iterator, Generator)
     try:

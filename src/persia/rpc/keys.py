@@ -1,4 +1,4 @@
-"""Keys that let a peer in: the CURVE key pair of a cluster, or on one host the password of its user."""
+"""Credentials that admit a peer: the CURVE key pair of a cluster, or on one host the password of its user."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Keys(NamedTuple):
 
 
 class Password(NamedTuple):
-    """Shared by the processes of a user on this host. It crosses connections as it is, so these never leave the host.
+    """Shared by the processes of a user on this host. It is sent unencrypted, so such connections never leave the host.
 
     Attributes:
         text: 40 random characters.
@@ -55,7 +55,7 @@ def make_keys(path: str | os.PathLike[str]) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            # Z85 has neither quotes nor backslashes in it, so a literal TOML text holds it.
+            # Z85 has neither quotes nor backslashes, so a literal TOML string can hold it.
             file.write(f"# Keys of a persia cluster: keep them secret.\npublic = '{public}'\nsecret = '{secret}'\n")
     except OSError as error:
         raise ConfigError(f"Cannot write the keys to {path}: {error.strerror}.", path=str(path)) from error
@@ -70,28 +70,34 @@ def find_keys(path: str | os.PathLike[str] | None) -> Keys | None:
     Raises:
         ConfigError: the file is unreadable, not a key file, or accessible to other users.
     """
-    found = path or os.environ.get(KEYS_VARIABLE)
-    if not found:
+    keys_file = path or os.environ.get(KEYS_VARIABLE)
+    if not keys_file:
         return None
     try:
-        mode = os.stat(found).st_mode
-        tree = tomllib.loads(Path(found).read_text(encoding="ascii"))
+        mode = os.stat(keys_file).st_mode
+        tree = tomllib.loads(Path(keys_file).read_text(encoding="ascii"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"The keys {found} cannot be read: {error}. Make some with persia.rpc.make_keys.") from error
+        raise ConfigError(
+            f"The keys {keys_file} cannot be read: {error}. Make some with persia.rpc.make_keys."
+        ) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"The keys {found} are open to other users; run `chmod 600 {found}`.", path=str(found))
+        raise ConfigError(
+            f"The keys {keys_file} are open to other users; run `chmod 600 {keys_file}`.", path=str(keys_file)
+        )
     public, secret = str(tree.get("public", "")).encode(), str(tree.get("secret", "")).encode()
     try:
         fits = len(public) == 40 and zmq.curve_public(secret) == public
     except (ValueError, zmq.ZMQError):
         fits = False
     if not fits:
-        raise ConfigError(f"{found} has no valid key pair; make one with persia.rpc.make_keys.", path=str(found))
+        raise ConfigError(
+            f"{keys_file} has no valid key pair; make one with persia.rpc.make_keys.", path=str(keys_file)
+        )
     return Keys(public, secret)
 
 
 def keys_to_listen(address: str, path: str | os.PathLike[str] | None, *, insecure: bool) -> Keys | Password | None:
-    """Returns what clients of an address must have; None for an address that is open to anyone.
+    """Returns the credentials that clients of an address need; None for an address that is open to anyone.
 
     Args:
         address: to listen on.
@@ -113,7 +119,7 @@ def keys_to_listen(address: str, path: str | os.PathLike[str] | None, *, insecur
 
 
 def keys_to_connect(address: str, path: str | os.PathLike[str] | None) -> Keys | Password | None:
-    """Returns what a client must have for an address: the keys, or on this host and without keys the user's password.
+    """Returns the credentials for an address: the keys, or on this host and without keys the user's password.
 
     Args:
         address: to connect to.
@@ -126,12 +132,12 @@ def keys_to_connect(address: str, path: str | os.PathLike[str] | None) -> Keys |
     if keys is not None:
         return keys
     scheme, _, rest = address.partition("://")
-    here = scheme == "ipc" or (scheme == "tcp" and is_loopback(rest.rpartition(":")[0].strip("[]")))
-    return _password() if here else None
+    local = scheme == "ipc" or (scheme == "tcp" and is_loopback(rest.rpartition(":")[0].strip("[]")))
+    return _password() if local else None
 
 
 def _password() -> Password:
-    """Reads the password of this user, or makes it."""
+    """Reads the password of this user, or creates it."""
     failures = []
     for folder in _folders():
         path = folder / "password"
@@ -144,27 +150,31 @@ def _password() -> Password:
             if os.path.lexists(path):
                 break  # Other processes may use it, and must not be left with another password.
     raise ConfigError(
-        f"The password of this user's processes cannot be kept ({'; '.join(failures)}). Let one of these be written, "
+        f"The password of this user's processes cannot be stored ({'; '.join(failures)}). Make one of these writable, "
         f"or make keys with persia.rpc.make_keys and set {KEYS_VARIABLE}.",
         failures=failures,
     )
 
 
 def _read_password(path: Path) -> Password:
-    """Reads a password, if no other user can have read, written or replaced it.
+    """Reads a password, provided that no other user can have read, written or replaced it.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not this user's alone, or damaged.
+        ValueError: other users have access to it, or it is damaged.
     """
     folder = os.lstat(path.parent)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, encoding="ascii") as file:
         status = os.fstat(descriptor)
-        mine = stat.S_ISDIR(folder.st_mode) and stat.S_ISREG(status.st_mode)
-        mine = mine and folder.st_uid == status.st_uid == os.geteuid()
-        if not mine or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ValueError("the file or its folder is not this user's alone; remove it")
+        owned = stat.S_ISDIR(folder.st_mode) and stat.S_ISREG(status.st_mode)
+        owned = owned and folder.st_uid == status.st_uid == os.geteuid()
+        if (
+            not owned
+            or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+        ):
+            raise ValueError("other users have access to the file or its folder; remove it")
         text = file.read(41)
     if len(text) != 40:
         raise ValueError("the file is damaged; remove it")
@@ -172,7 +182,7 @@ def _read_password(path: Path) -> Password:
 
 
 def _folders() -> Iterator[Path]:
-    """The folders for the password, best first: the same ones in all processes of a user."""
+    """Yields the folders for the password, best first: the same ones in all processes of a user."""
     with contextlib.suppress(RuntimeError):  # A user without a home.
         yield Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state", "persia")
     with contextlib.suppress(FileNotFoundError):  # No folder for temporary files.
@@ -180,10 +190,10 @@ def _folders() -> Iterator[Path]:
 
 
 def _make_password(path: Path) -> None:
-    """Writes a new password, whole or not at all.
+    """Writes a new password atomically.
 
     Raises:
-        FileExistsError: there is one, perhaps of another process that was faster.
+        FileExistsError: a password exists, perhaps written by another process meanwhile.
     """
     if path.exists():
         raise FileExistsError

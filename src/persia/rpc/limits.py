@@ -22,7 +22,7 @@ def _host_bytes() -> int:
 class Limits:
     """Bounds on messages, work and memory. All are positive.
 
-    A running method that `waits` for calls of other clients counts for `waiting` and `waiting_bytes`, and for none of
+    A running method that `waits` for calls of other clients counts toward `waiting` and `waiting_bytes`, not toward
     `requests`, `request_bytes` and `threads`.
 
     Attributes:
@@ -33,11 +33,12 @@ class Limits:
         requests: maximum number of running or waiting requests; a server stops reading at this number.
         request_bytes: maximum total bytes of these requests once they are decoded; headers count 128 times. A single
             message may exceed it.
-        connections: maximum number of connections; beyond it the newest one of the host with the most is closed.
-        strangers: maximum number of connections that have not shown yet that they have the keys. Beyond it one that
-            takes more than a second is closed, or else the new one.
+        connections: maximum number of connections; beyond it the server closes the newest one of the host with the
+            most.
+        strangers: maximum number of connections that have not authenticated yet. Beyond it the server closes one whose
+            handshake takes more than a second, or else the new one.
         unread_bytes: maximum total bytes of messages that have not been read, most of them unfinished; beyond it the
-            connections with the most are closed. A quarter of the host's memory by default.
+            server closes the connections with the most. A quarter of the host's memory by default.
         threads: maximum number of methods that run or block at the same time; further requests wait.
         waiting: maximum number of running methods that wait for calls of other clients; further ones are refused.
         waiting_bytes: maximum total bytes of their requests.
@@ -67,7 +68,7 @@ class Limits:
                 raise ConfigError(f"Limits.{name} = {getattr(self, name)!r} must be positive; correct it.", field=name)
         if self.header_bytes < MIN_HEADER_BYTES:
             raise ConfigError(
-                f"Limits.header_bytes = {self.header_bytes} leaves no room for an error; allow {MIN_HEADER_BYTES} or "
+                f"Limits.header_bytes = {self.header_bytes} is too small for an error; allow {MIN_HEADER_BYTES} or "
                 "more.",
                 field="header_bytes",
             )

@@ -20,11 +20,12 @@ VERSION = 1
 
 _MAX_SECONDS = 366 * 86400.0
 _FIELDS_BYTES = 1024
-"""Upper bound on the bytes of a header besides its payload."""
+"""Upper bound on the bytes of a header without its payload."""
 
 
 _DECODED_BYTES = 128
-"""Upper bound on the bytes of memory that a byte of msgpack becomes. An empty dict has one byte there and 88 here."""
+"""Upper bound on the memory that a byte of msgpack takes once decoded, in bytes. An empty dict is 1 byte encoded and 88
+decoded."""
 
 
 class Kind(enum.IntEnum):
@@ -104,8 +105,8 @@ def body(value: object, limits: Limits) -> Body:
     payload, arrays = encode(value, limits.arrays)
     if len(payload) > limits.header_bytes - _FIELDS_BYTES:
         raise WireError(
-            f"A message has {len(payload):,} bytes beside its arrays, and {limits.header_bytes - _FIELDS_BYTES:,} are "
-            "allowed; send numbers as arrays, or less at a time.",
+            f"A message has {len(payload):,} bytes without its arrays, and {limits.header_bytes - _FIELDS_BYTES:,} are "
+            "allowed; send numbers as arrays, or send less at a time.",
             bytes=len(payload),
         )
     size = len(payload) + _FIELDS_BYTES + sum([array.nbytes for array in arrays])

@@ -60,17 +60,17 @@ _COUNTED = struct.Struct("<120xQQ")
 """`tcpi_bytes_acked` and `tcpi_bytes_received` in Linux's `struct tcp_info`."""
 
 _HANDSHAKE_BYTES = {Keys: 250, Password: 80, type(None): 0}
-"""By what peers must have, a number of bytes that a server has sent only to one that has it. Greeting and WELCOME have
-234 and 74; READY follows, of 43 or more."""
+"""By type of credentials: the bytes that a server sends at most before a peer has authenticated. Greeting and WELCOME
+take 234 and 74 bytes; READY follows and takes 43 or more."""
 
 _FRAME_BYTES = 64
 """Upper bound on the bytes that ZeroMQ and CURVE add to a frame."""
 
 _LOOK_SECONDS = 0.01
-"""Seconds between two looks at all strangers while there are too many, each of which takes milliseconds."""
+"""Seconds between two checks of all strangers while there are too many. A check takes milliseconds."""
 
 _SLOW_SECONDS = 1.0
-"""A handshake that takes longer gives way to a new one, where there are too many. One takes milliseconds."""
+"""Seconds after which a handshake gives way to a new one, if there are too many. A handshake takes milliseconds."""
 
 _SLACK_BYTES = 1 << 16
 """Bytes that are always allowed. A handshake takes less than 1,000."""
@@ -84,7 +84,7 @@ class Port:
     sending, a thread must check `pending`, and then receive or wake a waiting thread.
 
     Args:
-        context: context of this socket alone; closed with it.
+        context: context of only this socket; closed with it.
         socket: socket to be bound or connected.
     """
 
@@ -92,11 +92,11 @@ class Port:
         self.lock = threading.Lock()
         self.address = ""
         self.handshake_bytes = 0
-        """Most bytes that a server sends before a peer has shown that it has the keys."""
+        """Maximum bytes that a server sends before a peer has authenticated."""
         self._context = context
         self._socket = socket
         self._monitor = socket.get_monitor_socket(EVENTS)
-        # A descriptor announces nothing before the first look.
+        # The descriptor signals nothing before the events are read once.
         self._monitor.getsockopt(zmq.EVENTS)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._socket_fd = int(socket.getsockopt(zmq.FD))
@@ -109,7 +109,7 @@ class Port:
             self._poller.register(descriptor, select.EPOLLIN | select.EPOLLET)
 
     def bind(self, address: str, keys: Keys | Password | None) -> None:
-        """Starts to listen. Only peers with these keys, or this password, are let in; with None, anyone is.
+        """Starts to listen. Admits only peers with these keys or this password; with None, admits anyone.
 
         Raises:
             ConfigError: the address is invalid or in use.
@@ -151,7 +151,7 @@ class Port:
         self.address = address
 
     def wait(self, seconds: float) -> bool:
-        """Blocks until the socket or the monitor has an event, a wake-up arrives, or the time is over.
+        """Blocks until the socket or the monitor has an event, a wake-up arrives, or the time has passed.
 
         Returns:
             Whether to read the monitor. A message may be pending in any case.
@@ -163,10 +163,10 @@ class Port:
         os.eventfd_write(self._wake, 1)
 
     def __del__(self) -> None:
-        # Not in `close`: until then some thread may be about to write to it, and its number would be another file's.
+        # Not in `close`: a thread may be about to write to it, and its number could belong to another file by then.
         try:  # noqa: SIM105  # `contextlib` may be gone.
             os.close(self._wake)
-        except AttributeError:  # Of a port that was not made; or Python ends, and `os` is gone.
+        except AttributeError:  # `__init__` failed, or Python shuts down and `os` is gone.
             pass
 
     def pending(self) -> bool:
@@ -182,8 +182,8 @@ class Port:
         Raises:
             zmq.ZMQError: the peer is gone (EHOSTUNREACH).
         """
-        # Small arrays are copied by ZeroMQ, which is faster. The frames of others are made before anything is sent:
-        # what is wrong with the last must not leave half a message in the socket.
+        # ZeroMQ copies small arrays, which is faster. The frames of large ones are made before anything is sent:
+        # an error in the last one must not leave half a message in the socket.
         threshold = self._socket.copy_threshold
         parts: list[Any] = [
             *frames,
@@ -197,7 +197,7 @@ class Port:
             except zmq.Again:
                 if index == 0:
                     return False
-                # The connection broke in between. ZeroMQ throws away the rest, but must see where the message ends.
+                # The connection broke in between. ZeroMQ discards the other frames, but must see the message's end.
                 whole = False
         return whole
 
@@ -215,7 +215,7 @@ class Port:
         return frames
 
     def events(self) -> Iterator[tuple[zmq.Event, int]]:
-        """Yields the connection events since the last call, with their value (mostly the descriptor)."""
+        """Yields the connection events since the last call, with their values (mostly descriptors)."""
         while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
             message = parse_monitor_message(self._monitor.recv_multipart())
             yield zmq.Event(message["event"]), int(message["value"])
@@ -235,7 +235,7 @@ class Port:
 
 
 class _Only:
-    """Accepts a single public key, that of the cluster."""
+    """Accepts a single public key, the key of the cluster."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -253,8 +253,8 @@ def server_port(limits: Limits) -> Port:
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.message_bytes)
     socket.setsockopt(zmq.SNDHWM, limits.unread_replies)
-    # With a domain, ZeroMQ refuses peers of protocol 1 and 2, which know neither CURVE nor heartbeats: any bytes look
-    # like a greeting of version 1, and two such peers of one name leave a connection that is never closed.
+    # With a domain, ZeroMQ refuses peers of protocol 1 and 2, which have neither CURVE nor heartbeats: any bytes look
+    # like a greeting of version 1, and two such peers with the same name leave a connection that is never closed.
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
     socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
     _common(socket)
@@ -298,14 +298,14 @@ class Intake:
 
     ZeroMQ collects a message until its last frame has arrived and does not report its parts. The kernel, however,
     counts the bytes received over each connection. Messages of a connection arrive one after the other, so all bytes
-    since the last complete message belong to an unfinished one. It counts the bytes sent as well, from which one can
-    tell whether a handshake has succeeded: until then a server sends a fixed number at most.
+    since the last complete message belong to an unfinished one. The kernel also counts the bytes sent, which show
+    whether a handshake has succeeded: until then a server sends at most a fixed number.
 
     Args:
-        limits: bounds on messages, connections and what is unread in all.
-        port: of the server's address. Descriptors of other sockets are left alone: a closed connection's number may
-            belong to another socket of the process before anyone hears of it. 0 where there is none.
-        handshake_bytes: most bytes that the server sends before a peer has shown that it has the keys.
+        limits: bounds on messages, connections and unread bytes.
+        port: port number of the server's address; 0 if it has none. Descriptors of other sockets are left alone: the
+            number of a closed connection may belong to another socket before its end is reported.
+        handshake_bytes: maximum bytes that the server sends before a peer has authenticated.
         unread: maximum number of complete messages that wait in ZeroMQ per connection.
     """
 
@@ -315,24 +315,24 @@ class Intake:
         self._most = limits.message_bytes + (limits.arrays + 1) * _FRAME_BYTES + _SLACK_BYTES
         self._handshake_bytes = handshake_bytes
         self._unread = unread
-        self._since: dict[int, int] = {}  # By descriptor: bytes received up to its last message, or before.
+        self._since: dict[int, int] = {}  # By descriptor: bytes received up to its last message or earlier.
         self._hosts: dict[int, str] = {}  # By descriptor, oldest first: the peer's network address.
-        self._strangers: dict[int, float] = {}  # By descriptor, oldest first: when an unfinished handshake began.
+        self._strangers: dict[int, float] = {}  # By descriptor, oldest first: start of an unfinished handshake.
         self._delivered: set[int] = set()
         self._looked = -math.inf
         self.closed = 0
-        """Number of connections that were closed here."""
+        """Number of connections that this object closed."""
 
     @property
     def strangers(self) -> int:
-        """Number of connections that were in their handshake at the last check, or are new since."""
+        """Number of connections that were in their handshake at the last check, or are newer."""
         return len(self._strangers)
 
     def accepted(self, descriptor: int) -> None:
         """Adds a connection, and closes one if there are too many.
 
-        Of too many strangers, one that is slow is closed, or else the new one. Of too many connections, it is the
-        newest of the host that has the most: no host can lock others out.
+        Among too many strangers it closes a slow one, or else the new one. Among too many connections it closes the
+        newest one of the host with the most, so no host can lock others out.
         """
         now = time.monotonic()
         self._since[descriptor] = 0
@@ -340,13 +340,13 @@ class Intake:
         self._strangers[descriptor] = now
         if len(self._strangers) > self._limits.strangers and now - self._looked > _LOOK_SECONDS:
             self._looked = now
-            for one in list(self._strangers):  # Some may have been let in since the last check.
-                self._look(one)
+            for stranger in list(self._strangers):  # Some may have authenticated since the last check.
+                self._look(stranger)
         if len(self._strangers) > self._limits.strangers:
-            oldest, began = next(iter(self._strangers.items()))
-            # Many honest peers that come together have time to end their handshakes; those that are closed, the newest,
-            # try again.
-            self._close(oldest if now - began > _SLOW_SECONDS else descriptor)
+            oldest, start = next(iter(self._strangers.items()))
+            # Many honest peers that connect at the same time can finish their handshakes; the newest, which are
+            # closed, try again.
+            self._close(oldest if now - start > _SLOW_SECONDS else descriptor)
         if len(self._since) > self._limits.connections:
             ((most, _),) = Counter(self._hosts.values()).most_common(1)
             self._close(next(one for one in reversed(self._hosts) if self._hosts[one] == most))
@@ -362,14 +362,14 @@ class Intake:
         self._delivered.add(descriptor)
 
     def check_strangers(self) -> None:
-        """Closes connections that have sent too much for a handshake. Looks at no others."""
+        """Closes connections that have sent too much for a handshake. Checks no others."""
         for descriptor in list(self._strangers):
             traffic = self._look(descriptor)
             if descriptor in self._strangers and traffic is not None and traffic.received > _SLACK_BYTES:
                 self._close(descriptor)
 
     def check(self, *, behind: bool) -> None:
-        """Closes connections that have sent too much, strangers among them.
+        """Closes connections that have sent too much, including strangers.
 
         Args:
             behind: whether complete messages may be waiting in ZeroMQ.
@@ -396,7 +396,7 @@ class Intake:
             excess -= unread[descriptor]
 
     def _look(self, descriptor: int) -> Traffic | None:
-        """Returns what a connection has carried, after noting whether it was let in; None for one that is not TCP."""
+        """Returns the traffic of a connection, after noting whether it has authenticated; None if it is not TCP."""
         try:
             traffic = _traffic(descriptor, self._port)
         except (OSError, struct.error):  # Closed meanwhile, or not TCP.
@@ -409,29 +409,29 @@ class Intake:
         """Ends a connection for both sides. ZeroMQ notices, and closes its descriptor."""
         self.gone(descriptor)
         self.closed += 1
-        with contextlib.suppress(OSError), _connection(descriptor, self._port) as found:
-            found.shutdown(SHUT_RDWR)
+        with contextlib.suppress(OSError), _connection(descriptor, self._port) as connection:
+            connection.shutdown(SHUT_RDWR)
 
 
 @contextlib.contextmanager
 def _connection(descriptor: int, port: int) -> Iterator[socket]:
-    """A second descriptor of one of ZeroMQ's connections, for a moment.
+    """Opens a temporary second descriptor of one of ZeroMQ's connections.
 
     Raises:
-        OSError: it is closed, or by now a socket that is none of this port.
+        OSError: it is closed, or now a socket of another port.
     """
-    with fromfd(descriptor, AF_INET6, SOCK_STREAM) as found:  # Room for the address of either family.
-        name = found.getsockname()
+    with fromfd(descriptor, AF_INET6, SOCK_STREAM) as connection:  # Large enough for an address of either family.
+        name = connection.getsockname()
         if port and not (isinstance(name, tuple) and name[1] == port):
             raise OSError("another socket")
-        yield found
+        yield connection
 
 
 def _host(descriptor: int, port: int) -> str:
-    """Returns the network address of a peer; of IPv6 the half that names the network, as a host has all of the rest."""
+    """Returns the network address of a peer; for IPv6 only the network half, as a host owns all addresses in it."""
     try:
-        with _connection(descriptor, port) as found:
-            name = found.getpeername()
+        with _connection(descriptor, port) as connection:
+            name = connection.getpeername()
     except OSError:  # Closed meanwhile.
         return ""
     if not isinstance(name, tuple):
@@ -443,11 +443,11 @@ def _host(descriptor: int, port: int) -> str:
 
 
 def _traffic(descriptor: int, port: int) -> Traffic:
-    """Returns what was sent and received over one of ZeroMQ's connections.
+    """Returns the bytes sent and received over one of ZeroMQ's connections.
 
     Raises:
         OSError: it is closed.
         struct.error: it is not TCP.
     """
-    with _connection(descriptor, port) as found:
-        return Traffic(*_COUNTED.unpack(found.getsockopt(IPPROTO_TCP, TCP_INFO, _COUNTED.size)))
+    with _connection(descriptor, port) as connection:
+        return Traffic(*_COUNTED.unpack(connection.getsockopt(IPPROTO_TCP, TCP_INFO, _COUNTED.size)))

@@ -36,7 +36,7 @@ SPARE_THREADS = 2
 TICK_SECONDS = 1.0
 
 HANDSHAKE_TICK_SECONDS = 0.05
-"""Seconds between two looks while a handshake is under way: at what it sends before it is let in."""
+"""Seconds between two checks of the bytes that a peer sends during its handshake."""
 
 CLOSE_SECONDS = 60.0
 """Seconds that a request to close an iterator may wait; it gets no reply."""
@@ -66,15 +66,15 @@ def serve(
     limits: Limits | None = None,
     tracer: Tracer | None = None,
 ) -> Server:
-    """Makes the methods of an object callable from other processes. Returns at once; threads serve the calls.
+    """Makes the methods of an object callable from other processes. Returns immediately; threads serve the calls.
 
     Args:
         service: any object with thread-safe methods. Values that they return must not change afterwards, as arrays are
             sent without a copy.
         address: `tcp://host:port`; port `*` chooses a free one, see `Server.address`.
-        protocol: Protocol with the methods to serve; None for those of the object's class.
+        protocol: Protocol with the methods to serve; None for the methods of the object's class.
         keys: file made by `make_keys`; None for the file that PERSIA_CURVE_KEYS names, if any. Without one, an address
-            of this host lets in processes of the same user only.
+            of this host admits only processes of the same user.
         insecure: allows an address that other hosts can reach without keys.
         limits: bounds on messages, work and memory.
         tracer: records each call that is run; None for none.
@@ -83,12 +83,12 @@ def serve(
         ConfigError: the address is in use, or other hosts can reach it without keys; the keys are invalid; or a method
             has unsupported annotations.
     """
-    found = keys_to_listen(address, keys, insecure=insecure)
+    credentials = keys_to_listen(address, keys, insecure=insecure)
     methods = describe(protocol or type(service))
     limits = limits or Limits()
     port = server_port(limits)
     try:
-        port.bind(address, found)
+        port.bind(address, credentials)
     except BaseException:
         port.close(0)
         raise
@@ -99,9 +99,9 @@ class Server:
     """A served object, made by `serve`. Thread-safe.
 
     Idle threads wait for the socket, and the kernel wakes one of them. It reads a request, runs the method and sends
-    the reply, so a call does not switch threads. A thread is added when all are busy, up to `Limits.threads`, without
-    those whose method `waits` for other clients. Further requests wait in a queue, and beyond `Limits.requests` or
-    `Limits.request_bytes` in the clients.
+    the reply, so a call does not switch threads. When all are busy, the server adds a thread, up to `Limits.threads`;
+    threads whose method `waits` for other clients do not count. Further requests wait in a queue, and beyond
+    `Limits.requests` or `Limits.request_bytes` in the clients.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Server:
         self._limits = limits
         self._dispatcher = Dispatcher(service, methods, limits, self._count, tracer or Tracer())
         self._process = os.getpid()
-        self._state = threading.Lock()  # Guards all that follows.
+        self._state = threading.Lock()  # Guards the fields below.
         self._backlog = Backlog(limits)
         self._threads: set[threading.Thread] = set()
         self._busy = 0
@@ -147,9 +147,9 @@ class Server:
         names = ("calls", "errors", "malformed", "expired", "replies_dropped")
         streams = self._dispatcher.streams
         with self._state:
-            counted = {name: self._counts[name] for name in (*names, *sorted(set(_COUNTS.values())))}
+            counters = {name: self._counts[name] for name in (*names, *sorted(set(_COUNTS.values())))}
             return {
-                **counted,
+                **counters,
                 "connections_refused": self._intake.closed,
                 "streams_expired": streams.expired,
                 "requests_held": self._backlog.requests,
@@ -182,7 +182,7 @@ class Server:
                 thread.join(deadline.left)
         self._dispatcher.streams.close_all()
         if busy:
-            # ZeroMQ drops, with the connection, replies that a client has received and not read.
+            # When the connection closes, ZeroMQ drops replies that the client has received but not read.
             time.sleep(DELIVERY_SECONDS)
         with self._port.lock:
             self._port.close(linger_seconds=1.0)
@@ -202,7 +202,7 @@ class Server:
             thread.start()
         except RuntimeError:  # The system allows no more threads: the existing ones serve the queue.
             self._threads.discard(thread)
-            _log.exception("%s has too few threads.", self._port.address)
+            _log.exception("%s: cannot start another thread.", self._port.address)
 
     def _work(self) -> None:
         try:
@@ -210,7 +210,7 @@ class Server:
                 try:
                     job = self._next()
                 except Exception:  # For example, memory is short. A later attempt may succeed.
-                    _log.exception("Reading from %s failed; it is tried again.", self._port.address)
+                    _log.exception("Reading from %s failed; retrying.", self._port.address)
                     self._port.wait(TICK_SECONDS)
                     continue
                 if job is None and self._retires():
@@ -222,7 +222,7 @@ class Server:
             with self._state:
                 self._threads.discard(threading.current_thread())
             if self._closing:
-                self._port.wake()  # The next one, who wakes another.
+                self._port.wake()  # The next thread, which wakes another.
 
     def _retires(self) -> bool:
         """Whether this idle thread should end."""
@@ -233,7 +233,7 @@ class Server:
             return retires
 
     def _take(self) -> Job | None:
-        """The next job for this thread, if it may run one now. Under `_state`."""
+        """Takes the next job for this thread, if it may run one now. The caller holds `_state`."""
         backlog = self._backlog
         job = backlog.take(only_waiting=self._busy - backlog.waiting >= self._limits.threads)
         if job is None:
@@ -242,7 +242,7 @@ class Server:
         if self._busy == len(self._threads) and not self._closing:
             self._add_thread()  # One thread must read.
         if job.waits:
-            # Without another thread nobody would read what it waits for.
+            # Without another thread nothing would read the call that it waits for.
             if not backlog.admits(job) or backlog.waiting + 1 >= len(self._threads):
                 return job._replace(work=functools.partial(self._refuse, job), waits=False)
             backlog.wait(job)
@@ -256,7 +256,7 @@ class Server:
             f"{self._port.address} refused a call that waits for calls of other clients: {backlog.waiting} such calls "
             f"with {backlog.waiting_nbytes} bytes wait here, on {len(self._threads)} threads. The limits are "
             f"{limits.waiting} calls, {limits.waiting_bytes} bytes, and the threads that the system grants this "
-            "process. Raise `pids.max` of its container, or `ulimit -u`; or find the client that calls so often.",
+            "process. Raise `pids.max` of its container, or `ulimit -u`; or find the client that makes too many calls.",
             waiting=backlog.waiting,
             threads=len(self._threads),
         )
@@ -283,7 +283,7 @@ class Server:
             return self._take()
 
     def _resume(self) -> None:
-        """Resumes reading if it was stopped. Under `_state`."""
+        """Resumes reading if it was paused. The caller holds `_state`."""
         if self._paused:
             self._paused = False
             self._port.wake()
@@ -324,7 +324,7 @@ class Server:
         return None
 
     def _read(self) -> list[zmq.Frame] | None:
-        """Reads a message, if there is one, and lets another thread read the next."""
+        """Reads a message, if one is pending, and lets another thread read the next."""
         port = self._port
         with port.lock:
             if port.closed:
@@ -358,7 +358,7 @@ class Server:
             if now < self._tick:
                 return  # Another thread was faster.
             self._tick = now + TICK_SECONDS
-        self._watch()  # Connections that are gone: their descriptors may be other files by now.
+        self._watch()  # Removes closed connections: their descriptors may belong to other files by now.
         with self._port.lock:
             self._intake.check(behind=behind)
         with self._state:
@@ -373,13 +373,13 @@ class Server:
             self._enqueue(Job(b"", 0, math.inf, streams.expire))
 
     def _arrived(self, frames: Sequence[zmq.Frame]) -> None:
-        """Queues a request, runs it at once if its method is inline, or rejects it."""
+        """Queues a request, runs it immediately if its method is inline, or rejects it."""
         peer, now = frames[0].bytes, time.monotonic()
         try:
             message = parse(frames[1:], self._limits)
             header = message.header
             if header.kind not in (Kind.CALL, Kind.NEXT, Kind.CLOSE):
-                raise WireError(f"A server gets no messages of kind {header.kind.name}.")
+                raise WireError(f"A client sent a message of kind {header.kind.name}; expected CALL, NEXT or CLOSE.")
         except WireError as error:
             self._count("malformed")
             # No caller waits for call 0; the reply helps with debugging a client's traffic.

@@ -74,7 +74,7 @@ class Streams:
         return number
 
     def next(self, number: int, position: int) -> Any:
-        """Returns the item at a position, that of the last item or the next one; END after the last item.
+        """Returns the item at a position, either the last one again or the next one; END after the last item.
 
         Raises:
             WireError: the iterator does not exist, or the position is invalid.
@@ -83,7 +83,8 @@ class Streams:
             stream = self._streams.get(number)
         if stream is None:
             raise WireError(
-                "The iterator is gone: it ended, was not read for too long, or its process restarted; begin again."
+                "The iterator is gone: it ended, was not read for too long, or its process restarted; "
+                "call the method again."
             )
         with stream.lock:
             stream.used = time.monotonic()
@@ -96,7 +97,9 @@ class Streams:
                     stream.error = error
                 stream.used = time.monotonic()
             elif position != stream.position:
-                raise WireError(f"Item {position} of an iterator is asked for, which is at {stream.position}.")
+                raise WireError(
+                    f"Cannot read item {position} of an iterator at item {stream.position}; read items in order."
+                )
             if stream.error is not None:
                 raise stream.error
             return stream.item

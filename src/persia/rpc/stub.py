@@ -35,7 +35,7 @@ def connect(
     insecure: bool = False,
     limits: Limits | None = None,
 ) -> T:
-    """Makes a stub that calls the methods of a Protocol at an address. Returns at once, even if not connected.
+    """Makes a stub that calls the methods of a Protocol at an address. Returns immediately, even if not connected.
 
     A stub is thread-safe. A call blocks until its reply has arrived. If the connection breaks, the call is sent again
     after the reconnection, until its deadline. Arguments must not change before the call returns; after a
@@ -47,7 +47,7 @@ def connect(
         peer: name of the peer in errors, such as "embedding PS 2"; None for the Protocol's name.
         timeout: deadline of each call in seconds.
         keys: file made by `make_keys`; None for the file that PERSIA_CURVE_KEYS names, if any. Without one, an address
-            of this host is one of a process of the same user.
+            of this host must belong to a process of the same user.
         insecure: the server was made with `insecure`, so it takes no password from this host either.
         limits: bounds on messages.
 
@@ -56,10 +56,10 @@ def connect(
     """
     kind = cast("type", protocol)
     methods = describe(kind)
-    found = find_keys(keys) if insecure else keys_to_connect(address, keys)
+    credentials = find_keys(keys) if insecure else keys_to_connect(address, keys)
     port = client_port()
     try:
-        port.connect(address, found)
+        port.connect(address, credentials)
     except BaseException:
         port.close(0)
         raise
@@ -121,7 +121,7 @@ class RemoteMethod:
 
 
 class RemoteIterator(Iterator[Any]):
-    """Iterates over the items that a remote method yields. Requests the next item while the caller uses one.
+    """Iterates over the items that a remote method yields. Requests an item while the caller uses the previous one.
 
     Not thread-safe. Read it to the end or `close` it; otherwise it expires on the server.
     """
@@ -162,7 +162,7 @@ class RemoteIterator(Iterator[Any]):
         try:
             if self._open:
                 self._connection.drop(self._message(Kind.CLOSE))
-        except (AttributeError, TypeError):  # Python ends, and names of modules are None.
+        except (AttributeError, TypeError):  # Python shuts down, and module globals are None.
             pass
 
     def _ask(self) -> Call:
@@ -199,7 +199,7 @@ def start(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R
     """Starts a call without waiting for it, so that several peers work concurrently without a thread for each.
 
     Args:
-        method: method of a stub, which is sent now. Any other function is called at once in this thread.
+        method: method of a stub, which is sent now. Any other function is called immediately in this thread.
         *args: arguments of the method.
         **kwargs: arguments of the method.
     """
