@@ -21,7 +21,7 @@ PLAIN_SECONDS = 10.0
 
 
 class Snapshot(NamedTuple):
-    """Progress of a run at one moment.
+    """Progress of a run at a point in time.
 
     Attributes:
         step: global step.
@@ -46,7 +46,7 @@ class Snapshot(NamedTuple):
     seen: bool = False
 
     def text(self, width: int = UNLIMITED) -> str:
-        """Formats the snapshot as one line, of as many figures as fit into the width."""
+        """Formats the snapshot as one line, with as many metrics as fit into the width."""
         figures = (
             f"step {self.step:>7,}", f"{self.rows:>11,} rows", f"{self.rows_per_second:>9,.0f} rows/s",
             f"loss {self.loss:.4f}", f"{'training ' if self.seen else ''}AUC {self.auc:.4f}",

@@ -1,4 +1,4 @@
-"""The format of the logs of commands and of a cluster's processes."""
+"""Log format of commands and of a cluster's processes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def _escape(record: logging.LogRecord) -> bool:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Returns the logger of this name, whose messages are printable whatever handlers a user's program has added."""
-    found = logging.getLogger(name)
-    found.addFilter(_escape)
-    return found
+    """Returns the logger of this name. Its messages are printable with any handlers that a user's program adds."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_escape)
+    return logger
 
 
 def log_to_stderr(level: int | str, layout: str = LAYOUT, *, force: bool = False) -> None:
@@ -45,7 +45,7 @@ def log_to_stderr(level: int | str, layout: str = LAYOUT, *, force: bool = False
     Args:
         level: lowest level that is shown.
         layout: format of a line, as in `logging.Formatter`.
-        force: replace the handlers that are there, else they stay and this one is not added.
+        force: whether to replace existing handlers; otherwise they stay and this one is not added.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter(layout))

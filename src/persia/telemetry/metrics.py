@@ -16,7 +16,7 @@ BOUNDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 10
 
 
 class Metric(NamedTuple):
-    """Current value of a counter or gauge.
+    """A counter or gauge with its current value.
 
     Attributes:
         name: a key of `persia.telemetry.catalogue.CATALOGUE`, which describes the metric.
@@ -35,7 +35,7 @@ class Latency(NamedTuple):
     Attributes:
         name: name as in `Metric`.
         labels: labels as in `Metric`.
-        counts: number of durations in each bucket of `BOUNDS`; the last counts those above all bounds.
+        counts: number of durations in each bucket of `BOUNDS`; the last counts durations above all bounds.
         seconds: sum of all durations.
     """
 
@@ -58,7 +58,7 @@ class Latency(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """Metrics and latencies of a role at one moment."""
+    """Metrics and latencies of a role at a point in time."""
 
     figures: list[Metric]
     latencies: list[Latency]
@@ -112,11 +112,11 @@ class Histogram:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Adds the duration of the block, even if it raises."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(time.perf_counter() - began)
+            self.add(time.perf_counter() - start)
 
     def latency(self, name: str, labels: Mapping[str, str] | None = None) -> Latency:
         """Returns the histogram so far."""

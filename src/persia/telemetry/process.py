@@ -42,7 +42,7 @@ class ObservedProcess:
     Attributes:
         incarnation: number of restarts of this role and rank, counted from 1.
         tracer: records the spans of this process.
-        reference: reads the clock to which the spans of `trace` are related; by default that of this process.
+        reference: reads the clock to which the spans of `trace` are related; by default the clock of this process.
     """
 
     def __init__(self, role: str, rank: int, observe: Callable[[], Readings]) -> None:
@@ -52,7 +52,7 @@ class ObservedProcess:
         self._role = role
         self._rank = rank
         self._observe = observe
-        self._began = time.monotonic()
+        self._start = time.monotonic()
         self._endpoint: Endpoint | None = None
         self._url = ""
 
@@ -74,9 +74,9 @@ class ObservedProcess:
 
     def health(self) -> Health:
         """See `persia.services.Observable`."""
-        uptime = time.monotonic() - self._began
-        who = (self._role, self._rank, self.incarnation, os.getpid(), socket.gethostname())
-        return Health(*who, uptime, self._url, *self._observe())
+        uptime = time.monotonic() - self._start
+        identity = (self._role, self._rank, self.incarnation, os.getpid(), socket.gethostname())
+        return Health(*identity, uptime, self._url, *self._observe())
 
     def clock(self) -> float:
         """See `persia.services.Observable`."""
@@ -89,8 +89,8 @@ class ObservedProcess:
     def trace(self) -> ProcessTrace:
         """See `persia.services.Observable`."""
         self.tracer.stop()
-        here = self.reference == self.clock
-        offset, uncertainty = (0.0, 0.0) if here else clock_offset(self.reference)
+        own_clock = self.reference == self.clock
+        offset, uncertainty = (0.0, 0.0) if own_clock else clock_offset(self.reference)
         return self.tracer.trace(self._role, self._rank, os.getpid(), socket.gethostname(), offset, uncertainty)
 
     def close(self) -> None:

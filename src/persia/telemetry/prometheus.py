@@ -20,7 +20,7 @@ PORTS = 256
 
 
 class Endpoint:
-    """Serves the metrics of a process over HTTP for Prometheus, in threads of its own.
+    """Serves the metrics of a process over HTTP for Prometheus, in its own threads.
 
     Args:
         port: first port to try; 0 for any free port.
@@ -42,8 +42,8 @@ class Endpoint:
             ) from error
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
         registry.register(_Collector(health))
-        tried: Iterable[int] = range(port, min(port + PORTS, 1 << 16)) if port else (0,)
-        for candidate in tried:
+        candidates: Iterable[int] = range(port, min(port + PORTS, 1 << 16)) if port else (0,)
+        for candidate in candidates:
             try:
                 self._server, self._thread = prometheus_client.start_http_server(candidate, host, registry)
                 break
@@ -51,8 +51,8 @@ class Endpoint:
                 failure = error
         else:
             raise ConfigError(
-                f"No free port on {host} among the {PORTS} from prometheus_port = {port} on ({failure}). "
-                "Choose another one.",
+                f"No free port on {host} among the {PORTS} ports from prometheus_port = {port} ({failure}). "
+                "Choose another port.",
                 field="prometheus_port",
             )
         self.port: int = self._server.server_port
@@ -82,7 +82,7 @@ def exposition(health: Callable[[], Health]) -> Callable[[], bytes]:
 
 
 class _Collector:
-    """Converts metrics to those of Prometheus at each scrape."""
+    """Converts metrics to Prometheus metrics at each scrape."""
 
     def __init__(self, health: Callable[[], Health]) -> None:
         self._health = health
@@ -91,26 +91,28 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         health = self._health()
-        whose = {"role": health.role, "rank": str(health.rank)}
+        common = {"role": health.role, "rank": str(health.rank)}
         families: dict[str, Any] = {}
         makers = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 
         def family(name: str, labels: dict[str, str]) -> tuple[Any, list[str]]:
-            named = {**whose, **labels}
+            all_labels = {**common, **labels}
             if name not in families:
                 kind = CATALOGUE[name]
-                families[name] = makers[kind.type](f"persia_{name}", kind.meaning, labels=list(named))
-            return families[name], list(named.values())
+                families[name] = makers[kind.type](f"persia_{name}", kind.meaning, labels=list(all_labels))
+            return families[name], list(all_labels.values())
 
         for figure in health.figures:
-            made, values = family(figure.name, figure.labels)
-            made.add_metric(values, figure.value)
+            metric, values = family(figure.name, figure.labels)
+            metric.add_metric(values, figure.value)
         for latency in health.latencies:
-            made, values = family(latency.name, latency.labels)
+            metric, values = family(latency.name, latency.labels)
             below = itertools.accumulate(latency.counts)
             buckets = [(str(bound), count) for bound, count in zip((*BOUNDS, "+Inf"), below, strict=True)]
-            made.add_metric(values, buckets, latency.seconds)
-        up = GaugeMetricFamily("persia_uptime_seconds", "since the role was made", labels=[*whose, "incarnation"])
-        up.add_metric([*whose.values(), str(health.incarnation)], health.uptime)
+            metric.add_metric(values, buckets, latency.seconds)
+        up = GaugeMetricFamily(
+            "persia_uptime_seconds", "time since the role was created", labels=[*common, "incarnation"]
+        )
+        up.add_metric([*common.values(), str(health.incarnation)], health.uptime)
         yield up
         yield from families.values()

@@ -23,22 +23,22 @@ __all__ = [
 RUN_FILE = "run.json"
 
 MOST_POINTS = 2000
-"""Points of the curves that are kept; with more, every second one is dropped."""
+"""Maximum number of points in the curves; beyond it every second one is dropped."""
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
-    """Progress at one moment.
+    """Progress at a point in time.
 
     Attributes:
         step: global step.
-        seconds: since the call of `fit` began.
-        rows_per_second: samples trained by NN worker 0 per second, since the point before.
-        loss: of the last batch; None if it was not a number, as are the next two.
-        auc: AUC of the call of `fit` so far: progressive, or where `seen` is set, that of its later passes.
-        hit_rate: fraction of ids looked up since the point before that had a row.
-        staleness: mean over all lookups so far.
+        seconds: seconds since the start of the `fit` call.
+        rows_per_second: samples trained by NN worker 0 per second, since the previous point.
+        loss: loss of the last batch; None if it was NaN. The same holds for `auc` and `hit_rate`.
+        auc: AUC of the `fit` call so far: progressive, or if `seen` is set, the AUC of its later passes.
+        hit_rate: fraction of ids looked up since the previous point that had a row.
+        staleness: mean staleness over all lookups so far.
         stored_rows: rows in the embedding store.
-        window_auc: AUC of the rows since the point before; None if unknown.
+        window_auc: AUC of the rows since the previous point; None if unknown.
         seen: whether the last rows were trained in an earlier pass over the data, so that these are training AUCs.
     """
 
@@ -72,11 +72,11 @@ class FeatureCost(msgspec.Struct, frozen=True):
     """Work that a feature caused in the last batch.
 
     Attributes:
-        name: of the feature.
-        table: of its rows.
+        name: name of the feature.
+        table: table of its rows.
         ids: number of ids.
-        samples: rows of the batch.
-        seconds: to pool its rows.
+        samples: number of samples in the batch.
+        seconds: seconds to pool its rows.
     """
 
     name: str
@@ -87,7 +87,7 @@ class FeatureCost(msgspec.Struct, frozen=True):
 
 
 class NonFiniteRows(msgspec.Struct, frozen=True):
-    """Rows of a table that stay as they are, because their gradient, or a value after it, is not finite.
+    """Rows of a table that were left unchanged because their gradient or their updated value is not finite.
 
     Attributes:
         table: name of the table.
@@ -103,20 +103,20 @@ class NonFiniteRows(msgspec.Struct, frozen=True):
 
 
 class RunRecord(msgspec.Struct):
-    """A run, as NN worker 0 has recorded it.
+    """A run, as recorded by NN worker 0.
 
     Attributes:
-        mode: at the end.
+        mode: mode at the end.
         nn_workers: number of NN workers.
-        began: Unix time at which the last call of `fit` began.
+        began: Unix time at the start of the last `fit` call.
         step: last global step.
-        curve: by step; continues over calls of `fit` and resumes.
-        calibration: by label, bins in ascending order of predictions, of the training logits of the last call of `fit`:
-            in its first pass over the data, or else in later ones.
+        curve: points by step; continues over `fit` calls and resumes.
+        calibration: by label, bins of the training logits of the last `fit` call, in ascending order of predictions.
+            Covers the first pass over the data, or later passes if there was no first one.
         staleness: number of lookups by staleness.
         tables: counters of each table, such as `rows`, `bytes`, `hits` and `evicted`.
-        features: most expensive first.
-        non_finite: rows that the last call of `fit` has left as they are, by table.
+        features: costs of features, most expensive first.
+        non_finite: rows that the last `fit` call left unchanged, by table.
         evaluation: AUC and log-loss by label on `eval_data`.
         complete: whether `fit` returned.
     """
@@ -135,7 +135,7 @@ class RunRecord(msgspec.Struct):
     complete: bool = False
 
     def add(self, point: CurvePoint) -> None:
-        """Adds a point to the curves, in place of those of later steps, which an earlier attempt has left."""
+        """Adds a point to the curves. Replaces points of later steps, which an earlier attempt left."""
         while self.curve and self.curve[-1].step >= point.step:
             self.curve.pop()
         self.curve.append(point)
@@ -147,23 +147,23 @@ def read_run(directory: str | os.PathLike[str]) -> RunRecord:
     """Reads the record of a run.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: the file is missing or damaged.
     """
     path = Path(directory) / RUN_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)
     except FileNotFoundError:
         raise DataError(
-            f"There is no {RUN_FILE} in {directory}. Give the log_dir of a run, or its checkpoint_dir where it has no "
+            f"There is no {RUN_FILE} in {directory}. Pass the log_dir of a run, or its checkpoint_dir if it has no "
             "log_dir.",
             path=str(path),
         ) from None
     except msgspec.DecodeError as error:
-        raise DataError(f"{path} is not the record of a run: {error}. Train again to write another.") from error
+        raise DataError(f"{path} is not the record of a run: {error}. Train again to write a new one.") from error
 
 
 def write_run(directory: str | os.PathLike[str], record: RunRecord) -> None:
-    """Writes the record of a run, at once or not at all. Creates the directory."""
+    """Writes the record of a run atomically. Creates the directory."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{RUN_FILE}.part"

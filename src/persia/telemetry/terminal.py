@@ -1,4 +1,4 @@
-"""Output of commands through rich: tables and styled text, with control characters as escapes and whole figures."""
+"""Output of commands through rich: tables and styled text. Escapes control characters, never truncates numbers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from persia.printable import one_line, printable
 __all__ = ["UNLIMITED", "DataConsole", "Grid", "fitting", "plain"]
 
 UNLIMITED = 1000
-"""Width of lines that no terminal shows."""
+"""Width of lines that are not printed on a terminal."""
 
 TEXT_WIDTH = 16
-"""Columns of text get narrower down to this width before a table continues below."""
+"""Minimum width of text columns: they shrink to it before a table continues below."""
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Returns a text of data for a console: it has no markup."""
+    """Returns data as text for a console, without interpreting markup."""
     return Text(printable(text), style)
 
 
@@ -37,10 +37,10 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 
 class DataConsole(Console):
-    """A console for data: strings have no markup, and a pipe gets whole lines, as it has no width.
+    """A console for data: ignores markup in strings, and writes unwrapped lines to a pipe.
 
     Args:
-        **options: of `rich.console.Console`.
+        **options: options of `rich.console.Console`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -54,14 +54,14 @@ class DataConsole(Console):
 
 
 class Grid:
-    """A table that never cuts a figure: columns that do not fit into the width continue in another table below.
+    """A table that never truncates a number: columns that do not fit into the width continue in another table below.
 
     Each part begins with the first column. Columns of text are wrapped.
 
     Args:
-        *columns: names.
-        text: names of the columns of text, which stand to the left; the others have figures.
-        title: above the table.
+        *columns: names of the columns.
+        text: names of the text columns, which are left-justified; the others hold numbers.
+        title: title above the table.
     """
 
     def __init__(self, *columns: str, text: Collection[str] = (), title: str | None = None) -> None:
@@ -71,7 +71,7 @@ class Grid:
         self.rows: list[tuple[str | Text, ...]] = []
 
     def add_row(self, *cells: str | Text) -> None:
-        """Adds a row; strings are data."""
+        """Adds a row. Strings are data, not markup."""
         self.rows.append(tuple(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in cells))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -98,7 +98,7 @@ class Grid:
 
 
 def _total(widths: Sequence[int]) -> int:
-    """Returns the width of a table with columns of these widths: each has two blanks and a rule."""
+    """Returns the width of a table with columns of these widths: each adds two blanks and a rule."""
     return sum(widths) + 3 * len(widths) + 1
 
 

@@ -22,7 +22,7 @@ STEP = "step"
 """Name of the span of a whole batch in the training loop, which has the number of its step."""
 
 ALL_REDUCE = "all-reduce"
-"""Name of the span of a bucket of gradients. Buckets have tracks of their own, as they overlap."""
+"""Name of the span of a bucket of gradients. Buckets have their own tracks, as they overlap."""
 
 ORDER = ("nn_worker", "embedded", "data_loader", "embedding_worker", "embedding_ps", "dense_ps", "coordinator")
 """Roles from top to bottom."""
@@ -43,34 +43,34 @@ class _Span(NamedTuple):
 def trace_events(traces: Sequence[ProcessTrace], steps: range | None = None) -> dict[str, Any]:
     """Converts the spans of all processes to one JSON object in the Trace Event Format, on one time line.
 
-    Each process is a process of the format, each of its threads a thread. A span that has a batch gets the step of that
-    batch, which the training loop of an NN worker knows.
+    Each process is a process of the format, each of its threads a thread. A span with a batch gets the step of that
+    batch from the training loop of an NN worker.
 
     Args:
-        traces: of the processes.
-        steps: keeps only spans between the first and the last one of these steps; None for all.
+        traces: traces of the processes.
+        steps: keeps only spans between the first and the last of these steps; None for all.
     """
     traces = sorted(
         traces, key=lambda trace: (ORDER.index(trace.role) if trace.role in ORDER else len(ORDER), trace.rank)
     )
     spans = [_spans(trace) for trace in traces]
-    step_of = {s.batch: s.step for of in spans for s in of if s.name == STEP and s.batch}
-    spans = [_with_steps(of, step_of) for of in spans]
+    step_of = {s.batch: s.step for process in spans for s in process if s.name == STEP and s.batch}
+    spans = [_with_steps(process, step_of) for process in spans]
     if steps is not None:
-        inside = [span for of in spans for span in of if span.step in steps]
-        begin = min((span.start for span in inside), default=0.0)
-        end = max((span.end for span in inside), default=0.0)
-        spans = [[span for span in of if begin <= span.start and span.end <= end] for of in spans]
+        selected = [span for process in spans for span in process if span.step in steps]
+        begin = min((span.start for span in selected), default=0.0)
+        end = max((span.end for span in selected), default=0.0)
+        spans = [[span for span in process if begin <= span.start and span.end <= end] for process in spans]
     origin = min((span.start for span in itertools.chain(*spans)), default=0.0)
     events: list[dict[str, Any]] = []
-    for pid, (trace, of) in enumerate(zip(traces, spans, strict=True), 1):
+    for pid, (trace, process) in enumerate(zip(traces, spans, strict=True), 1):
         name = f"{TITLES.get(trace.role, trace.role)} {trace.rank} ({trace.host} {trace.pid})"
         events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
-        for track in sorted({span.track for span in of}):
+        for track in sorted({span.track for span in process}):
             thread = {"name": trace.tracks[track]}
             events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": track + 1, "args": thread})
-        events += [_event(span, pid, origin) for span in of]
+        events += [_event(span, pid, origin) for span in process]
     clocks = {f"{t.role} {t.rank}": {"offset_s": t.offset, "uncertainty_s": t.uncertainty} for t in traces}
     other = {"clocks": clocks, "dropped_spans": sum(trace.dropped for trace in traces)}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
@@ -81,11 +81,11 @@ def tracing_to(path: str | os.PathLike[str], tracer: Tracer, rank: int) -> Itera
     """Traces a block of this process, and writes a file like `write_trace`; also if the block raises.
 
     Args:
-        path: of the file.
-        tracer: of the process.
-        rank: of its NN worker.
+        path: path of the file.
+        tracer: tracer of the process.
+        rank: rank of its NN worker.
     """
-    Path(path).touch()  # An error before the block, rather than after.
+    Path(path).touch()  # Fails before the block rather than after it.
     tracer.start(float("inf"))
     try:
         yield
@@ -108,7 +108,7 @@ def _spans(trace: ProcessTrace) -> list[_Span]:
 
 
 def _with_steps(spans: list[_Span], step_of: dict[int, int]) -> list[_Span]:
-    """Adds the steps of spans of one process: by their batch, or as the one that its training thread is at."""
+    """Adds steps to the spans of one process: by their batch, or else the step that its training thread is at."""
     loop = sorted((span for span in spans if span.name == STEP), key=lambda span: span.start)
     starts, tracks = [span.start for span in loop], {span.track for span in loop}
 
@@ -118,9 +118,9 @@ def _with_steps(spans: list[_Span], step_of: dict[int, int]) -> list[_Span]:
         if span.batch in step_of:
             return step_of[span.batch]
         if span.track in tracks or span.name == ALL_REDUCE:
-            under_way = bisect.bisect_right(starts, span.start) - 1
-            if under_way >= 0 and span.start < loop[under_way].end:
-                return loop[under_way].step
+            current = bisect.bisect_right(starts, span.start) - 1
+            if current >= 0 and span.start < loop[current].end:
+                return loop[current].step
         return NO_STEP
 
     return [span._replace(step=step(span)) for span in spans]
@@ -131,6 +131,6 @@ def _event(span: _Span, pid: int, origin: float) -> dict[str, Any]:
     if span.step != NO_STEP:
         args["step"] = span.step
     if span.batch:
-        args["batch"] = str(span.batch)  # Beyond the integers of JavaScript.
+        args["batch"] = str(span.batch)  # Exceeds the integers of JavaScript.
     micros = {"ts": round((span.start - origin) * 1e6, 3), "dur": round((span.end - span.start) * 1e6, 3)}
     return {"ph": "X", "name": span.name, "cat": "persia", "pid": pid, "tid": span.track + 1, **micros, "args": args}

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 __all__ = ["MAX_SPANS", "NO_STEP", "OFF", "ProcessTrace", "Tracer", "clock_offset"]
 
 MAX_SPANS = 100_000
-"""Spans that a process records at most, some 10 MB; further ones are counted and dropped."""
+"""Maximum number of spans that a process records, about 10 MB; further ones are counted and dropped."""
 
 NO_STEP = -1
-"""Step of a span that belongs to none, or to one that is not known where the span is recorded."""
+"""Step of a span that belongs to no step, or to a step that is unknown where the span is recorded."""
 
 PROBES = 8
-"""Readings of another clock; the one with the shortest round trip counts."""
+"""Number of readings of another clock; the one with the shortest round trip counts."""
 
 OFF: AbstractContextManager[None] = contextlib.nullcontext()
 """The span of a tracer that does not record."""
@@ -39,7 +39,7 @@ class ProcessTrace(NamedTuple):
         uncertainty: maximum error of `offset`: half of the round trip that measured it.
         dropped: number of spans beyond `MAX_SPANS`.
         names: distinct names of spans.
-        tracks: names of the tracks, mostly those of threads. Spans of a track nest.
+        tracks: names of the tracks, mostly names of threads. Spans of a track nest.
         name: index into `names`.
         track: index into `tracks`.
         start: seconds on the monotonic clock of the process.
@@ -69,7 +69,7 @@ class Tracer:
     """Records the spans of one process between `start` and `stop`. Thread-safe.
 
     While it does not record, a span costs a call and a branch, a fraction of a microsecond. Recording ends by itself
-    after a time, so that a caller that has died leaves nothing behind.
+    after a time, so that a caller that died leaves nothing behind.
     """
 
     def __init__(self) -> None:
@@ -82,21 +82,21 @@ class Tracer:
         self._dropped = 0
 
     def start(self, seconds: float) -> None:
-        """Begins to record, for `seconds` at most. Forgets earlier spans."""
+        """Starts to record, for `seconds` at most. Discards earlier spans."""
         with self._lock:
             self._spans, self._tracks, self._dropped = [], {}, 0
             self._until = time.monotonic() + seconds
             self.active = True
 
     def stop(self) -> None:
-        """Ends recording. The spans are kept for `trace`."""
+        """Stops recording. The spans remain available to `trace`."""
         self.active = False
 
     def span(self, name: str, step: int = NO_STEP, batch: int = 0) -> AbstractContextManager[None]:
-        """Surrounds a piece of work of the calling thread.
+        """Returns a context manager that records a piece of work of the calling thread.
 
         Args:
-            name: of the work.
+            name: name of the work.
             step: global step.
             batch: batch id; `trace_events` finds the step that it belongs to.
         """
@@ -106,8 +106,8 @@ class Tracer:
         """Records a span that began at `began` on the monotonic clock and ends now; no-op while not recording.
 
         Args:
-            name: of the work.
-            began: when it began.
+            name: name of the work.
+            began: its start on the monotonic clock.
             step: global step.
             batch: batch id.
             track: name of the track; empty for the calling thread.

@@ -26,7 +26,7 @@ END_SECONDS = 30.0
 """Time to write a point at the end of a call of `fit`."""
 
 MAX_WAITING = 1_000
-"""Points that wait for a tracker; later ones are lost."""
+"""Points that can wait for a tracker; later ones are lost."""
 
 
 class Tracker(Protocol):
@@ -46,10 +46,10 @@ class MLflow(TaggedRecord, frozen=True, tag="mlflow"):
     """Tracks a run with MLflow (needs the extra `mlflow`).
 
     Args:
-        uri: tracking server or database, such as "http://host:5000" or "sqlite:///mlflow.db"; None for that of
-            MLFLOW_TRACKING_URI. Checkpoints record it, so leave passwords to the environment.
-        experiment: name of the experiment, which is created if there is none.
-        name: name of the run; MLflow draws one by default.
+        uri: tracking server or database, such as "http://host:5000" or "sqlite:///mlflow.db"; None for the value of
+            MLFLOW_TRACKING_URI. Checkpoints record it, so pass passwords in the environment.
+        experiment: name of the experiment, which is created if it does not exist.
+        name: name of the run; None for a random one.
     """
 
     uri: str | None = None
@@ -68,7 +68,7 @@ class Wandb(TaggedRecord, frozen=True, tag="wandb"):
 
     Args:
         project: name of the project; None for wandb's own default.
-        name: name of the run; wandb draws one by default.
+        name: name of the run; None for a random one.
         directory: where wandb writes; None for the working directory.
     """
 
@@ -82,13 +82,13 @@ class Wandb(TaggedRecord, frozen=True, tag="wandb"):
 
 
 class BackgroundTracker:
-    """Calls a tracker in a thread, so that training does not wait for a server that is slow or away.
+    """Calls a tracker in a thread, so that training does not wait for a slow or unreachable server.
 
-    MLflow's client, for example, repeats a request for minutes before it gives up. There is a thread from `begin` to
-    the end of `end`, which does not keep the process from ending.
+    MLflow's client, for example, retries a request for minutes before it gives up. The thread runs from `begin` to the
+    end of `end`, and does not keep the process alive.
 
     Args:
-        tracker: once it has opened the run, its errors are warnings.
+        tracker: the tracker; its errors become warnings once it has opened the run.
     """
 
     def __init__(self, tracker: Tracker) -> None:
@@ -100,16 +100,16 @@ class BackgroundTracker:
         self._lost = 0
 
     def begin(self, parameters: Mapping[str, str]) -> None:
-        """See `Tracker`. Blocks until the run is open the first time.
+        """See `Tracker`. The first call blocks until the run is open.
 
         Raises:
             ConfigError: the tracker cannot open the run, or did not answer in time.
             MissingExtraError: its package is not installed.
         """
         self._calls = SimpleQueue()
-        earlier = self._thread  # May still be at what the last `end` did not wait for.
+        previous = self._thread  # May still make calls that the last `end` did not wait for.
         self._thread = threading.Thread(
-            target=_run, args=(self._calls, earlier), name=f"persia-{self._name}", daemon=True
+            target=_run, args=(self._calls, previous), name=f"persia-{self._name}", daemon=True
         )
         self._thread.start()
         opened = self._call(partial(self._tracker.begin, parameters))
@@ -120,8 +120,8 @@ class BackgroundTracker:
             error = opened.exception(BEGIN_SECONDS)
         except TimeoutError:
             error = ConfigError(
-                f"{self._name} has not opened a run within {BEGIN_SECONDS:g} s; correct its address, or leave it "
-                "out of trackers.",
+                f"{self._name} has not opened a run within {BEGIN_SECONDS:g} s; correct its address, or remove it "
+                "from trackers.",
                 field="trackers",
             )
         if error is not None:
@@ -137,7 +137,7 @@ class BackgroundTracker:
         self._call(partial(self._tracker.log, values, step)).add_done_callback(self._warn)
 
     def end(self, failed: bool) -> None:
-        """See `Tracker`. Blocks until the tracker has taken all points, or none of them for a while."""
+        """See `Tracker`. Blocks until the tracker has taken all points, or has taken none for a while."""
         ended = self._call(partial(self._tracker.end, failed))
         ended.add_done_callback(self._warn)
         self._calls.put(None)
@@ -160,18 +160,18 @@ class BackgroundTracker:
         return done
 
     def _warn(self, done: Future[None]) -> None:
-        """Warns of an error: a server that is away must not end the training."""
+        """Warns of an error: an unreachable server must not end the training."""
         if (error := done.exception()) is not None:
             LOG.warning("%s: metrics were lost (%s).", self._name, error)
 
 
 _Calls = SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
-"""Calls to make, and what receives their results; None ends them."""
+"""Calls to make, with the futures of their results; None ends the queue."""
 
 
-def _run(calls: _Calls, earlier: threading.Thread | None) -> None:
-    if earlier is not None:
-        earlier.join()
+def _run(calls: _Calls, previous: threading.Thread | None) -> None:
+    if previous is not None:
+        previous.join()
     while (item := calls.get()) is not None:
         call, done = item
         try:
@@ -186,7 +186,7 @@ class TensorBoardTracker:
     """Writes events for TensorBoard (needs the extra `tensorboard`).
 
     Args:
-        directory: where they go.
+        directory: folder of the event files.
     """
 
     def __init__(self, directory: str) -> None:
@@ -220,7 +220,7 @@ class TensorBoardTracker:
 
 
 class _MLflowTracker:
-    """Records a run through MLflow's client, which has no state of the process."""
+    """Records a run through MLflow's client, which keeps no global state in the process."""
 
     def __init__(self, config: MLflow) -> None:
         self._config = config
@@ -244,8 +244,8 @@ class _MLflowTracker:
         name = self._config.experiment
         try:
             client = MlflowClient(self._config.uri)
-            found = client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found is not None else client.create_experiment(name)
+            existing = client.get_experiment_by_name(name)
+            experiment = existing.experiment_id if existing is not None else client.create_experiment(name)
             self._run = client.create_run(experiment, run_name=self._config.name).info.run_id
             client.log_batch(self._run, params=[Param(key, value[:500]) for key, value in parameters.items()])
         except MlflowException as error:
@@ -268,7 +268,7 @@ class _MLflowTracker:
 
 
 class _WandbTracker:
-    """Records a run through an object of wandb; a later `begin` resumes it by its id."""
+    """Records a run through a wandb object; a later `begin` resumes it by its id."""
 
     def __init__(self, config: Wandb) -> None:
         self._config = config
