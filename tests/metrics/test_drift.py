@@ -173,5 +173,5 @@ def test_a_reference_is_checked_when_it_is_read():
     ):
         with pytest.raises((msgspec.ValidationError, ConfigError)):
             msgspec.json.decode(msgspec.json.encode({**plain, **change}), type=DriftReference)
-    with pytest.raises(ConfigError, match="expected finite, rising edges"):
+    with pytest.raises(ConfigError, match="expected finite, ascending edges"):
         ValueBuckets([2.0, 1.0], [0, 0, 0, 0])

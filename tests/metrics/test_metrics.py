@@ -129,7 +129,7 @@ def test_merge_equals_one_pass():
     assert mine.auc_per_day == reference.auc_per_day
     assert mine.log_loss == pytest.approx(reference.log_loss, rel=1e-12)
     assert mine.calibration == pytest.approx(reference.calibration, rel=1e-12)
-    with pytest.raises(ConfigError, match="Cannot merge metrics of the labels"):
+    with pytest.raises(ConfigError, match="Cannot merge metrics of labels"):
         a.merge(Metrics(["other"]))
 
 
@@ -160,7 +160,7 @@ def test_bad_arguments_are_refused():
         Metrics("label")
     with pytest.raises(ConfigError, match="bins"):
         AUC(1)
-    with pytest.raises(ConfigError, match="state is of the labels"):
+    with pytest.raises(ConfigError, match="state has the labels"):
         Metrics(["a"]).load_state_dict(Metrics(["b"]).state_dict())
     with pytest.raises(DataError, match="shape"):
         AUC().update([[0.0]], [[1.0]])

@@ -1,8 +1,8 @@
 """Metrics of binary predictions, from logits: AUC, log-loss and calibration, per label and per day, and by group.
 
-Memory is bounded (but for groups), and an update takes microseconds. A metric that is restored from its
-state gives the same results to the last bit. Torch is not needed; CPU tensors without gradient are accepted as arrays.
-`DriftCounts` tells how inputs and predictions are distributed, and `psi` how far two distributions are apart.
+Memory is bounded (except for groups), and an update takes microseconds. A metric that is restored from its state gives
+bit-identical results. Torch is not needed; CPU tensors without gradient are accepted as arrays. `DriftCounts` counts
+the values of inputs and predictions, and `psi` measures the distance of two distributions.
 """
 
 from persia.metrics.auc import AUC, BLOCK

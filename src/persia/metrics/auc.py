@@ -19,10 +19,10 @@ BLOCK: Final = 1 << 14
 """Number of rows that are buffered before they are added, so that temporaries fit into the cache."""
 
 WAITING: Final = 16
-"""Rows that wait for their bins, over the number of bins."""
+"""Maximum number of waiting rows per bin."""
 
 MOST_PIECES: Final = 256
-"""Arrays of rows that wait, from which they are joined."""
+"""Number of arrays of waiting rows at which they are concatenated."""
 
 BYTES_PER_BIN: Final = 24
 
@@ -32,11 +32,11 @@ KINDS: Final = ("cells", "loose")
 class AUC:
     """Area under the ROC curve, over a histogram of logits whose bins follow the logits.
 
-    It does not matter how large logits are, how close to one another, or where they lie. The result is exact while at
-    most `2 * bins` logits differ. After that two rows of one bin count as a tie, that is as half a pair, and `bound`
-    returns the maximum error. With the default number of bins that is at most 1e-5 while the distribution of logits is
-    stable, and a few times as much if it changes often. The error itself is much smaller where the order of rows within
-    a bin is mixed. A label between 0 and 1 counts as that fraction of a positive and the rest of a negative.
+    The scale and location of the logits do not matter. The result is exact for at most `2 * bins` distinct logits.
+    Beyond that, two rows of one bin count as a tie, which is half a pair, and `bound` returns the maximum error. With
+    the default number of bins the bound is at most 1e-5 while the distribution of logits is stable, and a few times as
+    much if it changes often. The actual error is much smaller if the order of rows within a bin is mixed. A label
+    between 0 and 1 counts as that fraction of a positive and the rest of a negative.
 
     Memory: 64 bytes per bin for rows that wait to be counted (8 MiB by default), 24 to 48 for bins, and up to 96 more
     after merging or changes of the distribution; less with fewer rows. Not thread-safe.
@@ -58,9 +58,9 @@ class AUC:
         self._counted = Bins(self.bins)
         self._negatives, self._positives = _Waiting(), _Waiting()
         self._waiting = 0
-        """Rows that wait. One whose label is between 0 and 1 waits in both classes."""
+        """Number of waiting rows. A row with a label between 0 and 1 waits in both classes."""
         self._complete: Bins | None = None
-        """`_counted` with the rows that wait, if that has been computed."""
+        """`_counted` with the waiting rows, if computed."""
 
     def update(self, logits: ArrayLike, labels: ArrayLike) -> None:
         """Adds rows.
@@ -92,12 +92,12 @@ class AUC:
             self._filled = 0
 
     def add(self, logits: Floats, labels: Floats) -> None:
-        """Adds rows without checks or buffering, for callers that have done both. They are copied."""
-        while len(logits):  # Rows are counted after the same rows whatever the sizes of batches are.
-            some = max(1, WAITING * self.bins - self._waiting)
-            self._wait(logits[:some], labels[:some])
-            self._waiting += min(some, len(logits))
-            logits, labels = logits[some:], labels[some:]
+        """Adds copies of rows without checks or buffering, for callers that have done both."""
+        while len(logits):  # In chunks, so that results do not depend on the sizes of batches.
+            chunk = max(1, WAITING * self.bins - self._waiting)
+            self._wait(logits[:chunk], labels[:chunk])
+            self._waiting += min(chunk, len(logits))
+            logits, labels = logits[chunk:], labels[chunk:]
             self._count()
 
     def _wait(self, logits: Floats, labels: Floats) -> None:
@@ -111,13 +111,13 @@ class AUC:
             self._positives.add(logits[labels > 0], shares[labels > 0])
 
     def _count(self) -> None:
-        """Counts the rows that wait once there are enough of them."""
+        """Counts the waiting rows once there are enough of them."""
         self._complete = None
         if self._waiting >= WAITING * self.bins:
             self.settle()
 
     def settle(self) -> None:
-        """Counts the rows that wait if they take more memory than their bins, as no more rows are expected for now."""
+        """Counts the waiting rows if they take more memory than their bins. For when no more rows are expected soon."""
         if self._waiting > BYTES_PER_BIN // 4 * self.bins:
             self._counted, self._waiting = self._binned(), 0
             self._negatives, self._positives, self._complete = _Waiting(), _Waiting(), None
@@ -128,7 +128,7 @@ class AUC:
         return self._binned()
 
     def _binned(self) -> Bins:
-        """Returns the bins of all rows but those in the buffer. Which rows wait does not change."""
+        """Returns the bins of all rows except buffered ones. Does not change which rows wait."""
         if self._complete is None:
             self._complete = self._counted.added(self._negatives.sorted(), self._positives.sorted())
         return self._complete
@@ -143,7 +143,7 @@ class AUC:
         return self._all().area()
 
     def reliability(self, groups: int = 20) -> list[tuple[float, float, float]]:
-        """Returns mean prediction, mean label and number of rows of `groups` groups of about as many rows each.
+        """Returns mean prediction, mean label and number of rows for each of `groups` groups of about equal size.
 
         Groups are in ascending order of predictions; bins of equal predictions are not divided.
         """
@@ -153,7 +153,7 @@ class AUC:
             return []
         middle = (np.cumsum(rows) - rows / 2) / rows.sum()
         group = np.minimum((middle * groups).astype(np.intp), groups - 1)
-        sums = [np.bincount(group, of, groups) for of in (sigmoid(centers) * rows, positive, rows)]
+        sums = [np.bincount(group, weights, groups) for weights in (sigmoid(centers) * rows, positive, rows)]
         return [(float(p / n), float(y / n), float(n)) for p, y, n in zip(*sums, strict=True) if n]
 
     def bound(self) -> float:
@@ -187,7 +187,7 @@ class AUC:
         return other
 
     def state_dict(self) -> State:
-        """Returns the bins, and the rows that wait for theirs."""
+        """Returns the bins and the waiting rows."""
         self._flush()
         state: State = {"bins": self.bins, "waiting": self._waiting}
         for name, cells in zip(KINDS, (self._counted.cells, self._counted.loose), strict=True):
@@ -197,7 +197,7 @@ class AUC:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the counts by those of a state."""
+        """Replaces the counts by the counts of a state."""
         self._filled = 0
         self.bins = int(state["bins"])
         self._clear()
@@ -212,7 +212,7 @@ class AUC:
 
 
 class _Waiting:
-    """Rows of one class that wait for their bins."""
+    """Rows of one class that have no bins yet."""
 
     def __init__(self) -> None:
         self._pieces: list[Floats] = []
@@ -225,16 +225,16 @@ class _Waiting:
         self._pieces.append(logits)
         self._weights.append(weights)
         if len(self._pieces) >= MOST_PIECES:
-            joined, of_rows = self.joined()
-            self._pieces, self._weights = [joined], [of_rows if len(of_rows) else None]
+            logits, weights = self.joined()
+            self._pieces, self._weights = [logits], [weights if len(weights) else None]
 
     def extend(self, other: _Waiting) -> None:
-        """Adds the rows of another one."""
+        """Adds the rows of another object."""
         self._pieces += other._pieces
         self._weights += other._weights
 
     def joined(self) -> tuple[Floats, NDArray[np.float64]]:
-        """Returns the logits in the order in which they came, and their weights; none if each is 1."""
+        """Returns the logits in order of arrival, and their weights; empty weights if each is 1."""
         if not self._pieces:
             return np.empty(0, np.float32), np.empty(0)
         logits = np.concatenate(self._pieces)
@@ -244,6 +244,6 @@ class _Waiting:
         return logits, np.concatenate([np.ones(len(x)) if weights is None else weights for x, weights in pairs])
 
     def sorted(self) -> SortedRows:
-        """Returns the rows by logit."""
+        """Returns the rows sorted by logit."""
         logits, weights = self.joined()
         return sorted_rows(logits, weights if len(weights) else None)

@@ -1,4 +1,4 @@
-"""Bins of logits that divide where rows are, so that the area under the ROC curve has a small error that is known."""
+"""Adaptive bins of logits: they divide where rows are, which bounds the error of the area under the ROC curve."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FULL: Final = 2.5
 """A bin whose share of rows is larger than FULL / limit is divided."""
 
 MOST_CELLS: Final = 2
-"""Bins, over `limit`, from which they are grouped."""
+"""Maximum number of bins, as a multiple of `limit`; beyond it neighbors are grouped."""
 
 MOST_LOOSE: Final = 4
-"""Loose bins, over `limit`, from which they are grouped."""
+"""Maximum number of loose bins, as a multiple of `limit`; beyond it neighbors are grouped."""
 
 
 class SortedRows(NamedTuple):
@@ -30,7 +30,7 @@ class SortedRows(NamedTuple):
 
     Attributes:
         logits: ascending.
-        before: weight of all rows before each one, and of all rows, `[rows + 1]`; None if each row weighs 1.
+        before: total weight before each row, and last the weight of all rows, `[rows + 1]`; None if each row weighs 1.
     """
 
     logits: Floats
@@ -46,7 +46,7 @@ class SortedRows(NamedTuple):
         return np.diff(ends.astype(np.float64) if self.before is None else self.before[ends])
 
     def at(self, rows: Indices) -> SortedRows:
-        """Returns some of the rows."""
+        """Returns the rows at these positions."""
         weights = None if self.before is None else self.before[rows + 1] - self.before[rows]
         return SortedRows(self.logits[rows], None if weights is None else _sums_before(weights))
 
@@ -60,13 +60,13 @@ def sorted_rows(logits: Floats, weights: Doubles | None = None) -> SortedRows:
 
 
 class Cells(NamedTuple):
-    """Intervals of logits with the rows in them.
+    """Intervals of logits with the weights of their rows.
 
     Attributes:
-        low: smallest logit of each.
-        high: largest logit of each.
-        negatives: weight of its negatives.
-        positives: weight of its positives.
+        low: smallest logit of each cell.
+        high: largest logit of each cell.
+        negatives: weight of the negatives of each cell.
+        positives: weight of the positives of each cell.
     """
 
     low: Floats
@@ -76,22 +76,24 @@ class Cells(NamedTuple):
 
     @property
     def points(self) -> NDArray[np.bool_]:
-        """Which of them have rows of one logit only."""
-        found: NDArray[np.bool_] = self.low == self.high
-        return found
+        """Mask of the cells whose rows all have the same logit."""
+        single_logit: NDArray[np.bool_] = self.low == self.high
+        return single_logit
 
     def at(self, which: NDArray[np.bool_] | Indices) -> Cells:
-        """Returns those of a mask, or of indices."""
-        of = np.flatnonzero(which) if which.dtype == np.bool_ else which
-        return Cells(self.low.take(of), self.high.take(of), self.negatives.take(of), self.positives.take(of))
+        """Returns the cells of a mask, or of indices."""
+        index = np.flatnonzero(which) if which.dtype == np.bool_ else which
+        return Cells(
+            self.low.take(index), self.high.take(index), self.negatives.take(index), self.positives.take(index)
+        )
 
     def shares(self, totals: tuple[float, float]) -> Doubles:
-        """Returns the share of each: the mean over both classes, 0 of a class without rows."""
+        """Returns the share of each cell: the mean over both classes; a class without rows counts as 0."""
         negatives, positives = (0.5 / total if total else 0.0 for total in totals)
         return self.negatives * negatives + self.positives * positives
 
     def grouped(self, limit: int, totals: tuple[float, float]) -> Cells:
-        """Groups neighbours to about `limit` cells of equal shares, each below 2 / limit; larger cells stay alone."""
+        """Groups neighbors into about `limit` cells of equal shares, each below 2 / limit. Larger cells stay single."""
         shares = self.shares(totals)
         target = ((np.cumsum(shares) - shares / 2) * limit).astype(np.int64)
         large = shares >= 2 / limit
@@ -106,19 +108,19 @@ NO_CELLS: Final = Cells(np.empty(0, np.float32), np.empty(0, np.float32), np.emp
 class Bins(NamedTuple):
     """A histogram of the logits of both classes. Immutable.
 
-    While at most `2 * limit` logits differ, each has a bin: all is exact. From then on each bin has a share of about
-    1 / limit of the rows, where a share is the mean of those of the negatives and of the positives. A bin reaches from
-    its smallest logit to that of the next bin. New rows are counted in their bins, but for a bin whose share would
-    exceed FULL / limit: its older rows become a loose bin, which gets no more rows, and its new rows bins of their own.
-    So bins follow the logits wherever they move.
+    Each logit has its own bin while at most `2 * limit` logits differ, so results are exact. Beyond that, each bin has
+    a share of about 1 / limit of the rows, where a share is the mean of the share of the negatives and the share of
+    the positives. A bin reaches from its smallest logit to the smallest logit of the next bin. New rows are counted in
+    their bins, unless the share of a bin would exceed FULL / limit: then its older rows become a loose bin, which gets
+    no more rows, and its new rows get their own bins. Bins therefore follow the logits when these move.
 
     The order of two rows is unknown only if the intervals of their bins overlap. Such a pair counts half, so half of
-    the share of these pairs bounds the error. Without loose bins that is at most half of FULL / limit: if a bin has the
-    shares a of the positives and b of the negatives, the sum of a * b is at most that of ((a + b) / 2)^2, and so at
-    most the largest share.
+    the share of these pairs bounds the error. Without loose bins the bound is at most half of FULL / limit: if a bin
+    has the shares a of the positives and b of the negatives, the sum of a * b is at most the sum of ((a + b) / 2)^2,
+    and so at most the largest share.
 
     Attributes:
-        limit: see above.
+        limit: approximate number of bins; see above.
         cells: the bins, in ascending order; disjoint.
         loose: bins that get no more rows, in any order. They overlap each other and `cells`.
     """
@@ -134,7 +136,7 @@ class Bins(NamedTuple):
         return sum(float(p.negatives.sum()) for p in parts), sum(float(p.positives.sum()) for p in parts)
 
     def added(self, negatives: SortedRows, positives: SortedRows) -> Bins:
-        """Returns bins that have these rows, too."""
+        """Returns bins that also contain these rows."""
         if not len(negatives.logits) + len(positives.logits):
             return self
         most = MOST_CELLS * self.limit
@@ -161,12 +163,12 @@ class Bins(NamedTuple):
         return self._with(_ascending(cells.at(others), fresh), old.at(~old.points))
 
     def united(self, other: Bins) -> Bins:
-        """Returns bins that have the rows of both, with the limit of these."""
+        """Returns bins with the rows of both and the limit of `self`."""
         first, second = (self, other) if other._exact or sum(self.totals) >= sum(other.totals) else (other, self)
         points = second.cells.points
-        kept = first._replace(limit=self.limit)._with(first.cells, second.cells.at(~points), second.loose)
+        union = first._replace(limit=self.limit)._with(first.cells, second.cells.at(~points), second.loose)
         single = second.cells.at(points)
-        return kept.added(
+        return union.added(
             SortedRows(single.low, _sums_before(single.negatives)),
             SortedRows(single.low, _sums_before(single.positives)),
         )
@@ -193,31 +195,31 @@ class Bins(NamedTuple):
         return float((cells.positives * unknown).sum()) / (negatives * positives) / 2
 
     def _pairs(self) -> tuple[Cells, Doubles, Doubles]:
-        """Returns all bins, and for each one the negatives in bins below it, and those in bins that overlap it."""
+        """Returns all bins, and for each bin the weight of negatives in bins below it and in bins that overlap it."""
         if not len(self.loose.low):
             return self.cells, np.cumsum(self.cells.negatives) - self.cells.negatives, self.cells.negatives
         cells = _joined(self.cells, self.loose)
         by_high, by_low = np.argsort(cells.high, kind="stable"), np.argsort(cells.low, kind="stable")
-        ended, begun = _sums_before(cells.negatives[by_high]), _sums_before(cells.negatives[by_low])
+        ended, started = _sums_before(cells.negatives[by_high]), _sums_before(cells.negatives[by_low])
         below = ended[np.searchsorted(cells.high[by_high], cells.low, "left")]
-        return cells, below, begun[np.searchsorted(cells.low[by_low], cells.high, "right")] - below
+        return cells, below, started[np.searchsorted(cells.low[by_low], cells.high, "right")] - below
 
     @property
     def _exact(self) -> bool:
         return not len(self.loose.low) and bool(self.cells.points.all())
 
     def _with(self, cells: Cells, *loose: Cells) -> Bins:
-        """Returns these bins in place of its own, and more loose ones; grouped if there are too many."""
-        found = Bins(self.limit, cells, _joined(self.loose, *loose))
-        if len(found.loose.low) > MOST_LOOSE * self.limit:
-            found = found._replace(loose=_by_center(found.loose).grouped(self.limit, found.totals))
+        """Returns a copy with other cells and more loose bins. Groups neighbors if there are too many."""
+        bins = Bins(self.limit, cells, _joined(self.loose, *loose))
+        if len(bins.loose.low) > MOST_LOOSE * self.limit:
+            bins = bins._replace(loose=_by_center(bins.loose).grouped(self.limit, bins.totals))
         if len(cells.low) > MOST_CELLS * self.limit:
-            found = found._replace(cells=cells.grouped(self.limit, found.totals))
-        return found
+            bins = bins._replace(cells=cells.grouped(self.limit, bins.totals))
+        return bins
 
 
 def _counted(cells: Cells, negatives: SortedRows, positives: SortedRows) -> tuple[Cells, list[Indices]]:
-    """Counts all rows in disjoint cells; also returns where in each class the rows of each cell begin, and the end."""
+    """Counts rows in disjoint cells; also returns, by class, the first row of each cell, followed by the last end."""
     low, high, ends, weights = cells.low.copy(), cells.high.copy(), [], []
     for side in (negatives, positives):
         end = np.concatenate(([0], np.searchsorted(side.logits, cells.low[1:]), [len(side.logits)]))
@@ -231,51 +233,51 @@ def _counted(cells: Cells, negatives: SortedRows, positives: SortedRows) -> tupl
 
 
 def _quantiles(negatives: SortedRows, positives: SortedRows, limit: int) -> Cells:
-    """Returns empty cells, of which each will have a share below 2 / limit, or one logit."""
+    """Returns empty cells, each of which will have a share below 2 / limit or a single logit."""
     edges = []
     for side in (negatives, positives):
-        some = side.logits[:: max(1, math.ceil(2 * len(side.logits) / limit))]
-        frequent = some[1:][some[1:] == some[:-1]]
-        edges += [some, np.nextafter(frequent, np.float32(np.inf))]
+        sample = side.logits[:: max(1, math.ceil(2 * len(side.logits) / limit))]
+        frequent = sample[1:][sample[1:] == sample[:-1]]
+        edges += [sample, np.nextafter(frequent, np.float32(np.inf))]
     low = np.unique(np.concatenate(edges))
     return Cells(low, np.full(len(low), -np.inf, np.float32), np.zeros(len(low)), np.zeros(len(low)))
 
 
 def _distinct(side: SortedRows) -> int:
-    """Returns how many logits differ."""
+    """Returns the number of distinct logits."""
     return int(np.count_nonzero(side.logits[1:] != side.logits[:-1])) + bool(len(side.logits))
 
 
 def _points(negatives: SortedRows, positives: SortedRows, others: Cells) -> Cells:
-    """Returns a cell for each logit of negatives, of positives, and of other such cells."""
+    """Returns a cell for each logit of the negatives, the positives, and other single-logit cells."""
     parts = [others]
     for side in (negatives, positives):
         firsts = _firsts(side.logits)
         logits, weights = side.logits[firsts], side.between(np.append(firsts, len(side.logits)))
         none = np.zeros(len(firsts))
         parts.append(Cells(logits, logits, *((weights, none) if side is negatives else (none, weights))))
-    found = _ascending(*parts)
-    firsts = _firsts(found.low)
-    if len(firsts) == len(found.low):
-        return found
-    low = found.low[firsts]
-    return Cells(low, low, np.add.reduceat(found.negatives, firsts), np.add.reduceat(found.positives, firsts))
+    cells = _ascending(*parts)
+    firsts = _firsts(cells.low)
+    if len(firsts) == len(cells.low):
+        return cells
+    low = cells.low[firsts]
+    return Cells(low, low, np.add.reduceat(cells.negatives, firsts), np.add.reduceat(cells.positives, firsts))
 
 
 def _firsts(values: Floats) -> Indices:
-    """Returns where each value of a sorted array occurs first."""
+    """Returns the position of the first occurrence of each value in a sorted array."""
     return np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
 
 
 def _ranges(starts: Indices, stops: Indices) -> Indices:
-    """Returns all numbers from each start up to its stop."""
+    """Returns the numbers from each start up to its stop, concatenated."""
     lengths = stops - starts
-    found: Indices = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    return found
+    numbers: Indices = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return numbers
 
 
 def _sums_before(weights: Doubles) -> Doubles:
-    """Returns the sum of the weights before each one, and of all."""
+    """Returns the sum of the weights before each weight, and last the sum of all."""
     return np.concatenate(([0.0], np.cumsum(weights)))
 
 
@@ -286,8 +288,8 @@ def _joined(*parts: Cells) -> Cells:
 
 def _ascending(*parts: Cells) -> Cells:
     """Joins sorted cells."""
-    found = _joined(*parts)
-    return found.at(np.argsort(found.low, kind="stable"))  # Merges runs that are sorted.
+    cells = _joined(*parts)
+    return cells.at(np.argsort(cells.low, kind="stable"))  # A stable sort merges sorted runs.
 
 
 def _by_center(cells: Cells) -> Cells:

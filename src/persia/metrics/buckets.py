@@ -29,10 +29,10 @@ class CalibrationBucket(NamedTuple):
 
 
 def calibration_buckets(auc: AUC) -> tuple[CalibrationBucket, ...]:
-    """Divides rows by their predictions into ten buckets of as many rows each, lowest first.
+    """Divides rows by their predictions into ten buckets of equal size, lowest first.
 
-    Rows of one bin of the histogram stay together, so buckets differ in rows where many rows have the same prediction;
-    empty ones are left out. The mean prediction is that of the centers of bins.
+    Rows of one bin of the histogram stay together, so bucket sizes differ if many rows have the same prediction. Empty
+    buckets are left out. The mean prediction is computed from the centers of bins.
 
     Args:
         auc: a histogram of logits.

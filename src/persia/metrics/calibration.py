@@ -42,5 +42,5 @@ class Calibration:
         return {"predicted": self.predicted, "observed": self.observed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the counts by those of a state."""
+        """Replaces the counts by the counts of a state."""
         self.predicted, self.observed = float(state["predicted"]), float(state["observed"])

@@ -1,4 +1,4 @@
-"""Input checks of the metrics, and the sums that several of them share."""
+"""Input checks of the metrics, and shared sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def column(values: ArrayLike, name: str) -> Floats:
     """Converts values to float32 `[rows]`. Raises DataError for another shape."""
     array = np.asarray(values, dtype=np.float32)
     if array.ndim != 1:
-        raise DataError(f"{name} have shape {array.shape}; give one value for each row, [rows].", field=name)
+        raise DataError(f"{name} have shape {array.shape}; pass one value for each row, [rows].", field=name)
     return array
 
 
@@ -57,7 +57,7 @@ def loss_terms(logits: Floats, labels: Floats) -> tuple[float, float, float]:
 
 
 def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the predictions that belong to logits of any size."""
+    """Returns the predictions for logits. Numerically stable for logits of any size."""
     small = np.exp(-np.abs(logits))
     prediction: NDArray[np.float64] = np.where(logits >= 0, 1.0, small) / (1.0 + small)
     return prediction

@@ -39,7 +39,7 @@ class LabelMetrics:
         self.calibration.merge(other.calibration)
 
     def copy(self) -> LabelMetrics:
-        """Returns other LabelMetrics of the same rows."""
+        """Returns a copy with the same rows."""
         other = LabelMetrics(self.auc.bins)
         other.auc = self.auc.copy()
         other.log_loss.merge(self.log_loss)
@@ -60,7 +60,7 @@ class LabelMetrics:
         return {**self.auc.state_dict(), **self.log_loss.state_dict(), **self.calibration.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the counts by those of a state."""
+        """Replaces the counts by the counts of a state."""
         self.auc.load_state_dict(state)
         self.log_loss.load_state_dict(state)
         self.calibration.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Drift between training and serving: how inputs and predictions are distributed on either side."""
+"""Drift between training and serving: the distributions of inputs and predictions on both sides."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from persia.types import Floats, Ids, Int64Array
 __all__ = ["MIN_ROWS", "DriftCounts", "DriftReference", "ValueBuckets", "count_ids", "merged_drift"]
 
 MIN_ROWS: Final = 1000
-"""Rows of either side below which there is no index: chance alone would make it large."""
+"""Minimum number of rows of each side for an index. With fewer rows chance alone would make it large."""
 
 QUANTILES: Final = 10
 KEYS: Final = 1 << 16
 HALVED_AT: Final = 1 << 20
 SCORES_HALVED_AT: Final = 1 << 14
-"""Predictions change as the network learns, so those of long ago are no reference."""
+"""Lower than `HALVED_AT`: predictions change as the network learns, so old ones are no reference."""
 
 LARGEST: Final = float(np.finfo(np.float32).max)
 
@@ -55,8 +55,8 @@ class ValueBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The distribution of a number.
 
     Args:
-        edges: of the buckets, float32, rising. A value that equals one is above it.
-        counts: of rows below the first edge, between two edges, from the last edge on, and without a number (NaN).
+        edges: edges of the buckets, float32, ascending. A value that equals an edge belongs to the bucket above it.
+        counts: rows below the first edge, between two edges, from the last edge on, and NaN.
     """
 
     edges: Annotated[list[float], msgspec.Meta(max_length=QUANTILES + 1)]
@@ -67,21 +67,21 @@ class ValueBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         finite = all(abs(edge) <= LARGEST for edge in self.edges)
         if len(self.counts) != len(self.edges) + 2 or not rising or not finite:
             raise ConfigError(
-                f"Invalid buckets with {len(self.counts)} counts for {len(self.edges)} edges; expected finite, rising "
-                "edges, and counts for two buckets more.",
+                f"Invalid buckets with {len(self.counts)} counts for {len(self.edges)} edges; expected finite, "
+                "ascending edges, and two more counts than edges.",
                 field="edges",
             )
 
 
 class DriftReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Distributions in training, which those in serving are compared with.
+    """Distributions in training, the reference for distributions in serving.
 
     Args:
-        rows: rows that were counted.
+        rows: number of counted rows.
         ids: by ID-type feature, ids by bucket of a hash.
         lengths: by ID-type feature, rows by their number of ids.
-        dense: by dense feature.
-        predictions: of logits, by label.
+        dense: distribution of values, by dense feature.
+        predictions: distribution of logits, by label.
     """
 
     rows: Count
@@ -94,9 +94,9 @@ class DriftReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DriftCounts:
     """The distributions of inputs and predictions, in bounded memory. Not thread-safe.
 
-    Numbers are counted by their upper 16 bits, so a bucket is 0.8 % wide at most, and quantiles of several NN workers
-    are those of the sum of their counts. Counts are halved once a million rows, or 16,384 predictions, were counted, so
-    recent ones weigh more. Memory: 512 KiB at most for each dense feature and label.
+    Numbers are counted by their upper 16 bits, so a bucket is at most 0.8 % wide, and the counts of several NN workers
+    can be added. Counts are halved whenever they reach a million rows, or 16,384 predictions, so recent ones weigh
+    more. Memory: at most 512 KiB for each dense feature and label.
 
     Args:
         ids: names of the ID-type features.
@@ -109,7 +109,7 @@ class DriftCounts:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all rows."""
+        """Removes all rows."""
         ids, dense, labels = self.names
         self.rows = self._scored = 0
         self._ids = np.zeros((len(ids), ID_BUCKETS + LENGTH_BUCKETS), np.int64)
@@ -121,7 +121,7 @@ class DriftCounts:
 
         Args:
             dense: dense features, float32 `[rows, dense features]`.
-            ids: of the same rows, as `count_ids` returns.
+            ids: counts of the ids of the same rows, from `count_ids`.
         """
         self._ids += ids
         _add(self._dense, dense)
@@ -140,9 +140,9 @@ class DriftCounts:
             self._scored >>= 1
 
     def merge(self, other: DriftCounts) -> None:
-        """Adds the rows of another one with the same names."""
-        for mine, theirs in zip(self._arrays(), other._arrays(), strict=True):
-            mine += theirs
+        """Adds the rows of another object with the same names."""
+        for own_counts, other_counts in zip(self._arrays(), other._arrays(), strict=True):
+            own_counts += other_counts
         self.rows += other.rows
         self._scored += other._scored
 
@@ -152,7 +152,7 @@ class DriftCounts:
     # --- results ------------------------------------------------------------------------------------------------
 
     def reference(self) -> DriftReference | None:
-        """Returns the distributions, numbers in buckets of about as many rows each; None below `MIN_ROWS` rows."""
+        """Returns the distributions, numbers in buckets of about equal size; None below `MIN_ROWS` rows."""
         if self.rows < MIN_ROWS:
             return None
         names, dense, labels = self.names
@@ -166,19 +166,19 @@ class DriftCounts:
         )
 
     def compared(self, reference: DriftReference) -> dict[str, float]:
-        """Returns the PSI against a reference; empty below `MIN_ROWS` rows here or there.
+        """Returns the PSI against a reference; empty below `MIN_ROWS` rows on either side.
 
         Names are "<feature>" for ids and dense values, "<feature>.length" for numbers of ids, and "<label>.prediction".
-        What only one side has is left out.
+        Names that only one side has are left out.
         """
         if min(self.rows, reference.rows) < MIN_ROWS:
             return {}
         names, dense, labels = self.names
-        found: dict[str, float] = {}
+        indices: dict[str, float] = {}
         for name, counts in zip(names, self._ids, strict=True):
             if name in reference.ids and name in reference.lengths:
-                found[name] = psi(reference.ids[name], counts[:ID_BUCKETS])
-                found[f"{name}.length"] = psi(reference.lengths[name], counts[ID_BUCKETS:])
+                indices[name] = psi(reference.ids[name], counts[:ID_BUCKETS])
+                indices[f"{name}.length"] = psi(reference.lengths[name], counts[ID_BUCKETS:])
         for keys, known, suffix, counted in (
             (dense, reference.dense, "", self._dense),
             (labels, reference.predictions, ".prediction", self._logits),
@@ -186,13 +186,13 @@ class DriftCounts:
             for name, counts in zip(keys, counted, strict=True):
                 if name in known:
                     buckets = known[name]
-                    found[name + suffix] = psi(buckets.counts, _by_edges(counts, buckets.edges))
-        return {name: index for name, index in found.items() if not math.isnan(index)}
+                    indices[name + suffix] = psi(buckets.counts, _by_edges(counts, buckets.edges))
+        return {name: index for name, index in indices.items() if not math.isnan(index)}
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Returns the counts that are not 0, with their places."""
+        """Returns the nonzero counts with their positions."""
         state: State = {"rows": np.array([self.rows, self._scored])}
         for number, counts in enumerate(self._arrays()):
             places = np.flatnonzero(counts)
@@ -200,7 +200,7 @@ class DriftCounts:
         return state
 
     def load_state_dict(self, state: Mapping[str, NDArray[np.int64]]) -> None:
-        """Replaces the counts by those of a state with the same names."""
+        """Replaces the counts by the counts of a state with the same names."""
         self.clear()
         self.rows, self._scored = (int(n) for n in state["rows"])
         for number, counts in enumerate(self._arrays()):
@@ -211,8 +211,8 @@ def merged_drift(counts: DriftCounts, gather: Callable[[bytes], list[bytes]]) ->
     """Returns the sum of the counts of all NN workers, the same on each. Blocks.
 
     Args:
-        counts: of this NN worker; not modified.
-        gather: `AllReduce.gather`, or that of a single replica.
+        counts: counts of this NN worker; not modified.
+        gather: `AllReduce.gather`, or `SingleReplica.gather`.
     """
     total = DriftCounts(*counts.names)
     for payload in gather(safetensors.numpy.save(counts.state_dict())):
@@ -225,14 +225,14 @@ def merged_drift(counts: DriftCounts, gather: Callable[[bytes], list[bytes]]) ->
 def _add(counts: Int64Array, values: Floats) -> None:
     """Adds values `[rows, n]` to counts by key, `[n, KEYS]`."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    keys = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)) >> 16  # Rises with the value.
+    keys = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)) >> 16  # Ascends with the value.
     places = (keys + (np.arange(values.shape[1], dtype=np.uint32) << 16)).reshape(-1)
     used, amounts = np.unique(places, return_counts=True)
     counts.reshape(-1)[used] += amounts
 
 
 def _key(value: float) -> int:
-    """Returns the key of a value: the upper half of its bits, turned so that it rises with the value."""
+    """Returns the key of a value: the upper half of its bits, flipped so that it ascends with the value."""
     bits = int(np.float32(value).view(np.uint32))
     return ((~bits if bits >> 31 else bits | 1 << 31) & 0xFFFFFFFF) >> 16
 
@@ -245,23 +245,23 @@ def _least(key: int) -> float:
 
 
 LOWEST, HIGHEST = _key(-math.inf), _key(math.inf)
-"""Keys of numbers; those beyond are of NaN."""
+"""Smallest and largest key of numbers; keys outside belong to NaN."""
 
 
 def _quantiles(counts: Int64Array) -> ValueBuckets:
-    """Returns the buckets of a number that has been counted by key: below the least one, ten of them, above all."""
+    """Returns the buckets of a number, given its counts by key: below the smallest value, ten quantiles, above all."""
     used = LOWEST + np.flatnonzero(counts[LOWEST : HIGHEST + 1])
     edges: list[float] = []
     if len(used):
         sums = np.cumsum(counts[used])
-        last = used[np.searchsorted(sums, np.arange(1, QUANTILES) * sums[-1] / QUANTILES)]  # Of each bucket.
+        last = used[np.searchsorted(sums, np.arange(1, QUANTILES) * sums[-1] / QUANTILES)]  # Last key of each bucket.
         keys = np.unique([used[0], *(last + 1), used[-1] + 1]).tolist()
         edges = [edge for edge in map(_least, keys) if math.isfinite(edge)]
     return ValueBuckets(edges, _by_edges(counts, edges))
 
 
 def _by_edges(counts: Int64Array, edges: Sequence[float]) -> list[int]:
-    """Returns counts by bucket, `[len(edges) + 2]`, of counts by key. Exact, as edges are the least values of keys."""
+    """Converts counts by key to counts by bucket, `[len(edges) + 2]`. Exact, as edges are the least values of keys."""
     bounds = [LOWEST, *map(_key, edges), HIGHEST + 1]
     numbers = [int(counts[a:b].sum()) for a, b in itertools.pairwise(bounds)]
     return [*numbers, int(counts.sum()) - sum(numbers)]

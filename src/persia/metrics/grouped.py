@@ -22,13 +22,13 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class GroupedFigures:
-    """How well samples are ranked within their groups, such as the users of a feature.
+    """Ranking quality of samples within their groups, such as the users of a feature.
 
     Attributes:
         groups: number of groups.
         rows: number of rows.
         auc: GAUC, the mean AUC of groups, weighted by their rows (Deep Interest Network, KDD'18, section 6.2). Groups
-            with one class only have none, and do not count.
+            with only one class have no AUC and do not count.
         recall: by k, the share of a group's positives among its k highest logits; mean over groups with a positive.
         ndcg: by k, NDCG@k with labels as gains; mean over groups with a positive.
     """
@@ -43,8 +43,8 @@ class GroupedFigures:
 class GroupedMetrics:
     """GAUC, recall@k and NDCG@k of one label, exact.
 
-    Rows of a group may come in any order and in several batches. Rows of equal logits share their ranks: each counts as
-    the mean of all their orders. A label between 0 and 1 counts as that fraction of a positive and the rest of a
+    Rows of a group may come in any order and in several batches. Rows with equal logits share their ranks: the result
+    is the mean over all their orders. A label between 0 and 1 counts as that fraction of a positive and the rest of a
     negative.
 
     Memory: 16 bytes per row, as a group is complete only at the end. Use it for evaluations. Not thread-safe.
@@ -53,7 +53,7 @@ class GroupedMetrics:
         at: values of k, each 1 or more.
 
     Raises:
-        ConfigError: a k is no such number, or `at` is empty.
+        ConfigError: a k is less than 1 or not an integer, or `at` is empty.
     """
 
     def __init__(self, at: Sequence[int] = (10,)) -> None:
@@ -70,7 +70,7 @@ class GroupedMetrics:
         """Adds rows.
 
         Args:
-            groups: integers `[rows]`: ids of a feature that has one id for each sample.
+            groups: integers `[rows]`, such as the ids of a feature with one id per sample.
             logits: `[rows]`, finite.
             labels: `[rows]`, each in [0, 1].
 
@@ -81,7 +81,7 @@ class GroupedMetrics:
         check(x, y)
         if ids.dtype.kind not in "iu" or ids.shape != x.shape:
             raise DataError(
-                f"groups have dtype {ids.dtype} and shape {ids.shape}; give one integer for each of {len(x)} rows.",
+                f"groups have dtype {ids.dtype} and shape {ids.shape}; pass one integer for each of {len(x)} rows.",
                 field="groups",
             )
         self._groups.append(ids.astype(np.uint64))
@@ -89,7 +89,7 @@ class GroupedMetrics:
         self._labels.append(y.copy())
 
     def result(self) -> GroupedFigures:
-        """Returns the metrics so far; takes about 1 s for each million rows."""
+        """Returns the metrics so far. Takes about 1 s per million rows."""
         unsorted, logits, labels = self._rows()
         if not len(unsorted):
             return GroupedFigures(0, 0, math.nan, dict.fromkeys(self.at, math.nan), dict.fromkeys(self.at, math.nan))
@@ -99,7 +99,7 @@ class GroupedMetrics:
         sizes = np.diff(starts, append=len(groups))
         ranked = _Ranked(labels[order].astype(np.float64), logits, starts, sizes)
         positives = np.add.reduceat(ranked.labels, starts)
-        best = labels[np.lexsort((-labels, unsorted))].astype(np.float64)  # Groups are in the same places.
+        best = labels[np.lexsort((-labels, unsorted))].astype(np.float64)  # Groups are in the same positions.
         recall, ndcg = {}, {}
         for k in self.at:
             top = (ranked.position < k).astype(np.float64)
@@ -126,7 +126,7 @@ class GroupedMetrics:
         return {"groups": groups, "logits": logits, "labels": labels}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the rows by those of a state."""
+        """Replaces the rows by the rows of a state."""
         self._groups = [np.asarray(state["groups"], np.uint64)]
         self._logits = [np.asarray(state["logits"], np.float32)]
         self._labels = [np.asarray(state["labels"], np.float32)]
@@ -144,10 +144,10 @@ class _Ranked:
     """Rows by group, highest logit first. Sums are over blocks: rows of a group with equal logits.
 
     Args:
-        labels: of the rows.
-        logits: of the rows.
+        labels: labels of the rows.
+        logits: logits of the rows.
         starts: first row of each group.
-        sizes: rows of each group.
+        sizes: number of rows of each group.
     """
 
     def __init__(self, labels: Doubles, logits: Floats, starts: Int64Array, sizes: Int64Array) -> None:
@@ -163,15 +163,15 @@ class _Ranked:
         self._of_group = np.searchsorted(self._blocks, starts)  # Each group begins with a block.
 
     def gain(self, weights: Doubles) -> Doubles:
-        """Returns by group the sum of labels times the weights of their positions; equal logits share theirs."""
+        """Returns by group the sum of labels times the weights of their positions; equal logits share their weights."""
         shared = np.add.reduceat(weights, self._blocks) / self._rows
         total: Doubles = np.add.reduceat(shared * self._positive, self._of_group)
         return total
 
     def ordered_pairs(self) -> Doubles:
-        """Returns by group how many pairs have the positive above the negative; equal logits count as half a pair."""
+        """Returns by group the number of pairs with the positive above the negative; a tie counts as half a pair."""
         negative = self._rows - self._positive
-        above = np.cumsum(negative)  # Of all groups so far, this block included.
+        above = np.cumsum(negative)  # Over all groups so far, including this block.
         groups = np.diff(self._of_group, append=len(negative))
         end = np.repeat(above[np.append(self._of_group[1:], len(negative)) - 1], groups)
         pairs: Doubles = np.add.reduceat(self._positive * (end - above + 0.5 * negative), self._of_group)
@@ -185,6 +185,6 @@ def _starts(groups: NDArray[np.uint64]) -> Int64Array:
 
 
 def _mean_share(parts: Doubles, wholes: Doubles) -> float:
-    """Returns the mean of parts / wholes over those wholes that are not 0."""
+    """Returns the mean of parts / wholes over nonzero wholes."""
     known = wholes > 0
     return float((parts[known] / wholes[known]).mean()) if known.any() else math.nan

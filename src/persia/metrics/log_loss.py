@@ -41,5 +41,5 @@ class LogLoss:
         return {"total": self.total, "rows": self.rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the counts by those of a state."""
+        """Replaces the counts by the counts of a state."""
         self.total, self.rows = float(state["total"]), int(state["rows"])

@@ -18,7 +18,7 @@ def merged_metrics(metrics: Metrics, gather: Callable[[bytes], list[bytes]]) -> 
 
     Args:
         metrics: metrics of this NN worker; not modified.
-        gather: `AllReduce.gather`, or that of a single replica.
+        gather: `AllReduce.gather`, or `SingleReplica.gather`.
     """
     state = {name: np.asarray(value) for name, value in metrics.state_dict().items() if name != "labels"}
     payloads = gather(safetensors.numpy.save(state))

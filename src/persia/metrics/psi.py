@@ -20,10 +20,10 @@ __all__ = [
 ]
 
 MODERATE: Final = 0.1
-"""A PSI below it is no change worth looking at."""
+"""A PSI below this is an insignificant change."""
 
 SIGNIFICANT: Final = 0.25
-"""A PSI from here on is a significant change. Both thresholds are a rule of thumb of credit scoring (Lewis, 1994)."""
+"""A PSI of at least this is significant. Both thresholds are rules of thumb in credit scoring (Lewis, 1994)."""
 
 ID_BUCKETS: Final = 32
 LENGTH_BUCKETS: Final = 18
@@ -38,13 +38,13 @@ HALF = 0.5
 def psi(expected: ArrayLike, actual: ArrayLike) -> float:
     """Returns the population stability index of counts by bucket: sum of (a - e) * ln(a / e) over shares a and e.
 
-    0 says that both are alike. An empty bucket counts as half an observation, as the logarithm has no value else.
+    0 means that both are equal. An empty bucket counts as half an observation, as the logarithm would be undefined.
     Without any change, samples of n and m observations in b buckets have a PSI of (b - 1) * (1 / n + 1 / m) on average
     (Yurdakul, 2018).
 
     Args:
         expected: counts `[buckets]` of the reference.
-        actual: counts `[buckets]` of what is compared with it.
+        actual: counts `[buckets]` to compare with it.
 
     Returns:
         The index; NaN if one of them has no observation.
@@ -57,7 +57,7 @@ def psi(expected: ArrayLike, actual: ArrayLike) -> float:
 
 
 def bucket_ids(ids: Ids) -> Int64Array:
-    """Returns how many ids fall into each bucket of a hash, int64 `[ID_BUCKETS]`.
+    """Returns the number of ids in each bucket of a hash, int64 `[ID_BUCKETS]`.
 
     Args:
         ids: uint64 `[n]`.
@@ -67,7 +67,7 @@ def bucket_ids(ids: Ids) -> Int64Array:
 
 
 def bucket_lengths(lengths: Int64Array) -> Int64Array:
-    """Returns how many lists of ids have a length in each bucket, int64 `[LENGTH_BUCKETS]`.
+    """Returns the number of lists of ids in each bucket of lengths, int64 `[LENGTH_BUCKETS]`.
 
     Args:
         lengths: int64 `[rows]`.

@@ -22,8 +22,9 @@ class Figures:
         auc: area under the ROC curve.
         log_loss: mean log-loss.
         calibration: mean prediction over mean label.
-        normalized_entropy: log-loss over that of predicting the mean label for each row: below 1 the model has learnt
-            something (He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, ADKDD'14, section 2.1).
+        normalized_entropy: log-loss divided by the log-loss of always predicting the mean label: below 1 the model has
+            learnt something (He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, ADKDD'14, section
+            2.1).
     """
 
     rows: int
@@ -45,8 +46,8 @@ class MetricsResult:
         normalized_entropy: mean normalized entropy over the labels.
         labels: metrics of each label over all rows.
         per_day: metrics of each label by day, in ascending order of days. Excludes rows without a day.
-        buckets: calibration of each label in ten buckets of as many rows, lowest predictions first.
-        grouped: by label, how samples are ranked within groups, if an evaluation has asked for groups.
+        buckets: calibration of each label in ten buckets of equal size, lowest predictions first.
+        grouped: by label, ranking quality within groups, if an evaluation requested groups.
     """
 
     rows: int

@@ -27,8 +27,8 @@ class Metrics:
     Days may come in any order. Rows are buffered and counted in blocks of 16,384, so an update is cheap. Calling
     `result` or `state_dict` does not change later results. Not thread-safe.
 
-    Memory per label: that of an `AUC` of 2^17 bins in all, up to 11 MiB, that of one of 2^16 bins per day, 1.5 to 3 MiB
-    once its rows have come, and a buffer of 128 KiB.
+    Memory per label: up to 11 MiB for an `AUC` of 2^17 bins over all rows, 1.5 to 3 MiB per complete day for an `AUC`
+    of 2^16 bins, and a buffer of 128 KiB.
 
     Args:
         labels: names of the labels, in the order of the columns.
@@ -72,8 +72,8 @@ class Metrics:
 
         Args:
             logits: `[rows, labels]`, or `[rows]` with one label; finite.
-            labels: of the same shape, each in [0, 1].
-            day: whole numbers `[rows]`, or one for all rows; None: the rows belong to no day.
+            labels: same shape as `logits`, each in [0, 1].
+            day: integers `[rows]`, or one for all rows; None: the rows belong to no day.
 
         Raises:
             DataError: an argument is invalid, and nothing has been added; or there are more than `max_days` days,
@@ -86,15 +86,15 @@ class Metrics:
             when = np.asarray(day)
             if when.dtype.kind not in "iu" or when.shape not in ((), (len(x),)):
                 raise DataError(
-                    f"day has dtype {when.dtype} and shape {when.shape}; give one integer for each of {len(x)} rows.",
+                    f"day has dtype {when.dtype} and shape {when.shape}; pass one integer for each of {len(x)} rows.",
                     field="day",
                 )
         start = 0
         while start < len(x):
             take = min(BLOCK - self._filled, len(x) - start)
-            here, there = slice(self._filled, self._filled + take), slice(start, start + take)
-            self._logits[here], self._targets[here] = x[there], y[there]
-            self._when[here] = when[there] if np.ndim(when) else when
+            target, source = slice(self._filled, self._filled + take), slice(start, start + take)
+            self._logits[target], self._targets[target] = x[source], y[source]
+            self._when[target] = when[source] if np.ndim(when) else when
             self._filled += take
             start += take
             if self._filled == BLOCK:
@@ -107,7 +107,7 @@ class Metrics:
             array = array[:, None]
         if array.ndim != 2 or array.shape[1] != len(self.labels):
             raise DataError(
-                f"{name} have shape {array.shape}; give [rows, {len(self.labels)}], a column for each of "
+                f"{name} have shape {array.shape}; pass [rows, {len(self.labels)}], a column for each of "
                 f"{', '.join(self.labels)}.",
                 field=name,
             )
@@ -119,9 +119,9 @@ class Metrics:
         present = [int(when[0])] if when[0] == when[-1] and np.all(when == when[0]) else np.unique(when).tolist()
         if len(days.keys() | {d for d in present if d != NO_DAY}) > self.max_days:
             raise DataError(
-                f"There are more than {self.max_days} different days; give days, not timestamps.", field="day"
+                f"There are more than {self.max_days} different days; pass days, not timestamps.", field="day"
             )
-        for day in days.keys() - set(present):  # Data in order of time do not come back to it.
+        for day in days.keys() - set(present):  # Data in order of time do not return to this day.
             for tally in days[day]:
                 tally.auc.settle()
         for day in present:
@@ -147,7 +147,7 @@ class Metrics:
         return total, days
 
     def result(self) -> MetricsResult:
-        """Returns the metrics so far. Takes up to 80 ms per label, and per day with rows since the last call."""
+        """Returns the metrics so far. Takes up to 80 ms per label, and again per day with new rows."""
         total, days = self._complete()
         figures = dict(zip(self.labels, (t.figures() for t in total), strict=True))
         per_day: dict[int, dict[str, Figures]] = {}
@@ -182,7 +182,7 @@ class Metrics:
         """Adds the rows of another Metrics with the same labels, which is not modified."""
         if other.labels != self.labels:
             raise ConfigError(
-                f"Cannot merge metrics of the labels {other.labels} into those of {self.labels}; use the same labels.",
+                f"Cannot merge metrics of labels {other.labels} into metrics of {self.labels}; use the same labels.",
                 field="labels",
             )
         total, days = other._complete()
@@ -190,12 +190,14 @@ class Metrics:
             raise DataError(
                 f"Both metrics together have more than {self.max_days} different days; raise max_days.", field="day"
             )
-        for mine, theirs in zip(self._total, total, strict=True):
-            mine.merge(theirs)
+        for own_tally, other_tally in zip(self._total, total, strict=True):
+            own_tally.merge(other_tally)
         for day, tallies in days.items():
             self._figures.pop(day, None)
-            for mine, theirs in zip(self._days.setdefault(day, self._tallies(self.DAY_BINS)), tallies, strict=True):
-                mine.merge(theirs)
+            for own_tally, other_tally in zip(
+                self._days.setdefault(day, self._tallies(self.DAY_BINS)), tallies, strict=True
+            ):
+                own_tally.merge(other_tally)
 
     def state_dict(self) -> State:
         """Returns counts and buffered rows as numpy arrays, numbers and names under flat keys."""
@@ -212,13 +214,13 @@ class Metrics:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces counts and buffered rows by those of a state with the same labels.
+        """Replaces counts and buffered rows by the contents of a state with the same labels.
 
         Raises:
             ConfigError: the labels differ.
         """
         if list(state["labels"]) != list(self.labels):
-            raise ConfigError(f"The state is of the labels {state['labels']}; expected {self.labels}.", field="labels")
+            raise ConfigError(f"The state has the labels {state['labels']}; expected {self.labels}.", field="labels")
         self._clear()
         self._days = {int(d): self._tallies(self.DAY_BINS) for d in state["days"]}
         parts: dict[str, State] = {}
