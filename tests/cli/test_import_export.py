@@ -137,5 +137,5 @@ def test_what_does_not_fit_is_refused(folder):
     (files / "id_0.parquet").write_bytes(b"not Parquet")
     assert "id_0.parquet cannot be read" in persia("import", "run.toml", "files", "--output", "two", ok=False)
     (files / "id_0.safetensors").write_bytes(b"not safetensors")
-    assert "are of one table; remove one" in persia("import", "run.toml", "files", "--output", "two", ok=False)
+    assert "belong to the same table; remove one" in persia("import", "run.toml", "files", "--output", "two", ok=False)
     assert not (folder / "two").exists()

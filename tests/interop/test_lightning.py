@@ -228,7 +228,7 @@ def test_a_module_of_ones_own(tmp_path):
     fit = trainer(tmp_path, precision="bf16-mixed")
     fit.fit(module, PrefetchLoader(tables, list(READER)))
     assert tables.global_step == 12
-    with pytest.raises(ConfigError, match="has 0 collections"):
+    with pytest.raises(ConfigError, match="has 0 embedding collections"):
         trainer(tmp_path).fit(BoringModel())
 
 
@@ -290,7 +290,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     options = {"model": module.model, "embeddings": module.embeddings, "optimizer": torch.optim.Adam}
     RecommenderModule.load_from_checkpoint(tmp_path / "rows.ckpt", **options)  # The network alone.
     for data in (READER, torch.utils.data.DataLoader(list(READER), batch_size=None)):
-        with pytest.raises(ConfigError, match=r"without rows; give it PrefetchLoader\(module\.embeddings, data\)"):
+        with pytest.raises(ConfigError, match=r"without rows; pass PrefetchLoader\(module\.embeddings, data\)"):
             trainer(tmp_path).fit(make(), data)
     with pytest.raises(ConfigError, match="Invalid optimizer"):
         RecommenderModule(module.model, module.embeddings, optimizer=torch.optim.SGD(module.model.parameters(), 0.1))

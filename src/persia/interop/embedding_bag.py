@@ -1,4 +1,4 @@
-"""`nn.EmbeddingBag` and `nn.Embedding` as tables, and back."""
+"""Converts `nn.EmbeddingBag` and `nn.Embedding` to tables and back."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RowsExported(NamedTuple):
     """Result of exporting a table to a module.
 
     Attributes:
-        written: rows of the module that the table has.
-        absent: rows of the module that it does not have; they are as they were.
+        written: number of rows of the module that the table has.
+        absent: number of rows of the module that the table does not have; they did not change.
     """
 
     written: int
@@ -38,31 +38,31 @@ def import_embedding(
     optimizer: torch.optim.Optimizer | None = None,
     vocabulary: Vocabulary = None,
 ) -> RowsSet:
-    """Sets rows of a table to those of an `nn.EmbeddingBag` or `nn.Embedding`, in parts. Blocks.
+    """Sets rows of a table to rows of an `nn.EmbeddingBag` or `nn.Embedding`, in parts. Blocks.
 
-    Call it while no NN worker trains, as `EmbeddingCollection.set_rows`; with several NN workers, on the first one.
-    Training in `persia.modes.Sync` then continues as it would in torch: the pooling of features is to be the module's
-    `mode`, and the optimizer of the table `embedding_optimizer(optimizer, module.weight)`. The row of `padding_idx` is
-    left out; so should its id be in batches.
+    Call it while no NN worker trains, like `EmbeddingCollection.set_rows`; with several NN workers, on the first one.
+    Training in `persia.modes.Sync` then continues as it would in torch, if the pooling of features is the module's
+    `mode`, and the optimizer of the table is `embedding_optimizer(optimizer, module.weight)`. The row of `padding_idx`
+    is left out; batches should not contain its id either.
 
     Args:
-        collection: with the table; of a `Trainer`, `trainer.embeddings`.
-        table: its name.
-        module: of the table's dim.
-        optimizer: of the module; its state of each row comes along. None leaves state as it is: that of new rows is the
-            initial one.
-        vocabulary: the ids of the module's rows. A dict from value to row, as models have that map texts to rows: rows
-            that it does not name are left out. Or a column with the value of each row. Values are mapped to ids as
-            readers do. None: row i is that of the number i, which is its id, except for features of `kind="text"`.
+        collection: collection with the table; with a `Trainer`, `trainer.embeddings`.
+        table: name of the table.
+        module: module with the table's dim.
+        optimizer: optimizer of the module, whose state of each row is imported. None leaves the state of existing rows
+            unchanged; new rows get the initial state.
+        vocabulary: the ids of the module's rows: a dict from value to row, which leaves out other rows, or a column
+            with the value of each row. Values are mapped to ids as readers do. None: row i belongs to the number i,
+            which is its id, except for features of `kind="text"`.
 
     Returns:
         Numbers of rows. `evicted` is more than 0 if the table's capacity is less than the rows of the module.
 
     Raises:
-        ConfigError: there is no such table, its dim or optimizer is another one, or the module has an option that
-            tables lack. Nothing has changed.
-        DataError: the vocabulary does not fit; nothing has changed. Or values are not finite, or do not fit the dtype
-            of the table; rows before them may be set.
+        ConfigError: the table does not exist, has another dim or optimizer, or the module has an option that tables
+            lack. Nothing has changed.
+        DataError: the vocabulary does not match the module; nothing has changed. Or values are not finite, or do not
+            fit the dtype of the table; rows before them may be set.
     """
     rules = _checked(collection, table, module)
     rows = located(collection, table, module.num_embeddings, vocabulary, module.padding_idx)
@@ -82,23 +82,22 @@ def export_embedding(
 ) -> RowsExported:
     """Writes rows of a table into an `nn.EmbeddingBag` or `nn.Embedding`, in parts. Blocks; the table does not change.
 
-    A module has a fixed number of rows, a table has not: ids that the vocabulary does not have are left out.
-    For a module of all rows, give those that there are: `ids = table_ids(collection, table)`, a module of `len(ids)`
-    rows, and `vocabulary=ids`.
+    A module has a fixed number of rows, unlike a table: ids that are not in the vocabulary are left out. To export all
+    rows, use `ids = table_ids(collection, table)`, a module of `len(ids)` rows, and `vocabulary=ids`.
 
     Args:
-        collection: with the table.
-        table: its name.
-        module: of the table's dim, on any device. Rows whose id has no row in the table stay as they are, and so does
-            that of `padding_idx`.
-        optimizer: of the module; it gets the state of each row. Its step becomes the largest number of updates of a
-            row, as torch counts the updates of a weight, and persia those of a row.
+        collection: collection with the table.
+        table: name of the table.
+        module: module with the table's dim, on any device. Rows whose id has no row in the table do not change, nor
+            does the row of `padding_idx`.
+        optimizer: optimizer of the module, which gets the state of each row. Its step becomes the largest number of
+            updates of a row, as torch counts updates of the weight, and persia counts updates of each row.
         vocabulary: as for `import_embedding`.
 
     Raises:
-        ConfigError: there is no such table, its dim or optimizer is another one, or the module has an option that
-            tables lack.
-        DataError: the vocabulary does not fit.
+        ConfigError: the table does not exist, has another dim or optimizer, or the module has an option that tables
+            lack.
+        DataError: the vocabulary does not match the module.
     """
     rules = _checked(collection, table, module)
     weight = module.weight
@@ -122,7 +121,7 @@ def export_embedding(
 
 
 def _checked(collection: EmbeddingCollection, table: str, module: Module) -> EmbeddingOptimizer:
-    """Returns the optimizer of the table's rows; the table has to fit the module."""
+    """Returns the optimizer of the table's rows, after checking that the table matches the module."""
     known, rules = declared(collection, table)
     if not isinstance(module, Module):
         raise ConfigError(
@@ -131,18 +130,18 @@ def _checked(collection: EmbeddingCollection, table: str, module: Module) -> Emb
     if module.embedding_dim != known.dim:
         raise ConfigError(
             f"The module has embedding_dim {module.embedding_dim}, but table {table!r} has dim {known.dim}; declare "
-            "the table with that of the module.",
+            "the table with the dim of the module.",
             field="module",
         )
     if isinstance(module, torch.nn.EmbeddingBag) and module.mode == "max":
         raise ConfigError(
-            "The module has mode = 'max', which no pooling of features does; train it with 'sum' or 'mean'.",
+            "The module has mode = 'max', which features do not support as pooling; train it with 'sum' or 'mean'.",
             field="mode",
         )
     for name, value in (("max_norm", None), ("scale_grad_by_freq", False)):
         if getattr(module, name) != value:
             raise ConfigError(
-                f"The module has {name} = {getattr(module, name)!r}, which tables do not have; set it to {value!r}.",
+                f"The module has {name} = {getattr(module, name)!r}, which tables do not support; set it to {value!r}.",
                 field=name,
             )
     return rules

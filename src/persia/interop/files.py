@@ -1,4 +1,4 @@
-"""Rows of tables from Parquet and safetensors files, part by part."""
+"""Reads rows of tables from Parquet and safetensors files, part by part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TENSORS = {"ids", "state", "update_count", "last_step"}
 
 
 class _Part(NamedTuple):
-    """Some rows of a file: ids, embeddings `[n, dim]`, and the state of the optimizer if the file has any."""
+    """Part of the rows of a file: ids, embeddings `[n, dim]`, and the optimizer state if the file has any."""
 
     ids: Any
     embeddings: Floats
@@ -34,40 +34,40 @@ class _Part(NamedTuple):
 def import_rows(
     collection: EmbeddingCollection, directory: str | os.PathLike[str], *, tables: Iterable[str] | None = None
 ) -> dict[str, RowsSet]:
-    """Sets rows of tables to those of files, as `persia export` writes them. Blocks.
+    """Sets rows of tables from files as `persia export` writes them. Blocks.
 
     Each table has a file `<table>.parquet` with the columns `id` and `embedding`, or `<table>.safetensors` with the
-    tensors `ids` and `embeddings`. If there also is `state`, with `update_count` and `last_step`, it is that of the
-    table's optimizer. Ids are whole numbers from 0 on, or in Parquet texts, which are mapped as readers do. A
-    safetensors file with one tensor `[rows, dim]` alone has in row i the embedding of the id i.
+    tensors `ids` and `embeddings`. Optional are `state`, the state of the table's optimizer, with `update_count` and
+    `last_step`. Ids are integers from 0 on; in Parquet they may be strings, which are mapped as readers do. In a
+    safetensors file with a single tensor `[rows, dim]`, row i is the embedding of the id i.
 
     Args:
-        collection: with tables of the same names and dims; of a `Trainer`, `trainer.embeddings`.
-        directory: of the files.
-        tables: names of tables; None for all of the schema that have a file.
+        collection: collection whose tables have the same names and dims; with a `Trainer`, `trainer.embeddings`.
+        directory: directory of the files.
+        tables: names of tables; None for all tables of the schema that have a file.
 
     Returns:
-        By table, the numbers of rows.
+        Numbers of rows by table.
 
     Raises:
-        ConfigError: there is no such table.
+        ConfigError: a table does not exist.
         CheckpointError: a table has no file or two, or a file cannot be read.
-        DataError: ids or embeddings do not fit the table. Rows of earlier parts and tables are set.
-        StoreError: the state is of another optimizer.
+        DataError: ids or embeddings do not match the table. Rows of earlier parts and tables are set.
+        StoreError: the state belongs to another optimizer.
     """
-    found = {name: _file(Path(directory), name) for name in tables or collection.schema.resolved_tables()}
+    files = {name: _file(Path(directory), name) for name in tables or collection.schema.resolved_tables()}
     if tables is None:
-        found = {name: path for name, path in found.items() if path is not None}
-    missing = next((name for name, path in found.items() if path is None), None)
-    if missing is not None or not found:
+        files = {name: path for name, path in files.items() if path is not None}
+    missing = next((name for name, path in files.items() if path is None), None)
+    if missing is not None or not files:
         name = missing or next(iter(collection.schema.resolved_tables()))
         raise CheckpointError(
-            f"{directory} has no file of rows; name the one of table {name!r} {file_name(name)}.parquet or "
+            f"{directory} has no file of rows; name the file of table {name!r} {file_name(name)}.parquet or "
             f"{file_name(name)}.safetensors.",
             path=os.fspath(directory),
         )
     done: dict[str, RowsSet] = {}
-    for name, path in found.items():
+    for name, path in files.items():
         assert path is not None
         table, _ = declared(collection, name)
         dim = table.dim
@@ -88,10 +88,12 @@ def import_rows(
 
 
 def _file(directory: Path, table: str) -> Path | None:
-    found = [path for end in (".parquet", ".safetensors") if (path := directory / f"{file_name(table)}{end}").exists()]
-    if len(found) > 1:
-        raise CheckpointError(f"{found[0]} and {found[1].name} are of one table; remove one.", path=str(found[0]))
-    return found[0] if found else None
+    paths = [path for end in (".parquet", ".safetensors") if (path := directory / f"{file_name(table)}{end}").exists()]
+    if len(paths) > 1:
+        raise CheckpointError(
+            f"{paths[0]} and {paths[1].name} belong to the same table; remove one.", path=str(paths[0])
+        )
+    return paths[0] if paths else None
 
 
 def _checked(path: Path, parts: Iterator[_Part]) -> Iterator[_Part]:
@@ -99,7 +101,7 @@ def _checked(path: Path, parts: Iterator[_Part]) -> Iterator[_Part]:
     while True:
         try:
             part = next(parts, None)
-        except Exception as error:  # pyarrow and safetensors have errors of their own.
+        except Exception as error:  # pyarrow and safetensors raise their own errors.
             raise CheckpointError(f"{path} cannot be read: {error}. Write it again.", path=str(path)) from error
         if part is None:
             return
@@ -114,7 +116,7 @@ def _parquet(path: Path, rows: int) -> Iterator[_Part]:
         _require(file.schema_arrow.names, "id", "embedding")
         for batch in file.iter_batches(rows):
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            keys = columns["id"]  # Texts of any type, such as large ones, are left to the table.
+            keys = columns["id"]  # The table maps strings of any type, such as large_string.
             if pa.types.is_dictionary(keys.type):
                 keys = keys.dictionary_decode()
             if pa.types.is_integer(keys.type) or pa.types.is_floating(keys.type):
@@ -125,30 +127,30 @@ def _parquet(path: Path, rows: int) -> Iterator[_Part]:
             yield _Part(keys, _matrix("embedding", columns["embedding"]), _state(others))
 
 
-def _require(found: Sequence[str], *needed: str) -> None:
+def _require(present: Sequence[str], *needed: str) -> None:
     """Raises ValueError unless a file has all these columns or tensors."""
-    if missing := [name for name in needed if name not in found]:
-        raise ValueError(f"it has {', '.join(found)}, but no {missing[0]!r}")
+    if missing := [name for name in needed if name not in present]:
+        raise ValueError(f"it has {', '.join(present)}, but no {missing[0]!r}")
 
 
 def _numbers(ids: NDArray[Any]) -> Ids:
     """Returns numbers as ids.
 
     Raises:
-        ValueError: a number is negative, missing or not whole, or a float so large that it may stand for another one.
+        ValueError: a number is negative, missing or not an integer, or a float too large to be exact.
     """
     if ids.dtype.kind not in "iuf":
-        raise ValueError(f"its ids are {ids.dtype}; they are whole numbers, or in Parquet texts")
+        raise ValueError(f"its ids are {ids.dtype}; they must be integers, or in Parquet strings")
     bad = ids < 0
     if ids.dtype.kind == "f":
         bad = ~((ids >= 0) & (ids < 2.0 ** (np.finfo(ids.dtype).nmant + 1)) & (ids % 1 == 0))
     if bad.any():
-        raise ValueError(f"it has the id {ids[bad][0]}; ids are whole numbers from 0 on, or in Parquet texts")
+        raise ValueError(f"it has the id {ids[bad][0]}; ids must be integers from 0 on, or in Parquet strings")
     return ids.astype(np.uint64)
 
 
 def _matrix(name: str, column: Any) -> Floats:
-    """Returns a column of lists of one length as an array."""
+    """Returns a column of lists of equal length as an array."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -18,14 +18,14 @@ from persia.types import Floats, Ids, Int64Array, RowsSet, RowState, StoredRows
 __all__ = ["Vocabulary", "declared", "located", "read_parts", "set_parts", "table_ids"]
 
 PART_VALUES = 1 << 24
-"""Embedding values that are moved at once."""
+"""Maximum number of embedding values in a part."""
 
 Vocabulary = ArrayLike | Mapping[Any, int] | None
-"""The ids of a weight's rows: a column with the value of each row; the row of each value; None: row i is number i."""
+"""Ids of a weight's rows: the value of each row, or a mapping from value to row; None: row i belongs to number i."""
 
 
 class Located(NamedTuple):
-    """Ids, and where their rows are in a weight.
+    """Ids and the positions of their rows in a weight.
 
     Attributes:
         ids: uint64 `[n]`, distinct.
@@ -39,10 +39,10 @@ class Located(NamedTuple):
 def table_ids(collection: EmbeddingCollection, table: str) -> Ids:
     """Returns the ids that have a row, ascending. Reads the rows of all tables from all PSs; blocks.
 
-    Call it while no NN worker trains, else rows of that time may be missing.
+    Call it while no NN worker trains; otherwise new rows may be missing.
 
     Raises:
-        ConfigError: there is no such table.
+        ConfigError: the table does not exist.
     """
     declared(collection, table)
     parts = [
@@ -58,7 +58,7 @@ def declared(collection: EmbeddingCollection, table: str) -> tuple[Table, Embedd
     """Returns a table as the schema declares it, and the optimizer of its rows.
 
     Raises:
-        ConfigError: there is no such table.
+        ConfigError: the table does not exist.
     """
     tables = collection.schema.resolved_tables()
     if table not in tables:
@@ -69,10 +69,11 @@ def declared(collection: EmbeddingCollection, table: str) -> tuple[Table, Embedd
 def located(
     collection: EmbeddingCollection, table: str, rows: int, vocabulary: Vocabulary, padding: int | None = None
 ) -> Located:
-    """Returns the ids of a weight's rows, without the row of padding.
+    """Returns the ids of a weight's rows, without the padding row.
 
     Raises:
-        DataError: the vocabulary does not fit the weight, a value is not one id, or two values are the same id or row.
+        DataError: the vocabulary does not match the weight, a value has no single id, or two values have the same id
+            or row.
     """
     places = np.arange(rows)
     if isinstance(vocabulary, Mapping):
@@ -80,7 +81,7 @@ def located(
         if places.size and not 0 <= places.min() <= places.max() < rows:
             raise DataError(
                 f"The vocabulary of table {table!r} has rows {places.min()} to {places.max()}, but the weight has "
-                f"{rows}; give the vocabulary that it was trained with.",
+                f"{rows}; pass the vocabulary that it was trained with.",
                 table=table,
             )
         ids = collection.row_ids(table, list(vocabulary))
@@ -91,7 +92,7 @@ def located(
         ids = collection.row_ids(table, vocabulary)
     if len(ids) != len(places):
         raise DataError(
-            f"Table {table!r}: {len(ids)} values for a weight of {rows} rows; give one value for each row, or a "
+            f"Table {table!r}: {len(ids)} values for a weight of {rows} rows; pass one value for each row, or a "
             "mapping from value to row.",
             table=table,
         )
@@ -99,12 +100,12 @@ def located(
     if len(distinct) != len(ids):
         at = int(np.setdiff1d(np.arange(len(ids)), first)[0])
         raise DataError(
-            f"Table {table!r}: the value at position {at} is id {ids[at]}, as an earlier one; give each id one row.",
+            f"Table {table!r}: the value at position {at} has the id {ids[at]} of an earlier value; pass each id once.",
             table=table,
             row=at,
         )
-    kept = places != (-1 if padding is None else padding)
-    return Located(ids[kept], places[kept])
+    retained = places != (-1 if padding is None else padding)
+    return Located(ids[retained], places[retained])
 
 
 def _places(table: str, rows: Sequence[Any]) -> Int64Array:
@@ -112,13 +113,13 @@ def _places(table: str, rows: Sequence[Any]) -> Int64Array:
     for row in rows:
         if isinstance(row, bool) or not isinstance(row, int | np.integer):
             raise DataError(
-                f"The vocabulary of table {table!r} has the row {row!r}; give an integer for each value.", table=table
+                f"The vocabulary of table {table!r} has the row {row!r}; pass an integer for each value.", table=table
             )
     distinct, counts = np.unique(np.array(rows, np.int64), return_counts=True)
     if len(distinct) != len(rows):
         raise DataError(
             f"The vocabulary of table {table!r} has row {distinct[counts > 1][0]} for several values; give each value "
-            "a row of its own.",
+            "its own row.",
             table=table,
         )
     return np.array(rows, np.int64)
@@ -132,16 +133,16 @@ def set_parts(
     state: Sequence[Tensor] | None,
     update_count: int = 0,
 ) -> RowsSet:
-    """Sets rows of a table to those of a weight; see `EmbeddingCollection.set_rows`.
+    """Sets rows of a table to rows of a weight; see `EmbeddingCollection.set_rows`.
 
     Args:
-        collection: with the table.
-        table: its name.
-        rows: ids, and their rows in `weight`.
-        weight: `[rows, dim]`, on any device.
-        state: of the optimizer, by row: tensors `[rows, width]` or `[rows]`, side by side as in `RowState.values`. None
-            keeps that of existing rows; new rows get the initial state.
-        update_count: of each row, with `state`.
+        collection: collection with the table.
+        table: name of the table.
+        rows: ids and their rows in `weight`.
+        weight: weight `[rows, dim]`, on any device.
+        state: optimizer state by row: tensors `[rows, width]` or `[rows]` in the order of `RowState.values`. None keeps
+            the state of existing rows; new rows get the initial state.
+        update_count: number of updates of each row, with `state`.
     """
     done = RowsSet(0, 0, 0)
     for part in _parts(len(rows.ids), weight.shape[1]):
@@ -159,15 +160,17 @@ def set_parts(
 def read_parts(
     collection: EmbeddingCollection, table: str, rows: Located, dim: int, state: bool
 ) -> Iterator[tuple[Tensor, StoredRows]]:
-    """Yields those rows that a table has, with the index of each in the weight."""
+    """Yields the rows that exist in a table, with the index of each in the weight."""
     for part in _parts(len(rows.ids), dim):
         read = collection.rows(table, rows.ids[part], state=state)
-        found, state_of = read.found, read.state
-        kept = None
-        if state_of is not None:
-            kept = RowState(state_of.values[found], state_of.update_count[found], state_of.last_step[found])
-        places = torch.from_numpy(rows.places[part][found])
-        yield places, StoredRows(read.ids[found], read.found[found], read.values[found], kept)
+        present, state_of_ids = read.found, read.state
+        present_state = None
+        if state_of_ids is not None:
+            present_state = RowState(
+                state_of_ids.values[present], state_of_ids.update_count[present], state_of_ids.last_step[present]
+            )
+        places = torch.from_numpy(rows.places[part][present])
+        yield places, StoredRows(read.ids[present], read.found[present], read.values[present], present_state)
 
 
 def _parts(rows: int, dim: int) -> Iterator[slice]:

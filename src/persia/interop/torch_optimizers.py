@@ -1,4 +1,4 @@
-"""The optimizers of PyTorch as embedding optimizers, and their state as that of rows."""
+"""Converts PyTorch optimizers to embedding optimizers, and their state to state of rows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ KEYS: dict[type[EmbeddingOptimizer], tuple[str, ...]] = {
     Adagrad: ("sum",),
     Adam: ("exp_avg", "exp_avg_sq"),
 }
-"""Entries of a torch optimizer's state that are side by side in a row's."""
+"""Entries of a torch optimizer's state, which the state of a row concatenates."""
 
 
 class TorchState(NamedTuple):
     """The state of a torch optimizer for a weight.
 
     Attributes:
-        columns: float `[rows, dim]` each, in the order of `persia.nn.RowState.values`.
-        step: number of updates; 0 where the optimizer does not count them.
+        columns: state tensors, float `[rows, dim]`, in the order of `persia.nn.RowState.values`.
+        step: number of updates; 0 if the optimizer does not count them.
     """
 
     columns: Sequence[Tensor]
@@ -34,15 +34,16 @@ class TorchState(NamedTuple):
 
 
 def embedding_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> EmbeddingOptimizer:
-    """Returns the embedding optimizer whose update of a row is that of a torch optimizer.
+    """Returns the embedding optimizer that updates a row as a torch optimizer does.
 
-    `SGD`, `Adagrad`, `Adam`, `AdamW` without weight decay, and `SparseAdam` have one. Rows are updated when a batch has
-    them. So is the weight of a sparse module; a dense one is also changed by momentum, Adam's moments and weight decay
-    in steps without a gradient. Adam's bias correction counts the updates of the row, torch's those of the weight.
+    `SGD`, `Adagrad`, `Adam`, `AdamW` without weight decay, and `SparseAdam` have one. A row is updated if a batch has
+    it, as with the weight of a sparse module. Momentum, Adam's moments and weight decay also change the weight of a
+    dense module in steps without a gradient. Adam's bias correction counts updates of the row; torch's counts updates
+    of the weight.
 
     Args:
-        optimizer: from `torch.optim`, with its learning rate of now.
-        weight: the parameter, which the optimizer has.
+        optimizer: optimizer from `torch.optim`, with its current learning rate.
+        weight: a parameter of the optimizer.
 
     Raises:
         ConfigError: the optimizer does not have the weight, or has an option that no embedding optimizer has.
@@ -66,21 +67,23 @@ def embedding_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> Emb
         case torch.optim.Adagrad():
             first = float(group["initial_accumulator_value"])
             return Adagrad(lr, first, float(group["eps"]), float(group["weight_decay"]))
-        case torch.optim.Adam() | torch.optim.AdamW() | torch.optim.SparseAdam():  # Older AdamW is no Adam.
+        case (
+            torch.optim.Adam() | torch.optim.AdamW() | torch.optim.SparseAdam()
+        ):  # In older versions, AdamW is not a subclass of Adam.
             beta1, beta2 = map(float, group["betas"])
             return Adam(lr, beta1, beta2, float(group["eps"]), float(group.get("weight_decay", 0.0)))
     raise ConfigError(
-        f"No embedding optimizer of persia updates rows as {kind} does; give SGD, Adagrad, Adam, AdamW or SparseAdam "
-        "of torch.optim, or leave the optimizer out to move weights alone.",
+        f"No embedding optimizer of persia updates rows as {kind} does; pass SGD, Adagrad, Adam, AdamW or SparseAdam "
+        "of torch.optim, or leave the optimizer out to move only the weights.",
         field="optimizer",
     )
 
 
 def read_state(optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer) -> TorchState | None:
-    """Returns the state of a weight, for rows that `declared` updates; None if there is none yet, or never.
+    """Returns the state of a weight, for rows that `declared` updates; None if there is no state (yet).
 
     Raises:
-        ConfigError: the state is not that of `declared`.
+        ConfigError: the state does not match `declared`.
     """
     keys = _keys(optimizer, weight, declared)
     state = optimizer.state.get(weight, {})
@@ -92,10 +95,10 @@ def read_state(optimizer: torch.optim.Optimizer, weight: Tensor, declared: Embed
 def state_to_write(
     optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer
 ) -> tuple[dict[str, Any], Sequence[Tensor]]:
-    """Returns the state of a weight, and the tensors in it that hold the state of rows; zeros if it had none.
+    """Returns the state of a weight, and the tensors in it that hold the state of rows; zeros if there was none.
 
     Raises:
-        ConfigError: the state is not that of `declared`.
+        ConfigError: the state does not match `declared`.
     """
     keys = _keys(optimizer, weight, declared)
     state: dict[str, Any] = optimizer.state[weight]
@@ -108,19 +111,23 @@ def state_to_write(
         group = _group(optimizer, weight)
         on_device = bool(group.get("fused") or group.get("capturable"))
         state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device if on_device else "cpu")
-        if isinstance(optimizer, torch.optim.SparseAdam):  # Counts with a plain number.
+        if isinstance(optimizer, torch.optim.SparseAdam):  # Counts with a plain integer.
             state["step"] = 0
     return state, [state[key] for key in keys]
 
 
 def _keys(optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer) -> tuple[str, ...]:
-    theirs = embedding_optimizer(optimizer, weight)
-    momentum = [isinstance(each, SGD) and bool(each.momentum) for each in (theirs, declared)]
-    if type(theirs) is not type(declared) or momentum[0] != momentum[1] or isinstance(declared, Ftrl | RowwiseAdagrad):
+    equivalent = embedding_optimizer(optimizer, weight)
+    momentum = [isinstance(each, SGD) and bool(each.momentum) for each in (equivalent, declared)]
+    if (
+        type(equivalent) is not type(declared)
+        or momentum[0] != momentum[1]
+        or isinstance(declared, Ftrl | RowwiseAdagrad)
+    ):
         raise ConfigError(
-            f"The optimizer of the table is {declared!r}, whose state is not that of torch.optim."
-            f"{type(optimizer).__name__}; declare the table with optimizer = {theirs!r}, or leave the optimizer out to "
-            "move weights alone.",
+            f"The optimizer of the table is {declared!r}, whose state differs from torch.optim."
+            f"{type(optimizer).__name__}; declare the table with optimizer = {equivalent!r}, or leave the optimizer "
+            "out to move only the weights.",
             field="optimizer",
         )
     return () if isinstance(declared, SGD) and not declared.momentum else KEYS[type(declared)]
@@ -131,6 +138,6 @@ def _group(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Any]:
         if any(parameter is weight for parameter in group["params"]):
             return group
     raise ConfigError(
-        f"The {type(optimizer).__name__} does not have the weight of this module; give the optimizer that trains it.",
+        f"The {type(optimizer).__name__} does not have the weight of this module; pass the optimizer that trains it.",
         field="optimizer",
     )

@@ -1,4 +1,4 @@
-"""Training with a `Trainer` of Lightning, in one process; needs `pip install "persia-recsys[lightning]"`."""
+"""Training with a Lightning `Trainer`, in one process; needs `pip install "persia-recsys[lightning]"`."""
 
 from persia.errors import MissingExtraError
 

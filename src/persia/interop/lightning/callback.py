@@ -1,4 +1,4 @@
-"""`PersiaCallback`: rows in Lightning's checkpoints, and what persia measures in its logs."""
+"""`PersiaCallback`: rows in Lightning's checkpoints, and persia's metrics in its logs."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ __all__ = ["PersiaCallback"]
 
 
 class PersiaCallback(Callback):  # type: ignore[misc]
-    """Saves and loads rows with Lightning's checkpoints, and logs what persia measures.
+    """Saves and loads rows with Lightning's checkpoints, and logs persia's metrics.
 
-    The rows of `last.ckpt` are in the directory `last.rows` beside it: written before the file, read with
-    `trainer.fit(..., ckpt_path=...)`, removed when Lightning removes the file. All gradients so far are in them. Each
+    The rows of `last.ckpt` are in the directory `last.rows` next to it: written before the file, read with
+    `trainer.fit(..., ckpt_path=...)`, removed when Lightning removes the file. They contain all gradients so far. Each
     logged step has `persia/staleness` (mean so far), `persia/rows_applied`, `persia/rows_absent`,
-    `persia/rows_non_finite` and `persia/batches_released`, counted from the beginning; see
+    `persia/rows_non_finite` and `persia/batches_released`, counted from the start; see
     `EmbeddingCollection.staleness` and `pushed`.
 
-    It also gives the collection the `GradScaler` of `precision="16-mixed"`.
+    The callback also passes the `GradScaler` of `precision="16-mixed"` to the collection.
 
     Args:
         embeddings: the collection; None for the only one among the submodules of the LightningModule.
 
     Raises:
-        ConfigError: at the beginning of a run, if Lightning runs several processes, accumulates another number of
-            batches than the collection, or the module does not have one collection.
+        ConfigError: at the start of a run, if Lightning runs several processes, accumulates a different number of
+            batches than the collection, or the module does not have exactly one collection.
     """
 
     def __init__(self, embeddings: EmbeddingCollection | None = None) -> None:
-        self._given = embeddings
+        self._explicit = embeddings
         self.embeddings = embeddings
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks the run, and takes part in its checkpoints."""
+        """Checks the run, and adds rows to its checkpoints."""
         check_one_process(trainer.world_size)
-        embeddings = self._given or _only_collection(pl_module)
+        embeddings = self._explicit or _only_collection(pl_module)
         steps = embeddings.options.accumulation_steps
         if stage == "fit" and trainer.accumulate_grad_batches != steps:
             raise ConfigError(
@@ -66,17 +66,17 @@ class PersiaCallback(Callback):  # type: ignore[misc]
         if embeddings is None or trainer.global_step % trainer.log_every_n_steps:
             return
         pushed = embeddings.pushed
-        found = {
+        metrics = {
             "persia/staleness": embeddings.staleness.mean,
             "persia/rows_applied": pushed.applied,
             "persia/rows_absent": pushed.absent,
             "persia/rows_non_finite": pushed.non_finite,
             "persia/batches_released": pushed.released,
         }
-        pl_module.log_dict({name: float(value) for name, value in found.items()}, batch_size=1)
+        pl_module.log_dict({name: float(value) for name, value in metrics.items()}, batch_size=1)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits for the gradients so far, so that rows are as new as the network."""
+        """Waits until all gradients so far are applied, so that rows are as new as the network."""
         if self.embeddings is not None:
             self.embeddings.await_pushes()
 
@@ -90,7 +90,7 @@ class PersiaCallback(Callback):  # type: ignore[misc]
 
 
 def _close_loaders(loaders: Any) -> None:
-    """Closes those of a loader, or of a list or dict of loaders, that prefetch."""
+    """Closes a loader, or each loader of a list or dict, if it prefetches."""
     if isinstance(loaders, PrefetchLoader):
         loaders.close()
     elif isinstance(loaders, Mapping | list | tuple):
@@ -99,11 +99,11 @@ def _close_loaders(loaders: Any) -> None:
 
 
 def _only_collection(module: LightningModule) -> EmbeddingCollection:
-    found = [each for each in module.modules() if isinstance(each, EmbeddingCollection)]
-    if len(found) != 1:
+    collections = [each for each in module.modules() if isinstance(each, EmbeddingCollection)]
+    if len(collections) != 1:
         raise ConfigError(
-            f"{type(module).__name__} has {len(found)} collections of embeddings among its submodules; name the one "
-            "whose rows are saved: PersiaCallback(embeddings).",
+            f"{type(module).__name__} has {len(collections)} embedding collections among its submodules; pass the one "
+            "whose rows to save: PersiaCallback(embeddings).",
             field="embeddings",
         )
-    return found[0]
+    return collections[0]

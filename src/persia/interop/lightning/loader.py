@@ -1,4 +1,4 @@
-"""`PrefetchLoader`: batches with rows for a Lightning `Trainer`, which draws one batch further than it trains."""
+"""`PrefetchLoader`: batches with rows for a Lightning `Trainer`, which draws one batch ahead of training."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ LOG = get_logger("persia.data")
 
 
 class PrefetchLoader:
-    """The batches of `EmbeddingCollection.prefetch`, as a `Trainer` of Lightning takes them.
+    """The batches of `EmbeddingCollection.prefetch`, for a Lightning `Trainer`.
 
-    Where the length of a loader is unknown, Lightning asks for a batch more before each step, to know the last one.
-    Rows must not be drawn so early: a batch is used up when the next one is drawn. So this loader yields stand-ins, and
-    Lightning gets the batch of a stand-in when it moves it to the device.
+    If the length of a loader is unknown, Lightning draws one batch ahead of each step to detect the last one. Rows must
+    not be drawn ahead: a batch is used up when the next one is drawn. This loader therefore yields placeholders, and
+    Lightning gets the batch of a placeholder when it moves the placeholder to the device.
 
     Its position is part of Lightning's checkpoints: a resumed `fit` continues with the batch after the last one, if
-    `data` are the same: a reader of `persia.data`, or data with a method `fingerprint`. Other data begin at their first
-    batch, and a warning says so. Each pass that trains is another epoch of it. See docs/guide/continue.md.
+    `data` are the same: a reader of `persia.data`, or data with a method `fingerprint`. Other data start at their first
+    batch, with a warning. Each pass that trains is another epoch of the data. See docs/guide/continue.md.
 
     Args:
-        embeddings: of the module that is trained. In training mode their backward passes push gradients, in evaluation
-            mode they are read only, as Lightning sets it.
+        embeddings: embeddings of the trained module. Their mode, which Lightning sets, decides whether backward passes
+            push gradients (training) or rows are only read (evaluation).
         data: a reader, or any iterable of `persia.Batch` that can be iterated again.
-        restart_data: begin an incomplete pass of a checkpoint at its first batch.
+        restart_data: whether to start an incomplete pass of a checkpoint at its first batch.
 
     Raises:
         DataError: `data` is not of this kind.
@@ -55,16 +55,16 @@ class PrefetchLoader:
         self._pass: _Pass | None = None
         self._fingerprint = fingerprint_of(data) or fingerprint_of_object(data)
         self._progress = DataProgress(self._fingerprint)
-        """With the next pass, or the one under way."""
+        """Progress including the current pass, or the next one."""
         self._start = 0
         """Number of the first batch of the next pass."""
         self._position = 0, 0
-        """Where the last pass has ended: epoch, and number of a batch."""
+        """End of the last pass: epoch, and number of a batch."""
         self._recorded = self._progress
-        """The progress there."""
+        """Progress at the end of the last pass."""
 
     def __iter__(self) -> Iterator[PendingBatch]:
-        """Begins a pass over the data, and ends the one before.
+        """Starts a pass over the data, and ends the previous one.
 
         Raises:
             ConfigError: Lightning runs several processes.
@@ -74,72 +74,72 @@ class PrefetchLoader:
         self._progress = self._progress.begin_pass()
         current = self._progress.current
         data = parts_of(self.data, current) if isinstance(self.data, Seekable) else self.data
-        found = self._pass = _Pass(self.embeddings, data, self._progress.epoch, self._start)
+        current_pass = self._pass = _Pass(self.embeddings, data, self._progress.epoch, self._start)
         number = 0
-        while found.has(number):
-            yield PendingBatch(found)
+        while current_pass.has(number):
+            yield PendingBatch(current_pass)
             number += 1
 
     def close(self) -> None:
-        """Ends a pass: its threads, and the last step. `PersiaCallback` does it at the end of `fit`."""
+        """Ends a pass: its threads and the last step. `PersiaCallback` calls it at the end of `fit`."""
         if self._pass is None:
             return
         self._position, self._recorded = self._pass.position, self._reached(self._pass)
-        found, self._pass = self._pass, None
-        self._progress = self._progress.end_pass() if found.trains else self._progress.at_rest(0)
+        ended_pass, self._pass = self._pass, None
+        self._progress = self._progress.end_pass() if ended_pass.trains else self._progress.at_rest(0)
         self._start = 0
-        found.close()
+        ended_pass.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, for Lightning's checkpoints: the pass, the batches that were drawn in it, the data."""
+        """Returns the position for Lightning's checkpoints: the pass, its number of drawn batches, and the data."""
         epoch, batch = self._position if self._pass is None else self._pass.position
         progress = self._recorded if self._pass is None else self._reached(self._pass)
         return {"epoch": epoch, "batch": batch, "data": msgspec.to_builtins(progress)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begins the next pass at a position that `state_dict` has returned, if it is of the same data.
+        """Starts the next pass at a position from `state_dict`, if the data are the same.
 
         Raises:
-            ConfigError: the pass is incomplete, and the data have changed so that the position has no meaning.
+            ConfigError: the pass is incomplete, and the data have changed so that the position is invalid.
         """
         progress = msgspec.convert(state["data"], DataProgress)
-        begun = begin_source(progress, state["batch"], self._fingerprint, restart=self._restart_data)
-        if begun.notice is not None:
-            LOG.warning("%s", begun.notice)
-        self._progress = self._recorded = begun.progress
-        self._start = begun.position
-        self._position = begun.progress.epoch, begun.position
+        source_start = begin_source(progress, state["batch"], self._fingerprint, restart=self._restart_data)
+        if source_start.notice is not None:
+            LOG.warning("%s", source_start.notice)
+        self._progress = self._recorded = source_start.progress
+        self._start = source_start.position
+        self._position = source_start.progress.epoch, source_start.position
 
-    def _reached(self, found: _Pass) -> DataProgress:
+    def _reached(self, data_pass: _Pass) -> DataProgress:
         """Returns the progress at the position of a pass."""
-        return self._progress.end_pass() if found.complete else self._progress
+        return self._progress.end_pass() if data_pass.complete else self._progress
 
 
 class PendingBatch:
-    """Stands for a batch until Lightning moves it to the device, which draws the batch."""
+    """A placeholder for a batch. The batch is drawn when Lightning moves it to the device."""
 
-    def __init__(self, found: _Pass) -> None:
-        self._pass = found
+    def __init__(self, data_pass: _Pass) -> None:
+        self._pass = data_pass
 
     def to(self, device: torch.device, **_: Any) -> PreparedBatch:
-        """Draws the batch, which blocks until its rows are there.
+        """Draws the batch. Blocks until its rows have arrived.
 
         Raises:
-            ConfigError: the collection brings batches to another device.
+            ConfigError: the collection moves batches to another device.
         """
         batch = self._pass.draw()
-        found, wanted = batch.dense.device, torch.device(device)
-        if found.type != wanted.type:
+        batch_device, target = batch.dense.device, torch.device(device)
+        if batch_device.type != target.type:
             raise ConfigError(
-                f"Lightning trains on {wanted}, but the rows come to {found}; make the collection with "
-                f'CollectionOptions(device="{wanted.type}"), or pass accelerator="{found.type}" to the Trainer.',
+                f"Lightning trains on {target}, but the rows are on {batch_device}; make the collection with "
+                f'CollectionOptions(device="{target.type}"), or pass accelerator="{batch_device.type}" to the Trainer.',
                 field="device",
             )
         return batch
 
 
 class _Pass:
-    """One pass over the data; its lookups begin at the first draw, when Lightning has set the mode of the module."""
+    """One pass over the data. Lookups start at the first draw, after Lightning has set the mode of the module."""
 
     def __init__(
         self, embeddings: EmbeddingCollection, data: Iterable[Batch] | Seekable, epoch: int, start: int
@@ -161,7 +161,7 @@ class _Pass:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Where the next pass would continue this one: epoch, and number of a batch."""
+        """Position at which the next pass would continue: epoch, and number of a batch."""
         if self.complete:
             return self._epoch + 1, 0
         return self._epoch, self._start + self._drawn
@@ -183,7 +183,7 @@ class _Pass:
 
 
 class _Lookahead:
-    """An iterator that says whether there is an item of a number, before the reading thread of `prefetch` takes it."""
+    """An iterator that can tell whether an item exists before the reading thread of `prefetch` takes it."""
 
     def __init__(self, items: Iterator[Batch]) -> None:
         self._items = items
@@ -191,7 +191,7 @@ class _Lookahead:
         self._count = 0
         """Number of items that were read."""
         self.total: int | None = None
-        """Number of items, once it is known."""
+        """Number of items, once known."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -208,7 +208,7 @@ class _Lookahead:
             raise self._failure
 
     def has(self, number: int) -> bool:
-        """Returns whether there is an item of this number, from 0; also if reading it fails, as its draw then says."""
+        """Returns whether the item with this number exists, from 0. True also if reading it fails: its draw raises."""
         if number < self._count:
             return True
         with self._lock:
@@ -232,16 +232,16 @@ def check_one_process(processes: int = 0) -> None:
     """Checks that Lightning runs one process.
 
     Args:
-        processes: the number, if it is known; 0 asks `torch.distributed`.
+        processes: number of processes, if known; 0 asks `torch.distributed`.
 
     Raises:
-        ConfigError: there are several.
+        ConfigError: there are several processes.
     """
     if not processes and torch.distributed.is_available() and torch.distributed.is_initialized():
         processes = torch.distributed.get_world_size()
     if processes > 1:
         raise ConfigError(
-            f"Lightning runs {processes} processes, and each would have tables of its own. Use "
+            f"Lightning runs {processes} processes, and each would have its own tables. Use "
             "Trainer(devices=1, num_nodes=1); to train with several, use persia.Trainer with "
             f"persia.cluster.Ray(nn_workers={processes}).",
             field="devices",

@@ -24,20 +24,20 @@ COLLECTION = Expected(
 
 
 class RecommenderModule(LightningModule):  # type: ignore[misc]
-    """Trains a network and embeddings with a `Trainer` of Lightning, in one process, by automatic optimization.
+    """Trains a network and embeddings with a Lightning `Trainer`, in one process, by automatic optimization.
 
-    The loss is that of `persia.Trainer`: the model's own method `loss`, else the mean binary cross-entropy. `backward`
-    pushes the gradients of rows; Lightning's optimizer gets the network's parameters. Batches come from
-    `PrefetchLoader`. Logs `train_loss`, and of validation and test `val_auc`, `val_log_loss`, `test_auc` and
-    `test_log_loss`; `trainer.predict` returns probabilities `[batch, labels]`, or logits that are no log-odds.
+    The loss is the same as in `persia.Trainer`: the model's own method `loss`, or else the mean binary cross-entropy.
+    `backward` pushes the gradients of rows; Lightning's optimizer gets the network's parameters. Batches come from
+    `PrefetchLoader`. Logs `train_loss`, in validation `val_auc` and `val_log_loss`, and in tests `test_auc` and
+    `test_log_loss`. `trainer.predict` returns probabilities `[batch, labels]`, or logits that are not log-odds.
 
-    A LightningModule of your own needs no base class: hold the collection as a submodule, call it with the batch, and
-    give its Trainer `PrefetchLoader` and `PersiaCallback`.
+    Your own LightningModule needs no base class: hold the collection as a submodule, call it with the batch, and pass
+    `PrefetchLoader` and `PersiaCallback` to its Trainer.
 
     Args:
         model: `forward(dense, embeddings)` returns logits `[batch, labels]` or a `ModelOutput`, as for a
             `persia.Trainer`.
-        embeddings: tables of the model. Rows are no parameters, so clipping by Lightning leaves their gradients alone.
+        embeddings: tables of the model. Rows are not parameters, so Lightning does not clip their gradients.
         optimizer: makes the optimizer of the network from its parameters.
 
     Raises:
@@ -79,7 +79,7 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: PreparedBatch, batch_idx: int) -> torch.Tensor:
-        """Returns probabilities `[batch, labels]`, or logits that are no log-odds."""
+        """Returns probabilities `[batch, labels]`, or logits that are not log-odds."""
         logits = logits_of(self(batch), batch.labels)
         return torch.sigmoid(logits) if are_log_odds(self.model) else logits
 
@@ -95,17 +95,17 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
         """Returns the batch.
 
         Raises:
-            ConfigError: it is one of a reader, without rows.
+            ConfigError: the batch comes from a reader and has no rows.
         """
         if isinstance(batch, Batch):
             raise ConfigError(
-                "The data of the Trainer are batches without rows; give it PrefetchLoader(module.embeddings, data).",
+                "The data of the Trainer are batches without rows; pass PrefetchLoader(module.embeddings, data).",
                 field="dataloaders",
             )
         return batch
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Checks that rows are read, too, where a Trainer loads a checkpoint that has any.
+        """Checks that the Trainer also reads rows if the checkpoint has any.
 
         Raises:
             CheckpointError: the Trainer has no `PersiaCallback`.
@@ -114,7 +114,7 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
         if KEY in checkpoint and trainer and not isinstance(trainer.strategy.checkpoint_io, RowsCheckpointIO):
             raise CheckpointError(
                 "The checkpoint has rows, which only PersiaCallback reads; add it to the callbacks of the Trainer, or "
-                "load the network alone with `load_from_checkpoint`."
+                "load only the network with `load_from_checkpoint`."
             )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

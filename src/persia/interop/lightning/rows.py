@@ -1,4 +1,4 @@
-"""Rows beside the checkpoints of Lightning: written before the .ckpt file, read and removed with it."""
+"""Rows next to Lightning's checkpoints: written before the .ckpt file, read and removed with it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ KEY = "persia_rows"
 
 
 def rows_directory(path: str | os.PathLike[str]) -> str:
-    """Returns the directory of rows beside a checkpoint file: `last.rows` of `last.ckpt`."""
+    """Returns the directory of rows next to a checkpoint file: `last.rows` for `last.ckpt`."""
     return f"{os.fspath(path).removesuffix('.ckpt')}.rows"
 
 
 def save_tables(embeddings: EmbeddingCollection, directory: str) -> int:
-    """Writes all rows, with the state of their optimizers, after the gradients so far are applied. Blocks.
+    """Writes all rows with their optimizer state, once all gradients so far are applied. Blocks.
 
-    The directory is a checkpoint of persia without a network: `persia checkpoint inspect`, `export` and `reshard` read
-    it. The last two steps are kept.
+    The directory is a persia checkpoint without a network: `persia checkpoint inspect`, `export` and `reshard` read
+    it. The last two steps are retained.
 
     Returns:
-        The global step, which names it in the directory.
+        The global step, which names the checkpoint in the directory.
 
     Raises:
-        CheckpointError: it cannot be written.
-        DeadlineError: gradients are not applied in time.
+        CheckpointError: the rows cannot be written.
+        DeadlineError: the gradients were not applied in time.
     """
     embeddings.await_pushes()
     servers, step = embeddings.connection.servers, embeddings.global_step
@@ -65,10 +65,10 @@ def save_tables(embeddings: EmbeddingCollection, directory: str) -> int:
 
 
 def load_tables(embeddings: EmbeddingCollection, directory: str, step: int) -> None:
-    """Reads what `save_tables` has written, and continues its count of global steps. Blocks.
+    """Reads rows that `save_tables` has written, and sets the global step to theirs. Blocks.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another schema.
+        CheckpointError: the checkpoint is missing, damaged, or has another schema.
     """
     servers = embeddings.connection.servers
     load_partitions(servers, embeddings.schema, directory, range(len(servers)), step)
@@ -77,18 +77,18 @@ def load_tables(embeddings: EmbeddingCollection, directory: str, step: int) -> N
     for table, counters in embeddings.statistics().items():
         if counters["rows"] > saved[table].rows:
             LOG.warning(
-                "Table %r has %d rows that are not in %s: they were trained later, and stay. Load checkpoints in a new "
-                "process to have exactly their rows.",
+                "Table %r has %d rows that are not in %s: they were trained later, and remain. Load checkpoints in a "
+                "new process to get exactly their rows.",
                 table, counters["rows"] - saved[table].rows, directory,
             )  # fmt: skip
 
 
 class RowsCheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """Adds rows to what another `CheckpointIO` saves, loads and removes.
+    """Saves, loads and removes rows along with the files of another `CheckpointIO`.
 
     Args:
         base: writes the .ckpt files.
-        embeddings: their rows.
+        embeddings: collection whose rows are saved.
     """
 
     def __init__(self, base: CheckpointIO, embeddings: EmbeddingCollection) -> None:
@@ -96,7 +96,7 @@ class RowsCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self.embeddings = embeddings
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Writes the rows, then the file, which names their step: a file is never without its rows."""
+        """Writes the rows, then the file, which names their step: a file never lacks its rows."""
         step = save_tables(self.embeddings, rows_directory(path))
         self.base.save_checkpoint({**checkpoint, KEY: step}, path, storage_options=storage_options)
 
@@ -104,13 +104,13 @@ class RowsCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """Reads the file, and the rows into the tables.
 
         Raises:
-            CheckpointError: the file was saved without rows, or they are not there.
+            CheckpointError: the file was saved without rows, or they are missing.
         """
         checkpoint: dict[str, Any] = self.base.load_checkpoint(path, *args, **kwargs)
         if KEY not in checkpoint:
             raise CheckpointError(
                 f"{path} has no rows: it was saved without PersiaCallback. Add the callback to the Trainer that saves, "
-                "or load the network alone with `load_from_checkpoint`.",
+                "or load only the network with `load_from_checkpoint`.",
                 path=os.fspath(path),
             )
         load_tables(self.embeddings, rows_directory(path), checkpoint[KEY])
@@ -126,5 +126,5 @@ class RowsCheckpointIO(CheckpointIO):  # type: ignore[misc]
             system.rm(directory, recursive=True)
 
     def teardown(self) -> None:
-        """Ends the other one."""
+        """Tears down the other `CheckpointIO`."""
         self.base.teardown()

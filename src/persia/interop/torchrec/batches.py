@@ -1,4 +1,4 @@
-"""TorchRec's batches and table declarations as those of persia, and back; arrays are shared where they can be."""
+"""Converts batches and table declarations from TorchRec to persia and back; shares arrays where possible."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ DTYPES = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}
 
 
 class TorchRecBatch(NamedTuple):
-    """A batch as TorchRec has it.
+    """A batch in TorchRec's types.
 
     Attributes:
         ids: the ID-type features; values int64, with the bits of the ids.
         dense: the dense features, each of length 1.
-        labels: float32 `[batch, labels]`.
+        labels: labels, float32 `[batch, labels]`.
     """
 
     ids: KeyedJaggedTensor
@@ -48,12 +48,12 @@ def schema_of(
 ) -> Schema:
     """Returns the schema of an `EmbeddingBagCollection`: `schema_of(ebc.embedding_bag_configs())`.
 
-    Ids that are new get values of the configuration's range, +-1/sqrt(num_embeddings) by default. Tables have no
-    capacity: declare one where memory needs it.
+    New ids get values in the range of the configuration, +-1/sqrt(num_embeddings) by default. Tables have no capacity:
+    declare one to bound memory.
 
     Raises:
-        ConfigError: two tables have a feature of the same name, or a table has a pooling or dtype that persia lacks, or
-            position weights.
+        ConfigError: two tables have a feature of the same name, or a table has position weights, or a pooling or
+            dtype that persia lacks.
     """
     features: list[IdFeature] = []
     tables: list[Table] = []
@@ -62,13 +62,13 @@ def schema_of(
         if pooling is None or dtype is None:
             raise ConfigError(
                 f"Table {config.name!r} has pooling {config.pooling.name} and data type {config.data_type.name}; "
-                f"tables of persia take {', '.join(POOLING)} and {', '.join(DTYPES)}.",
+                f"tables of persia support {', '.join(POOLING)} and {', '.join(DTYPES)}.",
                 field=config.name,
             )
         if config.need_pos:
             raise ConfigError(
-                f"Table {config.name!r} has need_pos, weights by position, which tables of persia lack; train it "
-                "without.",
+                f"Table {config.name!r} has need_pos, weights by position, which tables of persia do not "
+                "support; train it without need_pos.",
                 field=config.name,
             )
         initializer = Uniform(config.get_weight_init_min(), config.get_weight_init_max())
@@ -86,23 +86,24 @@ def to_batch(
 ) -> Batch:
     """Returns a batch that shares the memory of TorchRec's tensors, if they are on the CPU, int64 and float32.
 
-    Offsets are computed, 8 bytes for each sample and feature; not for features with one id in each sample.
+    Offsets are computed, 8 bytes for each sample and feature; not for features with one id per sample.
 
     Args:
-        schema: of the model. Crosses and mapped features are computed as by readers, unless `ids` has them.
-        ids: the ID-type features, with or without others, of int64 or int32. Ids are their bits: -1 is 2^64 - 1.
-        dense: float `[batch, dense features]` in the order of the schema, or a KeyedTensor of these; None if the schema
-            has none.
-        labels: float `[batch]` or `[batch, labels]`; None for prediction.
-        day: int32 `[batch]`, see `Batch`.
+        schema: schema of the model. Crosses and mapped features are computed as readers do, unless `ids` has them.
+        ids: the ID-type features and possibly others, int64 or int32. Ids are their bits: -1 is 2^64 - 1.
+        dense: dense features, float `[batch, dense features]` in the order of the schema, or a KeyedTensor; None if the
+            schema has none.
+        labels: labels, float `[batch]` or `[batch, labels]`; None for prediction.
+        day: day of each sample, int32 `[batch]`, see `Batch`.
 
     Raises:
-        ConfigError: a feature of the schema has `age_since` or `kind="text"`: readers do not take its numbers as ids.
+        ConfigError: a feature of the schema has `age_since` or `kind="text"`: readers do not use its numbers as ids.
         DataError: a feature of the schema is missing, `ids` have weights or a stride for each key, or shapes differ.
     """
     if ids.weights_or_none() is not None or ids.variable_stride_per_key():
         raise DataError(
-            "The KeyedJaggedTensor has weights, or a stride for each key, which batches lack; convert one without."
+            "The KeyedJaggedTensor has weights, or a stride for each key, which batches do not support; convert one "
+            "without."
         )
     for feature in schema.id_features:
         if feature.age_since is not None or feature.kind == "text":
@@ -114,7 +115,7 @@ def to_batch(
             )
     keys = list(ids.keys())
     if len(set(keys)) < len(keys):
-        raise DataError(f"The KeyedJaggedTensor has a key twice: {', '.join(keys)}; give each feature once.")
+        raise DataError(f"The KeyedJaggedTensor has a key twice: {', '.join(keys)}; pass each feature once.")
     columns = dict(zip(keys, _id_columns(ids), strict=True))
     if missing := [each.name for each in schema.id_features if not each.computed and each.name not in columns]:
         raise DataError(
@@ -147,8 +148,9 @@ def from_batch(schema: Schema, batch: Batch) -> TorchRecBatch:
 def keyed_jagged_tensor(schema: Schema, batch: Batch) -> KeyedJaggedTensor:
     """Returns the ID-type features of a batch, in the order of the schema.
 
-    A KeyedJaggedTensor has the values of all features in one array. They are shared if they lie side by side, as in a
-    batch from `to_batch` whose features were in this order, else copied. Lists are whole: `max_length` limits lookups.
+    A KeyedJaggedTensor has the values of all features in one array. They are shared if they are adjacent in memory,
+    as in a batch from `to_batch` with this order of features, and copied otherwise. Lists are not truncated:
+    `max_length` limits lookups.
 
     Raises:
         DataError: the batch lacks a feature of the schema.
@@ -156,7 +158,7 @@ def keyed_jagged_tensor(schema: Schema, batch: Batch) -> KeyedJaggedTensor:
     """
     if missing := [feature.name for feature in schema.id_features if feature.name not in batch.id_features]:
         raise DataError(
-            f"The batch lacks feature {missing[0]!r} of the schema; give the schema that it was made with.",
+            f"The batch lacks feature {missing[0]!r} of the schema; pass the schema that it was made with.",
             feature=missing[0],
         )
     columns = [batch.id_features[feature.name] for feature in schema.id_features]
@@ -167,20 +169,20 @@ def keyed_jagged_tensor(schema: Schema, batch: Batch) -> KeyedJaggedTensor:
             np.subtract(column.offsets[1:], column.offsets[:-1], out=lengths[at])
     values = torch.from_numpy(_joined([column.values for column in columns]).view(np.int64))
     names = [feature.name for feature in schema.id_features]
-    made: KeyedJaggedTensor = _torchrec().KeyedJaggedTensor(
+    tensor: KeyedJaggedTensor = _torchrec().KeyedJaggedTensor(
         names, values, lengths=torch.from_numpy(lengths.reshape(-1)), stride=rows
     )
-    return made
+    return tensor
 
 
 def keyed_tensor(embeddings: Embeddings) -> KeyedTensor:
     """Returns pooled embeddings as an `EmbeddingBagCollection` returns them; gradients flow through it.
 
     Args:
-        embeddings: of an `EmbeddingCollection`; all features pooled.
+        embeddings: embeddings of an `EmbeddingCollection`; all features pooled.
 
     Raises:
-        ConfigError: a feature is not pooled, or there is none.
+        ConfigError: a feature is not pooled, or there are no features.
         MissingExtraError: TorchRec is not installed.
     """
     pooled = {name: each for name, each in embeddings.items() if isinstance(each, Tensor)}
@@ -190,10 +192,10 @@ def keyed_tensor(embeddings: Embeddings) -> KeyedTensor:
             field=min(rest),
         )
     if not pooled:
-        raise ConfigError("There are no embeddings; give those of one feature at least.", field="embeddings")
+        raise ConfigError("There are no embeddings; pass the embeddings of at least one feature.", field="embeddings")
     lengths = [each.shape[1] for each in pooled.values()]
-    made: KeyedTensor = _torchrec().KeyedTensor(list(pooled), lengths, torch.cat(list(pooled.values()), dim=1))
-    return made
+    tensor: KeyedTensor = _torchrec().KeyedTensor(list(pooled), lengths, torch.cat(list(pooled.values()), dim=1))
+    return tensor
 
 
 def _id_columns(ids: KeyedJaggedTensor) -> list[IdColumn]:
@@ -201,12 +203,12 @@ def _id_columns(ids: KeyedJaggedTensor) -> list[IdColumn]:
     lengths: NDArray[Any] = ids.lengths().cpu().numpy().reshape(len(ids.keys()), ids.stride())
     columns: list[IdColumn] = []
     start = 0
-    for own, single in zip(lengths, (lengths == 1).all(axis=1).tolist(), strict=True):
+    for counts, single in zip(lengths, (lengths == 1).all(axis=1).tolist(), strict=True):
         offsets = None
-        end = start + len(own)
+        end = start + len(counts)
         if not single:
-            offsets = np.zeros(len(own) + 1, np.int64)
-            np.cumsum(own, out=offsets[1:])
+            offsets = np.zeros(len(counts) + 1, np.int64)
+            np.cumsum(counts, out=offsets[1:])
             end = start + int(offsets[-1])
         columns.append(IdColumn(values[start:end], offsets))
         start = end
@@ -220,7 +222,7 @@ def _id_columns(ids: KeyedJaggedTensor) -> list[IdColumn]:
 
 def _ids(values: Tensor) -> Ids:
     if values.dtype not in (torch.int64, torch.int32):
-        raise DataError(f"The values of the KeyedJaggedTensor are {values.dtype}; give torch.int64 or torch.int32.")
+        raise DataError(f"The values of the KeyedJaggedTensor are {values.dtype}; pass torch.int64 or torch.int32.")
     array: Int64Array = values.detach().cpu().to(torch.int64).contiguous().numpy()
     return array.view(np.uint64)
 
@@ -253,7 +255,7 @@ def _matrix(name: str, tensor: Tensor | None, rows: int, width: int) -> Floats:
 
 
 def _joined(arrays: Sequence[Ids]) -> Ids:
-    """Returns arrays one after another: as a view of the memory that they share, if they are so already."""
+    """Returns the concatenated arrays, as a view if they are adjacent in shared memory."""
     first = arrays[0]
     base = first.base
     if base is not None and all(each.base is base and each.flags.c_contiguous for each in arrays):
@@ -266,7 +268,7 @@ def _joined(arrays: Sequence[Ids]) -> Ids:
 
 
 def _writable(array: NDArray[Any]) -> NDArray[Any]:
-    """Returns an array that torch may share: it warns of one that cannot be written to."""
+    """Returns a writable array for torch, which warns of arrays that are not writable."""
     return array if array.flags.writeable else array.copy()
 
 
@@ -276,7 +278,7 @@ def _torchrec() -> ModuleType:
     except ImportError as error:
         raise MissingExtraError(
             f"TorchRec cannot be imported ({error}): pip install torchrec, or on a machine without a GPU "
-            "pip install --no-deps torchrec and pip install fbgemm-gpu-cpu, of versions that fit your torch.",
+            "pip install --no-deps torchrec and pip install fbgemm-gpu-cpu, in versions that fit your torch.",
             extra="torchrec",
         ) from error
     module: ModuleType = torchrec

@@ -34,22 +34,23 @@ def import_weights(
 ) -> dict[str, RowsSet]:
     """Sets rows of tables to the weights of an `EmbeddingBagCollection`. Blocks.
 
-    Row i is that of the number i, which is its id, except for features of `kind="text"`, which hash it.
+    Row i belongs to the number i, which is its id, except for features of `kind="text"`, which hash it.
 
     Call it while no NN worker trains; with several NN workers, on the first one.
 
     Args:
-        collection: with tables of the names and dims of TorchRec's.
-        weights: `ebc.state_dict()`, or that of a model with one: `...embedding_bags.<table>.weight`.
-        optimizer: `ebc.fused_optimizer().state_dict()`, the state of fused Adagrad or row-wise Adagrad; None leaves
-            state as it is: that of new rows is the initial one.
-        tables: names of tables; None for all of the schema.
+        collection: collection whose tables have the names and dims of the TorchRec tables.
+        weights: `ebc.state_dict()`, or the state dict of a model that contains an `ebc`:
+            `...embedding_bags.<table>.weight`.
+        optimizer: `ebc.fused_optimizer().state_dict()`, the state of fused Adagrad or row-wise Adagrad. None leaves
+            the state of existing rows unchanged; new rows get the initial state.
+        tables: names of tables; None for all tables of the schema.
 
     Returns:
-        By table, the numbers of rows.
+        Numbers of rows by table.
 
     Raises:
-        ConfigError: a table is missing, twice there, sharded, or of another shape or optimizer. Tables before it, in
+        ConfigError: a table is missing, ambiguous, sharded, or has another shape or optimizer. Tables before it, in
             the order of the schema, are set.
         DataError: features of a table map numbers to ids in several ways.
     """
@@ -74,13 +75,13 @@ def export_weights(
 ) -> dict[str, RowsExported]:
     """Writes rows of tables into the weights of an `EmbeddingBagCollection`, in place. Blocks.
 
-    Rows of ids beyond `num_embeddings` are left out; weights of ids without a row stay as they are.
+    Rows of ids beyond `num_embeddings` are left out; weights of ids without a row do not change.
 
     Args:
-        collection: with tables of the names and dims of TorchRec's.
-        weights: `ebc.state_dict()`, whose tensors are those of the module.
-        optimizer: `ebc.fused_optimizer().state_dict()`; None to leave it as it is.
-        tables: names of tables; None for all of the schema.
+        collection: collection whose tables have the names and dims of the TorchRec tables.
+        weights: `ebc.state_dict()`, whose tensors share memory with the module.
+        optimizer: `ebc.fused_optimizer().state_dict()`; None to leave it unchanged.
+        tables: names of tables; None for all tables of the schema.
 
     Raises:
         ConfigError: as for `import_weights`.
@@ -97,11 +98,11 @@ def export_weights(
         rows = located(collection, table, len(weight), None)
         written = 0
         for places, read in read_parts(collection, table, rows, weight.shape[1], momentum is not None):
-            at = places.to(weight.device)
-            weight[at] = torch.from_numpy(read.values).to(weight)
+            index = places.to(weight.device)
+            weight[index] = torch.from_numpy(read.values).to(weight)
             if momentum is not None and read.state is not None:
                 values = torch.from_numpy(read.state.values).to(momentum)
-                momentum[at] = values.reshape(len(at), *momentum.shape[1:])
+                momentum[index] = values.reshape(len(index), *momentum.shape[1:])
             written += len(places)
         done[table] = RowsExported(written, len(rows.ids) - written)
     return done
@@ -116,26 +117,26 @@ def import_dcp(
 ) -> dict[str, RowsSet]:
     """Sets rows of tables to the weights in a checkpoint of `torch.distributed.checkpoint`. Blocks.
 
-    Row i of a weight is that of the number i, as for `import_weights`; in a checkpoint of `persia export --format dcp`
-    it is that of the id at i of `ids`.
+    Row i of a weight belongs to the number i, as for `import_weights`; in a checkpoint of `persia export --format dcp`
+    it belongs to the id `ids[i]`.
 
-    However the tables were sharded, and over however many ranks: shards are put together, one table after another, so
-    memory for the largest one is needed. No process group, and no TorchRec. The metadata of such a checkpoint is a
-    pickle, which can run code: read only those that you trust.
+    The tables may have been sharded in any way over any number of ranks. Shards are assembled table by table, so this
+    needs memory for the largest table. It needs neither a process group nor TorchRec. The metadata of such a checkpoint
+    is a pickle, which can run code: read only checkpoints that you trust.
 
     Args:
-        collection: with tables of the names and dims of TorchRec's.
-        directory: where `torch.distributed.checkpoint.save` wrote.
-        tables: names of tables; None for all of the schema.
-        state: also read the optimizer's, where the checkpoint has any.
+        collection: collection whose tables have the names and dims of the TorchRec tables.
+        directory: directory that `torch.distributed.checkpoint.save` wrote.
+        tables: names of tables; None for all tables of the schema.
+        state: also read the optimizer state, if the checkpoint has any.
 
     Returns:
-        By table, the numbers of rows.
+        Numbers of rows by table.
 
     Raises:
-        CheckpointError: it is missing or damaged.
-        ConfigError: a table is missing, or of another shape or optimizer. Tables before it, in the order of the schema,
-            are set.
+        CheckpointError: the checkpoint is missing or damaged.
+        ConfigError: a table is missing, or has another shape or optimizer. Tables before it, in the order of the
+            schema, are set.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -143,34 +144,34 @@ def import_dcp(
     path = os.fspath(directory)
     try:
         metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # Whatever unpickling raises.
+    except Exception as error:  # Unpickling may raise anything.
         raise CheckpointError(
-            f"{path} is not a checkpoint of torch.distributed.checkpoint ({error!r}); give the directory that has its "
-            "file .metadata.",
+            f"{path} is not a checkpoint of torch.distributed.checkpoint ({error!r}); pass the directory that contains "
+            "its file .metadata.",
             path=path,
         ) from error
-    found = {key: entry for key, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    tensors = {key: entry for key, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
     done: dict[str, RowsSet] = {}
     for table in _names(collection, tables):
-        keys = [_weight_key(table, found)]
-        if (prefix := keys[0].removesuffix("weight")) + "ids" in found:
-            done[table] = _import_own(collection, table, path, found, prefix, state)
+        keys = [_weight_key(table, tensors)]
+        if (prefix := keys[0].removesuffix("weight")) + "ids" in tensors:
+            done[table] = _import_own(collection, table, path, tensors, prefix, state)
             continue
-        if state and (key := _state_key(table, {key: entry.size for key, entry in found.items()})) is not None:
+        if state and (key := _state_key(table, {key: entry.size for key, entry in tensors.items()})) is not None:
             keys.append(key)
-        weight, *momenta = _read(path, found, keys)
+        weight, *momenta = _read(path, tensors, keys)
         done[table] = _import(collection, table, weight, momenta[0] if momenta else None)
     return done
 
 
 def _import_own(
-    collection: EmbeddingCollection, table: str, path: str, found: Mapping[str, Any], prefix: str, state: bool
+    collection: EmbeddingCollection, table: str, path: str, metadata: Mapping[str, Any], prefix: str, state: bool
 ) -> RowsSet:
-    """Sets the rows of a table to those that persia has exported."""
+    """Sets rows of a table from a checkpoint that persia has exported."""
     names = ["weight", "ids"]
-    if state and f"{prefix}state" in found:
+    if state and f"{prefix}state" in metadata:
         names += ["state", "update_count", "last_step"]
-    weight, ids, *others = _read(path, found, [prefix + name for name in names])
+    weight, ids, *others = _read(path, metadata, [prefix + name for name in names])
     _check(collection, table, weight, None)
     most = max(1, PART_VALUES // max(1, weight.shape[1]))
     done = RowsSet(0, 0, 0)
@@ -185,26 +186,26 @@ def _import_own(
     return done
 
 
-def _read(path: str, found: Mapping[str, Any], keys: Sequence[str]) -> list[Tensor]:
+def _read(path: str, metadata: Mapping[str, Any], keys: Sequence[str]) -> list[Tensor]:
     """Reads tensors of a checkpoint.
 
     Args:
-        path: of the checkpoint.
-        found: metadata of its tensors, by key.
-        keys: of those to read.
+        path: path of the checkpoint.
+        metadata: metadata of its tensors, by key.
+        keys: keys of the tensors to read.
     """
-    tensors = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype) for key in keys}
+    tensors = {key: torch.empty(metadata[key].size, dtype=metadata[key].properties.dtype) for key in keys}
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # As asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # As requested.
             load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
-    except (Exception, CheckpointException) as error:  # Which is no Exception.
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception.
         raise CheckpointError(
-            f"{path} cannot be read: {error!r}. Save it again, or import another one.", path=path
+            f"{path} cannot be read: {error!r}. Save it again, or import another checkpoint.", path=path
         ) from error
     return list(tensors.values())
 
@@ -220,7 +221,7 @@ def _check(collection: EmbeddingCollection, table: str, weight: Tensor, momentum
     if weight.ndim != 2 or weight.shape[1] != known.dim:
         raise ConfigError(
             f"The weight of table {table!r} has shape {list(weight.shape)}, but the table has dim {known.dim}; declare "
-            "it with that of the weight.",
+            "the table with the dim of the weight.",
             field=table,
         )
     if momentum is None:
@@ -228,26 +229,26 @@ def _check(collection: EmbeddingCollection, table: str, weight: Tensor, momentum
     width = known.dim if isinstance(rules, Adagrad) else int(isinstance(rules, RowwiseAdagrad))
     if momentum.numel() != len(weight) * width or len(momentum) != len(weight):
         raise ConfigError(
-            f"The optimizer state of table {table!r} has shape {list(momentum.shape)}, which is not that of {rules!r}: "
+            f"The optimizer state of table {table!r} has shape {list(momentum.shape)}, which does not match {rules!r}: "
             f"Adagrad has [{len(weight)}, {known.dim}], RowwiseAdagrad [{len(weight)}]. Declare the table with the "
-            "optimizer that trained it, or import weights alone.",
+            "optimizer that trained it, or import only the weights.",
             field=table,
         )
     if momentum.numel() and momentum.min() < 0:
         raise ConfigError(
-            f"The optimizer state of table {table!r} has negative values, which no accumulator of Adagrad has: it is "
-            "that of another optimizer. Import weights alone.",
+            f"The optimizer state of table {table!r} has negative values, which no accumulator of Adagrad has: it "
+            "belongs to another optimizer. Import only the weights.",
             field=table,
         )
 
 
 def _check_stateless(collection: EmbeddingCollection, table: str) -> None:
-    """Raises ConfigError where a state was expected, but is not there."""
+    """Raises ConfigError if the optimizer of a table needs a state, which is missing."""
     rules: EmbeddingOptimizer = declared(collection, table)[1]
     if not (isinstance(rules, SGD) and not rules.momentum):
         raise ConfigError(
-            f"The optimizer has no state momentum1 for table {table!r}, which {rules!r} needs; give the state of fused "
-            "Adagrad or row-wise Adagrad, or leave the optimizer out to move weights alone.",
+            f"The optimizer has no state momentum1 for table {table!r}, which {rules!r} needs; pass the state of fused "
+            "Adagrad or row-wise Adagrad, or leave the optimizer out to move only the weights.",
             field="optimizer",
         )
 
@@ -261,37 +262,38 @@ def _names(collection: EmbeddingCollection, tables: Iterable[str] | None) -> Ite
 def _weight_key(table: str, keys: Iterable[str]) -> str:
     known = list(keys)
     name = f"embedding_bags.{table}.weight"
-    found = [key for key in known if key == name or key.endswith(f".{name}")]
-    if len(found) != 1:
-        said = f"has {len(found)} keys" if found else "has no key"
+    matches = [key for key in known if key == name or key.endswith(f".{name}")]
+    if len(matches) != 1:
+        count = f"{len(matches)} keys" if matches else "no key"
         raise ConfigError(
-            f"The state {said} that ends with {name!r}; it has {', '.join(known[:8])}{', ...' if known[8:] else ''}. "
-            "Name tables as TorchRec does, and give the state of one collection.",
+            f"The state has {count} ending with {name!r}; it has {', '.join(known[:8])}{', ...' if known[8:] else ''}. "
+            "Name tables as TorchRec does, and pass the state of one collection.",
             field=table,
         )
-    return found[0]
+    return matches[0]
 
 
 def _state_key(table: str, shapes: Mapping[str, torch.Size]) -> str | None:
     """Returns `...<table>.weight.<table>.momentum1`, or `...<table>.weight.<table>.weight.momentum_1`.
 
-    TorchRec names the first state of every optimizer so, Adam's first moment too: only a second one tells them apart.
+    TorchRec uses this name for the first state of every optimizer, even Adam's first moment: only a second state
+    distinguishes them.
     """
     own = re.compile(rf"(^|\.){re.escape(table)}\.weight\.")
-    found: str | None = None
+    accumulator: str | None = None
     for key, shape in shapes.items():
         owner, _, name = key.rpartition(".")
         if not own.search(f"{owner}."):
             continue
         if MOMENTUM.fullmatch(name):
-            found = found or key
-        elif shape.numel() > 1:  # Numbers that are no state of rows, such as a step, may be beside it.
+            accumulator = accumulator or key
+        elif shape.numel() > 1:  # Scalars such as a step, which are not state of rows, may be next to it.
             raise ConfigError(
                 f"The optimizer has the state {name!r} for table {table!r}, which Adagrad and row-wise Adagrad do not "
-                "have; its momentum1 is no accumulator. Import weights alone.",
+                "have; its momentum1 is no accumulator. Import only the weights.",
                 field=table,
             )
-    return found
+    return accumulator
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,7 +307,7 @@ def _shapes(states: Mapping[str, Any]) -> dict[str, torch.Size]:
 def _plain(table: str, tensor: Any) -> Tensor:
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise ConfigError(
-            f"The tensor of table {table!r} is a {type(tensor).__name__}, a part of a sharded one; save a checkpoint "
+            f"The tensor of table {table!r} is a {type(tensor).__name__}, part of a sharded tensor; save a checkpoint "
             "with torch.distributed.checkpoint, and use `import_dcp`.",
             field=table,
         )
