@@ -110,7 +110,7 @@ def test_processes_and_hosts_for_a_rate():
 
 
 def test_a_lack_of_hosts_is_refused():
-    with pytest.raises(ConfigError, match=r"needs 2 hosts of kind 'host' for their memory, and there are 1"):
+    with pytest.raises(ConfigError, match=r"needs 2 hosts of kind 'host' for their memory, but there are 1"):
         plan_deployment(request(hosts=[HostKind("host", 8, 10**8, count=1)]))
     with pytest.raises(ConfigError, match="lower --samples-per-second"):
         plan_deployment(request(hosts=[HostKind("host", 2, 10**10, count=1)], rate=1_000_000))

@@ -107,7 +107,7 @@ def test_files_that_are_no_rates(tmp_path):
     with pytest.raises(ConfigError, match=r"Measure them: persia bench rates CONFIG --save .*rates\.json"):
         load_rates([str(path)])
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="is no file of rates"):
+    with pytest.raises(ConfigError, match="is not a file of rates"):
         load_rates([str(path)])
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(rates(), version=9)))
     with pytest.raises(ConfigError, match="version 9; expected 1"):

@@ -148,14 +148,14 @@ def test_the_same_memory_is_divided_whoever_says_how_much():
 def test_rows_on_ssd_need_hosts_that_have_one():
     item = Table("item", 16, spill="/ssd", capacity=1_000_000, memory_rows=100_000)
     with pytest.raises(
-        ConfigError, match=r"'item' has 900,000 of 1,000,000 rows on SSD, and hosts of kind 'host' have"
+        ConfigError, match=r"'item' has 900,000 of 1,000,000 rows on SSD, but hosts of kind 'host' have"
     ):
         planned([item], {}, HostKind("host", 8, 10**9, count=1), 1)
 
 
 def test_a_ps_is_on_one_host():
     kind = HostKind("host", 8, 10**9)
-    with pytest.raises(ConfigError, match=r"memory of 4 hosts of kind 'host', and there are 1 embedding PSs"):
+    with pytest.raises(ConfigError, match=r"memory of 4 hosts of kind 'host', but there are 1 embedding PSs"):
         planned([Table("item", 16)], {"item": 20_000_000}, kind, 1)
     plan = planned([Table("item", 16)], {"item": 20_000_000}, kind, 1, rate=1000.0)
     assert (plan.hosts[0].number, servers_of(plan)) == (4, 4)

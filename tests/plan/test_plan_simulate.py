@@ -37,7 +37,7 @@ def test_sync_is_the_sum_of_the_way_and_hybrid_hides_it():
     assert found[0].lookup_seconds == pytest.approx(0.004 + 0.001 + 0.003)
 
 
-@pytest.mark.parametrize("field", ["found", "answers", "pushed", "gradients"])
+@pytest.mark.parametrize("field", ["rows", "answers", "pushed", "gradients"])
 def test_networks_limit(field):
     costs = COSTS._replace(traffic=NOTHING._replace(**{field: 50e6}))
     result = simulate_training(costs, cluster(network=1e9), SimulatedMode(8), 150)

@@ -1,4 +1,4 @@
-"""Ids of a Zipf distribution: how many of a batch are distinct, and how many rows of these are not in memory."""
+"""Zipf-distributed ids: the number of distinct ids in a batch, and the share of their rows that is not in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def distinct_ids(rows: int, zipf: float, samples: float) -> float:
     """Returns the expected number of distinct ids of a batch.
 
     Args:
-        rows: ids that there are.
+        rows: number of ids.
         zipf: exponent of their popularity; 0 is uniform.
         samples: ids of a batch, repetitions included.
     """
@@ -26,9 +26,9 @@ def missing_share(rows: int, memory_rows: int, zipf: float, samples: float) -> f
     """Returns the share of a batch's distinct ids whose rows are on SSD, by Che's approximation of an LRU cache.
 
     Args:
-        rows: of the table.
-        memory_rows: of them in memory.
-        zipf: exponent by which the ids of samples are distributed; 0 is uniform.
+        rows: number of rows of the table.
+        memory_rows: number of rows in memory.
+        zipf: exponent of the popularity of ids; 0 is uniform.
         samples: ids of a batch, repetitions included.
     """
     if memory_rows >= rows:
@@ -37,7 +37,7 @@ def missing_share(rows: int, memory_rows: int, zipf: float, samples: float) -> f
     low, high = 0.0, 1.0
     while (count * -np.expm1(-requested * high)).sum() < memory_rows:
         high *= 2
-    for _ in range(100):  # Batches after which a row that was not met has left memory.
+    for _ in range(100):  # Bisects the number of batches after which an unused row has left memory.
         age = (low + high) / 2
         if (count * -np.expm1(-requested * age)).sum() < memory_rows:
             low = age
@@ -48,7 +48,7 @@ def missing_share(rows: int, memory_rows: int, zipf: float, samples: float) -> f
 
 
 def _requested(rows: int, zipf: float, samples: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns numbers of ids and the probability that a batch has such an id, in bins of about equal popularity."""
+    """Returns, by bin of about equal popularity, the number of ids and the probability that a batch has such an id."""
     edges = np.unique(np.geomspace(1, rows + 1, BINS).round())
     count = np.diff(edges)
     share = np.sqrt(edges[:-1] * (edges[1:] - 1).clip(1)) ** -zipf

@@ -18,11 +18,11 @@ from persia.units import format_bytes
 __all__ = ["DeploymentPlan", "HostPlan", "Limit", "PlanRequest", "RolePlan", "missed_rows", "plan_deployment"]
 
 UTILISATION = 0.8
-"""Share of a resource that a plan for a rate uses: more queues up."""
+"""Share of a resource that a plan for a rate uses; beyond it queues grow."""
 STORE_THREADS = 8
-"""Threads of a PS or an embedding worker that has no setting, at most."""
+"""Maximum number of threads of a PS or an embedding worker without a setting."""
 WRITE_AMPLIFICATION = 3.0
-"""Writes of the SSD tier for each record, as compaction rewrites two live ones for each dead one."""
+"""Writes of the SSD tier per record, as compaction rewrites two live records for each dead one."""
 ATTEMPTS = 20
 
 
@@ -30,17 +30,17 @@ class PlanRequest(NamedTuple):
     """The input of a plan.
 
     Attributes:
-        tables: with their rows.
+        tables: tables with their numbers of rows.
         hosts: kinds of hosts.
-        rates: measured.
+        rates: measured rates.
         workload: rates of the configuration.
         topology: processes by role; a plan for a rate chooses their numbers.
-        depth: own steps of an NN worker between a lookup and its gradient, at most; None for as many as are needed.
-        samples_per_second: the wanted rate; None for that of the processes that `topology` has.
-        threads: of a PS or an embedding worker; None for one per core, at most 8.
-        zipf: exponent of the popularity of ids, for rows on SSD; 0 is uniform, where most rows miss.
-        memory_rows: by table, rows in memory; others have those that they declare. The rest are all in memory if they
-            fit, and share it if they do not, as PSs divide it.
+        depth: maximum own steps of an NN worker between a lookup and its gradient; None for as many as needed.
+        samples_per_second: target rate; None for the rate of the processes in `topology`.
+        threads: threads of a PS or an embedding worker; None for one per core, at most 8.
+        zipf: exponent of the popularity of ids, for rows on SSD; 0 is uniform, with the most misses.
+        memory_rows: rows in memory by table. Other tables have the rows that they declare. Tables that declare none
+            are in memory if they fit, and otherwise share it as PSs divide it.
     """
 
     tables: Sequence[PlannedTable]
@@ -59,13 +59,13 @@ class RolePlan(NamedTuple):
     """The processes of a role.
 
     Attributes:
-        role: its name.
-        processes: number of them.
-        host: the kind of host that they run on.
-        load: of a batch, all processes together.
-        received: bytes/s in, of each process.
-        sent: bytes/s out, of each process.
-        cores: busy cores, all processes together.
+        role: name of the role.
+        processes: number of processes.
+        host: kind of host that they run on.
+        load: load of a batch on all processes together.
+        received: bytes/s in per process.
+        sent: bytes/s out per process.
+        cores: busy cores of all processes together.
     """
 
     role: str
@@ -81,13 +81,13 @@ class HostPlan(NamedTuple):
     """The hosts of a kind.
 
     Attributes:
-        kind: of the hosts.
-        number: of hosts.
-        roles: processes by role on all of them.
-        memory: bytes of rows on each.
-        disk: bytes of SSD for rows on each.
-        needed_for: the resource that decides on their number.
-        reserved: bytes of memory that each embedding PS on them reserves for rows; 0 if there is none.
+        kind: kind of the hosts.
+        number: number of hosts.
+        roles: processes by role on all these hosts.
+        memory: bytes of rows in memory per host.
+        disk: bytes of SSD for rows per host.
+        needed_for: the resource that determines the number of hosts.
+        reserved: bytes of memory that each embedding PS on them reserves for rows; 0 without a PS.
     """
 
     kind: HostKind
@@ -103,8 +103,8 @@ class Limit(NamedTuple):
     """A resource, and the rate that it permits.
 
     Attributes:
-        resource: what is limited.
-        samples_per_second: at most.
+        resource: name of the resource.
+        samples_per_second: maximum rate.
     """
 
     resource: str
@@ -112,18 +112,18 @@ class Limit(NamedTuple):
 
 
 class DeploymentPlan(NamedTuple):
-    """The result.
+    """The result of planning.
 
     Attributes:
         tables: bytes by table.
         roles: processes by role.
-        hosts: by kind.
-        limits: by resource, the bottleneck first.
-        samples_per_second: that the plan permits: of the bottleneck.
-        checkpoint_seconds: to write a whole checkpoint, without throttling: one process writes it.
-        restore_seconds: to load it.
-        restart_seconds: until a restarted PS answers, whose host still has its rows.
-        added: tables that need `spill`, which they do not have in their configuration, and this capacity.
+        hosts: hosts by kind.
+        limits: limits by resource, the bottleneck first.
+        samples_per_second: rate that the bottleneck permits.
+        checkpoint_seconds: seconds to write a whole checkpoint, without throttling; one process writes it.
+        restore_seconds: seconds to load it.
+        restart_seconds: seconds until a restarted PS answers, if its host still has its rows.
+        added: tables that need `spill`, which their configuration lacks, with their capacity.
     """
 
     tables: list[TableBytes]
@@ -146,26 +146,26 @@ def plan_deployment(request: PlanRequest) -> DeploymentPlan:
     """Plans a deployment.
 
     Raises:
-        ConfigError: rows or a wanted rate do not fit the hosts, or a rate was not measured.
+        ConfigError: rows or the target rate do not fit the hosts, or a rate was not measured.
     """
     if request.rates.checkpoint is None:
         raise request.rates.missing("the speed of checkpoints")
-    wanted = request.samples_per_second
+    target = request.samples_per_second
     topology = request.topology
     placed = PlacedTables([], 0, 0, {})
-    for _ in range(ATTEMPTS):  # Calls and all-reduce depend on the numbers of processes, which depend on them.
-        before, loads = placed.tables, _loads(request, topology, placed.tables)
-        counts = dict(topology.counts) if wanted is None else _processes(request, loads, wanted)
-        hosts, placed = _hosts(request, loads, counts, wanted)
-        if counts == topology.counts and placed.tables == before:
+    for _ in range(ATTEMPTS):  # Loads of calls and all-reduce depend on the numbers of processes, and vice versa.
+        previous, loads = placed.tables, _loads(request, topology, placed.tables)
+        counts = dict(topology.counts) if target is None else _processes(request, loads, target)
+        hosts, placed = _hosts(request, loads, counts, target)
+        if counts == topology.counts and placed.tables == previous:
             break
         topology = topology._replace(counts=counts)
     loads = _loads(request, topology, placed.tables)
     hosts = [host._replace(roles={role: topology.counts[role] for role in host.roles}) for host in hosts]
     limits = sorted(_limits(request, topology, loads, hosts, placed.tables), key=lambda limit: limit.samples_per_second)
     rate = limits[0].samples_per_second
-    if wanted is not None:
-        rate = min(rate, wanted)
+    if target is not None:
+        rate = min(rate, target)
     batches = rate / request.workload.batch.samples
     roles = [
         RolePlan(
@@ -190,7 +190,7 @@ def plan_deployment(request: PlanRequest) -> DeploymentPlan:
 
 
 def _loads(request: PlanRequest, topology: Topology, tables: Sequence[TableBytes]) -> dict[str, RoleLoad]:
-    """Returns the load of each role, with the rows that PSs read from their disks."""
+    """Returns the load of each role, including the rows that PSs read from their disks."""
     loads = role_loads(request.tables, request.rates, request.workload, topology)
     if any(table.disk for table in tables):
         disk, moved = _disk(request), sum(missed_rows(request, tables).values())
@@ -209,8 +209,8 @@ def missed_rows(request: PlanRequest, tables: Sequence[TableBytes]) -> dict[str,
     """Returns the distinct rows of a batch that come from disk, by table.
 
     Args:
-        request: of the plan.
-        tables: of the plan.
+        request: input of the plan.
+        tables: tables of the plan.
     """
     batch = request.workload.batch
     return {
@@ -227,21 +227,21 @@ def _threads(request: PlanRequest, role: str) -> int:
     return request.threads or min(STORE_THREADS, host_of(request.hosts, role).cores)
 
 
-def _processes(request: PlanRequest, loads: Mapping[str, RoleLoad], wanted: float) -> dict[str, int]:
-    """Returns the processes of each role for a rate."""
-    batches = wanted / request.workload.batch.samples / UTILISATION
-    found = {}
+def _processes(request: PlanRequest, loads: Mapping[str, RoleLoad], target: float) -> dict[str, int]:
+    """Returns the number of processes of each role for a rate."""
+    batches = target / request.workload.batch.samples / UTILISATION
+    processes = {}
     for role, load in loads.items():
         if role == "nn_worker":
             busy = batches * _step_seconds(request, loads)
         else:
             busy = batches * load.core_seconds / _threads(request, role)
-        found[role] = max(1, math.ceil(busy))
-    return found
+        processes[role] = max(1, math.ceil(busy))
+    return processes
 
 
 def _step_seconds(request: PlanRequest, loads: Mapping[str, RoleLoad]) -> float:
-    """Returns the time between two steps of an NN worker: that of a step, or its share of the way of a batch."""
+    """Returns the time between two steps of an NN worker: the time of a step, or its share of a batch's round trip."""
     step = request.workload.step
     seconds = step.seconds * (request.rates.shared if request.topology.apart and step.device == "cpu" else 1.0)
     if request.depth is None:
@@ -251,11 +251,11 @@ def _step_seconds(request: PlanRequest, loads: Mapping[str, RoleLoad]) -> float:
 
 
 def _hosts(
-    request: PlanRequest, loads: Mapping[str, RoleLoad], counts: dict[str, int], wanted: float | None
+    request: PlanRequest, loads: Mapping[str, RoleLoad], counts: dict[str, int], target: float | None
 ) -> tuple[list[HostPlan], PlacedTables]:
     """Returns the hosts of each kind that is used, and the tables on them; adds PSs to `counts` for a rate."""
-    batches = (wanted or 0.0) / request.workload.batch.samples / UTILISATION
-    found, placed = [], PlacedTables([], 0, 0, {})
+    batches = (target or 0.0) / request.workload.batch.samples / UTILISATION
+    plans, placed = [], PlacedTables([], 0, 0, {})
     for kind in request.hosts:
         roles = [role for role in ROLES if host_of(request.hosts, role) is kind]
         if not roles:
@@ -268,20 +268,20 @@ def _hosts(
             needs["GPUs"] = counts["nn_worker"] / kind.gpus
         if "embedding_ps" not in roles:
             number, reason = _number(kind, needs, [])
-            found.append(HostPlan(kind, number, dict.fromkeys(roles, 0), 0.0, 0.0, reason))
+            plans.append(HostPlan(kind, number, dict.fromkeys(roles, 0), 0.0, 0.0, reason))
             continue
-        placed = _placed(request, kind, counts, needs, wanted)
+        placed = _placed(request, kind, counts, needs, target)
         number, reason = _number(kind, needs, placed.tables)
         memory, disk = (sum(getattr(table, what) for table in placed.tables) / number for what in ("memory", "disk"))
-        found.append(HostPlan(kind, number, dict.fromkeys(roles, 0), memory, disk, reason, placed.reserved))
-    return found, placed
+        plans.append(HostPlan(kind, number, dict.fromkeys(roles, 0), memory, disk, reason, placed.reserved))
+    return plans, placed
 
 
 def _number(kind: HostKind, needs: Mapping[str, float], tables: Sequence[TableBytes]) -> tuple[int, str]:
-    """Returns the number of hosts of a kind, and the resource that decides on it.
+    """Returns the number of hosts of a kind, and the resource that determines it.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few hosts.
     """
     reason = max(needs, key=lambda name: needs[name])
     number = math.ceil(needs[reason] - 1e-9)
@@ -289,7 +289,7 @@ def _number(kind: HostKind, needs: Mapping[str, float], tables: Sequence[TableBy
         return number, reason
     if number > kind.count:
         raise ConfigError(
-            f"The plan needs {number:,} hosts of kind {kind.name!r} for their {reason}, and there are "
+            f"The plan needs {number:,} hosts of kind {kind.name!r} for their {reason}, but there are "
             f"{kind.count:,}. {_remedy(reason, tables)}",
             field="hosts",
             host=kind.name,
@@ -298,16 +298,16 @@ def _number(kind: HostKind, needs: Mapping[str, float], tables: Sequence[TableBy
 
 
 def _placed(
-    request: PlanRequest, kind: HostKind, counts: dict[str, int], needs: dict[str, float], wanted: float | None
+    request: PlanRequest, kind: HostKind, counts: dict[str, int], needs: dict[str, float], target: float | None
 ) -> PlacedTables:
     """Returns the tables in the memory and on the SSDs of their hosts, and adds both to `needs`."""
-    if wanted is not None:
+    if target is not None:
         counts["embedding_ps"] = max(counts["embedding_ps"], kind.count or 1)
     number = kind.count
     if number is None:
         needed = whole_bytes(request.tables, request.memory_rows, counts["embedding_ps"])
         number = _number(kind, {**needs, "memory": hosts_for(needed, kind, counts["embedding_ps"])}, [])[0]
-        if wanted is not None:
+        if target is not None:
             counts["embedding_ps"] = max(counts["embedding_ps"], number)
     servers = counts["embedding_ps"]
     placed = place_tables(request.tables, request.memory_rows, kind, servers, min(number, servers))
@@ -316,7 +316,7 @@ def _placed(
         needs["disk"] = disk / kind.disk
     if (least := math.ceil(needs["memory"] - 1e-9)) > servers and (kind.count is None or least <= kind.count):
         raise ConfigError(
-            f"Rows need the memory of {least:,} hosts of kind {kind.name!r}, and there are {servers:,} embedding PSs, "
+            f"Rows need the memory of {least:,} hosts of kind {kind.name!r}, but there are {servers:,} embedding PSs, "
             f"each on one host. Use {least:,} or more (`cluster.ps`), or plan for a rate: --samples-per-second.",
             field="cluster.ps",
         )
@@ -342,22 +342,22 @@ def _limits(
 ) -> list[Limit]:
     """Returns the rates that the resources permit."""
     samples, counts = request.workload.batch.samples, topology.counts
-    found = [Limit("steps of NN workers", counts["nn_worker"] * samples / _step_seconds(request, loads))]
+    limits = [Limit("steps of NN workers", counts["nn_worker"] * samples / _step_seconds(request, loads))]
     for role in ("data_loader", "embedding_worker", "embedding_ps") if topology.apart else ():
         busy = loads[role].core_seconds / _threads(request, role)
-        found.append(Limit(f"threads of {role} processes", counts[role] * samples / busy))
+        limits.append(Limit(f"threads of {role} processes", counts[role] * samples / busy))
     for host in hosts:
         cores = sum(loads[role].core_seconds for role in host.roles)
-        found.append(Limit(f"cores of {host.kind.name}", host.number * host.kind.cores * samples / cores))
+        limits.append(Limit(f"cores of {host.kind.name}", host.number * host.kind.cores * samples / cores))
         if host.kind.network is not None and topology.apart:
             for direction, text in (("received", "in"), ("sent", "out")):
                 moved = sum(getattr(loads[role], direction) for role in host.roles)
                 if moved:
                     rate = host.number * host.kind.network * samples / moved
-                    found.append(Limit(f"network of {host.kind.name}, {text}", rate))
+                    limits.append(Limit(f"network of {host.kind.name}, {text}", rate))
         if "embedding_ps" in host.roles and any(table.disk for table in tables):
-            found += _disk_limits(request, host, tables)
-    return found
+            limits += _disk_limits(request, host, tables)
+    return limits
 
 
 def _disk_limits(request: PlanRequest, host: HostPlan, tables: Sequence[TableBytes]) -> list[Limit]:

@@ -21,13 +21,13 @@ __all__ = ["ROLES", "HostKind", "host_of", "load_hosts", "this_host"]
 ROLES = ("embedding_ps", "embedding_worker", "data_loader", "nn_worker")
 
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,62}")
-"""Names of kinds of hosts, as the labels of Google Cloud have them: in lower case, so never `CPU` or `GPU`."""
+"""Names of kinds of hosts follow the labels of Google Cloud: in lower case, so never `CPU` or `GPU`."""
 RESERVED = ("head", "memory", "object_store_memory")
-"""The type of the head in a cluster file, and resources of Ray."""
+"""The type of the head in a cluster file, and Ray resources."""
 
 
 class _HostFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `[[hosts]]` section, as it is written."""
+    """A `[[hosts]]` section as written in the file."""
 
     name: str
     cores: int
@@ -44,17 +44,17 @@ class _HostsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostKind(msgspec.Struct, frozen=True):
-    """Hosts that are alike.
+    """Hosts with equal resources.
 
     Attributes:
-        name: of the kind; also the resource by which Ray finds these hosts, and their type in a cluster file.
-        cores: of each host, as the operating system counts them.
-        memory: bytes of each host that processes may use.
-        roles: the roles that may run there.
-        count: number of hosts at most; None for as many as are needed.
+        name: name of the kind; also the Ray resource of these hosts, and their type in a cluster file.
+        cores: cores of each host, as the operating system counts them.
+        memory: bytes of memory of each host that processes may use.
+        roles: roles that may run on these hosts.
+        count: maximum number of hosts; None for as many as needed.
         disk: bytes of SSD of each host for rows beyond memory.
         network: bytes/s of each host, in each direction; None if the processes share one host.
-        gpus: of each host.
+        gpus: number of GPUs of each host.
 
     Raises:
         ConfigError: the name is not valid.
@@ -73,8 +73,8 @@ class HostKind(msgspec.Struct, frozen=True):
         if not NAME.fullmatch(self.name) or self.name in RESERVED:
             raise ConfigError(
                 f"Invalid name {self.name!r} of a kind of hosts; expected a lower-case letter and up to 62 lower-case "
-                f"letters, digits, '-' or '_', and none of: {', '.join(RESERVED)}. It is a type of hosts in a cluster "
-                "file, and a resource of Ray.",
+                f"letters, digits, '-' or '_', and none of: {', '.join(RESERVED)}. It names a type of hosts in a "
+                "cluster file, and a Ray resource.",
                 field="hosts",
             )
 
@@ -124,10 +124,10 @@ def _host_kind(fields: _HostFields, where: str) -> HostKind:
 
 
 def this_host(regions: str = "") -> HostKind:
-    """Returns this machine, on which all roles run. It has no disk for rows: name one in a hosts file.
+    """Returns this machine, on which all roles run. It has no disk for rows: specify one in a hosts file.
 
     Args:
-        regions: directory of the rows of PSs, which limits their memory; empty if rows are in that of the processes.
+        regions: directory of the rows of PSs, which limits their memory; empty if rows are in process memory.
     """
     return HostKind("this-host", len(os.sched_getaffinity(0)), host_memory(regions or None).total, count=1)
 
@@ -136,7 +136,7 @@ def host_of(kinds: Sequence[HostKind], role: str) -> HostKind:
     """Returns the first kind of host that may run a role.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no kind runs the role.
     """
     for kind in kinds:
         if role in kind.roles:

@@ -23,7 +23,7 @@ class Topology(NamedTuple):
     Attributes:
         counts: processes by role.
         apart: whether they are processes that call one another; otherwise all are in one process.
-        compressed: whether rows and gradients travel to NN workers and back as fp16.
+        compressed: whether rows and gradients are sent to NN workers and back as fp16.
     """
 
     counts: Mapping[str, int]
@@ -35,20 +35,20 @@ class BatchTraffic(NamedTuple):
     """Bytes of the messages of a batch.
 
     Attributes:
-        ids: of ID-type features, from a data loader to an embedding worker.
+        ids: ids of ID-type features, from a data loader to an embedding worker.
         dense: other features and labels, from a data loader to an NN worker.
-        keys: distinct ids, from an embedding worker to the PSs; a push has them again.
-        found: rows, from the PSs to an embedding worker.
+        keys: distinct ids, from an embedding worker to the PSs; a push sends them again.
+        rows: rows, from the PSs to an embedding worker.
         answers: rows and indices, from an embedding worker to an NN worker.
         pushed: gradients, from an NN worker to an embedding worker.
-        gradients: from an embedding worker to the PSs.
-        reduced: of the all-reduce, in and out of an NN worker.
+        gradients: gradients, from an embedding worker to the PSs.
+        reduced: parts of the all-reduce, in and out of an NN worker.
     """
 
     ids: float
     dense: float
     keys: float
-    found: float
+    rows: float
     answers: float
     pushed: float
     gradients: float
@@ -62,7 +62,7 @@ class RoleLoad(NamedTuple):
         core_seconds: processor time.
         received: bytes in.
         sent: bytes out.
-        calls: calls made or answered.
+        calls: number of calls made or answered.
     """
 
     core_seconds: float = 0.0
@@ -77,8 +77,8 @@ def role_loads(
     """Returns the load of each role for a batch.
 
     Args:
-        tables: of the plan.
-        rates: measured.
+        tables: tables of the plan.
+        rates: measured rates.
         workload: rates of the configuration.
         topology: numbers of processes.
 
@@ -103,7 +103,7 @@ def role_loads(
     traffic = batch_traffic(tables, batch, topology)
     loads = {}
     for role, (received, sent, calls) in _by_role(traffic, servers).items():
-        wire = (calls * rates.wire.call + (received + sent) * rates.wire.byte) / 2  # The other half is the peer's.
+        wire = (calls * rates.wire.call + (received + sent) * rates.wire.byte) / 2  # The peer pays the other half.
         loads[role] = RoleLoad((cores[role] + wire) * rates.shared, received, sent, calls)
     return loads
 
@@ -112,16 +112,16 @@ def batch_traffic(tables: Sequence[PlannedTable], batch: BatchShape, topology: T
     """Returns the bytes of the messages of a batch, without their headers.
 
     Args:
-        tables: of the plan.
-        batch: its shape.
+        tables: tables of the plan.
+        batch: shape of a batch.
         topology: numbers of processes, and whether rows are compressed.
     """
     rows, workers = batch.unique, topology.counts["nn_worker"]
-    found = answers = gradients = pushed = 0.0
+    row_bytes = answers = gradients = pushed = 0.0
     for table in tables:
         config, count = table.config, rows[table.config.name]
         halves = (2 * config.dim + SCALE_BYTES) * count
-        found += 4 * config.row_words * count
+        row_bytes += 4 * config.row_words * count
         gradients += 4 * config.dim * count
         answers += halves if topology.compressed and config.dtype == "float32" else 4 * config.row_words * count
         answers += batch.ids[config.name] * (2 if count <= NARROW_ROWS else 4)
@@ -130,7 +130,7 @@ def batch_traffic(tables: Sequence[PlannedTable], batch: BatchShape, topology: T
         ids=sum(batch.ids.values()) * ID_BYTES + batch.offset_bytes,
         dense=batch.dense_bytes,
         keys=sum(rows[table.config.name] for table in tables) * ID_BYTES,
-        found=found,
+        rows=row_bytes,
         answers=answers + batch.offset_bytes,
         pushed=pushed,
         gradients=gradients,
@@ -140,10 +140,10 @@ def batch_traffic(tables: Sequence[PlannedTable], batch: BatchShape, topology: T
 
 def _by_role(traffic: BatchTraffic, servers: int) -> dict[str, tuple[float, float, float]]:
     """Returns bytes in, bytes out and calls of each role for a batch."""
-    ids, dense, keys, found, answers, pushed, gradients, reduced = traffic
+    ids, dense, keys, rows, answers, pushed, gradients, reduced = traffic
     return {
         "data_loader": (0.0, ids + dense, 2),
-        "embedding_worker": (ids + found + pushed, keys + answers + keys + gradients, 3 + 2 * servers),
-        "embedding_ps": (keys + keys + gradients, found, 2 * servers),
+        "embedding_worker": (ids + rows + pushed, keys + answers + keys + gradients, 3 + 2 * servers),
+        "embedding_ps": (keys + keys + gradients, rows, 2 * servers),
         "nn_worker": (dense + answers + reduced, pushed + reduced, 3),
     }

@@ -37,39 +37,39 @@ from persia.types import Floats, Packed
 __all__ = ["measure_checkpoint", "measure_disk", "measure_rows", "measure_wire"]
 
 TABLE_BYTES = 1 << 28
-"""Memory of a table at most: far more than the caches of a core, little beside that of a machine."""
+"""Maximum memory of a table: far more than the caches of a core, far less than the memory of a machine."""
 TABLE_ROWS = 2_000_000
 REQUEST_IDS = 16_384
 THREADS = 8
-"""Of a PS that writes or loads a checkpoint, at most: as many as it has without a setting."""
+"""Maximum threads of a PS that writes or loads a checkpoint: the default number."""
 ROUNDS = 5
 SECONDS = 0.4
-"""Of one measurement, at least."""
+"""Minimum duration of a measurement."""
 DEADLINE = 60.0
 CALL_BYTES = 4 << 20
 CHECKPOINT_ROWS = 1_000_000
 COLD_ROWS = 400_000
 MOVED_IDS = 1024
-"""Of a request for rows on disk: so few that each has a page of its own, as in the large files of training."""
+"""Ids of a request for rows on disk: so few that each has its own page, as in the large files of training."""
 DISK_BYTES = 512 << 20
 READ_BYTES = 4096
 WRITE_BYTES = 64 << 10
 
 
 def core_seconds(work: Callable[[], int]) -> float:
-    """Returns the median over rounds of the processor seconds of this process for a unit of work.
+    """Returns the processor seconds of this process for a unit of work, as the median over rounds.
 
     Args:
         work: does some units and returns their number.
     """
-    found = []
+    costs = []
     for _ in range(ROUNDS):
-        began, units, spent = time.process_time(), 0, 0.0
+        start, units, spent = time.process_time(), 0, 0.0
         while spent < SECONDS / ROUNDS:
             units += work()
-            spent = time.process_time() - began
-        found.append(spent / units)
-    return sorted(found)[ROUNDS // 2]
+            spent = time.process_time() - start
+        costs.append(spent / units)
+    return sorted(costs)[ROUNDS // 2]
 
 
 def measure_rows(table: TableConfig) -> RowRate:
@@ -134,37 +134,37 @@ def measure_wire() -> WireRate:
         DeadlineError: the other process did not start in time.
     """
     methods = multiprocessing.get_context("spawn")
-    here, there = methods.Pipe()
-    process = methods.Process(target=_serve_sink, args=(there,), daemon=True)
+    pipe, remote_pipe = methods.Pipe()
+    process = methods.Process(target=_serve_sink, args=(remote_pipe,), daemon=True)
     process.start()
     try:
-        if not here.poll(DEADLINE):
+        if not pipe.poll(DEADLINE):
             raise DeadlineError(f"The process that measures calls did not start within {DEADLINE:g} s.")
-        stub = rpc.connect(here.recv(), _Sink, peer="the measuring process", timeout=DEADLINE)
+        stub = rpc.connect(pipe.recv(), _Sink, peer="the measuring process", timeout=DEADLINE)
         try:
             empty, full = np.zeros(0, np.float32), np.zeros(CALL_BYTES // 4, np.float32)
             call, _ = _cost(stub, lambda: stub.echo(empty, 0))
-            both, seconds = _cost(stub, lambda: stub.echo(full, CALL_BYTES))
+            full_call, seconds = _cost(stub, lambda: stub.echo(full, CALL_BYTES))
         finally:
             rpc.close(stub)
-        here.send(None)
+        pipe.send(None)
     finally:
         process.join(DEADLINE)
         process.kill()
     moved = 2 * CALL_BYTES
-    return WireRate(call, max(0.0, both - call) / moved, moved / seconds)
+    return WireRate(call, max(0.0, full_call - call) / moved, moved / seconds)
 
 
 def _cost(stub: _Sink, call: Callable[[], object]) -> tuple[float, float]:
-    """Returns the processor seconds of both processes and the seconds of a call, medians over rounds."""
+    """Returns the processor seconds of both processes and the seconds of a call, as medians over rounds."""
     costs, times = [], []
     for _ in range(ROUNDS):
         calls = 0
-        core, began = time.process_time() + stub.spent(), time.perf_counter()
-        while time.perf_counter() - began < SECONDS:
+        core, start = time.process_time() + stub.spent(), time.perf_counter()
+        while time.perf_counter() - start < SECONDS:
             call()
             calls += 1
-        times.append((time.perf_counter() - began) / calls)
+        times.append((time.perf_counter() - start) / calls)
         costs.append((time.process_time() + stub.spent() - core) / calls)
     return sorted(costs)[ROUNDS // 2], sorted(times)[ROUNDS // 2]
 
@@ -192,10 +192,10 @@ server.close()
 
 
 def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
-    """Measures writing and reading the rows of a PS, and the start of a PS process, without rows and with some.
+    """Measures writing and reading the rows of a PS, and the start of a PS process with and without rows.
 
     Args:
-        directory: where checkpoints will be; None for that of temporary files. Needs 200 MB.
+        directory: directory for checkpoints; None for the directory of temporary files. Needs 200 MB.
     """
     schema, threads = Schema([IdFeature("item", dim=16)]), min(THREADS, len(os.sched_getaffinity(0)))
     server = EmbeddingServer(schema.resolved_tables(), Adagrad(0.05), Hybrid(4), 0, threads)
@@ -228,14 +228,13 @@ def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
         done = subprocess.run([sys.executable, "-c", _RESTART], capture_output=True, timeout=DEADLINE, check=True)
         assert done.stdout.startswith(b"tcp://")
         restarts.append(time.perf_counter() - began)
-    middle = (sorted(each)[1] for each in (written, read, restarts))
-    write, back, restart = middle
-    return CheckpointRate(size / write, size / back, restart, _attaching(directory))
+    write, load, restart = (sorted(seconds)[1] for seconds in (written, read, restarts))
+    return CheckpointRate(size / write, size / load, restart, _attaching(directory))
 
 
 def _attaching(directory: str | None) -> float:
-    """Returns the seconds for each row that a store takes to attach to the regions of one before."""
-    config, taken = TableConfig("item", 16), []
+    """Returns the seconds per row that a store takes to attach to the regions of a previous store."""
+    config, seconds = TableConfig("item", 16), []
     with _scratch(directory) as path:
         store = NativeStore(1)
         store.create_table(config, files=str(path / "rows"))
@@ -247,10 +246,10 @@ def _attaching(directory: str | None) -> float:
             store = NativeStore(1)
             began = time.perf_counter()
             store.create_table(config, files=str(path / "rows"), attach=True)
-            taken.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - began)
         assert store.size(0) == CHECKPOINT_ROWS
         del store
-    return min(taken) / CHECKPOINT_ROWS
+    return min(seconds) / CHECKPOINT_ROWS
 
 
 def _chunks(path: Path) -> Iterator[RowChunk]:
@@ -259,12 +258,12 @@ def _chunks(path: Path) -> Iterator[RowChunk]:
 
 
 def measure_disk(directory: str) -> DiskRate:
-    """Measures random reads and writes of an SSD past the cache of the operating system. Writes 512 MiB.
+    """Measures random reads and writes of an SSD, bypassing the cache of the operating system. Writes 512 MiB.
 
-    Reads are made as those of rows on disk, by the same code: as many in flight, with io_uring where the kernel has it.
+    Uses the same code as reads of rows on disk, with as many reads in flight and io_uring if the kernel has it.
 
     Args:
-        directory: on the SSD.
+        directory: directory on the SSD.
 
     Raises:
         ConfigError: the file system has no direct I/O (a tmpfs, for example).
@@ -300,14 +299,14 @@ def measure_disk(directory: str) -> DiskRate:
 
 
 def _moved_row(path: Path) -> float:
-    """Returns the core seconds for a row of dim 16 that comes back to memory, and another that leaves for it."""
+    """Returns the core seconds to move a row of dim 16 back to memory, and to move another one out for it."""
     store, hot = NativeStore(1), COLD_ROWS // 10
     store.create_table(TableConfig("rates", 16, capacity=COLD_ROWS, memory_rows=hot), spill=str(path / "rows"))
     out = np.empty((REQUEST_IDS, 16), np.float32)
     ids = np.arange(COLD_ROWS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     rng, spent, before = np.random.default_rng(0), 0.0, 0
-    # The third pass is measured: by then there are records to compact. Its order is a new one: rows left in that of the
-    # second, and would come back from pages beside one another.
+    # The third pass is measured: by then there are records to compact. It has a new order, as rows were moved out in
+    # the order of the second pass, and would come back from adjacent pages.
     for order, count in ((ids, REQUEST_IDS), (rng.permutation(ids), REQUEST_IDS), (rng.permutation(ids), MOVED_IDS)):
         before, began = store.tier_counts(0)["promoted"], time.process_time()
         for start in range(0, COLD_ROWS, count):

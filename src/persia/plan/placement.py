@@ -11,7 +11,7 @@ from persia.ps.regions import DEFAULT_ROOT
 __all__ = ["ENLARGE_REGIONS", "PLACE_ROLES", "cluster_file", "in_shared_memory", "place_of"]
 
 ENLARGE_REGIONS = "sudo mount -o remount,size=95% /dev/shm"
-"""Command for a host of PSs: regions may take the 90 % of memory that a plan gives to rows, beside files of Ray."""
+"""Command for a host of PSs: leaves room in /dev/shm for regions, 90 % of memory in a plan, and for files of Ray."""
 
 PLACE_ROLES = {
     "embedding_ps": "ps", "embedding_worker": "embedding_workers", "data_loader": "data_loaders",
@@ -20,7 +20,7 @@ PLACE_ROLES = {
 """Names of the arguments of `persia.cluster.Ray` by role; `place` has the role `embedding_ps` as "ps"."""
 
 LITTLE = 0.001
-"""Of a host's own resource, of which it has 1: any number of processes fit, and on no other host."""
+"""Amount of a host's own resource, of which it has 1: any number of processes fit, but only on this kind of host."""
 
 PREPARE = """\
 file_mounts: { ~/persia.keys: ./persia.keys }
@@ -32,7 +32,7 @@ head_start_ray_commands:
 worker_start_ray_commands:
   - ray stop
 """
-"""Part of a cluster file: keys, without which roles listen on no address that other hosts reach."""
+"""Part of a cluster file: keys, which roles need to listen on an address that other hosts can reach."""
 
 ENLARGE = f"  - {ENLARGE_REGIONS}  # For rows; it is often half of the memory.\n"
 JOIN = "  - export PERSIA_CURVE_KEYS=~/persia.keys; ulimit -n 65536; ray start --address=$RAY_HEAD_IP:6379\n"
@@ -41,18 +41,18 @@ JOIN = "  - export PERSIA_CURVE_KEYS=~/persia.keys; ulimit -n 65536; ray start -
 def place_of(plan: DeploymentPlan) -> dict[str, dict[str, Any]]:
     """Returns the `Placement` of a process by role, as plain data: its kind of host, memory of a PS, a GPU.
 
-    With this memory PSs have the same rows in memory as the plan.
+    With this memory PSs keep the same rows in memory as the plan.
     """
-    found: dict[str, dict[str, Any]] = {}
+    places: dict[str, dict[str, Any]] = {}
     for host in plan.hosts:
         for role in host.roles:
-            wanted: dict[str, Any] = {"resources": {host.kind.name: LITTLE}}
+            placement: dict[str, Any] = {"resources": {host.kind.name: LITTLE}}
             if role == "embedding_ps":
-                wanted["memory"] = host.reserved
+                placement["memory"] = host.reserved
             if role == "nn_worker" and host.kind.gpus:
-                wanted["GPU"] = 1
-            found["ps" if role == "embedding_ps" else role] = wanted
-    return found
+                placement["GPU"] = 1
+            places["ps" if role == "embedding_ps" else role] = placement
+    return places
 
 
 def in_shared_memory(regions: str) -> bool:
@@ -65,7 +65,7 @@ def cluster_file(plan: DeploymentPlan, command: str, regions: str = DEFAULT_ROOT
 
     Args:
         plan: the plan.
-        command: that made it, for the first line.
+        command: command that made the plan, for the first line.
         regions: `RayOptions.regions` of the plan.
     """
     options = 'address="auto"' if regions == DEFAULT_ROOT else f'address="auto", regions={json.dumps(regions)}'
@@ -94,15 +94,15 @@ def cluster_file(plan: DeploymentPlan, command: str, regions: str = DEFAULT_ROOT
 
 
 def _tables(plan: DeploymentPlan) -> list[str]:
-    """Returns comments with the rows in memory of tables that have others on SSD, and what tables must set."""
-    found = []
+    """Returns comments: rows in memory of tables with rows on SSD, and options that tables must set."""
+    comments = []
     for table in plan.tables:
         if table.disk or table.name in plan.added:
             line = f"# table {table.name!r}: {table.memory_rows:,} of {table.rows:,} rows in memory"
             if table.name in plan.added:
                 line += f"; set spill to a directory on the SSD, and capacity = {plan.added[table.name]}"
-            found.append(line)
-    return found
+            comments.append(line)
+    return comments
 
 
 def _node_type(host: HostPlan) -> list[str]:
@@ -112,7 +112,7 @@ def _node_type(host: HostPlan) -> list[str]:
         resources["GPU"] = kind.gpus
     roles = ", ".join(f"{count} x {role}" for role, count in host.roles.items())
     return [
-        f"  {json.dumps(kind.name)}:  # {roles}; as many for their {host.needed_for}",
+        f"  {json.dumps(kind.name)}:  # {roles}; number determined by: {host.needed_for}",
         f"    min_workers: {host.number}",
         f"    max_workers: {host.number}",
         f"    resources: {json.dumps(resources)}",

@@ -1,4 +1,4 @@
-"""The rates that a plan is computed from, measured by `persia bench rates` and kept as JSON."""
+"""The rates from which a plan is computed, measured by `persia bench rates` and stored as JSON."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RateSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         machine: processor, cores and system.
-        cores: of that machine.
-        persia: version.
+        cores: number of cores of that machine.
+        persia: version of persia.
         measured: RFC 3339 time of the last measurement.
         command: the last command.
         file: path that the rates were read from; empty in the file itself.
@@ -57,9 +57,9 @@ class RowRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Core seconds of an embedding PS for a row, in a table of `rows` rows and with distinct, uniform ids.
 
     Attributes:
-        lookup: to look one up.
-        update: to apply a gradient.
-        rows: of the table in which they were measured.
+        lookup: seconds to look up a row.
+        update: seconds to apply a gradient.
+        rows: number of rows of the table in which they were measured.
     """
 
     lookup: float
@@ -82,13 +82,13 @@ class WireRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bytes/s that one PS writes to a checkpoint, and reads from one; and seconds until a restarted PS answers.
+    """Bytes/s that one PS writes to or reads from a checkpoint, and seconds until a restarted PS answers.
 
     Attributes:
         write: bytes/s of a checkpoint, synced to disk.
-        read: bytes/s, from the files' cache.
+        read: bytes/s of a checkpoint, from the file cache.
         restart: seconds from the start of a PS process to its first answer, without rows.
-        attach: seconds that each row of its shared memory adds to that.
+        attach: seconds that each row in its shared memory adds to `restart`.
     """
 
     write: float
@@ -101,10 +101,10 @@ class DiskRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rates of an SSD, without the cache of the operating system.
 
     Attributes:
-        directory: where they were measured.
+        directory: directory in which they were measured.
         reads: random reads/s of 4 KiB, with as many in flight as an embedding PS has.
         write: bytes/s in blocks of 64 KiB.
-        row: core seconds of an embedding PS for a row that comes back from the disk, and another that leaves for it.
+        row: core seconds of an embedding PS to move a row back from disk, and to move another one out for it.
     """
 
     directory: str
@@ -114,11 +114,11 @@ class DiskRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time of an NN worker for a batch, with rows at hand.
+    """Time of an NN worker for a batch whose rows have arrived.
 
     Attributes:
-        device: where the network ran.
-        seconds: of a step.
+        device: device of the network.
+        seconds: duration of a step.
         core_seconds: processor time of a step.
     """
 
@@ -128,15 +128,15 @@ class StepRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BatchShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of a batch, the mean of those that were read.
+    """Contents of a batch, as the mean over the batches that were read.
 
     Attributes:
-        samples: in a batch.
-        ids: by table, ids of a batch, repetitions included.
-        unique: by table, distinct ids of a batch.
-        offset_bytes: of the offsets of features whose samples have any number of ids.
-        dense_bytes: of non-ID-type features and labels.
-        parameters: of the network.
+        samples: number of samples.
+        ids: number of ids by table, repetitions included.
+        unique: number of distinct ids by table.
+        offset_bytes: bytes of the offsets of features whose samples have any number of ids.
+        dense_bytes: bytes of non-ID-type features and labels.
+        parameters: number of parameters of the network.
     """
 
     samples: int
@@ -148,15 +148,15 @@ class BatchShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkloadRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rates of a configuration: of its data, its network and its size of a batch.
+    """Rates of a configuration: its data, network and batch size.
 
     Attributes:
-        name: of the configuration's file.
+        name: name of the configuration's file.
         batch: shape of a batch.
         reader: core seconds of a data loader for a batch.
         worker: core seconds of an embedding worker for a batch, without its calls.
-        server: core seconds of a PS for the two requests of a batch, whatever the number of rows.
-        step: of an NN worker.
+        server: core seconds of a PS for the two requests of a batch, independent of the number of rows.
+        step: rate of an NN worker.
     """
 
     name: str
@@ -168,18 +168,18 @@ class WorkloadRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measured rates. A plan refuses to go on without one that it needs.
+    """Measured rates. A plan fails if a rate that it needs is missing.
 
     Attributes:
-        version: of this format.
-        sources: where the rates come from, one for each file.
-        rows: by `row_key`.
-        workloads: by `workload_key`.
-        wire: of calls.
-        checkpoint: of checkpoints and restarts.
-        disk: of an SSD.
-        sharing: core seconds that roles spend as processes of one machine, over the sum of what each spends alone: they
-            wake one another, and evict what others have in the caches. None: not measured.
+        version: version of this format.
+        sources: origin of the rates, one for each file.
+        rows: rates of rows by `row_key`.
+        workloads: rates of configurations by `workload_key`.
+        wire: costs of calls.
+        checkpoint: rates of checkpoints and restarts.
+        disk: rates of an SSD.
+        sharing: core seconds that roles spend as processes of one machine, divided by the sum of the core seconds that
+            each spends alone: they wake one another, and evict one another's data from the caches. None: not measured.
     """
 
     version: int
@@ -193,14 +193,14 @@ class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shared(self) -> float:
-        """Factor by which costs of a role alone are multiplied if roles are processes: `sharing`, or 1."""
+        """Factor for the costs of a role measured alone if roles are processes of one machine: `sharing`, or 1."""
         return self.sharing or 1.0
 
     def row(self, table: TableConfig) -> RowRate:
         """Returns the rate of a table's rows.
 
         Raises:
-            ConfigError: it was not measured.
+            ConfigError: the rate was not measured.
         """
         key = row_key(table)
         if key not in self.rows:
@@ -211,17 +211,17 @@ class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Returns the rates of a configuration.
 
         Raises:
-            ConfigError: they were not measured.
+            ConfigError: the rates were not measured.
         """
         if key not in self.workloads:
-            raise self.missing("the rates of this configuration's data, network and size of a batch")
+            raise self.missing("the rates of this configuration's data, network and batch size")
         return self.workloads[key]
 
     def missing(self, what: str, option: str = "") -> ConfigError:
         """Returns the error for a rate that was not measured."""
         files = [source.file for source in self.sources]
         return ConfigError(
-            f"Missing rate in {', '.join(files) or 'the rates'}: {what}. Measure it on a machine like those of the "
+            f"Missing rate in {', '.join(files) or 'the rates'}: {what}. Measure it on a machine like the hosts of the "
             f"plan: persia bench rates CONFIG{option} --save {files[0] if files else 'rates.json'}",
             field="rates",
         )
@@ -234,15 +234,15 @@ def row_key(table: TableConfig) -> str:
 
 
 def workload_key(*parts: Any) -> str:
-    """Returns the key of a configuration's rates: a digest of what they depend on."""
+    """Returns the key of a configuration's rates: a digest of everything that they depend on."""
     return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:16]
 
 
 def load_rates(paths: Sequence[str]) -> Rates:
-    """Reads files of rates; where two have the same rate, the later one counts.
+    """Reads files of rates. If two files have the same rate, the later one takes precedence.
 
     Raises:
-        ConfigError: a file cannot be read, or is none of this version.
+        ConfigError: a file cannot be read, or has another version.
     """
     merged = Rates(VERSION, [])
     for path in paths:
@@ -255,7 +255,7 @@ def load_rates(paths: Sequence[str]) -> Rates:
                 path=path,
             ) from error
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{path} is no file of rates: {error}.", path=path) from error
+            raise ConfigError(f"{path} is not a file of rates: {error}.", path=path) from error
         if rates.version != VERSION:
             raise ConfigError(
                 f"{path} has rates of version {rates.version}; expected {VERSION}. Measure them again: persia bench "
@@ -267,7 +267,7 @@ def load_rates(paths: Sequence[str]) -> Rates:
 
 
 def merge_rates(first: Rates, second: Rates, file: str) -> Rates:
-    """Returns the rates of both; those of the second count."""
+    """Merges rates; the second ones take precedence."""
     named = [msgspec.structs.replace(source, file=file) for source in second.sources]
     return Rates(
         VERSION,
@@ -282,7 +282,7 @@ def merge_rates(first: Rates, second: Rates, file: str) -> Rates:
 
 
 def save_rates(path: str, rates: Rates) -> None:
-    """Adds rates to a file, which is created if needed. It is replaced as a whole.
+    """Adds rates to a file, which is created if needed. Replaces the file atomically.
 
     Raises:
         ConfigError: the file has rates of another machine.
@@ -292,8 +292,8 @@ def save_rates(path: str, rates: Rates) -> None:
         before = load_rates([path])
         if before.sources and before.sources[0].machine != source.machine:
             raise ConfigError(
-                f"{path} has rates of another machine ({before.sources[0].machine}); save those of this one to another "
-                "file, and give both to `persia plan`: --rates FILE --rates FILE.",
+                f"{path} has rates of another machine ({before.sources[0].machine}); save the rates of this machine to "
+                "another file, and pass both to `persia plan`: --rates FILE --rates FILE.",
                 path=path,
             )
         rates = merge_rates(before, rates, "")

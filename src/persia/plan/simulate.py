@@ -1,9 +1,9 @@
-"""A discrete-event model of training on hosts that need not exist: who waits for whom, and what that costs.
+"""A discrete-event simulation of training on any number of hosts: which role waits for which, and for how long.
 
-Batches go through the roles as messages do: data loader, embedding worker, all PSs, back, the NN worker's step, and
-the same way as gradients. Each host has cores, a network interface with two directions and perhaps GPUs and an SSD;
-each serves in order of arrival. What a role spends comes from measured rates. Nothing is drawn at random unless the
-time of a step is given a spread, so a run is reproducible.
+Batches pass through the roles as messages do: data loader, embedding worker, all PSs, back, the NN worker's step, and
+the same way as gradients. Each host has cores, a network interface with two directions and optionally GPUs and an SSD;
+each serves requests in order of arrival. Costs come from measured rates. A run is reproducible: only the time of a step
+is random, and only if it has a spread.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from persia.plan.load import BatchTraffic
 __all__ = ["BatchCosts", "SimulatedCluster", "SimulatedHosts", "SimulatedMode", "SimulationResult", "simulate_training"]
 
 AHEAD = 4
-"""Batches that a data loader keeps ready for each NN worker."""
+"""Number of batches that a data loader prepares ahead for each NN worker."""
 
 
 class BatchCosts(NamedTuple):
-    """Costs of a batch, whatever the cluster.
+    """Costs of a batch, independent of the cluster.
 
     Attributes:
-        samples: of a batch.
+        samples: number of samples.
         traffic: bytes of its messages.
         reader: core seconds of a data loader.
         worker: core seconds of an embedding worker, without its messages.
         request: core seconds of a PS for a lookup and a push, without their rows.
         lookup: core seconds of all PSs for its rows.
         update: core seconds of all PSs for its gradients.
-        step: seconds of an NN worker.
+        step: seconds of a step of an NN worker.
         call: core seconds of both sides of a message.
         byte: core seconds of both sides of a byte.
-        misses: rows that are read from SSD.
-        miss: core seconds of a PS for one of them, after it was read.
+        misses: number of rows that are read from SSD.
+        miss: core seconds of a PS for such a row, after it was read.
     """
 
     samples: int
@@ -61,10 +61,10 @@ class SimulatedHosts(NamedTuple):
     """The hosts of some roles.
 
     Attributes:
-        number: of hosts.
-        cores: of each.
-        network: bytes/s of each in each direction; None within one host.
-        reads: random reads/s of the SSD of each.
+        number: number of hosts.
+        cores: cores of each host.
+        network: bytes/s of each host in each direction; None within one host.
+        reads: random reads/s of the SSD of each host.
     """
 
     number: int
@@ -74,13 +74,13 @@ class SimulatedHosts(NamedTuple):
 
 
 class SimulatedCluster(NamedTuple):
-    """Processes and where they run: those of a role are spread evenly over its hosts.
+    """Processes and their hosts. The processes of a role are spread evenly over its hosts.
 
     Attributes:
         hosts: kinds of hosts by name.
         place: name of the hosts of each role.
-        counts: processes by role.
-        gpus: whether NN workers compute on a GPU each; otherwise on a core of their host.
+        counts: number of processes by role.
+        gpus: whether each NN worker computes on its own GPU; otherwise on a core of its host.
     """
 
     hosts: dict[str, SimulatedHosts]
@@ -90,11 +90,11 @@ class SimulatedCluster(NamedTuple):
 
 
 class SimulatedMode(NamedTuple):
-    """How steps depend on one another.
+    """Dependencies between steps.
 
     Attributes:
-        depth: own steps between a lookup and the applied gradient, at most.
-        barrier: whether NN workers average their gradients in each step; otherwise each goes its own way.
+        depth: maximum number of own steps between a lookup and the applied gradient.
+        barrier: whether NN workers average their gradients in each step; otherwise they train independently.
     """
 
     depth: int
@@ -105,10 +105,10 @@ class SimulationResult(NamedTuple):
     """Result of a simulation.
 
     Attributes:
-        samples_per_second: of all NN workers, after the first steps.
+        samples_per_second: rate of all NN workers, after the first steps.
         step_seconds: mean time between two steps of an NN worker.
         lookup_seconds: mean time from the request of a batch's rows to their arrival at the NN worker.
-        busy: by resource, the busiest one of its kind, as a share of the time.
+        busy: share of the time that the busiest resource of each kind is busy.
         bottleneck: the busiest resource; "latency" if none is busy for three quarters of the time.
     """
 
@@ -129,7 +129,7 @@ class _Resource:
         self.busy = 0.0
 
     def use(self, now: float, seconds: float) -> float:
-        """Serves for some seconds from `now` on, and returns when that ends."""
+        """Serves for some seconds from `now` on, and returns the time at which that ends."""
         end = max(now, self.free[0]) + seconds
         heapq.heapreplace(self.free, end)
         self.busy += seconds
@@ -155,12 +155,12 @@ def simulate_training(
     """Simulates a number of steps of each NN worker.
 
     Args:
-        costs: of a batch.
+        costs: costs of a batch.
         cluster: hosts and processes.
-        mode: of training.
-        steps: of each NN worker; the first third fills the queues and is not counted.
+        mode: mode of training.
+        steps: number of steps of each NN worker; the first third fills the queues and is not counted.
         spread: standard deviation of the logarithm of a step's time; 0 for equal steps.
-        seed: of the spread.
+        seed: seed of the random step times.
 
     Raises:
         ConfigError: there are too few steps.
@@ -178,7 +178,7 @@ class _Simulation:
         self.hosts = {name: [_Host(kind) for _ in range(kind.number)] for name, kind in cluster.hosts.items()}
         counts = cluster.counts
         self.workers = counts["nn_worker"]
-        # Processes that do one thing at a time.
+        # Processes that do one task at a time.
         self.loaders = [_Resource() for _ in range(counts["data_loader"])]
         self.networks = [_Resource() for _ in range(self.workers)]
         self.random = random.Random(seed)
@@ -186,7 +186,7 @@ class _Simulation:
         self.heap: list[tuple[float, int, Callable[[float], None]]] = []
         self.order = itertools.count()
         self.read: dict[tuple[int, int], bool] = {}
-        self.asked: dict[tuple[int, int], float] = {}
+        self.requested_at: dict[tuple[int, int], float] = {}
         self.ready: set[tuple[int, int]] = set()
         self.done = [0] * self.workers  # steps computed, by NN worker
         self.stepping = [False] * self.workers
@@ -209,27 +209,27 @@ class _Simulation:
     def send(
         self, now: float, source: tuple[str, int], target: tuple[str, int], size: float, then: Callable[[float], None]
     ) -> None:
-        """Sends a message: cores of the sender, its network, that of the receiver, cores of the receiver."""
-        here, there = self.host(*source), self.host(*target)
+        """Sends a message: uses cores and network of the sender, then network and cores of the receiver."""
+        sender, receiver = self.host(*source), self.host(*target)
         cost = (self.costs.call / 2 + size * self.costs.byte) / 2  # A call has a message each way.
         out, into = (self.cluster.hosts[self.cluster.place[role]].network for role in (source[0], target[0]))
 
         def arrive(time: float) -> None:
-            self.at(there.cores.use(time, cost), then)
+            self.at(receiver.cores.use(time, cost), then)
 
         def receive(time: float) -> None:
             assert into is not None
-            self.at(there.incoming.use(time, size / into), arrive)
+            self.at(receiver.incoming.use(time, size / into), arrive)
 
         def leave(time: float) -> None:
-            if here is there or out is None or into is None:
+            if sender is receiver or out is None or into is None:
                 arrive(time)
             else:
-                self.at(here.outgoing.use(time, size / out), receive)
+                self.at(sender.outgoing.use(time, size / out), receive)
 
-        self.at(here.cores.use(now, cost), leave)
+        self.at(sender.cores.use(now, cost), leave)
 
-    # --- the way of a batch ---------------------------------------------------------------------------------------
+    # --- the path of a batch --------------------------------------------------------------------------------------
 
     def run(self) -> SimulationResult:
         for worker in range(self.workers):
@@ -241,7 +241,7 @@ class _Simulation:
         return self.result()
 
     def load(self, now: float, worker: int, step: int) -> None:
-        """A data loader reads a batch, and registers it."""
+        """Simulates a data loader that reads a batch and registers it."""
         loader = worker % self.cluster.counts["data_loader"]
 
         def sent(time: float) -> None:
@@ -261,18 +261,19 @@ class _Simulation:
         return (worker + step * self.workers) % self.cluster.counts["embedding_worker"]
 
     def request(self, now: float, worker: int) -> None:
-        """An NN worker asks for the rows of all batches that the mode admits."""
+        """Simulates an NN worker that requests the rows of all batches that the mode admits."""
         step = sum(
-            1 for _ in itertools.takewhile(lambda s: (worker, s) in self.asked, itertools.count(self.done[worker]))
+            1
+            for _ in itertools.takewhile(lambda s: (worker, s) in self.requested_at, itertools.count(self.done[worker]))
         )
         step += self.done[worker]
         while step <= self.applied[worker] + self.mode.depth and self.read.get((worker, step)):
-            self.asked[worker, step] = now
+            self.requested_at[worker, step] = now
             self.look_up(now, worker, step)
             step += 1
 
     def look_up(self, now: float, worker: int, step: int) -> None:
-        """The embedding worker asks all PSs, and answers when all have answered."""
+        """Simulates an embedding worker that queries all PSs, and answers once all have answered."""
         owner, servers, costs = self.owner(worker, step), self.cluster.counts["embedding_ps"], self.costs
         source = ("embedding_worker", owner)
         key = ("lookup", worker, step)
@@ -285,8 +286,8 @@ class _Simulation:
         def serve(server: int) -> Callable[[float], None]:
             host = self.host("embedding_ps", server)
 
-            def found(time: float) -> None:
-                self.send(time, ("embedding_ps", server), source, costs.traffic.found / servers, answered)
+            def respond(time: float) -> None:
+                self.send(time, ("embedding_ps", server), source, costs.traffic.rows / servers, answered)
 
             def looked(time: float) -> None:
                 reads = self.cluster.hosts[self.cluster.place["embedding_ps"]].reads
@@ -294,7 +295,7 @@ class _Simulation:
 
             def moved(time: float) -> None:
                 seconds = costs.misses / servers * costs.miss
-                self.at(host.cores.use(time, seconds) if seconds else time, found)
+                self.at(host.cores.use(time, seconds) if seconds else time, respond)
 
             return lambda time: self.at(host.cores.use(time, costs.request / 2 + costs.lookup / servers), looked)
 
@@ -307,14 +308,14 @@ class _Simulation:
             self.send(time, source, ("nn_worker", worker), costs.traffic.answers + costs.traffic.dense, arrived)
 
         def arrived(time: float) -> None:
-            self.looked_up.append(time - self.asked[worker, step])
+            self.looked_up.append(time - self.requested_at[worker, step])
             self.ready.add((worker, step))
             self.compute(time, worker)
 
         self.at(self.host(*source).cores.use(now, costs.worker / 4), fan_out)
 
     def compute(self, now: float, worker: int) -> None:
-        """An NN worker computes its next step, if it has the rows and nothing to do."""
+        """Simulates the next step of an NN worker, if it is idle and has the rows."""
         step = self.done[worker]
         if self.stepping[worker] or (worker, step) not in self.ready:
             return
@@ -339,7 +340,7 @@ class _Simulation:
         self.at(device.use(now, seconds), computed)
 
     def reduce_seconds(self) -> float:
-        """Returns the time of the all-reduce. Each host sends and receives once, for all its NN workers."""
+        """Returns the time of the all-reduce. Each host sends and receives once for all its NN workers."""
         if self.workers == 1:
             return 0.0
         network = self.cluster.hosts[self.cluster.place["nn_worker"]].network
@@ -347,7 +348,7 @@ class _Simulation:
         return size / network if network is not None else size * self.costs.byte
 
     def finish(self, now: float, worker: int, step: int) -> None:
-        """An NN worker has its gradients: it pushes them, and goes on."""
+        """Ends a step of an NN worker: it pushes its gradients and continues."""
         self.stepping[worker] = False
         self.done[worker] = step + 1
         self.ends[worker].append(now)
@@ -357,7 +358,7 @@ class _Simulation:
         self.compute(now, worker)
 
     def push(self, now: float, worker: int, step: int) -> None:
-        """The embedding worker routes gradients to the PSs, which apply them."""
+        """Simulates an embedding worker that routes gradients to the PSs, which apply them."""
         owner, servers, costs = self.owner(worker, step), self.cluster.counts["embedding_ps"], self.costs
         source = ("embedding_worker", owner)
         key = ("push", worker, step)
@@ -384,7 +385,7 @@ class _Simulation:
         self.send(now, ("nn_worker", worker), source, costs.traffic.pushed, received)
 
     def count(self, now: float, worker: int, step: int) -> None:
-        """The gradients of a batch are at all PSs; where steps are combined, those of all NN workers must be."""
+        """Counts a batch whose gradients have arrived at all PSs; with a barrier, a step needs all NN workers."""
         self.arrived[step] += 1
         if not self.mode.barrier:
             self.applied[worker] += 1

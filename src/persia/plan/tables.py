@@ -1,4 +1,4 @@
-"""Bytes of tables in memory, on SSD and in checkpoints, by the arithmetic of the store (`cpp/include/persia`)."""
+"""Bytes of tables in memory, on SSD and in checkpoints, computed as in the store (`cpp/include/persia`)."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ SLOT_BYTES = 8
 FIRST_SLOTS = 64
 DOUBLING_SLOTS = 4096
 GROWTH, COLD_GROWTH = 3, 8
-"""Parts of its slots by which a large index grows: a third, or an eighth if rows are on SSD."""
+"""Divisors of the slots by which a large index grows: a third, or an eighth if rows are on SSD."""
 SHARD_BYTES = 16384 + 4096
 """Header and undo slot of a shard."""
 PAGE_BYTES = 2 << 20
-"""Rows and index of a shard each end within a huge page: half of one is unused on average."""
+"""Rows and index of a shard each end within a huge page, half of which is unused on average."""
 
 BLOCK_BYTES = 64 << 10
 RECORD_HEADER_BYTES = 8
 RECORD_BITS = 3
 """Bits of memory for each record of the SSD tier."""
 LIVE_SHARE = 2 / 3
-"""Share of the records of the SSD tier that are live at least, as compaction keeps it."""
+"""Minimum share of live records in the SSD tier, which compaction maintains."""
 
 
 class PlannedTable(NamedTuple):
     """A table of a plan.
 
     Attributes:
-        config: of the store of one PS that has all rows.
-        rows: of the whole cluster.
-        table: as in the schema, with its optimizer, and a capacity of `rows` at least if it declares one.
-        last_steps: whether each row has its last step: in asynchronous modes.
+        config: configuration of the store of a single PS that has all rows.
+        rows: number of rows in the whole cluster.
+        table: declaration in the schema, with its optimizer, and a capacity of at least `rows` if it declares one.
+        last_steps: whether each row has its last step, as in asynchronous modes.
     """
 
     config: TableConfig
@@ -77,11 +77,11 @@ class TableBytes(NamedTuple):
     """Bytes of a table in all PSs together.
 
     Attributes:
-        name: of the table.
-        rows: in all.
-        memory_rows: rows in memory; the others are on SSD.
+        name: name of the table.
+        rows: number of rows.
+        memory_rows: number of rows in memory; the others are on SSD.
         memory: bytes of memory: rows, index, and the index of rows on SSD.
-        disk: bytes on SSD, what compaction leaves included.
+        disk: bytes on SSD, including dead records that compaction leaves.
         checkpoint: bytes of a checkpoint.
     """
 
@@ -100,36 +100,36 @@ def planned_tables(
 
     Args:
         schema: the input of the model.
-        optimizer: of tables that declare none.
-        rows: by table; others have their declared capacity.
-        asynchronous: whether the mode keeps last steps.
+        optimizer: optimizer of tables that declare none.
+        rows: number of rows by table; other tables have their declared capacity.
+        asynchronous: whether the mode records last steps.
 
     Raises:
-        ConfigError: a table has no number of rows, or there is no such table.
+        ConfigError: a table has no number of rows, or a named table does not exist.
     """
     tables = schema.resolved_tables()
     if unknown := [name for name in rows if name not in tables]:
         raise ConfigError(
             f"Invalid --rows {unknown[0]}: there is no such table; expected one of: {', '.join(tables)}.", field="rows"
         )
-    found = []
+    planned = []
     for name, table in tables.items():
         count = rows.get(name, table.capacity)
         if count is None:
             raise ConfigError(
-                f"The rows of table {name!r} are not known: give --rows {name}=N, or declare its capacity.",
+                f"The number of rows of table {name!r} is unknown: pass --rows {name}=N, or declare its capacity.",
                 field=f"rows.{name}",
             )
         capacity = None if table.capacity is None else max(count, table.capacity)
         table = msgspec.structs.replace(table, optimizer=table.optimizer or optimizer, capacity=capacity)
-        found.append(PlannedTable(table_config(table, 0, None), count, table, asynchronous))
-    return found
+        planned.append(PlannedTable(table_config(table, 0, None), count, table, asynchronous))
+    return planned
 
 
 def index_slots(rows: int, capacity: int, growth: int = GROWTH) -> int:
-    """Returns the slots of a shard's index with so many rows: it grows at a load of 80 %, by a part once it is large.
+    """Returns the slots of a shard's index with n rows. It grows at a load of 80 %, by a fraction once it is large.
 
-    The same steps as `Index::grown` in `cpp/include/persia/index.hpp`.
+    Follows `Index::grown` in `cpp/include/persia/index.hpp`.
     """
     most = (capacity + capacity // 4 + 64 + 7) // 8 * 8
     slots = min(FIRST_SLOTS, most)
@@ -139,7 +139,7 @@ def index_slots(rows: int, capacity: int, growth: int = GROWTH) -> int:
 
 
 def disk_row_bytes(table: PlannedTable) -> float:
-    """Returns the bytes of SSD for a row: records are packed in blocks, of which compaction keeps two thirds live."""
+    """Returns the bytes of SSD per row: records are packed in blocks, of which compaction keeps two thirds live."""
     record = RECORD_HEADER_BYTES + table.row_bytes - (LAST_STEP_BYTES if table.last_steps else 0)
     per_block = BLOCK_BYTES // record
     packed = BLOCK_BYTES / per_block if per_block else math.ceil(record / 4096) * 4096
@@ -152,7 +152,7 @@ def bytes_of(table: PlannedTable, servers: int, memory_rows: int | None = None) 
     Args:
         table: the table.
         servers: number of PSs that share it.
-        memory_rows: of a table with rows on SSD, rows in memory at most, of the whole cluster; None for one without.
+        memory_rows: maximum rows in memory of the whole cluster, for a table with rows on SSD; None for others.
     """
     hot = table.rows if memory_rows is None else min(table.rows, memory_rows)
     cold = table.rows - hot
@@ -166,7 +166,7 @@ def bytes_of(table: PlannedTable, servers: int, memory_rows: int | None = None) 
     # Rows on SSD have their slots in the same index.
     growth = GROWTH if memory_rows is None else COLD_GROWTH
     slots = index_slots(math.ceil(table.rows / shards), math.ceil(capacity / config.resolved_shards), growth) * shards
-    bits = RECORD_BITS / 8 / LIVE_SHARE  # Of memory, for each live record.
+    bits = RECORD_BITS / 8 / LIVE_SHARE  # Of memory, per live record.
     unused = sum(PAGE_BYTES // 2 for size in (slots * SLOT_BYTES, hot * table.row_bytes) if size > shards * PAGE_BYTES)
     return TableBytes(
         table.config.name,

@@ -1,7 +1,7 @@
-"""Measures the rates of a configuration: what its batches hold, and what each role spends on one.
+"""Measures the rates of a configuration: the contents of its batches, and the cost of a batch in each role.
 
-Each role is measured alone, between fakes of its neighbours, in processor time: what the roles spend together on one
-machine is the sum.
+Each role is measured alone, between fakes of its neighbors, in processor time: on one machine the costs of the roles
+add up.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Fit = Callable[["FakeCluster", Sequence[Batch], int], float]
 
 
 class FakeCluster:
-    """A cluster whose embedding worker answers at once with rows of zeros, so that only the NN worker takes time.
+    """A cluster whose embedding worker answers immediately with rows of zeros, so that only the NN worker takes time.
 
     Args:
-        answers: by `fingerprint` of a batch.
+        answers: answers by `fingerprint` of a batch.
     """
 
     def __init__(self, answers: Mapping[int, LookedUp]) -> None:
@@ -55,7 +55,7 @@ class FakeCluster:
 
 
 class _FakeServer:
-    """A PS that answers at once, with rows of zeros."""
+    """A PS that answers immediately with rows of zeros."""
 
     def __init__(self, schema: Schema) -> None:
         self._words = {name: words_of(table.dtype, table.dim) for name, table in schema.resolved_tables().items()}
@@ -73,7 +73,7 @@ class _FakeServer:
 
 
 class _FakeWorker:
-    """An embedding worker that knows its batches."""
+    """An embedding worker with prepared answers."""
 
     def __init__(self, answers: Mapping[int, LookedUp]) -> None:
         self._answers = answers
@@ -101,7 +101,7 @@ class _FakeWorker:
 
 
 def fingerprint(id_features: Mapping[str, IdColumn]) -> int:
-    """Returns a number that tells the batches of a measurement apart."""
+    """Returns a number that distinguishes the batches of a measurement."""
     return hash(tuple(column.values[:64].tobytes() for column in id_features.values()))
 
 
@@ -117,19 +117,19 @@ def measure_workload(
     """Measures the roles of a configuration on its own batches.
 
     Args:
-        name: of the configuration.
-        schema: of the data.
-        optimizer: of the rows.
-        reader: of the data; the first batches are read.
+        name: name of the configuration.
+        schema: schema of the data.
+        optimizer: optimizer of the rows.
+        reader: reader of the data; the first batches are read.
         fit: trains with the configuration's network.
-        device: where the network runs.
-        parameters: of the network.
+        device: device of the network.
+        parameters: number of parameters of the network.
 
     Raises:
         DataError: the data have too few batches to measure.
     """
     source = iter(reader)
-    first = list(itertools.islice(source, 2))  # The first ones open files.
+    first = list(itertools.islice(source, 2))  # Reading the first batches opens files.
     began = time.process_time()
     batches = list(itertools.islice(source, BATCHES))
     reading = (time.process_time() - began) / max(1, len(batches))
@@ -161,14 +161,14 @@ def measure_workload(
 
 
 def _ids_by_table(schema: Schema, batch: Batch) -> dict[str, float]:
-    found = dict.fromkeys(schema.resolved_tables(), 0.0)
+    ids = dict.fromkeys(schema.resolved_tables(), 0.0)
     for feature in schema.id_features:
-        found[feature.table_name] += len(batch.id_features[feature.name].values)
-    return found
+        ids[feature.table_name] += len(batch.id_features[feature.name].values)
+    return ids
 
 
-def _mean(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
+def _mean(mappings: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.fmean(each[name] for each in mappings) for name in mappings[0]}
 
 
 def measure_worker(schema: Schema, batches: Sequence[Batch]) -> float:
@@ -213,9 +213,9 @@ def measure_server(schema: Schema, optimizer: EmbeddingOptimizer) -> float:
 
 
 def _step(fit: Fit, cluster: FakeCluster, batches: Sequence[Batch], device: str) -> StepRate:
-    """Returns the time of an NN worker for a step: of the round that other programs disturbed least.
+    """Returns the time of an NN worker for a step, in the round that other programs disturbed least.
 
-    On a CPU it is the processor time, if that is less: what a busy machine made it wait is no part of a step.
+    On a CPU it is the processor time if that is less: waiting on a busy machine is not part of a step.
     """
     fit(cluster, batches, WARM_STEPS)
     times, cores = [], []
