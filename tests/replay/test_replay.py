@@ -255,7 +255,7 @@ def test_a_schedule_that_contradicts_itself_is_refused():
     for broken, message in (
         (events[:first] + events[first + 1 :], "k is 0 here"),
         ([replace(e, version=e.version + (i > 40)) for i, e in enumerate(events)], "k is"),
-        ([replace(e, version=0, rows=0) for e in events if e.kind == "push"], "had to be applied"),
+        ([replace(e, version=0, rows=0) for e in events if e.kind == "push"], "must be applied"),
         ([e for e in events if e.kind != "pull"], "not read"),
     ):
         with pytest.raises(DataError, match=message):

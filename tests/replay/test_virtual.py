@@ -111,5 +111,5 @@ def test_a_copy_continues_as_the_original_does(reader, rows):
     expected = base.evaluate(batches)
     np.testing.assert_array_equal(copied.evaluate(batches), expected)
     np.testing.assert_array_equal(again.evaluate(batches), expected)
-    with pytest.raises(DataError, match="has begun"):
+    with pytest.raises(DataError, match="has started"):
         copied.load_state_dict(state)

@@ -1,6 +1,6 @@
 """Training in virtual time: any mode, in one process, without sockets or waiting.
 
-`simulate` computes when everything happens, from the speeds of the NN workers. `replay` trains along such a timeline,
+`simulate` computes the times of all events from the speeds of the NN workers. `replay` trains along such a timeline,
 or along one that a run has recorded. Both call the same pure functions of the mode as the cluster does.
 """
 

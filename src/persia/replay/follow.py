@@ -28,39 +28,39 @@ class _Follower:
         self._schedule = schedule
         self._dense = name.startswith(DENSE)
         self._step: int | None = None
-        self._held = 0
-        self._due = False
+        self._pending = 0
+        self._complete = False
 
     def check(self, event: ScheduleEvent, number: int) -> None:
-        """Raises DataError if an event contradicts those before it."""
+        """Raises DataError if an event contradicts earlier events."""
         expected = self._step
         if expected is not None and event.version != expected:
-            raise self._error(event, number, f"k is {expected} here, by the events before")
-        if self._due and event.kind in ("push", "drop"):
-            raise self._error(event, number, f"{self._held} gradients were complete and had to be applied first")
+            raise self._error(event, number, f"k is {expected} here after the earlier events")
+        if self._complete and event.kind in ("push", "drop"):
+            raise self._error(event, number, f"{self._pending} gradients were complete and must be applied first")
         self._step = event.version
         if event.kind in ("push", "drop") and self._decides:
-            arrival = Arrival(event.version, self._held, event.token, self._schedule.group)
+            arrival = Arrival(event.version, self._pending, event.token, self._schedule.group)
             action = self._schedule.mode.arrive(arrival).action
             if (action is Action.DROP) != (event.kind == "drop"):
-                raise self._error(event, number, f"the mode says {action.value!r}")
-            self._due = action is Action.APPLY
+                raise self._error(event, number, f"the mode decides {action.value!r}")
+            self._complete = action is Action.APPLY
         if event.kind == "push":
-            self._held += 1
+            self._pending += 1
 
     def applied(self) -> None:
         assert self._step is not None
-        self._step, self._held, self._due = self._step + 1, 0, False
+        self._step, self._pending, self._complete = self._step + 1, 0, False
 
     @property
     def _decides(self) -> bool:
-        """Whether the mode decides here: not for replicas, which have no dense PS."""
+        """Whether the mode decides. It does not for replicas, which have no dense PS."""
         return not (self._dense and self._schedule.by_rows)
 
     def _error(self, event: ScheduleEvent, number: int, why: str) -> DataError:
         return DataError(
             f"Event {number} of the schedule, {event.kind!r} of batch {event.batch} at {event.server} with k = "
-            f"{event.version}, does not fit: {why}. The schedule belongs to another mode, or the server has a defect.",
+            f"{event.version}, is inconsistent: {why}. The schedule belongs to another mode, or the server has a bug.",
             event=number,
             server=event.server,
         )
@@ -76,9 +76,9 @@ def replay(
 
     Args:
         schedule: the timeline, simulated or recorded.
-        servers: all servers of the timeline by name. They continue from their present state.
+        servers: all servers of the timeline by name. They continue from their current state.
         compute: called once per batch, when its gradient first arrives at a server; not for dropped or lost batches.
-        on_event: called with each event, and the gradient for that server or None.
+        on_event: called with each event and the gradient for that server, or None.
 
     Raises:
         DataError: the timeline contradicts itself, or the decisions of its mode; the error names the event.
@@ -86,7 +86,9 @@ def replay(
     followers = {}
     for name in schedule.servers:
         if name not in servers:
-            raise DataError(f"The schedule has a server {name!r}, and there are {', '.join(servers)}.", server=name)
+            raise DataError(
+                f"The schedule has a server {name!r}, but there are only {', '.join(servers)}.", server=name
+            )
         servers[name].begin(schedule.mode)
         followers[name] = _Follower(name, servers[name], schedule)
     reads: dict[int, dict[str, Any]] = {}
@@ -100,18 +102,18 @@ def replay(
         if event.kind in ("lookup", "pull"):
             reads.setdefault(event.batch, {})[event.server] = server.read(event.batch)
         elif event.kind == "apply":
-            # Rows of Hybrid follow their NN worker's own step; all others k.
+            # Rows of Hybrid follow their NN worker's own step; all others follow k.
             server.apply(event.token if schedule.by_rows else event.version)
             follower.applied()
         else:
             if event.kind == "push":
                 has_gradient = event.rows and not event.empty
                 if has_gradient and event.batch not in gradients:
-                    found = reads.get(event.batch, {})
-                    if len(found) < len(followers):
-                        missing = ", ".join(sorted(followers.keys() - found.keys()))
+                    inputs = reads.get(event.batch, {})
+                    if len(inputs) < len(followers):
+                        missing = ", ".join(sorted(followers.keys() - inputs.keys()))
                         raise DataError(f"Event {number}: batch {event.batch} was not read at {missing}.", event=number)
-                    gradients[event.batch] = dict(compute(event.batch, found))
+                    gradients[event.batch] = dict(compute(event.batch, inputs))
                 gradient = gradients[event.batch][event.server] if has_gradient else None
                 weight = 1.0 if schedule.by_rows else schedule.mode.weight(event.version, event.token)
                 unit = 1 if schedule.by_rows else schedule.local_batch

@@ -1,4 +1,4 @@
-"""Tables in numpy, in any precision: slow and readable, for checks in float64."""
+"""Tables in numpy, in any precision: slow but readable, for checks in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PlainTable:
     """A table whose ids are indices.
 
     Args:
-        initial: rows `[n, dim]`, which are copied; all arithmetic has their dtype.
+        initial: rows `[n, dim]`, which are copied; their dtype is used for all arithmetic.
         optimizer: SGD; Adagrad, by element or row, with initial value 0; lazy Adam, whose bias correction counts
             updates of the row; or FTRL with beta 1.
         lr: learning rate.
@@ -35,30 +35,30 @@ class PlainTable:
 
     def update(self, ids: Ids, gradients: Numbers) -> None:
         """Updates each row once."""
-        at = ids.astype(np.int64)
+        index = ids.astype(np.int64)
         if self._optimizer == "sgd":
             change = gradients
         elif self._optimizer == "adagrad":
-            self._second[at] += gradients**2
-            change = gradients / (np.sqrt(self._second[at]) + 1e-10)
+            self._second[index] += gradients**2
+            change = gradients / (np.sqrt(self._second[index]) + 1e-10)
         elif self._optimizer == "rowwise_adagrad":
-            self._second[at] += (gradients**2).mean(1, keepdims=True)
-            change = gradients / (np.sqrt(self._second[at]) + 1e-10)
+            self._second[index] += (gradients**2).mean(1, keepdims=True)
+            change = gradients / (np.sqrt(self._second[index]) + 1e-10)
         elif self._optimizer == "ftrl":
-            before = self._second[at]
-            self._second[at] += gradients**2
-            root = np.sqrt(self._second[at])
-            self._first[at] += gradients - (root - np.sqrt(before)) / self._lr * self.rows[at]
-            self.rows[at] = -self._lr * self._first[at] / (1.0 + root)
+            before = self._second[index]
+            self._second[index] += gradients**2
+            root = np.sqrt(self._second[index])
+            self._first[index] += gradients - (root - np.sqrt(before)) / self._lr * self.rows[index]
+            self.rows[index] = -self._lr * self._first[index] / (1.0 + root)
             return
         else:
-            self._updates[at] += 1
-            self._first[at] = 0.9 * self._first[at] + 0.1 * gradients
-            self._second[at] = 0.999 * self._second[at] + 0.001 * gradients**2
-            mean = self._first[at] / (1 - 0.9 ** self._updates[at])
-            square = self._second[at] / (1 - 0.999 ** self._updates[at])
+            self._updates[index] += 1
+            self._first[index] = 0.9 * self._first[index] + 0.1 * gradients
+            self._second[index] = 0.999 * self._second[index] + 0.001 * gradients**2
+            mean = self._first[index] / (1 - 0.9 ** self._updates[index])
+            square = self._second[index] / (1 - 0.999 ** self._updates[index])
             change = mean / (np.sqrt(square) + 1e-8)
-        self.rows[at] -= (self._lr * change).astype(self.rows.dtype)
+        self.rows[index] -= (self._lr * change).astype(self.rows.dtype)
 
 
 class PlainRows:

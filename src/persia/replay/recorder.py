@@ -1,4 +1,4 @@
-"""Records a phase of a real run: attaches to the roles, and collects what they have recorded."""
+"""Records a phase of a real run: attaches to the roles, and collects their records."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Recorder:
     """The recording side of an NN worker's connection, and the observer of its embeddings.
 
     Args:
-        connection: of the NN worker.
+        connection: connection of the NN worker.
 
     Raises:
-        ConfigError: the cluster has no token scheduler, which collects the records of NN workers.
+        ConfigError: the cluster has no token scheduler, which is needed to collect records of NN workers.
     """
 
     def __init__(self, connection: Connection) -> None:
         if connection.tokens is None:
             raise ConfigError(
-                "This cluster has no token scheduler, which collects what is recorded. Use another cluster, or leave "
-                "record_dir unset.",
+                "This cluster has no token scheduler, which is needed to collect records. Use another cluster, or "
+                "leave record_dir unset.",
                 field="record_dir",
             )
         self._connection = connection
@@ -40,23 +40,23 @@ class Recorder:
         """Starts the records of a phase at all roles, which are quiescent. One NN worker calls it for all.
 
         Args:
-            mode: of the phase.
-            step: global step at its beginning.
-            dense: the dense PSs; none in modes with all-reduce.
+            mode: mode of the phase.
+            step: global step at the start of the phase.
+            dense: the dense PSs; empty in modes with all-reduce.
         """
         nn_workers = self._connection.nn_workers
         on_arrival = mode.dense() is Dense.ALL_REDUCE and mode.group(nn_workers, 1) == 1
-        version = step * nn_workers if on_arrival else step  # Then each NN worker's push is an update of its own.
+        version = step * nn_workers if on_arrival else step  # Then each push is a separate update.
         self._tokens.begin_recording()
         rows = [functools.partial(server.begin_recording, version) for server in self._servers()]
         call_all(rows + [functools.partial(server.begin_recording, step) for server in _recordable(dense)])
 
     def end(self, dense: Sequence[DensePS]) -> Records:
         """Ends the records of a phase, and returns them. The roles are quiescent."""
-        found = self._tokens.end_recording()
+        token_records = self._tokens.end_recording()
         rows = call_all([functools.partial(server.end_recording) for server in self._servers()])
-        of_dense = call_all([functools.partial(server.end_recording) for server in _recordable(dense)])
-        return Records(found.reads, found.arrivals, rows, of_dense)
+        dense_records = call_all([functools.partial(server.end_recording) for server in _recordable(dense)])
+        return Records(token_records.reads, token_records.arrivals, rows, dense_records)
 
     def lookup(self, batch_id: int) -> LookedUp:
         """Looks up a batch for training; PSs record which version it reads."""

@@ -20,7 +20,7 @@ __all__ = ["Records", "check_replayable", "recorded"]
 
 
 def check_replayable(schema: Schema) -> None:
-    """Raises ConfigError if a replay of training with these tables would not know when rows leave."""
+    """Raises ConfigError if a replay of training with these tables could not tell when rows expire."""
     for table in schema.resolved_tables().values():
         if isinstance(table.ttl, Days):
             raise ConfigError(
@@ -35,9 +35,9 @@ class Records(NamedTuple):
 
     Attributes:
         reads: inputs of the gradients of all NN workers, dropped ones included.
-        arrivals: records of the token scheduler; none in modes with all-reduce.
+        arrivals: records of the token scheduler; empty in modes with all-reduce.
         rows: journals of the embedding PSs, by rank.
-        dense: journals of the dense PSs, by rank; none in modes with all-reduce.
+        dense: journals of the dense PSs, by rank; empty in modes with all-reduce.
     """
 
     reads: Sequence[ReadRecord]
@@ -51,40 +51,42 @@ def recorded(mode: Mode, nn_workers: int, local_batch: int, step: int, records: 
 
     Args:
         mode: mode of the phase.
-        nn_workers: number of NN workers at its beginning.
+        nn_workers: number of NN workers at the start of the phase.
         local_batch: rows of a full batch.
-        step: k at its beginning.
+        step: k at the start of the phase.
         records: records of the phase.
 
     Raises:
-        DataError: records are missing as a role has restarted during the phase, or they contradict each other.
+        DataError: records are missing because a role restarted during the phase, or they contradict each other.
     """
     group = mode.group(nn_workers, local_batch)
     dense = list(records.dense)
-    if mode.dense() is Dense.ALL_REDUCE:  # Replicas apply by step, and in a step by rank.
+    if mode.dense() is Dense.ALL_REDUCE:  # Replicas apply by step, and within a step by rank.
         order = sorted(records.rows[0].headers, key=lambda header: (header.step, header.rank))
         dense = [JournalRecord(step, order, {}, [])]
-    found = _Found(records, {(read.rank, read.sequence): read for read in records.reads})
+    indexed = _IndexedRecords(records, {(read.rank, read.sequence): read for read in records.reads})
     lists = []
     for rank, journal in enumerate(records.rows):
-        versions = {read.number: found.version(rank, journal, read) for read in records.reads}
-        lists.append(found.events(f"{ROWS}-{rank}", journal, _together(journal.headers, group), versions))
+        versions = {read.number: indexed.version(rank, journal, read) for read in records.reads}
+        lists.append(indexed.events(f"{ROWS}-{rank}", journal, _together(journal.headers, group), versions))
     for rank, journal in enumerate(dense):
         versions = {read.number: read.dense[rank] for read in records.reads}
         if mode.dense() is Dense.ALL_REDUCE:
-            steps = [list(of) for _, of in itertools.groupby(journal.headers, key=lambda header: header.step)]
+            steps = [list(pushes) for _, pushes in itertools.groupby(journal.headers, key=lambda header: header.step)]
         else:
             steps = _together(journal.headers, group)
-        lists.append(found.events(f"{DENSE}-{rank}", journal, steps, versions))
+        lists.append(indexed.events(f"{DENSE}-{rank}", journal, steps, versions))
     return Timeline(mode, nn_workers, local_batch, group, _merged(lists), step)
 
 
 def _together(headers: Sequence[PushHeader], group: int) -> list[list[PushHeader]]:
-    """Groups the pushes that were applied together; the last group may be smaller."""
+    """Groups pushes that were applied together; the last group may be smaller."""
     return [list(headers[at : at + group]) for at in range(0, len(headers), group)]
 
 
-class _Found(NamedTuple):
+class _IndexedRecords(NamedTuple):
+    """Records of a phase, with the reads by rank and sequence of their push."""
+
     records: Records
     by_push: Mapping[tuple[int, int], ReadRecord]
 
@@ -118,28 +120,28 @@ class _Found(NamedTuple):
                     ScheduleEvent(0.0, "push", server, header.rank, number, token, version, header.weight, lost)
                 )
             events.append(msgspec.structs.replace(events[-1], kind="apply", empty=False))
-        for left in sorted(reads):
-            events += reads[left]
+        for version in sorted(reads):
+            events += reads[version]
         return events
 
     def version(self, rank: int, journal: JournalRecord, read: ReadRecord) -> int:
         """Returns the version of the rows that an embedding PS returned for a batch."""
-        found = journal.reads.get(read.batch_id)
-        if found is None:
+        version = journal.reads.get(read.batch_id)
+        if version is None:
             raise DataError(
-                f"Embedding PS {rank} has no record of the lookup of batch {read.number}: it has restarted during the "
+                f"Embedding PS {rank} has no record of the lookup of batch {read.number}: it restarted during the "
                 "phase, which cannot be replayed.",
                 rank=rank,
                 batch=read.number,
             )
-        return found
+        return version
 
     def _number(self, header: PushHeader) -> int:
         read = self.by_push.get((header.rank, header.sequence))
         if read is None and header.weight:
             raise DataError(
                 f"No record of the batch of push {header.sequence} of NN worker {header.rank}, which took effect: the "
-                "coordinator has restarted during the phase, which cannot be replayed.",
+                "coordinator restarted during the phase, which cannot be replayed.",
                 rank=header.rank,
                 sequence=header.sequence,
             )
@@ -147,7 +149,7 @@ class _Found(NamedTuple):
 
 
 def _merged(lists: Sequence[list[ScheduleEvent]]) -> list[ScheduleEvent]:
-    """Merges the events of all servers, so that each batch is read everywhere before its gradient is pushed."""
+    """Merges the events of all servers, so that each batch is read on all servers before its gradient is pushed."""
     waiting: dict[int, int] = defaultdict(int)
     for event in itertools.chain.from_iterable(lists):
         waiting[event.batch] += event.kind in ("lookup", "pull")

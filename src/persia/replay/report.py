@@ -11,7 +11,7 @@ __all__ = ["ReportLine", "record", "table"]
 
 
 class ReportLine(NamedTuple):
-    """A line of the table: one run.
+    """A run, which is a line of the table.
 
     Attributes:
         name: name of the run, such as its mode.

@@ -21,20 +21,20 @@ Kind: TypeAlias = Literal["lookup", "pull", "push", "drop", "apply", "lost"]
 
 
 class ScheduleEvent(msgspec.Struct, frozen=True, array_like=True):
-    """An event at one server. Events of a server are in the order in which they took effect there.
+    """An event at one server. Events of a server are in the order in which they took effect.
 
     Attributes:
         time: seconds since the start.
         kind: "lookup" and "pull": an NN worker reads the rows of a batch, or the dense parameters. "push": the gradient
-            of a batch arrives. "drop": it arrives and is dropped. "apply": the gradients that have arrived since the
-            last "apply" are applied; it follows the last of their pushes. "lost": the batch will have no gradient.
+            of a batch arrives. "drop": the gradient arrives and is dropped. "apply": all gradients since the last
+            "apply" are applied, after the last of their pushes. "lost": the batch will have no gradient.
         server: name of the server, such as "ps-0" or "dense-0".
-        worker: rank of the NN worker; for "apply" that of the last push.
-        batch: number of the batch in the source; for "apply" that of the last push.
+        worker: rank of the NN worker; for "apply" the rank of the last push.
+        batch: number of the batch in the source; for "apply" the batch of the last push.
         token: token of the gradient.
         version: k of the server before the event.
         rows: rows of the batch; 0 for a push without data.
-        empty: whether a push has no gradient at this server, so that its rows count in the divisor only: it was lost,
+        empty: whether a push has no gradient at this server, so that its rows count only in the divisor: it was lost,
             its weight is 0, or the batch has no id there.
     """
 
@@ -60,9 +60,9 @@ class Summary(msgspec.Struct, frozen=True):
         decayed: number of batches whose dense gradient had weight 0 (Gba).
         lost: number of batches that never had a gradient.
         staleness_mean: mean number of steps of the dense parameters between pull and apply, over applied gradients.
-        staleness_max: maximum of these.
+        staleness_max: maximum of this number.
         row_staleness_mean: mean number of steps of an embedding PS between lookup and apply.
-        row_staleness_max: maximum of these.
+        row_staleness_max: maximum of this number.
         rates: applied rows per second, by NN worker.
     """
 
@@ -94,9 +94,9 @@ class Timeline(msgspec.Struct, frozen=True):
         nn_workers: number of NN workers.
         local_batch: rows of a full batch.
         group: number of gradients of a step: `mode.group`.
-        events: the events, in the order of time.
-        step: k at the beginning.
-        start: time of the beginning in seconds.
+        events: events in order of time.
+        step: k at the start.
+        start: time of the start in seconds.
     """
 
     mode: Mode
@@ -154,33 +154,33 @@ class Timeline(msgspec.Struct, frozen=True):
             staleness_max=max(ages, default=0),
             row_staleness_mean=sum(row_ages) / max(1, len(row_ages)),
             row_staleness_max=max(row_ages, default=0),
-            rates=tuple(rows_ / seconds if seconds else 0.0 for rows_ in applied),
+            rates=tuple(count / seconds if seconds else 0.0 for count in applied),
         )
 
     def _ages(self, server: str, read: Kind) -> list[int]:
-        """Returns the number of steps between read and apply, of each gradient with a weight."""
-        began: dict[int, int] = {}
+        """Returns the number of steps between read and apply of each gradient with a weight."""
+        versions: dict[int, int] = {}
         ages = []
         for event in self.events:
             if event.server != server:
                 continue
             if event.kind == read:
-                began[event.batch] = event.version
+                versions[event.batch] = event.version
             elif event.kind == "push" and not event.empty and self.mode.weight(event.version, event.token) > 0:
-                ages.append(event.version - began[event.batch])
+                ages.append(event.version - versions[event.batch])
         return ages
 
     def step_times(self) -> list[StepTime]:
-        """Returns the compute time of each batch, in the order of the ends: the input of `persia.modes.Auto`."""
-        began: dict[int, float] = {}
+        """Returns the compute time of each batch, in order of completion: the input of `persia.modes.Auto`."""
+        starts: dict[int, float] = {}
         times = []
         for event in self.events:
             if not event.server.startswith(DENSE):
                 continue
             if event.kind == "pull":
-                began[event.batch] = event.time
+                starts[event.batch] = event.time
             elif event.kind in ("push", "drop"):
-                times.append(StepTime(event.worker, began[event.batch], event.time - began[event.batch]))
+                times.append(StepTime(event.worker, starts[event.batch], event.time - starts[event.batch]))
         return times
 
     @property
@@ -193,7 +193,7 @@ def load_timeline(path: str | Path) -> Timeline:
     """Reads a file that `Timeline.save` wrote, or that a run recorded.
 
     Raises:
-        DataError: it cannot be read; the error has path and line.
+        DataError: the file cannot be read; the error has path and line.
     """
     try:
         lines = Path(path).read_bytes().splitlines()

@@ -1,6 +1,6 @@
 """Parameter servers of a replay: weighted sums, and one update when a group of gradients is complete.
 
-Readable first: numpy, one thread. Gradients of rows are kept until their group is complete.
+Written for readability: numpy, one thread. Gradients of rows are stored until their group is complete.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ RowGradients: TypeAlias = Mapping[str, tuple[Ids, Numbers]]
 
 
 class TakenGradient(NamedTuple):
-    """How a gradient enters a sum.
+    """The weight of a gradient in a sum.
 
     Attributes:
-        step: k at its arrival.
+        step: k when the gradient arrived.
         token: token of the gradient.
         weight: weight of the dense gradient, by the mode.
-        share: its part of the divisor: the rows of its batch; at a dense PS divided by the rows of a full batch; 0
-            without data.
+        share: part of the divisor: the rows of its batch; at a dense PS divided by the rows of a full batch; 0 without
+            data.
     """
 
     step: int
@@ -53,13 +53,13 @@ class ReplayServer(Protocol):
     """Interface of a PS of a replay."""
 
     def begin(self, mode: Mode) -> None:
-        """Adopts a mode; no gradient is held at this moment."""
+        """Switches to a mode. No gradient is pending."""
 
     def read(self, batch: int) -> Any:
         """Returns the parameters that an NN worker reads for a batch; they must not change afterwards."""
 
     def add(self, gradient: Any, taken: TakenGradient) -> None:
-        """Adds a gradient, which must not change until the next `apply`; None is a push without data: it counts too."""
+        """Adds a gradient, which must not change until the next `apply`; None is a push without data, also counted."""
 
     def apply(self, step: int) -> None:
         """Applies the sum as update number `step` and clears it; a sum without weight changes nothing."""
@@ -69,7 +69,7 @@ class RowsBackend(Protocol):
     """Interface of the tables of a PS, with their optimizers. Ids of a table are distinct in a call."""
 
     def lookup(self, ids: Mapping[str, Ids]) -> Mapping[str, Numbers]:
-        """Returns rows `[n, dim]` by table, which do not change afterwards; inserts missing ones."""
+        """Returns rows `[n, dim]` by table, which do not change afterwards; inserts missing rows."""
 
     def update(self, gradients: RowGradients, step: int) -> None:
         """Updates each row once."""
@@ -133,7 +133,9 @@ class RowAccumulator:
 
     def add(self, ids: Ids, gradients: Numbers, taken: TakenGradient, limit: RowLimit) -> None:
         """Adds each id's gradient if the limit admits its row."""
-        if limit.newest is None:  # All rows are admitted, and looking up their last steps takes a tenth of a training.
+        if (
+            limit.newest is None
+        ):  # All rows are admitted; looking up their last steps takes a tenth of the training time.
             fresh = np.ones(len(ids), np.bool_)
         else:
             fresh = limit.admits(np.fromiter(map(self.last_step, ids.tolist()), np.int64, len(ids)))
@@ -154,18 +156,18 @@ class RowAccumulator:
         sums = np.zeros((len(ids), dim), dtype)
         weights, counts = np.zeros(len(ids)), np.zeros(len(ids))
         end = 0
-        for part in parts:  # In the order of arrival, as a sum depends on it.
-            mine = places[end : end + len(part.ids)]
+        for part in parts:  # In order of arrival, as a sum depends on it.
+            indices = places[end : end + len(part.ids)]
             end += len(part.ids)
             weight = part.fresh * part.share
-            sums[mine] += part.values if (weight == 1.0).all() else part.values * weight[:, None].astype(dtype)
-            weights[mine] += weight
-            counts[mine] += part.share
-        weighty = weights > 0
-        divisor = counts[weighty] if shares is None else np.full(np.count_nonzero(weighty), shares)
-        found = ids[weighty]
-        self._last_step.update(dict.fromkeys(found.tolist(), step))
-        return found, sums[weighty] / divisor[:, None].astype(dtype)
+            sums[indices] += part.values if (weight == 1.0).all() else part.values * weight[:, None].astype(dtype)
+            weights[indices] += weight
+            counts[indices] += part.share
+        nonzero = weights > 0
+        divisor = counts[nonzero] if shares is None else np.full(np.count_nonzero(nonzero), shares)
+        updated_ids = ids[nonzero]
+        self._last_step.update(dict.fromkeys(updated_ids.tolist(), step))
+        return updated_ids, sums[nonzero] / divisor[:, None].astype(dtype)
 
     def last_step(self, id_: int) -> int:
         """Returns the step in which a row was last changed; 0 if it never was."""
@@ -182,12 +184,12 @@ class ReplayRows:
 
     def __init__(self, rows: RowsBackend, ids: Callable[[int], Mapping[str, Ids]]) -> None:
         self._rows, self._ids = rows, ids
-        self._held: dict[str, RowAccumulator] = {}
+        self._accumulators: dict[str, RowAccumulator] = {}
         self._mode: Mode = Sync()
         self._shares = 0.0
 
     def begin(self, mode: Mode) -> None:
-        """Adopts a mode, which decides decay and divisor; `last_step` of the rows is kept."""
+        """Switches to a mode, which decides decay and divisor. `last_step` of the rows is retained."""
         self._mode = mode
 
     def read(self, batch: int) -> dict[str, tuple[Ids, Numbers]]:
@@ -201,15 +203,15 @@ class ReplayRows:
         self._shares += taken.share
         limit = self._mode.row_limit(taken.step, taken.token)
         for table, (ids, values) in (gradient or {}).items():
-            self._held.setdefault(table, RowAccumulator()).add(ids, values, taken, limit)
+            self._accumulators.setdefault(table, RowAccumulator()).add(ids, values, taken, limit)
 
     def apply(self, step: int) -> None:
         """Updates each row that has a gradient with weight."""
         shares = self._shares if self._mode.reduction == "global" else None
-        means = {table: held.take(step, shares) for table, held in self._held.items()}
+        means = {table: accumulator.take(step, shares) for table, accumulator in self._accumulators.items()}
         self._rows.update({table: mean for table, mean in means.items() if len(mean[0])}, step)
         self._shares = 0.0
 
     def last_step(self, table: str, id_: int) -> int:
         """Returns the step in which a row was last changed; 0 if it never was."""
-        return self._held[table].last_step(id_) if table in self._held else 0
+        return self._accumulators[table].last_step(id_) if table in self._accumulators else 0

@@ -1,14 +1,14 @@
-"""Simulation of a run in any mode: computes when everything happens, from the speeds of the NN workers.
+"""Simulation of a run in any mode: computes the times of all events from the speeds of the NN workers.
 
-No gradient is computed, as the timeline depends on the mode and on time only. It has the best rate that a mode can
+No gradient is computed, as the timeline depends only on the mode and on time. It has the best rate that a mode can
 reach with these latencies, its drops and its staleness; :func:`persia.replay.replay` trains along it with real
 gradients.
 
-Assumptions: as on a cluster, an NN worker has one lookup in flight, and one push; several where the pushes of a step
-are combined. Servers and the all-reduce take no time. With replicas a step begins when all have finished the step
-before, rows are looked up as early as the gate allows, and a push is answered when its step is applied. With a dense PS
-an NN worker looks up, pulls and draws its token when the push of the batch before is answered, which is when it has
-arrived. At equal times gradients arrive before reads, in the order of ranks.
+Assumptions: as on a cluster, an NN worker has one lookup and one push in flight, or several pushes if the pushes of a
+step are combined. Servers and the all-reduce take no time. With replicas a step starts when all have finished the
+previous step, rows are looked up as early as the gate allows, and a push is answered when its step is applied. With a
+dense PS an NN worker looks up, pulls and draws its token when the push of the previous batch is answered, which is when
+it has arrived. At equal times gradients arrive before reads, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Setting(msgspec.Struct, frozen=True):
     """Settings of a simulation.
 
     Args:
-        trace: speeds of the NN workers, and so their number.
+        trace: speeds of the NN workers, and their number.
         compute: compute time of a batch at full speed, in seconds.
         local_batch: rows of a batch.
-        crashes: (seconds, rank): the NN worker loses its batch and restarts at once. Only with a dense PS, as replicas
-            restart together from a checkpoint.
-        lookup: latency of a lookup in seconds; rows are read half-way.
-        push: latency of a push in seconds, besides waiting for the step; the gradient arrives half-way.
+        crashes: (seconds, rank): the NN worker loses its batch and restarts immediately. Only with a dense PS, as
+            replicas restart together from a checkpoint.
+        lookup: latency of a lookup in seconds; rows are read halfway.
+        push: latency of a push in seconds, without waiting for the step; the gradient arrives halfway.
     """
 
     trace: Trace
@@ -73,11 +73,11 @@ class _Batch(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A batch with its rows, when they were ready, and for how long the gate had delayed their lookup."""
+    """A batch whose rows have arrived, the time of arrival, and the time by which the gate delayed the lookup."""
 
     batch: _Batch
     at: float
-    held: float
+    gate_delay: float
 
 
 class _Worker:
@@ -90,23 +90,23 @@ class _Worker:
         self.looked_up: deque[_Ready] = deque()
         self.computing: _Batch | None = None
         self.unpushed: deque[_Batch] = deque()
-        """Batches whose push is not answered, which is when it is applied (with a dense PS: has arrived)."""
+        """Batches whose push is not answered yet: not applied, or with a dense PS not arrived."""
         self.arrived = 0
-        """How many of them, from the first one, have arrived."""
+        """Number of these pushes, from the first one, that have arrived."""
         self.began = 0
         self.finished = 0
         self.settled = 0
-        self.life = 0
+        self.incarnation = 0
         # The inputs of `Window`, as `StalenessGate` and `PassThreads` measure them.
         self.window = Window(1)
         self.gate_asked = start
-        self.held = 0.0
+        self.gate_delay = 0.0
         self.wants_batch = start
         self.drawn_at: float | None = None
 
 
 class _Server:
-    """Counters of a PS, whose decisions are those of the mode."""
+    """Counters of a PS, which follows the decisions of the mode."""
 
     def __init__(self, name: str, mode: Mode, group: int, step: int) -> None:
         self.name, self._mode, self._group = name, mode, group
@@ -124,7 +124,7 @@ class _Replicas(_Server):
         return Action.APPLY if len(self.held) + 1 >= self._group else Action.HOLD
 
 
-_MESSAGES = ("_pushed", "_answered", "_read", "_found")
+_MESSAGES = ("_pushed", "_answered", "_read", "_deliver")
 """Methods of the simulation that run when a message arrives, in their order at equal times."""
 
 
@@ -142,22 +142,22 @@ class _Simulation:
             )
         self.batches = batches
         self.workers = [_Worker(rank, mode.initial_depth(), start) for rank in range(count)]
-        on_arrival = self.replicas and self.group == 1  # Then k of a PS counts pushes, N of them for each step.
+        on_arrival = self.replicas and self.group == 1  # Then k of a PS counts pushes, N per step.
         self.rows = _Server(PS, mode, self.group, step * count if on_arrival else step)
         self.dense = (_Replicas if self.replicas else _Server)(
             DENSE_PS, mode, count if self.replicas else self.group, step
         )
         self.most_pushes = MOST_PUSHES if self.replicas and self.group > 1 else 1
-        """In order at a PS without its help: a step begins when all have finished the one before, and all pushes take
-        the same time."""
+        """Pushes arrive at a PS in order by themselves: a step starts when all have finished the previous one, and all
+        pushes take the same time."""
         self.first_step = step
         self.drawn = 0  # Batches handed out.
-        self.numbers = step * self.group  # Token numbers handed out; k is taken over as the next token's value.
+        self.numbers = step * self.group  # Token numbers handed out; the next token's value continues from k.
         self.reissue = 0
         self.now = start
         self.events: list[ScheduleEvent] = []
-        self.queue: list[tuple[float, int, int, bool]] = []  # time, rank, life, whether it is a crash
-        self.messages: list[tuple[float, int, int]] = []  # time, what of `_MESSAGES`, rank
+        self.queue: list[tuple[float, int, int, bool]] = []  # time, rank, incarnation, whether it is a crash
+        self.messages: list[tuple[float, int, int]] = []  # time, index into `_MESSAGES`, rank
 
     def run(self) -> Timeline:
         for time, rank in self.setting.crashes:
@@ -166,18 +166,18 @@ class _Simulation:
         while self.messages or any(worker.computing for worker in self.workers):
             self.now = min(queue[0][0] for queue in (self.queue, self.messages) if queue)
             while self.queue and self.queue[0][0] == self.now:
-                _, rank, life, crash = heapq.heappop(self.queue)
+                _, rank, incarnation, crash = heapq.heappop(self.queue)
                 worker = self.workers[rank]
                 if crash:
                     self._crash(worker)
-                elif life == worker.life:
+                elif incarnation == worker.incarnation:
                     self._finish(worker)
             while self.messages and self.messages[0][0] == self.now:
-                _, what, rank = heapq.heappop(self.messages)
-                getattr(self, _MESSAGES[what])(self.workers[rank])
+                _, message, rank = heapq.heappop(self.messages)
+                getattr(self, _MESSAGES[message])(self.workers[rank])
             self._advance()
         for server in (self.rows, self.dense):
-            if server.held:  # The remainder, also of a last step that there is not a batch for every NN worker in.
+            if server.held:  # The remainder, and a last step without a batch for every NN worker.
                 self._apply(server, *server.held[-1])
         setting = self.setting
         return Timeline(
@@ -187,7 +187,7 @@ class _Simulation:
     # --- NN workers ---------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Advances all NN workers as far as the gates allow at this moment."""
+        """Advances all NN workers as far as the gates currently allow."""
         slowest = min(worker.finished for worker in self.workers)
         for worker in self.workers:
             while self._may_look_up(worker, slowest):
@@ -197,15 +197,15 @@ class _Simulation:
 
     def _may_look_up(self, worker: _Worker, slowest: int) -> bool:
         if not self.replicas and (worker.computing or worker.looked_up or worker.unpushed):
-            return False  # One at a time: parameters and tokens are never fetched ahead.
+            return False  # One batch at a time: parameters and tokens are never fetched ahead.
         if worker.looking or len(worker.looked_up) >= MOST_READY or self._next_batch(worker) is None:
             return False
-        step = worker.began + len(worker.looked_up)  # Of this NN worker, since the start.
+        step = worker.began + len(worker.looked_up)  # Step of this NN worker, since the start.
         depth = self.mode.depth_at(worker.depth, self.first_step + step)
         return self.mode.gate(step - worker.settled, depth, worker.finished - slowest)
 
     def _next_batch(self, worker: _Worker) -> int | None:
-        """Returns the next batch of an NN worker: in the order of ranks for replicas, else in the order of requests."""
+        """Returns the next batch of an NN worker: in order of ranks for replicas, otherwise in order of requests."""
         index = self.drawn
         if self.replicas:
             index = (worker.began + len(worker.looked_up)) * len(self.workers) + worker.rank
@@ -223,7 +223,7 @@ class _Simulation:
                 self.reissue -= 1
             else:
                 self.numbers += 1
-        worker.looking, worker.held = _Batch(number, token), self.now - worker.gate_asked
+        worker.looking, worker.gate_delay = _Batch(number, token), self.now - worker.gate_asked
         if self.setting.lookup:
             self._send("_read", worker, self.setting.lookup / 2)
         else:
@@ -235,17 +235,17 @@ class _Simulation:
         if not self.replicas:
             self._note("pull", self.dense, worker, worker.looking)
         if self.setting.lookup:
-            self._send("_found", worker, self.setting.lookup / 2)
+            self._send("_deliver", worker, self.setting.lookup / 2)
         else:
-            self._found(worker)
+            self._deliver(worker)
 
-    def _found(self, worker: _Worker) -> None:
+    def _deliver(self, worker: _Worker) -> None:
         assert worker.looking is not None
-        worker.looked_up.append(_Ready(worker.looking, self.now, worker.held))
+        worker.looked_up.append(_Ready(worker.looking, self.now, worker.gate_delay))
         worker.looking, worker.gate_asked = None, self.now
 
-    def _send(self, what: str, worker: _Worker, seconds: float) -> None:
-        heapq.heappush(self.messages, (self.now + seconds, _MESSAGES.index(what), worker.rank))
+    def _send(self, message: str, worker: _Worker, seconds: float) -> None:
+        heapq.heappush(self.messages, (self.now + seconds, _MESSAGES.index(message), worker.rank))
 
     def _begin(self, worker: _Worker) -> None:
         if worker.computing or not worker.looked_up or len(worker.unpushed) > MOST_READY:
@@ -259,16 +259,16 @@ class _Simulation:
             self._note("pull", self.dense, worker, worker.computing)
         worker.began += 1
         done = self.setting.trace.finish(worker.rank, self.now, self.setting.compute)
-        heapq.heappush(self.queue, (done, worker.rank, worker.life, False))
+        heapq.heappush(self.queue, (done, worker.rank, worker.incarnation, False))
 
     def _adapt(self, worker: _Worker, drawn: _Ready) -> None:
         """Adapts the depth as `StalenessGate.drawn` does."""
-        before, worker.drawn_at = worker.drawn_at, self.now
+        previous, worker.drawn_at = worker.drawn_at, self.now
         least = worker.depth if worker.depth is None else max(worker.depth, 1)
         warm = self.mode.depth_at(least, self.first_step + worker.began) == least
-        if before is None or not warm:
+        if previous is None or not warm:
             return
-        worker.window.add(self.now - before, worker.wants_batch - drawn.at, drawn.held)
+        worker.window.add(self.now - previous, worker.wants_batch - drawn.at, drawn.gate_delay)
         if worker.window.draws < WINDOW:
             return
         depth = self.mode.next_depth(worker.depth, worker.window.observation())
@@ -277,13 +277,13 @@ class _Simulation:
             worker.depth = depth
 
     def _crash(self, worker: _Worker) -> None:
-        worker.life += 1
+        worker.incarnation += 1
         batch = worker.computing
         if batch is None:
             return
         worker.computing = None
         worker.began -= 1
-        self.reissue += 1  # One more token of the current value, so that tokens and steps stay aligned.
+        self.reissue += 1  # Reissues a token of the current value, so that tokens and steps stay aligned.
         for server in (self.rows, self.dense):
             self._note("lost", server, worker, batch)
 
@@ -356,14 +356,14 @@ class _Simulation:
 
 
 def simulate(mode: Mode, setting: Setting, batches: int | range, *, step: int = 0, start: float = 0.0) -> Timeline:
-    """Returns the timeline of a run that trains batches in a mode, and drains at the end.
+    """Returns the timeline of a run that trains batches in a mode and drains at the end.
 
     Args:
         mode: any mode.
         setting: NN workers and their speeds.
         batches: number of batches, or their numbers in the source.
-        step: k at the beginning, such as `Timeline.end_step` of the run before.
-        start: time of the beginning in seconds.
+        step: k at the start, such as `Timeline.end_step` of the previous run.
+        start: time of the start in seconds.
 
     Raises:
         ConfigError: the mode cannot run in this setting.

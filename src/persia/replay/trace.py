@@ -1,11 +1,11 @@
 """Traces: the speed of each NN worker over time, for stragglers in simulations and emulated clusters.
 
-A trace is a table of slowdowns, so a simulation and an emulation by waiting agree on when work is done. Its file is
-this record as JSON, such as
+A trace is a table of slowdowns, so a simulation and an emulation that waits agree on the times at which work ends. Its
+file is this record as JSON, such as
 
     {"period": 60.0, "workers": [[[0.0, 1.0], [30.0, 4.0]], [[0.0, 1.0]]]}
 
-for two NN workers, of which the first is 4x slower in the second half of every minute.
+for two NN workers. The first is 4x slower in the second half of every minute.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Slowdowns of all NN workers, repeated every `period` seconds.
 
     Args:
-        workers: slowdowns by NN worker, in the order of time; the first starts at 0.
+        workers: slowdowns by NN worker, in order of time; the first starts at 0.
         period: length in seconds.
     """
 
@@ -48,7 +48,7 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             starts = [part.start for part in parts]
             if not starts or starts[0] != 0 or sorted(set(starts)) != starts or starts[-1] >= self.period:
                 raise ConfigError(
-                    f"trace.workers[{worker}] must have rising starts, the first 0 and the last below the period of "
+                    f"trace.workers[{worker}] must have ascending starts, the first 0 and the last below the period of "
                     f"{self.period} s; it has {starts[:5]} ...",
                     field=f"trace.workers[{worker}]",
                 )
@@ -63,7 +63,7 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return parts[bisect_right(parts, time % self.period, key=lambda part: part.start) - 1].factor
 
     def finish(self, worker: int, start: float, work: float) -> float:
-        """Returns when a worker finishes work of `work` seconds at full speed that it begins at `start`."""
+        """Returns the end time of work that starts at `start` and takes `work` seconds at full speed."""
         parts = self.workers[worker]
         if len(parts) == 1:
             return start + work * parts[0].factor
@@ -84,7 +84,7 @@ def load_trace(path: str | Path) -> Trace:
     """Reads the file of a trace.
 
     Raises:
-        ConfigError: it cannot be read, or is no trace; the error has the path.
+        ConfigError: the file cannot be read, or is not a trace; the error has the path.
     """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Trace)
@@ -128,13 +128,13 @@ def stalls(
     count: int = 4096,
     seed: int = 0,
 ) -> Trace:
-    """Returns a trace in which a batch of each NN worker takes many times as long now and then, at random.
+    """Returns a trace in which random batches of each NN worker take many times as long.
 
     Args:
         workers: number of NN workers.
         length: compute time of a batch at full speed, in seconds.
         chance: probability of a stall, for each batch.
-        low: minimum factor of a stall. It lasts as long as a batch that begins with it.
+        low: minimum factor of a stall. A stall lasts as long as a batch that starts with it.
         high: maximum factor; the factors in between are log-uniform.
         count: number of batches at full speed until the trace repeats.
         seed: seed of the random choice.
@@ -161,5 +161,5 @@ def alternating(factors: Sequence[float], *, quiet: float, strained: float) -> T
 
 
 def _joined(parts: list[Slowdown]) -> list[Slowdown]:
-    """Leaves out parts with the same factor as the one before."""
+    """Removes parts with the same factor as the previous part."""
     return [part for i, part in enumerate(parts) if i == 0 or part.factor != parts[i - 1].factor]

@@ -1,6 +1,6 @@
 """Training of a torch model and the native store along timelines of any mode and any cluster.
 
-It shows on a laptop how a hundred NN workers would change the parameters: the order of events comes from
+It computes on a laptop the parameters that a hundred NN workers would produce: the order of events comes from
 :mod:`persia.replay`, the gradients from the model. Speed is simulated, not measured.
 """
 
@@ -42,7 +42,7 @@ __all__ = ["VirtualTraining"]
 
 
 class _StoredRows:
-    """Tables of an embedding PS, which applies each update at once."""
+    """Tables of an embedding PS, which applies each update immediately."""
 
     def __init__(self, server: EmbeddingServer, tables: Mapping[str, Table]) -> None:
         self._server = server
@@ -60,23 +60,23 @@ class _StoredRows:
 
 
 class VirtualTraining:
-    """A model, its tables and their optimizers, trained along timelines, one after another.
+    """A model, its tables and their optimizers, trained along one timeline after another.
 
-    It has as many PSs as the first timeline.
+    The number of PSs is that number in the first timeline.
 
     Not thread-safe. Networks whose buffers change in training (BatchNorm) are trained as if by one NN worker.
 
     Args:
-        model: `model(dense, embeddings)` returns logits `[batch, labels]`, or a `ModelOutput`. Its own `loss` is used
-            where it has one, else the mean binary cross-entropy.
+        model: `model(dense, embeddings)` returns logits `[batch, labels]`, or a `ModelOutput`. The loss is the model's
+            own method `loss`, or else the mean binary cross-entropy.
         schema: the input of the model.
         batches: returns a batch by its number.
         optimizer: makes the optimizer of the dense parameters from a list of them.
         embedding_optimizer: optimizer of tables that declare none.
-        seed: seed of row initialisation and admission.
+        seed: seed of row initialization and admission.
 
     Raises:
-        ConfigError: rows of a table leave after `Days`.
+        ConfigError: rows of a table expire after `Days`.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class VirtualTraining:
         self._schema, self._embedding_optimizer, self._seed = schema, embedding_optimizer, seed
         self._expander = Expander(schema, torch.device("cpu"))
         self._used = [p for p in model.parameters() if p.requires_grad]
-        self._kept = [torch.nn.Parameter(p.detach().clone()) for p in self._used]
-        self._optimizer = optimizer(self._kept)
+        self._trained = [torch.nn.Parameter(p.detach().clone()) for p in self._used]
+        self._optimizer = optimizer(self._trained)
         self._entries: dict[int, tuple[Batch, Entry]] = {}
         self.logits: dict[int, Floats] = {}
         """Logits `[batch, labels]` of the training forward pass by batch, for progressive validation."""
@@ -137,10 +137,10 @@ class VirtualTraining:
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of the parameters, rows and optimizer states, from which other trainings can continue.
 
-        Rows of tables with a `ttl` count as met at that moment.
+        Rows of tables with a `ttl` count as seen at that moment.
         """
         return {
-            "parameters": [parameter.detach().clone() for parameter in self._kept],
+            "parameters": [parameter.detach().clone() for parameter in self._trained],
             "buffers": [buffer.detach().clone() for buffer in self.model.buffers()],
             "optimizer": copy.deepcopy(self._optimizer.state_dict()),
             "rows": [list(store.export_rows()) for store in self.stores],
@@ -148,18 +148,18 @@ class VirtualTraining:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`, which stays as it is. Begin the next timeline at the step where it ended.
+        """Continues from a `state_dict`, which does not change. Start the next timeline at the step where it ended.
 
         Raises:
-            DataError: this training has begun.
+            DataError: this training has started.
         """
         if self._servers:
-            raise DataError("A VirtualTraining that has begun cannot load a state: make another one.")
+            raise DataError("A VirtualTraining that has started cannot load a state; create a new one.")
         with torch.no_grad():
-            for kept, found in zip(self._kept, state["parameters"], strict=True):
-                kept.copy_(found)
-            for buffer, found in zip(self.model.buffers(), state["buffers"], strict=True):
-                buffer.copy_(found)
+            for parameter, value in zip(self._trained, state["parameters"], strict=True):
+                parameter.copy_(value)
+            for buffer, value in zip(self.model.buffers(), state["buffers"], strict=True):
+                buffer.copy_(value)
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._begin(len(state["rows"]), state["dense"])
         for store, chunks in zip(self.stores, state["rows"], strict=True):
@@ -167,12 +167,12 @@ class VirtualTraining:
                 store.import_rows(chunk)
 
     def evaluate(self, batches: Iterable[Batch]) -> Floats:
-        """Returns logits `[rows, labels]` with the present parameters. Changes nothing."""
+        """Returns logits `[rows, labels]` with the current parameters. Changes nothing."""
         if not self._servers:
             self._begin(1, 1)
         self._show(dict(enumerate(map(self._pull, range(len(self._owned))))))
         self.model.eval()
-        found = []
+        logits = []
         with torch.no_grad():
             for batch in batches:
                 entry = self._router.entry(batch.id_features)
@@ -181,8 +181,8 @@ class VirtualTraining:
                 rows = batching.plain_packed(stored, None, self._tables, self._scratch)
                 embeddings = self._expander(_tensors(rows), entry.inverse, _offsets(entry))
                 output = self.model(torch.from_numpy(batch.dense), embeddings)
-                found.append(logits_of(output, torch.from_numpy(batch.labels)).numpy())
-        return np.concatenate(found)
+                logits.append(logits_of(output, torch.from_numpy(batch.labels)).numpy())
+        return np.concatenate(logits)
 
     # --- for the servers ----------------------------------------------------------------------------------------
 
@@ -193,22 +193,22 @@ class VirtualTraining:
         return self._router.ids_of(self._entries[number][1], rank)
 
     def _pull(self, rank: int) -> Numbers:
-        return _joined([self._kept[number].detach() for number in self._owned[rank]])
+        return _joined([self._trained[number].detach() for number in self._owned[rank]])
 
     def _update(self, rank: int, gradient: Numbers, step: int) -> None:
-        mine = [self._kept[number] for number in self._owned[rank]]
-        for parameter, part in zip(mine, torch.from_numpy(gradient).split([p.numel() for p in mine]), strict=True):
+        owned = [self._trained[number] for number in self._owned[rank]]
+        for parameter, part in zip(owned, torch.from_numpy(gradient).split([p.numel() for p in owned]), strict=True):
             parameter.grad = part.view_as(parameter)
-        self._optimizer.step()  # Parameters without a gradient stay as they are.
-        for parameter in mine:
+        self._optimizer.step()  # Parameters without a gradient do not change.
+        for parameter in owned:
             parameter.grad = None
 
     # --- an NN worker -------------------------------------------------------------------------------------------
 
-    def _compute(self, number: int, found: Mapping[str, Any]) -> dict[str, Any]:
+    def _compute(self, number: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         batch, entry = self._entries.pop(number)
-        self._show({rank: found[f"dense-{rank}"] for rank in range(len(self._owned))})
-        parts = [found[f"ps-{rank}"] for rank in range(len(self.stores))]  # Ids are sorted by the PS that owns them.
+        self._show({rank: inputs[f"dense-{rank}"] for rank in range(len(self._owned))})
+        parts = [inputs[f"ps-{rank}"] for rank in range(len(self.stores))]  # Ids are sorted by the PS that owns them.
         leaves = _tensors({table: np.concatenate([part[table][1] for part in parts]) for table in parts[0]})
         for leaf in leaves.values():
             leaf.requires_grad_()
@@ -223,21 +223,21 @@ class VirtualTraining:
         }
         for parameter in self._used:
             parameter.grad = None
-        done = dict.fromkeys(leaves, 0)
+        positions = dict.fromkeys(leaves, 0)
         for rank, part in enumerate(parts):
-            mine = gradients[f"ps-{rank}"] = {}
+            server_gradients = gradients[f"ps-{rank}"] = {}
             for table, (ids, _) in part.items():
-                at, done[table] = done[table], done[table] + len(ids)
+                start, positions[table] = positions[table], positions[table] + len(ids)
                 gradient = leaves[table].grad
                 if gradient is not None:
-                    mine[table] = (ids, gradient.numpy()[at : at + len(ids)])
+                    server_gradients[table] = (ids, gradient.numpy()[start : start + len(ids)])
         return gradients
 
     def _show(self, flat: Mapping[int, Numbers]) -> None:
-        """Puts parameters into the model."""
+        """Copies parameters into the model."""
         for rank, values in flat.items():
-            mine = [self._used[number] for number in self._owned[rank]]
-            for parameter, part in zip(mine, torch.from_numpy(values).split([p.numel() for p in mine]), strict=True):
+            owned = [self._used[number] for number in self._owned[rank]]
+            for parameter, part in zip(owned, torch.from_numpy(values).split([p.numel() for p in owned]), strict=True):
                 parameter.data = part.view_as(parameter)
 
 
