@@ -207,7 +207,7 @@ def test_a_gradient_that_is_not_finite_is_named_by_table_and_feature(tmp_path, c
     assert str(result).splitlines()[-1].endswith("rows of table 'id_1' (feature 'id_1') from step 1 on")
     record = read_run(tmp_path)
     assert record.non_finite == result.non_finite
-    assert "Rows that the last call of fit left as they were" in report(record, "run")
+    assert "Rows that the last fit call left unchanged" in report(record, "run")
     t.model.bad, t.model.features = "id_0", ["id_2"]
     result = t.fit(data, again=True)
     assert [each.table for each in result.non_finite] == ["id_0"]  # Those of this call.

@@ -1,1 +1,1 @@
-"""Pictures of a run: the HTML report, the live table, and the page of a running cluster."""
+"""Views of a run: the HTML report, the live table, and the page of a running cluster."""

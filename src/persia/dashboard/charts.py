@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Colours come from CSS variables of the page, so that they follow its dark mode."""
+"""Charts as inline SVG. Colors come from CSS variables of the page, so that they follow its dark mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Series = Sequence[tuple[float, float | None]]
 WIDTH, HEIGHT = 420, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 28
 MOST_DOTS = 60
-"""Points of a chart that show their values on hovering."""
+"""Maximum number of points of a line that show their values on hovering."""
 
 
 def short(value: float) -> str:
@@ -29,12 +29,12 @@ def lines(title: str, series: Mapping[str, Series], x_name: str, diagonal: bool 
     """Returns a chart of lines.
 
     Args:
-        title: above the chart.
-        series: by name; the names are shown if there are several.
+        title: title above the chart.
+        series: points by name; the names are shown if there are several.
         x_name: name of the horizontal axis.
-        diagonal: also draws y = x, with equal axes, for calibration.
+        diagonal: whether to also draw y = x, with equal axes, for calibration.
     """
-    points = [(x, y) for of in series.values() for x, y in of if y is not None and math.isfinite(y)]
+    points = [(x, y) for line in series.values() for x, y in line if y is not None and math.isfinite(y)]
     if not points:
         return _figure(title, '<p class="none">No data.</p>')
     xs, ys = [x for x, _ in points], [y for _, y in points]
@@ -47,8 +47,8 @@ def lines(title: str, series: Mapping[str, Series], x_name: str, diagonal: bool 
         (x0, y0), (x1, y1) = corner
         ends = f'x1="{across(x0):.1f}" y1="{up(y0):.1f}" x2="{across(x1):.1f}" y2="{up(y1):.1f}"'
         parts.append(f'<line class="diagonal" {ends}/>')
-    for number, (name, of) in enumerate(series.items()):
-        shown = [(x, y) for x, y in of if y is not None and math.isfinite(y)]
+    for number, (name, line) in enumerate(series.items()):
+        shown = [(x, y) for x, y in line if y is not None and math.isfinite(y)]
         path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in shown)
         parts.append(f'<polyline class="line c{number % 6}" points="{path}"/>')
         every = max(1, len(shown) // MOST_DOTS)
@@ -65,7 +65,7 @@ def lines(title: str, series: Mapping[str, Series], x_name: str, diagonal: bool 
 
 
 def bars(title: str, values: Mapping[str, float], x_name: str) -> str:
-    """Returns a chart of columns by name; `x_name` is what the names are."""
+    """Returns a chart of columns by name; `x_name` describes the names."""
     if not values:
         return _figure(title, '<p class="none">No data.</p>')
     up = _Axis(0.0, max(values.values()), HEIGHT - BOTTOM, TOP)

@@ -1,4 +1,4 @@
-"""The HTML report of a run: one file without links to others."""
+"""The HTML report of a run: one self-contained file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from persia.telemetry.run_record import RunRecord
 __all__ = ["report", "style"]
 
 MOST_FEATURES = 20
-"""Rows of the table of features."""
+"""Maximum number of rows in the table of features."""
 
 
 def report(record: RunRecord, title: str) -> str:
     """Returns the report of a run as HTML. Names of features, tables and labels are escaped.
 
     Args:
-        record: of the run.
-        title: of the page, such as the name of the directory.
+        record: record of the run.
+        title: title of the page, such as the name of the directory.
     """
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -54,10 +54,10 @@ def style() -> str:
 
 
 def _subtitle(record: RunRecord) -> str:
-    began = datetime.fromtimestamp(record.began, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    start = datetime.fromtimestamp(record.began, UTC).strftime("%Y-%m-%d %H:%M UTC")
     workers = f"{record.nn_workers} NN worker{'s' if record.nn_workers > 1 else ''}"
-    end = "" if record.complete else "; this call of fit did not return, so tables and features are missing"
-    return f"{record.mode}, {workers}; began {began}{end}"
+    end = "" if record.complete else "; the fit call did not return, so tables and features are missing"
+    return f"{record.mode}, {workers}; started {start}{end}"
 
 
 def _tiles(record: RunRecord) -> Iterable[tuple[str, str]]:
@@ -88,11 +88,13 @@ def _charts(record: RunRecord) -> Iterable[str]:
         for name, seen in (("progressive", False), ("training: rows seen in an earlier pass", True))
     }
     aucs = {name: points for name, points in aucs.items() if points}
-    yield lines("AUC of the samples since the point before, scored before they are trained", aucs, "step")
+    yield lines("AUC of the samples since the previous point, scored before training on them", aucs, "step")
     yield lines("Samples/s of NN worker 0", curve("rows_per_second"), "step")
     yield lines("Hit rate: share of looked-up ids that had a row", curve("hit_rate"), "step")
     yield lines("Rows in the store", curve("stored_rows"), "step")
-    groups = {label: [(group.predicted, group.observed) for group in of] for label, of in record.calibration.items()}
+    groups = {
+        label: [(group.predicted, group.observed) for group in bins] for label, bins in record.calibration.items()
+    }
     yield lines("Calibration: mean label by mean prediction, 20 groups", groups, "prediction", diagonal=True)
     lookups = {str(staleness): float(count) for staleness, count in sorted(record.staleness.items()) if count}
     yield bars("Staleness: lookups by own steps not yet applied", lookups, "steps")
@@ -104,15 +106,15 @@ def _tables(record: RunRecord) -> Iterable[str]:
     rows = [
         [
             name,
-            f"{of['rows']:,}",
-            f"{of['bytes'] / 2**20:,.1f}",
-            f"{of['hits'] / max(1, of['lookups']):.1%}",
+            f"{counters['rows']:,}",
+            f"{counters['bytes'] / 2**20:,.1f}",
+            f"{counters['hits'] / max(1, counters['lookups']):.1%}",
             *(
-                f"{of.get(counter, 0):,}"
+                f"{counters.get(counter, 0):,}"
                 for counter in ("admitted", "rejected", "evicted", "applied", "absent", "nonfinite")
             ),
         ]
-        for name, of in sorted(record.tables.items(), key=lambda item: -item[1]["bytes"])
+        for name, counters in sorted(record.tables.items(), key=lambda item: -item[1]["bytes"])
     ]
     names = [
         "table",
@@ -133,10 +135,8 @@ def _tables(record: RunRecord) -> Iterable[str]:
 def _non_finite(record: RunRecord) -> Iterable[str]:
     if not record.non_finite:
         return
-    rows = [
-        [found.table, ", ".join(found.features), f"{found.rows:,}", f"{found.step:,}"] for found in record.non_finite
-    ]
-    yield "<h2>Rows that the last call of fit left as they were: gradient or new value not finite</h2>"
+    rows = [[part.table, ", ".join(part.features), f"{part.rows:,}", f"{part.step:,}"] for part in record.non_finite]
+    yield "<h2>Rows that the last fit call left unchanged: gradient or new value not finite</h2>"
     yield _table(["table", "features", "rows of gradients", "first global step"], rows)
 
 
@@ -155,8 +155,8 @@ def _features(record: RunRecord) -> Iterable[str]:
         for cost in record.features[:MOST_FEATURES]
     ]
     yield "<h2>Slowest features</h2>"
-    cut = f"; the first {MOST_FEATURES} of {len(record.features)}" if len(record.features) > MOST_FEATURES else ""
-    yield f'<p class="soft">Time to pool the rows of a feature in the last batch, measured one by one{cut}.</p>'
+    limit = f"; the first {MOST_FEATURES} of {len(record.features)}" if len(record.features) > MOST_FEATURES else ""
+    yield f'<p class="soft">Time to pool the rows of a feature in the last batch, measured one by one{limit}.</p>'
     yield _table(["feature", "table", "ids per sample", "ms per batch", "share"], rows)
 
 

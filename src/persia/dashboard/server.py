@@ -23,7 +23,7 @@ from persia.telemetry.process import LOOPBACK
 __all__ = ["serve_page"]
 
 PORTS = 256
-"""Number of ports to try, so that several runs of one host get a page each."""
+"""Number of ports to try, so that each run of a host gets its own page."""
 
 INTERVAL_SECONDS = 1.0
 
@@ -39,14 +39,14 @@ HEADERS = {
 
 @contextlib.contextmanager
 def serve_page(ask: Callable[[], Sequence[Answer]], port: int, interval: float = INTERVAL_SECONDS) -> Iterator[str]:
-    """Serves the page of a cluster at 127.0.0.1 for the time of the block; yields its URL.
+    """Serves the page of a cluster at 127.0.0.1 during the block; yields its URL.
 
-    To look from another host, forward the port: `ssh -L 8060:127.0.0.1:8060 HOST`.
+    To open the page from another host, forward the port: `ssh -L 8060:127.0.0.1:8060 HOST`.
 
     Args:
         ask: returns the answers of all processes.
         port: first port to try; 0 for any free port.
-        interval: seconds between two looks at the cluster.
+        interval: seconds between two queries of the cluster.
 
     Raises:
         ConfigError: no port is free.
@@ -78,8 +78,8 @@ def _bound(port: int, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPSer
         except OSError as error:
             failure = error
     raise ConfigError(
-        f"No free port on {LOOPBACK} among the {PORTS} from observe.ui_port = {port} on ({failure}). Choose another "
-        "one.",
+        f"No free port on {LOOPBACK} among the {PORTS} ports from observe.ui_port = {port} ({failure}). Choose another "
+        "port.",
         field="observe.ui_port",
     )
 
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answers a request."""
         url = urlsplit(self.path)
-        # Another site could point its own name at this address, and read the page in the reader's browser.
+        # Another site could point its own name at this address, and read the page in the user's browser.
         if not self._is_local(self.headers.get("Host", "")):
             self._reply(HTTPStatus.FORBIDDEN, "text/plain", b"Open the page by its address, http://127.0.0.1:PORT/.")
         elif url.path == "/":
@@ -110,13 +110,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(HTTPStatus.NOT_FOUND, "text/plain", b"There is only /.")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No-op: requests do not belong into the log of a run."""
+        """No-op: requests do not belong in the log of a run."""
 
     def _is_local(self, host: str) -> bool:
         return host.rpartition(":")[0] in (LOOPBACK, "localhost")
 
     def _reply(self, status: HTTPStatus, kind: str, body: bytes) -> None:
-        with contextlib.suppress(ConnectionError, TimeoutError):  # The reader has left.
+        with contextlib.suppress(ConnectionError, TimeoutError):  # The client has disconnected.
             self.send_response(status)
             for name, value in {**HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
                 self.send_header(name, value)

@@ -32,11 +32,11 @@ KEYS = {
     b"\r": "open", b"\n": "open", b"\x1b[C": "open",
     b"\x1b": "back", b"\x7f": "back", b"\x1b[D": "back", b"b": "back",
 }  # fmt: skip
-"""What keys do."""
+"""Actions of keys."""
 
 COLUMNS = ("process", "up", "rate", "wait", "stale", "step", "loss", "AUC", "queue", "CPU", "memory")
-LEFT_OUT = ("up", "CPU", "step", "stale", "queue", "loss", "AUC", "memory", "wait")
-"""Columns that a narrow terminal lacks, in this order; the line above the table has the means of some."""
+DROPPED_FIRST = ("up", "CPU", "step", "stale", "queue", "loss", "AUC", "memory", "wait")
+"""Columns to drop on a narrow terminal, in this order; the line above the table has the means of some."""
 
 
 def frame(
@@ -46,9 +46,9 @@ def frame(
 
     Args:
         seen: the processes.
-        selected: index of the marked one; then only its problem is written out.
+        selected: index of the selected process; if set, only its problem is shown.
         width: characters of a line; columns that do not fit are left out.
-        height: number of lines; of more processes, those around the marked one are shown.
+        height: number of lines; if there are more processes, shows the ones around the selected one.
     """
     if seen.problem:
         return plain(seen.problem, "red")
@@ -65,7 +65,7 @@ def frame(
     cells = [dict(zip(COLUMNS, _cells(process), strict=True)) for process in seen.processes]
     widths = {column: max(len(column), *(len(row[column]) for row in cells), 0) for column in COLUMNS}
     columns = list(COLUMNS)
-    for column in LEFT_OUT:
+    for column in DROPPED_FIRST:
         if sum(widths[name] + 1 for name in columns) - 1 > width:
             columns.remove(column)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
@@ -134,11 +134,11 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 class Top:
-    """Shows a watched cluster on a terminal, and follows keys.
+    """Shows a watched cluster on a terminal, and handles keys.
 
     Args:
-        watch: of the cluster.
-        console: of the terminal.
+        watch: polls the cluster.
+        console: console of the terminal.
     """
 
     def __init__(self, watch: Watch, console: Console) -> None:
@@ -147,16 +147,16 @@ class Top:
         self._selected = 0
         self._open = False
         self._first = 0
-        """First line that is shown of the metrics of a process."""
+        """First visible line of the metrics of a process."""
 
     def once(self, timeout: float) -> ClusterView | None:
-        """Prints the second view, which has rates, and returns it; None if it does not come within `timeout`."""
+        """Prints the second view, which has rates, and returns it; None if it does not arrive within `timeout`."""
         end = time.monotonic() + timeout
         number, seen = 0, None
         while number < 2 and time.monotonic() < end:
             number, seen = self._watch.next(number, end - time.monotonic())
         if seen is not None:
-            if not self._console.is_terminal:  # A pipe has no width: what reads it gets whole lines.
+            if not self._console.is_terminal:  # A pipe has no width: its reader gets whole lines.
                 self._console.width = UNLIMITED
             self._console.print(frame(seen, width=self._console.width))
         return seen
@@ -198,8 +198,8 @@ class Top:
 
 @contextmanager
 def _keys(terminal: int) -> Iterator[Callable[[float], list[str]]]:
-    """Reads single keys; yields a function that waits for some, and returns what they do."""
-    before = termios.tcgetattr(terminal)
+    """Reads single keys; yields a function that waits for keys and returns their actions."""
+    settings = termios.tcgetattr(terminal)
     tty.setcbreak(terminal)
 
     def pressed(timeout: float) -> list[str]:
@@ -214,4 +214,4 @@ def _keys(terminal: int) -> Iterator[Callable[[float], list[str]]]:
     try:
         yield pressed
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, settings)

@@ -1,4 +1,4 @@
-"""What is shown of a running cluster: a row for each process, from two health snapshots of it."""
+"""The view of a running cluster: a row for each process, from two of its health snapshots."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from persia.types import TITLES, Member
 __all__ = ["ClusterView", "ProcessView", "Watch", "asking", "view"]
 
 ANSWER_SECONDS = 5.0
-"""Seconds that a process has to answer."""
+"""Seconds within which a process must answer."""
 
 MOST_VIEWS = 1800
-"""Views that are kept; with more, every second one of the older half is dropped."""
+"""Maximum number of views; beyond it every second one of the older half is dropped."""
 
 RATES = {
     "nn_worker": ("nn_rows", "samples/s"),
@@ -34,7 +34,7 @@ RATES = {
     "embedding_ps": ("ps_lookups", "ids/s"),
     "dense_ps": ("dense_pushes", "pushes/s"),
 }
-"""By role, the counter of its work, and the unit of its rate; others are counted in calls."""
+"""By role, the counter of its work, and the unit of its rate. The work of other roles is counted in calls."""
 
 QUEUES = {
     "nn_worker": "nn_ready",
@@ -42,7 +42,7 @@ QUEUES = {
     "data_loader": "loader_ready",
     "embedding_worker": "worker_buffered",
 }
-"""By role, the gauge of batches that wait in it; of others, that of requests."""
+"""By role, the gauge of waiting batches. Other roles have a gauge of waiting requests."""
 
 
 class ProcessView(msgspec.Struct, frozen=True):
@@ -50,20 +50,20 @@ class ProcessView(msgspec.Struct, frozen=True):
 
     Attributes:
         name: role and rank.
-        role: of the process.
+        role: role of the process.
         place: host and process id, or the address of a process that does not answer.
-        problem: why it does not answer; empty if it does.
-        uptime: seconds.
+        problem: reason why it does not answer; empty if it does.
+        uptime: seconds since its start.
         rate: work per second since the last view.
-        unit: of `rate`.
-        cpu: processors in use.
+        unit: unit of `rate`.
+        cpu: number of processors in use.
         wait: share of the time that the network waited for batches.
-        queue: batches or requests that wait here.
+        queue: number of waiting batches or requests.
         memory: bytes of the process.
         step: global step.
-        loss: of the last batch.
-        auc: progressive AUC of this call of `fit`; in later passes over the data, training AUC.
-        staleness: mean over all lookups so far.
+        loss: loss of the last batch.
+        auc: progressive AUC of this `fit` call; in later passes over the data, training AUC.
+        staleness: mean staleness over all lookups so far.
         hit_rate: share of ids looked up since the last view that had a row.
     """
 
@@ -86,12 +86,12 @@ class ProcessView(msgspec.Struct, frozen=True):
 
 
 class ClusterView(msgspec.Struct, frozen=True):
-    """All processes at one moment.
+    """All processes at a point in time.
 
     Attributes:
         time: Unix time.
-        processes: the coordinator first.
-        problem: why there are none.
+        processes: the processes, the coordinator first.
+        problem: reason why there are none.
     """
 
     time: float
@@ -100,20 +100,20 @@ class ClusterView(msgspec.Struct, frozen=True):
 
     def total(self, field: str) -> float | None:
         """Returns the sum of a number over the processes that train; None if none has it."""
-        found = [value for value in self._of_training(field) if value is not None]
-        return sum(found) if found else None
+        values = [value for value in self._of_training(field) if value is not None]
+        return sum(values) if values else None
 
     def mean(self, field: str) -> float | None:
         """Returns the mean of a number over the processes that train; None if none has it."""
-        found = [value for value in self._of_training(field) if value is not None]
-        return sum(found) / len(found) if found else None
+        values = [value for value in self._of_training(field) if value is not None]
+        return sum(values) / len(values) if values else None
 
     def _of_training(self, field: str) -> list[float | None]:
         return [getattr(process, field) for process in self.processes if process.role in ("nn_worker", "embedded")]
 
 
 def asking(cluster: Cluster) -> Callable[[], Sequence[Answer]]:
-    """Returns the function that asks all processes of a cluster, for `Watch`. Starts a cluster of processes if needed.
+    """Returns a function that queries all processes of a cluster, for `Watch`. Starts a cluster of processes if needed.
 
     Raises:
         ConfigError: the cluster reports no health.
@@ -127,12 +127,12 @@ def asking(cluster: Cluster) -> Callable[[], Sequence[Answer]]:
 
 
 def view(before: Sequence[Answer], now: Sequence[Answer], seconds: float) -> list[ProcessView]:
-    """Returns the processes, with rates since the answers before.
+    """Returns the processes, with rates since the previous answers.
 
     Args:
-        before: earlier answers; empty for no rates.
-        now: present ones.
-        seconds: between them.
+        before: previous answers; empty for no rates.
+        now: current answers.
+        seconds: seconds between both.
     """
     earlier = {(a.member.role, a.member.rank): a.health for a in before}
     return [_process(answer, earlier.get((answer.member.role, answer.member.rank)), seconds) for answer in now]
@@ -145,7 +145,7 @@ def _process(answer: Answer, before: Health | None, seconds: float) -> ProcessVi
         name += " (leaving)"
     if health is None:
         return ProcessView(name, member.role, member.address, problem)
-    if before is not None and before.pid != health.pid:  # Counters have begun anew.
+    if before is not None and before.pid != health.pid:  # Counters have restarted at 0.
         before = None
 
     def rate(counter: str) -> float | None:
@@ -179,7 +179,7 @@ def _process(answer: Answer, before: Health | None, seconds: float) -> ProcessVi
 
 
 def _wait(before: Health | None, health: Health, seconds: float) -> float | None:
-    waited = [sum(t.seconds for t in of.latencies if t.name == "nn_wait_seconds") for of in (before, health) if of]
+    waited = [sum(t.seconds for t in h.latencies if t.name == "nn_wait_seconds") for h in (before, health) if h]
     trains = any(latency.name == "nn_wait_seconds" for latency in health.latencies)
     return min(1.0, max(0.0, waited[1] - waited[0]) / seconds) if trains and len(waited) == 2 else None
 
@@ -193,11 +193,11 @@ def _finite(value: float) -> float | None:
 
 
 class Watch:
-    """Asks for the health of a cluster at intervals, in a thread, until it is closed.
+    """Polls the health of a cluster at intervals, in a thread, until it is closed.
 
     Args:
-        ask: returns the answers of all processes; an error of persia becomes the problem of the view.
-        interval: seconds between two questions.
+        ask: returns the answers of all processes; a PersiaError becomes the problem of the view.
+        interval: seconds between two polls.
     """
 
     def __init__(self, ask: Callable[[], Sequence[Answer]], interval: float) -> None:
@@ -219,13 +219,13 @@ class Watch:
             return [seen for seen in self._views if seen.time > since]
 
     def next(self, number: int, timeout: float) -> tuple[int, ClusterView | None]:
-        """Waits up to `timeout` seconds for a view of a higher number; returns the newest number and view."""
+        """Waits up to `timeout` seconds for a view with a higher number; returns the newest number and view."""
         with self._changed:
             self._changed.wait_for(lambda: self._number > number or self._closed, timeout)
             return self._number, self._views[-1] if self._views else None
 
     def close(self) -> None:
-        """Ends the thread after a question in progress."""
+        """Ends the thread after a poll in progress."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -236,9 +236,9 @@ class Watch:
             with self._changed:
                 self._views.append(seen)
                 if len(self._views) > MOST_VIEWS:
-                    kept = list(self._views)
-                    half = len(kept) // 2
-                    self._views = deque([*kept[:half:2], *kept[half:]])
+                    views = list(self._views)
+                    half = len(views) // 2
+                    self._views = deque([*views[:half:2], *views[half:]])
                 self._number += 1
                 self._changed.notify_all()
                 if self._changed.wait_for(lambda: self._closed, self._interval):
