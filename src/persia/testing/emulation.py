@@ -1,7 +1,7 @@
 """A comparison of all modes with slow NN workers: real roles, emulated computation (`persia bench modes`).
 
 NN workers are threads that wait instead of computing, so that many fit on few cores; everything else (tokens, sums,
-dense PSs, pushes) is real. The columns are those of the GBA paper's Tables 5.2 and 5.3.
+dense PSs, pushes) is real. The columns are the columns of the GBA paper's Tables 5.2 and 5.3.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Emulation(NamedTuple):
     """Emulated NN workers and their speed.
 
     Attributes:
-        trace: speed of each NN worker over time, from the first batch on; it determines the number of NN workers.
-        compute: seconds that a batch takes at full speed.
+        trace: speed of each NN worker over time, from the first batch on; also determines the number of NN workers.
+        compute: compute time of a batch at full speed, in seconds.
     """
 
     trace: Trace
@@ -72,31 +72,34 @@ class Emulation(NamedTuple):
 
     @classmethod
     def parse(cls, workers: int, slow: str, compute: str, trace: str | None = None) -> Emulation:
-        """Parses arguments of the command line: `2:4x`, `20ms`, or the file of a trace, which replaces `slow`.
+        """Parses command-line arguments: `2:4x`, `20ms`, or a trace file, which replaces `slow`.
 
         Raises:
-            ConfigError: an argument has another form.
+            ConfigError: an argument is invalid.
         """
         time_ = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", compute)
         if time_ is None:
-            raise ConfigError(f"compute = {compute!r}; write a time, such as 20ms.", field="compute")
+            raise ConfigError(f"Invalid compute = {compute!r}; expected a time, such as 20ms.", field="compute")
         seconds = float(time_[1]) / (1000 if time_[2] == "ms" else 1)
         if trace is not None:
             return cls(load_trace(trace), seconds)
-        found = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?)x", slow)
-        if found is None or int(found[1]) > workers:
-            raise ConfigError(f"slow = {slow!r}; write how many of {workers} are how slow: 2:4x.", field="slow")
-        count = int(found[1])
-        return cls(steady([float(found[2])] * count + [1.0] * (workers - count)), seconds)
+        slow_match = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?)x", slow)
+        if slow_match is None or int(slow_match[1]) > workers:
+            raise ConfigError(
+                f"Invalid slow = {slow!r}; expected COUNT:FACTORx with at most {workers} workers, such as 2:4x.",
+                field="slow",
+            )
+        count = int(slow_match[1])
+        return cls(steady([float(slow_match[2])] * count + [1.0] * (workers - count)), seconds)
 
 
 class EmulatedRun(NamedTuple):
-    """Outcome of a run with real roles.
+    """Result of a run with real roles.
 
     Attributes:
-        result: of `fit` on the first NN worker.
-        finished: by NN worker, the times at which its batches were computed, in seconds since the first one began.
-        trainer: of the first NN worker.
+        result: result of `fit` on the first NN worker.
+        finished: times at which batches were computed, by NN worker, in seconds since the first batch started.
+        trainer: trainer of the first NN worker.
         arrivals: gradients in the order of the token list, if the run was recorded.
     """
 
@@ -123,12 +126,12 @@ class EmulatedRun(NamedTuple):
 
 
 class ModeResult(NamedTuple):
-    """Outcome of one mode.
+    """Result of one mode.
 
     Attributes:
         mode: the mode.
         trained: the run with real roles.
-        bound: the simulation of the same run, in which nothing but computation takes time.
+        bound: the simulation of the same run, in which only computation takes time.
     """
 
     mode: Mode
@@ -142,7 +145,7 @@ class ModeResult(NamedTuple):
 
     @property
     def of_bound(self) -> float:
-        """Rate divided by that of the simulation."""
+        """Rate divided by the rate of the simulation."""
         return self.rate / self.bound.rate
 
 
@@ -151,26 +154,26 @@ class _Clock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._began: float | None = None
+        self._start: float | None = None
 
     def now(self) -> float:
         now = time.monotonic()
         with self._lock:
-            self._began = now if self._began is None else self._began
-        return now - self._began
+            self._start = now if self._start is None else self._start
+        return now - self._start
 
 
-class _Recorded(TokenScheduler):
-    """A token scheduler that keeps the arrivals of recorded phases."""
+class _RecordingScheduler(TokenScheduler):
+    """A token scheduler that stores the arrivals of recorded phases."""
 
     def __init__(self) -> None:
         super().__init__()
         self.arrivals: list[ArrivalRecord] = []
 
     def end_recording(self) -> PhaseRecord:
-        found = super().end_recording()
-        self.arrivals += found.arrivals
-        return found
+        phase = super().end_recording()
+        self.arrivals += phase.arrivals
+        return phase
 
 
 class _Waiting(torch.nn.Module):
@@ -185,22 +188,22 @@ class _Waiting(torch.nn.Module):
     def forward(self, dense: torch.Tensor, embeddings: Embeddings) -> torch.Tensor:
         if self.training:
             self.pause()
-        found: list[Any] = list(embeddings.values())
-        logits: torch.Tensor = self.head(torch.cat(found, 1))
+        pooled: list[Any] = list(embeddings.values())
+        logits: torch.Tensor = self.head(torch.cat(pooled, 1))
         return logits
 
 
 def all_modes(workers: int) -> list[Mode]:
-    """Returns one of each kind, with the same global batch if it has one.
+    """Returns one mode of each kind, with the same global batch if it has one.
 
-    Hybrid has no warm-up: a comparison has fewer steps than it, and would measure Sync twice.
+    Hybrid has no warm-up: a comparison has fewer steps than the warm-up, so it would measure Sync twice.
     """
     backup = min(2, workers - 1)
     return [Sync(), Hybrid(4, warmup=0), Async(), HopBs(2), Bsp(workers), HopBw(backup), Gba(workers * ROWS)]
 
 
 def problem(batches: int) -> tuple[Schema, list[Batch]]:
-    """Returns a schema, and batches of random ids and labels."""
+    """Returns a schema and batches of random ids and labels."""
     random = np.random.default_rng(0)
     data = [
         Batch(
@@ -214,7 +217,7 @@ def problem(batches: int) -> tuple[Schema, list[Batch]]:
 
 
 def network(pause: Callable[[], None] = lambda: None) -> torch.nn.Module:
-    """Returns a network, the same each time, that calls `pause` for each batch that it is trained with."""
+    """Returns a network with fixed initial parameters that calls `pause` for each batch in training."""
     return _Waiting(pause)
 
 
@@ -228,9 +231,9 @@ def train(mode: Mode | Auto, emulation: Emulation, batches: int, record_dir: str
 
     Args:
         mode: the mode.
-        emulation: of NN workers and computation.
+        emulation: emulated NN workers and computation.
         batches: number of batches of all NN workers together.
-        record_dir: of `TrainerOptions`.
+        record_dir: option `record_dir` of `TrainerOptions`.
     """
     schema, data = problem(batches)
     clock = _Clock()
@@ -238,8 +241,8 @@ def train(mode: Mode | Auto, emulation: Emulation, batches: int, record_dir: str
 
     def work(member: ThreadMember) -> tuple[FitResult, Trainer]:
         def pause() -> None:
-            began = clock.now()
-            time.sleep(emulation.trace.finish(member.rank, began, emulation.compute) - began)
+            start = clock.now()
+            time.sleep(emulation.trace.finish(member.rank, start, emulation.compute) - start)
             finished[member.rank].append(clock.now())
 
         trainer = Trainer(
@@ -253,14 +256,14 @@ def train(mode: Mode | Auto, emulation: Emulation, batches: int, record_dir: str
         )
         return trainer.fit(data), trainer
 
-    tokens = _Recorded()
+    tokens = _RecordingScheduler()
     cluster = Threads(emulation.workers, tokens=tokens)
     result, trainer = cluster.run(work)[0]
     return EmulatedRun(result, finished, trainer, tokens.arrivals)
 
 
 def run(mode: Mode, emulation: Emulation, batches: int) -> ModeResult:
-    """Trains with one mode, and simulates the same run."""
+    """Trains with one mode and simulates the same run."""
     bound = simulate(mode, Setting(emulation.trace, emulation.compute, ROWS), batches).summary()
     return ModeResult(mode, train(mode, emulation, batches), bound)
 
@@ -269,7 +272,7 @@ def compare(emulation: Emulation, steps: int) -> list[ModeResult]:
     """Runs all modes in turn.
 
     Args:
-        emulation: of NN workers and computation.
+        emulation: emulated NN workers and computation.
         steps: mean number of batches per NN worker.
     """
     return [run(mode, emulation, steps * emulation.workers) for mode in all_modes(emulation.workers)]
@@ -290,7 +293,7 @@ def record(line: ModeResult) -> dict[str, Any]:
         "lost_tokens": report.lost_tokens if report is not None else 0,
         "dense_staleness_mean": report.staleness_mean if report is not None else 0.0,
         "dense_staleness_max": report.staleness_max if report is not None else 0,
-        # Of rows: in global steps, or, where there are no tokens, in steps of the NN worker.
+        # Staleness of rows in global steps, or without tokens in steps of the NN worker.
         "row_staleness_mean": result.row_staleness_mean if report is not None else result.staleness_mean,
         "row_staleness_max": result.row_staleness_max if report is not None else result.staleness_max,
     }

@@ -1,4 +1,4 @@
-"""Replicas of one network in the threads of one process, as `AllReduce` makes them in processes."""
+"""Replicas of one network in the threads of one process, corresponding to `AllReduce` between processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """An exchange between threads: each contributes a value, and all receive all values, by rank.
+    """An exchange between threads: each contributes a value, and all receive all values by rank.
 
     Args:
         size: number of threads.
@@ -29,55 +29,55 @@ class Meeting:
         self.size = size
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._brought: dict[tuple[str, int], dict[int, Any]] = {}
+        self._values: dict[tuple[str, int], dict[int, Any]] = {}
         self._left: dict[tuple[str, int], int] = {}
         self._dead: dict[int, str] = {}
 
-    def bring(self, what: str, number: int, rank: int, thing: Any) -> None:
-        """Contributes a value, without waiting."""
+    def contribute(self, kind: str, number: int, rank: int, value: Any) -> None:
+        """Contributes a value without waiting."""
         with self._changed:
-            self._brought.setdefault((what, number), {})[rank] = thing
+            self._values.setdefault((kind, number), {})[rank] = value
             self._changed.notify_all()
 
-    def get(self, what: str, number: int, everyone: bool = False) -> list[Any]:
-        """Waits for the values of all living ranks; returns all that came, by rank. Call it once per rank.
+    def get(self, kind: str, number: int, everyone: bool = False) -> list[Any]:
+        """Waits for the values of all living ranks; returns all received values by rank. Call it once per rank.
 
         Args:
-            what: kind of exchange.
-            number: of this kind.
-            everyone: whether the values of dead ranks are needed, too.
+            kind: kind of exchange.
+            number: number of the exchange of this kind.
+            everyone: whether values of dead ranks are needed, too.
 
         Raises:
             DeadlineError: a rank was late.
-            PersiaError: a rank has died whose value is needed.
+            PersiaError: a rank whose value is needed has died.
         """
-        key = what, number
+        key = kind, number
         with self._changed:
-            came = self._changed.wait_for(
+            in_time = self._changed.wait_for(
                 lambda: self._complete(key) or (everyone and self._missing(key)), self._timeout
             )
-            found = self._brought.get(key, {})
+            values = self._values.get(key, {})
             missing = self._missing(key)
             if everyone and missing:
-                raise PersiaError(f"{what} {number}: NN worker {missing[0]} is dead: {self._dead[missing[0]]}")
-            if not came:
-                late = [rank for rank in range(self.size) if rank not in found and rank not in self._dead]
+                raise PersiaError(f"{kind} {number}: NN worker {missing[0]} is dead: {self._dead[missing[0]]}")
+            if not in_time:
+                late = [rank for rank in range(self.size) if rank not in values and rank not in self._dead]
                 raise DeadlineError(
-                    f"{what} {number}: NN workers {', '.join(map(str, late))} did not come within {self._timeout:g} s.",
+                    f"{kind} {number}: NN workers {', '.join(map(str, late))} did not come within {self._timeout:g} s.",
                     late=late,
                     timeout=self._timeout,
                 )
             self._left[key] = self._left.get(key, 0) + 1
             if self._left[key] == self.size:
-                del self._brought[key], self._left[key]
-            return [found[rank] for rank in sorted(found)]
+                del self._values[key], self._left[key]
+            return [values[rank] for rank in sorted(values)]
 
     def _complete(self, key: tuple[str, int]) -> bool:
-        found = self._brought.get(key, {})
-        return all(rank in found or rank in self._dead for rank in range(self.size))
+        values = self._values.get(key, {})
+        return all(rank in values or rank in self._dead for rank in range(self.size))
 
     def _missing(self, key: tuple[str, int]) -> list[int]:
-        return [rank for rank in self._dead if rank not in self._brought.get(key, {})]
+        return [rank for rank in self._dead if rank not in self._values.get(key, {})]
 
     def first(self) -> int:
         """Returns the lowest living rank."""
@@ -92,13 +92,13 @@ class Meeting:
 
 
 class ThreadReplicas:
-    """The network of one of several NN workers in this process, its gradients averaged with those of the others.
+    """The network of one of several NN workers in this process, with gradients averaged over all of them.
 
     Like :class:`persia.dense.AllReduce`. For one thread; see `persia.nn.replicas.Replicas`.
 
     Args:
-        model: the network. Its parameters and buffers become those of the first NN worker.
-        rank: of this NN worker.
+        model: the network. Its parameters and buffers are set to the parameters and buffers of the first NN worker.
+        rank: rank of this NN worker.
         meeting: exchange with the others.
     """
 
@@ -116,8 +116,8 @@ class ThreadReplicas:
         self._averaged = False
         first = self._exchange("start", [tensor.detach().clone() for tensor in self._tensors()])[0]
         with torch.no_grad():
-            for mine, theirs in zip(self._tensors(), first, strict=True):
-                mine.copy_(theirs)
+            for own_tensor, first_tensor in zip(self._tensors(), first, strict=True):
+                own_tensor.copy_(first_tensor)
 
     def start(self, rows: int, has_data: bool) -> None:
         """Starts a batch."""
@@ -125,16 +125,16 @@ class ThreadReplicas:
             self._own, self._total, self._stop_requests, self._averaged = 0, 0, 0, False
         self._own += rows
         number = self._next("count")
-        self._meeting.bring("count", number, self._rank, (rows, int(has_data), int(self._stop)))
+        self._meeting.contribute("count", number, self._rank, (rows, int(has_data), int(self._stop)))
         self._pending.append(number)
 
     def over(self) -> bool:
-        """Returns whether no NN worker has data any more."""
+        """Returns whether all NN workers are out of data."""
         self.rows()
         return self._having == 0
 
     def request_stop(self) -> None:
-        """Asks all NN workers to stop after the same update. The request is sent with the next batch. Thread-safe."""
+        """Requests that all NN workers stop after the same update. Sent with the next batch. Thread-safe."""
         self._stop = True
 
     def clear_stop_request(self) -> None:
@@ -142,7 +142,7 @@ class ThreadReplicas:
         self._stop = False
 
     def stop_requested(self) -> bool:
-        """Returns on all NN workers whether one requested a stop after this update."""
+        """Returns, equally on all NN workers, whether one requested a stop after this update."""
         self.rows()
         return self._stop_requests > 0
 
@@ -157,44 +157,44 @@ class ThreadReplicas:
 
     @contextlib.contextmanager
     def batch(self, dummy: bool, last: bool) -> Iterator[None]:
-        """Surrounds the forward and backward pass of a batch."""
+        """Wraps the forward and backward pass of a batch."""
         with unlearned(self.model) if dummy else contextlib.nullcontext():
             yield
         if last:
             self.reduce_rest(p for p in self.model.parameters() if p.requires_grad)
 
     def discard(self) -> None:
-        """Forgets the rows of the current update."""
+        """Discards the rows of the current update."""
         self._pending.clear()
         self._averaged = True
 
     def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Averages the gradients of parameters over all NN workers."""
-        mine = list(parameters)
+        reduced = list(parameters)
         total = self.rows()
         self._averaged = True
-        for parameter in mine:
+        for parameter in reduced:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if self._own == 0:
                 parameter.grad.zero_()
             elif self._own != total:
                 parameter.grad.mul_(self._own / total)
-        everyone = self._exchange("gradients", [parameter.grad for parameter in mine], everyone=True)
-        sums = [sum(of_one) for of_one in zip(*everyone, strict=True)]
-        self._exchange("averaged", None, everyone=True)  # No thread writes to a gradient that others still read.
-        for parameter, gradient in zip(mine, sums, strict=True):
+        everyone = self._exchange("gradients", [parameter.grad for parameter in reduced], everyone=True)
+        sums = [sum(gradients) for gradients in zip(*everyone, strict=True)]
+        self._exchange("averaged", None, everyone=True)  # No thread may write to a gradient that others still read.
+        for parameter, gradient in zip(reduced, sums, strict=True):
             assert isinstance(gradient, torch.Tensor)
             parameter.grad = gradient
 
     def settle(self) -> None:
         """Copies the buffers of the first NN worker."""
         first = self._exchange("settle", [buffer.clone() for buffer in self.model.buffers()])[0]
-        for mine, theirs in zip(self.model.buffers(), first, strict=True):
-            mine.copy_(theirs)
+        for own_buffer, first_buffer in zip(self.model.buffers(), first, strict=True):
+            own_buffer.copy_(first_buffer)
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Returns the payloads of all, by rank."""
+        """Returns the payloads of all NN workers by rank."""
         return self._exchange("gather", payload)
 
     def run_on_rank0(self, function: Callable[[], T], kind: object) -> T:
@@ -215,11 +215,11 @@ class ThreadReplicas:
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
 
-    def _next(self, what: str) -> int:
-        self._numbers[what] = self._numbers.get(what, 0) + 1
-        return self._numbers[what]
+    def _next(self, kind: str) -> int:
+        self._numbers[kind] = self._numbers.get(kind, 0) + 1
+        return self._numbers[kind]
 
-    def _exchange(self, what: str, thing: Any, everyone: bool = False) -> list[Any]:
-        number = self._next(what)
-        self._meeting.bring(what, number, self._rank, thing)
-        return self._meeting.get(what, number, everyone)
+    def _exchange(self, kind: str, value: Any, everyone: bool = False) -> list[Any]:
+        number = self._next(kind)
+        self._meeting.contribute(kind, number, self._rank, value)
+        return self._meeting.get(kind, number, everyone)

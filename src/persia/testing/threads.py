@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """All roles in this process, and several NN workers, each in a thread with a model and a `Trainer` of its own.
+    """All roles in this process, and several NN workers, each in a thread with its own model and `Trainer`.
 
     For experiments with modes, and for tests: Python lets one thread compute at a time, so it trains no faster than one
     NN worker. Use `Ray` for speed.
@@ -55,7 +55,7 @@ class Threads:
         dense_ps: number of dense PSs.
         timeout: maximum wait for others in seconds.
         tokens: the token scheduler, such as one with a file; a new one by default.
-        data_loaders: number of data loaders that read a stream; other data is read by the NN workers themselves.
+        data_loaders: number of data loaders that read a stream; NN workers read other data themselves.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -74,7 +74,7 @@ class Threads:
         for name, value in numbers.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
-                    f"Invalid Threads.{name} = {value!r}; expected a whole number >= 1.", field=f"cluster.{name}"
+                    f"Invalid Threads.{name} = {value!r}; expected an integer >= 1.", field=f"cluster.{name}"
                 )
         self.nn_workers = nn_workers
         self.tokens = tokens or TokenScheduler(timeout)
@@ -89,18 +89,18 @@ class Threads:
         self._worker: Worker | None = None
         self._data_loaders = data_loaders
         self._streams: list[ThreadStream] = []
-        """Of the calls of `fit` on a stream in this run."""
+        """Streams of the `fit` calls in this run."""
         self._stream_calls: Counter[int] = Counter()
         """Number of these calls, by rank."""
 
     def member(self, rank: int) -> ThreadMember:
-        """Returns the cluster as NN worker `rank` has it."""
+        """Returns the view of the cluster for NN worker `rank`."""
         return ThreadMember(self, rank)
 
     def run(self, function: Callable[[ThreadMember], T]) -> list[T]:
         """Calls a function in a thread for each NN worker, and returns the results by rank.
 
-        Each run has new NN workers, which need an EmbeddingCollection or a Trainer of their own. Rows are kept.
+        Each run has new NN workers, which need their own EmbeddingCollection or Trainer. Rows are retained.
 
         In an asynchronous mode an NN worker that fails does not stop the others.
 
@@ -137,11 +137,11 @@ class Threads:
 
     @property
     def stream(self) -> ThreadStream | None:
-        """The stream that is read, or was read last in this run; None if there is none."""
+        """The stream that is being read, or was read last in this run; None if there is none."""
         return self._streams[-1] if self._streams else None
 
     def _stream(self, rank: int, data: object, schema: Schema) -> FedStream | None:
-        """Returns the stream of a call of `fit` as one NN worker has it; the first one that calls starts to read it."""
+        """Returns the view of the stream of a `fit` call for one NN worker; the first call starts to read it."""
         if not isinstance(data, SharedStream):
             return None
         assert self._worker is not None
@@ -149,14 +149,14 @@ class Threads:
             call = self._stream_calls[rank]
             self._stream_calls[rank] += 1
             if call == len(self._streams):
-                for before in self._streams:
-                    before.end()
+                for previous in self._streams:
+                    previous.end()
                 sizes = (self._data_loaders, self.nn_workers, self._timeout)
                 self._streams.append(ThreadStream(data, schema, self._worker, *sizes))
             return self._streams[call].of(rank)
 
     def connect_as(self, rank: int, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
-        """Starts the roles, once, and returns the connection of an NN worker."""
+        """Starts the roles on the first call, and returns the connection of an NN worker."""
         with self._lock:
             if self._worker is None:
                 threads, tables = Embedded().threads, schema.resolved_tables()
@@ -164,7 +164,10 @@ class Threads:
                     ServerOptions(self.nn_workers, self._timeout, neighbours=self._ps, **shares._asdict())
                     for shares in divide_here(tables, optimizer, self._ps)
                 ]
-                self._servers = [EmbeddingServer(tables, optimizer, mode, seed, threads, one) for one in options]
+                self._servers = [
+                    EmbeddingServer(tables, optimizer, mode, seed, threads, server_options)
+                    for server_options in options
+                ]
                 self._worker = Worker(schema, self._servers, threads)
         return Connection(
             self._worker,
@@ -187,11 +190,11 @@ class Threads:
 
 
 class ThreadMember:
-    """A `Threads` cluster as one of its NN workers has it.
+    """The view of a `Threads` cluster for one of its NN workers.
 
     Args:
         cluster: the cluster.
-        rank: of the NN worker.
+        rank: rank of the NN worker.
     """
 
     def __init__(self, cluster: Threads, rank: int) -> None:
@@ -203,22 +206,22 @@ class ThreadMember:
         return self._cluster.connect_as(self.rank, schema, optimizer, mode, seed)
 
     def __reduce__(self) -> Any:
-        raise ConfigError("A cluster of threads cannot be pickled: it is in one process only.", field="cluster")
+        raise ConfigError("A cluster of threads cannot be pickled: it exists only in one process.", field="cluster")
 
 
 class ThreadStream:
-    """The record and the data loaders of one call of `fit` on a stream.
+    """The offset log and the data loaders of one `fit` call on a stream.
 
     Args:
         source: the stream.
-        schema: of the batches.
+        schema: schema of the batches.
         worker: the embedding worker.
         data_loaders: number of data loaders.
         nn_workers: number of NN workers.
         timeout: deadline of a call in seconds.
 
     Attributes:
-        log: the record.
+        log: the offset log.
         loaders: the data loaders, by number.
     """
 
@@ -244,17 +247,17 @@ class ThreadStream:
         self._incarnations[number] += 1
         self._publish()
         if self._feed is not None:
-            self._begin(self._feed)  # For the others nothing changes.
+            self._begin(self._feed)  # Nothing changes for the other data loaders.
         old.end()
 
     def of(self, rank: int) -> FedStream:
-        """Returns the stream as one NN worker has it."""
+        """Returns the view of the stream for one NN worker."""
         stream = RecordedStream(self.log, rank == 0, self._source.commit, self._source.observe)
         loaders = DataLoaders(self._directory, self._timeout)
         return FedStream(stream, StreamLoaders(loaders, self._begin, stream, self._nn_workers, self._timeout))
 
     def end(self) -> None:
-        """Ends reading."""
+        """Stops reading."""
         for loader in self.loaders:
             loader.end()
 
@@ -266,7 +269,7 @@ class ThreadStream:
         return StreamLoader(self._source, self.log, self._schema, self._workers, timeout=self._timeout)
 
     def _publish(self) -> None:
-        """Makes the directory follow `loaders`."""
+        """Updates the directory from `loaders`."""
         self._version += 1
         members = [Member("data_loader", rank, number, "") for rank, number in enumerate(self._incarnations)]
         self._directory.update(Membership(self._version, 1, members))
