@@ -99,7 +99,7 @@ def test_what_needs_the_time_of_the_last_use_is_refused():
         with pytest.raises(ConfigError, match='eviction must be "lru" with ttl or memory_rows'):
             TableConfig("t", 4, capacity=1000, eviction="midpoint", **more)
     for more in ({"ttl": Days(1)}, {"spill": "/mnt"}):
-        with pytest.raises(ConfigError, match="does not go with ttl or spill"):
+        with pytest.raises(ConfigError, match="cannot be combined with ttl or spill"):
             Table("t", 4, eviction="midpoint", **more)
     with pytest.raises(ConfigError, match=r"Invalid Table\('t'\).eviction = 'fifo'; expected one of: lru, midpoint"):
         Table("t", 4, eviction="fifo")

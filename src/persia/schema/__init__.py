@@ -1,8 +1,8 @@
 """Declarations of a model's input and of its embedding tables, as frozen, validated records.
 
 A :class:`Schema` names ID-type features, non-ID-type ("dense") features and labels. Features read embedding
-tables; features that name the same table share its rows. Everything here can be written in TOML under the same
-names, and is stored in every checkpoint.
+tables; features that name the same table share its rows. All of it can be written in TOML under the same names, and is
+stored in every checkpoint.
 """
 
 from persia.schema.dims import dims_by_frequency

@@ -1,4 +1,4 @@
-"""Checks of fields that the records of this package share; each error names the record and the field."""
+"""Field checks that the records of this package share; each error names the record and the field."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_name(owner: str, value: object) -> None:
     """Raises ConfigError unless `value` can name a feature, a label or a table."""
     if not isinstance(value, str) or not 1 <= _utf8_bytes(value) <= MAX_NAME or "/" in value or "\0" in value:
         raise ConfigError(
-            f"Invalid {owner} name {value!r}; expected a text of 1 to {MAX_NAME} bytes without '/'.", field=owner
+            f"Invalid {owner} name {value!r}; expected a string of 1 to {MAX_NAME} bytes without '/'.", field=owner
         )
 
 

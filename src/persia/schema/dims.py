@@ -1,4 +1,4 @@
-"""Dimensions of features by how often their ids occur."""
+"""Dimensions of features by the frequency of their ids."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ __all__ = ["dims_by_frequency"]
 def dims_by_frequency(
     distinct: Mapping[str, int], widest: int = 32, *, power: float = 0.3, multiple: int = 1
 ) -> dict[str, int]:
-    """Returns a dimension for each feature: the more distinct ids, the rarer each one, the fewer values it can learn.
+    """Returns a dimension for each feature: with more distinct ids, each id is rarer and can learn fewer values.
 
-    The rule is that of mixed-dimension embeddings (Ginart et al., ISIT 2021, arXiv 1909.11810, power-law sizing): the
-    dimension is `widest` for the feature with the fewest ids, and falls with the mean frequency of an id to the power
-    `power`.
+    Follows mixed-dimension embeddings (Ginart et al., ISIT 2021, arXiv 1909.11810, power-law sizing): the dimension is
+    `widest` for the feature with the fewest ids, and falls with the mean frequency of an id to the power `power`.
 
     Args:
-        distinct: number of distinct ids, by feature, 1 or more.
+        distinct: number of distinct ids by feature, each at least 1.
         widest: dimension of the feature with the fewest ids.
-        power: 0 gives all features the same dimension, 1 all tables about the same size; the paper finds 0.3 good.
-        multiple: dimensions are rounded to the nearest multiple of it, and are at least that.
+        power: 0 gives all features the same dimension, 1 gives all tables about the same size. The paper uses 0.3.
+        multiple: dimensions are rounded to the nearest multiple of this number, and are at least this number.
 
     Raises:
         ConfigError: there are no features, or a number is out of range.

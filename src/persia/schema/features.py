@@ -23,7 +23,7 @@ IdKind = Literal["auto", "number", "text"]
 
 
 class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One ID-type feature: for each sample one id, or a list of them.
+    """An ID-type feature: one id, or a list of ids, per sample.
 
     Args:
         name: column of the data, and key of the model's input.
@@ -32,23 +32,23 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pooling: reduction of a sample's embeddings to one: "sum", "mean", "sqrtn" (sum / sqrt(count)).
             None ("none" in a file) keeps the sequence: the model gets `[batch, max_length, dim]` and a mask.
         max_length: maximum number of ids per sample; further ids are ignored. Required if `pooling` is None.
-        keep: which ids of a longer list count: the "first", or the "last", which are the newest ones of a history in
-            time order.
+        keep: which ids of a longer list are used: the "first", or the "last", the newest ids of a history in time
+            order.
         cross: names of single-valued features whose combination is the id. The column is computed, not read.
-        kind: conversion of values to ids. "auto": whole numbers from 0 to 2^64 - 1 are used as ids (5, 5.0 and the
-            text "5" alike); all other values are hashed as text. "number": accepts such numbers only. "text": hashes
-            every value as text, "5" included. Recorded in checkpoints.
-        aligned_with: another feature, of the same `max_length` and `keep`, whose list has an entry for each one of this
-            feature: the parts of one event. Data in which the lists of a sample differ in length, or lack a value
-            within, are refused.
+        kind: conversion of values to ids. "auto": integers from 0 to 2^64 - 1 are used as ids (5, 5.0 and the text "5"
+            are the same id); all other values are hashed as text. "number": accepts only such integers. "text":
+            hashes every value as text, including "5". Recorded in checkpoints.
+        aligned_with: another feature with the same `max_length` and `keep`, whose list has one entry for each entry of
+            this feature: the parts of one event. Data are rejected if the lists of a sample differ in length or lack a
+            value.
         age_since: column with the time of the sample. The feature's own column then has times of events, and its ids
             are the magnitudes of their ages, floor(log2(1 + age)), so that a model can learn how much an old event
-            counts. Both columns have timestamps or dates, whose ages are in whole seconds (those without a time zone
-            are taken as UTC), or whole numbers from 0 on in one unit. An event after the sample has age 0.
+            counts. Both columns have timestamps or dates, with ages in whole seconds (UTC without a time zone), or
+            integers from 0 on in one unit. An event after the sample has age 0.
         of: another feature, whose ids are mapped by `mapping`. The column is computed, not read.
-        mapping: `HashTo`, `Quotient` or `Remainder`; for tables with fewer rows than there are ids.
-        dtype: of its embeddings, see `Table.dtype`; None for that of its table: as declared, or as another feature of
-            the table says, else "float32".
+        mapping: `HashTo`, `Quotient` or `Remainder`; for tables with fewer rows than ids.
+        dtype: dtype of its embeddings, see `Table.dtype`; None for the dtype of its table, which is declared, set by
+            another feature of the table, or "float32".
     """
 
     name: str
@@ -87,7 +87,7 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             check_integer(f"{owner}.max_length", self.max_length, 1, 1 << 20)
         if self.pooling is None and self.max_length is None:
             raise ConfigError(
-                f"{owner} has pooling=None; give max_length, the length of the sequence the model gets.",
+                f"{owner} has pooling=None; set max_length, the length of the sequence the model gets.",
                 field=f"{owner}.max_length",
             )
         check_choice(f"{owner}.kind", self.kind, ("auto", "number", "text"))
@@ -106,8 +106,8 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_kind(f"{owner}.mapping", self.mapping, (IdMapping, NoneType), "HashTo, Quotient or Remainder")
         if (self.of is None) != (self.mapping is None):
             raise ConfigError(
-                f"{owner} has {'no of' if self.of is None else 'no mapping'}; give both: the other feature, and what "
-                "is done with its ids.",
+                f"{owner} has {'no of' if self.of is None else 'no mapping'}; set both: the other feature, and the "
+                "mapping of its ids.",
                 field=f"{owner}.of",
             )
         if self.of is not None and (self.cross or self.kind != "auto" or self.age_since is not None):
@@ -119,7 +119,7 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def computed(self) -> bool:
-        """Whether the ids are computed from those of other features, and not read."""
+        """Whether the ids are computed from ids of other features, and not read."""
         return bool(self.cross) or self.of is not None
 
     @property
@@ -133,7 +133,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         id_features: ID-type features; names are unique over all kinds of features.
-        dense_features: names of numeric columns, in the order in which the model gets them.
+        dense_features: names of numeric columns, in the order of the model's input.
         labels: names of the label columns, each in [0, 1].
         tables: declarations of tables that differ from the defaults.
 
@@ -167,7 +167,9 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if declared.count(name) > 1:
                 raise ConfigError(f"Table {name!r} is declared twice in the schema.", field=name)
             if name not in {f.table_name for f in self.id_features}:
-                raise ConfigError(f"Table {name!r} is read by no feature; remove it or name it in one.", field=name)
+                raise ConfigError(
+                    f"Table {name!r} is read by no feature; remove it, or name it in a feature.", field=name
+                )
         self.resolved_tables()
         for feature in self.id_features:
             if feature.aligned_with is not None:
@@ -177,7 +179,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if feature.of is not None and self.feature(feature.of).of is not None:
                 raise ConfigError(
                     f"IdFeature({feature.name!r}).of names {feature.of!r}, which maps ids itself; name the feature "
-                    f"whose ids it maps.",
+                    "whose ids it maps.",
                     field=f"IdFeature({feature.name!r}).of",
                 )
         for feature in self.id_features:
@@ -191,16 +193,16 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _check_aligned(self, feature: IdFeature, other: IdFeature) -> None:
         for field in ("max_length", "keep"):
-            mine, theirs = getattr(feature, field), getattr(other, field)
-            if mine != theirs or feature.name == other.name:
+            own_value, other_value = getattr(feature, field), getattr(other, field)
+            if own_value != other_value or feature.name == other.name:
                 raise ConfigError(
-                    f"IdFeature({feature.name!r}).aligned_with = {other.name!r}, whose {field} is {theirs!r}, not "
-                    f"{mine!r}; aligned features are two, of one max_length and keep.",
+                    f"IdFeature({feature.name!r}).aligned_with = {other.name!r}, whose {field} is {other_value!r}, not "
+                    f"{own_value!r}; aligned features are two features with the same max_length and keep.",
                     field=f"IdFeature({feature.name!r}).aligned_with",
                 )
 
     def aligned(self) -> set[str]:
-        """Returns the names of features whose lists are aligned with those of another one, and are read."""
+        """Returns the columns that are read for features whose lists are aligned with the lists of another feature."""
         pairs = [(f.name, f.aligned_with) for f in self.id_features if f.aligned_with is not None]
         features = [self.feature(name) for pair in pairs for name in pair]
         return {f.of or f.name for f in features}
@@ -216,7 +218,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 dims = [f.dim for f in self.id_features if f.table_name == name and f.dim is not None]
                 if not dims:
                     raise ConfigError(
-                        f"IdFeature({feature.name!r}) has no dim and its table {name!r} is not declared; give dim.",
+                        f"IdFeature({feature.name!r}) has no dim and its table {name!r} is not declared; set dim.",
                         field=f"IdFeature({feature.name!r}).dim",
                     )
                 dtypes = [f.dtype for f in self.id_features if f.table_name == name and f.dtype is not None]

@@ -1,4 +1,4 @@
-"""Rules of a reader that turn values of raw columns into those that a model was trained with."""
+"""Rules of a reader that convert values of raw columns to the values on which a model was trained."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["NO_RULES", "InputRules", "input_rules_of"]
 
 
 class InputRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Rules of a reader for missing values and lists. They travel with the schema, so that a server applies them, too.
+    """Rules of a reader for missing values and lists. Stored with the schema, so that a server applies them, too.
 
     Args:
         fill: number in place of a missing value, by dense feature.
-        lists: separator of the ids within a text, by ID-type feature.
-        null_values: texts that mean a missing value, in all columns, besides the empty one. Numbers that these texts
-            name do so, too.
+        lists: separator of the ids within a string, by ID-type feature.
+        null_values: strings that mean a missing value in all columns, in addition to the empty string. The numbers
+            that these strings denote are missing values, too.
 
     Raises:
-        ConfigError: a number is not finite, or a text is empty.
+        ConfigError: a number is not finite, or a string is empty.
     """
 
     fill: dict[str, float] = {}
@@ -33,13 +33,13 @@ class InputRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         for name, value in self.fill.items():
             check_number(f"fill of {name!r}", value, -math.inf, field="fill")
         for name, separator in self.lists.items():
-            check_kind("lists", separator, str, "a text by feature")
+            check_kind("lists", separator, str, "a string by feature")
             if not separator:
-                raise ConfigError(f"The separator of lists in {name!r} is empty; give a text.", field="lists")
+                raise ConfigError(f"The separator of lists in {name!r} is empty; set a string.", field="lists")
 
 
 NO_RULES = InputRules()
-"""The rules of data whose values stay as they are."""
+"""Rules that leave all values unchanged."""
 
 
 def input_rules_of(data: object) -> InputRules | None:

@@ -1,4 +1,4 @@
-"""Mappings of ids to fewer ids, for tables that have to stay small."""
+"""Mappings of ids to fewer ids, for small tables."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class HashTo(TaggedRecord, frozen=True, tag="hash"):
     seldom share all of their rows.
 
     Args:
-        buckets: number of ids that are left, 0 to this minus 1.
-        seed: of the hash.
+        buckets: number of buckets; the resulting ids are 0 to `buckets` - 1.
+        seed: seed of the hash.
     """
 
     buckets: int
@@ -31,11 +31,11 @@ class HashTo(TaggedRecord, frozen=True, tag="hash"):
 
 
 class Quotient(TaggedRecord, frozen=True, tag="quotient"):
-    """Divides ids, rounding down. With `Remainder` by the same number, two small tables tell all ids apart.
+    """Divides ids, rounding down. With `Remainder` by the same number, two small tables distinguish all ids.
 
     The quotient-remainder trick (Shi et al., KDD 2020, arXiv 1909.02107) for ids from 0 to n - 1: `by` near the root of
-    n gives two tables of about that many rows. It divides whole numbers: a text or a fraction in a feature of the kind
-    "auto", which would be hashed first, is refused.
+    n gives two tables of about that many rows. It divides integers: a text or a fraction in a feature of kind "auto",
+    which would be hashed first, is rejected.
 
     Args:
         by: divisor.

@@ -1,4 +1,4 @@
-"""Optimizers of the rows of embedding tables: what a PS applies to a row, and the schedule of its learning rate."""
+"""Optimizers of the rows of embedding tables: the update rule of a PS, and the schedule of its learning rate."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class _RowOptimizer(TaggedRecord, frozen=True):
 
 
 class SGD(_RowOptimizer, frozen=True, tag="sgd"):
-    """Stochastic gradient descent with momentum and L2 weight decay, applied to the rows of a batch only.
+    """Stochastic gradient descent with momentum and L2 weight decay, applied only to the rows of a batch.
 
-    The update rule is that of `torch.optim.SGD`. State per row: the momentum vector if `momentum` > 0, else none.
+    The update rule equals `torch.optim.SGD`. State per row: the momentum vector if `momentum` > 0, else none.
     """
 
     lr: float
@@ -90,7 +90,7 @@ class SGD(_RowOptimizer, frozen=True, tag="sgd"):
 
 
 INITIAL_ACCUMULATOR = 1e-6
-"""Default first accumulator of Adagrad."""
+"""Default initial accumulator of Adagrad. Versions up to 0.1 had 0.01, which their checkpoints have recorded."""
 
 
 class _AdagradFields(_RowOptimizer, frozen=True):
@@ -111,13 +111,12 @@ class Adagrad(_AdagradFields, frozen=True, tag="adagrad"):
     """Adagrad with one accumulator per element (Duchi et al., 2011), updating as `torch.optim.Adagrad` does.
 
     Args:
-        lr: learning rate; 0.05 to 0.1 suits the default `initial_accumulator`. The first update of a number is at most
-            this long.
+        lr: learning rate; 0.05 to 0.1 suits the default `initial_accumulator`. It bounds the first update of a number.
         initial_accumulator: first value of each accumulator, to which squared gradients are added. Gradients of rows
-            are small, as the loss is a mean over the batch: 0.01 exceeds their squares by orders of magnitude, so rows,
-            rare ones above all, hardly learn. 1e-6 is near those squares, so steps are soon almost `lr` long. With far
-            less every first step is, however small the gradient; `lr` has to be smaller then.
-            `python -m benchmarks 'quality.adagrad.*'` compares values.
+            are small, as the loss is a mean over the batch: 0.01 exceeds their squares by orders of magnitude, so
+            rows, especially rare ones, hardly learn. 1e-6 is near their squares, so the size of a step soon approaches
+            `lr`. With a much smaller value every first step has size `lr`, however small the gradient, so `lr` must be
+            smaller. `python -m benchmarks 'quality.adagrad.*'` compares values.
         eps: added to the root of the accumulator.
         weight_decay: L2: adds `weight_decay * row` to the gradient of the rows of a batch.
         schedule: factor on `lr` by global step.
@@ -130,7 +129,7 @@ class RowwiseAdagrad(_AdagradFields, frozen=True, tag="rowwise_adagrad"):
     Args:
         lr: learning rate; 0.05 to 0.1 suits the default `initial_accumulator`.
         initial_accumulator: first value of the accumulator. It has the scale of the accumulators of `Adagrad`, as it
-            sums means over a row, so the default is the same for the same reason.
+            sums means over a row, so the default is the same.
         eps: added to the root of the accumulator.
         weight_decay: L2: adds `weight_decay * row` to the gradient of the rows of a batch.
         schedule: factor on `lr` by global step.
@@ -138,7 +137,7 @@ class RowwiseAdagrad(_AdagradFields, frozen=True, tag="rowwise_adagrad"):
 
 
 class Adam(_RowOptimizer, frozen=True, tag="adam"):
-    """Lazy Adam: updates the rows of the batch only; bias correction uses the number of updates of each row."""
+    """Lazy Adam: updates only the rows of the batch; bias correction uses the number of updates of each row."""
 
     lr: float
     beta1: float = 0.9

@@ -1,4 +1,4 @@
-"""Embedding tables: initial values of rows, which ids get a row, and a table's size and dtype."""
+"""Embedding tables: initial values of rows, admission of ids, and a table's size and dtype."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EvictionKind = Literal["lru", "midpoint"]
 
 
 class Uniform(TaggedRecord, frozen=True, tag="uniform"):
-    """Uniform values in [low, high), keyed by (seed, table, id): independent of the machine and of the order."""
+    """Uniform values in [low, high), keyed by (seed, table, id): independent of the machine and the order of ids."""
 
     low: float = -0.01
     high: float = 0.01
@@ -95,7 +95,7 @@ class AdmitProbability(TaggedRecord, frozen=True, tag="probability"):
 
 
 class AdmitMinFrequency(TaggedRecord, frozen=True, tag="min_frequency"):
-    """Admits an id at its `count`-th occurrence. The bounded sketch that counts may admit early, never late."""
+    """Admits an id at its `count`-th occurrence. A bounded sketch counts, so it may admit early but never late."""
 
     count: int
 
@@ -105,7 +105,7 @@ class AdmitMinFrequency(TaggedRecord, frozen=True, tag="min_frequency"):
 
 
 class Days(TaggedRecord, frozen=True, tag="days"):
-    """Days of training: a pause without gradients counts as an hour at most."""
+    """Days of training: a pause without gradients counts as at most an hour."""
 
     days: float
 
@@ -128,34 +128,36 @@ Admission = AdmitAll | AdmitProbability | AdmitMinFrequency
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One embedding table. Declare it only if it differs from the defaults; features create their tables otherwise.
+    """An embedding table. Declare it only if it differs from the defaults; otherwise features create their tables.
 
     Args:
         name: name that features refer to.
         dim: length of an embedding, 1 to 4096.
-        optimizer: optimizer of its rows; None for that of the trainer or collection.
+        optimizer: optimizer of its rows; None for the optimizer of the trainer or collection.
         initializer: initial values of a row.
         capacity: maximum number of rows in the whole cluster, up to 2^48; beyond it, least recently used rows are
-            evicted. It is divided among the embedding PSs, and refused if it cannot fit into their memory. Each PS may
-            keep 1,024 rows (or `capacity`, if less), so a table of fewer than 1,024 rows for each PS may exceed it.
-            None: as many as memory holds, or with `spill` memory and disk, at most 2^30 in each PS. Memory grows with
-            the rows held, not with this number.
+            evicted. It is divided among the embedding PSs, and rejected if it cannot fit into their memory. Each PS may
+            hold 1,024 rows (or `capacity`, if less), so a table of fewer than 1,024 rows per PS may exceed it. None:
+            limited only by memory, or with `spill` by memory and disk, to at most 2^30 rows in each PS. Memory grows
+            with the rows held, not with this number.
         admission: which ids get a row in training.
-        ttl: time to live: rows leave that training has not met for so many `Days` or `Steps`. None: they stay.
-        value_bound: embeddings are clamped to +-this after an update; 0 for no bound.
-        cache_rows: number of rows that each NN worker keeps copies of on its device, for the batches that the mode's
-            staleness lets them serve; see the guide on GPUs. 0 for none.
-        dtype: of its embeddings in the memory of PSs and in messages: "float32", "bfloat16" or "float16". Models get
-            float32 and send gradients of float32, whatever it is. Adam's moments in a bfloat16 table have 16 bits, too;
-            all other state of optimizers is float32. See the guide on tables for what it costs.
+        ttl: time to live: rows expire that training has not seen for this number of `Days` or `Steps`. None: they do
+            not expire.
+        value_bound: embeddings are clamped to +-`value_bound` after an update; 0 for no bound.
+        cache_rows: number of rows of which each NN worker caches copies on its device, for as many batches as the
+            mode's staleness permits; see the guide on GPUs. 0 for none.
+        dtype: dtype of its embeddings in the memory of PSs and in messages: "float32", "bfloat16" or "float16". Models
+            always get float32 and send gradients of float32. Adam's moments in a bfloat16 table have 16 bits, too; all
+            other optimizer state is float32. See the guide on tables for its cost.
         spill: directory on a local SSD of each host with an embedding PS, an absolute path. Least recently used rows
-            beyond `memory_rows` move there, and come back when they are met: none is evicted below `capacity`. See the
-            guide on tables larger than memory. None: all rows are in memory.
-        memory_rows: with `spill`, maximum number of rows in memory, in the whole cluster; divided among the embedding
-            PSs, as `capacity` is. None: as many as memory holds when the cluster starts.
-        eviction: which row leaves a full table. "lru": the least recently used one, exactly. "midpoint": likewise, but
-            a new row counts as less recent than about five eighths of the rows until it is met again, so that ids that
-            come once displace few others. Not with `ttl` or `spill`. See the guide on tables for hit rates.
+            beyond `memory_rows` move there, and move back when training sees them: no row is evicted below `capacity`.
+            See the guide on tables larger than memory. None: all rows are in memory.
+        memory_rows: with `spill`, maximum number of rows in memory in the whole cluster; divided among the embedding
+            PSs like `capacity`. None: as many as memory holds when the cluster starts.
+        eviction: which row a full table evicts. "lru": exactly the least recently used one. "midpoint": the least
+            recently used one, but a new row counts as less recent than about five eighths of the rows until training
+            sees it again, so that ids that occur once displace few others. Not with `ttl` or `spill`. See the guide on
+            tables for hit rates.
     """
 
     name: str
@@ -191,8 +193,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self._check_spill(owner)
         if self.eviction != "lru" and (self.ttl is not None or self.spill is not None):
             raise ConfigError(
-                f"{owner}.eviction = {self.eviction!r} does not go with ttl or spill, which need the time of each "
-                'row\'s last use. Set eviction to "lru", or leave them out.',
+                f"{owner}.eviction = {self.eviction!r} cannot be combined with ttl or spill, which need the time of "
+                'each row\'s last use. Set eviction to "lru", or remove ttl and spill.',
                 field=f"{owner}.eviction",
             )
         if self.value_bound and not round_down(self.value_bound, self.dtype):
@@ -220,7 +222,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.spill is None:
             raise ConfigError(
                 f"{owner}.memory_rows = {described(self.memory_rows)} needs spill = a directory on a local SSD, for "
-                "the rows beyond them. Set it, or limit the rows of a table that is in memory with `capacity`.",
+                "the rows beyond them. Set spill, or limit the rows of a table in memory with `capacity`.",
                 field=f"{owner}.memory_rows",
             )
         check_integer(f"{owner}.memory_rows", self.memory_rows, 1, self.capacity or MAX_CAPACITY)
