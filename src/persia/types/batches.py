@@ -32,23 +32,23 @@ COUNTER_BITS = 40
 INCARNATION_BITS = 16
 RANK_BITS = 16
 MERGED = 1 << 48
-"""Marks the client of a push that is the sum of a step, and so of no single NN worker."""
+"""Marks the client of a push that is the sum of a step and belongs to no single NN worker."""
 
 Offsets: TypeAlias = dict[str, dict[int, int]]
 """Position in a stream: the offset of the next message, by topic and partition.
 
-Where lateness matters, `TOPIC@event_time` has the latest event time of each partition, in milliseconds; no topic has an
-"@" in its name.
+If lateness matters, `TOPIC@event_time` has the latest event time of each partition, in milliseconds; names of topics
+contain no "@".
 """
 
 
 class BatchId(NamedTuple):
-    """The parts of a batch id, which fits a uint64. Its first byte finds the embedding worker.
+    """The parts of a batch id, which fits a uint64. Its first byte identifies the embedding worker.
 
     Attributes:
-        rank: of the embedding worker that buffers the batch, 0 to 255.
-        incarnation: of that embedding worker, 1 to 65,535.
-        counter: number of the batch there, below 2^40.
+        rank: rank of the embedding worker that buffers the batch, 0 to 255.
+        incarnation: incarnation of that embedding worker, 1 to 65,535.
+        counter: number of the batch at that embedding worker, below 2^40.
     """
 
     rank: int
@@ -67,19 +67,19 @@ class BatchId(NamedTuple):
 
 
 class PushHeader(NamedTuple):
-    """Identifies a push: its sender, its step and its place there. A retry has the same header.
+    """Identifies a push: its sender, its step and its position in the step. A retry has the same header.
 
     Attributes:
-        generation: of the NN workers, assigned by the coordinator; rises from 1 with each restart of them.
-        rank: of the NN worker.
-        sequence: number of the push at that NN worker in this generation, from 1; all parts of a push have the same.
+        generation: generation of the NN workers, assigned by the coordinator; rises from 1 with each of their restarts.
+        rank: rank of the NN worker.
+        sequence: number of the push at that NN worker in this generation, from 1; equal for all parts of a push.
         step: global step to which the gradients belong.
-        weight: rows (samples) of the batches, also where their gradients are lost; 0 for a contribution without data.
-        part: number of this part, when the batches of one step lie on several embedding workers.
+        weight: rows (samples) of the batches, even if their gradients are lost; 0 for a contribution without data.
+        part: number of this part, if the batches of a step are buffered at several embedding workers.
         parts: number of parts that this NN worker pushes for this step.
-        slot: place within the step in asynchronous modes, from 0; -1 elsewhere.
-        group: slots of a step in asynchronous modes.
-        token: of the gradients in asynchronous modes.
+        slot: position within the step in asynchronous modes, from 0; -1 in other modes.
+        group: number of slots of a step in asynchronous modes.
+        token: token of the gradients in asynchronous modes.
     """
 
     generation: int
@@ -95,7 +95,7 @@ class PushHeader(NamedTuple):
 
     @property
     def client(self) -> int:
-        """Identity in the push log of a shard for a push that is applied on its own. Not 0."""
+        """Identity in the push log of a shard for a push that is applied by itself. Not 0."""
         return self.generation << RANK_BITS | self.rank
 
     @property
@@ -105,13 +105,13 @@ class PushHeader(NamedTuple):
 
 
 class UpdateCounts(NamedTuple):
-    """Outcome of the gradients that were pushed to one table, in rows. Counts add up with `+`.
+    """Result of a push to one table, in rows. Counts can be added with `+`.
 
     Attributes:
         applied: rows updated.
-        absent: rows that are not in the table (not admitted, or evicted): skipped.
-        non_finite: rows that stay as they were, as their gradient, or a value after it, is not finite.
-        duplicate: rows of a repeated push that were updated before: skipped.
+        absent: rows skipped as they are not in the table (not admitted, or evicted).
+        non_finite: rows left unchanged as their gradient, or their updated value, is not finite.
+        duplicate: rows of a repeated push, skipped as they were updated before.
     """
 
     applied: int = 0
@@ -120,10 +120,10 @@ class UpdateCounts(NamedTuple):
     duplicate: int = 0
 
     def __add__(self, other: tuple[int, ...]) -> UpdateCounts:  # type: ignore[override]
-        """Adds count by count."""
+        """Adds the counts elementwise."""
         applied, absent, non_finite, duplicate = other
-        mine = self.applied + applied, self.absent + absent, self.non_finite + non_finite, self.duplicate + duplicate
-        return UpdateCounts(*mine)
+        sums = self.applied + applied, self.absent + absent, self.non_finite + non_finite, self.duplicate + duplicate
+        return UpdateCounts(*sums)
 
 
 def sum_counts(answers: Iterable[Mapping[str, UpdateCounts]]) -> dict[str, UpdateCounts]:
@@ -136,15 +136,15 @@ def sum_counts(answers: Iterable[Mapping[str, UpdateCounts]]) -> dict[str, Updat
 
 
 class LookedUp(NamedTuple):
-    """Rows for the ID features of a batch, as they travel to an NN worker: distinct rows, and indices into them.
+    """Rows for the ID features of a batch, as sent to an NN worker: distinct rows, and indices into them.
 
     Attributes:
-        rows: by table `[unique ids, dim]`: float32, or with compression float16. 16-bit rows are as stored, see
-            `persia.types.values`: their bits in items of either dtype, without scales.
-        narrow: by feature, index of each id's row in its table's `rows`; for tables with at most 65,536 unique ids.
+        rows: rows by table, `[unique ids, dim]`: float32, or float16 with compression. 16-bit rows are sent as stored,
+            see `persia.types.values`: their bits in items of either dtype, without scales.
+        narrow: index of each id's row in its table's `rows`, by feature; for tables with at most 65,536 unique ids.
         wide: the same for all other tables.
-        offsets: by feature, int64 `[batch + 1]` into its index; features whose samples have one id each are left out.
-        scales: by float32 table, float32 `[unique ids]`: a row is `rows * scale`. None without compression.
+        offsets: offsets into the index, by feature, int64 `[batch + 1]`; without features that have one id per sample.
+        scales: scales by float32 table, float32 `[unique ids]`: a row is `rows * scale`. None without compression.
     """
 
     rows: Packed[np.float32 | np.float16]
@@ -163,10 +163,10 @@ class Contribution(NamedTuple):
     """The gradients of one batch.
 
     Attributes:
-        batch_id: what `register` returned for the batch.
-        gradients: by table, `[unique ids, dim]`, row by row the gradient of `LookedUp.rows`; tables without a
-            part in the loss are left out. float32, or float16 where there are scales.
-        scales: by table, float32 `[unique ids]`: a gradient is `gradients * scale`. None without compression.
+        batch_id: id that `register` returned for the batch.
+        gradients: gradients of `LookedUp.rows` by table, `[unique ids, dim]`; tables that do not contribute to the loss
+            are left out. float32, or float16 with scales.
+        scales: scales by table, float32 `[unique ids]`: a gradient is `gradients * scale`. None without compression.
     """
 
     batch_id: int
@@ -175,22 +175,22 @@ class Contribution(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """The batches of a pass that a data loader keeps ready.
+    """The batches of a pass that a data loader prepares.
 
     Batch `number` of the pass goes to NN worker `(number - start) % nn_workers`, and is read by data loader
     `number % loaders`.
 
     Attributes:
         epoch: number of the pass over the data.
-        start: number of the first batch that is wanted.
+        start: number of the first requested batch.
         nn_workers: number of NN workers that take batches.
         loader: number of this loader, 0 to `loaders - 1`.
         loaders: number of data loaders that share the reading.
-        ahead: maximum number of batches that wait for any one NN worker.
-        generation: of the NN workers. A new one restarts the reading, even at the same batch: the one before may have
-            used batches.
-        on_demand: whether NN workers take batches in any order, as tokens are drawn. All of them are rank 0 then, and
-            `nn_workers` is 1.
+        ahead: maximum number of batches that wait for an NN worker.
+        generation: generation of the NN workers. A new one restarts the reading, even at the same batch, as the
+            previous generation may have used batches.
+        on_demand: whether NN workers take batches in any order, as they draw tokens. Then all of them have rank 0,
+            and `nn_workers` is 1.
     """
 
     epoch: int
@@ -204,7 +204,7 @@ class Feed(NamedTuple):
 
     @property
     def reading(self) -> tuple[int, ...]:
-        """Identity of the reading: feeds with the same one differ only in how loaders share it."""
+        """Identity of the reading: feeds with the same identity differ only in how loaders share the reading."""
         return self.generation, self.epoch, self.start, self.nn_workers, self.on_demand
 
 
@@ -212,11 +212,12 @@ class FedBatch(NamedTuple):
     """A batch whose ID features are buffered at an embedding worker.
 
     Attributes:
-        batch_id: names the embedding worker, and is the key there.
-        dense: float32 `[batch, dense features]`.
-        labels: float32 `[batch, labels]`.
-        day: int32 `[batch]`, or None.
-        id_counts: of the ids of a sample of its rows, int64; see `persia.batching.sampling`. None for most batches.
+        batch_id: identifies the embedding worker, and is the key of the batch at it.
+        dense: dense features, float32 `[batch, dense features]`.
+        labels: labels, float32 `[batch, labels]`.
+        day: day of each sample, int32 `[batch]`, or None.
+        id_counts: counts of the ids in a sample of its rows, int64; see `persia.batching.sampling`. None for most
+            batches.
     """
 
     batch_id: int
@@ -227,11 +228,11 @@ class FedBatch(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """Answer of a data loader to `take`.
+    """Response of a data loader to `take`.
 
     Attributes:
-        number: of the batch, as requested.
-        batch: None when the pass has no batch of this number, nor any later one.
+        number: requested number of the batch.
+        batch: the batch; None if the pass ends before this number.
     """
 
     number: int

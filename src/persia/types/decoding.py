@@ -8,15 +8,15 @@ from typing import Any
 __all__ = ["DECODERS", "decode_hook"]
 
 DECODERS: dict[type, Callable[[Any], Any]] = {}
-"""Functions that make an implementation from plain data, by interface. Filled at import, read-only afterwards."""
+"""Functions that create an implementation from plain data, by interface. Filled at import, read-only afterwards."""
 
 
 def decode_hook(kind: type, value: Any) -> Any:
-    """Decodes a value for a field of an interface type: the `dec_hook` of msgspec wherever such fields may occur.
+    """Decodes a value for a field of an interface type: the msgspec `dec_hook` for such fields.
 
     Raises:
         NotImplementedError: the type has no decoder.
-        ValueError: the value does not fit; msgspec adds the path of the field.
+        ValueError: the value is invalid; msgspec adds the path of the field.
     """
     decoder = DECODERS.get(kind)
     if decoder is None:

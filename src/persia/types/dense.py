@@ -13,9 +13,9 @@ class Pulled(NamedTuple):
     """Dense parameters of one version.
 
     Attributes:
-        version: number of steps applied in them.
-        values: parameters and buffers of this dense PS, one after another (`persia.dense.layout`); None if the caller
-            has this version.
+        version: number of steps applied to them.
+        values: concatenated parameters and buffers of this dense PS (`persia.dense.layout`); None if the caller has
+            this version.
     """
 
     version: int
@@ -26,10 +26,10 @@ class PushedDense(NamedTuple):
     """The dense part of a push to one dense PS.
 
     Attributes:
-        weight: 0 or 1.
-        gradients: gradients of its parameters, one after another; None if it has no gradient.
+        weight: weight of the gradient, 0 or 1.
+        gradients: concatenated gradients of its parameters; None without a gradient.
         present: whether each parameter has a gradient, bool `[parameters]`.
-        buffers: buffers after the forward pass, one after another.
+        buffers: concatenated buffers after the forward pass.
     """
 
     weight: float
@@ -50,14 +50,14 @@ class DenseState(NamedTuple):
     """A network and its optimizer, or the part of them that one dense PS owns.
 
     Attributes:
-        parameters: of the whole network, in the order of the optimizer.
+        parameters: parameters of the whole network, in the order of the optimizer.
         owned: numbers of the parameters in this state.
-        values: the owned parameters, one after another, then the buffers.
-        buffers: of the network; one dense PS has them all, the others none.
+        values: the owned parameters, then the buffers, concatenated.
+        buffers: buffers of the network; one dense PS has all of them, the others have none.
         groups: the optimizer's parameter groups as JSON, parameters by number.
-        tensors: the optimizer's state, as "number/key".
-        state: the values of `tensors`, one after another.
-        scalars: the rest of the optimizer's state as JSON: by number, by key.
+        tensors: the tensors of the optimizer's state, named "number/key".
+        state: the values of `tensors`, concatenated.
+        scalars: the other parts of the optimizer's state as JSON, by number and key.
         updates: position of the learning-rate schedule; -1 without one.
     """
 

@@ -1,4 +1,4 @@
-"""Adds to errors of msgspec what would be valid at the place: names of fields, and values of enumerations."""
+"""Extends msgspec errors with the valid alternatives: names of fields, and values of enumerations."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ __all__ = ["explained"]
 
 
 def explained(error: msgspec.ValidationError, tree: Any, kind: Any) -> str:
-    """Returns the text of an error, with the fields or values that the place takes.
+    """Returns the text of an error, with the valid fields or values at its path.
 
     Args:
-        error: of `msgspec.convert(tree, kind)`.
+        error: error of `msgspec.convert(tree, kind)`.
         tree: plain data.
         kind: the type.
 
     Returns:
-        The text, followed by the path of the place as msgspec writes it: `... - at `$.mode.kind``.
+        The text, followed by the path as msgspec writes it: `... - at `$.mode.kind``.
     """
     text, at, path = str(error).partition(" - at `")
-    if "; expected one of: " in text or " - at `" in path:  # An inner record has been asked.
+    if "; expected one of: " in text or " - at `" in path:  # An inner record has explained it.
         return str(error)
     key, inside, rest = path.partition("` in `")
-    found, data = _place(inspect.type_info(kind), tree, rest if inside else path)
+    kinds, data = _place(inspect.type_info(kind), tree, rest if inside else path)
     if inside and key == "key":
-        found = [each.key_type for each in found if isinstance(each, inspect.DictType)]
-    expected, wrong = _expected(text, found, data)
+        kinds = [each.key_type for each in kinds if isinstance(each, inspect.DictType)]
+    expected, wrong = _expected(text, kinds, data)
     if not expected:
         return str(error)
     question = did_you_mean(wrong, expected)
     return f"{text}; expected one of: {', '.join(expected)}{f'.{question}' if question else ''}{at}{path}"
 
 
-def _expected(text: str, found: Sequence[Any], data: Any) -> tuple[list[str], str]:
-    """Returns the names or values that a place takes, and the one that is there; no names if they are not known."""
-    structs = [each for each in found if isinstance(each, inspect.StructType)]
+def _expected(text: str, kinds: Sequence[Any], data: Any) -> tuple[list[str], str]:
+    """Returns the valid names or values, and the actual one; no names if they are unknown."""
+    structs = [each for each in kinds if isinstance(each, inspect.StructType)]
     if unknown := re.search(r"unknown field `(.*)`", text):
         tags = [each.tag_field for each in structs if each.tag_field is not None]
         return list(dict.fromkeys([*tags, *(f.encode_name for each in structs for f in each.fields)])), unknown[1]
     wrong = re.search(r"^Invalid (?:enum )?value '(.*)'", text)
-    values = [value for each in found if isinstance(each, inspect.LiteralType) for value in each.values]
+    values = [value for each in kinds if isinstance(each, inspect.LiteralType) for value in each.values]
     values += [each.tag for each in structs if wrong]
     return list(map(str, values)), wrong[1] if wrong else ""
 
 
 def _place(kind: Any, data: Any, path: str) -> tuple[list[Any], Any]:
-    """Returns the types at a path of msgspec, and the data there; None where it is unknown which data are meant."""
+    """Returns the types and the data at a msgspec path. The data are None if they are ambiguous."""
     kinds = [kind]
     steps = re.findall(r"\.([^.\[\]`]+)|\[([^\]]*)\]", path)
     for number, (name, index) in enumerate(steps):
@@ -79,7 +79,7 @@ def _inside(kind: Any, name: str) -> list[Any]:
 
 
 def _members(kinds: Iterable[Any], data: Any) -> list[Any]:
-    """Returns the types of unions; of structs with tags only the one that the data name, if there is one."""
+    """Returns the types of unions; among structs with tags, only the one that the data name, if any."""
     flat: list[Any] = []
     for kind in kinds:
         kind = kind.type if isinstance(kind, inspect.Metadata) else kind

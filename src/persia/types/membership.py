@@ -18,14 +18,14 @@ TITLES = {
 
 
 class Member(NamedTuple):
-    """One process of a role.
+    """A process of a role.
 
     Attributes:
         role: a key of `TITLES`.
         rank: number within the role, from 0.
         incarnation: rises with each restart of the rank, from 1. For an NN worker it is the generation.
-        address: where it listens; empty if it serves no calls.
-        state: "alive", "leaving" (finishes its work and takes nothing new) or "dead".
+        address: address on which it listens; empty if it serves no calls.
+        state: "alive", "leaving" (finishes its work and accepts no new work) or "dead".
         reason: cause of death of a dead process, with its last log lines.
     """
 
@@ -38,11 +38,11 @@ class Member(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """All members at one moment.
+    """All members at a point in time.
 
     Attributes:
         version: rises with every change.
-        generation: of the NN workers.
+        generation: generation of the NN workers.
         members: the newest incarnation of each rank of each role.
     """
 

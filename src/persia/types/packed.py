@@ -1,6 +1,6 @@
-"""Arrays by name in one buffer, so that a message costs as much with 26 tables as with one.
+"""Arrays by name in one buffer, so that the cost of a message does not depend on the number of tables.
 
-`docs/decisions/0004-packed-arrays.md` has the reasons.
+See `docs/decisions/0004-packed-arrays.md`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ S_co = TypeVar("S_co", bound=np.generic, covariant=True)
 
 
 class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
-    """Arrays of one dtype by name, one after another in one buffer. Read-only; returns views.
+    """Arrays of one dtype by name, concatenated in one buffer. Read-only; returns views.
 
-    The arrays are `[n]`, or `[n, width]` with a width for each. The constructor does not check that counts and widths
-    match the buffer; `from_wire` does.
+    The arrays have shape `[n]`, or `[n, width]` with a width for each array. The constructor does not check that counts
+    and widths match the buffer; `from_wire` does.
 
     Args:
         names: distinct names.
@@ -41,40 +41,40 @@ class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
         self.counts = counts
         self.buffer = buffer
         self.widths = widths
-        self._by_name: dict[str, NDArray[S_co]] | None = None  # Made by the first access by name.
+        self._by_name: dict[str, NDArray[S_co]] | None = None  # Created by the first access by name.
 
     @classmethod
     def of(cls, arrays: Mapping[str, NDArray[S]], dtype: type[S]) -> Packed[S]:
-        """Packs arrays by copying them; returns packed ones as they are.
+        """Packs arrays by copying them; returns packed arrays unchanged.
 
         Raises:
-            ValueError: they have other dtypes, or neither all one dimension nor all two.
+            ValueError: they have another dtype, or do not all have one dimension or all two.
         """
-        wanted = np.dtype(dtype)
+        required = np.dtype(dtype)
         if isinstance(arrays, Packed):
-            if arrays.buffer.dtype != wanted:
-                raise ValueError(f"expected arrays of {wanted}, got {arrays.buffer.dtype}")
+            if arrays.buffer.dtype != required:
+                raise ValueError(f"expected arrays of {required}, got {arrays.buffer.dtype}")
             return arrays
         for name, array in arrays.items():
-            if array.dtype != wanted:
-                raise ValueError(f"{name!r}: expected an array of {wanted}, got {array.dtype}")
-        given = list(arrays.values())
-        dimensions = {array.ndim for array in given}
+            if array.dtype != required:
+                raise ValueError(f"{name!r}: expected an array of {required}, got {array.dtype}")
+        unpacked = list(arrays.values())
+        dimensions = {array.ndim for array in unpacked}
         if dimensions - {1, 2} or len(dimensions) > 1:
             raise ValueError(f"expected arrays of one dimension, or of two, got {sorted(dimensions)}")
-        flat = [array.reshape(-1) for array in given]
-        buffer = np.concatenate(flat) if flat else np.empty(0, wanted)
-        widths = [array.shape[1] for array in given] if dimensions == {2} else None
-        return Packed(list(arrays), [len(array) for array in given], buffer, widths)
+        flat = [array.reshape(-1) for array in unpacked]
+        buffer = np.concatenate(flat) if flat else np.empty(0, required)
+        widths = [array.shape[1] for array in unpacked] if dimensions == {2} else None
+        return Packed(list(arrays), [len(array) for array in unpacked], buffer, widths)
 
     @staticmethod
     def nbytes_of(arrays: Mapping[str, NDArray[Any]]) -> int:
-        """Returns the bytes of arrays, without making those of packed ones."""
+        """Returns the bytes of arrays, without unpacking packed ones."""
         return arrays.buffer.nbytes if isinstance(arrays, Packed) else sum(array.nbytes for array in arrays.values())
 
     @staticmethod
     def counts_of(arrays: Mapping[str, NDArray[Any]]) -> Sequence[int]:
-        """Returns the length of each array, without making those of packed ones."""
+        """Returns the length of each array, without unpacking packed ones."""
         return arrays.counts if isinstance(arrays, Packed) else [len(array) for array in arrays.values()]
 
     def arrays(self) -> list[NDArray[S_co]]:
@@ -121,14 +121,14 @@ class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
 
     @classmethod
     def from_wire(cls, value: object, dtypes: AbstractSet[np.dtype[Any]]) -> Packed[Any]:
-        """Restores what `to_wire` returned; also accepts a dict of arrays, and packs it.
+        """Restores arrays from `to_wire`; also accepts a dict of arrays, and packs it.
 
         Args:
             value: decoded message.
             dtypes: accepted dtypes.
 
         Raises:
-            ValueError: the value is neither, or names, counts and buffer do not match.
+            ValueError: the value has neither form, or names, counts and buffer do not match.
         """
         if isinstance(value, dict):
             if not all(isinstance(n, str) and isinstance(a, np.ndarray) for n, a in value.items()):
@@ -153,13 +153,13 @@ class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
                 raise ValueError("packed arrays need as many widths >= 0 as names")
             total = sum(count * width for count, width in zip(counts, widths, strict=True))
         if total != buffer.size:
-            raise ValueError(f"packed arrays of {total} values in all, in a buffer of {buffer.size}")
+            raise ValueError(f"packed arrays of {total} values, but a buffer of {buffer.size}")
         return cls(names, counts, buffer, widths)
 
 
-def _check_dtypes(found: AbstractSet[np.dtype[Any]], expected: AbstractSet[np.dtype[Any]]) -> None:
-    if not found <= expected:
-        names = [" or ".join(sorted(map(str, kinds))) for kinds in (expected, found)]
+def _check_dtypes(actual: AbstractSet[np.dtype[Any]], expected: AbstractSet[np.dtype[Any]]) -> None:
+    if not actual <= expected:
+        names = [" or ".join(sorted(map(str, kinds))) for kinds in (expected, actual)]
         raise ValueError(f"expected an array of {names[0]}, got {names[1]}")
 
 
@@ -176,8 +176,8 @@ class Gradients(NamedTuple):
     """Gradients of rows of one table.
 
     Attributes:
-        ids: distinct, uint64 `[n]`.
-        values: float32 `[n, dim]`.
+        ids: distinct ids, uint64 `[n]`.
+        values: gradients, float32 `[n, dim]`.
     """
 
     ids: NDArray[np.uint64]
@@ -191,7 +191,7 @@ _ROWS: AbstractSet[np.dtype[Any]] = frozenset({np.dtype(np.float32)})
 class PackedGradients(Mapping[str, Gradients]):
     """`Gradients` by table, in two buffers.
 
-    The receiver checks that rows and ids belong together.
+    The receiver checks that rows and ids match.
 
     Args:
         ids: ids by table.
@@ -206,7 +206,7 @@ class PackedGradients(Mapping[str, Gradients]):
 
     @classmethod
     def of(cls, gradients: Mapping[str, Gradients]) -> PackedGradients:
-        """Packs gradients by copying them; returns packed ones as they are. Raises ValueError as `Packed.of` does."""
+        """Packs gradients by copying them; returns packed ones unchanged. Raises ValueError like `Packed.of`."""
         if isinstance(gradients, PackedGradients):
             return gradients
         return cls(
@@ -229,7 +229,7 @@ class PackedGradients(Mapping[str, Gradients]):
 
     @classmethod
     def from_wire(cls, value: object) -> PackedGradients:
-        """Restores what `to_wire` returned; also accepts a dict of pairs of arrays. Raises as `Packed.from_wire`."""
+        """Restores gradients from `to_wire`; also accepts a dict of pairs of arrays. Raises like `Packed.from_wire`."""
         if isinstance(value, dict):
             if not all(isinstance(pair, list) and len(pair) == 2 for pair in value.values()):
                 raise ValueError("expected ids and rows by table")

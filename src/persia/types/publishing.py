@@ -1,4 +1,4 @@
-"""Records of publishing: its options, the order that a PS gets, and what it answers."""
+"""Records of publishing: its options, the order to a PS, and the status that it returns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PublishDtype = Literal["float32", "float16", "int8"]
 
 
 class ModelDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Describes a network so that another process can build it, as `[model]` of a configuration does.
+    """Describes a network so that another process can build it, like `[model]` of a configuration.
 
     Args:
-        kind: a model of `persia.nn.models` by the name that configurations have for it, or "module:Class".
-        options: arguments of the model, by name; values of JSON.
+        kind: a model of `persia.nn.models` by its name in configurations, or "module:Class".
+        options: arguments of the model by name; JSON values.
     """
 
     kind: str = "ffnn"
@@ -26,16 +26,16 @@ class ModelDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PublishOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a training run publishes the changes of its rows, and its network, and how often.
+    """Where and how often a training run publishes changes of its rows and its network.
 
     Args:
-        url: a directory of its own: a path, or any URL that fsspec supports; or a topic of its own,
-            `kafka://HOST:PORT[,HOST:PORT]/TOPIC`. One run at a time publishes there.
-        seconds: between two increments of a PS, and between two versions of the network.
-        rows: a PS also publishes once so many gradients of rows were applied; None for no such bound.
-        dtype: of published values. float16 rounds to the nearest; int8 has a scale for each row, and an error of at
-            most 1/254 of the row's largest magnitude.
-        keep: snapshots of each PS to keep, with the increments that follow them; older ones are removed.
+        url: a directory, as a path or any URL that fsspec supports, or a topic, `kafka://HOST:PORT[,HOST:PORT]/TOPIC`.
+            It must not be used for anything else; one run at a time publishes there.
+        seconds: seconds between two increments of a PS, and between two versions of the network.
+        rows: a PS also publishes after applying gradients to this number of rows; None for no such bound.
+        dtype: dtype of published values. float16 rounds to the nearest; int8 has a scale for each row, and an error of
+            at most 1/254 of the row's largest magnitude.
+        keep: number of snapshots of each PS to retain, with the increments that follow them; older ones are removed.
     """
 
     url: str
@@ -56,15 +56,15 @@ class PublishOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PublishOrder(NamedTuple):
-    """Tells a PS to publish.
+    """An order to a PS to publish.
 
     Attributes:
-        options: where and how often.
+        options: where and how often to publish.
         epoch: number of the epoch.
-        run: random identifier of the epoch, which its files repeat.
+        run: random identifier of the epoch, also in its files.
         server: number of this PS.
-        step: global steps that its rows contain now, at least.
-        approval: whether each entry waits for `EmbeddingPS.approve` before readers see it, unless it is the last.
+        step: minimum number of global steps that its rows contain now.
+        approval: whether each entry except the last waits for `EmbeddingPS.approve` before readers see it.
     """
 
     options: PublishOptions
@@ -76,17 +76,17 @@ class PublishOrder(NamedTuple):
 
 
 class PublishStatus(NamedTuple):
-    """How far a PS has published.
+    """Publishing progress of a PS.
 
     Attributes:
-        epoch: number of its epoch; -1 if it does not publish, or its rows have gone back.
-        sequence: number of the last entry that is complete; -1 before the first.
-        step: global steps that this entry contains.
-        rows: rows published in this epoch.
-        age: seconds since the rows were as they were published last; 0 before the first entry.
-        error: why it cannot write at present; empty if it can.
-        complete: whether it has ended, and all changes until then are published.
-        waiting: ticket of the entry that waits for approval; 0 if there is none. Each entry that waits has another one.
+        epoch: number of its epoch; -1 if it does not publish, or its rows were reset to an earlier state.
+        sequence: number of the last complete entry; -1 before the first.
+        step: number of global steps that this entry contains.
+        rows: number of rows published in this epoch.
+        age: age of the last published state of the rows in seconds; 0 before the first entry.
+        error: reason why it currently cannot write; empty if it can.
+        complete: whether it has ended, with all changes until then published.
+        waiting: ticket of the entry that waits for approval; 0 if there is none. Each entry has a different ticket.
     """
 
     epoch: int = -1

@@ -13,13 +13,13 @@ __all__ = ["RowState", "RowsSet", "StoredRows"]
 
 
 class RowState(NamedTuple):
-    """The state of the optimizer for some rows.
+    """The optimizer state of rows.
 
     Attributes:
-        values: float32 `[n, width]`, see docs/guide/tables.md. Adam: first moment, then second; FTRL: z, then n.
-        update_count: uint32 `[n]`, updates applied to each row.
-        last_step: uint32 `[n]`, the global step or token of the last one; 0 unless the table is, or was, trained in an
-            asynchronous mode, since others do not ask for it.
+        values: state, float32 `[n, width]`, see docs/guide/tables.md. Adam: first moment, then second; FTRL: z, then n.
+        update_count: number of updates applied to each row, uint32 `[n]`.
+        last_step: global step or token of the last update, uint32 `[n]`; 0 unless the table is, or was, trained in an
+            asynchronous mode, as other modes do not record it.
     """
 
     values: Floats
@@ -28,13 +28,13 @@ class RowState(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """Rows of one table, in the order of the ids that were asked for.
+    """Rows of one table, in the order of the requested ids.
 
     Attributes:
-        ids: uint64 `[n]`.
-        found: bool `[n]`, whether the id has a row.
-        values: float32 `[n, dim]`, the embeddings; zeros without a row.
-        state: of the optimizer, zeros without a row; None if it was not asked for.
+        ids: requested ids, uint64 `[n]`.
+        found: whether each id has a row, bool `[n]`.
+        values: embeddings, float32 `[n, dim]`; zeros without a row.
+        state: optimizer state, zeros without a row; None if it was not requested.
     """
 
     ids: Ids
@@ -47,10 +47,10 @@ class RowsSet(NamedTuple):
     """Result of setting rows.
 
     Attributes:
-        inserted: ids that had no row.
-        replaced: ids that had one.
-        evicted: rows that a full table had no capacity for: less recently used ones or, if more rows were set than the
-            table holds, some of those.
+        inserted: number of ids that had no row.
+        replaced: number of ids that had a row.
+        evicted: number of rows that exceeded the capacity of the table: the least recently used ones or, if more rows
+            were set than the table holds, some of the new ones.
     """
 
     inserted: int

@@ -1,4 +1,4 @@
-"""Records of streams: partitions, offset ranges, and what the record of a stream's batches answers."""
+"""Records of streams: partitions, offset ranges, and entries of the log of a stream's batches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Partition(NamedTuple):
 
 
 class OffsetRange(NamedTuple):
-    """Messages of one partition from offset `begin` to before `end`; offsets between need not all have a message.
+    """Messages of one partition from offset `begin` to before `end`; not every offset between has a message.
 
     Attributes:
         partition: the partition.
         begin: first offset.
         end: offset after the last one.
         newest: latest event time of the partition before `begin`, in milliseconds; None without one.
-        newest_after: the same, before `end`.
+        newest_after: latest event time before `end`.
     """
 
     partition: Partition
@@ -36,11 +36,11 @@ class OffsetRange(NamedTuple):
 
 
 class PartitionBounds(NamedTuple):
-    """The part of a partition that is to be read.
+    """The part of a partition to read.
 
     Attributes:
         partition: the partition.
-        begin: offset at which its next batch begins.
+        begin: offset of the start of its next batch.
         end: offset before which a bounded stream ends; None without an end.
         newest: latest event time before `begin`, in milliseconds; None without one.
     """
@@ -52,12 +52,12 @@ class PartitionBounds(NamedTuple):
 
 
 class RecordedBatch(NamedTuple):
-    """The record of a batch number.
+    """The messages of a batch number.
 
     Attributes:
-        range: the messages of the batch; None if there is none yet, or the stream is over.
-        over: whether there is no batch of this number, nor will there be.
-        interrupted: whether it is over only because it was closed, rather than at the end of a bounded stream.
+        range: the messages of the batch; None if it is not recorded yet, or the stream is over.
+        over: whether the stream ends before this number.
+        interrupted: whether the stream is over only because it was closed, and not at the end of a bounded stream.
     """
 
     range: OffsetRange | None
@@ -66,11 +66,11 @@ class RecordedBatch(NamedTuple):
 
 
 class StreamStart(NamedTuple):
-    """Where a run begins in a stream.
+    """Start of a run in a stream.
 
     Attributes:
-        offsets: of its first batch, of all partitions that have been read.
-        fresh: False to keep the batches that are recorded, after a restart.
+        offsets: offsets of its first batch in all partitions that have been read.
+        fresh: False to retain the recorded batches after a restart.
     """
 
     offsets: Offsets
@@ -78,5 +78,5 @@ class StreamStart(NamedTuple):
 
 
 def loader_of(partition: Partition, loaders: int) -> int:
-    """Returns which of `loaders` data loaders reads a partition. It depends on no other partition."""
+    """Returns the number of the data loader, of `loaders`, that reads a partition. Independent of other partitions."""
     return (zlib.crc32(partition.topic.encode()) + partition.number) % loaders

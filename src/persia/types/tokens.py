@@ -32,14 +32,14 @@ __all__ = [
 
 @dataclass
 class RowStaleness:
-    """Staleness of the rows to which gradients arrived, in asynchronous modes. Not thread-safe.
+    """Staleness of rows that received gradients in asynchronous modes. Not thread-safe.
 
     The staleness of a row is the number of steps from the token of the gradient to the row's last change; 0 for a row
     that was last changed before the token.
 
     Attributes:
         rows: number of rows of gradients.
-        stale: number of those whose gradient was too old and had weight 0.
+        stale: number of rows whose gradient was too old and had weight 0.
         staleness_sum: sum over the other rows.
         staleness_max: maximum over the other rows.
     """
@@ -53,7 +53,7 @@ class RowStaleness:
         """Adds the rows of a gradient.
 
         Args:
-            behind: step of the last change less the token, `[n]`.
+            behind: step of the last change minus the token, `[n]`.
             counts: whether the gradient has weight 1, `[n]`.
         """
         self.rows += len(behind)
@@ -73,12 +73,12 @@ class Caller(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Batches that an NN worker has lost with embedding workers since it started.
+    """Batches that an NN worker has lost because of embedding workers since it started.
 
     Attributes:
-        batches: those whose rows could not be looked up.
-        rows: samples of those.
-        gradients: batches whose gradient could not be pushed.
+        batches: number of batches whose rows could not be looked up.
+        rows: number of samples of these batches.
+        gradients: number of batches whose gradient could not be pushed.
     """
 
     batches: int = 0
@@ -97,8 +97,8 @@ class Token(NamedTuple):
     """Result of `Tokens.draw`.
 
     Attributes:
-        value: token; None if abandoned pushes must be filled before a token is drawn.
-        least: minimum version of the dense parameters to train the batch with.
+        value: the token; None if abandoned pushes must be filled before a token is drawn.
+        least: minimum version of the dense parameters for training on the batch.
         abandoned: pushes of dead NN workers; push each without gradients to every PS.
     """
 
@@ -128,11 +128,11 @@ class QuiesceResult(NamedTuple):
         leader: rank of the NN worker that drains the PSs.
         step: number of complete steps.
         held: number of gradients that have arrived since the last complete step.
-        position: number of batches of the pass that are trained.
+        position: number of trained batches of the pass.
         ended: whether the pass has no more batches.
         abandoned: pushes of dead NN workers; if any, fill them and call again.
         dead: ranks of NN workers that died in the phase.
-        lost: losses of those, as far as they have reported them; what they had not is among their abandoned pushes.
+        lost: losses that these NN workers have reported; unreported ones are among their abandoned pushes.
     """
 
     leader: int
@@ -153,9 +153,9 @@ class ArrivalRecord(NamedTuple):
         number: number of the batch.
         rows: rows of the batch.
         token: token of the gradient.
-        version: version of the dense parameters that it was computed with.
-        step: step that it is a part of; for a dropped gradient, the current step.
-        slot: place within that step; -1 if it was dropped.
+        version: version of the dense parameters from which it was computed.
+        step: step that it belongs to; for a dropped gradient, the current step.
+        slot: position within that step; -1 if it was dropped.
         weight: weight of its dense part.
     """
 
@@ -177,7 +177,7 @@ class ReadRecord(NamedTuple):
         sequence: sequence number of its push.
         number: number of the batch.
         rows: rows of the batch.
-        batch_id: id of the batch, under which journals of embedding PSs have the version of its rows.
+        batch_id: id of the batch, the key of the version of its rows in the journals of embedding PSs.
         dense: version of the parameters of each dense PS; without dense PSs, the NN worker's own step.
     """
 
@@ -190,13 +190,13 @@ class ReadRecord(NamedTuple):
 
 
 class JournalRecord(NamedTuple):
-    """The pushes that took effect at a PS while it was recorded.
+    """The pushes that took effect at a PS during a recording.
 
     Attributes:
-        version: number of updates since step 0 when the recording began.
+        version: number of updates since step 0 at the start of the recording.
         headers: headers of the pushes, in the order in which they took effect.
         reads: version of the rows that were looked up for a batch, by batch id. Empty at a dense PS.
-        empty: places in `headers` of the pushes without gradients, in order: they were lost, their weight is 0, or the
+        empty: ascending positions in `headers` of pushes without gradients: they were lost, their weight is 0, or the
             batch has no id there.
     """
 
@@ -211,7 +211,7 @@ class PhaseRecord(NamedTuple):
 
     Attributes:
         reads: inputs of all gradients, of all NN workers.
-        arrivals: arrivals in their order; none in modes with all-reduce.
+        arrivals: arrivals in order; empty in modes with all-reduce.
     """
 
     reads: list[ReadRecord]
@@ -219,7 +219,7 @@ class PhaseRecord(NamedTuple):
 
 
 class StepTiming(NamedTuple):
-    """The compute time of one batch at an NN worker, without its waits for others.
+    """The compute time of a batch at an NN worker, without waiting for others.
 
     Attributes:
         ago: seconds since the start of the batch.
@@ -245,17 +245,17 @@ class TokenReport(msgspec.Struct):
         seconds: duration of these phases.
         workers: counts by rank.
         batches: number of gradients applied with weight 1.
-        rows: number of their samples.
+        rows: number of samples of these gradients.
         dropped_batches: number of gradients that were dropped, or whose dense part had weight 0.
-        dropped_rows: number of their samples.
-        staleness_sum: sum over applied gradients of the steps between the parameters that they were computed with and
-            those that they were applied to.
+        dropped_rows: number of samples of dropped gradients.
+        staleness_sum: sum over applied gradients of the steps between the parameters from which they were computed and
+            the parameters to which they were applied.
         staleness_max: maximum of these steps.
-        token_staleness_max: maximum number of steps between token and application, of gradients of weight 1.
+        token_staleness_max: maximum number of steps between token and application of gradients with weight 1.
         lost_tokens: number of tokens of dead NN workers.
         lost_batches: number of batches of dead NN workers that were not trained, or may not have been.
         abandoned: number of pushes of dead NN workers that others have filled.
-        since: time at which the current phase began, or was last counted; None between phases.
+        since: time at which the current phase started or was last counted; None between phases.
     """
 
     seconds: float = 0.0
@@ -307,6 +307,6 @@ class TokenReport(msgspec.Struct):
             self.staleness_sum += max(0, header.step - version)
             self.staleness_max = max(self.staleness_max, header.step - version)
             self.token_staleness_max = max(self.token_staleness_max, header.step - header.token)
-        if self.since is not None:  # The report is saved now, and must include the current phase.
+        if self.since is not None:  # The caller saves the report, which must include the current phase.
             self.seconds += max(0.0, now - self.since)
             self.since = now

@@ -1,8 +1,8 @@
 """16-bit floats: the values of rows in tables of dtype bfloat16 or float16.
 
-In memory and in messages a row is made of 32-bit words. Two 16-bit values share a word, the first one in its low half;
-the last half of an odd number of values is zero. So whatever moves rows moves float32 words and needs no dtype; only
-stores and the users of rows convert. numpy has no bfloat16: its bits are uint16.
+In memory and in messages a row consists of 32-bit words. Two 16-bit values share a word, the first one in its low half;
+the last half of an odd number of values is zero. Code that moves rows moves float32 words and needs no dtype; only
+stores and users of rows convert. numpy has no bfloat16: its bits are uint16.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def from_halves(values: NDArray[Any]) -> NDArray[np.float32]:
 def to_halves(values: NDArray[np.float32], dtype: Dtype) -> NDArray[Any]:
     """Returns values rounded to the nearest, ties to even: float32, float16, or bits of bfloat16 (uint16).
 
-    Finite values beyond the largest number become that number. Infinities and NaN stay such.
+    Finite values beyond the largest number become that number. Infinities and NaN do not change.
     """
     if dtype == "float32":
         return values
