@@ -115,7 +115,7 @@ def test_what_cannot_be_had_is_refused_with_what_hosts_have():
         laid_out(nodes, {"ps": {"memory": "100GB"}, "nn_worker": {"GPU": 1}}, ps=2, nn_worker=1)
     assert raised.value.message == (
         "embedding PS 1 (of 2) cannot be placed: no host has memory 100 GB, memory of regions 100 GB for it. The hosts "
-        "of Ray, with what this cluster leaves of each:\n"
+        "of Ray, with the resources that this cluster leaves:\n"
         "    10.0.0.a: CPU 8 of 8, GPU 0 of 0, memory 50 GB of 200 GB, memory of regions 100 GB of 200 GB; "
         "has 1 embedding PS; too little memory\n"
         "    10.0.0.b: CPU 8 of 8, GPU 1 of 1, memory 60 GB of 60 GB, memory of regions 60 GB of 60 GB, "

@@ -30,11 +30,11 @@ def test_memory_in_bytes(memory, expected):
         ({"memory": -1}, "Invalid Placement.memory"),
         ({"memory": "9999999999TB"}, "Invalid Placement.memory"),
         ({"cpu": -1}, "Invalid Placement.CPU"),
-        ({"gpu": 1.5}, "Invalid Placement.GPU = 1.5; expected a whole number, or a fraction"),
+        ({"gpu": 1.5}, "Invalid Placement.GPU = 1.5; expected an integer, or a fraction"),
         ({"gpu": "one"}, "Invalid Placement.GPU"),
         ({"resources": {"GPU": 1}}, "Invalid name 'GPU' in Placement.resources"),
         ({"resources": {"ssd": -1}}, r"Invalid Placement.resources\['ssd'\]"),
-        ({"labels": {"pool": 1}}, r"Invalid Placement.labels\['pool'\] = 1; expected a text"),
+        ({"labels": {"pool": 1}}, r"Invalid Placement.labels\['pool'\] = 1; expected a string"),
         ({"strategy": "heap"}, "Invalid Placement.strategy = 'heap'; expected one of: spread, pack"),
     ],
 )
@@ -99,5 +99,5 @@ def test_gpus_of_the_placement_are_those_that_nn_workers_must_train_on():
     assert nn_worker_gpus(read_place({"nn_worker": {"labels": {"a": "b"}}}), RayOptions(gpus=2)).gpus == 2
     assert nn_worker_gpus({}, RayOptions(gpus=2)).gpus == 2
     for gpu in (0, 2):
-        with pytest.raises(ConfigError, match=f"reserves {gpu} GPU for each NN worker, but RayOptions.gpus 1"):
+        with pytest.raises(ConfigError, match=f"reserves {gpu} GPU for each NN worker, but RayOptions.gpus is 1"):
             nn_worker_gpus(read_place({"nn_worker": {"GPU": gpu}}), RayOptions(gpus=1))

@@ -84,7 +84,7 @@ def test_a_host_without_an_answer_is_an_error_that_names_it(hosts):
 
 def test_a_host_that_is_gone_is_an_error_that_names_it(hosts):
     hosts.gone.add("b")
-    with pytest.raises(PersiaError, match="The host of Ray node b cannot be asked: it is gone"):
+    with pytest.raises(PersiaError, match="The host of Ray node b does not respond: it is gone"):
         capacities.server_capacities(service(10_000), "abcab", RayOptions())
 
 

@@ -25,11 +25,11 @@ class Embedded:
     """All roles in this process, where they call each other directly. Several instances are independent.
 
     Args:
-        threads: threads of the embedding store, beside those of torch; None for one per core, at most 8.
-        prometheus_port: port at 127.0.0.1 where this process exports its metrics. If it is in use, the next free port
-            is taken; `health().metrics` names it. None for no export.
-        overcommit: accept tables whose declared capacity exceeds the memory of this host, with a warning: for trials
-            that will not fill them.
+        threads: threads of the embedding store, in addition to torch's threads; None for one per core, at most 8.
+        prometheus_port: port at 127.0.0.1 where this process exports its metrics. If it is in use, the process takes
+            the next free port, which `health().metrics` contains. None for no export.
+        overcommit: whether to accept tables whose declared capacity exceeds the memory of this host, with a warning:
+            for trials that will not fill them.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Embedded:
             check_integer("cluster.threads", threads, 1, MAX_THREADS)
         self.threads = threads or default_threads()
         self._overcommit = overcommit
-        # Of the last connection; weak, so that observing does not keep it alive.
+        # Roles of the last connection; weak references, so that observing does not keep them alive.
         self._server: Callable[[], EmbeddingServer | None] = lambda: None
         self._worker: Callable[[], Worker | None] = lambda: None
         self._trainer: Callable[[], Callable[[], Readings] | None] = lambda: None
@@ -55,35 +55,35 @@ class Embedded:
         return self._process.health()
 
     def close(self) -> None:
-        """Ends the Prometheus endpoint, if there is one."""
+        """Stops the Prometheus endpoint, if there is one."""
         self._process.close()
 
     def _observe(self) -> Readings:
-        found = Readings(process_metrics(), [])
+        readings = Readings(process_metrics(), [])
         server, worker, trainer = self._server(), self._worker(), self._trainer()
         if server is not None:
-            found.figures.extend(server.observe().figures)
+            readings.figures.extend(server.observe().figures)
         if worker is not None:
-            found.figures.extend(worker.observe().figures)
+            readings.figures.extend(worker.observe().figures)
         if trainer is not None:
-            more = trainer()
-            found.figures.extend(more.figures)
-            found.latencies.extend(more.latencies)
-        return found
+            trainer_readings = trainer()
+            readings.figures.extend(trainer_readings.figures)
+            readings.latencies.extend(trainer_readings.latencies)
+        return readings
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
-        """Creates a PS and an embedding worker, new ones with each call.
+        """Creates a new PS and a new embedding worker.
 
         Raises:
             ConfigError: the declared capacity of the tables exceeds the memory of this host.
         """
 
         def serve(maker: DenseMaker) -> list[DensePS]:
-            from persia.dense import DenseServer  # With torch, which this module's other users do without.
+            from persia.dense import DenseServer  # Imports torch, which other users of this module do not need.
 
             return [DenseServer(maker)]
 
-        keep_memory()  # Without messages between processes, too: a step frees megabytes that the next one allocates.
+        keep_memory()  # Useful even without rpc: a step frees megabytes that the next one allocates.
         tables = schema.resolved_tables()
         shares = divide_here(tables, optimizer, 1, overcommit=self._overcommit)[0]
         options = ServerOptions(

@@ -20,20 +20,20 @@ log = get_logger("persia.cluster")
 def server_capacities(
     service: Service, nodes: Sequence[str], options: RayOptions, reserved: int | None = None
 ) -> list[Shares]:
-    """Returns by PS the rows that it keeps of each table with a declared capacity, or with rows on disk.
+    """Returns, by PS, its share of rows of each table with a declared capacity or with rows on disk.
 
-    Blocks until each host of PSs has answered. Call it once per cluster: the shares of PSs that restart do not change.
+    Blocks until each host of PSs has answered. Call it once per cluster: restarts of PSs do not change their shares.
 
     Args:
-        service: what the PSs will serve.
+        service: service of the PSs.
         nodes: ids of the Ray nodes of the PSs, by rank.
-        options: where their regions are, whether capacities may exceed the memory, and how long to wait.
-        reserved: bytes that each PS reserves, and does not exceed; None for its part of what its host has.
+        options: regions, `overcommit` and timeout of the cluster.
+        reserved: bytes that each PS reserves and does not exceed; None for its part of its host's memory.
 
     Raises:
         ConfigError: the tables do not fit into the memory of the hosts, and `overcommit` is not set.
         DeadlineError: a host did not answer in time.
-        PersiaError: a host could not be asked.
+        PersiaError: a host did not respond.
     """
     tables = service.schema.resolved_tables()
     if all(table.capacity is None and table.spill is None for table in tables.values()):
@@ -42,18 +42,18 @@ def server_capacities(
     measured = any(table.spill is not None and table.memory_rows is None for table in tables.values())
     if measured or not options.overcommit:
         measure = functools.partial(host_memory, options.regions or None)
-        of_node = run_on_all(set(nodes), measure, options.timeout)
-        shared = [of_node[node].shared(seat_of(rank, nodes).neighbours) for rank, node in enumerate(nodes)]
-        memory = [_at_most(reserved, one) for one in shared]
+        node_memory = run_on_all(set(nodes), measure, options.timeout)
+        shared = [node_memory[node].shared(seat_of(rank, nodes).neighbours) for rank, node in enumerate(nodes)]
+        memory = [_limited(reserved, one) for one in shared]
     shares = divide_tables(tables, service.optimizer, memory, options.overcommit)
     for rank, share in enumerate(shares):
         rows = [f"{rows:,} rows of {name!r}" for name, rows in share.capacities.items()]
         rows += [f"{rows:,} rows of {name!r} in memory" for name, rows in share.memory_rows.items()]
-        log.info("embedding PS %d keeps up to %s", rank, ", ".join(rows))
+        log.info("embedding PS %d holds up to %s", rank, ", ".join(rows))
     return shares
 
 
-def _at_most(reserved: int | None, memory: Memory) -> Memory:
+def _limited(reserved: int | None, memory: Memory) -> Memory:
     if reserved is None or reserved >= memory.total:
         return memory
     return Memory(reserved, min(reserved, memory.free), "`memory` of place['ps']", for_rows=True)

@@ -33,18 +33,19 @@ POLL_SECONDS = 0.5
 class Ray:
     """Roles as processes on this machine, or on a Ray cluster. Programs written for `Embedded` run unchanged.
 
-    Processes start when they are needed. Use it as a context manager, or `close` it; the end of the program also closes
-    it. Ray itself is started if this program is not connected to one, and then ended by `close`.
+    Processes start when they are needed. Use it as a context manager, or `close` it; it is also closed when the program
+    ends. Ray is started if this program is not connected to it, and then stopped by `close`.
 
     Args:
         ps: number of embedding PSs; each owns a partition of every table.
-        embedding_workers: number of processes that remove duplicates and route.
-        data_loaders: number of processes that read.
+        embedding_workers: number of processes that deduplicate and route ids.
+        data_loaders: number of processes that read data.
         nn_workers: number of processes that train the network.
         options: further settings.
         place: placements of roles, for example `{"ps": {"memory": "100GB"}, "nn_worker": {"GPU": 1}}`. Without any, PSs
-            and NN workers go to one host after another, and Ray puts the others; with some, other roles are spread,
-            over hosts without GPUs first. Hosts are chosen as the cluster starts, for all processes or none.
+            and NN workers go to the hosts in turn, and Ray places the other roles. Otherwise roles without a placement
+            are spread, over hosts without GPUs first. Hosts are chosen when the cluster starts, for all processes or
+            none.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -93,10 +94,10 @@ class Ray:
         return self.options.gpus
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
-        """Starts the roles and returns a connection for reading: training happens on the NN workers.
+        """Starts the roles and returns a connection for reading. Training happens on the NN workers.
 
         Raises:
-            ConfigError: this cluster serves something else already, a process cannot be placed, or the declared
+            ConfigError: this cluster already serves another service, a process cannot be placed, or the declared
                 capacity of the tables exceeds the memory of the PSs' hosts.
             DeadlineError: a process did not start, or a host did not report its memory, in time.
             RoleDiedError: a process could not start.
@@ -105,9 +106,9 @@ class Ray:
         roles = self._roles
         with roles.lock:
             processes, plan, coordinator = roles.started()
-            # First: if tables do not fit, no PS and no NN worker starts.
+            # First, so that no PS and no NN worker starts if the tables do not fit.
             capacities = roles.capacities_of(service) if roles.service is None else None
-            roles.start_nn_workers()  # They take longest, so all start at the same time.
+            roles.start_nn_workers()  # They take longest to start, so they start in parallel with the other roles.
             roles.serve(service, capacities)
         processes.await_ready(processes.of("nn_worker"), self.options.timeout)
         reading = WorkerConnection(coordinator, plan)
@@ -117,22 +118,22 @@ class Ray:
     def run(self, function: Callable[[], T]) -> list[T]:
         """Runs a function on every NN worker at the same time, and returns the results by rank.
 
-        There, an `EmbeddingCollection(..., cluster=cluster)` or `Trainer(..., cluster=cluster)` with this same cluster
-        is connected, and torch.distributed has a process group of all NN workers. The function, and what it refers to,
-        is pickled by cloudpickle.
+        In the function, an `EmbeddingCollection(..., cluster=cluster)` or `Trainer(..., cluster=cluster)` with this
+        cluster is connected, and torch.distributed has a process group of all NN workers. cloudpickle pickles the
+        function and the objects that it refers to.
 
         Raises:
             ConfigError: a process cannot be placed; the message lists the hosts and what each has.
             DataError: the source (see `feed`) cannot be shared by this many data loaders.
-            RoleDiedError: a process has died (of NN workers, while the function ran); it is named, with its last
-                lines, and so are those that died after it.
-            Exception: the failure of the function, on the NN worker that failed first; the others are ended.
+            RoleDiedError: a process has died (an NN worker: while the function ran). The error names it, with its last
+                log lines, and processes that died after it.
+            Exception: the error of the function on the NN worker that failed first; the other NN workers are ended.
         """
         done = self._run(function, None)
         return [done[rank] for rank in sorted(done)]
 
     def attempt(self, function: Callable[[], Any], halting: Callable[[], bool]) -> Attempt:
-        """Like `run`, but returns the death of a process that may be restarted; the next call restarts it.
+        """Like `run`, but returns the death of a process that can be restarted; the next call restarts it.
 
         In an asynchronous mode the other NN workers continue; see `persia.errors.NNWorkersDiedError`.
         """
@@ -146,12 +147,12 @@ class Ray:
             return Attempt({}, deaths, recovery.recovery_point)
 
     def restart_servers(self, ranks: Sequence[int]) -> None:
-        """Replaces embedding PSs that have died permanently by empty ones, on any node with free resources.
+        """Replaces embedding PSs that have died permanently with empty ones, on any node with free resources.
 
         Raises:
-            ConfigError: one cannot be placed, and no host has joined in time.
-            DeadlineError: one did not start in time; it is named.
-            RoleDiedError: one could not start, or something else has died.
+            ConfigError: a PS cannot be placed, and no host joined in time.
+            DeadlineError: a PS did not start in time; the error names it.
+            RoleDiedError: a PS could not start, or another process has died.
         """
         with self._roles.lock:
             self._roles.restart_servers(ranks)
@@ -161,11 +162,11 @@ class Ray:
     def _run(
         self, function: Callable[[], Any], recovery: Recovery | None, halting: Callable[[], bool] = lambda: False
     ) -> dict[int, Any]:
-        """Runs a function on every NN worker; returns the results of those that returned, by rank."""
+        """Runs a function on every NN worker; returns the results of NN workers that returned, by rank."""
         roles = self._roles
         if not roles.running.acquire(blocking=False):
             raise PersiaError(
-                "This cluster is running another function. Wait until it is done, or use another cluster."
+                "This cluster is running another function. Wait until it has ended, or use another cluster."
             )
         try:
             processes, _, coordinator = roles.started(check=False)
@@ -217,21 +218,21 @@ class Ray:
     ) -> None:
         """Lets the data loaders read a source, for the functions that run after this call.
 
-        The source is pickled, and read where the data loaders are. A Trainer in `run` begins each pass by itself.
+        The source is pickled and read by the data loaders. A Trainer in `run` starts each pass itself.
 
         Args:
             source: `persia.services.SharedStream`, `Sharded`, `Seekable`, or with one data loader any iterable of
                 `persia.Batch`.
-            epoch: number of the pass to begin with.
+            epoch: number of the first pass.
             start: number of its first batch.
-            accumulation_steps: batches per update: those of one NN worker go to one embedding worker.
-            record: where a stream begins; None for its own beginning.
+            accumulation_steps: batches per update. Those of an NN worker go to the same embedding worker.
+            record: start of a stream; None for the start that the stream defines.
 
         Raises:
             ConfigError: the source cannot be pickled.
         """
         with self._roles.lock:
-            self._roles.started(check=False)  # The run checks; it may recover from deaths.
+            self._roles.started(check=False)  # The run checks for deaths and may recover from them.
             self._roles.feed.set(source, Feed(epoch, start, self.nn_workers, 0, 1, 1), accumulation_steps)
             if self._roles.feed.kind == "stream":
                 assert self._roles.stream_log is not None
@@ -239,15 +240,15 @@ class Ray:
                 self._roles.stream_log.begin_stream(start, offsets, fresh)
 
     def unfeed(self) -> None:
-        """Makes NN workers read their data themselves again, in functions that run after this call."""
+        """Lets NN workers read their data themselves again, in functions that run after this call."""
         with self._roles.lock:
             self._roles.feed.clear()
 
     def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
-        """Starts or retires embedding workers and data loaders, also while a function runs; no batch is lost.
+        """Starts or retires embedding workers and data loaders, also while a function runs. No batch is lost.
 
-        Call it from another thread than the one that is in `run` or `fit`. Returns once the new processes serve, and
-        the retired ones have ended.
+        Do not call it from the thread that is in `run` or `fit`. Returns once the new processes serve and the retired
+        ones have ended.
 
         Raises:
             ConfigError: a number is below 1, exceeds the free ranks, allows more ready batches than embedding
@@ -256,8 +257,8 @@ class Ray:
             DataError: the source cannot be shared by this many data loaders.
         """
         embedding_workers, data_loaders = plain(embedding_workers), plain(data_loaders)
-        wanted = {"embedding_worker": embedding_workers, "data_loader": data_loaders}
-        for role, count in wanted.items():
+        counts = {"embedding_worker": embedding_workers, "data_loader": data_loaders}
+        for role, count in counts.items():
             if count is not None:
                 check_count(f"{role}s", count)
         check_capacity(
@@ -265,7 +266,7 @@ class Ray:
             count_of(self._roles, "data_loader") if data_loaders is None else data_loaders,
             self.nn_workers,
         )
-        for role, count in wanted.items():
+        for role, count in counts.items():
             if count is not None:
                 scale(self._roles, role, count)
 
@@ -299,4 +300,4 @@ class Ray:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise ConfigError("A cluster can only be pickled as a part of a function that is passed to its `run`.")
+        raise ConfigError("A cluster can only be pickled as part of a function that is passed to its `run`.")

@@ -40,7 +40,7 @@ __all__ = [
 T = TypeVar("T")
 
 GRACE_SECONDS = 5.0
-"""Added to the timeout of calls that wait at the token scheduler with that timeout themselves."""
+"""Added to the timeout of calls that wait for that timeout at the token scheduler."""
 
 
 def reach(member: Member, protocol: Callable[..., T], plan: Plan) -> T:
@@ -63,7 +63,7 @@ def reach_tokens(plan: Plan) -> Tokens:
 
 
 def reach_stream_log(plan: Plan) -> StreamLog:
-    """Returns a stub of the record of a stream, which is at the coordinator."""
+    """Returns a stub of the offset log of a stream, which is at the coordinator."""
     return rpc.connect(plan.coordinator, StreamLog, peer="coordinator", timeout=plan.options.timeout, keys=plan.keys)
 
 
@@ -80,7 +80,7 @@ def connect_servers(coordinator: Coordinator, plan: Plan) -> list[EmbeddingPS]:
 
 
 class _DriverFedLoaders(DataLoaders):
-    """Data loaders whose feed goes through the driver, which sends it to data loaders that start later, too.
+    """Data loaders whose feed is sent by the driver, also to data loaders that start later.
 
     Args:
         directory: the data loaders.
@@ -93,7 +93,7 @@ class _DriverFedLoaders(DataLoaders):
         self._begin = begin
 
     def begin(self, feed: Feed) -> None:
-        """Starts a feed; returns once all data loaders have begun."""
+        """Starts a feed; returns once all data loaders have started it."""
         self._begin(feed)
 
 
@@ -101,13 +101,13 @@ class WorkerConnection:
     """A `Connection` that follows the membership until it is closed.
 
     Args:
-        coordinator: of the cluster.
-        plan: of the cluster.
-        rank: of the NN worker.
-        generation: of the NN workers.
-        begin: asks the driver to start a feed; None if this process reads its data itself.
-        make_dense: asks the driver to start the dense PSs.
-        commit: reports the offsets of a stream, if the data loaders read one; None if they do not.
+        coordinator: coordinator of the cluster.
+        plan: plan of the cluster.
+        rank: rank of the NN worker.
+        generation: generation of the NN workers.
+        begin: requests that the driver start a feed; None if this process reads its data itself.
+        make_dense: requests that the driver start the dense PSs.
+        commit: commits the offsets of a stream; None if the data loaders do not read a stream.
 
     Raises:
         DeadlineError: the roles did not join in time.
@@ -171,7 +171,7 @@ class WorkerConnection:
             rpc.close(stub)
 
     def reconnect(self) -> None:
-        """Connects to the embedding PSs again, some of which have moved. No call may be in progress."""
+        """Reconnects to the embedding PSs after some have moved. No call may be in progress."""
         for stub in self._servers:
             rpc.close(stub)
         self._servers[:] = connect_servers(self._coordinator, self._plan)

@@ -1,4 +1,4 @@
-"""The source and feed of the data loaders, as the driver sends them, also to data loaders that start later."""
+"""The source and feed of the data loaders. The driver sends them, also to data loaders that start later."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["AHEAD", "LoaderData", "LoaderFeed", "SourceKind"]
 SourceKind: TypeAlias = Literal["batches", "stream"] | None
 
 AHEAD = 4
-"""Batches that each data loader keeps ready for each NN worker."""
+"""Number of batches that each data loader prepares ahead for each NN worker."""
 
 
 class LoaderData(NamedTuple):
     """The data that the data loaders read.
 
     Attributes:
-        name: unique.
-        pickled: reference of Ray to the source, pickled.
+        name: unique name.
+        pickled: Ray reference to the pickled source.
         accumulation_steps: number of consecutive batches of an NN worker at one embedding worker.
     """
 
@@ -40,7 +40,7 @@ class LoaderFeed:
     """The source and the feed of the current run. For one thread at a time.
 
     Args:
-        timeout: seconds that a data loader may take to begin.
+        timeout: seconds that a data loader may take to start.
         nn_workers: number of NN workers that take batches.
     """
 
@@ -59,7 +59,7 @@ class LoaderFeed:
         return "stream" if self._stream is not None else "batches"
 
     def commit(self, offsets: Offsets) -> None:
-        """Reports to whoever monitors the stream that a checkpoint has all before these offsets. Returns at once."""
+        """Commits the offsets that a checkpoint covers to the stream. Returns immediately."""
         if self._stream is not None:
             threading.Thread(target=self._stream.commit, args=(offsets,), name="persia-commit", daemon=True).start()
 
@@ -85,7 +85,7 @@ class LoaderFeed:
         self._source = self._feed = self._stream = None
 
     def renew(self, generation: int) -> None:
-        """Adopts a new generation of NN workers, which gets all batches from the start of the feed again."""
+        """Switches to a new generation of NN workers, which gets all batches from the start of the feed again."""
         if self._feed is not None:
             self._feed = self._feed._replace(generation=generation)
 
@@ -99,7 +99,7 @@ class LoaderFeed:
 
         Raises:
             DataError: the source cannot be shared by this many data loaders.
-            DeadlineError: a data loader did not begin in time.
+            DeadlineError: a data loader did not start in time.
         """
         source, feed = self._source, self._feed
         if source is None or feed is None:
@@ -123,7 +123,7 @@ class LoaderFeed:
                 continue  # Its share is sent after its restart.
             except ray.exceptions.GetTimeoutError as error:
                 raise DeadlineError(
-                    f"{loader.title} did not begin to read within {self._timeout:g} s. See its log lines, or raise "
+                    f"{loader.title} did not start to read within {self._timeout:g} s. See its log lines, or raise "
                     "`timeout`.",
                     role=loader.role,
                     rank=loader.rank,

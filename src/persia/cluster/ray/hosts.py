@@ -1,4 +1,4 @@
-"""The processes of the roles: each creates its role, serves it and joins. Imports no torch: see `nn_worker`."""
+"""The processes of the roles: each creates its role, serves it and joins. Does not import torch: see `nn_worker`."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Host:
     """A process of a role. Ray creates it, and again after a crash if the role may restart.
 
     Args:
-        plan: of the cluster.
-        rank: within the role.
+        plan: plan of the cluster.
+        rank: rank within the role.
     """
 
     role = ""
@@ -93,8 +93,8 @@ class Host:
         self.process = ObservedProcess(self.role, rank, self._observe)
         if plan.options.prometheus_port is not None:
             name = ray.util.get_node_ip_address()
-            here = (LOOPBACK, LOOPBACK) if plan.loopback else ("::" if ":" in name else "0.0.0.0", name)
-            self.process.expose(plan.options.prometheus_port, *here)
+            interface = (LOOPBACK, LOOPBACK) if plan.loopback else ("::" if ":" in name else "0.0.0.0", name)
+            self.process.expose(plan.options.prometheus_port, *interface)
         self.address = ""
         self.coordinator: Coordinator | None = None
 
@@ -102,7 +102,7 @@ class Host:
         return f"{TITLES[self.role]} {self.rank}"
 
     def info(self) -> ProcessInfo:
-        """Returns the place of this process, once the role is ready."""
+        """Returns the location of this process once the role is ready."""
         context = ray.get_runtime_context()
         return ProcessInfo(
             os.getpid(),
@@ -134,12 +134,14 @@ class Host:
         return Readings([], [])
 
     def _observe(self) -> Readings:
-        found = self.observe() if self.ready else Readings([], [])
+        role_readings = self.observe() if self.ready else Readings([], [])
         served = self.server.observe() if self.server is not None else Readings([], [])
-        return Readings(found.figures + served.figures + process_metrics(), found.latencies + served.latencies)
+        return Readings(
+            role_readings.figures + served.figures + process_metrics(), role_readings.latencies + served.latencies
+        )
 
     def serve(self, service: object, protocol: type, address: str = "") -> str:
-        """Serves the role and `Observable` at this address, or at any; returns the address."""
+        """Serves the role and `Observable` at this address, or at any address; returns the address."""
         answers = protocol if protocol is Observable else together(protocol, Observable)
         bind = functools.partial(
             rpc.serve,
@@ -166,7 +168,7 @@ class Host:
         return f"tcp://[{host}]:" if ":" in host else f"tcp://{host}:"
 
     def join(self, address: str) -> Coordinator:
-        """Joins the membership, and starts to report at intervals."""
+        """Joins the membership, and starts reporting at intervals."""
         if self.coordinator is None:
             self.coordinator = reach_coordinator(self.plan)
             self.process.reference = rpc.cast_to(Observable, self.coordinator).clock
@@ -187,7 +189,7 @@ class Host:
 
 
 def together(*protocols: type) -> type:
-    """Returns a class with the methods of several Protocols, named as the first one."""
+    """Returns a class with the methods of several Protocols and the name of the first one."""
     return type(protocols[0].__name__, protocols, {})
 
 
@@ -204,7 +206,7 @@ class _Observable:
 
 
 class CoordinatorHost(Host):
-    """Process of the coordinator. After a restart it has the same state and the same address."""
+    """Process of the coordinator. A restart retains its state and address."""
 
     role = "coordinator"
 
@@ -216,11 +218,11 @@ class CoordinatorHost(Host):
         path = self._store.path if self._store is not None else lambda _: None
         self._tokens = TokenScheduler(plan.options.timeout, path("tokens"))
         saved = StateFile(path("address"), str)
-        before = saved.load() or ""
+        previous = saved.load() or ""
         members, stream = CoordinatorServer(path=path("members")), OffsetLog(path=path("stream"))
-        address = self.serve(_ControlPlane(members, self._tokens, stream), ControlPlane, before)
-        if address != before:
-            saved.save(address)  # The next process listens there, too.
+        address = self.serve(_ControlPlane(members, self._tokens, stream), ControlPlane, previous)
+        if address != previous:
+            saved.save(address)  # For the next process after a restart.
         self.ready = True
 
     def observe(self) -> Readings:
@@ -228,13 +230,13 @@ class CoordinatorHost(Host):
         return report_metrics(self._tokens.summary())
 
     def release(self) -> None:
-        """Removes files that would outlive the process, as the cluster ends."""
+        """Removes files that would outlive the process. Called when the cluster ends."""
         if self._store is not None:
             self._store.remove()
 
 
 class _ControlPlane:
-    """Coordinator, token scheduler and the record of a stream at one address."""
+    """Coordinator, token scheduler and the offset log of a stream at one address."""
 
     def __init__(self, coordinator: Coordinator, tokens: TokenScheduler, stream: StreamLog) -> None:
         servants: dict[type, object] = {
@@ -249,7 +251,7 @@ class _ControlPlane:
 
 
 class EmbeddingServerHost(Host):
-    """Process of an embedding PS. Its rows outlive it; after a restart it has the same address for its callers."""
+    """Process of an embedding PS. Its rows outlive the process; a restart retains its address."""
 
     role = "embedding_ps"
 
@@ -260,15 +262,15 @@ class EmbeddingServerHost(Host):
         regions = f"{plan.options.regions}/{plan.name}/{name}" if plan.options.regions else None
         address = self._predecessor_address()
         if losses and (regions is None or not Regions(regions).complete):
-            address = ""  # The first process after a loss of rows: it has no rows, and no caller knows it.
+            address = ""  # The first process after a loss of rows: it has no rows, and no caller has its address.
         if address:
             self._check_rows(address, regions)
-        elif losses and plan.options.regions:  # The process before does not return; its rows are not needed any more.
+        elif losses and plan.options.regions:  # The previous process does not return; its rows are no longer needed.
             spills = [table.spill for table in schema.resolved_tables().values() if table.spill is not None]
             for root in dict.fromkeys([plan.options.regions, *spills]):
-                for left in (f"ps-{rank}", f"ps-{rank}.*"):
-                    remove_leftovers(root, f"{plan.name}/{left}")
-        # Its host may not be the one that was measured. After a loss, training continues wherever there is a host.
+                for pattern in (f"ps-{rank}", f"ps-{rank}.*"):
+                    remove_leftovers(root, f"{plan.name}/{pattern}")
+        # The host may differ from the one that was measured. After a loss, training continues on any available host.
         overcommit = plan.options.overcommit or losses > 0
         options = ServerOptions(
             plan.nn_workers, plan.options.timeout, regions, seat.neighbours, **shares._asdict(), overcommit=overcommit
@@ -279,16 +281,16 @@ class EmbeddingServerHost(Host):
         self.join(self.serve(self.servant, together(EmbeddingPS, RecordableRows), address))
 
     def release(self) -> None:
-        """Removes files that would outlive the process, as the cluster ends."""
+        """Removes files that would outlive the process. Called when the cluster ends."""
         self.servant.close()
 
     def _predecessor_address(self) -> str:
-        """Marks the process before this one as dead, and returns its address; empty if this is the first."""
+        """Marks the previous process as dead, and returns its address; empty if this is the first process."""
         coordinator = reach_coordinator(self.plan)
         try:
             for member in coordinator.membership().members:
                 if (member.role, member.rank) == (self.role, self.rank):
-                    # Before the driver notices the death, as this process joins with the same address.
+                    # Do not wait for the driver to notice the death: this process joins with the same address.
                     coordinator.depart(self.role, self.rank, member.incarnation, "it was restarted")
                     return member.address
         finally:
@@ -298,16 +300,16 @@ class EmbeddingServerHost(Host):
     def _check_rows(self, address: str, regions: str | None) -> None:
         if regions is None or not address.startswith(self.origin) or not Regions(regions).complete:
             raise StoreError(
-                f"{self!r} has died at {address}, and its rows are not on this host: they were lost with the process "
-                "or its host. Continue from the last checkpoint.",
+                f"{self!r} died at {address}, and its rows are not on this host: they were lost with the process or "
+                "its host. Continue from the last checkpoint.",
                 rank=self.rank,
                 address=address,
             )
 
     def counters(self) -> dict[str, float]:
-        """Returns counters by table and name, those of a moment ago while a disk does not answer: reports go on."""
+        """Returns counters by table and name. Uses the last known ones while a disk does not respond."""
         tables = self.servant.latest_statistics()
-        return {f"{table}.{name}": float(value) for table, of in tables.items() for name, value in of.items()}
+        return {f"{table}.{name}": float(value) for table, counts in tables.items() for name, value in counts.items()}
 
     def observe(self) -> Readings:
         """Returns metrics by table."""
@@ -317,8 +319,8 @@ class EmbeddingServerHost(Host):
 def worker_options(options: RayOptions) -> WorkerOptions:
     """Returns the bounds of an embedding worker.
 
-    A push may wait for `timeout` at a PS; the batches that were read ahead of it live longer than that, and longer than
-    data loaders rely on.
+    A push may wait for `timeout` at a PS. Batches that were read ahead expire later than that, and later than data
+    loaders assume.
     """
     expiry = max(2 * FRESH_SECONDS, 3 * options.timeout)
     return WorkerOptions(options.compression, timeout=options.timeout, expiry=expiry)
@@ -332,7 +334,7 @@ class EmbeddingWorkerHost(Host):
     def __init__(self, plan: Plan, rank: int, service: Service) -> None:
         super().__init__(plan, rank)
         self.servant: Worker | None = None
-        # The incarnation is part of the batch ids, so it joins first; calls wait until the role exists.
+        # Joins first, as the incarnation is part of batch ids; calls wait until the role exists.
         deferred = Deferred(repr(self), "a connection to all PSs", plan.options.timeout)
         coordinator = self.join(self.serve(deferred, together(EmbeddingWorker, RecordableWorker)))
         options = worker_options(plan.options)
@@ -350,23 +352,23 @@ class EmbeddingWorkerHost(Host):
         return self.servant.observe() if self.servant is not None else Readings([], [])
 
     def buffered(self) -> int:
-        """Returns the number of buffered batches; the driver ends a leaving process when there are none."""
+        """Returns the number of buffered batches. The driver ends a leaving process once it has none."""
         assert self.servant is not None
         return self.servant.statistics()["buffered"]
 
     def _changed(self, membership: Membership) -> None:
-        me = (self.role, self.rank, self.process.incarnation)
-        if any(member[:3] == me and member.state != "alive" for member in membership.members):
+        identity = (self.role, self.rank, self.process.incarnation)
+        if any(member[:3] == identity and member.state != "alive" for member in membership.members):
             assert self.servant is not None
             self.servant.retire()
 
 
 class Deferred:
-    """A stand-in for a role that does not exist yet, or will be replaced: calls wait until it exists.
+    """A placeholder for a role that does not exist yet. Calls wait until it exists.
 
     Args:
-        title: of the process.
-        missing: the condition that calls wait for, for errors.
+        title: title of the process.
+        missing: the condition that calls wait for, used in errors.
         timeout: seconds that a call waits.
     """
 
@@ -376,14 +378,14 @@ class Deferred:
         self._role: object = None
 
     def resolve(self, role: object) -> None:
-        """Directs calls to this role from now on."""
+        """Forwards calls to this role from now on."""
         self._role = role
         self._resolved.set()
 
     def __getattr__(self, name: str) -> Any:
         if not self._resolved.wait(self._timeout):
             raise DeadlineError(
-                f"{self._title}: {name} waited {self._timeout:g} s for {self._missing}. See what holds that up.",
+                f"{self._title}: {name} waited {self._timeout:g} s for {self._missing}. Check the logs of the cluster.",
                 operation=name,
                 seconds=self._timeout,
             )
@@ -419,12 +421,12 @@ class DataLoaderHost(Host):
 
         Args:
             pickled: the source.
-            source: name of the source; a source that is here already is not unpickled again.
+            source: name of the source; a known source is not unpickled again.
             accumulation_steps: number of consecutive batches of an NN worker at one embedding worker.
             feed: the batches to read.
         """
         with self._lock:
-            before = self._loader
+            previous = self._loader
             if self._loader is None or source != self._source:
                 timeout = self.plan.options.timeout
                 read = ray.cloudpickle.loads(pickled)
@@ -439,9 +441,9 @@ class DataLoaderHost(Host):
                 self._source = source
             self._loader.begin(feed)
             self._deferred.resolve(self._loader)
-        # Without the lock: it waits for a registration in progress.
-        if before is not None and before is not self._loader:
-            before.end()
+        # Without the lock, as `end` waits for a registration in progress.
+        if previous is not None and previous is not self._loader:
+            previous.end()
 
     def end(self) -> None:
         """Stops reading and releases ready batches, before this process ends."""
@@ -458,8 +460,8 @@ class DataLoaderHost(Host):
     def observe(self) -> Readings:
         """Returns the metrics of the role; empty before it reads."""
         loader = self._loader
-        of_stream = loader.observe() if isinstance(loader, StreamLoader) else []
-        return Readings(figures("loader", self.counters()) + of_stream, [])
+        stream_metrics = loader.observe() if isinstance(loader, StreamLoader) else []
+        return Readings(figures("loader", self.counters()) + stream_metrics, [])
 
     def _changed(self, membership: Membership) -> None:
         self._workers.update(membership)

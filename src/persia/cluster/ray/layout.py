@@ -1,4 +1,4 @@
-"""`HostLayout`: decides on the hosts of all processes of a cluster, which it gets as records; imports no ray."""
+"""`HostLayout`: assigns hosts, given as records, to all processes of a cluster. Does not import ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES: Mapping[str, PlacedRole] = {
 """Names of roles in `place`."""
 
 REGIONS = "memory of regions"
-"""Free bytes of the directory of regions. Ray does not count these, so they are measured."""
+"""Free bytes of the directory of regions. Ray does not count them, so they are measured."""
 
 NAMED_HOSTS = 8
 """Maximum number of addresses in a line of a message."""
@@ -37,14 +37,14 @@ OWN_LABEL = "ray.io/node-id"
 
 
 class RayNode(NamedTuple):
-    """A host, as Ray knows it.
+    """A host of Ray.
 
     Attributes:
-        id: of Ray.
-        address: of the host.
+        id: id of the Ray node.
+        address: address of the host.
         total: amounts of its resources by name, memory in bytes.
-        free: of these, what no process has reserved.
-        labels: values by name.
+        free: amounts that no process has reserved.
+        labels: values of labels by name.
     """
 
     id: str
@@ -55,12 +55,12 @@ class RayNode(NamedTuple):
 
 
 class RoleDemand(NamedTuple):
-    """The processes of a role, and the demands of each.
+    """The processes of a role, and the demands of each process.
 
     Attributes:
-        number: of processes at the start.
+        number: number of processes at the start.
         placement: strategy and labels.
-        amounts: of the resources that each process takes.
+        amounts: amounts of resources that each process takes.
         key: name of the role in `place`.
     """
 
@@ -70,21 +70,21 @@ class RoleDemand(NamedTuple):
     key: str
 
 
-def demands_of(wanted: Place, counts: Mapping[str, int], options: RayOptions) -> dict[str, RoleDemand]:
-    """Returns what the processes of a cluster demand, by role.
+def demands_of(placements: Place, counts: Mapping[str, int], options: RayOptions) -> dict[str, RoleDemand]:
+    """Returns the demands of the processes of a cluster, by role.
 
     Args:
-        wanted: placements of the user. A role without one is spread.
+        placements: placements of the user. Roles without a placement are spread.
         counts: numbers of processes by role, without dense PSs: `options` has their number.
-        options: of the cluster.
+        options: options of the cluster.
 
     Raises:
         ConfigError: the placement and the options of NN workers differ in their number of GPUs.
     """
-    options = nn_worker_gpus(wanted, options)
+    options = nn_worker_gpus(placements, options)
     demands = {}
-    for role, number in {**counts, "dense_ps": options.dense_ps if "dense_ps" in wanted else 0}.items():
-        placement = wanted.get(NAMES[role], Placement())
+    for role, number in {**counts, "dense_ps": options.dense_ps if "dense_ps" in placements else 0}.items():
+        placement = placements.get(NAMES[role], Placement())
         cpu = options.cpus if placement.cpu is None else placement.cpu
         gpu = options.gpus if role == "nn_worker" else 0.0
         placement = msgspec.structs.replace(placement, cpu=cpu, gpu=gpu)
@@ -98,19 +98,19 @@ def demands_of(wanted: Place, counts: Mapping[str, int], options: RayOptions) ->
 class HostLayout:
     """The hosts of all processes of a cluster. Thread-safe.
 
-    A role is placed one rank after another. Hosts qualify by labels and by what is left of their resources; without a
-    label or custom resource in its placement a role avoids hosts without CPUs, such as a head node that only manages.
-    Among those that qualify:
+    A role is placed rank by rank. Hosts qualify by labels and by their remaining resources; without a label or custom
+    resource in its placement a role avoids hosts without CPUs, such as a head node that only manages. Preferences among
+    qualifying hosts:
 
-    - processes that ask for no GPU take hosts without GPUs first;
-    - "spread": PSs go where the memory of each PS is largest then, others where the fewest of their role are;
-    - "pack": where most of their role are, then where most of them fit.
+    - processes without a GPU prefer hosts without GPUs;
+    - "spread": PSs prefer the host with the most memory per PS, other roles the host with the fewest of their role;
+    - "pack": processes prefer the host with the most of their role, then the host where the most of them fit.
 
-    Roles for which the fewest hosts qualify come first. The choice is greedy: where two roles compete for the same
-    hosts, labels decide between them.
+    Roles for which the fewest hosts qualify are placed first. The choice is greedy: if two roles compete for the same
+    hosts, use labels.
 
     Args:
-        demands: by role.
+        demands: demands by role.
         nodes: living hosts.
 
     Attributes:
@@ -132,28 +132,28 @@ class HostLayout:
             self.place(role, range(demands[role].number))
 
     def update(self, nodes: Iterable[RayNode]) -> None:
-        """Adds hosts that have joined, and forgets those that are gone.
+        """Adds hosts that have joined, and removes hosts that are gone.
 
-        What this cluster leaves of a known host follows from its own places: Ray learns of them with a delay. Other
-        programs may have released more meanwhile.
+        Remaining resources of a known host are computed from this cluster's own placements, which Ray reports with a
+        delay. Other programs may have released more meanwhile.
         """
         with self._lock:
             self._nodes = {node.id: _with_more(self._nodes.get(node.id), node) for node in nodes}
 
     def place(self, role: str, ranks: Iterable[int]) -> None:
-        """Chooses hosts for these ranks, unless they have a living one: for all, or for none if it fails.
+        """Chooses hosts for these ranks, unless they have a living one: for all, or for none on an error.
 
         Raises:
-            ConfigError: one cannot be placed.
+            ConfigError: a process cannot be placed.
         """
         with self._lock:
-            before = dict(self._hosts)
+            previous = dict(self._hosts)
             try:
                 for rank in ranks:
                     if self._hosts.get((role, rank)) not in self._nodes:
                         self._hosts[role, rank] = self._choose(role, rank)
             except ConfigError:
-                self._hosts = before
+                self._hosts = previous
                 raise
 
     def placed(self, role: str, ranks: Iterable[int]) -> bool:
@@ -162,13 +162,13 @@ class HostLayout:
             return all(self._hosts.get((role, rank)) in self._nodes for rank in ranks)
 
     def release(self, role: str, ranks: Collection[int]) -> None:
-        """Forgets the places of processes that have ended for good."""
+        """Removes processes that have ended permanently."""
         with self._lock:
             for rank in ranks:
                 self._hosts.pop((role, rank), None)
 
     def node_of(self, role: str, rank: int) -> str | None:
-        """Returns the id of the node of a process, which may be gone; None if it has no place."""
+        """Returns the id of the node of a process, which may be gone; None if it is not placed."""
         with self._lock:
             return self._hosts.get((role, rank))
 
@@ -178,16 +178,16 @@ class HostLayout:
         qualified = [node for node in self._eligible(demand) if _lack(node, demand, free[node.id]) is None]
         if not qualified:
             raise self._refusal(role, rank, free)
-        mine = Counter(node for (of, _), node in self._hosts.items() if of == role)
-        of_all = Counter(self._hosts.values())
+        role_counts = Counter(node for (placed_role, _), node in self._hosts.items() if placed_role == role)
+        host_counts = Counter(self._hosts.values())
 
         def preference(node: RayNode) -> tuple[float, ...]:
             avoids = float(bool(node.total.get("GPU")) and not demand.amounts.get("GPU"))
-            count = mine[node.id]
+            count = role_counts[node.id]
             if demand.placement.strategy == "pack":
                 return avoids, -count, -_fitting(demand, free[node.id])
             if role != "embedding_ps":
-                return avoids, count, of_all[node.id]
+                return avoids, count, host_counts[node.id]
             memory = free[node.id].get("memory", 0.0) + count * demand.amounts.get("memory", 0.0)
             memory = min(memory, node.free.get(REGIONS, memory))
             return avoids, -memory / (count + 1), count
@@ -195,7 +195,7 @@ class HostLayout:
         return min(qualified, key=lambda node: (*preference(node), node.id)).id
 
     def _free(self) -> dict[str, dict[str, float]]:
-        """Returns what is left of each host."""
+        """Returns the remaining resources of each host."""
         free = {node.id: dict(node.free) for node in self._nodes.values()}
         for (role, _), node in self._hosts.items():
             if node in free:
@@ -211,10 +211,10 @@ class HostLayout:
 
     def _refusal(self, role: str, rank: int, free: Mapping[str, Mapping[str, float]]) -> ConfigError:
         demand = self.demands[role]
-        holds: dict[str, Counter[str]] = {known: Counter() for known in self._nodes}
-        for (of, _), host in self._hosts.items():
+        holds: dict[str, Counter[str]] = {node_id: Counter() for node_id in self._nodes}
+        for (placed_role, _), host in self._hosts.items():
             if host in holds:
-                holds[host][TITLES[of]] += 1
+                holds[host][TITLES[placed_role]] += 1
         lines: dict[str, list[str]] = {}
         eligible = self._eligible(demand)
         for node in sorted(self._nodes.values(), key=lambda node: node.address):
@@ -225,7 +225,7 @@ class HostLayout:
         wants += [f"label {name}={value}" for name, value in demand.placement.labels.items()]
         return ConfigError(
             f"{TITLES[role]} {rank} (of {max(demand.number, rank + 1)}) cannot be placed: no host has "
-            f"{', '.join(wants) or 'a place'} for it. The hosts of Ray, with what this cluster leaves of each:\n"
+            f"{', '.join(wants) or 'a place'} for it. The hosts of Ray, with the resources that this cluster leaves:\n"
             f"{listed or '    none'}\n"
             f"Ask for less in place[{demand.key!r}], use fewer processes, or add hosts to Ray.",
             field=f"place.{demand.key}",
@@ -244,7 +244,7 @@ class HostLayout:
 
 
 def _with_more(known: RayNode | None, now: RayNode) -> RayNode:
-    """Returns a host with the larger of what was free before the processes of this cluster, and what is free now."""
+    """Returns a host whose free resources are the maximum of those before this cluster's processes and those now."""
     if known is None:
         return now
     free = {name: max(known.free.get(name, 0.0), now.free.get(name, 0.0)) for name in {*known.free, *now.free}}
@@ -252,7 +252,7 @@ def _with_more(known: RayNode | None, now: RayNode) -> RayNode:
 
 
 def _lack(node: RayNode, demand: RoleDemand, free: Mapping[str, float]) -> str | None:
-    """Returns the first of the demands that a host does not meet, in words; None if it meets all."""
+    """Returns a description of the first demand that a host does not meet; None if it meets all."""
     for name, value in demand.placement.labels.items():
         if node.labels.get(name) != value:
             return f"label {name} is not {value}"
@@ -263,7 +263,7 @@ def _lack(node: RayNode, demand: RoleDemand, free: Mapping[str, float]) -> str |
 
 
 def _fitting(demand: RoleDemand, free: Mapping[str, float]) -> int:
-    """Returns how many processes fit into what is left of a host; 0 where nothing limits them."""
+    """Returns the number of processes that fit into the remaining resources of a host; 0 if nothing limits them."""
     counts = [math.floor((free.get(name, 0.0) + RESOURCE_UNIT) / amount) for name, amount in demand.amounts.items()]
     return min(counts, default=0)
 
@@ -271,8 +271,8 @@ def _fitting(demand: RoleDemand, free: Mapping[str, float]) -> int:
 def _described(node: RayNode, free: Mapping[str, float], holds: Mapping[str, int], lack: str) -> str:
     parts = []
     for name in sorted(_amounts(node.total) | _amounts(free)):
-        of = f" of {_quantity(name, node.total[name])}" if name in node.total else ""
-        parts.append(f"{name} {_quantity(name, max(0.0, free.get(name, 0.0)))}{of}")
+        total = f" of {_quantity(name, node.total[name])}" if name in node.total else ""
+        parts.append(f"{name} {_quantity(name, max(0.0, free.get(name, 0.0)))}{total}")
     parts += [f"label {name}={value}" for name, value in node.labels.items() if name != OWN_LABEL]
     held = ", ".join(f"{count} {title}" for title, count in holds.items())
     return ", ".join(parts) + (f"; has {held}" if held else "") + (f"; {lack}" if lack else "")

@@ -47,18 +47,18 @@ __all__ = [
 LOG = get_logger("persia.cluster")
 
 SIOCGIFADDR = 0x8915
-"""Request of Linux for the IPv4 address of an interface."""
+"""Linux ioctl that reads the IPv4 address of an interface."""
 
 CLUSTER = "persia cluster"
-"""Takes the place of the cluster in a pickled function."""
+"""Placeholder for the cluster in a pickled function."""
 
 
 class Outcome(NamedTuple):
-    """Outcome of a function.
+    """Result of a function.
 
     Attributes:
-        value: returned by the function.
-        error: raised by the function, or None.
+        value: value that the function returned.
+        error: error that the function raised, or None.
         trace: formatted traceback of the error.
     """
 
@@ -71,9 +71,9 @@ class Request(NamedTuple):
     """A request of the user's function to the driver.
 
     Attributes:
-        number: of the request.
+        number: number of the request.
         operation: method of the cluster in the driver.
-        arguments: of the method.
+        arguments: arguments of the method.
     """
 
     number: int
@@ -82,7 +82,7 @@ class Request(NamedTuple):
 
 
 class NNWorkerHost(Host):
-    """Process of an NN worker. Its requests travel as answers to the driver's calls: only the driver makes calls."""
+    """Process of an NN worker. Its requests are results of the driver's calls, as only the driver makes calls."""
 
     role = "nn_worker"
 
@@ -95,11 +95,11 @@ class NNWorkerHost(Host):
 
         threads = plan.options.threads
         if threads is None:
-            here = plan.nn_workers if plan.loopback else 1
-            threads = default_torch_threads(here)
+            processes = plan.nn_workers if plan.loopback else 1
+            threads = default_torch_threads(processes)
         torch.set_num_threads(threads)
-        # Without it gloo takes the interface that the name of the host resolves to: perhaps one that does not reach the
-        # host itself, or one that the whole world reaches.
+        # By default gloo takes the interface that the host name resolves to: it may not reach the host itself, or may
+        # be public.
         interface = "lo" if plan.loopback else interface_of(ray.util.get_node_ip_address())
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -108,7 +108,7 @@ class NNWorkerHost(Host):
         self._numbers = itertools.count(1)
         self._served: Any = None
         self.halted = False
-        """Whether the driver has asked the function to end."""
+        """Whether the driver has requested that the function end."""
         self.observer: Callable[[], Readings] | None = None
         """Reads the metrics of the function's trainer."""
 
@@ -119,19 +119,19 @@ class NNWorkerHost(Host):
     # --- for the driver -----------------------------------------------------------------------------------------
 
     def rendezvous(self) -> tuple[str, int]:
-        """Starts the store of the next run's process group at a free port; returns its address."""
+        """Starts the store of the next run's process group on a free port; returns its address."""
         host = "127.0.0.1" if self.plan.loopback else ray.util.get_node_ip_address()
-        # By itself, the store would listen on every interface, and anyone may write to it.
+        # By default, the store would listen on every interface, and anyone could write to it.
         with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             port = listening.getsockname()[1]
-            # It listens from now on: another process could take a port that is only known to be free. The others use
-            # the store for their last batches, perhaps after the function has returned here, so it lives until the
-            # next run.
+            # The socket already listens, as another process could take a port that is merely free. Other NN workers
+            # may use the store for their last batches after the function has returned here, so the store lives
+            # until the next run.
             self._served = self._store_at(host, port, listening.detach())
         return host, port
 
     def _store_at(self, host: str, port: int, listening: int | None = None) -> Any:
-        """Returns the store at an address. With a socket that listens, serves it there and closes it later."""
+        """Returns the store at an address. With a listening socket, serves the store on it and closes it later."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # It is documented.
 
         return TCPStore(
@@ -144,13 +144,13 @@ class NNWorkerHost(Host):
         )
 
     def run(self, function: bytes, generation: int, rendezvous: tuple[str, int], recovers: bool) -> Outcome:
-        """Runs a function, with a process group of all NN workers, and returns how it ended.
+        """Runs a function with a process group of all NN workers, and returns its outcome.
 
         Args:
-            function: pickled.
-            generation: of the NN workers.
+            function: pickled function.
+            generation: generation of the NN workers.
             rendezvous: address of the store of their process group.
-            recovers: whether the driver takes recovery points, and restarts NN workers from the last one.
+            recovers: whether the driver stores recovery points, and restarts NN workers from the last one.
         """
         import torch
 
@@ -177,18 +177,18 @@ class NNWorkerHost(Host):
                 torch.distributed.destroy_process_group()
 
     def halt(self) -> None:
-        """Asks the function to end after its current step. The driver repeats the call until it has ended."""
+        """Requests that the function end after its current step. The driver repeats the call until it has ended."""
         self.halted = True
 
     def next_request(self, timeout: float) -> Request | None:
-        """Waits for a request of the function to the driver, and returns it; None if there is none within `timeout`."""
+        """Returns the next request of the function to the driver; None if there is none within `timeout`."""
         try:
             return self._requests.get(timeout=timeout)
         except queue.Empty:
             return None
 
     def answer(self, number: int, outcome: Outcome) -> None:
-        """Passes the driver's answer on to the request that waits for it."""
+        """Forwards the driver's answer to the request that waits for it."""
         answer = self._answers.pop(number)
         if outcome.error is not None:
             answer.set_exception(outcome.error)
@@ -203,7 +203,7 @@ class NNWorkerHost(Host):
         answer: Future[Any] = Future()
         self._answers[number] = answer
         self._requests.put(Request(number, operation, arguments))
-        return answer.result()  # No deadline of its own: the driver ends this process when it fails or is late.
+        return answer.result()  # Needs no deadline: the driver ends this process when it fails or is late.
 
 
 class DenseServerHost(Host):
@@ -246,10 +246,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def check_cuda(gpus: float, rank: int) -> None:
-    """Checks that an NN worker can use the GPUs that are reserved for it, rather than train on the CPU.
+    """Checks that an NN worker can use the GPUs that are reserved for it, and would not train on the CPU.
 
     Raises:
-        ConfigError: torch sees no CUDA device here.
+        ConfigError: torch finds no CUDA device.
     """
     import torch
 
@@ -263,13 +263,13 @@ def check_cuda(gpus: float, rank: int) -> None:
 
 
 def warn_of_idle_gpus(gpus: float) -> None:
-    """Logs a warning if Ray has GPUs, and none is reserved for NN workers. For the driver."""
-    present = ray.cluster_resources().get("GPU", 0)
-    if present and not gpus:
+    """Logs a warning if Ray has GPUs, but none is reserved for NN workers. For the driver."""
+    gpus_of_ray = ray.cluster_resources().get("GPU", 0)
+    if gpus_of_ray and not gpus:
         LOG.warning(
             "Ray has GPUs (%g), but RayOptions.gpus is 0, so it gives none to NN workers. RayOptions(gpus=1) gives one "
             "to each.",
-            present,
+            gpus_of_ray,
         )
 
 
@@ -283,12 +283,12 @@ def _failed(error: BaseException) -> Outcome:
 
 
 class WorkerProcess:
-    """The cluster as the user's function has it on an NN worker: `connect` returns the connection of that worker.
+    """The view of the cluster in the user's function: `connect` returns the connection of this NN worker.
 
     Args:
         host: the process.
-        generation: of the NN workers.
-        recovers: whether the driver takes recovery points.
+        generation: generation of the NN workers.
+        recovers: whether the driver stores recovery points.
     """
 
     def __init__(self, host: NNWorkerHost, generation: int, recovers: bool = False) -> None:
@@ -301,12 +301,12 @@ class WorkerProcess:
         """Waits for the roles, which the first call of any NN worker starts.
 
         Raises:
-            ConfigError: the cluster serves something else, or this run is connected already.
+            ConfigError: the cluster serves another service, or this run is already connected.
         """
         if self._connected is not None:
             raise ConfigError(
-                "This run has an EmbeddingCollection (or Trainer) on this cluster already. Put all tables into the "
-                "schema of one, or use another cluster.",
+                "This run already has an EmbeddingCollection (or Trainer) on this cluster. Put all tables into one "
+                "schema, or use another cluster.",
                 field="cluster",
             )
         host = self._host
@@ -328,17 +328,17 @@ class WorkerProcess:
         )
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         if self._connected is not None:
             self._connected.close()
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the network interface that has an IPv4 address; None if none has it, or for another kind of address."""
+    """Returns the network interface with an IPv4 address; None if there is none, or for other kinds of addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # It has no IPv4 address.
-                found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
+            with contextlib.suppress(OSError):  # The interface has no IPv4 address.
+                reply = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return None

@@ -1,4 +1,4 @@
-"""Settings of a cluster on Ray that have good defaults; importable without ray."""
+"""Optional settings of a cluster on Ray; importable without ray."""
 
 from __future__ import annotations
 
@@ -29,29 +29,32 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Placement, resources and deadlines of the processes of a cluster.
 
     Args:
-        address: of a Ray cluster: "auto" for the one that this host is part of. None uses the Ray that this process is
-            connected to, or else starts one on this machine.
-        cpus: that Ray reserves for each process; 0 lets it place them without counting.
-        gpus: that Ray reserves for each NN worker, which trains on them: a run that would use the CPU instead is
-            refused. A fraction lets NN workers share a GPU: 0.5 for two.
-        backend: of torch.distributed for tensors on GPUs. "auto" is nccl, or gloo if NN workers share GPUs, which nccl
-            cannot; gloo copies through host memory. Tensors of CPUs always travel over gloo.
-        compression: of rows and gradients between embedding workers and NN workers: "fp16" halves them, lossy.
-        threads: of each process: of torch in an NN worker, of the store in a PS. None shares half of this machine's
-            cores among the NN workers, on several hosts it gives each half of its host's.
-        dense_ps: processes that share the network's tensors in asynchronous modes; started when one of them is.
+        address: address of a Ray cluster: "auto" for the cluster of this host. None uses the Ray to which this process
+            is connected, or else starts Ray on this machine.
+        cpus: number of CPUs that Ray reserves for each process; 0 places processes without counting CPUs.
+        gpus: number of GPUs that Ray reserves for each NN worker, which trains on them: a run that would use the CPU
+            instead is rejected. A fraction lets NN workers share a GPU: 0.5 for two.
+        backend: backend of torch.distributed for tensors on GPUs. "auto" is nccl, or gloo if NN workers share GPUs,
+            which nccl does not support; gloo copies through host memory. CPU tensors always use gloo.
+        compression: compression of rows and gradients between embedding workers and NN workers: "fp16" halves them,
+            lossy.
+        threads: threads of each process: torch threads in an NN worker, store threads in a PS. None divides half of
+            this machine's cores among the NN workers; on several hosts each gets half of its host's cores.
+        dense_ps: number of processes that share the network's tensors in asynchronous modes; started with the first
+            such mode.
         restarts: maximum number of restarts of each embedding PS, embedding worker, data loader and of the coordinator.
             For NN workers see `TrainerOptions.max_failures`.
-        regions: where embedding PSs keep their rows, and the coordinator its state, so that they outlive their
-            processes: a directory of each host, in shared memory or on a disk, which must have room for them; see
-            `persia cluster regions`. Empty: in the memory of the processes. Then the death of the coordinator ends the
-            run, and a PS that dies is reloaded from the last checkpoint.
-        overcommit: accept tables whose declared capacity exceeds the memory of the PSs' hosts, with a warning: for
-            trials that will not fill them.
+        regions: directory on each host for the rows of embedding PSs and the state of the coordinator, so that they
+            outlive their processes: in shared memory or on a disk with enough space; see `persia cluster regions`.
+            Empty: in process memory. Then the death of the coordinator ends the run, and a PS that dies is reloaded
+            from the last checkpoint.
+        overcommit: whether to accept tables whose declared capacity exceeds the memory of the PSs' hosts, with a
+            warning: for trials that will not fill them.
         prometheus_port: port at which each process exports its metrics; processes of one host take the next free
             ports, and `persia health` lists them. None for no export.
-        timeout: seconds that any wait may take: for roles to start, rows, gradients of other NN workers.
-        log_level: of the log lines of all roles, which appear in this process: "debug", "info", "warning", "error".
+        timeout: maximum seconds of any wait: for roles to start, rows, gradients of other NN workers.
+        log_level: level of the log lines of all roles, which appear in this process: "debug", "info", "warning",
+            "error".
     """
 
     address: str | None = None
@@ -86,10 +89,10 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.threads is not None:
             check_integer("threads", self.threads, 1, MAX_THREADS)
         plain_paths(self, "regions")
-        check_kind("regions", self.regions, str, "an absolute path, or an empty text")
+        check_kind("regions", self.regions, str, "an absolute path, or an empty string")
         if self.regions and not self.regions.startswith("/"):
             raise ConfigError(
-                f"Invalid regions = {self.regions!r}; expected an absolute path, or an empty text.", field="regions"
+                f"Invalid regions = {self.regions!r}; expected an absolute path, or an empty string.", field="regions"
             )
         check_integer("dense_ps", self.dense_ps, 1)
         check_port(self.prometheus_port, "prometheus_port")

@@ -1,4 +1,4 @@
-"""`Placement`: the hosts that a role needs, and what each process reserves there; importable without ray."""
+"""`Placement`: the hosts that a role needs, and the resources that each process reserves; importable without ray."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Placement(
 ):
     """Demands of each process of a role on its host. Plain data: `msgspec.json.encode`, or a section of a TOML file.
 
-    Ray counts `memory`, `cpu`, `gpu` and `resources` of its hosts, and gives out no more than they have. In dicts and
-    files `cpu` and `gpu` have Ray's names, `CPU` and `GPU`.
+    Ray counts `memory`, `cpu`, `gpu` and `resources` of its hosts, and does not exceed them. In dicts and files `cpu`
+    and `gpu` have Ray's names, `CPU` and `GPU`.
 
     Args:
-        memory: in bytes, or as a text such as "100GB" or "64GiB". A PS keeps rows up to this size, in regions with so
-            much free space on its host (unless `overcommit` is set); of other roles only Ray counts it.
-        cpu: processors; None for `RayOptions.cpus`.
-        gpu: GPUs, of NN workers only; None for `RayOptions.gpus`. 0.5 lets two NN workers share one.
-        resources: custom resources of Ray by name, such as `{"ssd": 1}` for `ray start --resources='{"ssd": 4}'`.
-        labels: labels that the host must have, such as `{"pool": "memory"}` for `ray start --labels=pool=memory`.
+        memory: bytes, or a string such as "100GB" or "64GiB". A PS holds rows up to this size, in regions that need as
+            much free space on its host (unless `overcommit` is set). For other roles it is only reserved in Ray.
+        cpu: number of processors; None for `RayOptions.cpus`.
+        gpu: number of GPUs, only for NN workers; None for `RayOptions.gpus`. 0.5 lets two NN workers share a GPU.
+        resources: custom Ray resources by name, such as `{"ssd": 1}` for `ray start --resources='{"ssd": 4}'`.
+        labels: required labels of the host, such as `{"pool": "memory"}` for `ray start --labels=pool=memory`.
         strategy: "spread" over as many hosts as possible, PSs in proportion to free memory; or "pack" onto as few as
             possible, for fast communication among the processes of the role.
     """
@@ -62,7 +62,7 @@ class Placement(
                 _check_amount(f"Placement.{name}", amount)
         if self.gpu is not None and self.gpu > 1 and self.gpu != int(self.gpu):
             raise ConfigError(
-                f"Invalid Placement.GPU = {self.gpu!r}; expected a whole number, or a fraction of one GPU.", field="GPU"
+                f"Invalid Placement.GPU = {self.gpu!r}; expected an integer, or a fraction of one GPU.", field="GPU"
             )
         check_kind("Placement.resources", self.resources, dict, "amounts by the name of a resource")
         for resource, amount in self.resources.items():
@@ -70,7 +70,7 @@ class Placement(
             _check_amount(f"Placement.resources[{resource!r}]", amount)
         check_kind("Placement.labels", self.labels, dict, "values by the name of a label")
         for label, value in self.labels.items():
-            check_kind(f"Placement.labels[{label!r}]", value, str, "a text")
+            check_kind(f"Placement.labels[{label!r}]", value, str, "a string")
         check_choice("Placement.strategy", self.strategy, ("spread", "pack"))
 
     @property
@@ -79,9 +79,9 @@ class Placement(
         return _bytes(self.memory)
 
     def demand(self) -> dict[str, float]:
-        """Returns the amounts that a process takes of its host's resources, by the names of Ray; none of them is 0."""
+        """Returns the nonzero amounts of resources that a process takes, by Ray's names."""
         amounts = {"memory": float(self.memory_bytes), "CPU": self.cpu or 0.0, "GPU": self.gpu or 0.0}
-        if 0 < amounts["GPU"] < 1:  # Each is on one GPU: two processes with 0.4 leave too little for a third.
+        if 0 < amounts["GPU"] < 1:  # Each process is on one GPU: two processes with 0.4 leave too little for a third.
             amounts["GPU"] = 1 / math.floor(1 / amounts["GPU"] + RESOURCE_UNIT)
         return {name: amount for name, amount in {**amounts, **self.resources}.items() if amount}
 
@@ -98,38 +98,39 @@ def read_place(place: object) -> Place:
     """
     check_kind("place", place, Mapping, 'a dict by role, such as {"ps": {"memory": "100GB"}}')
     assert isinstance(place, Mapping)
-    found: Place = {}
-    for role, wanted in place.items():
+    placements: Place = {}
+    for role, placement in place.items():
         check_choice("role in place", role, ROLES, field="place")
         try:
-            values = {name: plain(v) for name, v in wanted.items()} if isinstance(wanted, Mapping) else wanted
-            found[role] = msgspec.convert(values, Placement)
+            values = {name: plain(v) for name, v in placement.items()} if isinstance(placement, Mapping) else placement
+            placements[role] = msgspec.convert(values, Placement)
         except msgspec.ValidationError as error:
             raise ConfigError(
-                f"Invalid place[{role!r}] = {wanted!r}: {explained(error, values, Placement)}.", field=f"place.{role}"
+                f"Invalid place[{role!r}] = {placement!r}: {explained(error, values, Placement)}.",
+                field=f"place.{role}",
             ) from error
-        if found[role].gpu and role != "nn_worker":
+        if placements[role].gpu and role != "nn_worker":
             raise ConfigError(
                 f"place[{role!r}] reserves a GPU, which would idle: only NN workers compute on GPUs. To use hosts with "
-                "GPUs for their memory or processors, give them a label and ask for that.",
+                "GPUs for their memory or processors, give them a label and require it.",
                 field=f"place.{role}",
             )
-    return found
+    return placements
 
 
-def nn_worker_gpus(wanted: Place, options: RayOptions) -> RayOptions:
-    """Returns the options with the GPUs of `place["nn_worker"]`: those that NN workers must train on.
+def nn_worker_gpus(placements: Place, options: RayOptions) -> RayOptions:
+    """Returns the options with the GPUs of `place["nn_worker"]`, which NN workers must train on.
 
     Raises:
-        ConfigError: both say how many, and differ.
+        ConfigError: `place` and `options` specify different numbers.
     """
-    gpus = wanted["nn_worker"].gpu if "nn_worker" in wanted else None
+    gpus = placements["nn_worker"].gpu if "nn_worker" in placements else None
     if gpus is None or gpus == options.gpus:
         return options
     if options.gpus:
         raise ConfigError(
-            f"place['nn_worker'] reserves {gpus:g} GPU for each NN worker, but RayOptions.gpus {options.gpus:g}. Set "
-            "one of them.",
+            f"place['nn_worker'] reserves {gpus:g} GPU for each NN worker, but RayOptions.gpus is {options.gpus:g}. "
+            "Set only one of them.",
             field="place.nn_worker",
         )
     return msgspec.structs.replace(options, gpus=gpus)
@@ -139,7 +140,7 @@ def _bytes(value: object) -> int:
     """Returns `Placement.memory` in bytes.
 
     Raises:
-        ConfigError: it is not bytes.
+        ConfigError: it is not a number of bytes.
     """
     size = parse_bytes(value, "Placement.memory")
     if size > MAX_BYTES:
@@ -154,8 +155,8 @@ def _check_resource(name: object) -> None:
     """Raises ConfigError unless this is the name of a custom resource."""
     if not isinstance(name, str) or not name or name in FIELDS:
         raise ConfigError(
-            f"Invalid name {name!r} in Placement.resources; expected that of a custom resource. Memory, CPUs and GPUs "
-            "have fields of their own.",
+            f"Invalid name {name!r} in Placement.resources; expected the name of a custom resource. Memory, CPUs and "
+            "GPUs have their own fields.",
             field="resources",
         )
 

@@ -1,4 +1,4 @@
-"""Places the processes of a cluster on Ray's hosts: as `place` of the user says, or on the hosts in turn."""
+"""Places the processes of a cluster on Ray's hosts: as the user's `place` specifies, or on the hosts in turn."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ LOG = get_logger("persia.cluster")
 RETURNING = ("embedding_worker", "data_loader")
 """Roles that Ray restarts on any host that meets their demands."""
 RELEASE_SECONDS = 10.0
-"""Maximum time until Ray knows what processes that have ended had reserved."""
+"""Maximum time until Ray has released the reservations of ended processes."""
 POLL_SECONDS = 0.2
 
 
 class Placer:
-    """Knows the host of each process of a cluster, and what it reserves there. Thread-safe.
+    """Assigns hosts and reservations to the processes of a cluster. Thread-safe.
 
-    Without placements, PSs and NN workers go to one host after another, and the other roles where Ray puts them. With
-    placements, a `HostLayout` decides for all roles; those without a placement are spread.
+    Without placements, PSs and NN workers go to the hosts in turn, and Ray places the other roles. With placements, a
+    `HostLayout` places all roles; roles without a placement are spread.
 
     Args:
-        wanted: placements by role.
-        options: of the cluster.
+        placements: placements by role.
+        options: options of the cluster.
     """
 
-    def __init__(self, wanted: Place, options: RayOptions) -> None:
-        self._wanted = wanted
+    def __init__(self, placements: Place, options: RayOptions) -> None:
+        self._placements = placements
         self._options = options
         self._layout: HostLayout | None = None
 
     def lay_out(self, counts: Mapping[str, int]) -> None:
         """Chooses a host for each process, before the first one starts.
 
-        Blocks for a few seconds at most, if Ray still counts what processes that have just ended had reserved.
+        Blocks for at most a few seconds, while Ray still counts reservations of processes that have just ended.
 
         Args:
             counts: numbers of processes by role.
@@ -59,9 +59,9 @@ class Placer:
             ConfigError: a process cannot be placed; the message lists the hosts and what each has.
             DeadlineError: a host did not report its memory in time.
         """
-        if not self._wanted:
+        if not self._placements:
             return
-        demands = demands_of(self._wanted, counts, self._options)
+        demands = demands_of(self._placements, counts, self._options)
         deadline = Deadline(RELEASE_SECONDS)
         while True:
             nodes = self._nodes(demands["embedding_ps"])
@@ -79,17 +79,16 @@ class Placer:
     def reserve(self, role: str, ranks: Collection[int], wait: bool = True) -> None:
         """Chooses hosts for processes that are about to start, unless they have one: for all or none of them.
 
-        Blocks for `RayOptions.timeout` at most where a host is gone and no other has what its processes need: Ray may
-        add one.
+        Blocks for at most `RayOptions.timeout` if a host is gone and no other host fits its processes: Ray may add one.
 
         Args:
-            role: of the processes.
-            ranks: of the processes.
+            role: role of the processes.
+            ranks: ranks of the processes.
             wait: whether to wait for a host.
 
         Raises:
-            ConfigError: one cannot be placed; the message lists the hosts and what each has.
-            PersiaError: a host could not be asked for its memory.
+            ConfigError: a process cannot be placed; the message lists the hosts and what each has.
+            PersiaError: a host did not report its memory.
         """
         layout = self._layout
         if layout is None:
@@ -99,7 +98,7 @@ class Placer:
             return
         replaces = any(layout.node_of(role, rank) is not None for rank in ranks)
         deadline = Deadline(self._options.timeout if wait and replaces else 0)
-        told = False
+        warned = False
         while True:
             try:
                 layout.update(self._nodes(layout.demands[role]))
@@ -108,13 +107,13 @@ class Placer:
             except PersiaError as error:
                 if deadline.passed:
                     raise
-                if not told:
+                if not warned:
                     LOG.warning("%s\nWaiting %.0f s for a host.", error.message, deadline.left)
-                    told = True
+                    warned = True
             time.sleep(POLL_SECONDS)
 
     def release(self, role: str, ranks: Collection[int]) -> None:
-        """Forgets processes that have ended for good."""
+        """Removes processes that have ended permanently."""
         if self._layout is not None:
             self._layout.release(role, ranks)
 
@@ -126,50 +125,50 @@ class Placer:
         return [layout.node_of("embedding_ps", rank) or "" for rank in range(count)]
 
     def server_memory(self) -> int | None:
-        """Returns the bytes that each PS reserves; None if it does not say."""
-        return (self._wanted["ps"].memory_bytes or None) if "ps" in self._wanted else None
+        """Returns the bytes that each PS reserves; None if its placement does not specify it."""
+        return (self._placements["ps"].memory_bytes or None) if "ps" in self._placements else None
 
     def actor_options(self, role: str, rank: int) -> dict[str, Any]:
-        """Returns the options of a process for Ray: what it reserves, and where. `reserve` it before."""
+        """Returns the Ray options of a process: its reservations and its host. Call `reserve` before."""
         layout = self._layout
         if layout is None:
             return self._in_turn(role, rank)
         placement = layout.demands[role].placement
         node = layout.node_of(role, rank)
         assert node is not None
-        # A PS restarts where its rows are, an NN worker never without its GPU.
+        # A PS restarts on the host with its rows, an NN worker only with its GPU.
         strategy = NodeAffinitySchedulingStrategy(node, soft=role in RETURNING)
-        found: dict[str, Any] = {"num_cpus": placement.cpu, "scheduling_strategy": strategy}
+        ray_options: dict[str, Any] = {"num_cpus": placement.cpu, "scheduling_strategy": strategy}
         if placement.gpu:
-            found["num_gpus"] = placement.gpu
+            ray_options["num_gpus"] = placement.gpu
         if placement.memory_bytes:
-            found["memory"] = placement.memory_bytes
+            ray_options["memory"] = placement.memory_bytes
         if placement.resources:
-            found["resources"] = placement.resources
-        if placement.labels and role in RETURNING:  # On another host, too.
-            found["label_selector"] = placement.labels
-        return found
+            ray_options["resources"] = placement.resources
+        if placement.labels and role in RETURNING:  # Also for a restart on another host.
+            ray_options["label_selector"] = placement.labels
+        return ray_options
 
     def _in_turn(self, role: str, rank: int) -> dict[str, Any]:
         options = self._options
-        found: dict[str, Any] = {"num_cpus": options.cpus}
+        ray_options: dict[str, Any] = {"num_cpus": options.cpus}
         if role == "embedding_ps":
-            found["scheduling_strategy"] = place(rank, options.cpus > 0)
+            ray_options["scheduling_strategy"] = place(rank, options.cpus > 0)
         elif role == "nn_worker":
             # Ray knows which hosts have GPUs.
-            found["scheduling_strategy"] = "SPREAD" if options.gpus else place(rank, options.cpus > 0)
-            found["num_gpus"] = options.gpus
-        return found
+            ray_options["scheduling_strategy"] = "SPREAD" if options.gpus else place(rank, options.cpus > 0)
+            ray_options["num_gpus"] = options.gpus
+        return ray_options
 
     def _nodes(self, demand: RoleDemand) -> list[RayNode]:
-        """Returns the living hosts; for a role that asks for memory of regions, with what the hosts have of it."""
+        """Returns the living hosts, with their free memory for regions if the role demands any."""
         nodes = ray_nodes()
         if REGIONS not in demand.amounts:
             return nodes
-        asked = [node.id for node in nodes if demand.placement.labels.items() <= node.labels.items()]
+        candidates = [node.id for node in nodes if demand.placement.labels.items() <= node.labels.items()]
         measure = functools.partial(host_memory, self._options.regions or None)
-        found = run_on_all(asked, measure, self._options.timeout)
-        return [_with_regions(node, found[node.id].free) if node.id in found else node for node in nodes]
+        memory = run_on_all(candidates, measure, self._options.timeout)
+        return [_with_regions(node, memory[node.id].free) if node.id in memory else node for node in nodes]
 
 
 def ray_nodes() -> list[RayNode]:

@@ -1,4 +1,4 @@
-"""The records that the processes of a cluster start with, and their placement."""
+"""Records from which the processes of a cluster start, and their default placement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Service(NamedTuple):
     schema: Schema
     optimizer: EmbeddingOptimizer
     mode: str
-    """Encoded: a new process finds the class of a user's mode only after it has set the driver's path."""
+    """Encoded, as a new process can import the class of a user's mode only after it has set the driver's path."""
     seed: int
 
 
@@ -28,15 +28,15 @@ class Plan(NamedTuple):
     """Settings that all processes of a cluster share.
 
     Attributes:
-        name: of the cluster, unique.
+        name: unique name of the cluster.
         servers: number of embedding PSs.
         nn_workers: number of NN workers.
-        options: of the user.
-        loopback: whether all processes are on one host, and bind to loopback only.
+        options: options of the user.
+        loopback: whether all processes are on one host and bind only to loopback.
         keys: file with the CURVE keys, or None.
-        path: the driver's module search path; Ray passes on only the folder of its script.
-        modules: the modules of the user's modes; every process imports them.
-        coordinator: where it listens; empty for itself.
+        path: the driver's module search path; Ray only passes on the folder of its script.
+        modules: modules of the user's modes, which every process imports.
+        coordinator: address of the coordinator; empty for the coordinator itself.
     """
 
     name: str
@@ -51,15 +51,15 @@ class Plan(NamedTuple):
 
 
 class ProcessInfo(NamedTuple):
-    """Place of a process, as it reports it.
+    """Location of a process, as it reports it.
 
     Attributes:
-        pid: of its process.
+        pid: process id.
         host: address of its node.
         node: id of its node.
-        logs: files that its output goes to, on its node.
-        incarnation: number of this process among those of its role and rank.
-        address: where it listens; empty if nowhere.
+        logs: files of its output, on its node.
+        incarnation: incarnation of its role and rank.
+        address: address on which it listens; empty if it serves no calls.
     """
 
     pid: int
@@ -71,11 +71,11 @@ class ProcessInfo(NamedTuple):
 
 
 class ServerSeat(NamedTuple):
-    """Place of a PS among those of its host. It keeps it when it restarts.
+    """Position of a PS among the PSs of its host. A restart does not change it.
 
     Attributes:
-        neighbours: number of PSs on the host, this one included.
-        position: number of those with a lower rank.
+        neighbours: number of PSs on the host, including this one.
+        position: number of PSs on the host with a lower rank.
     """
 
     neighbours: int
@@ -83,10 +83,10 @@ class ServerSeat(NamedTuple):
 
 
 def seat_of(rank: int, nodes: Sequence[str]) -> ServerSeat:
-    """Returns the place of a PS on its host.
+    """Returns the position of a PS on its host.
 
     Args:
-        rank: of the PS.
+        rank: rank of the PS.
         nodes: ids of the nodes of all PSs, by rank.
     """
     return ServerSeat(nodes.count(nodes[rank]), nodes[:rank].count(nodes[rank]))
@@ -98,20 +98,20 @@ def here() -> Any:
 
 
 def place(rank: int, reserves: bool) -> Any:
-    """Returns the placement of a rank: hosts in turn, so that each has its share of memory and network.
+    """Returns the placement of a rank: on the hosts in turn, to distribute memory and network.
 
-    Hosts without CPUs, such as a head node that only manages, get none unless there are no others.
+    Hosts without CPUs, such as a head node that only manages, are used only if there are no others.
 
     Args:
-        rank: of the process.
-        reserves: whether it reserves resources. If so, it goes to another host when this one has too few left. If not,
-            the placement is strict, as Ray places a process without reservations anywhere otherwise.
+        rank: rank of the process.
+        reserves: whether it reserves resources. If so, it goes to another host if this one has too few left. If not,
+            the placement is strict, as Ray would place a process without reservations anywhere.
     """
     return NodeAffinitySchedulingStrategy(node_of(rank), soft=reserves)
 
 
 def node_of(rank: int) -> str:
-    """Returns the id of the node where `place` puts a rank."""
+    """Returns the id of the node on which `place` puts a rank."""
     nodes = _nodes()
     return nodes[rank % len(nodes)]
 

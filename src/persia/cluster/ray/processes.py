@@ -35,22 +35,22 @@ RETRY_SECONDS = 0.1
 ATTEMPT_SECONDS = 2.0
 LAST_LINES = 15
 PINNED = ("embedding_ps", "coordinator")
-"""Roles that restart on their own host only, where their state is."""
+"""Roles that restart only on their own host, which has their state."""
 CALLS = 16
 """Maximum number of concurrent calls of an actor, waiting ones included."""
 
 
 class Process:
-    """One actor. Its fields belong to `Processes`.
+    """An actor. Its fields are owned by `Processes`.
 
     Attributes:
-        role: of the process.
-        rank: within the role.
-        handle: of the actor.
+        role: role of the process.
+        rank: rank within the role.
+        handle: Ray handle of the actor.
         restarts: whether Ray restarts it.
         leaving: whether it ends once it has no work left.
-        info: its place, once it is ready.
-        requesting: of an NN worker: the call that waits for its next request.
+        info: its location, once it is ready.
+        requesting: the call that waits for the next request of an NN worker.
         ended: the call by which its last death was noticed.
     """
 
@@ -68,7 +68,7 @@ class Process:
 
     @property
     def title(self) -> str:
-        """Role, rank and place, for messages."""
+        """Role, rank and location, for messages."""
         where = f" (process {self.info.pid} on {self.info.host})" if self.info else ""
         return f"{TITLES[self.role]} {self.rank}{where}"
 
@@ -77,7 +77,7 @@ class Processes:
     """All processes of a cluster. Thread-safe.
 
     Args:
-        died: called with each process that died and the cause, before anything else is done about it.
+        died: called with each process that died and the cause, before any other reaction.
         restarted: called with each process that has restarted.
         timeout: maximum duration of a restart in seconds.
     """
@@ -97,7 +97,7 @@ class Processes:
         self._thread.start()
 
     def start(self, host: type, role: str, rank: int, arguments: Sequence[Any], **options: Any) -> Process:
-        """Starts a process. Returns at once."""
+        """Starts a process. Returns immediately."""
         handle = (
             ray.remote(host)
             .options(
@@ -124,9 +124,9 @@ class Processes:
         """Waits until these processes have started.
 
         Raises:
-            PersiaError: the start of one of them failed.
-            DeadlineError: one is late.
-            RoleDiedError: one has died.
+            PersiaError: a process failed to start.
+            DeadlineError: a process is late.
+            RoleDiedError: a process has died.
         """
         deadline = Deadline(timeout)
         for process in processes:
@@ -144,7 +144,7 @@ class Processes:
                 raise _start_error(process, error) from error
 
     def check(self) -> None:
-        """Raises RoleDiedError if processes have died permanently: of the first, with those that died after it."""
+        """Raises RoleDiedError if processes have died permanently: for the first one, with later deaths listed."""
         failures = self.failures()
         if failures:
             first, *later = failures
@@ -157,13 +157,13 @@ class Processes:
             return list(self._failures)
 
     def await_failure(self, seconds: float) -> bool:
-        """Waits until a permanent death is noticed, or the processes are closed; returns whether there is a death."""
+        """Waits until a permanent death is noticed or the processes are closed; returns whether there is a death."""
         with self._changed:
             self._changed.wait_for(lambda: self._failures or self._ending.is_set(), seconds)
             return bool(self._failures)
 
     def forget_failures(self, role: str, rank: int | None = None) -> None:
-        """Forgets the deaths of a role, or of one rank, before new processes start."""
+        """Removes the deaths of a role, or of one rank, before new processes start."""
         with self._changed:
             self._failures = [
                 f for f in self._failures if f.fields["role"] != role or rank not in (None, f.fields["rank"])
@@ -177,11 +177,11 @@ class Processes:
             ray.kill(process.handle, no_restart=True)
         watching = [p.watching for p in processes]
         if watching:
-            _, left = ray.wait(watching, num_returns=len(watching), timeout=END_SECONDS)
-            if left:
-                late = ", ".join(p.title for p in processes if p.watching in left)
+            _, running = ray.wait(watching, num_returns=len(watching), timeout=END_SECONDS)
+            if running:
+                late = ", ".join(p.title for p in processes if p.watching in running)
                 raise DeadlineError(
-                    f"{late} did not end within {END_SECONDS:g} s; kill what is left of them.", seconds=END_SECONDS
+                    f"{late} did not end within {END_SECONDS:g} s; kill the remaining processes.", seconds=END_SECONDS
                 )
 
     def close(self) -> None:
@@ -190,12 +190,12 @@ class Processes:
             self._ending.set()
             self._changed.notify_all()
         self._thread.join(END_SECONDS)
-        keeping = [p for role in PINNED for p in self.of(role)]
-        for process in keeping:
-            if process.info is None:  # It may have started, but nothing has waited for it.
+        pinned = [p for role in PINNED for p in self.of(role)]
+        for process in pinned:
+            if process.info is None:  # It may have started without anything waiting for it.
                 with contextlib.suppress(RayError):
                     process.info = ray.get(process.readiness, timeout=RETRY_SECONDS)
-        releasing = {p.handle.release.remote(): p.info.node for p in keeping if p.info is not None}
+        releasing = {p.handle.release.remote(): p.info.node for p in pinned if p.info is not None}
         if releasing:
             ray.wait(list(releasing), num_returns=len(releasing), timeout=RELEASE_SECONDS)
         for call, node in releasing.items():
@@ -208,11 +208,11 @@ class Processes:
     def on_unreleased(self, function: Callable[[], object]) -> None:
         """Calls a function on each host where a process has ended without removing its files."""
         for node in self._unreleased:
-            if _node_alive(node):  # Otherwise its memory is gone with it.
+            if _node_alive(node):  # Otherwise its memory is gone, too.
                 with contextlib.suppress(RayError, OSError):
                     run_on(node, function)
 
-    # --- the thread that watches ------------------------------------------------------------------------------
+    # --- the monitoring thread --------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._ending.is_set():
@@ -229,7 +229,7 @@ class Processes:
             for reference in ended:
                 process = watched[reference]
                 process.ended = reference
-                # At the same time: last lines from a host that is gone take long.
+                # In its own thread, as reading the last lines from a lost host takes long.
                 threading.Thread(target=self._ended, args=(process,), daemon=True).start()
 
     def _ended(self, process: Process) -> None:
@@ -251,7 +251,7 @@ class Processes:
             call = call or process.handle.info.remote()
             try:
                 process.info = ray.get(call, timeout=ATTEMPT_SECONDS)
-                # Not earlier: a call that fails before the process is back would count as its next death.
+                # Not earlier: a call that fails before the process has restarted would count as its next death.
                 process.watching = process.handle.watch.remote()
                 self._restarted(process)
                 return
@@ -266,14 +266,14 @@ class Processes:
                 died = True
             lost = process.role in PINNED and process.info is not None and not _node_alive(process.info.node)
             if died or lost:
-                self._fail(process, reason, " and is not restarted any more")
+                self._fail(process, reason, " and is not restarted again")
                 return
             if deadline.passed:
                 self._fail(process, reason, f" and did not restart within {self._timeout:g} s")
                 return
             self._ending.wait(RETRY_SECONDS)
 
-    def _fail(self, process: Process, reason: str, more: str = "") -> None:
+    def _fail(self, process: Process, reason: str, restart: str = "") -> None:
         with self._changed:
             if process not in self._processes:
                 return
@@ -281,7 +281,7 @@ class Processes:
             if process.role in PINNED and process.info is not None:
                 self._unreleased.add(process.info.node)
             self._failures.append(
-                RoleDiedError(f"{process.title} has died{more}: {reason}", role=process.role, rank=process.rank)
+                RoleDiedError(f"{process.title} has died{restart}: {reason}", role=process.role, rank=process.rank)
             )
             self._changed.notify_all()
 
@@ -297,7 +297,7 @@ def _node_alive(node: str) -> bool:
 
 
 def last_lines(process: Process) -> list[str]:
-    """Returns the last lines that a process printed, read on its host."""
+    """Returns the last lines of a process's output, read on its host."""
     info = process.info
     if info is None:
         return []
@@ -320,7 +320,7 @@ def run_on(node: str, function: Callable[[], T]) -> T:
 def run_on_all(nodes: Collection[str], function: Callable[[], T], timeout: float) -> dict[str, T]:
     """Runs a function on several hosts at the same time, and returns the results by host.
 
-    Blocks for `timeout` seconds at most.
+    Blocks for at most `timeout` seconds.
 
     Raises:
         DeadlineError: a host did not answer in time.
@@ -341,7 +341,7 @@ def run_on_all(nodes: Collection[str], function: Callable[[], T], timeout: float
         try:
             results[node] = ray.get(call, timeout=RELEASE_SECONDS)
         except RayError as error:
-            raise PersiaError(f"The host of Ray node {node} cannot be asked: {error}", node=node) from error
+            raise PersiaError(f"The host of Ray node {node} does not respond: {error}", node=node) from error
     return results
 
 
@@ -353,7 +353,7 @@ def own_node() -> str:
 
 def _task_on(node: str, function: Callable[[], T]) -> ray.ObjectRef[T]:
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    task = ray.remote(lambda: function())  # Not `function` itself: Ray refuses a partial one.
+    task = ray.remote(lambda: function())  # Wrapped, as Ray rejects `functools.partial`.
     return task.options(num_cpus=0, scheduling_strategy=where).remote()
 
 
@@ -364,7 +364,7 @@ def _tail(paths: Sequence[str]) -> list[str]:
             text = Path(path).read_text(errors="replace")
         except OSError:
             continue
-        # Ray adds lines of its own that begin with a colon.
+        # Ray adds its own lines, which start with a colon.
         lines += [line for line in text.splitlines() if line and not line.startswith(":")][-LAST_LINES:]
     return lines
 
@@ -374,7 +374,7 @@ def _quoted(lines: Sequence[str]) -> str:
 
 
 def _first_line(error: BaseException | None) -> str:
-    """Returns Ray's message without its advice."""
+    """Returns the first line of Ray's message, without its advice."""
     for line in str(error).splitlines():
         if "has died. " in line:
             return line.split("has died. ", 1)[1].split(" Some common causes")[0].rstrip(".") + "."
@@ -391,10 +391,10 @@ def _error_of(reference: Any) -> BaseException | None:
 
 
 def connect(address: str | None) -> bool:
-    """Connects this program to Ray, or starts Ray, unless connected; returns whether it did."""
+    """Connects this program to Ray, or starts Ray. Returns False if it is already connected."""
     if ray.is_initialized():
         return False
-    # Without an address Ray would join any cluster that it finds on this machine.
+    # Without an address Ray would join any cluster on this machine.
     address = address or (None if "RAY_ADDRESS" in os.environ else "local")
     with of_this_host_only() if address == "local" else contextlib.nullcontext():
         ray.init(address=address, namespace=NAMESPACE, include_dashboard=False if address == "local" else None)
@@ -403,34 +403,35 @@ def connect(address: str | None) -> bool:
 
 @contextlib.contextmanager
 def of_this_host_only() -> Iterator[None]:
-    """Lets the Ray that is started within listen at 127.0.0.1 only, as it does by itself on macOS and Windows.
+    """Lets a Ray that is started in the block listen only on 127.0.0.1, as it does by default on macOS and Windows.
 
-    Ray executes what it gets at its ports, so they must not be open to the network of a laptop. Its only switch is an
-    environment variable, read when Ray is imported: here for the processes that it starts, and as it was read here.
+    Ray executes requests at its ports, so they must not be open to the network of a laptop. The only switch is an
+    environment variable, which is read when Ray is imported. So this sets the variable, for processes that Ray starts,
+    and the constant, for this process.
     """
-    before = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
+    previous = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before[0]
+        ray_constants.ENABLE_RAY_CLUSTER = previous[0]
         del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
-        if before[1] is not None:
-            os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = before[1]
+        if previous[1] is not None:
+            os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = previous[1]
 
 
 def make_plan(servers: int, nn_workers: int, options: RayOptions) -> Plan:
     """Returns a plan without a coordinator, for a new cluster on the hosts of Ray.
 
     Raises:
-        ConfigError: there are several hosts, and PERSIA_CURVE_KEYS is not set.
+        ConfigError: there are several hosts, but PERSIA_CURVE_KEYS is not set.
     """
     loopback = sum(node["Alive"] for node in ray.nodes()) == 1
     keys = os.environ.get(KEYS_VARIABLE)
     if not loopback and not keys:
         raise ConfigError(
-            "This Ray cluster has several hosts, and there are no CURVE keys: anyone on the network could read and "
+            "This Ray cluster has several hosts, but there are no CURVE keys: anyone on the network could read and "
             "change the embeddings. Make keys with persia.rpc.make_keys, copy them to every host, and set "
             f"{KEYS_VARIABLE}.",
             field="cluster",

@@ -1,4 +1,4 @@
-"""The processes of a cluster by role: starts them when they are needed, and again after deaths."""
+"""The processes of a cluster by role: starts them when they are needed, and restarts them after deaths."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from persia.types import Feed
 __all__ = ["DEPART_SECONDS", "Roles"]
 
 DEPART_SECONDS = 5.0
-"""Seconds that the coordinator may take to note a departure."""
+"""Seconds that the coordinator may take to record a departure."""
 
 
 class Roles:
     """The processes of a cluster. Thread-safe; methods block while processes start.
 
     Args:
-        counts: numbers of processes by role; of those that scale, the numbers to start with.
-        options: of the cluster.
-        placer: chooses the hosts; None for those in turn.
+        counts: numbers of processes by role; for roles that scale, the initial numbers.
+        options: options of the cluster.
+        placer: chooses the hosts; None for the hosts in turn.
 
     Attributes:
         counts: see above.
@@ -47,12 +47,12 @@ class Roles:
         placer: see above.
         lock: held while processes start or end. Reentrant.
         running: held while a function runs on the NN workers.
-        service: what PSs and embedding workers serve; None until they start.
-        plan: addresses and settings; None until the coordinator has started, as are the next four.
+        service: service of PSs and embedding workers; None until they start.
+        plan: addresses and settings. None until the coordinator has started, like the next four attributes.
         coordinator: a connection to the coordinator.
         tokens: a connection to its token scheduler.
-        stream_log: a connection to its record of a stream.
-        processes: all of the cluster.
+        stream_log: a connection to its offset log of a stream.
+        processes: all processes of the cluster.
         feed: source and feed of the data loaders.
         closed: whether `close` has been called.
         ps_deaths: deaths of embedding PSs in the current run. In asynchronous modes a restarted PS is out of phase.
@@ -94,7 +94,7 @@ class Roles:
         """
         with self.lock:
             if self.closed:
-                raise ClosedError("This cluster is closed; create another one.")
+                raise ClosedError("This cluster is closed; create a new one.")
             if self.processes is None or self.plan is None or self.coordinator is None:
                 self._owns_ray = connect(self.options.address) or self._owns_ray
                 plan = make_plan(self.counts["embedding_ps"], self.counts["nn_worker"], self.options)
@@ -136,7 +136,7 @@ class Roles:
         """Starts the NN worker of a rank. Does not wait until it is ready.
 
         Raises:
-            ConfigError: its host is gone, and no other has what it needs.
+            ConfigError: its host is gone, and no other host has the required resources.
         """
         self.placer.reserve("nn_worker", [rank], wait=False)
         return self._start(NNWorkerHost, "nn_worker", rank)
@@ -152,14 +152,14 @@ class Roles:
         return server_capacities(service, nodes, self.options, self.placer.server_memory())
 
     def serve(self, service: Service, capacities: list[Shares] | None = None) -> SourceKind:
-        """Starts PSs, embedding workers and data loaders, unless they run; returns what the latter read.
+        """Starts PSs, embedding workers and data loaders, unless they run; returns the kind of source.
 
         Args:
-            service: what they serve.
-            capacities: of the PSs, if they have been divided already.
+            service: service of PSs and embedding workers.
+            capacities: capacities of the PSs, if they have already been divided.
 
         Raises:
-            ConfigError: they serve something else.
+            ConfigError: they serve another service.
         """
         with self.lock:
             processes, _, _ = self.started()
@@ -194,7 +194,7 @@ class Roles:
         """Starts embedding workers or data loaders. Does not wait until they are ready.
 
         Raises:
-            ConfigError: one cannot be placed; then none starts.
+            ConfigError: a process cannot be placed; then none starts.
         """
         host = EmbeddingWorkerHost if role == "embedding_worker" else DataLoaderHost
         self.placer.reserve(role, ranks)
@@ -245,12 +245,12 @@ class Roles:
     # --- deaths and restarts ------------------------------------------------------------------------------------
 
     def restart_servers(self, ranks: Sequence[int]) -> None:
-        """Replaces embedding PSs that have died permanently by empty ones, and the embedding workers.
+        """Replaces embedding PSs that have died permanently with empty ones, and restarts the embedding workers.
 
         Raises:
-            ConfigError: one cannot be placed, and no host has joined in time.
-            DeadlineError: one did not start in time.
-            RoleDiedError: one could not start, or something else has died.
+            ConfigError: a PS cannot be placed, and no host joined in time.
+            DeadlineError: a process did not start in time.
+            RoleDiedError: a process could not start, or another process has died.
         """
         with self.lock:
             assert self.processes is not None
@@ -268,13 +268,13 @@ class Roles:
             processes.await_ready(started, self.options.timeout)
 
     def forget_deaths(self) -> None:
-        """Forgets deaths of processes that the next run restarts anyway: between two runs they cost nothing."""
+        """Ends the last run if processes have died that the next run restarts: between runs these are no failures."""
         assert self.processes is not None
         if any(death.fields["role"] in RESTARTED for death in self.processes.failures()):
             self.end_run()
 
     def end_run(self) -> None:
-        """Ends all NN workers, as others may wait for the one that failed; the next run starts new ones."""
+        """Ends all NN workers, as others may wait for a failed one; the next run starts new ones."""
         with self.lock:
             if self.closed:
                 return
@@ -305,7 +305,7 @@ class Roles:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends all processes, and Ray if this has started it. Idempotent."""
+        """Ends all processes, and Ray if this object started it. Idempotent."""
         with self.lock:
             if self.closed:
                 return

@@ -23,13 +23,13 @@ LOG = get_logger("persia.cluster")
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 3.0
-"""Time for the cause of a failure to become known: NN workers that fail because of it may fail earlier."""
+"""Time to wait for the cause of a failure: NN workers may fail because of it before it is reported."""
 
 NOTICE_SECONDS = 30.0
-"""Time for the cause of a death to become known: calls fail earlier, and the successor of a PS may refuse pushes."""
+"""Time to wait for the cause of a death: calls fail earlier, and the successor of a PS may reject pushes."""
 
 RESTARTED = ("nn_worker", "dense_ps")
-"""Roles that restart together when one of them has died."""
+"""Roles that restart together after a death."""
 
 RECOVERABLE = (*RESTARTED, "embedding_ps")
 """Roles whose permanent death an attempt returns."""
@@ -39,16 +39,16 @@ CONSEQUENCES = (RoleDiedError, DeadlineError, StalePushError)
 
 
 class Replacement:
-    """Replaces dead NN workers while the others continue, within one attempt. For one thread.
+    """Replaces dead NN workers while the others continue, within one attempt. Not thread-safe.
 
     An asynchronous phase does not need a dead NN worker. The others train while its successor starts, which takes
     seconds; then the phase ends, and all restart.
 
     Args:
-        processes: of the cluster.
+        processes: processes of the cluster.
         tokens: the token scheduler.
-        generation: of the NN workers.
-        start: starts an NN worker of a rank.
+        generation: generation of the NN workers.
+        start: starts the NN worker of a rank.
         timeout: deadline in seconds.
     """
 
@@ -62,10 +62,10 @@ class Replacement:
         self._timeout = timeout
         self._starting: list[Process] = []
         self.deaths: dict[int, RoleDiedError] = {}
-        """Deaths by rank, of NN workers without which the others have continued."""
+        """Deaths, by rank, of NN workers without which the others have continued."""
 
     def replace(self, death: RoleDiedError) -> bool:
-        """Starts a successor of a dead NN worker if the others continue without it; returns whether they do."""
+        """Starts the successor of a dead NN worker if the others can continue; returns whether they continue."""
         rank = death.fields["rank"]
         if not self._tokens.cancel(self._generation, rank):
             return False
@@ -82,8 +82,8 @@ class Replacement:
         """Ends the phase once all successors have started.
 
         Raises:
-            DeadlineError: one is late.
-            RoleDiedError: one could not start.
+            DeadlineError: a successor is late.
+            RoleDiedError: a successor could not start.
         """
         if not self._starting:
             return
@@ -95,11 +95,11 @@ class Replacement:
 
 
 def pickled(function: Callable[[], Any], cluster: object) -> bytes:
-    """Pickles a function and all that it refers to; in place of the cluster an NN worker puts its own view of it."""
+    """Pickles a function and its references. NN workers substitute their own view for the cluster."""
 
     class Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-        def persistent_id(self, found: Any) -> str | None:
-            return CLUSTER if found is cluster else None
+        def persistent_id(self, obj: Any) -> str | None:
+            return CLUSTER if obj is cluster else None
 
     file = BytesIO()
     Pickler(file).dump(function)
@@ -116,24 +116,24 @@ def results(
     """Returns the results of the function on each NN worker, by rank.
 
     Args:
-        processes: all of the cluster.
-        calls: Ray's reference of the call of each NN worker.
-        operations: requests of the function that this process serves.
-        halting: polled; once true, NN workers are asked to end after their steps.
+        processes: all processes of the cluster.
+        calls: Ray references of the calls of the NN workers.
+        operations: operations that this process serves for the function.
+        halting: polled; once true, NN workers are requested to end after their step.
         replacement: decides whether the others continue after the death of an NN worker; None if they do not.
 
     Raises:
         RoleDiedError: a process has died.
-        Exception: the failure of the function, on the NN worker that failed first.
+        Exception: the error of the function on the NN worker that failed first.
     """
-    # A call that is left from the last run is used on: a second one would compete for the first request.
+    # Reuse a call that is left from the last run: a second one would compete for the first request.
     for worker in calls.values():
         worker.requesting = worker.requesting or worker.handle.next_request.remote(POLL_SECONDS)
     outcomes: dict[int, Outcome] = {}
     grace: Deadline | None = None
     dead: set[int] = set()
     while len(outcomes) + len(dead) < len(calls):
-        if halting():  # Each time, for NN workers that have just restarted.
+        if halting():  # Repeated for NN workers that have just restarted.
             for worker in calls.values():
                 worker.handle.halt.remote()
         waiting = [c for c, w in calls.items() if w.rank not in outcomes and w.rank not in dead]
@@ -155,8 +155,13 @@ def results(
                     raise RoleDiedError(f"{ended.title} has died: {error}", role=ended.role, rank=ended.rank) from error
                 break
         for death in processes.failures():
-            left = len(calls) - len(dead) - 1
-            if replacement is None or death.fields["role"] != "nn_worker" or not left or not replacement.replace(death):
+            others = len(calls) - len(dead) - 1
+            if (
+                replacement is None
+                or death.fields["role"] != "nn_worker"
+                or not others
+                or not replacement.replace(death)
+            ):
                 processes.check()
             dead.add(death.fields["rank"])
             processes.forget_failures("nn_worker", death.fields["rank"])
@@ -178,7 +183,7 @@ def _done(request: Any, operations: Mapping[str, Callable[..., Any]]) -> Outcome
 
 
 def _raise_first(processes: Processes, outcomes: Mapping[int, Outcome], nn_workers: int) -> None:
-    """Raises the most likely cause; a collective that has lost a peer is a consequence."""
+    """Raises the most likely cause. A collective that has lost a peer is a consequence, not a cause."""
     failed = [(rank, outcome.error, outcome.trace) for rank, outcome in outcomes.items() if outcome.error]
     if not failed:
         return
@@ -194,7 +199,7 @@ class Recovery:
     """The deaths and the recovery point of one attempt.
 
     Args:
-        ps_deaths: deaths of embedding PSs that restart; in asynchronous modes they are out of phase then.
+        ps_deaths: deaths of embedding PSs that restart. In asynchronous modes restarted PSs are out of phase.
     """
 
     def __init__(self, ps_deaths: Sequence[RoleDiedError]) -> None:
@@ -203,7 +208,7 @@ class Recovery:
         self.recovery_point: Any = None
 
     def save(self, recovery_point: Any) -> None:
-        """Takes a recovery point from `Connection.save_recovery_point`."""
+        """Stores a recovery point from `Connection.save_recovery_point`."""
         self.recovery_point = recovery_point
 
     @property
@@ -212,9 +217,9 @@ class Recovery:
         return list(self.replacement.deaths.values()) if self.replacement is not None else []
 
     def deaths(self, error: Exception) -> list[RoleDiedError]:
-        """Returns the deaths that made an attempt fail, to recover from; empty if it cannot be repeated.
+        """Returns the deaths that made an attempt fail; empty if it cannot be repeated.
 
-        Blocks for `NOTICE_SECONDS` at most, where a PS must have died and its death has not been noticed.
+        Blocks for at most `NOTICE_SECONDS` if a PS must have died and its death has not been noticed.
 
         Args:
             error: one of CONSEQUENCES.

@@ -26,46 +26,46 @@ LEAVE_SECONDS = 0.05
 
 
 def count_of(roles: Roles, role: str) -> int:
-    """Returns the number of embedding workers or data loaders, without leaving ones."""
+    """Returns the number of embedding workers or data loaders that are not leaving."""
     with roles.lock:
         if roles.service is None or roles.processes is None:
             return roles.counts[role]
         return sum(not p.leaving for p in roles.processes.of(role))
 
 
-def scale(roles: Roles, role: str, wanted: int) -> None:
+def scale(roles: Roles, role: str, count: int) -> None:
     """Starts or retires embedding workers or data loaders. Blocks until new ones serve and retired ones have ended.
 
     Raises:
-        ConfigError: `wanted` exceeds the free ranks, or a process cannot be placed.
+        ConfigError: `count` exceeds the free ranks, or a process cannot be placed.
         DeadlineError: a process did not start, or still had batches, in time.
         DataError: the source cannot be shared by this many data loaders.
     """
     with roles.lock:
         if roles.service is None:  # Nothing has started yet.
-            roles.counts[role] = wanted
+            roles.counts[role] = count
             return
         processes, _, coordinator = roles.started()
-        all_of_them = processes.of(role)
-        staying = [p for p in all_of_them if not p.leaving]
-        ranks = free_ranks(role, {p.rank for p in all_of_them}, wanted - len(staying))
+        existing = processes.of(role)
+        staying = [p for p in existing if not p.leaving]
+        ranks = free_ranks(role, {p.rank for p in existing}, count - len(staying))
         new = roles.start_role(role, ranks)
         processes.await_ready(new, roles.options.timeout)
-        retired = staying[wanted:]
+        retired = staying[count:]
         for process in retired:
             process.leaving = True
             coordinator.retire(role, process.rank)
         if role == "data_loader" and (new or retired):
             try:
                 roles.send_feed()
-            except DataError:  # The source cannot be shared by this many; training continues with the old ones.
+            except DataError:  # This many data loaders cannot share the source; training continues with the old ones.
                 for process in new:
                     coordinator.depart(role, process.rank, process.info.incarnation if process.info else 1, "")
                 processes.end(new)
                 roles.placer.release(role, ranks)
                 roles.send_feed()
                 raise
-    # Without the lock: training continues, and consumes their batches.
+    # Without the lock, as training continues and consumes their batches.
     for process in retired:
         await_leave(process, coordinator, roles.options.timeout, roles.running.locked)
     processes.end(retired)
@@ -76,13 +76,13 @@ def free_ranks(role: str, taken: Collection[int], count: int) -> list[int]:
     """Returns the lowest free ranks. A rank that was in use before gets a new incarnation.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few free ranks.
     """
     free = [rank for rank in range(MAX_PROCESSES) if rank not in taken]
     if count > len(free):
         raise ConfigError(
-            f"{count} more processes of the role {TITLES[role]} were requested, but {len(taken)} are running, leaving "
-            f"ones included, and the maximum is {MAX_PROCESSES}. Request fewer, or wait until some have left.",
+            f"{count} more processes of the role {TITLES[role]} were requested, but {len(taken)} are running, "
+            f"including leaving ones, and the maximum is {MAX_PROCESSES}. Request fewer, or wait until some have left.",
             field=f"cluster.{role}s",
         )
     return free[: max(0, count)]
@@ -92,7 +92,7 @@ def check_count(name: str, value: object) -> None:
     """Raises ConfigError unless the number of processes of a role is valid."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_PROCESSES:
         raise ConfigError(
-            f"Invalid Ray.{name} = {value!r}; expected a whole number from 1 to {MAX_PROCESSES}.",
+            f"Invalid Ray.{name} = {value!r}; expected an integer from 1 to {MAX_PROCESSES}.",
             field=f"cluster.{name}",
         )
 
@@ -101,7 +101,7 @@ def check_capacity(embedding_workers: int, data_loaders: int, nn_workers: int) -
     """Checks that the embedding workers can buffer all ready batches, so that a registration waits only after a fault.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the embedding workers can buffer too few.
     """
     ready, capacity = data_loaders * nn_workers * AHEAD, embedding_workers * WorkerOptions().capacity
     if ready >= capacity:
@@ -119,8 +119,8 @@ def await_leave(process: Process, coordinator: Coordinator, timeout: float, trai
         process: an embedding worker or data loader.
         coordinator: gets the report.
         timeout: deadline in seconds.
-        trains: whether training consumes batches. If not, batches stay at an embedding worker, and data loaders
-            register them again elsewhere.
+        trains: whether training consumes batches. If not, does not wait for the batches of an embedding worker; data
+            loaders register them again elsewhere.
 
     Raises:
         DeadlineError: the process still has batches.
@@ -139,14 +139,14 @@ def await_leave(process: Process, coordinator: Coordinator, timeout: float, trai
     except ray.exceptions.GetTimeoutError as error:
         raise _late(process, "does not answer", timeout) from error
     except ray.exceptions.RayActorError:
-        pass  # It has died meanwhile. Its batches are lost, and counted by the NN workers.
+        pass  # It has died meanwhile. NN workers count its batches as lost.
     if process.info is not None:
         rpc.within(coordinator, DEPART_SECONDS).depart(process.role, process.rank, process.info.incarnation)
 
 
-def _late(process: Process, what: str, timeout: float) -> DeadlineError:
+def _late(process: Process, problem: str, timeout: float) -> DeadlineError:
     return DeadlineError(
-        f"{process.title} is leaving, and {what} after {timeout:g} s. Check that training makes progress.",
+        f"{process.title} is leaving, but {problem} after {timeout:g} s. Check that training makes progress.",
         role=process.role,
         rank=process.rank,
         seconds=timeout,
