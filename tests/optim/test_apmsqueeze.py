@@ -188,7 +188,7 @@ def test_a_short_warm_up_is_warned_of(warmup, caplog):
     parameters, optimizer = make({"warmup": warmup}, [(1500,)])
     for number in range(warmup + 2):
         step(parameters, optimizer, number, 0, [(1500,)])
-    assert ("frozen after 19 steps only" in caplog.text) == (warmup == 19)
+    assert ("frozen after only 19 steps" in caplog.text) == (warmup == 19)
 
 
 @pytest.mark.parametrize("warmup", [30, 1])

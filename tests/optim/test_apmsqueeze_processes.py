@@ -132,7 +132,7 @@ def test_who_died_is_named_before_the_deadline(victim, at):
     for number, late, message, seconds in results:
         assert number == at
         assert late == [victim]
-        assert f"Not heard of: rank {victim}" in message
+        assert f"Silent: rank {victim}" in message
         assert seconds < 30.0
 
 
@@ -150,7 +150,7 @@ def test_who_is_late_is_named():
     with Processes(2) as processes:
         (found, operation), _ = processes.run(late)
     assert found == [1]
-    assert operation == "begin of step 1"
+    assert operation == "start of step 1"
 
 
 def in_a_subgroup(rank):

@@ -1,6 +1,6 @@
 """Optimizers: declarations for the rows of embedding tables, and APMSqueeze for the network.
 
-The declarations are defined in `persia.schema`, their update rules in the native store and, readable, in
+The declarations are defined in `persia.schema`, their update rules in the native store and, in a readable form, in
 `tests/support/twins/optimizers.py`. APMSqueeze needs torch and is imported on first use.
 """
 

@@ -1,4 +1,4 @@
-"""Agreement of the workers of APMSqueeze about a step, before it changes anything."""
+"""Agreement of the APMSqueeze workers about a step, before it changes anything."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Agreement(NamedTuple):
     Attributes:
         finite: whether all gradients of all workers are finite.
         norm: root mean square of the norms of the workers' gradients, unscaled.
-        ready: by cohort, whether all would end the warm-up.
-        active: by parameter, whether any worker has a gradient for it.
-        squares: by parameter, mean of the squared norms of the workers' gradients, unscaled; empty unless tracked.
+        ready: whether all workers would end the warm-up, by cohort.
+        active: whether any worker has a gradient for a parameter, by parameter.
+        squares: mean of the squared norms of the workers' gradients by parameter, unscaled; empty unless tracked.
     """
 
     finite: bool
@@ -45,16 +45,16 @@ def agree(
     track_scale: bool,
     what: str,
 ) -> Agreement:
-    """Computes by one small sum all facts that workers must agree on before a buffer changes. A collective; blocks.
+    """Computes all facts that workers must agree on before a buffer changes, in one small sum. A collective; blocks.
 
     Args:
-        gradients: of this worker, by parameter.
+        gradients: gradients of this worker, by parameter.
         cohorts: all cohorts.
         exchange: collectives with the other workers.
         pool: threads of the core, if the device is the host.
         scale: factor that undoes the loss scale.
-        overflow: whether a GradScaler has found gradients that are not finite.
-        track_scale: whether to agree on the norms of each parameter, too.
+        overflow: whether a GradScaler has found non-finite gradients.
+        track_scale: whether to also agree on the norms of each parameter.
         what: name of the step, for errors.
 
     Raises:
@@ -67,8 +67,8 @@ def agree(
     numbers += [float(cohort.ready()) for cohort in cohorts]
     numbers += [float(g is not None) for g in gradients]
     if track_scale:
-        found = iter(each)
-        numbers += [0.0 if g is None or bad else next(found) for g in gradients]
+        parameter_squares = iter(each)
+        numbers += [0.0 if g is None or bad else next(parameter_squares) for g in gradients]
     total = exchange.sum(torch.tensor(numbers, dtype=torch.float64), what).tolist()
     count = 2 + len(cohorts)
     last = count + len(gradients)

@@ -1,4 +1,4 @@
-"""APMSqueeze: Adam until v has stabilised, then momentum SGD preconditioned by v, which sends one bit per parameter.
+"""APMSqueeze: Adam until v has stabilized, then momentum SGD preconditioned by v, which sends one bit per parameter.
 
 "APMSqueeze: A Communication Efficient Adam-Preconditioned Momentum SGD Algorithm", arXiv 2008.11343, Algorithm 1.
 Lines 6, 7, 9, 10 and 11 are methods of :class:`persia.optim.buckets.Bucket`; :mod:`persia.optim.updates` has them in
@@ -34,21 +34,21 @@ __all__ = ["APMSqueeze"]
 _log = get_logger("persia.optim")
 
 SKIPS = 20
-"""Number of consecutive skipped steps that is too high for a search for a loss scale, which halves from 65,536."""
+"""Number of consecutive skipped steps that a search for a loss scale, which halves from 65,536, does not reach."""
 
 
 class APMSqueeze(torch.optim.Optimizer):
     """Adam that sends one bit per parameter after a warm-up. Not thread-safe; `step` blocks.
 
     `step` averages over the workers of a torch process group itself, so do not wrap the model in
-    DistributedDataParallel. The gradient of each worker is that of its own batch, and all workers have the same weight.
-    With one worker, or without torch.distributed, the optimizer works the same way, including compression. All workers
-    must call `step` the same number of times.
+    DistributedDataParallel. Each worker has the gradient of its own batch, and all workers have the same weight. With
+    one worker, or without torch.distributed, the optimizer works the same way, including compression. All workers must
+    call `step` the same number of times.
 
-    If torch.distributed is initialised, the constructor is a collective that broadcasts the first worker's parameters.
+    If torch.distributed is initialized, the constructor is a collective that broadcasts the first worker's parameters.
     If a gradient of any worker is not finite, all workers skip the step and count it. Parameters without gradient on
-    all workers do not change. Parameters that get their first gradient later have a warm-up of their own. Momentum, v
-    and errors are float32.
+    all workers do not change. Parameters that get their first gradient later have their own warm-up. Momentum, v and
+    errors are float32.
 
     Args:
         params: parameters or parameter groups, all on one device.
@@ -61,8 +61,8 @@ class APMSqueeze(torch.optim.Optimizer):
     Raises:
         ConfigError: an argument is invalid; the model is wrapped in DistributedDataParallel; or workers have different
             arguments.
-        DeadlineError: a worker was late or died during a collective; the message names the ranks. The optimizer cannot
-            be used any more; restart the workers from a checkpoint.
+        DeadlineError: a worker was late or died during a collective; the message names the ranks. The optimizer is
+            unusable afterwards; restart the workers from a checkpoint.
     """
 
     def __init__(
@@ -90,7 +90,9 @@ class APMSqueeze(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         if self.param_groups[0]["params"][0].device.type == "cpu":
             self._pool = ThreadPool(torch.get_num_threads())
-        self._step_supports_amp_scaling = True  # GradScaler lets us decide to skip, as all workers must agree.
+        self._step_supports_amp_scaling = (
+            True  # Tells GradScaler that `step` decides to skip, as all workers must agree.
+        )
         refuse_ddp(self._parameters())
         if dist.is_initialized():
             self._connected()
@@ -125,11 +127,11 @@ class APMSqueeze(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._began:  # The model may have been wrapped since.
+        if not self._began:  # The model may have been wrapped after the constructor.
             refuse_ddp(self._parameters())
             self._began = True
         exchange = self._connected()
-        before = exchange.sent
+        sent_before = exchange.sent
         gradients = [self._gradient(p) for p in self._parameters()]
         scale = self._unscaling()
         agreed = agree(
@@ -140,13 +142,13 @@ class APMSqueeze(torch.optim.Optimizer):
             scale=scale,
             overflow=bool(getattr(self, "found_inf", 0.0)),
             track_scale=self.options.track_scale,
-            what=f"begin of step {self._steps + 1}",
+            what=f"start of step {self._steps + 1}",
         )
         if not agreed.finite:
             self._skip()
             return loss
         self._skipped_in_a_row = 0
-        self._enrol(agreed)
+        self._update_cohorts(agreed)
         clip, clipped, warm_up = self.options.clip_norm, 1.0, self.phase == "warmup"
         if clip is not None and not warm_up:
             clipped = min(1.0, clip / (agreed.norm + 1e-6))
@@ -162,7 +164,7 @@ class APMSqueeze(torch.optim.Optimizer):
         momentum = self.options.communicate == "momentum"
         update_compressed([(c, c.scaled(r)) for c, r in compressed], exchange, momentum, self._steps)
         self._steps += 1
-        self._last_sent = exchange.sent - before
+        self._last_sent = exchange.sent - sent_before
         self._last_full = 8 * (exchange.size - 1) * sum(c.flat.size for c in self._cohorts) // exchange.size
         if self.options.debug:
             same_parameters(exchange, self._parameters(), self._steps)
@@ -170,12 +172,12 @@ class APMSqueeze(torch.optim.Optimizer):
 
     def _skip(self) -> None:
         if self._scaler is not None:
-            for found in self._scaler._found_inf_per_device(self).values():
-                found.fill_(1.0)
+            for found_inf in self._scaler._found_inf_per_device(self).values():
+                found_inf.fill_(1.0)
         self._skipped += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == SKIPS:
-            longer = "" if self.phase == "warmup" else ", and a longer warm-up if it went well before v was frozen"
+            longer = "" if self.phase == "warmup" else ", and a longer warm-up if v was frozen before it diverged"
             _log.warning(
                 "APMSqueeze skipped %d steps in a row, as gradients are not finite. The network has diverged; restart "
                 "from a checkpoint, with a smaller learning rate%s.",
@@ -206,14 +208,14 @@ class APMSqueeze(torch.optim.Optimizer):
             return 1.0
         if self._scaler is None and self._connected().size > 1:
             raise ConfigError(
-                "Gradients come from a GradScaler that APMSqueeze does not know; the workers' scales would drift "
-                "apart. Call optimizer.attach_scaler(scaler) once.",
+                "Gradients come from a GradScaler that is not attached to APMSqueeze; the workers' scales would "
+                "diverge. Call optimizer.attach_scaler(scaler) once.",
                 field="scaler",
             )
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else 1.0 / float(scale)
 
-    def _enrol(self, agreed: Agreement) -> None:
+    def _update_cohorts(self, agreed: Agreement) -> None:
         """Freezes cohorts whose warm-up is over; makes a cohort of parameters with their first gradient."""
         groups = self._groups()
         for cohort, ready in zip(self._cohorts, agreed.ready, strict=True):
@@ -234,7 +236,7 @@ class APMSqueeze(torch.optim.Optimizer):
     def _rules(
         self, cohort: Cohort, gradients: Sequence[torch.Tensor | None], active: Sequence[bool], scale: float
     ) -> list[Rule]:
-        """Makes the rules of this step by parameter of the cohort, and counts the step."""
+        """Makes the rules of this step, by parameter of the cohort, and counts the step."""
         cohort.steps += 1
         index = {id(p): i for i, p in enumerate(self._parameters())}
         groups = self._groups()
@@ -257,7 +259,7 @@ class APMSqueeze(torch.optim.Optimizer):
             if exchange.size > 1:
                 shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
                 beta2 = [group["betas"][1] for group in self.param_groups]
-                kind = msgspec.structs.replace(options, process_group=None, timeout=1.0)  # May differ.
+                kind = msgspec.structs.replace(options, process_group=None, timeout=1.0)  # These may differ.
                 same_everywhere(exchange, repr((len(shapes), kind, beta2, shapes)))
                 for parameter in parameters:
                     exchange.broadcast(parameter.detach(), "parameters of rank 0")
@@ -273,22 +275,22 @@ class APMSqueeze(torch.optim.Optimizer):
     def rewarm(self, steps: int) -> None:
         """Returns to Adam at full precision for a number of steps, and freezes v again. A collective; blocks.
 
-        For a change after which the frozen v does not fit: other data, another loss, longer sequences (arXiv
+        Use it after a change that makes the frozen v unsuitable: other data, another loss, longer sequences (arXiv
         2008.11343, section 5.1). Call it on all workers between the same two steps. The compression errors, delta_w of
-        worker w and delta of the servers, go into the momentum, so that the next update includes them; then each of the
-        next steps is line 2 of Algorithm 1 with the average g of the gradients, without bias correction of v::
+        worker w and delta of the servers, are added to the momentum, so that the next update includes them; then each
+        of the next steps is line 2 of Algorithm 1 with the average g of the gradients, without bias correction of v::
 
             m <- m + (mean_w delta_w + delta) / beta1          once; "gradient": times 1 - beta1
             v <- beta2 v + (1 - beta2) g^2,  m <- beta1 m + (1 - beta1) g,  x <- x - lr m / (sqrt(v) + eps)
 
-        Parameters whose first warm-up is not over stay in it for at least `steps`. `phase` is "warmup" until the end.
+        Parameters whose first warm-up is not over remain in it for at least `steps`. `phase` is "warmup" until the end.
 
         Args:
-            steps: number of steps, the same on all workers. As for the first warm-up, 20 at least are advisable;
-                1 / (1 - beta2) replace most of v.
+            steps: number of steps, the same on all workers. As for the first warm-up, use at least 20; 1 / (1 - beta2)
+                steps replace most of v.
 
         Raises:
-            ConfigError: `steps` is not a whole number >= 1, or differs between workers; or the network is on dense PSs.
+            ConfigError: `steps` is not an integer >= 1, or differs between workers; or the network is on dense PSs.
             DeadlineError: see the class.
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
@@ -299,9 +301,11 @@ class APMSqueeze(torch.optim.Optimizer):
                 "all-reduce mode.",
                 field="steps",
             )
-        given = self._connected().gather(torch.tensor([steps]), "rewarm").flatten().tolist()
-        if len(set(given)) > 1:
-            raise ConfigError(f"steps of rewarm differs between workers: {given}, by rank.", field="steps")
+        steps_by_rank = self._connected().gather(torch.tensor([steps]), "rewarm").flatten().tolist()
+        if len(set(steps_by_rank)) > 1:
+            raise ConfigError(
+                f"steps of rewarm differs between workers: {steps_by_rank} by rank; pass equal numbers.", field="steps"
+            )
         self._flush()
         for cohort in self._cohorts:
             cohort.rewarm(steps)
@@ -327,7 +331,7 @@ class APMSqueeze(torch.optim.Optimizer):
         return self._cohorts[0].phase if self._cohorts else "warmup"
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Makes a GradScaler see overflows of all workers, so that all scales stay equal. Call it once."""
+        """Lets a GradScaler see overflows of all workers, so that all scales remain equal. Call it once."""
         self._scaler = scaler
 
     def statistics(self) -> dict[str, Any]:
@@ -368,8 +372,8 @@ class APMSqueeze(torch.optim.Optimizer):
     def consolidate(self) -> dict[str, Any]:
         """Gathers the state of all workers into host memory on each of them. A collective; blocks.
 
-        Any number of workers can load it. With the same number, training continues bit for bit; otherwise each worker
-        takes the mean of all worker errors. The state holds all worker errors, n times the size of the parameters.
+        Any number of workers can load it. With the same number, training continues bit-identically; otherwise each
+        worker takes the mean of all worker errors. The state has all worker errors, n times the size of the parameters.
 
         Raises:
             DeadlineError: see the class.
@@ -380,11 +384,11 @@ class APMSqueeze(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of `state_dict` or `consolidate`. Does not communicate; the next `step` distributes it.
+        """Loads a state from `state_dict` or `consolidate`. Does not communicate; the next `step` distributes it.
 
         Raises:
-            CheckpointError: the state does not match the parameters. The next `step` raises it for the own state of
-                another worker.
+            CheckpointError: the state does not match the parameters. The next `step` raises it for another worker's
+                own state.
         """
         optimizer_state.check(state_dict, self._parameters())
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -398,11 +402,11 @@ class APMSqueeze(torch.optim.Optimizer):
     def hand_over(self) -> averaged.Averaged:
         """Returns the optimizer that continues on dense PSs, where gradients are averaged. A collective; blocks.
 
-        Adds the compression errors so far to the momentum. Parameter groups are shared, so a schedule affects both.
+        Adds the compression errors to the momentum. Parameter groups are shared, so a schedule affects both optimizers.
         Until `take_back`, do not call `step` or read the state.
 
         Returns:
-            The same object at each call, with the current state.
+            The same object for each call, with the current state.
 
         Raises:
             DeadlineError: see the class.
@@ -416,7 +420,7 @@ class APMSqueeze(torch.optim.Optimizer):
         return self._averaged
 
     def take_back(self) -> None:
-        """Takes over the current state of the result of `hand_over`. Does not communicate.
+        """Takes the current state back from the result of `hand_over`. Does not communicate.
 
         A warm-up may end at the next step. "auto" restarts its window.
         """

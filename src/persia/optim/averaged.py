@@ -20,9 +20,9 @@ __all__ = ["Averaged", "fill", "flush", "read"]
 class Averaged(torch.optim.Optimizer):
     """The updates of APMSqueeze on averaged gradients, tensor by tensor. Not thread-safe.
 
-    During the warm-up it is Adam; once v is frozen, it divides the momentum by its root. It does not freeze v itself: a
-    warm-up that is over meanwhile ends when APMSqueeze takes the network back. State by parameter: `step`, `exp_avg`,
-    `exp_avg_sq` as in Adam, `frozen`, and `corrected`: whether the bias of v is.
+    During the warm-up it is Adam; once v is frozen, it divides the momentum by the root of v. It does not freeze v
+    itself: a warm-up that is over meanwhile ends when APMSqueeze takes the network back. State by parameter: `step`,
+    `exp_avg`, `exp_avg_sq` as in Adam, `frozen`, and `corrected`: whether the bias of v is corrected.
 
     Args:
         groups: parameter groups, each with `lr`, `betas`, `eps`, `weight_decay`.
@@ -62,7 +62,7 @@ class Averaged(torch.optim.Optimizer):
         parameter.copy_(parameter * (1.0 - group["lr"] * group["weight_decay"]) - change)
 
     def maker(self, parameters: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Averaged]:
-        """Returns a picklable function that makes such an optimizer, without state, for other tensors in this order."""
+        """Returns a picklable function that makes such an optimizer without state for other tensors in this order."""
         number = {id(p): i for i, p in enumerate(parameters)}
         return _Maker([{**group, "params": [number[id(p)] for p in group["params"]]} for group in self.param_groups])
 
@@ -85,7 +85,7 @@ def flush(cohort: Cohort, beta1: Sequence[float], momentum: bool, exchange: Exch
     Args:
         cohort: the cohort, compressed or not.
         beta1: decay by parameter of the cohort. If 0, the next update includes neither momentum nor errors.
-        momentum: whether the errors are those of the momentum; else of gradients.
+        momentum: whether the errors are errors of the momentum; otherwise of gradients.
         exchange: collectives with the other workers.
     """
     cohort.settle()
@@ -93,7 +93,7 @@ def flush(cohort: Cohort, beta1: Sequence[float], momentum: bool, exchange: Exch
         return
     flat = cohort.flat
     unsent = flat.error.mul_(1.0 / exchange.size).add_(cohort.server_error())
-    exchange.start_sum(unsent, "what was never sent")()
+    exchange.start_sum(unsent, "unsent errors")()
     for m, e, b in zip(flat.views(flat.momentum), flat.views(unsent), beta1, strict=True):
         m.add_(e, alpha=(1.0 if momentum else 1.0 - b) / b if b else 0.0)
     flat.error.zero_()
@@ -101,7 +101,7 @@ def flush(cohort: Cohort, beta1: Sequence[float], momentum: bool, exchange: Exch
 
 
 def fill(averaged: Averaged, cohorts: Sequence[Cohort]) -> None:
-    """Sets the state to that of flushed cohorts. Shares their tensors. A frozen v and its scale stay meanwhile."""
+    """Sets the state from flushed cohorts. Shares their tensors. A frozen v and its scale do not change meanwhile."""
     averaged.state.clear()
     for cohort in cohorts:
         cohort.fold_scale()
@@ -124,13 +124,13 @@ def read(
 
     Args:
         averaged: the optimizer of the dense PSs.
-        cohorts: cohorts from which it was filled. Parameters of no cohort form another one.
+        cohorts: cohorts from which it was filled. Parameters without a cohort form another one.
         parameters: parameters in the order of their numbers.
     """
     number = {id(p): i for i, p in enumerate(parameters)}
     state: dict[int, dict[str, torch.Tensor]] = {}
-    about: list[dict[str, Any]] = []
-    most = 0
+    records: list[dict[str, Any]] = []
+    max_steps = 0
     known = {id(p) for cohort in cohorts for p in cohort.flat.parameters}
     new = [p for p in parameters if id(p) not in known and averaged.state.get(p)]
     groups: list[tuple[Sequence[torch.Tensor], Sequence[int], dict[str, Any]]] = [
@@ -138,18 +138,18 @@ def read(
     ]
     started = {"phase": "warmup", "steps": 0, "until": 0, "corrected": False}
     for members, updates, header in [*groups, (new, [0] * len(new), started)]:
-        made = 0
-        for parameter, before in zip(members, updates, strict=True):
+        steps = 0
+        for parameter, previous in zip(members, updates, strict=True):
             i, values = number[id(parameter)], averaged.state[parameter]
             state[i] = {name: values[name].detach() for name in ("step", "exp_avg", "exp_avg_sq")}
             if header["phase"] == "compressed":
                 zeros = torch.zeros_like(values["exp_avg"])
                 state[i] |= {"worker_error": zeros[None], "server_error": zeros}
-            made = max(made, int(values["step"]) - before)
+            steps = max(steps, int(values["step"]) - previous)
         if members:
             numbers = [number[id(p)] for p in members]
             # "auto" restarts its window.
-            changed = {"parameters": numbers, "steps": header["steps"] + made, "norms": [], "rates": []}
-            about.append({**header, **changed})
-        most = max(most, made)
-    return {"state": state, HEADER: {"version": VERSION, "workers": 1, "rank": None, "cohorts": about}}, most
+            changed = {"parameters": numbers, "steps": header["steps"] + steps, "norms": [], "rates": []}
+            records.append({**header, **changed})
+        max_steps = max(max_steps, steps)
+    return {"state": state, HEADER: {"version": VERSION, "workers": 1, "rank": None, "cohorts": records}}, max_steps

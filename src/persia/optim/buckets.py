@@ -1,6 +1,6 @@
-"""Buckets: runs of a flat array of parameters, and the parts of a step on them; in torch, on any device.
+"""Buckets: ranges of a flat array of parameters, and the parts of a step on them; in torch, on any device.
 
-:mod:`persia.optim.native` does the same on CPUs in fewer passes over memory.
+:mod:`persia.optim.native` does the same on CPUs with fewer passes over memory.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ ALIGNMENT = 64
 
 
 LEAST_BUCKETS = 6
-"""Buckets of a network that has enough parameters. One is packed while another one is sent, but for first and last."""
+"""Minimum number of buckets of a network with enough parameters, so that one is packed while another one is sent."""
 
 LEAST_BYTES = 1 << 20
-"""Size below which a bucket is not cut for that, in bytes of float32: messages have costs of their own."""
+"""Minimum size of such a bucket in bytes of float32, as each message has a fixed cost."""
 
 
 class Rule(NamedTuple):
     """Update of one parameter in one step.
 
     Attributes:
-        gradient: float32, flat, contiguous; None if this worker has none.
+        gradient: gradient, float32, flat, contiguous; None if this worker has none.
         active: whether any worker has a gradient for it; otherwise the parameter does not change.
-        scale: factor on the gradient: undoes loss scaling, and clips.
+        scale: factor on the gradient: undoes loss scaling and clips.
         beta1: decay of the momentum.
         beta2: decay of v.
         rate: learning rate, including the bias correction of m.
@@ -57,7 +57,7 @@ class Rule(NamedTuple):
 
 
 class Flat:
-    """Flat arrays of momentum, v and worker error of some parameters: larger tensors first, then the small ones.
+    """Flat arrays of momentum, v and worker error of parameters: larger tensors first, then small ones.
 
     Args:
         parameters: parameters on one device.
@@ -83,12 +83,12 @@ class Flat:
 
 
 def bucket_count(large: int, bucket_bytes: int) -> int:
-    """Returns the number of buckets for so many elements of larger tensors."""
+    """Returns the number of buckets for a number of elements of larger tensors."""
     return max(-(-4 * large // bucket_bytes), min(LEAST_BUCKETS, 4 * large // LEAST_BYTES))
 
 
 def ranges(flat: Flat, bucket_bytes: int, compressor: Compressor) -> list[tuple[int, int, Compressor]]:
-    """Returns begin, end and compressor of buckets: similar sizes for larger tensors, one for all small ones."""
+    """Returns begin, end and compressor of buckets: of similar size for larger tensors, and one for all small ones."""
     count = bucket_count(flat.large, bucket_bytes)
     edges = [flat.large * i // count // ALIGNMENT * ALIGNMENT for i in range(count)] + [flat.large]
     large = [(begin, end, compressor) for begin, end in itertools.pairwise(edges) if end > begin]
@@ -99,7 +99,7 @@ def ranges(flat: Flat, bucket_bytes: int, compressor: Compressor) -> list[tuple[
 
 
 class BucketPiece(NamedTuple):
-    """A run of a parameter that lies in a bucket.
+    """The part of a parameter that is in a bucket.
 
     Attributes:
         number: number of the parameter in the Flat.
@@ -115,12 +115,12 @@ class BucketPiece(NamedTuple):
 
 
 class Bucket:
-    """A run of a Flat that is sent at once, in one chunk per worker, of equal length except the last ones.
+    """A range of a Flat that is sent together, in one chunk per worker, of equal length except the last ones.
 
     Args:
         flat: the flat arrays.
-        begin: begin of the run.
-        end: end of the run.
+        begin: start of the range.
+        end: end of the range.
         compressor: compressor of its chunks.
         workers: number of workers, and rank of this one.
     """
@@ -130,8 +130,8 @@ class Bucket:
         self.workers, self.rank = workers
         size = end - begin
         self.chunk = -(-size // (self.workers * ALIGNMENT)) * ALIGNMENT
-        cuts = [min(size, i * self.chunk) for i in range(self.workers + 1)]
-        self.chunks = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+        bounds = [min(size, i * self.chunk) for i in range(self.workers + 1)]
+        self.chunks = [slice(a, b) for a, b in itertools.pairwise(bounds)]
         self.own = self.chunks[self.rank]
         self.momentum, self.variance, self.error = (
             array[begin:end] for array in (flat.momentum, flat.variance, flat.error)
@@ -162,7 +162,7 @@ class Bucket:
         return out
 
     def adam(self, rules: Sequence[Rule], gradients: torch.Tensor, factor: float) -> None:
-        """Runs a step of Adam with gradients in the order of the bucket, which it may change, times a factor."""
+        """Runs an Adam step with gradients times a factor, in the order of the bucket. May change the gradients."""
         for piece in self.pieces:
             rule = rules[piece.number]
             if not rule.active:
@@ -188,11 +188,11 @@ class Bucket:
 
     def average(self, key: int) -> None:
         """Runs line 9: averages this worker's chunk, adds the server error, and compresses into `averaged`."""
-        bytes_ = self.compressor.payload_bytes(len(self.server_error))
-        self.compressor.average(self.received[:, :bytes_], self.server_error, self.averaged[:bytes_], key)
+        size = self.compressor.payload_bytes(len(self.server_error))
+        self.compressor.average(self.received[:, :size], self.server_error, self.averaged[:size], key)
 
     def apply(self, rules: Sequence[Rule], momentum: bool) -> None:
-        """Runs lines 10 and 11: takes the averages as the new momentum, and updates the parameters."""
+        """Runs lines 10 and 11: uses the averages as the new momentum, and updates the parameters."""
         target = self.momentum if momentum else torch.empty_like(self.momentum)
         self.decompress(target)
         for piece in self.pieces:
@@ -208,7 +208,7 @@ class Bucket:
             self.compressor.decompress(self._payload(self.gathered[k], chunk), out[chunk])
 
     def settle(self) -> None:
-        """Brings `momentum` up to date so that it can be read."""
+        """Updates `momentum` so that it can be read."""
 
     def _payload(self, row: torch.Tensor, chunk: slice) -> torch.Tensor:
         return row[: self.compressor.payload_bytes(chunk.stop - chunk.start)]

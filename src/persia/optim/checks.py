@@ -1,4 +1,4 @@
-"""Checks of APMSqueeze: no other code averages gradients, and all workers have equal arguments and parameters."""
+"""Checks of APMSqueeze: no other code averages gradients; all workers have equal arguments and parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["check_group", "refuse_ddp", "same_everywhere", "same_parameters"]
 
 
 def check_group(group: dict[str, Any], device: torch.device) -> None:
-    """Raises ConfigError if an argument of a parameter group is invalid, or a parameter is not real or elsewhere."""
+    """Raises ConfigError for an invalid argument of a parameter group, or a parameter that is complex or elsewhere."""
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ConfigError(f"Invalid betas = {betas!r}; expected two numbers.", field="betas")
@@ -32,32 +32,32 @@ def check_group(group: dict[str, Any], device: torch.device) -> None:
     for parameter in group["params"]:
         if parameter.device != device or not parameter.is_floating_point():
             raise ConfigError(
-                f"A parameter is {parameter.dtype} on {parameter.device}, the first one is on {device}. APMSqueeze "
-                "wants real parameters on one device.",
+                f"A parameter is {parameter.dtype} on {parameter.device}, but the first one is on {device}. Use real "
+                "parameters on one device.",
                 field="params",
             )
 
 
 def refuse_ddp(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Raises ConfigError if a DistributedDataParallel of this process holds one of the parameters."""
-    # A wrapper needs a process group; and a look at all objects takes 0.1 s where there are many.
+    # A wrapper needs a process group; iterating over many objects takes 0.1 s.
     if not dist.is_initialized():
         return
-    mine = {id(p) for p in parameters}
-    for found in gc.get_objects():
-        # By type: `isinstance` asks the object, and proxies answer with work or warnings.
-        if issubclass(type(found), DistributedDataParallel) and any(id(p) in mine for p in found.parameters()):
+    ids = {id(p) for p in parameters}
+    for module in gc.get_objects():
+        # By type, as `isinstance` accesses the object, which can be a proxy that computes or warns.
+        if issubclass(type(module), DistributedDataParallel) and any(id(p) in ids for p in module.parameters()):
             raise ConfigError(
-                "The model is wrapped in DistributedDataParallel, and APMSqueeze averages by itself: gradients would "
-                "travel twice, once uncompressed. Leave the wrapper out.",
+                "The model is wrapped in DistributedDataParallel, but APMSqueeze averages itself: gradients would be "
+                "sent twice, once uncompressed. Remove the wrapper.",
                 field="params",
             )
 
 
 def same_everywhere(exchange: Exchange, description: str) -> None:
-    """Raises ConfigError if workers have different arguments, which would block them or mix up bytes."""
+    """Raises ConfigError if workers have different arguments, which would cause deadlocks or corrupt messages."""
     digest = hashlib.sha256(description.encode()).digest()
-    rows = exchange.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8), "first meeting")
+    rows = exchange.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8), "check of arguments")
     others = [rank for rank, row in enumerate(rows) if not torch.equal(row, rows[0])]
     if others:
         raise ConfigError(
@@ -77,9 +77,8 @@ def same_parameters(exchange: Exchange, parameters: Sequence[torch.nn.Parameter]
         if not torch.equal(row, rows[0]):
             index = int((row != rows[0]).nonzero()[0])
             raise PersiaError(
-                f"After step {step}, parameter {index} differs between rank 0 and rank {rank}. Something else "
-                "changes it on "
-                "one worker only: a learning rate, a hook, an initialisation that is not the same.",
+                f"After step {step}, parameter {index} differs between rank 0 and rank {rank}. Other code "
+                "changes it on only one worker; check learning rates, hooks and initialization.",
                 rank=rank,
                 parameter=index,
                 step=step,

@@ -29,11 +29,11 @@ STABLE = 0.04
 """Relative change of ||v||_1 over a window that counts as stable."""
 
 SHORT = 20
-"""Steps of a warm-up that is long enough for v not to be tiny by chance."""
+"""Minimum steps of a warm-up for which no element of v is tiny by chance."""
 
 
 class Cohort:
-    """Parameters that started training at the same step. Parameters that are unfrozen later have a cohort of their own.
+    """Parameters that started training at the same step. Parameters that are unfrozen later form another cohort.
 
     Args:
         parameters: parameters on one device.
@@ -45,12 +45,12 @@ class Cohort:
     Attributes:
         phase: "warmup" or "compressed".
         steps: number of steps so far.
-        until: step before which the warm-up does not end.
+        until: first step at which the warm-up may end.
         scale: scale of the frozen v by parameter of `flat`, if it is tracked.
-        refresh: schedule of the updates of the frozen v, if there are any.
-        corrected: whether the bias of v is corrected: from the first end of the warm-up on.
-        updates: number of steps by parameter of `flat`, without those in which it had no gradient.
-        norms: bias-corrected ||v||_1 after the last steps, as many as `warmup="auto"` needs.
+        refresh: schedule of the updates of the frozen v, if any.
+        corrected: whether the bias of v has been corrected, at the first end of the warm-up.
+        updates: number of steps in which a parameter of `flat` had a gradient, by parameter.
+        norms: bias-corrected ||v||_1 after the last steps, for `warmup="auto"`.
         rates: learning rates in the same steps, by parameter group.
     """
 
@@ -95,18 +95,18 @@ class Cohort:
         """Whether this worker would end the warm-up now.
 
         "auto": | ||v_t||_1 - ||v_(t-w)||_1 | <= 0.04 ||v_(t-w)||_1, and no learning rate is larger in step t than in
-        step t - w, where w = 1 / (1 - beta2). Gradients may keep their size while the learning rate is still so low
-        that the network hardly moves. (Section 5.1 of arXiv 2008.11343 sets a number of steps.)
+        step t - w, where w = 1 / (1 - beta2). Gradients may not change in size while the learning rate is still so low
+        that the network hardly changes. (Section 5.1 of arXiv 2008.11343 sets a number of steps.)
         """
         if self.phase == "compressed" or self.steps < self.until:
             return False
-        if self.corrected:  # The warm-up is that of `rewarm`.
+        if self.corrected:  # A warm-up by `rewarm`.
             return True
         if self._options.warmup != "auto":
             return self.steps >= self._options.warmup
         if self.steps < 2 * self._window or len(self.norms) <= self._window:
             return False
-        # Empty after a checkpoint that has no rates. Groups may have been added since.
+        # Empty after loading a checkpoint without rates. Groups may have been added since.
         if self.rates and any(late > early for early, late in zip(self.rates[0], self.rates[-1], strict=False)):
             return False
         return abs(self.norms[-1] - self.norms[0]) <= STABLE * self.norms[0]
@@ -115,7 +115,7 @@ class Cohort:
         """Ends the warm-up: corrects the bias of v, raises its tiny elements, and freezes it. Blocks.
 
         Args:
-            bias2: divisor for the bias correction of v, by parameter; unused if it is corrected already.
+            bias2: divisor for the bias correction of v, by parameter; unused if it is already corrected.
         """
         for v, bias in zip(self.flat.views(self.flat.variance), bias2, strict=True):
             v.div_(1.0 if self.corrected else bias)
@@ -131,9 +131,9 @@ class Cohort:
         _log.info("APMSqueeze: v frozen after %d steps; compressed from now on", self.steps)
         if self.steps < SHORT:
             _log.warning(
-                "APMSqueeze: v was frozen after %d steps only. By chance a mean of so few squares is far too small for "
-                "some elements, and their steps will be far too long: the network may diverge. Warm up for %d steps at "
-                "least, as a rule for 15 %% of the run.",
+                "APMSqueeze: v was frozen after only %d steps. A mean of so few squares is far too small for some "
+                "elements by chance, so their steps will be far too large and the network may diverge. Warm up for at "
+                "least %d steps, as a rule for 15 %% of the run.",
                 self.steps,
                 SHORT,
             )
@@ -144,18 +144,18 @@ class Cohort:
         overall = self.flat.variance.mean()
         means = torch.stack([v.mean() if v.numel() else overall for v in views])
         means = torch.where(means > 0, means, overall if overall > 0 else torch.ones_like(overall))
-        # Workers may round a sum differently, so all use that of one worker.
+        # Workers may round a sum differently, so all use the sum of one worker.
         self._exchange.broadcast(means, what)
         for v, mean in zip(views, means, strict=True):
             v.clamp_(min=self._options.variance_floor * mean)
         if self._options.variance_floor == 0.0:
-            self.flat.variance.masked_fill_(self.flat.variance == 0.0, math.inf)  # Such elements stay as they are.
+            self.flat.variance.masked_fill_(self.flat.variance == 0.0, math.inf)  # Such elements do not change.
 
     # --- full precision ---------------------------------------------------------------------------------------
 
     @property
     def full(self) -> bool:
-        """Whether the current step is one of Adam's, at full precision: in the warm-up, or to update the frozen v."""
+        """Whether the current step is an Adam step at full precision: in the warm-up, or to update the frozen v."""
         return self.phase == "warmup" or (self.refresh is not None and self.refresh.due(self.steps))
 
     def full_rules(self, rules: list[Rule]) -> list[Rule]:
@@ -170,7 +170,7 @@ class Cohort:
         return [rule._replace(beta2=1.0 - weight) for rule, weight in zip(rules, weights, strict=True)]
 
     def scratch(self, bucket: Bucket) -> torch.Tensor:
-        """Returns an array for the gradients of a step at full precision. In the warm-up there are no errors yet."""
+        """Returns an array for the gradients of a step at full precision. Reuses the errors in the warm-up."""
         return bucket.error if self.phase == "warmup" else torch.empty_like(bucket.error)
 
     def end_full(self, bias2: Sequence[float], rates: Sequence[float]) -> None:
@@ -187,7 +187,7 @@ class Cohort:
             self.refresh.updated(self.steps)
 
     def rewarm(self, steps: int) -> None:
-        """Continues with Adam, from the frozen v, for a number of steps. The errors must be zero."""
+        """Continues with Adam from the frozen v for a number of steps. The errors must be zero."""
         self.until = self.steps + steps
         if self.phase == "compressed":
             self.fold_scale()
@@ -222,7 +222,7 @@ class Cohort:
                 v.mul_(factor**2)
 
     def settle(self) -> None:
-        """Brings the momentum up to date so that it can be read."""
+        """Updates the momentum so that it can be read."""
         for bucket in self.buckets:
             bucket.settle()
 
@@ -234,7 +234,7 @@ class Cohort:
         return whole
 
     def set_scales(self, values: list[tuple[float, float, float]]) -> None:
-        """Adopts the tracked scales of a loaded state. If they are tracked no longer, v keeps the scale it has now."""
+        """Sets the tracked scales of a loaded state. If they are no longer tracked, v keeps the current scale."""
         if self.scale is not None:
             self.scale.values = values
             return

@@ -27,7 +27,7 @@ def bucket_class(flat: Flat, compressor: Compressor) -> type[Bucket]:
 
 
 def squares(tensors: Sequence[torch.Tensor], pool: ThreadPool | None) -> list[float]:
-    """Returns the sum of squares of each flat float32 tensor; finite if its values are. Without a pool synchronises."""
+    """Returns the sum of squares of each flat float32 tensor; finite if its values are. Synchronizes without a pool."""
     if pool is not None:
         return [float(_core.sum_of_squares(t.data_ptr(), t.numel(), pool)) for t in tensors]
     if not tensors:
@@ -37,7 +37,7 @@ def squares(tensors: Sequence[torch.Tensor], pool: ThreadPool | None) -> list[fl
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor], pool: ThreadPool | None) -> float:
-    """Returns the sum of squares of flat float32 tensors; finite if all values are. Without a pool it synchronises."""
+    """Returns the sum of squares of flat float32 tensors; finite if all values are. Synchronizes without a pool."""
     return sum(squares(tensors, pool))
 
 

@@ -17,18 +17,18 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """Advanced options of APMSqueeze.
 
     Args:
-        warmup: steps of full-precision Adam before v is frozen; "auto": until ||v||_1 has stabilised over a window of
-            1 / (1 - beta2) steps, at least two windows, and no learning rate has risen over it.
+        warmup: steps of full-precision Adam before v is frozen; "auto": until ||v||_1 has stabilized over a window of
+            1 / (1 - beta2) steps, in which no learning rate has risen, and for at least two windows.
         compressor: compression after the warm-up: `OneBit`, `TopK`, `StochasticTernary`; `Uncompressed` or None for
-            none.
+            no compression.
         communicate: "momentum" (APMSqueeze), or "gradient" (APGSqueeze of the paper, section 5.3).
-        clip_norm: maximum global norm of the gradient; None for no clipping. During the warm-up, the norm is that of
-            the average. Afterwards no worker has the average, and it is the root mean square of the workers' norms,
-            an upper bound.
+        clip_norm: maximum global norm of the gradient; None for no clipping. During the warm-up, it is the norm of
+            the average. Afterwards no worker has the average, so it is the root mean square of the workers' norms, an
+            upper bound.
         bucket_bytes: maximum bytes of parameters, as float32, that are sent together. A network of 1 MiB or more has
-            up to 6 buckets, however small they get.
+            up to 6 buckets, regardless of their size.
         variance_floor: minimum of an element of the frozen v, as a fraction of its tensor's mean. Compression gives an
-            element noise as large as its neighbours' momentum, which division by a v near 0 would amplify.
+            element noise as large as its neighbors' momentum, which division by a v near 0 would amplify.
         track_scale: after the warm-up, multiplies the root of the frozen v by one number per tensor, which follows the
             norms of the workers' gradients; see :class:`persia.optim.tracked_scale.TrackedScale`. Not in the paper.
         refresh_variance: updates the frozen v in some steps, with gradients averaged in float32. Their distance is 1
@@ -73,7 +73,7 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def _check_count(name: str, value: object, other: str) -> None:
-    """Raises ConfigError unless `value` is a number of steps; `other` is what the option takes beside one."""
+    """Raises ConfigError unless `value` is a number of steps; `other` is the option's alternative value."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_STEPS:
         raise ConfigError(
             f"Invalid {name} = {value!r}; expected a whole number from 1 to {MAX_STEPS}, or {other}.", field=name

@@ -13,16 +13,16 @@ class TrackedScale:
         q_p <- beta2 q_p + (1 - beta2) 1/n sum_w |g_w,p|^2,  u_p <- beta2 u_p + (1 - beta2),  q_p^ = q_p / u_p
         s_p = sqrt(max(q_p^ / q_p^ when v was frozen, floor))
 
-    After the warm-up no worker has the average gradient, so the norms are those of the workers' own gradients; noise
+    After the warm-up no worker has the average gradient, so the norms are norms of the workers' own gradients; noise
     that raises all of them cancels in the ratio. All values are float64 and the same on all workers.
 
     Args:
         count: number of tensors.
-        floor: minimum of s_p^2. Compression gives a tensor noise as large as its neighbours' momentum, which division
-            by a scale near 0 would amplify.
+        floor: minimum of s_p^2. Compression gives a tensor noise as large as its neighbors' momentum, which division by
+            a scale near 0 would amplify.
 
     Attributes:
-        values: (q, u, q^ when v was frozen) by tensor. The last one is 0, and the scale 1, before.
+        values: (q, u, q^ when v was frozen) by tensor. Before v is frozen, the last one is 0 and the scale is 1.
     """
 
     def __init__(self, count: int, floor: float) -> None:
@@ -35,11 +35,11 @@ class TrackedScale:
         self.values[number] = (beta2 * q + (1.0 - beta2) * square, beta2 * u + (1.0 - beta2), frozen)
 
     def freeze(self) -> None:
-        """Makes all scales 1 from now on, relative to the current means."""
+        """Sets all scales to 1, relative to the current means."""
         self.values = [(q, u, q / u if u else 0.0) for q, u, _ in self.values]
 
     def fold(self) -> list[float]:
-        """Returns the scales, which are 1 afterwards. Tensors whose v was frozen untracked stay untracked."""
+        """Returns the scales and resets them to 1. Tensors whose v was frozen untracked remain untracked."""
         factors = self.factors()
         self.values = [(q, u, q / u if frozen else 0.0) for q, u, frozen in self.values]
         return factors

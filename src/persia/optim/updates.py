@@ -1,6 +1,6 @@
-"""The updates of APMSqueeze: at full precision in the warm-up, compressed after it. All workers call them together.
+"""The updates of APMSqueeze: at full precision in the warm-up, compressed afterwards. Collectives.
 
-They are Algorithm 1 of arXiv 2008.11343, with the methods of :class:`persia.optim.buckets.Bucket` as its lines.
+They implement Algorithm 1 of arXiv 2008.11343; its lines are methods of :class:`persia.optim.buckets.Bucket`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def update_at_full_precision(
     """Runs line 2: Adam with the average of the gradients, float32. Returns the factor by which it was clipped.
 
     Args:
-        cohorts: with the rules of this step, by parameter.
+        cohorts: cohorts with the rules of this step by parameter.
         exchange: collectives with the other workers.
         rates: learning rates, by parameter group.
-        clip_norm: most norm of the average; None for no bound.
+        clip_norm: maximum norm of the average; None for no bound.
         pool: threads of the core, if the device is the host.
     """
     work = [(bucket, rules, cohort.scratch(bucket)) for cohort, rules in cohorts for bucket in cohort.buckets]
@@ -61,9 +61,9 @@ def update_compressed(
     """Runs lines 6 to 11. Sends one bucket while packing the next one.
 
     Args:
-        cohorts: with the rules of this step, by parameter.
+        cohorts: cohorts with the rules of this step by parameter.
         exchange: collectives with the other workers.
-        momentum: whether the momentum is sent; else gradients.
+        momentum: whether to send the momentum; otherwise gradients.
         step: number of the step.
     """
     work = [(bucket, rules) for cohort, rules in cohorts for bucket in cohort.buckets]

@@ -1,30 +1,30 @@
-"""Steps at which a frozen v is updated, farther and farther apart."""
+"""Schedule of the steps at which a frozen v is updated, at increasing distances."""
 
 from __future__ import annotations
 
 __all__ = ["VarianceRefresh"]
 
 MOST_WEIGHT = 0.05
-"""Maximum weight of one gradient: of fewer than about 20 squares, v is tiny by chance for some elements."""
+"""Maximum weight of one gradient: with fewer than about 20 squares, v is tiny by chance for some elements."""
 
 
 class VarianceRefresh:
     """Schedule of the updates of a frozen v, as in 0/1 Adam (arXiv 2202.06009, section 6).
 
-    The j-th update comes 2^floor(j / kappa) steps after the one before, where update 0 is the last step of the warm-up.
+    The j-th update comes 2^floor(j / kappa) steps after the previous one; update 0 is the last step of the warm-up.
     D steps after it, an update in step t, with the average g of the gradients, is::
 
         v <- (1 - w) v + w g^2,  w = min((1 - beta2^D) / (1 - beta2^t), max(0.05, 1 - beta2))
 
-    Without the limit of 0.05 this is Adam's corrected v if D is 1, and else that of D equal gradients. With large D it
-    would be the square of one gradient.
+    Without the limit of 0.05 this is Adam's corrected v after D equal gradients; with large D it would be the square of
+    one gradient.
 
     Args:
         kappa: number of updates at the same distance.
 
     Attributes:
         count: number of updates since v was frozen.
-        last: step of the last one.
+        last: step of the last update.
     """
 
     def __init__(self, kappa: int) -> None:
@@ -41,7 +41,7 @@ class VarianceRefresh:
         Args:
             beta2: decay of v in Adam.
             step: the step.
-            updates: number of steps so far, this one included, in which the parameter had a gradient.
+            updates: number of steps so far, including this one, in which the parameter had a gradient.
         """
         share = (1.0 - beta2 ** (step - self.last)) / (1.0 - beta2 ** max(1, updates))
         return min(share, max(MOST_WEIGHT, 1.0 - beta2))

@@ -1,4 +1,4 @@
-"""Ways to compress what APMSqueeze sends: one file each, registered in `AnyCompressor`."""
+"""Compressors of APMSqueeze: one file each, registered in `AnyCompressor`."""
 
 from persia.optim.compressors.base import Compressor
 from persia.optim.compressors.one_bit import OneBit

@@ -9,14 +9,14 @@ __all__ = ["Compressor"]
 
 
 class Compressor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """A compression scheme; C_w of Algorithm 1. Stateless: the optimizer keeps the errors.
+    """A compression scheme; C_w of Algorithm 1. Stateless: the optimizer stores the errors.
 
-    To add one, write a file beside this one with a subclass (a `tag`, its parameters, the three functions below), and
+    To add one, write a file next to this one with a subclass (a `tag`, its parameters, the three functions below), and
     list it in `compressors/__init__.py`.
     """
 
     def payload_bytes(self, count: int) -> int:
-        """Returns the bytes of `count` values. Depends on `count` only, and does not decrease with it."""
+        """Returns the bytes of `count` values. Depends only on `count`, and does not decrease with it."""
         raise NotImplementedError
 
     def compress(self, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
@@ -24,7 +24,7 @@ class Compressor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
         Args:
             values: float32 `[count]`, contiguous; afterwards values - decompressed.
-            payload: uint8 `[payload_bytes(count)]`, contiguous, aligned to 4 bytes, on the same device; all written.
+            payload: uint8 `[payload_bytes(count)]`, contiguous, aligned to 4 bytes, on the same device; overwritten.
             key: random key, different for each worker, step and chunk, but the same if a step is repeated.
         """
         raise NotImplementedError
@@ -38,8 +38,8 @@ class Compressor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
         Args:
             payloads: uint8 `[workers, payload_bytes(count)]`, in the order of ranks.
-            error: float32 `[count]`: error of the previous step; afterwards that of this step.
-            payload: the result.
+            error: error of the previous step, float32 `[count]`; afterwards the error of this step.
+            payload: payload of the result.
             key: as for `compress`.
         """
         total, one = torch.zeros_like(error), torch.empty_like(error)

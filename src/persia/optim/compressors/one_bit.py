@@ -1,4 +1,4 @@
-"""Signs, eight to a byte, with a scale per block. This is the path for any device; `optim/native.py` has the CPU's."""
+"""Signs, eight to a byte, with a scale per block. Runs on any device; `optim/native.py` is the fast path for CPUs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class OneBit(Compressor, frozen=True, tag="one_bit"):
     byte i // 8, 1 for +.
 
     Args:
-        scale: "mean": the block's mean magnitude, which minimises the error, so errors shrink for any values. "l2":
-            that of the paper (section 5.1), ||values|| / sqrt(count), which keeps the norm of the block; errors may
-            grow if few values are large.
+        scale: "mean": the block's mean magnitude, which minimizes the error, so errors shrink for any values. "l2":
+            the paper's scale (section 5.1), ||values|| / sqrt(count), which preserves the norm of the block; errors
+            may grow if few values are large.
         block: number of values that share a scale, a multiple of 64.
     """
 
@@ -46,7 +46,7 @@ class OneBit(Compressor, frozen=True, tag="one_bit"):
             return
         padded = torch.nn.functional.pad(values, (0, blocks * self.block - count)).view(blocks, self.block)
         lengths = torch.full((blocks,), float(self.block), device=values.device)
-        lengths[-1:].fill_(count - (blocks - 1) * self.block)  # An assigned number would wait for the GPU.
+        lengths[-1:].fill_(count - (blocks - 1) * self.block)  # Assigning a number would wait for the GPU.
         if self.scale == "mean":
             scales = padded.abs().sum(1) / lengths
         else:
@@ -73,4 +73,6 @@ class OneBit(Compressor, frozen=True, tag="one_bit"):
 
     @staticmethod
     def _weights(device: torch.device) -> torch.Tensor:
-        return 1 << torch.arange(8, dtype=torch.uint8, device=device)  # Made there: a copy would wait for the device.
+        return 1 << torch.arange(
+            8, dtype=torch.uint8, device=device
+        )  # Created on the device: a copy would wait for it.

@@ -14,9 +14,9 @@ __all__ = ["StochasticTernary"]
 class StochasticTernary(Compressor, frozen=True, tag="stochastic_ternary"):
     """A value v of a block becomes a * sign(v) with probability |v| / max|v|, else 0; a = sum v^2 / sum |v|.
 
-    A randomised compressor, covered by the paper's theory (C_w with its w, section 1), after TernGrad (arXiv
+    A randomized compressor, covered by the paper's theory (C_w with its w, section 1), after TernGrad (arXiv
     1705.07878). TernGrad's a is max|v|, which is unbiased, but its error may exceed the values, so errors grow without
-    bound. This a minimises the expected error, which is always less than the values; error feedback corrects the bias.
+    bound. This a minimizes the expected error, which is always less than the values; error feedback corrects the bias.
     Payload: the blocks' a, float32, then two bits per value, four values to a byte: 0 zero, 1 plus, 2 minus.
 
     Args:
@@ -47,7 +47,7 @@ class StochasticTernary(Compressor, frozen=True, tag="stochastic_ternary"):
         totals = magnitudes.sum(1)
         scales = torch.where(totals > 0, padded.square().sum(1) / totals, 0.0)
         payload[: 4 * blocks].view(torch.float32).copy_(scales)
-        # On the host, so that the choices do not depend on the device.
+        # Drawn on the host, so that the choices do not depend on the device.
         generator = torch.Generator().manual_seed(self.stream(key))
         chance = torch.rand(count, generator=generator).to(values.device)
         largest = magnitudes.amax(1, keepdim=True).expand(-1, self.block).reshape(-1)[:count]
@@ -76,4 +76,6 @@ class StochasticTernary(Compressor, frozen=True, tag="stochastic_ternary"):
 
     @staticmethod
     def _shifts(device: torch.device) -> torch.Tensor:
-        return torch.arange(0, 8, 2, dtype=torch.uint8, device=device)  # Made there: a copy would wait for the device.
+        return torch.arange(
+            0, 8, 2, dtype=torch.uint8, device=device
+        )  # Created on the device: a copy would wait for it.

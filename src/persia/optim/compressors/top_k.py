@@ -18,7 +18,7 @@ class TopK(Compressor, frozen=True, tag="top_k"):
     Payload: `k` positions, int32, then their values, float32.
 
     Args:
-        ratio: fraction of the values to keep, 0 to 1; at least one value is kept.
+        ratio: fraction of the values to send, 0 to 1; at least one value is sent.
     """
 
     ratio: float = 0.01
@@ -28,24 +28,25 @@ class TopK(Compressor, frozen=True, tag="top_k"):
         check_number("ratio", self.ratio, 0, 1, open_low=True)
 
     def payload_bytes(self, count: int) -> int:
-        """Returns eight bytes per kept value."""
-        return 8 * self._kept(count)
+        """Returns eight bytes per sent value."""
+        return 8 * self._sent(count)
 
     def compress(self, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
         """See `Compressor.compress`."""
-        kept = self._kept(values.numel())
-        if not kept:
+        sent = self._sent(values.numel())
+        if not sent:
             return
-        positions = torch.topk(values.abs(), kept, sorted=False).indices
-        payload[: 4 * kept].view(torch.int32).copy_(positions)
-        payload[4 * kept :].view(torch.float32).copy_(values[positions])
+        positions = torch.topk(values.abs(), sent, sorted=False).indices
+        payload[: 4 * sent].view(torch.int32).copy_(positions)
+        payload[4 * sent :].view(torch.float32).copy_(values[positions])
         values.index_fill_(0, positions, 0.0)
 
     def decompress(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         """See `Compressor.decompress`."""
-        kept = self._kept(out.numel())
+        sent = self._sent(out.numel())
         out.zero_()
-        out.index_copy_(0, payload[: 4 * kept].view(torch.int32).long(), payload[4 * kept :].view(torch.float32))
+        out.index_copy_(0, payload[: 4 * sent].view(torch.int32).long(), payload[4 * sent :].view(torch.float32))
 
-    def _kept(self, count: int) -> int:
+    def _sent(self, count: int) -> int:
+        """Returns the number of values that are sent."""
         return min(count, math.ceil(self.ratio * count))

@@ -17,10 +17,10 @@ class Uncompressed(Compressor, frozen=True, tag="uncompressed"):
         return 4 * count
 
     def compress(self, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
-        """A copy."""
+        """Copies the values."""
         payload.view(torch.float32).copy_(values)
         values.zero_()
 
     def decompress(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        """A copy."""
+        """Copies the values."""
         out.copy_(payload.view(torch.float32))
