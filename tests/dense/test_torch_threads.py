@@ -65,8 +65,8 @@ def test_beside_lookups_that_run_ahead_torch_has_a_core_less(caplog):
     with caplog.at_level(logging.INFO, "persia.trainer"):
         assert Counting(trainer).threads == [7] * 3
     assert torch.get_num_threads() == 8
-    assert [r.message for r in caplog.records if "torch computes" in r.message] == [
-        "torch computes with 7 of 8 cores, as lookups and updates run beside it; OMP_NUM_THREADS=8 gives it all."
+    assert [r.message for r in caplog.records if "torch uses" in r.message] == [
+        "torch uses 7 of 8 cores, as lookups and updates run concurrently; set OMP_NUM_THREADS=8 to use all cores."
     ]
 
 

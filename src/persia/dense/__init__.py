@@ -1,4 +1,4 @@
-"""Synchronisation of the dense networks of several NN workers."""
+"""Synchronization of the dense networks of several NN workers."""
 
 from persia.dense.all_reduce import AllReduce, AllReduceOptions
 from persia.dense.layout import spec_of

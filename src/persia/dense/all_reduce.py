@@ -1,7 +1,7 @@
 """Averages the gradients of the network over the rows of all NN workers (docs/reference/protocol.md, section 6).
 
 PyTorch's DistributedDataParallel (arXiv 2006.15704) collects gradients in buckets, and sums each bucket over the ranks
-during the backward pass. Its communication hook weighs them here, as a mean over rows is not a mean over workers.
+during the backward pass. A communication hook weights the gradients, as a mean over rows is not a mean over workers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["AllReduce", "AllReduceOptions", "unlearned"]
 T = TypeVar("T")
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
-# `settle` copies buffers when they are read. Newer versions of torch warn of the old name.
+# `settle` copies buffers when they are read. Newer versions of torch deprecate the old name.
 _NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
 }
 
 SAVE_SECONDS = 86_400.0
-"""Maximum wait for a function that runs on the first NN worker only: it may write a large checkpoint."""
+"""Maximum wait for a function that runs only on the first NN worker: it may write a large checkpoint."""
 
 
 class AllReduceOptions(NamedTuple):
@@ -44,9 +44,9 @@ class AllReduceOptions(NamedTuple):
 
     Attributes:
         timeout: maximum wait for the other NN workers in seconds.
-        bucket_megabytes: size of the buckets in which gradients travel.
+        bucket_megabytes: size of the buckets in which gradients are sent.
         average: False if the optimizer averages over NN workers itself, as APMSqueeze does. Gradients are then only
-            weighed, so that its average is one over rows.
+            weighted, so that its average is a mean over rows.
     """
 
     timeout: float = 600.0
@@ -64,8 +64,8 @@ class _Outcome(msgspec.Struct):
 class AllReduce:
     """The network of this NN worker, with gradients averaged over all NN workers. Not thread-safe.
 
-    Use it in place of DistributedDataParallel where NN workers may have different numbers of batches: all make as many
-    steps as the one with most, and those without a batch take part with weight 0. All must run the same loop:
+    Use it in place of DistributedDataParallel if NN workers may have different numbers of batches: all make as many
+    steps as the one with the most batches, and NN workers without a batch have weight 0. All must run the same loop:
 
         replicas = AllReduce(net)
         for batch in embeddings.prefetch(reader, equal_steps=replicas):
@@ -75,12 +75,12 @@ class AllReduce:
             optimizer.step()
             optimizer.zero_grad()
 
-    The loss is the mean over the rows of the batch; gradients are those of the mean over the rows of all NN workers.
+    The loss is the mean over the rows of the batch; gradients become those of the mean over the rows of all NN workers.
 
     Args:
-        model: the network, on its device. It gets the parameters and buffers of the first NN worker.
+        model: the network, on its device. Its parameters and buffers are set to those of the first NN worker.
         nn_workers: expected number of NN workers; None for all processes of torch.distributed.
-        options: timeout, size of buckets, who averages.
+        options: timeout, size of buckets, and averaging.
 
     Attributes:
         tracer: records the sum of each bucket.
@@ -88,7 +88,7 @@ class AllReduce:
     Raises:
         ConfigError: an option is out of range, or torch.distributed has another number of processes.
         DeadlineError: an NN worker was late.
-        PersiaError: torch.distributed is not initialised.
+        PersiaError: torch.distributed is not initialized.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class AllReduce:
         if self._control.size != nn_workers:
             raise ConfigError(
                 f"There are {nn_workers} NN workers, but torch.distributed has {self._control.size} processes. "
-                "Initialise it with as many.",
+                "Initialize it with one process per NN worker.",
                 field="nn_workers",
             )
-        self._control.gather(b"")  # Unlike `new_group`, it names the NN workers that are late.
+        self._control.gather(b"")  # Unlike `new_group`, this names late NN workers.
         self.nn_workers = nn_workers
         self._group = dist.new_group(timeout=timedelta(seconds=options.timeout))
         self._network = model
@@ -125,10 +125,10 @@ class AllReduce:
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0, group=self._group)
         self.model: torch.nn.Module = self._ddp or model
-        synchronised = any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
-        self.dummy_rows = 0 if synchronised else 1
+        synchronized = any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
+        self.dummy_rows = 0 if synchronized else 1
         self.settle()  # Under its old name the argument also keeps DDP from doing this.
-        # Of the current update.
+        # State of the current update.
         self._own = 0
         self._sums: list[Callable[[], list[int]]] = []
         self._total = 0
@@ -148,7 +148,7 @@ class AllReduce:
         self._sums.append(self._control.start_sum([rows, int(has_data), int(self._stop)]))
 
     def over(self) -> bool:
-        """Returns whether no NN worker has data any more. Blocks until all have started the batch."""
+        """Returns whether all NN workers are out of data. Blocks until all have started the batch."""
         self.rows()
         return self._having == 0
 
@@ -161,7 +161,7 @@ class AllReduce:
         return self._total
 
     def request_stop(self) -> None:
-        """Asks all NN workers to stop after the same update. The request is sent with the next batch. Thread-safe."""
+        """Requests that all NN workers stop after the same update. Sent with the next batch. Thread-safe."""
         self._stop = True
 
     def clear_stop_request(self) -> None:
@@ -169,7 +169,7 @@ class AllReduce:
         self._stop = False
 
     def stop_requested(self) -> bool:
-        """Returns on all NN workers whether one requested a stop after this update. Blocks like `rows`."""
+        """Returns, equally on all NN workers, whether one requested a stop after this update. Blocks like `rows`."""
         self.rows()
         return self._stop_requests > 0
 
@@ -177,12 +177,12 @@ class AllReduce:
 
     @contextlib.contextmanager
     def batch(self, dummy: bool = False, last: bool = True) -> Iterator[None]:
-        """Surrounds the forward and backward pass of a batch.
+        """Wraps the forward and backward pass of a batch.
 
         Args:
-            dummy: whether the batch replaces missing data; the network does not learn from it, nor does BatchNorm.
-            last: whether it is the last batch of the update, after which gradients are averaged. Before, they add up
-                locally.
+            dummy: whether the batch replaces missing data; neither the network nor BatchNorm learns from it.
+            last: whether it is the last batch of the update, after which gradients are averaged. Gradients of earlier
+                batches are accumulated locally.
 
         Raises:
             DeadlineError: on exit, if the gradients of an NN worker were late.
@@ -196,9 +196,9 @@ class AllReduce:
             try:
                 yield
                 if last and self._ddp is None:
-                    self._weigh_all(self._network.parameters())
+                    self._weight_all(self._network.parameters())
             except Exception as error:
-                # The backward pass replaces the hook's error by another one.
+                # The backward pass replaces the hook's error with another one.
                 failure: Exception | None = self._failure
                 if failure is None:
                     raise
@@ -207,29 +207,29 @@ class AllReduce:
                 raise failure from error
 
     def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Averages the gradients of an update without its last batch, as at the end of the data."""
+        """Averages the gradients of an update that lacks its last batch, as at the end of the data."""
         if self._ddp is None:
-            self._weigh_all(parameters)
+            self._weight_all(parameters)
             return
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self._weigh(parameter.grad)
+            self._weight(parameter.grad)
             dist.all_reduce(parameter.grad, group=self._group)
 
     def discard(self) -> None:
-        """Forgets the rows of the current update, whose gradients are dropped, so that the next batch begins one.
+        """Discards the rows of the current update, whose gradients are dropped. The next batch starts a new update.
 
-        Does not block: the others may not have begun the batch. All NN workers call it, or train no more.
+        Does not block, as the others may not have started the batch. All NN workers must call it, or stop training.
         """
         self._sums.clear()
         self._averaged = True
 
     def _average(self, bucket: torch._C._distributed_c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Starts to sum the ranks' parts of a bucket. The hook of DDP: runs in the thread of the backward pass."""
-        began, track = time.monotonic(), f"bucket {bucket.index()}"
+        """Starts to sum the ranks' parts of a bucket. The DDP hook: runs in the thread of the backward pass."""
+        start, track = time.monotonic(), f"bucket {bucket.index()}"
         try:
-            self._weigh(bucket.buffer())
+            self._weight(bucket.buffer())
             work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         except Exception as error:
             self._failure = error
@@ -239,7 +239,7 @@ class AllReduce:
 
         def averaged(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             if self.tracer.active:
-                self.tracer.add("all-reduce", began, track=track)
+                self.tracer.add("all-reduce", start, track=track)
             try:
                 return future.value()[0]
             except Exception as error:
@@ -248,15 +248,15 @@ class AllReduce:
 
         return future.then(averaged)
 
-    def _weigh_all(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Weighs gradients so that the optimizer's mean over NN workers is a mean over rows."""
+    def _weight_all(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Weights gradients so that the optimizer's mean over NN workers is a mean over rows."""
         for parameter in parameters:
             if parameter.grad is not None:
-                self._weigh(parameter.grad, self.nn_workers)
+                self._weight(parameter.grad, self.nn_workers)
         self.rows()
         self._averaged = True
 
-    def _weigh(self, gradient: torch.Tensor, times: int = 1) -> None:
+    def _weight(self, gradient: torch.Tensor, times: int = 1) -> None:
         """Multiplies a gradient by this NN worker's share of the rows. Without rows it becomes 0, even if it is NaN."""
         total = self.rows()
         self._averaged = True
@@ -277,7 +277,7 @@ class AllReduce:
         return self._control.gather(payload)
 
     def run_on_rank0(self, function: Callable[[], T], kind: object) -> T:
-        """Calls a function on NN worker 0 only; all return its result, or raise if it failed. Blocks."""
+        """Calls a function only on NN worker 0; all return its result, or raise if it failed. Blocks."""
         payload, failure = b"", None
         if self._control.rank == 0:
             try:
@@ -289,13 +289,13 @@ class AllReduce:
             raise failure
         outcome = msgspec.msgpack.decode(payload, type=_Outcome)
         if outcome.failure is not None:
-            raise PersiaError(f"NN worker 0 failed, so this one cannot go on: {outcome.failure}")
+            raise PersiaError(f"NN worker 0 failed, so this one cannot continue: {outcome.failure}")
         return cast("T", msgspec.msgpack.decode(outcome.result, type=kind, dec_hook=decode_hook))
 
 
 @contextlib.contextmanager
 def unlearned(network: torch.nn.Module) -> Iterator[None]:
-    """Keeps a batch without effect: gradients become zeros, even if they are NaN, and statistics do not change."""
+    """Prevents a batch from having an effect: gradients become zeros, even NaN, and statistics do not change."""
     norms = [
         module
         for module in network.modules()

@@ -1,4 +1,4 @@
-"""Layout of tensors of any dtypes in one array of bytes, as they travel between NN worker and dense PS."""
+"""Layout of tensors of any dtypes in one array of bytes, as sent between NN worker and dense PS."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ALIGNMENT = 16
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Returns the spec of a tensor: everything but its values."""
+    """Returns the spec of a tensor: everything except its values."""
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
 
 
 class Layout:
-    """Places of tensors in an array of bytes.
+    """Positions of tensors in an array of bytes.
 
     Args:
         specs: specs of the tensors, in order.
@@ -48,13 +48,13 @@ class Layout:
         """Returns the tensors as views of uint8 `[nbytes]` on any device."""
         if data.shape != (self.nbytes,):
             raise StoreError(
-                f"{tuple(data.shape)} bytes came where {len(self.specs)} tensors have {self.nbytes}. Give all NN "
-                "workers and dense PSs the same model."
+                f"The {len(self.specs)} tensors have {self.nbytes} bytes, got {tuple(data.shape)}. Use the same model "
+                "on all NN workers and dense PSs."
             )
         return [data[start:end].view(dtype).view(shape) for start, end, dtype, shape in self._places]
 
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> Bytes:
-        """Copies tensors, with None for zeros. From a GPU there is a single copy to the host."""
+        """Copies tensors; None means zeros. Copies from a GPU to the host once."""
         device = next((t.device for t in tensors if t is not None), torch.device("cpu"))
         data = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         for view, tensor in zip(self.views(data), tensors, strict=True):

@@ -1,4 +1,4 @@
-"""The network of an NN worker in asynchronous modes: pulls parameters before a batch, pushes gradients after."""
+"""The network of an NN worker in asynchronous modes: pulls parameters before a batch, pushes gradients after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from persia.types import PushedDense, PushHeader
 __all__ = ["SharedNetwork"]
 
 SLICE_SECONDS = 0.5
-"""Interval at which a waiting pull checks whether it is still wanted."""
+"""Interval at which a waiting pull checks whether its result is still needed."""
 
 
 class SharedNetwork:
@@ -29,8 +29,8 @@ class SharedNetwork:
 
     Args:
         model: the network, on its device.
-        optimizer: of it.
-        scheduler: of that, or None.
+        optimizer: optimizer of the network.
+        scheduler: scheduler of the learning rates, or None.
         servers: the dense PSs.
         timeout: deadline of a call in seconds.
 
@@ -54,8 +54,8 @@ class SharedNetwork:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
         self._specs = [spec_of(name, p) for name, p in named]
-        kept = set(model.state_dict(keep_vars=True))
-        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+        persistent = set(model.state_dict(keep_vars=True))
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
         buffer_specs = [spec_of(name, buffer) for name, buffer in self._buffers.items()]
         self._owned = partition(self._specs, len(servers))
         self._gradients = [Layout([self._specs[n] for n in owned]) for owned in self._owned]
@@ -69,31 +69,31 @@ class SharedNetwork:
 
     @property
     def versions(self) -> list[int]:
-        """Versions of the parameters that were pulled last, by dense PS."""
+        """Versions of the last pulled parameters, by dense PS."""
         return list(self._versions)
 
     @property
     def version(self) -> int:
-        """Version of the parameters that were pulled last; the oldest if dense PSs differ."""
+        """Version of the last pulled parameters; the oldest if dense PSs differ."""
         return min(self._versions)
 
     # --- a batch ----------------------------------------------------------------------------------------------
 
-    def pull(self, least: int, wanted: Callable[[], bool]) -> Callable[[], None]:
-        """Pulls the newest parameters; the returned function puts them into the network.
+    def pull(self, least: int, needed: Callable[[], bool]) -> Callable[[], None]:
+        """Pulls the newest parameters; the returned function copies them into the network.
 
         Args:
             least: see `persia.services.DensePS.pull`.
-            wanted: polled during the wait, which ends once it returns False.
+            needed: polled during the wait, which ends once it returns False.
 
         Raises:
-            DeadlineError: the version did not come in time.
-            ClosedError: `wanted` has returned False.
+            DeadlineError: the version did not arrive in time.
+            ClosedError: `needed` returned False.
         """
         deadline = Deadline(self._timeout)
-        found: dict[int, _Found] = {}
-        while len(found) < len(self.servers):
-            missing = [rank for rank in range(len(self.servers)) if rank not in found]
+        answers: dict[int, _PulledValues] = {}
+        while len(answers) < len(self.servers):
+            missing = [rank for rank in range(len(self.servers)) if rank not in answers]
             pulls = [
                 functools.partial(self.servers[rank].pull, self._versions[rank], least, SLICE_SECONDS)
                 for rank in missing
@@ -103,19 +103,19 @@ class SharedNetwork:
                 if isinstance(pulled, DeadlineError):
                     late = pulled
                 elif pulled.values is None:
-                    found[rank] = _Found(pulled.version, None)
+                    answers[rank] = _PulledValues(pulled.version, None)
                 else:
                     values = self._values[rank].unpack(pulled.values, self._parameters[0].device)
-                    found[rank] = _Found(pulled.version, values)
+                    answers[rank] = _PulledValues(pulled.version, values)
             if late is not None:
-                if not wanted():
-                    raise ClosedError("The parameters are not wanted any more.")
+                if not needed():
+                    raise ClosedError("The parameters are no longer needed.")
                 if deadline.passed:
                     raise late
 
         @torch.no_grad()
         def adopt() -> None:
-            for rank, (version, values) in sorted(found.items()):
+            for rank, (version, values) in sorted(answers.items()):
                 self._versions[rank] = version
                 if values is None:
                     continue
@@ -124,15 +124,15 @@ class SharedNetwork:
                     self._parameters[number].copy_(value)
                 if rank == 0:
                     self._pulled_buffers = values[len(owned) :]
-            # Always: the previous batch has changed the local buffers, even if the version is the same.
+            # Even for the same version, as the previous batch has changed the local buffers.
             for buffer, value in zip(self._buffers.values(), self._pulled_buffers, strict=False):
                 buffer.copy_(value)
 
         return adopt
 
     def gradients(self) -> Callable[[PushHeader, float], None]:
-        """Takes the gradients off the network; the returned function pushes them."""
-        taken = [parameter.grad for parameter in self._parameters]
+        """Removes the gradients from the network; the returned function pushes them."""
+        gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         buffers = self._buffer_layout.pack(list(self._buffers.values())) if self._buffers else None
@@ -143,9 +143,9 @@ class SharedNetwork:
                 return
             parts: list[PushedDense] = []
             for rank, owned in enumerate(self._owned):
-                mine = [taken[number] for number in owned]
-                present = np.array([gradient is not None for gradient in mine], np.bool_)
-                packed = self._gradients[rank].pack(mine)
+                owned_gradients = [gradients[number] for number in owned]
+                present = np.array([gradient is not None for gradient in owned_gradients], np.bool_)
+                packed = self._gradients[rank].pack(owned_gradients)
                 parts.append(PushedDense(weight, packed, present, buffers if rank == 0 else None))
             call_all([functools.partial(s.push, header, part) for s, part in zip(self.servers, parts, strict=True)])
 
@@ -159,13 +159,13 @@ class SharedNetwork:
     # --- quiescent ----------------------------------------------------------------------------------------------
 
     def load(self, generation: int, step: int) -> None:
-        """Loads the local network into the dense PSs. One NN worker does it for all."""
+        """Loads the local network into the dense PSs. One NN worker calls it for all."""
         everything = dict(enumerate(self._parameters))
         state = capture(self._specs, everything, self._buffers, self._optimizer, self._scheduler)
         call_all([functools.partial(server.load, state, generation, step) for server in self.servers])
 
     def drain(self, generation: int, step: int, held: int) -> None:
-        """Applies the gradients that have arrived of an incomplete step. One NN worker does it for all."""
+        """Applies the gradients of an incomplete step that have arrived. One NN worker calls it for all."""
         call_all([functools.partial(server.drain, generation, step, held) for server in self.servers])
 
     def take_over(self) -> None:
@@ -176,8 +176,8 @@ class SharedNetwork:
             parameter.grad = None
 
 
-class _Found(NamedTuple):
-    """Answer of a dense PS to a pull; without values if the version is here already."""
+class _PulledValues(NamedTuple):
+    """Response of a dense PS to a pull; without values if the NN worker already has the version."""
 
     version: int
     values: list[torch.Tensor] | None

@@ -28,23 +28,23 @@ class DenseServer(JournaledServer):
     Args:
         maker: makes the optimizer.
         rank: number of this dense PS.
-        servers: number of dense PSs; each owns a part of the tensors, and the first one all buffers.
+        servers: number of dense PSs; each owns some of the tensors, and the first one owns all buffers.
         timeout: maximum wait of a call in seconds.
 
     Raises:
-        ConfigError: gradients are clipped by their global norm, and there are several dense PSs.
+        ConfigError: gradients are clipped by their global norm, but there are several dense PSs.
     """
 
     def __init__(self, maker: DenseMaker, rank: int = 0, servers: int = 1, timeout: float = 600.0) -> None:
         if maker.clip_norm is not None and servers > 1:
             raise ConfigError(
-                f"clip_norm needs the norm of the whole gradient, and {servers} dense PSs have a part each. Use one.",
+                f"clip_norm needs the norm of the whole gradient, but each of {servers} dense PSs has a part. Use one.",
                 field="clip_norm",
             )
         self._maker = maker
         self._rank = rank
         self._servers = servers
-        self._turns: PushSequencer[None] = PushSequencer(timeout)
+        self._sequencer: PushSequencer[None] = PushSequencer(timeout)
         self._lock = threading.Lock()
         self._owned: dict[int, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
@@ -52,24 +52,24 @@ class DenseServer(JournaledServer):
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
         self._values = self._gradients = self._buffer_layout = Layout([])
-        self._held = _Held(0)
+        self._sum = _GradientSum(0)
         self._snapshot: Pulled | None = None
         self._exported: DenseState | None = None
         self._counts: Counter[str] = Counter()
 
     def load(self, state: DenseState, generation: int, step: int) -> None:
-        """Replaces its part of the network; see `persia.services.DensePS`."""
-        mine = partition(state.parameters, self._servers)[self._rank]
-        if not set(mine) <= set(state.owned):
-            raise StoreError(f"Dense PS {self._rank} owns tensors that it was not given.", rank=self._rank)
-        # Parameters of other PSs have no memory; they are here so that the optimizer is made for all, in order.
+        """Replaces this PS's part of the network; see `persia.services.DensePS`."""
+        own_numbers = partition(state.parameters, self._servers)[self._rank]
+        if not set(own_numbers) <= set(state.owned):
+            raise StoreError(f"Dense PS {self._rank} owns tensors that the state lacks.", rank=self._rank)
+        # Parameters of other PSs take no memory; they exist so that the optimizer is made for all parameters in order.
         everything = [
             torch.nn.Parameter(
-                torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu" if n in mine else "meta")
+                torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu" if n in own_numbers else "meta")
             )
             for n, spec in enumerate(state.parameters)
         ]
-        owned: dict[int, torch.Tensor] = {number: everything[number] for number in mine}
+        owned: dict[int, torch.Tensor] = {number: everything[number] for number in own_numbers}
         buffers = {
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
             for spec in (state.buffers if self._rank == 0 else [])
@@ -81,7 +81,7 @@ class DenseServer(JournaledServer):
             if any(id(p) not in known for p in group["params"]):
                 raise ConfigError(
                     "optimizer(params) uses tensors other than `params`, which a dense PS does not have. Build "
-                    "parameter groups from `params` alone, for example by their shapes.",
+                    "parameter groups only from `params`, for example by their shapes.",
                     field="optimizer",
                 )
             group["params"] = [p for p in group["params"] if not p.is_meta]
@@ -89,29 +89,29 @@ class DenseServer(JournaledServer):
             del optimizer.state[parameter]
         schedule = self._maker.schedule
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor) if schedule else None
-        restore(_part(state, mine, with_buffers=self._rank == 0), owned, buffers, optimizer, scheduler)
-        self._turns.begin(generation, step)
+        restore(_part(state, own_numbers, with_buffers=self._rank == 0), owned, buffers, optimizer, scheduler)
+        self._sequencer.begin(generation, step)
         with self._lock:
             self._parameters, self._owned, self._buffers = list(state.parameters), owned, buffers
             self._optimizer, self._scheduler = optimizer, scheduler
-            specs = [state.parameters[number] for number in mine]
+            specs = [state.parameters[number] for number in own_numbers]
             buffer_specs = state.buffers if self._rank == 0 else []
             self._values, self._gradients = Layout([*specs, *buffer_specs]), Layout(specs)
             self._buffer_layout = Layout(buffer_specs)
-            self._held = _Held(len(mine))
+            self._sum = _GradientSum(len(own_numbers))
             self._snapshot = self._exported = None
 
     def pull(self, have: int, least: int, timeout: float) -> Pulled:
         """Returns parameters and buffers of the newest version; see `persia.services.DensePS`."""
-        if not self._turns.await_step(least, timeout):
+        if not self._sequencer.await_step(least, timeout):
             raise self._late(least)
         with self._lock:
-            version = self._turns.step
+            version = self._sequencer.step
             self._counts["pulls"] += 1
             if version == have:
                 return Pulled(version, None)
             if self._snapshot is None or self._snapshot.version != version:
-                # Once per version for all NN workers. It may be in flight when the next one is made.
+                # Once per version for all NN workers. It may still be in flight when the next one is made.
                 self._snapshot = Pulled(version, self._pack())
             return self._snapshot
 
@@ -120,24 +120,24 @@ class DenseServer(JournaledServer):
         gradients = self._gradients.unpack(part.gradients) if part.gradients is not None else None
         buffers = self._buffer_layout.unpack(part.buffers) if part.buffers is not None else None
         if part.present is not None and part.present.shape != (len(self._owned),):
-            raise StoreError(f"{part.present.shape} flags came for {len(self._owned)} parameters.", rank=header.rank)
+            raise StoreError(f"Got {part.present.shape} flags for {len(self._owned)} parameters.", rank=header.rank)
         if gradients is not None and part.present is not None:
-            given: list[torch.Tensor | None] | None = [
+            present_gradients: list[torch.Tensor | None] | None = [
                 g if there else None for g, there in zip(gradients, part.present, strict=True)
             ]
         else:
-            given = None
+            present_gradients = None
 
         def work(last: bool) -> None:
             with self._lock:
                 self._counts["pushes"] += 1
-                self._held.add(given, buffers, float(header.weight), part.weight)
+                self._sum.add(present_gradients, buffers, float(header.weight), part.weight)
                 if (journal := self.journal) is not None:
-                    journal.add(header, empty=given is None)
+                    journal.add(header, empty=present_gradients is None)
                 if last:
                     self._apply()
 
-        self._turns.push(header, work)
+        self._sequencer.push(header, work)
 
     def drain(self, generation: int, step: int, held: int) -> None:
         """Applies the gradients that have arrived of an incomplete step; see `persia.services.DensePS`."""
@@ -146,14 +146,14 @@ class DenseServer(JournaledServer):
             with self._lock:
                 self._apply()
 
-        self._turns.drain(generation, step, held, apply)
+        self._sequencer.drain(generation, step, held, apply)
 
     def export(self) -> DenseState:
         """Returns the state of all parameters that this PS owns; call it while the PS is quiescent."""
         with self._lock:
             if self._optimizer is None:
                 raise StoreError("This dense PS has no network yet: load one first.")
-            if self._exported is None:  # Once until the next step, for all NN workers.
+            if self._exported is None:  # Once until the next step for all NN workers.
                 self._exported = capture(self._parameters, self._owned, self._buffers, self._optimizer, self._scheduler)
             return self._exported
 
@@ -161,7 +161,7 @@ class DenseServer(JournaledServer):
         """Returns counters: `version`, `pushes`, `pulls`, and `bytes` of parameters and buffers."""
         with self._lock:
             return {
-                "version": self._turns.step,
+                "version": self._sequencer.step,
                 "pushes": self._counts["pushes"],
                 "pulls": self._counts["pulls"],
                 "bytes": self._values.nbytes,
@@ -171,13 +171,13 @@ class DenseServer(JournaledServer):
         return self._values.pack([*self._owned.values(), *self._buffers.values()])
 
     def _apply(self) -> None:
-        """Makes one step of the optimizer with the held gradients, unless all have weight 0."""
+        """Makes an optimizer step with the sum of the gradients, unless all have weight 0."""
         assert self._optimizer is not None
         self._exported = None
-        held, self._held = self._held, _Held(len(self._owned))
-        for buffer, value in zip(self._buffers.values(), held.buffer_means(), strict=False):
+        gradient_sum, self._sum = self._sum, _GradientSum(len(self._owned))
+        for buffer, value in zip(self._buffers.values(), gradient_sum.buffer_means(), strict=False):
             buffer.copy_(value)
-        gradients = held.means()
+        gradients = gradient_sum.means()
         if gradients is None:
             return
         for parameter, gradient in zip(self._owned.values(), gradients, strict=True):
@@ -190,11 +190,11 @@ class DenseServer(JournaledServer):
         self._optimizer.zero_grad()
 
     def _late(self, least: int) -> DeadlineError:
-        return self._turns.late(f"dense PS {self._rank}: version {least} of the parameters")
+        return self._sequencer.late(f"dense PS {self._rank}: version {least} of the parameters")
 
 
-class _Held:
-    """The running sum of a step. Weights are rows divided by those of the first gradient, so 1 for equal batches."""
+class _GradientSum:
+    """The running sum of a step. Weights are rows divided by rows of the first gradient, so 1 for equal batches."""
 
     def __init__(self, parameters: int) -> None:
         self._sums: list[torch.Tensor | None] = [None] * parameters
@@ -220,11 +220,11 @@ class _Held:
         for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            held = self._sums[number]
-            if held is None:
+            total = self._sums[number]
+            if total is None:
                 self._sums[number] = gradient * (share * weight)
             else:
-                held.add_(gradient, alpha=share * weight)
+                total.add_(gradient, alpha=share * weight)
         if buffers:
             self._add_buffers(buffers, share * weight)
 
@@ -232,31 +232,31 @@ class _Held:
         if not self._buffers:
             self._buffers = [b * weight if b.is_floating_point() else b.clone() for b in buffers]
         else:
-            for held, buffer in zip(self._buffers, buffers, strict=True):
-                if held.is_floating_point():
-                    held.add_(buffer, alpha=weight)
+            for total, buffer in zip(self._buffers, buffers, strict=True):
+                if total.is_floating_point():
+                    total.add_(buffer, alpha=weight)
                 else:
-                    torch.maximum(held, buffer, out=held)
+                    torch.maximum(total, buffer, out=total)
         self._buffer_weight += weight
 
     def means(self) -> list[torch.Tensor | None] | None:
-        """Returns the sum divided by all weights, including gradients of weight 0; None if nothing counts."""
+        """Returns the sum divided by all weights, including gradients of weight 0; None if all weights are 0."""
         if not self._counted:
             return None
         if self._total == 1.0:
             return self._sums
-        return [held if held is None else held.mul_(1.0 / self._total) for held in self._sums]
+        return [total if total is None else total.mul_(1.0 / self._total) for total in self._sums]
 
     def buffer_means(self) -> list[torch.Tensor]:
         return [b / self._buffer_weight if b.is_floating_point() else b for b in self._buffers]
 
 
 def partition(parameters: Sequence[TensorSpec], servers: int) -> list[list[int]]:
-    """Returns the numbers of the tensors that each dense PS owns: largest first, each to the PS with fewest bytes.
+    """Returns the numbers of the tensors of each dense PS. Assigns tensors, largest first, to the PS with fewest bytes.
 
     Args:
-        parameters: of the network.
-        servers: dense PSs.
+        parameters: parameters of the network.
+        servers: number of dense PSs.
     """
     sizes = [Layout([spec]).nbytes for spec in parameters]
     load = [0] * servers
@@ -269,35 +269,37 @@ def partition(parameters: Sequence[TensorSpec], servers: int) -> list[list[int]]
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Raises ConfigError if a dense PS cannot run it: it must treat each tensor by itself."""
+    """Raises ConfigError if a dense PS cannot run the optimizer: it must treat each tensor separately."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer(params) returned {name}; return a torch.optim.Optimizer.", field="optimizer")
     refused = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in REFUSED]
     if refused:
         raise ConfigError(
-            f"The optimizer {name} does not treat tensors one by one, so dense PSs cannot run it. Use another, such as "
-            "Adam, or a mode with all-reduce (Sync, Hybrid).",
+            f"The optimizer {name} does not treat tensors separately, so dense PSs cannot run it. Use another one, "
+            "such as Adam, or a mode with all-reduce (Sync, Hybrid).",
             field="optimizer",
         )
 
 
-def _part(state: DenseState, mine: Sequence[int], with_buffers: bool) -> DenseState:
-    """Returns the part of a state that belongs to some of its parameters."""
-    if list(mine) == state.owned and with_buffers:
+def _part(state: DenseState, numbers: Sequence[int], with_buffers: bool) -> DenseState:
+    """Returns the part of a state that belongs to the parameters with these numbers."""
+    if list(numbers) == state.owned and with_buffers:
         return state
     values = Layout([*(state.parameters[n] for n in state.owned), *state.buffers]).unpack(state.values)
     by_number = dict(zip(state.owned, values, strict=False))
     buffers = values[len(state.owned) :] if with_buffers else []
     specs = state.buffers if with_buffers else []
-    kept = [spec for spec in state.tensors if int(spec.name.split("/", 1)[0]) in set(mine)]
+    specs_of_state = [spec for spec in state.tensors if int(spec.name.split("/", 1)[0]) in set(numbers)]
     tensors: Mapping[str, torch.Tensor] = dict(
         zip((s.name for s in state.tensors), Layout(state.tensors).unpack(state.state), strict=True)
     )
     return state._replace(
-        owned=list(mine),
-        values=Layout([*(state.parameters[n] for n in mine), *specs]).pack([*(by_number[n] for n in mine), *buffers]),
+        owned=list(numbers),
+        values=Layout([*(state.parameters[n] for n in numbers), *specs]).pack(
+            [*(by_number[n] for n in numbers), *buffers]
+        ),
         buffers=specs,
-        tensors=kept,
-        state=Layout(kept).pack([tensors[spec.name] for spec in kept]),
+        tensors=specs_of_state,
+        state=Layout(specs_of_state).pack([tensors[spec.name] for spec in specs_of_state]),
     )

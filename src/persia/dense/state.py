@@ -1,4 +1,4 @@
-"""Conversion of an optimizer of torch and its tensors to a record that can be sent, and back: exact to the bit."""
+"""Converts a torch optimizer and its tensors to a record that can be sent, and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def capture(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None,
 ) -> DenseState:
-    """Captures the state needed to continue elsewhere, while nothing trains.
+    """Captures the state needed to continue elsewhere. Call it while nothing trains.
 
     Args:
         parameters: specs of all parameters of the network.
         owned: the parameters to capture, by number.
         buffers: the buffers to capture, by name.
-        optimizer: optimizer of these parameters, and perhaps others.
+        optimizer: optimizer of these parameters, and possibly others.
         scheduler: scheduler of its learning rates.
 
     Raises:
@@ -53,8 +53,8 @@ def capture(
         scalars[number] = rest
     groups = []
     for group in optimizer.param_groups:
-        kept = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**kept, "params": [numbers[id(p)] for p in group["params"] if id(p) in numbers]})
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": [numbers[id(p)] for p in group["params"] if id(p) in numbers]})
     specs = [spec_of(name, tensor) for name, tensor in buffers.items()]
     values = Layout([*(parameters[n] for n in owned), *specs]).pack([*owned.values(), *buffers.values()])
     state = [spec_of(name, tensor) for name, tensor in tensors.items()]
@@ -81,17 +81,17 @@ def restore(
     """Restores the result of `capture` into tensors and an optimizer that were made in the same way.
 
     Raises:
-        StoreError: the state is of another network or optimizer; nothing is changed.
+        StoreError: the state belongs to another network or optimizer; nothing is changed.
     """
     groups = json.loads(state.groups)
     scalars = {int(number): values for number, values in json.loads(state.scalars).items()}
-    theirs = [(spec.name, spec.shape) for spec in state.buffers]
-    mine = [(name, list(tensor.shape)) for name, tensor in buffers.items()]
-    if len(groups) != len(optimizer.param_groups) or set(owned) != set(state.owned) or mine != theirs:
+    saved_buffers = [(spec.name, spec.shape) for spec in state.buffers]
+    own_buffers = [(name, list(tensor.shape)) for name, tensor in buffers.items()]
+    if len(groups) != len(optimizer.param_groups) or set(owned) != set(state.owned) or own_buffers != saved_buffers:
         raise StoreError(
-            f"A state with {len(groups)} parameter groups, {len(state.owned)} parameters and {len(theirs)} buffers "
-            f"came where there are {len(optimizer.param_groups)}, {len(owned)} and {len(mine)}. Make model and "
-            "optimizer the same way everywhere."
+            f"The state has {len(groups)} parameter groups, {len(state.owned)} parameters and {len(saved_buffers)} "
+            f"buffers, but the network {len(optimizer.param_groups)}, {len(owned)} and {len(own_buffers)}. Make "
+            "model and optimizer the same way everywhere."
         )
     values = Layout([*(state.parameters[n] for n in state.owned), *state.buffers]).unpack(state.values)
     tensors = Layout(state.tensors).unpack(state.state)
@@ -100,19 +100,19 @@ def restore(
             owned[number].copy_(value)
         for buffer, value in zip(buffers.values(), values[len(state.owned) :], strict=True):
             buffer.copy_(value)
-    before: dict[int, dict[str, Any]] = {}
+    previous: dict[int, dict[str, Any]] = {}
     for number, tensor in owned.items():
-        before[number] = optimizer.state.pop(tensor, {})
+        previous[number] = optimizer.state.pop(tensor, {})
         if number in scalars:
             optimizer.state[tensor] = dict(scalars[number])
     for spec, value in zip(state.tensors, tensors, strict=True):
         number_text, key = spec.name.split("/", 1)
         parameter = owned[int(number_text)]
-        # As `Optimizer.load_state_dict` does: counts of steps stay on the host.
+        # Counts of steps remain on the host, as in `Optimizer.load_state_dict`.
         device = torch.device("cpu") if key == "step" else parameter.device
-        place = before[int(number_text)].get(key)
+        place = previous[int(number_text)].get(key)
         if isinstance(place, torch.Tensor) and spec_of("", place) == spec_of("", value) and place.device == device:
-            place.copy_(value)  # Fresh memory costs more than the copy.
+            place.copy_(value)  # New memory costs more than the copy.
         else:
             place = value.to(device, copy=True)
         optimizer.state[parameter][key] = place
@@ -168,7 +168,7 @@ def _json(value: object, optimizer: torch.optim.Optimizer) -> str:
             return item.item()
         raise ConfigError(
             f"{type(optimizer).__name__}: its parameter groups or state have a {type(item).__name__} in them, which "
-            "cannot be handed over to a dense PS. Use numbers, texts and tensors.",
+            "cannot be handed over to a dense PS. Use numbers, strings and tensors.",
             field="optimizer",
         )
 
