@@ -1,8 +1,8 @@
-"""The Protocols through which roles meet, and nothing else.
+"""The Protocols through which roles communicate.
 
-A role is a plain class that has these methods. A caller holds the object itself or a stub of it, and uses both in the
-same way. All methods block, are safe to call from several threads, and raise :class:`persia.errors.PersiaError`. A
-repeated call has the effect of one. docs/reference/protocol.md says who calls what, and when.
+A role is a plain class that has these methods. A caller has the object itself or a stub of it, and uses both in the
+same way. All methods block, are thread-safe, and raise :class:`persia.errors.PersiaError`. Calls are idempotent.
+docs/reference/protocol.md specifies which role calls which method, and when.
 """
 
 from persia.services.cluster import Attempt, Cluster, Connection, ProcessCluster

@@ -28,28 +28,28 @@ class Connection(NamedTuple):
     """The handles through which an NN worker uses a cluster.
 
     Attributes:
-        worker: the embedding workers as one; a call goes to the one that the batch id names.
+        worker: the embedding workers as one; the batch id selects the one that is called.
         servers: the embedding PSs, by partition.
-        loader: the data loaders as one; `take` goes to the one that reads that number. None if the NN worker reads its
-            data itself.
-        rank: of this NN worker.
+        loader: the data loaders as one; the number of the batch selects the one that is called. None if the NN worker
+            reads its data itself.
+        rank: rank of this NN worker.
         nn_workers: number of NN workers.
-        generation: of the NN workers.
+        generation: generation of the NN workers.
         tokens: the token scheduler of asynchronous modes.
         dense: finds or starts the dense PSs, given the maker of the network's optimizer. None, like `tokens`, if there
             are no asynchronous modes.
-        replicas: makes the network's `persia.nn.replicas.Replicas`, given the network and a timeout in seconds; None if
-            torch.distributed is used.
-        observe: gets the function that reads the metrics of this NN worker, for the health of its process; None if
-            metrics are not collected.
-        save_recovery_point: sends a recovery point to the driver, to continue from if an NN worker dies; None without
-            recovery.
-        halted: whether the driver asks training here to end after the current step; None if it never does.
-        gpus: number that is reserved for each NN worker, which must then train on them.
-        tracer: records the spans of this process; None if the cluster takes no traces of it.
-        stream: makes the data loaders read the data of `fit` if these are a stream, which it returns; None for other
-            data. All NN workers call it. None without data loaders that read streams.
-        near: whether the rows of all tables are in memory of this process: a lookup or a push then waits for nothing.
+        replicas: makes the network's `persia.nn.replicas.Replicas`, given the network and a timeout in seconds; None to
+            use torch.distributed.
+        observe: registers the function that reads the metrics of this NN worker, for the health of its process; None
+            if metrics are not collected.
+        save_recovery_point: sends a recovery point to the driver, from which training continues if an NN worker dies;
+            None without recovery.
+        halted: whether the driver requests that training end after the current step; None if it never does.
+        gpus: number of GPUs that are reserved for each NN worker, which must then train on them.
+        tracer: records the spans of this process; None if the cluster does not trace it.
+        stream: lets the data loaders read the data of `fit` if it is a stream, and returns the stream; returns None
+            for other data. All NN workers call it. None without data loaders that read streams.
+        near: whether the rows of all tables are in memory of this process, so that lookups and pushes do not wait.
     """
 
     worker: EmbeddingWorker
@@ -78,20 +78,20 @@ class Cluster(Protocol):
 
         Args:
             schema: the input of the model.
-            optimizer: for tables that declare none.
-            mode: how gradients are aggregated.
-            seed: of row initialisation and admission.
+            optimizer: optimizer of tables that declare none.
+            mode: aggregation of gradients.
+            seed: seed of row initialization and admission.
         """
 
 
 class Attempt(NamedTuple):
-    """Outcome of a function on all NN workers.
+    """Result of a function on all NN workers.
 
     Attributes:
-        results: return values by rank, of the NN workers that have returned.
-        deaths: of processes that the function needs, or of NN workers that are missing in `results`, each with `role`
-            and `rank`. Empty if all have returned.
-        recovery_point: the last one that NN workers sent by `Connection.save_recovery_point`; None without one.
+        results: return values, by rank, of the NN workers that have returned.
+        deaths: deaths of processes that the function needs, or of NN workers that are missing in `results`, each with
+            `role` and `rank`. Empty if all have returned.
+        recovery_point: the last recovery point from `Connection.save_recovery_point`; None without one.
     """
 
     results: dict[int, Any]
@@ -105,13 +105,13 @@ class ProcessCluster(Cluster, Protocol):
 
     @property
     def gpus(self) -> float:
-        """Number of GPUs that is reserved for each NN worker."""
+        """Number of GPUs that are reserved for each NN worker."""
 
     def run(self, function: Callable[[], T]) -> list[T]:
-        """Runs a function on every NN worker, where `connect` returns that worker's connection; results by rank."""
+        """Runs a function on every NN worker, where `connect` returns its connection; returns the results by rank."""
 
     def attempt(self, function: Callable[[], Any], halting: Callable[[], bool]) -> Attempt:
-        """Like `run`, but returns the death of a process that may be restarted; the next call restarts it.
+        """Like `run`, but returns the death of a process that can be restarted; the next call restarts it.
 
         Args:
             function: see `run`.
@@ -119,7 +119,7 @@ class ProcessCluster(Cluster, Protocol):
         """
 
     def restart_servers(self, ranks: Sequence[int]) -> None:
-        """Replaces embedding PSs that have died permanently by empty ones, on any node with free resources."""
+        """Replaces embedding PSs that have died permanently with empty ones, on any node with free resources."""
 
     def feed(
         self,
@@ -129,18 +129,18 @@ class ProcessCluster(Cluster, Protocol):
         accumulation_steps: int = 1,
         record: StreamStart | None = None,
     ) -> None:
-        """Makes the data loaders read a source, from batch `start` of an epoch on.
+        """Lets the data loaders read a source, from batch `start` of an epoch on.
 
         Args:
             source: the source.
             epoch: number of the pass.
             start: number of its first batch.
             accumulation_steps: batches per update.
-            record: where a stream begins; None for its own beginning.
+            record: start of a stream; None for the start that the stream defines.
         """
 
     def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
-        """Starts or retires embedding workers and data loaders during training. Returns when they serve."""
+        """Starts or retires embedding workers and data loaders during training. Returns once they serve."""
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """Returns the last report of each role; see `Coordinator.statistics`."""

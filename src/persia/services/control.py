@@ -37,7 +37,7 @@ class TrainingPhase(NamedTuple):
         mode: mode of the phase.
         nn_workers: number of NN workers.
         epoch: pass over the data.
-        position: number of batches of the pass that are trained already.
+        position: number of already trained batches of the pass.
         step: first global step.
         steps: maximum number of global steps; None for all data.
         local_batch: rows of a batch; 0 if unknown before the first one.
@@ -55,10 +55,10 @@ class TrainingPhase(NamedTuple):
 
 
 class Coordinator(Protocol):
-    """The control plane: membership, progress of training and reports. No data pass through it."""
+    """The control plane: membership, progress of training and reports. No data passes through it."""
 
     def join(self, role: str, rank: int, address: str) -> Member:
-        """Adds a process that has started. Returns it with its incarnation; an earlier one of its rank is dead."""
+        """Adds a started process. Returns it with its incarnation. An earlier process of its rank counts as dead."""
 
     def depart(self, role: str, rank: int, incarnation: int, reason: str = "") -> None:
         """Marks a process as dead. An empty reason means that it ended as requested."""
@@ -74,7 +74,7 @@ class Coordinator(Protocol):
         """Returns all members; waits up to `timeout` seconds for a version above `newer_than`."""
 
     def report(self, role: str, rank: int, counters: Mapping[str, float]) -> None:
-        """Records a heartbeat with counters; those of NN workers include `step`, `epoch`, `position` and `ended`."""
+        """Records a heartbeat with counters; NN workers include `step`, `epoch`, `position` and `ended`."""
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """Returns the last report of every member by "role-rank", with its `age` in seconds."""
@@ -87,18 +87,18 @@ class Tokens(Protocol):
     """
 
     def begin(self, phase: TrainingPhase) -> None:
-        """Begins a phase. Calls of later phases wait for this.
+        """Starts a phase. Calls of later phases wait for this.
 
         Raises:
-            PersiaError: the phase before is not quiesced.
+            PersiaError: the previous phase is not quiesced.
             ConfigError: the mode cannot run with this number of NN workers.
         """
 
     @rpc.waits
     def take(self, caller: Caller, request: int) -> int | None:
-        """Returns the number of the batch that this NN worker trains next; None if the phase has no more.
+        """Returns the number of the next batch of this NN worker; None if the phase has no more batches.
 
-        Waits while it depends on open batches of other NN workers whether the phase has another one.
+        Waits while open batches of other NN workers determine whether the phase has another batch.
 
         Args:
             caller: the NN worker.
@@ -123,33 +123,33 @@ class Tokens(Protocol):
             number: number of the batch.
             rows: rows of the batch.
             done: sequence number up to which all pushes have returned.
-            filled: number of abandoned pushes that it has filled in this phase, in the order in which it got them.
-            lost: its losses since it started, those of pushes up to `done` included.
+            filled: number of abandoned pushes that it has filled in this phase, in the order of receipt.
+            lost: its losses since it started, including losses of pushes up to `done`.
 
         Raises:
             ConfigError: the mode cannot run with batches of this size.
-            DeadlineError: the gate stayed closed; the error names the slowest NN workers.
+            DeadlineError: the gate did not open in time; the error names the slowest NN workers.
         """
 
     def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
-        """Decides what happens to a computed gradient, and its place in the order of all.
+        """Decides whether a computed gradient is used, and its position in the order of all gradients.
 
         Args:
             caller: the NN worker.
-            sequence: sequence number that the token was drawn with.
+            sequence: sequence number with which the token was drawn.
             rows: rows of the batch; 0 if the gradient is empty.
-            version: version of the dense parameters that it was computed with.
+            version: version of the dense parameters from which it was computed.
         """
 
     def abandoned(self, caller: Caller, filled: int) -> list[PushHeader]:
-        """Returns the pushes of dead NN workers that this one must fill, while it waits for a version."""
+        """Returns the pushes of dead NN workers that this NN worker must fill while it waits for a version."""
 
     @rpc.waits
     def quiesce(self, caller: Caller, done: int, filled: int, lost: Losses = NO_LOSSES) -> QuiesceResult:
-        """Ends this NN worker's part of the phase; waits until all have ended theirs.
+        """Ends the phase for this NN worker; waits until all NN workers have ended it.
 
         Raises:
-            DeadlineError: some have not; the error names them.
+            DeadlineError: an NN worker was late; the error names all late ones.
         """
 
     @rpc.waits
@@ -164,14 +164,14 @@ class Tokens(Protocol):
 
         Raises:
             ConfigError: the mode cannot run with these NN workers or batches.
-            PersiaError: another switch is under way.
+            PersiaError: another switch is in progress.
         """
 
     def requested(self) -> Mode | None:
         """Returns the requested mode; None if no request is pending."""
 
     def resolve(self, mode: Mode) -> None:
-        """Clears a request that was carried out or rejected. No-op if another mode has been requested since.
+        """Clears a request that was executed or rejected. No-op if another mode has been requested since.
 
         Args:
             mode: the mode that `requested` returned.
@@ -180,12 +180,12 @@ class Tokens(Protocol):
     def begin_auto(self, auto: Auto, nn_workers: int, asynchronous: bool) -> None:
         """Chooses the mode by step times from now on, until a mode is requested.
 
-        Call it when training begins, and whenever it continues.
+        Call it when training starts or continues.
 
         Args:
             auto: the rule.
             nn_workers: number of NN workers.
-            asynchronous: whether the asynchronous mode is in force.
+            asynchronous: whether the asynchronous mode is active.
         """
 
     def report_timings(self, rank: int, timings: list[StepTiming]) -> bool:
@@ -202,8 +202,8 @@ class Tokens(Protocol):
         """Cancels a dead NN worker: its tokens are drawn again, and its batches are handed out again.
 
         Returns:
-            Whether the others continue and learn of it from `quiesce`. They do not once quiesced, nor in all-reduce
-            modes.
+            Whether the others continue and get the death from `quiesce`. They do not continue once quiesced, nor in
+            all-reduce modes.
         """
 
     def summary(self) -> TokenReport:
@@ -225,7 +225,7 @@ class Observable(Protocol):
         """Returns its monotonic clock in seconds. Traces of other processes are related to the coordinator's."""
 
     def start_trace(self, seconds: float) -> None:
-        """Begins to record spans, for `seconds` at most. Forgets those of an earlier trace."""
+        """Starts to record spans, for at most `seconds`. Discards spans of an earlier trace."""
 
     def trace(self) -> ProcessTrace:
-        """Ends recording, and returns the spans. Blocks to measure the offset to the coordinator's clock."""
+        """Stops recording and returns the spans. Blocks to measure the offset to the coordinator's clock."""

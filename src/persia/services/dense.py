@@ -16,19 +16,19 @@ class DensePS(Protocol):
     """Dense parameter server: owns whole tensors of the network, and the user's optimizer for them."""
 
     def load(self, state: DenseState, generation: int, step: int) -> None:
-        """Replaces its part of the network by that of a state, as of `step`."""
+        """Replaces the PS's part of the network by its part of a state, as of `step`."""
 
     @rpc.waits
     def pull(self, have: int, least: int, timeout: float) -> Pulled:
         """Returns parameters of the newest version.
 
         Args:
-            have: version at the caller; -1 for none.
-            least: version to wait for.
+            have: version of the caller; -1 for none.
+            least: minimum version to wait for.
             timeout: seconds to wait.
 
         Raises:
-            DeadlineError: the version did not come in time; the error names the missing slot.
+            DeadlineError: the version did not arrive in time; the error names the missing slot.
         """
 
     @rpc.waits
@@ -36,15 +36,15 @@ class DensePS(Protocol):
         """Adds a gradient to the current step, in the order of slots, and applies the step with its last slot.
 
         Raises:
-            StalePushError: the push is of an earlier generation.
-            StoreError: the gradient does not fit the parameters; nothing is changed.
+            StalePushError: the push belongs to an earlier generation.
+            StoreError: the gradient does not match the parameters; nothing is changed.
         """
 
     def drain(self, generation: int, step: int, held: int) -> None:
-        """Applies the `held` gradients that have arrived of `step`.
+        """Applies the `held` gradients of `step` that have arrived.
 
         Raises:
-            PersiaError: this PS holds another number of gradients, so it is out of phase.
+            PersiaError: this PS has another number of gradients, so it is out of phase.
         """
 
     def export(self) -> DenseState:
@@ -59,7 +59,7 @@ class DenseMaker(NamedTuple):
 
     Attributes:
         optimizer: takes parameters, returns a `torch.optim.Optimizer`.
-        schedule: of the learning rates, by number of updates.
+        schedule: schedule of the learning rates, by number of updates.
         clip_norm: maximum global norm of a step's gradient.
     """
 

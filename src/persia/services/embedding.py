@@ -35,7 +35,7 @@ class RowChunk(NamedTuple):
 
     Attributes:
         table: name of the table.
-        shard: internal slice of the PS that the rows are from.
+        shard: shard of the PS that has the rows.
         arrays: the columns of `persia.store.Rows`: `ids` uint64 `[n]`, `embeddings` float32 `[n, dim]`, `state`
             float32 `[n, width]`, `update_count`, `last_step` and `stamp` uint32 `[n]`. Embeddings have the dtype of
             their table; bfloat16 as its bits, uint16.
@@ -47,12 +47,12 @@ class RowChunk(NamedTuple):
 
 
 class SnapshotInfo(NamedTuple):
-    """Answer of a PS that has begun a store snapshot.
+    """Response of a PS that has started a store snapshot.
 
     Attributes:
-        numbers: by table, the number of this snapshot, for `since` of a later one.
-        whole: whether all rows are in it. That may be so even if only changes were requested: they are not known after
-            a restart, or after very many evictions.
+        numbers: number of this snapshot by table, for `since` of a later one.
+        whole: whether it contains all rows. It may even if only changes were requested, as changes are unknown after a
+            restart, or after very many evictions.
     """
 
     numbers: dict[str, int]
@@ -60,14 +60,14 @@ class SnapshotInfo(NamedTuple):
 
 
 class StatePiece(NamedTuple):
-    """A part of the state of a shard besides its rows, for checkpoints.
+    """A part of the state of a shard other than its rows, for checkpoints.
 
     Attributes:
         table: name of the table.
-        shard: internal slice of the PS.
+        shard: shard of the PS.
         array: one of the arrays of `persia.store.ShardState`: `clocks`, `counters` or `sketch`.
-        start: index of its first value in that array.
-        values: `[n]` values from there on.
+        start: index of the first value in that array.
+        values: values from `start` on, `[n]`.
     """
 
     table: str
@@ -87,35 +87,35 @@ class EmbeddingPS(Protocol):
         """Looks up rows of distinct ids, by table.
 
         Args:
-            ids: by table, uint64 `[n]`, distinct.
-            train: whether missing ids may be admitted; otherwise they read as zeros and nothing changes.
+            ids: distinct ids by table, uint64 `[n]`.
+            train: whether missing ids may be admitted; otherwise their rows are zeros and nothing changes.
 
         Returns:
-            By table, rows as stored: float32 `[n, dim]`, or the words of 16-bit values; see `persia.types.values`.
+            Rows as stored, by table: float32 `[n, dim]`, or the words of 16-bit values; see `persia.types.values`.
         """
 
     @rpc.waits
     def push(self, header: PushHeader, gradients: PackedGradients) -> dict[str, UpdateCounts]:
-        """Takes gradients of an NN worker, which are applied exactly once, as the mode decides.
+        """Receives gradients of an NN worker, which are applied exactly once, as the mode decides.
 
-        In `Sync` and `Hybrid` it returns when they are applied. Where a step combines the gradients of all NN workers,
-        that needs those of all of them, for this step and the ones before. In asynchronous modes it returns when they
-        are added to the sum of their step, or queued behind an earlier push. Send a push without gradients to every PS,
-        too: it counts.
+        In `Sync` and `Hybrid` it returns once they are applied. If a step combines the gradients of all NN workers,
+        that requires the gradients of all of them for this step and earlier ones. In asynchronous modes it returns once
+        they are added to the sum of their step, or queued behind an earlier push. Pushes without gradients count, so
+        send them to every PS, too.
 
         Args:
-            header: sender and step; the learning-rate schedule and `last_step` of the rows follow the step.
-            gradients: by table.
+            header: sender and step; the step determines the learning rate and `last_step` of the rows.
+            gradients: gradients by table.
 
         Returns:
-            By table, the outcome of the gradients. The counts of a step go to one call: where it is combined to that of
-            the lowest rank, in asynchronous modes to the one that completes the step. The others get none.
+            Counts of the gradients by table. One call gets the counts of a step: in a combined step the call of the
+            lowest rank, in asynchronous modes the call that completes the step. The others get none.
 
         Raises:
-            StoreError: an unknown table, or arrays that do not fit; nothing is held or applied.
+            StoreError: a table is unknown, or arrays do not match it; nothing is stored or applied.
             DeadlineError: gradients of the step did not arrive in time; the error names the NN workers. The gradients
-                of this call stay held, and it may be repeated.
-            StalePushError: the NN workers have restarted since, or this one has left out a step.
+                of this call remain stored, and the call may be repeated.
+            StalePushError: the NN workers have restarted since, or this NN worker has skipped a step.
         """
 
     def statistics(self) -> dict[str, dict[str, int]]:
@@ -125,39 +125,40 @@ class EmbeddingPS(Protocol):
         """Returns the staleness of rows in asynchronous modes."""
 
     def export_rows(self) -> Iterator[RowChunk]:
-        """Yields all rows, in chunks of bounded size; each row is of one moment."""
+        """Yields all rows in chunks of bounded size. Each row is consistent by itself."""
 
     def begin_snapshot(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
-        """Begins a store snapshot: `snapshot_rows` returns the rows as they are now while training continues.
+        """Starts a store snapshot: `snapshot_rows` returns the current rows while training continues.
 
-        Returns at once. A repetition changes nothing; an unfinished snapshot of another name is dropped.
+        Returns immediately. A repeated call has no effect; an unfinished snapshot with another name is dropped.
 
         Args:
-            name: of the snapshot, unique.
-            since: by table, `SnapshotInfo.numbers` of an earlier snapshot: take only changes since. Empty for all rows.
-            directory: where to keep rows that change before they are read; the directory for temporary files is used if
-                this PS does not have it.
-            live: return rows as they are when they are read, each of one moment, and keep none.
+            name: unique name of the snapshot.
+            since: `SnapshotInfo.numbers` of an earlier snapshot, by table: takes only changes since. Empty for all
+                rows.
+            directory: directory for rows that change before they are read; if this PS does not have it, the directory
+                for temporary files is used.
+            live: whether to return rows as they are when they are read, each consistent by itself, and copy none.
         """
 
     def snapshot_rows(self, name: str) -> Iterator[RowChunk]:
-        """Yields the rows of a snapshot, in chunks of bounded size, shard by shard; to be read once.
+        """Yields the rows of a snapshot in chunks of bounded size, shard by shard. Call it once.
 
         Raises:
-            StoreError: there is no snapshot of this name (any more), or its disk was full; training is unharmed.
+            StoreError: there is no snapshot with this name (any more), or its disk was full; training is unaffected.
         """
 
     def snapshot_removed(self, name: str) -> Iterator[RowChunk]:
-        """Yields ids evicted between `since` and the snapshot, as chunks with `ids` only; none if it is whole."""
+        """Yields ids evicted between `since` and the snapshot, as chunks with only `ids`; none if it is whole."""
 
     def end_snapshot(self, name: str) -> None:
-        """Ends a snapshot; an unknown one is no error."""
+        """Ends a snapshot. No-op if it is unknown."""
 
     def publish(self, order: PublishOrder) -> PublishStatus:
-        """Begins to publish the rows in the background, from a snapshot on; a repetition changes nothing.
+        """Starts to publish the rows in the background, from a snapshot on. A repeated call has no effect.
 
-        A publisher of another epoch ends before. `import_rows` and `import_state` end the epoch, as rows go back, and
-        so does a restart: begin another one then.
+        Ends the publisher of another epoch first. `import_rows` and `import_state` end the epoch, as they reset rows,
+        and so does a restart: start another epoch then.
 
         Returns:
             See `published`.
@@ -168,10 +169,10 @@ class EmbeddingPS(Protocol):
         """
 
     def published(self) -> PublishStatus:
-        """Returns how far this PS has published; an epoch of -1 if it does not, or not any more."""
+        """Returns the publishing progress of this PS; the epoch is -1 if it does not publish (any more)."""
 
     def approve(self, run: str, ticket: int) -> None:
-        """Lets readers see the entry that waits for approval; no-op if that is another one.
+        """Makes the entry that waits for approval visible to readers. No-op if another entry waits.
 
         Args:
             run: `PublishOrder.run` of its epoch.
@@ -180,37 +181,37 @@ class EmbeddingPS(Protocol):
 
     @rpc.waits
     def end_publishing(self, last: bool) -> PublishStatus:
-        """Ends publishing, if it has begun, and returns how far it came.
+        """Ends publishing, if it has started, and returns its progress.
 
         Args:
-            last: publish what has changed until now before, and retry for 30 s. `PublishStatus.complete` says whether
-                that has succeeded.
+            last: whether to publish all changes until now first, with retries for 30 s. `PublishStatus.complete` is
+                set if that succeeds.
         """
 
     def import_rows(self, chunk: RowChunk) -> None:
-        """Imports rows; rows of the same ids are replaced.
+        """Imports rows. Replaces rows with the same ids.
 
-        Without the column `state`, or with one of another width, rows start with the optimizer's initial state and an
-        update count of 0. Embeddings may have another dtype than the table; they are rounded to the nearest.
+        Without the column `state`, or with a column of another width, rows start with the optimizer's initial state and
+        an update count of 0. Embeddings may have another dtype than the table; they are rounded to the nearest.
 
         Raises:
-            StoreError: there is no such table, a column is missing, embeddings are neither float32, float16 nor uint16,
-                or values do not fit the dtype of the table. None of the rows was imported.
+            StoreError: the table does not exist, a column is missing, embeddings are neither float32, float16 nor
+                uint16, or values exceed the dtype of the table. None of the rows was imported.
         """
 
     def contains(self, ids: Packed[np.uint64]) -> Packed[np.bool_]:
-        """Returns by table whether each id has a row; reads only."""
+        """Returns, by table, whether each id has a row. Read-only."""
 
     def read_rows(self, table: str, ids: NDArray[np.uint64], state: bool) -> StoredRows:
-        """Reads rows of ids, which may repeat; nothing is admitted, touched or counted.
+        """Reads rows of ids, which may repeat. Nothing is admitted, touched or counted.
 
         Args:
             table: name of the table.
-            ids: uint64 `[n]`.
-            state: also read the optimizer's state.
+            ids: ids, uint64 `[n]`.
+            state: whether to also read the optimizer state.
 
         Raises:
-            StoreError: there is no such table.
+            StoreError: the table does not exist.
         """
 
     def set_rows(
@@ -224,55 +225,55 @@ class EmbeddingPS(Protocol):
         """Inserts or overwrites rows, which become the most recently used ones of their table.
 
         Args:
-            call: random number that identifies the call. A repetition has no effect and gets the same answer; after a
+            call: random number that identifies the call. A repeated call has no effect and the same result; after a
                 restart of the PS it sets the same rows again, and counts them as replaced.
             table: name of the table.
-            ids: uint64 `[n]`, distinct.
-            values: float32 `[n, dim]`.
-            state: of the optimizer. None keeps that of existing rows; new rows get the optimizer's initial state.
+            ids: distinct ids, uint64 `[n]`.
+            values: embeddings, float32 `[n, dim]`.
+            state: optimizer state. None keeps the state of existing rows; new rows get the initial state.
 
         Raises:
-            StoreError: there is no such table, arrays do not fit it, or a checkpoint is being read from it; then some
-                of the rows may be set.
+            StoreError: the table does not exist, arrays do not match it, or a checkpoint is being read from it; in the
+                last case some of the rows may be set.
         """
 
     def export_state(self) -> Iterator[list[StatePiece]]:
-        """Yields the state besides the rows (clocks, counters, admission sketches), in lists of bounded size."""
+        """Yields the state other than the rows (clocks, counters, admission sketches), in lists of bounded size."""
 
     def import_state(self, pieces: Sequence[StatePiece]) -> None:
         """Imports state after the rows, into a quiescent PS of the same capacity, shards and admission."""
 
     def end_import(self) -> None:
-        """Prepares evictions of tables with hardly any space left, so that the first request does not wait for that.
+        """Prepares evictions of almost full tables, so that the first request does not wait for them.
 
-        Called after the last `import_rows` or `import_state`. Blocks for about 25 ms for 1,000,000 rows.
+        Called after the last `import_rows` or `import_state`. Blocks for about 25 ms per 1,000,000 rows.
         """
 
     def switch(self, mode: Mode, generation: int, step: int) -> None:
-        """Switches to another mode from `step` on; no gradients may be held.
+        """Switches to another mode from `step` on. No gradients may be pending.
 
         Args:
             mode: the mode.
-            generation: of the NN workers.
+            generation: generation of the NN workers.
             step: next global step.
 
         Raises:
-            PersiaError: gradients are held; drain first.
+            PersiaError: gradients are pending; drain first.
         """
 
     def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
-        """Applies the `held` gradients that have arrived of `step`, in an asynchronous mode.
+        """Applies the `held` gradients of `step` that have arrived, in an asynchronous mode.
 
         Raises:
-            PersiaError: this PS holds another number of gradients, so it is out of phase.
+            PersiaError: this PS has another number of gradients, so it is out of phase.
         """
 
 
 class EmbeddingWorker(Protocol):
-    """Embedding worker (Persia paper, Algorithm 1): buffers ID features, removes duplicates, routes.
+    """Embedding worker (Persia paper, Algorithm 1): buffers ID features, deduplicates and routes ids.
 
-    With `compression="fp16"` rows and gradients travel as float16 with a scale per row. Rows of tables of 16-bit values
-    travel as they are stored, with and without it.
+    With `compression="fp16"` rows and gradients are sent as float16 with a scale per row. Rows of tables of 16-bit
+    values are always sent as stored.
     """
 
     @rpc.waits
@@ -282,7 +283,7 @@ class EmbeddingWorker(Protocol):
         Blocks while the buffer is full.
 
         Raises:
-            DeadlineError: the buffer stayed full.
+            DeadlineError: the buffer remained full.
             MovedError: this embedding worker is leaving; register with another one.
         """
 
@@ -290,58 +291,58 @@ class EmbeddingWorker(Protocol):
         """Looks up the rows of a registered batch.
 
         Args:
-            batch_id: what `register` returned.
-            train: ids may be admitted, and the batch stays registered until its push or release. Otherwise nothing
-                changes, and the batch is forgotten; the one that an NN worker has pushed last can still be read.
+            batch_id: id that `register` returned.
+            train: whether ids may be admitted, and the batch remains registered until its push or release. Otherwise
+                nothing changes, and the batch is removed; the last batch that an NN worker pushed can still be read.
 
         Raises:
-            StaleBatchError: the batch is unknown here: pushed, released, expired, or of an earlier incarnation.
+            StaleBatchError: the batch is unknown: pushed, released, expired, or of an earlier incarnation.
         """
 
     def distinct_ids(self, batch_id: int) -> Packed[np.uint64]:
         """Returns the distinct ids of a registered batch by table, in the order of its rows.
 
         Raises:
-            StaleBatchError: the batch is unknown here.
+            StaleBatchError: the batch is unknown.
         """
 
     def lookup_part(self, batch_id: int, wanted: Packed[np.bool_]) -> LookedUp:
-        """Looks up some rows of a registered batch for training, where the NN worker has the others.
+        """Looks up some rows of a registered batch for training. The NN worker has the other rows.
 
         Args:
-            batch_id: what `register` returned.
-            wanted: by table, bool `[unique ids]`, in the order of `distinct_ids`: the rows to return. Indices in the
-                result are those of all rows, and so are gradients to push.
+            batch_id: id that `register` returned.
+            wanted: mask of the rows to return, by table, bool `[unique ids]`, in the order of `distinct_ids`. Indices
+                in the result refer to all rows, and gradients to push cover all rows.
 
         Raises:
-            StaleBatchError: the batch is unknown here.
-            StoreError: `wanted` does not fit the ids of the batch.
+            StaleBatchError: the batch is unknown.
+            StoreError: `wanted` does not match the ids of the batch.
         """
 
     @rpc.waits
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
-        """Sends the sum of the gradients of these batches to the PSs as one update, and forgets the batches.
+        """Sends the sum of the gradients of these batches to the PSs as one update, and removes the batches.
 
-        Every PS gets a push, also when it owns no row of it, and also without contributions: it counts. A repetition
-        of one of an NN worker's last pushes gets the same answer.
+        Every PS gets a push, even if it owns none of the rows or there are no contributions, as every push counts. A
+        repetition of one of an NN worker's last pushes gets the same result.
 
         Args:
-            header: passed on to the PSs.
-            contributions: of batches that were looked up here; none for a push without data.
+            header: header for the PSs.
+            contributions: gradients of batches that were looked up here; empty for a push without data.
 
         Returns:
-            By table, the outcome of the gradients over all PSs.
+            Counts of the gradients over all PSs, by table.
 
         Raises:
             StaleBatchError: a batch is unknown; nothing is sent.
-            DeadlineError: a PS was late, or something that it waits for.
+            DeadlineError: a PS, or an NN worker that it waits for, was late.
         """
 
     def release(self, batch_id: int) -> None:
-        """Forgets a batch that will have no gradient; an unknown one is no error."""
+        """Removes a batch that will have no gradient. No-op if it is unknown."""
 
     def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
-        """Looks up rows for evaluation: nothing is admitted, touched or buffered."""
+        """Looks up rows for evaluation. Nothing is admitted, touched or buffered."""
 
     def statistics(self) -> dict[str, int]:
         """Returns counters: batches buffered, registered, looked up, pushed, released, expired; rows of gradients."""

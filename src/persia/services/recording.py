@@ -1,6 +1,6 @@
-"""How a schedule is recorded for a replay (docs/reference/protocol.md, section 12). Served beside roles.
+"""Recording of a schedule for a replay (docs/reference/protocol.md, section 12). Served along with the roles.
 
-None of it runs unless `TrainerOptions.record_dir` is set.
+Used only if `TrainerOptions.record_dir` is set.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ class Recordable(Protocol):
     """A dense PS or embedding PS that can record the order of pushes. Call it while the PS is quiescent."""
 
     def begin_recording(self, version: int) -> None:
-        """Starts a journal, and drops any earlier one.
+        """Starts a journal, and discards any earlier one.
 
         Args:
-            version: updates since step 0.
+            version: number of updates since step 0.
         """
 
     def end_recording(self) -> JournalRecord:
-        """Ends the journal, and returns its record, which is empty if the PS has restarted in the meantime."""
+        """Ends the journal and returns its record, which is empty if the PS has restarted in the meantime."""
 
 
 class RecordableRows(Recordable, Protocol):
-    """An embedding PS that can record the order of lookups and updates, which exclude each other meanwhile."""
+    """An embedding PS that can record the order of lookups and updates, which are mutually exclusive meanwhile."""
 
     def recorded_lookup(self, ids: Packed[np.uint64], batch_id: int) -> Packed[np.float32]:
-        """Looks up rows for training as `EmbeddingPS.lookup` does, and records the version that the batch reads."""
+        """Looks up rows for training like `EmbeddingPS.lookup`, and records the version that the batch reads."""
 
 
 class RecordableWorker(Protocol):
     """An embedding worker whose lookups can be recorded."""
 
     def recorded_lookup(self, batch_id: int) -> LookedUp:
-        """Looks up a batch for training as `EmbeddingWorker.lookup` does, by `RecordableRows.recorded_lookup`."""
+        """Looks up a batch for training like `EmbeddingWorker.lookup`, with `RecordableRows.recorded_lookup`."""
 
 
 class RecordableTokens(Protocol):
     """A token scheduler that can record arrivals, and collects the reads of all NN workers."""
 
     def begin_recording(self) -> None:
-        """Starts a record, and drops any earlier one."""
+        """Starts a record, and discards any earlier one."""
 
     def note(self, read: ReadRecord) -> None:
         """Records the inputs of a gradient; call it before the push, as the NN worker may die in between."""
 
     def end_recording(self) -> PhaseRecord:
-        """Ends the record, and returns it; it is empty if the coordinator has restarted in the meantime."""
+        """Ends the record and returns it; it is empty if the coordinator has restarted in the meantime."""
 
 
 class ReadObserver(Protocol):

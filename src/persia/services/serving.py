@@ -12,13 +12,13 @@ __all__ = ["FoundRows", "RowServerState", "RowsVersion", "ServedEpoch", "ServedR
 
 
 class RowsVersion(NamedTuple):
-    """The rows that a lookup is for. A row server that does not have them refuses it.
+    """The version of rows that a lookup requires. A row server that does not have it rejects the lookup.
 
     Attributes:
         part: number of the part that the row server is expected to have.
         parts: number of parts.
         run: random identifier of the epoch in the log of changes.
-        step: global steps that the rows must contain, at least.
+        step: minimum number of global steps that the rows must contain.
     """
 
     part: int
@@ -28,11 +28,11 @@ class RowsVersion(NamedTuple):
 
 
 class FoundRows(NamedTuple):
-    """Answer to a lookup.
+    """Result of a lookup.
 
     Attributes:
-        found: by table, bool `[n]`: whether each id has a row.
-        rows: by table, float32 `[n, dim]`; zeros where there is none.
+        found: whether each id has a row, by table, bool `[n]`.
+        rows: rows by table, float32 `[n, dim]`; zeros without a row.
     """
 
     found: Packed[np.bool_]
@@ -44,9 +44,9 @@ class ServedEpoch(NamedTuple):
 
     Attributes:
         run: random identifier of the epoch.
-        epoch: its number.
-        step: global steps that the rows contain, at least.
-        time: seconds since 1970, when the oldest rows of an embedding PS were as they are.
+        epoch: number of the epoch.
+        step: minimum number of global steps that the rows contain.
+        time: time of the state of the oldest rows of an embedding PS, in seconds since 1970.
         rows: number of rows of all tables.
     """
 
@@ -58,13 +58,13 @@ class ServedEpoch(NamedTuple):
 
 
 class RowServerState(NamedTuple):
-    """The rows that a row server has at present.
+    """The rows that a row server currently has.
 
     Attributes:
         part: number of its part.
         parts: number of parts.
-        epochs: those whose rows are complete, the newest first; empty while the first one is read.
-        problem: why something newer in the log is not served; empty if everything is.
+        epochs: epochs whose rows are complete, the newest first; empty while the first one is read.
+        problem: reason why newer entries of the log are not served; empty if all are served.
     """
 
     part: int
@@ -80,14 +80,14 @@ class ServedRows(Protocol):
         """Returns which rows it has. Never waits for an update."""
 
     def lookup(self, version: RowsVersion, ids: Packed[np.uint64]) -> FoundRows:
-        """Looks up rows by table. Never waits for an update; ids of other parts have no rows here.
+        """Looks up rows by table. Never waits for an update; ids of other parts have no rows.
 
         Args:
-            version: of the rows.
-            ids: by table, uint64 `[n]`; an id may be there several times.
+            version: required version of the rows.
+            ids: ids by table, uint64 `[n]`; ids may repeat.
 
         Raises:
-            ConfigError: this is another part, or one of another number of parts.
-            PublishError: it does not have this epoch, or its rows do not contain the step yet.
-            StoreError: there is no such table, or the rows would be too many for one answer.
+            ConfigError: the row server has another part, or another number of parts.
+            PublishError: the row server does not have this epoch, or its rows do not contain the step yet.
+            StoreError: a table does not exist, or there are too many rows for one response.
         """

@@ -25,30 +25,30 @@ __all__ = [
 
 @runtime_checkable
 class StreamPosition(Protocol):
-    """The position of a run in a stream. `offsets` is its position beyond the process, and part of checkpoints."""
+    """The position of a run in a stream. `offsets` identifies the position outside the process, as in checkpoints."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last iteration ended because `stopping` was true, rather than at the end of the stream."""
+        """Whether the last iteration ended because `stopping` was true, and not at the end of the stream."""
 
     def begin(self, number: int, offsets: Offsets, stopping: Callable[[], bool]) -> None:
-        """Starts a new record.
+        """Starts a new log.
 
         Args:
             number: number of the first batch.
-            offsets: where it begins; topics that are not read are ignored, partitions that are missing begin where the
-                source says.
+            offsets: offsets of its start; topics that are not read are ignored, missing partitions start where the
+                source specifies.
             stopping: polled while the source waits for data; once true, iterations end.
         """
 
     def offsets(self, number: int) -> Offsets:
-        """Returns where a batch begins that is recorded, or that will be recorded next."""
+        """Returns the offsets at the start of a batch that is recorded, or will be recorded next."""
 
     def forget(self, below: int) -> None:
-        """Forgets batches of lower numbers, which are not read again."""
+        """Removes batches with lower numbers, which are not read again."""
 
     def commit(self, offsets: Offsets) -> None:
-        """Reports to whoever monitors the stream that a checkpoint has all before `offsets`. Never raises."""
+        """Commits the offsets that a checkpoint covers to the stream. Never raises."""
 
     def observe(self) -> list[Metric]:
         """Returns metrics. Thread-safe."""
@@ -56,89 +56,89 @@ class StreamPosition(Protocol):
 
 @runtime_checkable
 class Stream(Seekable, StreamPosition, Protocol):
-    """A source whose batches depend on what has arrived, perhaps without an end.
+    """A source whose batches depend on what has arrived, possibly without an end.
 
-    It records the content of each batch before it hands it out, so `batches` yields the same ones again until they are
-    forgotten.
+    It records the content of each batch before it hands out the batch, so `batches` yields the same batches again until
+    they are removed.
     """
 
 
 class StreamLog(Protocol):
-    """The record of a stream's batches, an offset range for each number. On a cluster it is at the coordinator.
+    """The log of a stream's batches, with an offset range for each number. On a cluster it is at the coordinator.
 
-    Ranges are recorded before their batches are handed out. Each begins where the last one of its partition ended, so
-    no message is in two batches, and none is left out, whoever records. Calls may be repeated.
+    Ranges are recorded before their batches are handed out. Each starts at the end of the previous one of its
+    partition, so each message is in exactly one batch, whichever data loader records it. Calls may be repeated.
     """
 
     def begin_stream(self, number: int, offsets: Offsets, fresh: bool) -> None:
-        """Begins a record at batch `number`, or continues the one that there is.
+        """Starts a log at batch `number`, or continues the existing one.
 
         Args:
-            number: number of the first batch that is wanted.
-            offsets: where it begins; partitions that are missing begin where the source says.
-            fresh: False to keep the record if it has this number, so that the batches from there on are the same again.
+            number: number of the first requested batch.
+            offsets: offsets of its start; missing partitions start where the source specifies.
+            fresh: False to continue the log if it has this number, so that the batches from there on do not change.
         """
 
     def assign(self, bounds: list[PartitionBounds]) -> list[PartitionBounds]:
-        """Adds partitions that are not known, and returns all known ones, with the offsets of their next batches."""
+        """Adds unknown partitions, and returns all known ones with the offsets of their next batches."""
 
-    def record(self, found: OffsetRange) -> int | None:
+    def record(self, messages: OffsetRange) -> int | None:
         """Records the range of the next batch. Returns its number.
 
-        Returns None, and records nothing, if the record is closed, or the range does not begin where the last one of
-        its partition ended, because another data loader has recorded that.
+        Returns None and records nothing if the log is closed, or the range does not start at the end of the previous
+        one of its partition, because another data loader has recorded these messages.
         """
 
     @rpc.waits
     def lookup(self, number: int, last: int, timeout: float) -> RecordedBatch:
-        """Returns what is recorded of a batch, once batch `last` is recorded, or nothing more will be.
+        """Returns the record of a batch, once batch `last` is recorded, or nothing more will be recorded.
 
         Args:
-            number: of the batch.
-            last: of the step that the batch is in: all NN workers begin a step, or none does.
-            timeout: maximum wait in seconds; then an empty record comes back.
+            number: number of the batch.
+            last: last batch of the step of this batch: either all NN workers start a step, or none does.
+            timeout: maximum wait in seconds; after it, returns an empty record.
 
         Raises:
-            DataError: the batch was forgotten; or reading the stream has failed, see `fail_stream`.
-            DeadlineError: likewise, as the brokers were late.
+            DataError: the batch was removed; or reading the stream has failed, see `fail_stream`.
+            DeadlineError: reading the stream has failed, as the brokers were late.
         """
 
     def recorded(self, number: int, most: int) -> list[OffsetRange]:
-        """Returns the ranges of batch `number` and the next ones, `most` at most.
+        """Returns the ranges of batch `number` and the following ones, at most `most`.
 
         Raises:
-            DataError: the batch was forgotten, or is not recorded.
+            DataError: the batch was removed, or is not recorded.
         """
 
     def exhaust(self, partitions: list[Partition]) -> None:
         """Reports that partitions of a bounded stream are read to their ends. Once all are, the stream is over."""
 
     def close_stream(self) -> None:
-        """Closes the record until it begins again: what is recorded may be read, nothing is added."""
+        """Closes the log until it starts again: recorded batches can be read, but nothing is added."""
 
     def fail_stream(self, late: bool, message: str) -> None:
-        """Reports that reading has failed, so that whoever waits for batches learns of it.
+        """Reports that reading has failed, to callers that wait for batches.
 
         Args:
-            late: whether the brokers were late, so that it is a DeadlineError, rather than a DataError.
-            message: of the error.
+            late: whether the brokers were late: callers get a DeadlineError instead of a DataError.
+            message: message of the error.
         """
 
     def stream_offsets(self, number: int | None) -> Offsets:
-        """Returns the offsets at which a batch begins: those of batches before it are all lower.
+        """Returns the offsets at which a batch starts: offsets in earlier batches are all lower.
 
         Args:
-            number: of the batch; None for the next one to be recorded.
+            number: number of the batch; None for the next one to be recorded.
 
         Raises:
-            DataError: the batch was forgotten, or batches before it are not recorded.
+            DataError: the batch was removed, or earlier batches are not recorded.
         """
 
     def covered(self, below: int) -> None:
-        """Forgets batches of lower numbers, as a checkpoint or a recovery point has them."""
+        """Removes batches with lower numbers, which a checkpoint or a recovery point covers."""
 
     def awaited(self) -> bool:
-        """Returns whether somebody waits for a batch that is not recorded, so that the stream is idle."""
+        """Returns whether the stream is idle: a caller waits for a batch that is not recorded."""
 
 
 class NewBatch(NamedTuple):
@@ -156,9 +156,9 @@ class NewBatch(NamedTuple):
 
 
 class StreamShare(Protocol):
-    """Reads the partitions of a stream that are one data loader's. For one thread."""
+    """Reads the partitions of a stream that belong to one data loader. Not thread-safe."""
 
-    def read(self, found: OffsetRange) -> Batch:
+    def read(self, messages: OffsetRange) -> Batch:
         """Reads a recorded batch, of any partition. Blocks.
 
         Raises:
@@ -167,7 +167,7 @@ class StreamShare(Protocol):
         """
 
     def poll(self) -> NewBatch | None:
-        """Reads on and records a batch; None if there is none yet. Blocks for a short time only.
+        """Continues reading and records a batch; None if there is none yet. Blocks only for a short time.
 
         Raises:
             DataError: the source cannot be read.
@@ -180,7 +180,7 @@ class StreamShare(Protocol):
 
 @runtime_checkable
 class SharedStream(Stream, Protocol):
-    """A stream that several data loaders can share, with a record outside of it.
+    """A stream that several data loaders can share, with an external log.
 
     Attributes:
         topics: topics that it reads.
@@ -192,7 +192,7 @@ class SharedStream(Stream, Protocol):
         """Opens the share of a data loader; see `persia.types.loader_of`.
 
         Args:
-            log: the record.
+            log: log of the batches.
             loader: number of the data loader.
             loaders: number of data loaders.
             stopping: polled while the source waits; once true, calls of the share raise `Stopped` of the source.
@@ -203,17 +203,17 @@ class StreamDataLoader(DataLoader, Protocol):
     """The data loaders of a stream as one."""
 
     def take_on_demand(self, epoch: int, number: int) -> Delivery:
-        """Returns a batch to whichever NN worker has drawn its number; waits until it is recorded."""
+        """Returns a batch to the NN worker that has drawn its number; waits until the batch is recorded."""
 
     def awaited(self) -> bool:
-        """Returns whether an NN worker waits for the stream, which is idle."""
+        """Returns whether the stream is idle: an NN worker waits for it."""
 
 
 class FedStream(NamedTuple):
     """A stream that data loaders read.
 
     Attributes:
-        stream: the position of the run in it.
+        stream: the position of the run in the stream.
         loader: the data loaders as one.
     """
 
