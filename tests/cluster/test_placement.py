@@ -30,7 +30,7 @@ def test_memory_in_bytes(memory, expected):
         ({"memory": -1}, "Invalid Placement.memory"),
         ({"memory": "9999999999TB"}, "Invalid Placement.memory"),
         ({"cpu": -1}, "Invalid Placement.CPU"),
-        ({"gpu": 1.5}, "Invalid Placement.GPU = 1.5; expected an integer, or a fraction"),
+        ({"gpu": 1.5}, "Invalid Placement.GPU = 1.5; expected a whole number, or a fraction"),
         ({"gpu": "one"}, "Invalid Placement.GPU"),
         ({"resources": {"GPU": 1}}, "Invalid name 'GPU' in Placement.resources"),
         ({"resources": {"ssd": -1}}, r"Invalid Placement.resources\['ssd'\]"),

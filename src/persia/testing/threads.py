@@ -74,7 +74,7 @@ class Threads:
         for name, value in numbers.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
-                    f"Invalid Threads.{name} = {value!r}; expected an integer >= 1.", field=f"cluster.{name}"
+                    f"Invalid Threads.{name} = {value!r}; expected a whole number >= 1.", field=f"cluster.{name}"
                 )
         self.nn_workers = nn_workers
         self.tokens = tokens or TokenScheduler(timeout)

@@ -62,7 +62,7 @@ class Placement(
                 _check_amount(f"Placement.{name}", amount)
         if self.gpu is not None and self.gpu > 1 and self.gpu != int(self.gpu):
             raise ConfigError(
-                f"Invalid Placement.GPU = {self.gpu!r}; expected an integer, or a fraction of one GPU.", field="GPU"
+                f"Invalid Placement.GPU = {self.gpu!r}; expected a whole number, or a fraction of one GPU.", field="GPU"
             )
         check_kind("Placement.resources", self.resources, dict, "amounts by the name of a resource")
         for resource, amount in self.resources.items():

@@ -92,7 +92,7 @@ def check_count(name: str, value: object) -> None:
     """Raises ConfigError unless the number of processes of a role is valid."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_PROCESSES:
         raise ConfigError(
-            f"Invalid Ray.{name} = {value!r}; expected an integer from 1 to {MAX_PROCESSES}.",
+            f"Invalid Ray.{name} = {value!r}; expected a whole number from 1 to {MAX_PROCESSES}.",
             field=f"cluster.{name}",
         )
 
