@@ -67,7 +67,7 @@ def test_a_matrix_of_any_float_type(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("columns", "error"),
     [
-        ({"id": [1, -2, 3], "embedding": LISTS}, "it has the id -2; ids must be integers from 0 on"),
+        ({"id": [1, -2, 3], "embedding": LISTS}, "it has the id -2; ids must be whole numbers from 0 on"),
         ({"id": [1, None, 3], "embedding": LISTS}, "it has the id nan"),
         ({"id": [1, 2.5, 3], "embedding": LISTS}, r"it has the id 2\.5"),
         ({"id": [1, 2.0**53, 3], "embedding": LISTS}, "it has the id 9007199254740992"),

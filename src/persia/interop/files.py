@@ -140,12 +140,12 @@ def _numbers(ids: NDArray[Any]) -> Ids:
         ValueError: a number is negative, missing or not an integer, or a float too large to be exact.
     """
     if ids.dtype.kind not in "iuf":
-        raise ValueError(f"its ids are {ids.dtype}; they must be integers, or in Parquet strings")
+        raise ValueError(f"its ids are {ids.dtype}; they must be whole numbers, or in Parquet strings")
     bad = ids < 0
     if ids.dtype.kind == "f":
         bad = ~((ids >= 0) & (ids < 2.0 ** (np.finfo(ids.dtype).nmant + 1)) & (ids % 1 == 0))
     if bad.any():
-        raise ValueError(f"it has the id {ids[bad][0]}; ids must be integers from 0 on, or in Parquet strings")
+        raise ValueError(f"it has the id {ids[bad][0]}; ids must be whole numbers from 0 on, or in Parquet strings")
     return ids.astype(np.uint64)
 
 
