@@ -183,7 +183,7 @@ OPTIMIZERS = [SGD(lr=0.5), Adagrad(lr=0.05), Adam(lr=0.01)]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
-def test_delayed_sync_makes_one_step_of_the_batches_of_all_nn_workers(optimizer):
+def test_delayed_sync_makes_one_step_of_all_nn_workers_batches(optimizer):
     schema, batches = clicks(13)
     batches[3] = batches[3].slice(0, 5)
     joined = [Batch.concat(batches[at : at + 3]) for at in range(0, 13, 3)]

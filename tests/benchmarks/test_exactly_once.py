@@ -25,7 +25,7 @@ def test_clicks_that_are_trained_once_are_no_deviations():
     assert found() == Deviations(0, 0, 0, 0, 0)
 
 
-def test_a_click_that_is_missing_is_found_unless_its_batch_is_counted():
+def test_a_missing_click_is_found_unless_its_batch_is_counted():
     assert found({(2, 1): 0}) == Deviations(1, 1, 0, 0, 1)
     assert found({(2, 1): 0}, lost=1) == Deviations(1, 0, 0, 0, 1)
     # A counted batch explains the clicks of one batch, not as many clicks of several.
@@ -33,7 +33,7 @@ def test_a_click_that_is_missing_is_found_unless_its_batch_is_counted():
 
 
 @pytest.mark.parametrize("place", [(2, 1), (1, 0)])
-def test_a_click_that_is_trained_twice_is_found_unless_a_restart_repeats_it(place):
+def test_a_click_trained_twice_is_found_unless_it_is_repeated(place):
     repeat = Repeat({0: 1}, {0: 2, 1: 1})  # Offset 1 of partition 0, offset 0 of partition 1.
     assert found({place: 2}) == Deviations(0, 0, 1, 1, 0)
     assert found({place: 2}, [repeat]) == Deviations(0, 0, 1, 0, 0)
@@ -59,9 +59,9 @@ def test_gradients_that_hop_bw_drops_are_counted():
     assert lost_batches(SimpleNamespace(lost_batches=1, lost_gradients=2, asynchronous=None), Async()) == 3
 
 
-def test_a_trained_click_that_is_not_served_makes_the_figure_larger(monkeypatch):
-    pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia-recsys[kafka]"')
-    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
+def test_a_trained_click_that_is_not_served_raises_the_figure(monkeypatch):
+    pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
     from benchmarks import exactly_once
 
     monkeypatch.setattr(exactly_once, "SERVED_SECONDS", 0.0)

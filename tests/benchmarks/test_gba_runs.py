@@ -44,7 +44,7 @@ def test_rows_with_tags_of_their_own_refuse_less():
     assert 0 < summary.decayed == runs[GlobalTags].summary.decayed
 
 
-def test_every_number_of_nn_workers_inherits_the_same_base_and_rows():
+def test_all_numbers_of_nn_workers_inherit_one_base_and_rows():
     days = inherited(Inherited(Adam(lr=0.01), "global", 0, 6_400, 1, 1, (8, 20)))
     assert set(days) == {"base", "8", "20"}
     assert days["8"][0].summary.batches == 2 * 8

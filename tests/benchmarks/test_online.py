@@ -61,7 +61,7 @@ def clicks(news, *users):
 
 
 @pytest.mark.processes
-def test_a_click_counts_once_a_prediction_has_used_the_row_that_it_has_changed(modules, tmp_path, monkeypatch):
+def test_a_click_counts_once_a_prediction_used_its_changed_row(modules, tmp_path, monkeypatch):
     run, news = modules
     log = WrittenLog(tmp_path / "log", schema=news.schema())
 

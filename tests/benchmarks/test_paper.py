@@ -30,7 +30,7 @@ def test_a_fifth_of_the_rows_is_for_tests():
     assert len(set(whole.train)) == len(whole.train)
 
 
-def test_the_parts_depend_on_the_seed_and_the_number_of_a_row_only():
+def test_parts_depend_only_on_the_seed_and_the_row_number():
     first = dataset("taobao", ROWS, 0)
     dataset.cache_clear()
     again = dataset("taobao", ROWS, 0)

@@ -58,7 +58,7 @@ def test_what_a_mode_gains_is_in_rates_of_sync():
     assert series["HopBs(2)"] == [(1.0, -0.002)]
 
 
-def test_areas_by_learning_rate_are_less_the_best_of_all_accumulators():
+def test_areas_by_learning_rate_are_below_the_best_of_all():
     areas = {"1e-08": {"0.05": 0.75, "0.1": 0.8}, "1e-06": {"0.1": 0.7, "0.05": 0.6}, "0.01": {"0.05": 0.5, "0.1": 0.4}}
     lines = {f"quality.adagrad.{data}": {"test": areas} for data in ("sparse", "dense", "globo", "adult")}
     series = plot_modes.adagrad_rates(lines).series

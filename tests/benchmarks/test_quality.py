@@ -14,7 +14,7 @@ RUN = Outcome(0.7, staleness_mean=3.5, staleness_max=4, auc_apart=1e-6, network_
 
 
 @pytest.mark.parametrize("run", [RUN._replace(staleness_max=0), RUN._replace(moved=0.0)])
-def test_a_run_that_was_never_stale_or_never_moved_misses_the_target(run, monkeypatch):
+def test_a_run_never_stale_or_never_moved_misses_the_target(run, monkeypatch):
     monkeypatch.setattr(quality, "outcomes", lambda function, plans, preset: [RUN] * (len(plans) - 1) + [run])
     monkeypatch.setattr(quality, "runs", lambda preset, count, kind: [RUN, run])
     for found in (quality.replay("laptop"), quality.replay_parameters("laptop")):

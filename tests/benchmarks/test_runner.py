@@ -149,7 +149,7 @@ runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.processes
-def test_without_ray_the_list_has_the_other_benchmarks_and_says_what_is_skipped():
+def test_without_ray_the_list_names_skipped_benchmarks():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=120, cwd=root)
     assert done.returncode == 0, done.stderr

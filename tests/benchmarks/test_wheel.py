@@ -62,7 +62,7 @@ def test_the_measured_wheel_is_the_last_one_of_this_version(tmp_path):
     assert wheel.newest(tmp_path, "0.2").name == names[1]
 
 
-def test_dist_has_the_wheel_just_built_and_none_of_earlier_versions(tmp_path, monkeypatch):
+def test_dist_has_only_the_wheel_just_built(tmp_path, monkeypatch):
     script = the_script()
     dist, folder = tmp_path / "dist", tmp_path / "build"
     dist.mkdir()

@@ -80,7 +80,7 @@ def test_training_in_plain_pytorch_differs_by_rounding_only():
 
 
 @pytest.mark.processes
-def test_each_side_trains_in_a_process_that_is_started_as_by_a_user():
+def test_each_side_trains_in_a_process_as_a_user_starts_it():
     ours, theirs = zoo.sides()
     with runner.RESOURCES:
         for side in (ours, theirs):

@@ -93,7 +93,7 @@ def test_parts_of_a_gpu_do_not_cross_gpus(gpu, expected):
     assert Placement(gpu=gpu).demand() == {"GPU": pytest.approx(expected)}
 
 
-def test_gpus_of_the_placement_are_those_that_nn_workers_must_train_on():
+def test_nn_workers_must_train_on_the_gpus_of_the_placement():
     assert nn_worker_gpus(read_place({"nn_worker": {"GPU": 1}}), RayOptions()).gpus == 1
     assert nn_worker_gpus(read_place({"nn_worker": {"GPU": 1}}), RayOptions()).process_group_backend.endswith("nccl")
     assert nn_worker_gpus(read_place({"nn_worker": {"labels": {"a": "b"}}}), RayOptions(gpus=2)).gpus == 2

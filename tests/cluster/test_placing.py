@@ -132,7 +132,7 @@ def test_what_cannot_be_had_is_refused_at_once(hosts):
     assert hosts.reads == 1
 
 
-def test_memory_that_another_cluster_has_just_released_is_waited_for(hosts):
+def test_placing_waits_for_memory_that_a_cluster_just_released(hosts):
     whole, hosts.living = hosts.living, [node(name, free=10**8) for name in "ab"]
     made = []
     thread = threading.Thread(target=lambda: made.append(placer({"ps": {"memory": "800MB"}})))

@@ -63,7 +63,7 @@ def test_in_asynchronous_modes_the_others_go_on():
 
 
 @pytest.mark.slow
-def test_a_dense_ps_that_dies_is_filled_from_the_last_recovery_point():
+def test_a_dead_dense_ps_is_filled_from_the_recovery_point():
     batches = 1000
     with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
         trainer = make_trainer(cluster, Gba(2 * BATCH), recovery_point_every_seconds=0.5)

@@ -46,7 +46,7 @@ def test_the_driver_reads_and_sets_rows_that_nn_workers_train():
             np.testing.assert_array_equal(a, b)
 
 
-def test_capacity_is_of_the_whole_cluster_and_refused_if_it_cannot_fit():
+def test_a_clusters_capacity_is_refused_if_it_cannot_fit():
     def collection(cluster: Any, capacity: int) -> persia.nn.EmbeddingCollection:
         schema = persia.Schema([persia.IdFeature("item", dim=4)], tables=[persia.Table("item", 4, capacity=capacity)])
         return persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(0.1), cluster=cluster)

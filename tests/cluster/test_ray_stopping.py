@@ -85,7 +85,7 @@ def test_a_second_signal_ends_a_program_on_ray_at_once(tmp_path, forks):
 
 
 @pytest.mark.slow
-def test_a_command_on_ray_in_an_asynchronous_mode_saves_and_resumes(tmp_path, forks):
+def test_an_asynchronous_command_on_ray_saves_and_resumes(tmp_path, forks):
     (tmp_path / "run.toml").write_text(CONFIG)
     out = tmp_path / "out"
     with Command(forks, ["-m", "persia", "train", "run.toml", "--output", "out"], tmp_path, **ENVIRONMENT) as running:

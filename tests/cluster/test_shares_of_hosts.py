@@ -68,7 +68,7 @@ def test_a_host_of_two_ps_with_little_memory_keeps_less(hosts, caplog):
     assert "lower `capacity` to 62.500 % of what is declared" in caplog.text
 
 
-def test_all_hosts_are_asked_at_the_same_time_with_the_timeout_of_the_cluster(hosts):
+def test_all_hosts_are_asked_concurrently_with_the_timeout(hosts):
     capacities.server_capacities(service(10_000), "abcab", RayOptions(timeout=77.0))
     assert sorted(hosts.asked) == ["a", "b", "c"]
     assert hosts.waits == [77.0]

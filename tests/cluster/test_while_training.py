@@ -91,7 +91,7 @@ def update_counts(cluster: Any) -> Counter[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["data_loader", "embedding_worker"])
-def test_what_dies_with_a_process_is_counted_and_nothing_is_applied_twice(role):
+def test_losses_of_a_dead_process_count_and_none_apply_twice(role):
     """A data loader goes on where it was. With an embedding worker go the batches that it had."""
     batches = 800
     with persia.cluster.Ray(2, 1, 1, 2, options()) as cluster:

@@ -165,7 +165,7 @@ def metrics_of(role: str, labels: list[dict[str, str]]) -> Answer:
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["table", "method", "rank"]), st.sampled_from("abc")), max_size=5))
-def test_metrics_of_one_name_and_value_are_ordered_by_their_labels(labels):
+def test_metrics_with_one_name_are_ordered_by_labels(labels):
     lines = shown(details(metrics_of("embedding_ps", labels)), 120)
     found = [line.split("│")[2].strip() for line in lines if "ps_disk_unreadable" in line]
     assert found == sorted(" ".join(f"{name}={value}" for name, value in each.items()) for each in labels)

@@ -127,7 +127,7 @@ def test_one_gradient_a_step_is_the_optimizer_itself(name, servers):
     assert my_scheduler.last_epoch == scheduler.last_epoch
 
 
-def test_a_step_is_the_mean_of_its_gradients_by_rows_and_what_is_stale_adds_nothing(servers):
+def test_a_step_is_the_mean_by_rows_without_stale_gradients(servers):
     factory = lambda p: torch.optim.SGD(p, 1.0)  # noqa: E731
     model = network(dtype=torch.float64)
     before = [p.detach().clone() for p in model.parameters()]
@@ -147,7 +147,7 @@ def test_a_step_is_the_mean_of_its_gradients_by_rows_and_what_is_stale_adds_noth
     assert here.version == 1
 
 
-def test_a_step_of_nothing_but_stale_gradients_leaves_the_optimizer_alone(servers):
+def test_a_step_of_only_stale_gradients_skips_the_optimizer(servers):
     model = network()
     here, _, _ = shared(model, OPTIMIZERS["adam"], servers)
     backward(model, 0)
@@ -160,7 +160,7 @@ def test_a_step_of_nothing_but_stale_gradients_leaves_the_optimizer_alone(server
     here.take_over()
 
 
-def test_gradients_are_summed_in_the_order_of_slots_whatever_order_they_come_in(servers):
+def test_gradients_are_summed_by_slot_in_any_order_of_arrival(servers):
     results = []
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 4, 0, 2, 1], [2, 1, 0, 5, 4, 3]):
         model = network()
@@ -226,7 +226,7 @@ def test_parameters_without_a_gradient_are_left_alone(servers):
     assert torch.equal(model[0].weight, before)
 
 
-def test_a_pull_waits_for_its_version_and_gives_up_when_it_is_not_wanted(servers, monkeypatch):
+def test_a_pull_waits_for_its_version_while_it_is_needed(servers, monkeypatch):
     monkeypatch.setattr("persia.dense.network.SLICE_SECONDS", 0.02)
     model = network()
     here, _, _ = shared(model, OPTIMIZERS["sgd"], servers)

@@ -109,7 +109,7 @@ def run(processes, function, mode, counts, *args):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=NAMES)
-def test_the_documented_loop_makes_equal_steps_and_equal_networks(four, mode):
+def test_the_documented_loop_makes_equal_steps_and_networks(four, mode):
     results = run(four, equal, mode, [25, 24, 24, 0])
     assert [steps for steps, _ in results] == [25] * 4
     for _, mine in results[1:]:

@@ -92,7 +92,7 @@ def test_a_warm_up_begins_with_all_cores():
     ("environment", "spins"),
     [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
-def test_the_command_shortens_spinning_unless_somebody_has_said_it(environment, spins):
+def test_the_command_shortens_spinning_unless_the_user_set_it(environment, spins):
     code = "import os, sys, persia.cli.app as a; a.app = lambda: print(os.environ.get('GOMP_SPINCOUNT')); a.main()"
     kept = {k: v for k, v in os.environ.items() if k not in WAITING} | environment
     done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True)
@@ -219,7 +219,7 @@ print(before, meanwhile, milliseconds())
 
 @pytest.mark.processes
 @pytest.mark.skipif(CORES < 2 or sys.platform != "linux", reason="needs two cores and GNU's OpenMP")
-def test_threads_of_torch_spin_less_while_a_thread_has_asked_for_it():
+def test_torch_threads_spin_less_while_a_thread_requests_it():
     kept = {k: v for k, v in os.environ.items() if k not in WAITING}
     code = SPINNING.format(threads=CORES)
     done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True)
@@ -243,7 +243,7 @@ def test_what_the_environment_says_of_waiting_is_kept(name, monkeypatch):
 
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
-def test_the_thread_that_looks_up_asks_for_it_beside_a_network_on_the_cpu(on_host, trains, monkeypatch):
+def test_the_lookup_thread_shortens_spinning_of_a_cpu_network(on_host, trains, monkeypatch):
     asked = []
     monkeypatch.setattr(transfer, "shorten_spinning", lambda: asked.append(threading.current_thread().name))
     mode = persia.modes.Hybrid(1, warmup=0)

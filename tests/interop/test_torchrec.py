@@ -136,7 +136,7 @@ def test_a_batch_of_a_reader_becomes_a_jagged_tensor():
     assert labels.tolist() == [[0.0], [1.0]]
 
 
-def test_views_that_lie_side_by_side_in_another_order_are_not_one():
+def test_adjacent_views_in_another_order_are_not_joined():
     values = np.arange(6, dtype=np.uint64)
     apart = {"a": IdColumn(values[4:6]), "b": IdColumn(values[0:2]), "c": IdColumn(values[2:4])}
     batch = Batch(apart, np.zeros((2, 2), np.float32), np.zeros((2, 1), np.float32))

@@ -73,7 +73,7 @@ def test_ranking_within_groups_is_that_of_the_definitions(rows, k, cut):
     assert result.ndcg[k] == pytest.approx(ndcg(groups, logits, labels, k), nan_ok=True)
 
 
-def test_gauc_is_weighted_by_rows_and_leaves_out_groups_of_one_class():
+def test_gauc_is_weighted_by_rows_without_one_class_groups():
     metrics = GroupedMetrics()
     metrics.update([1, 1], [2.0, 1.0], [1, 0])  # 1
     metrics.update([2] * 4, [1.0, 2.0, 3.0, 4.0], [1, 0, 0, 0])  # 0

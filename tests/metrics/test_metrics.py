@@ -33,7 +33,7 @@ def test_auc_of_fractional_labels_is_weighted():
     assert auc.result() == pytest.approx(roc_auc_score(targets, np.r_[logits, logits], sample_weight=weights))
 
 
-def test_nothing_is_defined_without_rows_and_auc_needs_both_classes():
+def test_metrics_without_rows_or_one_class_are_undefined():
     assert all(math.isnan(m().result()) for m in (AUC, LogLoss, Calibration))
     result = Metrics().result()
     assert result.rows == 0

@@ -116,7 +116,7 @@ def test_warm_up_is_adamw():
 @pytest.mark.parametrize("workers", range(1, 9))
 @given(seed=st.integers(0, 100))
 @settings(max_examples=examples(1), deadline=None, phases=[Phase.explicit, Phase.generate])
-def test_what_was_sent_is_all_that_there_was_but_for_the_last_errors(compressor, workers, seed):
+def test_gradients_equal_what_was_sent_plus_the_last_errors(compressor, workers, seed):
     """Telescoping, of the reference: sum over steps of what a worker sent = sum of its momenta - its final error."""
     options = APMSqueezeOptions(warmup=1, compressor=compressor, bucket_bytes=4 * 500)
     reference = ReferenceAPMSqueeze(apms_case.tensors(seed, [(130,), (5,), (1030,)]), workers, options)
@@ -164,7 +164,7 @@ def skip(rank, exchange, bad_step, bad_rank):
 
 
 @pytest.mark.parametrize("bad_step", [1, 6], ids=["warmup", "compressed"])
-def test_a_gradient_that_is_not_finite_on_one_worker_is_a_step_of_none(bad_step):
+def test_a_non_finite_gradient_skips_the_step_on_all_workers(bad_step):
     results = together(3, skip, bad_step, 1)
     for result in results:
         for value, first in zip(result, results[0], strict=True):

@@ -44,7 +44,7 @@ def test_it_equals_the_reference(compressor, communicate, workers, at, steps, ag
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
-def test_it_is_adam_from_the_frozen_v_and_the_momentum_with_the_errors(native):
+def test_rewarm_is_adam_from_frozen_v_and_momentum_with_errors(native):
     lr, (beta1, beta2), eps = 1e-3, (0.9, 0.999), 1e-8
 
     def check(rank, exchange):

@@ -49,7 +49,7 @@ def test_it_equals_the_reference(compressor, communicate, workers, rates, rewarm
             np.testing.assert_allclose(value.ravel(), wanted, rtol=2e-5, atol=4e-6)
 
 
-def test_the_scale_is_the_root_of_the_ratio_of_the_mean_squared_norms():
+def test_the_scale_is_the_root_of_the_ratio_of_square_norms():
     def check(rank, exchange):
         parameters, optimizer = joined(exchange, OPTIONS | {"variance_floor": 1e-3}, betas=BETAS)
         squares = []
@@ -110,7 +110,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(at, consolidate):
     together(2, partial(resumed, of=of, betas=BETAS), OPTIONS, at, consolidate, 10)
 
 
-def test_a_v_that_was_frozen_untracked_keeps_its_scale_until_it_is_frozen_again():
+def test_a_v_frozen_untracked_keeps_its_scale_until_refrozen():
     _, old = states = make({"warmup": 4}, betas=BETAS)
     for number in range(6):
         feed(states[0], old, gradients(number, 0))

@@ -283,7 +283,7 @@ def written_cluster(text):
         (1_000_000, [HostKind("null", 8, 10**9, ("embedding_ps",)), HostKind("y", 8, 10**9)], {}, {"null": 1, "y": 1}),
     ],
 )
-def test_the_roles_of_a_plan_are_on_the_hosts_of_its_cluster_file(rows, hosts, changes, expected):
+def test_roles_of_a_plan_are_on_hosts_of_its_cluster_file(rows, hosts, changes, expected):
     plan = plan_deployment(request(rows, hosts, **changes))
     text = cluster_file(plan, "persia plan run.toml")
     nodes = launched(text)

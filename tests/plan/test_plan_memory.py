@@ -129,7 +129,7 @@ def test_small_tables_are_wholly_in_memory():
     assert "capacity = 20000000" in text
 
 
-def test_a_table_that_declares_no_capacity_leaves_half_for_its_index():
+def test_a_table_without_capacity_leaves_half_for_its_index():
     kind = HostKind("host", 8, 10**9, count=1, disk=10**12)
     plan = planned([Table("item", 16, spill="/ssd")], {"item": 20_000_000}, kind, 1)
     assert plan.tables[0].memory_rows == pytest.approx(0.9e9 / 2 / 164, abs=1)

@@ -79,7 +79,7 @@ def test_disks_limit():
     assert busy.busy["embedding_ps cores"] == pytest.approx(5.0 / 64 / busy.step_seconds, rel=0.2)
 
 
-def test_an_all_reduce_belongs_to_the_step_and_a_barrier_waits_for_the_slowest():
+def test_a_step_has_its_all_reduce_and_waits_for_the_slowest():
     costs = COSTS._replace(traffic=NOTHING._replace(reduced=5e6))
     assert simulate_training(costs, cluster(2, network=1e9), SimulatedMode(4)).step_seconds == pytest.approx(0.015)
     # A single NN worker averages nothing, and without a barrier nobody does.

@@ -74,7 +74,7 @@ def test_large_shards_leave_a_part_of_their_last_pages_unused():
     assert bytes_of(planned(1000), 1).memory < 1000 * table.row_bytes + 8 * 40_000
 
 
-def test_rows_beyond_memory_have_slots_and_bits_in_memory_and_records_on_disk():
+def test_rows_beyond_memory_have_slots_bits_and_disk_records():
     table = planned(2_000_000)
     whole, spilled = bytes_of(table, 2), bytes_of(table, 2, 500_000)
     assert (whole.disk, whole.memory_rows, spilled.memory_rows) == (0, 2_000_000, 500_000)

@@ -61,7 +61,7 @@ def test_a_step_does_not_depend_on_how_many_nn_workers_share_it(optimizer, parts
 
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0), Bsp(4), Gba(4 * LOCAL)], ids=str)
 @pytest.mark.parametrize("optimizer", [SGD(0.5), Adagrad(0.5), Adam(0.5)], ids=lambda o: type(o).__name__)
-def test_rows_of_a_ps_do_not_depend_on_how_many_nn_workers_share_a_step(optimizer, mode):
+def test_rows_do_not_depend_on_how_nn_workers_share_a_step(optimizer, mode):
     """Four pushes, of uneven batches, not all with the same ids or with any, and one with their mean over all rows."""
     rng = np.random.default_rng(3)
     table, weights = {"item": Table("item", dim=3)}, [5, 1, LOCAL, 3]

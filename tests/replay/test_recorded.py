@@ -257,7 +257,7 @@ def test_a_run_with_a_crash_is_its_replay(mode, moment, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "mode", [Sync(), Hybrid(2, warmup=0), Hybrid(2, combine=False, warmup=0), Gba(3 * ROWS), Async()], ids=str
 )
-def test_a_gradient_that_one_ps_lacks_is_missing_in_the_replay_too(mode, tmp_path, monkeypatch):
+def test_a_gradient_that_a_ps_lacks_is_missing_in_the_replay(mode, tmp_path, monkeypatch):
     """As if its embedding worker had died within the push: another one sends the rest of the push empty."""
     push, first, lost = EmbeddingServer.push, [], []
 

@@ -15,7 +15,7 @@ def fail(message):
     raise StoreError(message)
 
 
-def test_calls_run_at_the_same_time_and_the_first_failure_is_raised():
+def test_calls_run_concurrently_and_raise_the_first_failure():
     barrier = threading.Barrier(3, timeout=DEADLINE)
     assert call_all([lambda n=n: (barrier.wait(), n)[1] for n in range(3)]) == [0, 1, 2]
     assert call_all([]) == []
@@ -24,7 +24,7 @@ def test_calls_run_at_the_same_time_and_the_first_failure_is_raised():
         call_all([lambda: 1, lambda: fail("second"), lambda: fail("third")])
 
 
-def test_calls_of_stubs_are_all_sent_before_one_is_awaited_and_need_no_threads(stub, service):
+def test_calls_of_stubs_are_sent_before_any_wait_without_threads(stub, service):
     names = []
 
     def release():

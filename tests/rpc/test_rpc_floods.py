@@ -177,7 +177,7 @@ def intake(**limits):
     return Intake(Limits(message_bytes=1 << 20, unread_bytes=1 << 30, **limits), 7000, handshake_bytes=80)
 
 
-def test_a_peer_is_let_in_once_the_server_has_sent_more_than_a_handshake(monkeypatch):
+def test_a_peer_is_admitted_once_it_got_more_than_a_handshake(monkeypatch):
     kernel, account = Kernel(monkeypatch), intake()
     for descriptor, sent in ((5, 80), (6, 81)):
         account.accepted(descriptor)
@@ -238,7 +238,7 @@ def test_of_too_many_strangers_a_slow_one_goes_first(monkeypatch):
     assert kernel.closed == [7, 6]
 
 
-def test_of_too_many_connections_the_newest_of_the_host_with_the_most_goes(monkeypatch):
+def test_the_busiest_host_loses_its_newest_connection(monkeypatch):
     kernel, account = Kernel(monkeypatch), intake(connections=4)
     kernel.hosts = {5: "a", 6: "b", 7: "b", 8: "b", 9: "a", 10: "b", 11: "c"}
     for descriptor in (5, 6, 7, 8, 9, 10, 11):
@@ -425,7 +425,7 @@ def test_it_is_not_logged(serve, caplog):
     assert keys_to_connect(HERE[0], None).text not in caplog.text
 
 
-def test_a_server_that_is_open_to_anyone_is_reached_from_its_host():
+def test_a_server_open_to_anyone_is_reached_from_its_host():
     with rpc.serve(Service(), "tcp://0.0.0.0:*", protocol=Sample, insecure=True) as server:
         address = server.address.replace("0.0.0.0", "127.0.0.1")
         stub = rpc.connect(address, Sample, timeout=DEADLINE, insecure=True)

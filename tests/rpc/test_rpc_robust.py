@@ -111,7 +111,7 @@ def served(service, limits=None, client_limits=None):
 # --- messages that are too large ------------------------------------------------------------------------------------
 
 
-def test_a_request_that_is_too_large_fails_at_once_and_names_the_limit(server):
+def test_a_too_large_request_fails_immediately_with_its_limit(server):
     stub = rpc.connect(server.address, Sample, timeout=DEADLINE, limits=SMALL)
     began = time.monotonic()
     with pytest.raises(WireError, match=r"Limits.message_bytes allows 1,048,576; send less") as caught:
@@ -145,7 +145,7 @@ def test_a_reply_beyond_the_limit_of_the_client_fails_its_call(trouble):
         assert stub.ping() == 1
 
 
-def test_a_request_beyond_the_limit_of_the_server_in_sum_fails_its_call(service):
+def test_a_request_beyond_the_servers_total_limit_fails_its_call(service):
     with rpc.serve(service, protocol=Sample, limits=SMALL) as server:
         stub = rpc.connect(server.address, Sample, timeout=DEADLINE)
         with pytest.raises(WireError, match="same Limits"):
@@ -499,7 +499,7 @@ def test_calls_that_do_not_wait_are_bounded_beside_those_that_do():
         rpc.close(stub)
 
 
-def test_a_call_that_waits_overtakes_those_for_which_no_thread_is_free():
+def test_a_call_that_waits_overtakes_calls_without_a_free_thread():
     """What it lets go on may be what the busy threads wait for."""
     goes_on = threading.Event()
 

@@ -91,7 +91,7 @@ def test_no_figure_of_a_table_is_cut_at_any_width(columns, data, width):
             assert column in cells
 
 
-def test_columns_that_do_not_fit_continue_below_with_the_first_one():
+def test_columns_that_do_not_fit_continue_in_a_table_below():
     grid = Grid("day", "one", "two", "three")
     grid.add_row("7", "1" * 20, "2" * 20, "3" * 20)
     headers = [line.replace("┃", " ").split() for line in on_terminal(grid, 60) if "┃" in line]

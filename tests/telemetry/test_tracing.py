@@ -92,7 +92,7 @@ def test_memory_is_bounded(monkeypatch):
     assert trace_events([trace])["otherData"]["dropped_spans"] == 2
 
 
-def test_the_offset_of_a_clock_is_that_of_the_shortest_round_trip(monkeypatch):
+def test_the_clock_offset_is_from_the_shortest_round_trip(monkeypatch):
     rounds, now = iter([0.05, 0.001, 0.03, 0.05, 0.05, 0.05, 0.05, 0.05]), 5.0
     monkeypatch.setattr(tracing, "time", SimpleNamespace(monotonic=lambda: now))
 
