@@ -1,4 +1,4 @@
-"""Trains on a polars frame: texts, lists and missing values as they are, a label computed, a fifth held out."""
+"""Trains on a polars frame with texts, lists, missing values and a computed label, and holds out a fifth of it."""
 
 import os
 

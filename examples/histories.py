@@ -34,7 +34,7 @@ MODELS = {
 def batches() -> tuple[list[persia.Batch], float]:
     """Returns batches, and the best possible AUC on them."""
     rng = np.random.default_rng(0)
-    found, probabilities = [], []
+    batches, probabilities = [], []
     for _ in range(STEPS):
         # An interest stays for some events, then another one follows.
         changes = np.cumsum(rng.random((BATCH, LENGTH + 1)) < 0.3, axis=1)
@@ -42,12 +42,12 @@ def batches() -> tuple[list[persia.Batch], float]:
         events = interest + CATEGORIES * rng.integers(0, ITEMS // CATEGORIES, interest.shape)
         item = np.where(rng.random(BATCH) < 0.5, interest[:, -1], rng.integers(0, CATEGORIES, BATCH))
         item += CATEGORIES * rng.integers(0, ITEMS // CATEGORIES, BATCH)
-        # The interest at the candidate is that of the newest event.
+        # The candidate meets the interest of the newest event.
         probability = np.where(item % CATEGORIES == events[:, -1] % CATEGORIES, 0.7, 0.1).astype(np.float32)
         columns = {"item": item, "clicked_before": events[:, 1:], "click": rng.random(BATCH) < probability}
-        found.append(persia.Batch.from_columns(SCHEMA, columns))
+        batches.append(persia.Batch.from_columns(SCHEMA, columns))
         probabilities.append(probability)
-    return found, expected_auc(np.concatenate(probabilities))
+    return batches, expected_auc(np.concatenate(probabilities))
 
 
 def main() -> None:

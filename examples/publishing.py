@@ -1,4 +1,4 @@
-"""Training publishes its changes; a reader beside it has them a moment later, without the rows that were evicted.
+"""Training publishes its changes; a reader next to it has them a moment later, without the evicted rows.
 
     python examples/publishing.py [DIR]
 

@@ -63,8 +63,8 @@ def main() -> None:
             Predictor(url, network()) as predictor,
             Retriever(predictor, catalogue, key="item", options=options) as retriever,
         ):
-            found = retriever.search(users, 5)
-            for user, ids, scores in zip((3, 14), found.ids, found.scores, strict=True):
+            neighbours = retriever.search(users, 5)
+            for user, ids, scores in zip((3, 14), neighbours.ids, neighbours.scores, strict=True):
                 print(f"user {user}, group {user % GROUPS}:", *map("{} ({:.2f})".format, ids, scores))
 
 

@@ -2,7 +2,7 @@
 
     python examples/serving.py [DIR]
 
-The predictor runs beside training here. It could be any process that can read DIR, which may be a URL such as
+The predictor runs next to training here. It could be any process that can read DIR, which may be a URL such as
 s3://bucket/changes.
 """
 

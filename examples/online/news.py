@@ -21,7 +21,7 @@ PAIR = 2
 def schema() -> persia.Schema:
     features = [persia.IdFeature(name, dim=16) for name in ("user_id", "article_id", *CONTEXTS)]
     history = persia.IdFeature("history", dim=16, table="article_id", pooling="mean", max_length=10)
-    # Users who have not come for a while leave; so do articles that nobody reads any more.
+    # Users who have not come for a while leave, and so do articles without readers.
     tables = [persia.Table(name, dim=16, capacity=400_000) for name in ("user_id", "article_id")]
     return persia.Schema([*features, history], labels=["label"], tables=tables)
 
@@ -81,7 +81,7 @@ def made_up(seed: int, rows: int = 50_000) -> Iterator[pa.Table]:
 
 
 def parts(tables: Iterator[pa.Table], rows: int) -> Iterator[pa.Table]:
-    """Cuts tables into parts of so many rows, a multiple of `PAIR`; the rest of each table is left out."""
+    """Cuts tables into parts of `rows` rows, a multiple of `PAIR`, and leaves out the rest of each table."""
     for table in tables:
         for begin in range(0, table.num_rows - rows + 1, rows):
             yield table.slice(begin, rows)
@@ -97,8 +97,8 @@ def message(part: pa.Table) -> bytes:
 
 def columns(part: pa.Table) -> dict[str, Any]:
     """Returns the columns of a request for predictions."""
-    found: dict[str, Any] = {name: part[name].to_numpy() for name in COLUMNS if name not in ("label", "history")}
+    columns: dict[str, Any] = {name: part[name].to_numpy() for name in COLUMNS if name not in ("label", "history")}
     lists = part["history"].combine_chunks()
     offsets = lists.offsets.to_numpy().astype(np.int64)
-    found["history"] = (lists.values.to_numpy()[offsets[0] : offsets[-1]], offsets - offsets[0])
-    return found
+    columns["history"] = (lists.values.to_numpy()[offsets[0] : offsets[-1]], offsets - offsets[0])
+    return columns

@@ -4,11 +4,11 @@
 
 Four programs: this one sends clicks and asks for predictions, `train.py` trains in `Hybrid("auto")` and publishes its
 changes, `persia serve` answers over HTTP, and Kafka is KAFKA_BOOTSTRAP, or librdkafka's mock cluster in this process.
-Clicks are those of globo_ctr if PERSIA_DATA has it, else made up.
+It sends the clicks of globo_ctr if PERSIA_DATA has the data set, and generated clicks otherwise.
 
-It prints the AUC of what the server answers about clicks before they are sent, beside that of a model that stays as it
-was at the beginning, and the time from a click to a prediction that has used the row that it has changed. Clicks are
-held back while training lags behind by more than the mock cluster keeps.
+It prints the AUC of the server's predictions for clicks before they are sent, next to the AUC of a model that stays as
+it was at the beginning, and the time from a click until a prediction uses the row that the click changed. It stops
+sending clicks while training lags behind by more than the mock cluster keeps.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Training:
         process: runs `train.py`.
 
     Attributes:
-        begun: whether the clicks of the days before are trained.
+        started: whether training has finished the clicks of the days before.
         waited: seconds that `await_lag` has waited.
     """
 
@@ -83,7 +83,7 @@ class Training:
         self._process = process
         self._rows = 0
         """Clicks of the stream that were read."""
-        self.begun = False
+        self.started = False
         self.waited = 0.0
         threading.Thread(target=self._follow, daemon=True).start()
 
@@ -95,7 +95,7 @@ class Training:
                 self._rows = int(rest)
             else:
                 print(line, end="", flush=True)
-            self.begun |= word == "trained"
+            self.started |= word == "trained"
 
     def await_lag(self, rows: int, size: int) -> None:
         """Waits until training lags behind by `LAG_BYTES` of each partition at most.
@@ -182,15 +182,15 @@ class Freshness:
         now = time.monotonic()
         users = set(part["user_id"].to_numpy().tolist()) - self._clicked
         self._clicked |= users
-        found = {}
+        unseen = {}
         for kind, those in (("known", users & self._known), ("new", users - self._known)):
             if those and now - self._last[kind] >= WATCH_SECONDS:
                 self._last[kind] = now
                 with suppress(OverloadedError):  # Another one, then.
-                    found[min(those)] = self._before(kind, min(those), part)
+                    unseen[min(those)] = self._before(kind, min(those), part)
         now = time.monotonic()
         with self._lock:
-            self._waiting |= {user: each._replace(since=now) for user, each in found.items()}
+            self._waiting |= {user: each._replace(since=now) for user, each in unseen.items()}
 
     def _before(self, kind: str, user: int, part: pa.Table) -> Watched:
         """Asks for the row of a user, and about the click."""
@@ -297,9 +297,9 @@ def send(
     arguments: argparse.Namespace, stream: Iterator[pa.Table], producer: Producer, topic: str, client: Client,
     frozen: Predictor, freshness: Freshness, training: Training,
 ) -> dict[str, Any]:  # fmt: skip
-    """Sends clicks at a constant rate, and asks about some of them before. Returns what was measured.
+    """Sends clicks at a constant rate, and asks for predictions of some of them first. Returns the measurements.
 
-    It waits while training lags behind, and sends what it has missed at once then.
+    It waits while training lags behind, and then sends the missed clicks immediately.
     """
     intervals: list[dict[str, Any]] = []
     whole = [AUC(), AUC()]
@@ -319,8 +319,8 @@ def send(
                 both = client.predict(columns).probabilities[:, 0], frozen.predict(batch).probabilities[:, 0]
             except OverloadedError:
                 both, refused = (), refused + len(part)
-            for which, found in enumerate(both):
-                scores = found.clip(1e-6, 1 - 1e-6)
+            for which, probabilities in enumerate(both):
+                scores = probabilities.clip(1e-6, 1 - 1e-6)
                 logits = np.log(scores) - np.log1p(-scores)
                 now["aucs"][which].update(logits, labels)
                 whole[which].update(logits, labels)
@@ -348,27 +348,27 @@ def send(
     }
 
 
-def show(found: dict[str, Any], interval: float) -> None:
+def show(results: dict[str, Any], interval: float) -> None:
     table = Table(title="Clicks, asked about before they are trained on")
     for column in ("from", "clicks", "asked", "AUC served", "AUC of the frozen model"):
         table.add_column(column, justify="right")
-    for place, each in enumerate(found["intervals"]):
+    for place, each in enumerate(results["intervals"]):
         served, frozen = each["aucs"]
         table.add_row(
             f"{place * interval:.0f} s", f"{each['sent']:,}", f"{each['asked']:,}", f"{served:.4f}", f"{frozen:.4f}"
         )
     console = Console()
     console.print(table)
-    gain = found["auc_served"] - found["auc_frozen"]
+    gain = results["auc_served"] - results["auc_frozen"]
     console.print(
-        f"{found['clicks']:,} clicks at {found['clicks_per_s']:,.0f}/s: "
-        f"AUC {found['auc_served']:.4f} served, {gain:+.4f} over the frozen model"
+        f"{results['clicks']:,} clicks at {results['clicks_per_s']:,.0f}/s: "
+        f"AUC {results['auc_served']:.4f} served, {gain:+.4f} over the frozen model"
     )
-    if found["refused"]:
-        console.print(f"The server had too much to do for {found['refused']:,} more.")
-    if found["waited_s"] > 1:
-        console.print(f"No clicks were sent for {found['waited_s']:.0f} s, as training lagged behind.")
-    for kind, fresh in found["freshness_s"].items():
+    if results["refused"]:
+        console.print(f"The server had too much to do for {results['refused']:,} more.")
+    if results["waited_s"] > 1:
+        console.print(f"No clicks were sent for {results['waited_s']:.0f} s, as training lagged behind.")
+    for kind, fresh in results["freshness_s"].items():
         if fresh:
             median, p99 = np.quantile(fresh, [0.5, 0.99], method="higher")  # Not between a number and infinity.
             console.print(
@@ -402,7 +402,7 @@ def main() -> None:
         words += ["--ps", str(arguments.ps), "--seconds", str(arguments.publish_seconds)]
         trainer = used.enter_context(program(words, "training", subprocess.PIPE))
         training = Training(trainer)
-        wait_for("Training", trainer, lambda: training.begun, 600.0)
+        wait_for("Training", trainer, lambda: training.started, 600.0)
         port = free_port()
         words = ["-m", "persia", "serve", log, "--model", "news:Model", "--port", str(port), "--poll-seconds", "0.5"]
         server = used.enter_context(program(words, "the server", subprocess.DEVNULL))
@@ -424,12 +424,12 @@ def main() -> None:
         wait_for("The server", server, served)
         print(f"http://127.0.0.1:{port}/docs answers predictions for {arguments.seconds:g} s")
         freshness = used.enter_context(Freshness(client, before["user_id"].to_numpy()))
-        found = send(arguments, stream, producer, topic, client, frozen, freshness, training)
+        results = send(arguments, stream, producer, topic, client, frozen, freshness, training)
         if trainer.poll() is not None:
             raise SystemExit("Training has ended early; see its messages above.")
-    show(found, arguments.interval)
+    show(results, arguments.interval)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(found), encoding="utf-8")
+        Path(arguments.json).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

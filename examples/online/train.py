@@ -25,8 +25,8 @@ def rows_read(stream: Any, cluster: persia.cluster.Ray | None) -> int:
     """Returns how many clicks of the stream were read."""
     if cluster is None:
         return sum(int(metric.value) for metric in stream.observe() if metric.name == "stream_rows")
-    found = cluster.statistics()
-    return sum(int(found[name].get("rows", 0)) for name in found if name.startswith("data_loader"))
+    statistics = cluster.statistics()
+    return sum(int(statistics[name].get("rows", 0)) for name in statistics if name.startswith("data_loader"))
 
 
 @contextlib.contextmanager
