@@ -87,7 +87,7 @@ def _kept() -> dict[str, Result]:
 
 def trained(groups: Groups, runs: Sequence[Run]) -> list[Result]:
     """Figures of each training. The loss of one that diverged is infinite."""
-    kept, found, ranks = _kept(), [], dict[int, Ranks]()
+    kept, measured, ranks = _kept(), [], dict[int, Ranks]()
     for run in runs:
         key = json.dumps([type(run).__name__, *run])
         if key not in kept:
@@ -102,8 +102,8 @@ def trained(groups: Groups, runs: Sequence[Run]) -> list[Result]:
                     file.write(line + "\n")
         result = kept[key]
         diverged = bool(result["skipped"]) or not math.isfinite(result.get("loss", 0.0))
-        found.append(result | ({"loss": math.inf} if diverged else {}))
-    return found
+        measured.append(result | ({"loss": math.inf} if diverged else {}))
+    return measured
 
 
 def results(groups: Groups, preset: str, task: str, variants: Sequence[str], seeds: int = 0) -> dict[str, list[Result]]:
@@ -121,12 +121,12 @@ def task_of(preset: str, task: str) -> str:
     return task if preset != "smoke" or task.startswith("digits") else f"small_{task}"
 
 
-def column(found: Sequence[Result], name: str) -> list[float]:
+def column(runs: Sequence[Result], name: str) -> list[float]:
     """Returns a figure of each result."""
-    return [each[name] for each in found]
+    return [each[name] for each in runs]
 
 
-def beside(ours: Sequence[Result], theirs: Sequence[Result]) -> dict[str, Any]:
+def details_of_both(ours: Sequence[Result], theirs: Sequence[Result]) -> dict[str, Any]:
     """All figures of both but the times, as details."""
     names = sorted(set().union(*ours) - {"seconds", "warmup_seconds", "skipped"})
     return {name: column(ours, name) for name in names} | {f"their_{name}": column(theirs, name) for name in names}
@@ -140,14 +140,14 @@ def losses(
     Args:
         name: of the measure.
         ours: results by seed.
-        theirs: likewise.
+        theirs: the results of the other variant.
         drop: leaves out the seeds on which theirs has diverged; without any other seed the difference is NaN.
         **options: of `runner.paired`.
     """
     pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if not drop or math.isfinite(b["loss"])]
     dropped = len(ours) - len(pairs)
     ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
-    details = {**beside(ours, theirs), "dropped": dropped, **options.pop("details", {})}
+    details = {**details_of_both(ours, theirs), "dropped": dropped, **options.pop("details", {})}
     return runner.paired(name, column(ours, "loss"), column(theirs, "loss"), "loss", details=details, **options)
 
 
@@ -172,11 +172,11 @@ def not_worse(measure: runner.Measure, below: float) -> runner.Measure:
 
 def auc_of(name: str, variants: Sequence[str], groups: Groups, preset: str) -> Iterator[runner.Measure]:
     """AUC on fresh rows less Adam's, and the lowest."""
-    found = results(groups, preset, "click_through", ["adam", *variants])
+    runs = results(groups, preset, "click_through", ["adam", *variants])
     measured = []
     for variant in variants:
         target = runner.within(0.001) if variant in HELD else {}
-        ours, theirs = column(found[variant], "auc"), column(found["adam"], "auc")
+        ours, theirs = column(runs[variant], "auc"), column(runs["adam"], "auc")
         measured.append(runner.paired(f"{name}.{variant}", ours, theirs, "AUC", target_on_mean=True, **target))
     yield from measured
     yield runner.worst(name, measured)
@@ -195,17 +195,17 @@ def auc_others(groups: Groups, preset: str) -> Iterator[runner.Measure]:
 @on_ranks("apms.scale")
 def scale(groups: Groups, preset: str) -> runner.Measure:
     """AUC of the default scale less that of the paper's L2: the ablation behind the default."""
-    found = results(groups, preset, "click_through", ["one_bit", "one_bit_l2"])
-    return runner.paired("apms.scale", column(found["one_bit"], "auc"), column(found["one_bit_l2"], "auc"), "AUC")
+    runs = results(groups, preset, "click_through", ["one_bit", "one_bit_l2"])
+    return runner.paired("apms.scale", column(runs["one_bit"], "auc"), column(runs["one_bit_l2"], "auc"), "AUC")
 
 
 @on_ranks("apms.resnet", *(f"apms.resnet.{variant}" for variant in RESNET))
 def resnet(groups: Groups, preset: str) -> Iterator[runner.Measure]:
     """Test loss of a short training less Adam's, by variant; the scale of v that is tracked has the target."""
-    found = results(groups, preset, "digits", ["adam", *RESNET], RESNET_SEEDS[preset])
+    runs = results(groups, preset, "digits", ["adam", *RESNET], RESNET_SEEDS[preset])
     for variant in RESNET:
         target = 0.002 if variant == "tracked" else None
-        measure = losses(f"apms.resnet.{variant}", found[variant], found["adam"], at_most=target)
+        measure = losses(f"apms.resnet.{variant}", runs[variant], runs["adam"], at_most=target)
         yield measure
         if variant == "tracked":
             yield replace(measure, name="apms.resnet")
@@ -214,13 +214,13 @@ def resnet(groups: Groups, preset: str) -> Iterator[runner.Measure]:
 @on_ranks("apms.transformer", *(f"apms.transformer.{variant}" for variant in TRANSFORMER))
 def transformer(groups: Groups, preset: str) -> Iterator[runner.Measure]:
     """Test loss less Adam's, by variant; what is ours may lose the range of Adam's own seeds."""
-    found = results(groups, preset, "language", ["adam", *TRANSFORMER])
-    theirs = [loss for loss in column(found["adam"], "loss") if math.isfinite(loss)]
+    runs = results(groups, preset, "language", ["adam", *TRANSFORMER])
+    theirs = [loss for loss in column(runs["adam"], "loss") if math.isfinite(loss)]
     measured = []
     for variant in TRANSFORMER:
         target = max(theirs, default=0.0) - min(theirs, default=0.0) if variant in HELD else None
         name = f"apms.transformer.{variant}"
-        measured.append(losses(name, found[variant], found["adam"], target_on_mean=True, at_most=target))
+        measured.append(losses(name, runs[variant], runs["adam"], target_on_mean=True, at_most=target))
     yield from measured
     yield runner.worst("apms.transformer", [each for each in measured if each.at_most is not None])
 
@@ -232,7 +232,7 @@ def transformer(groups: Groups, preset: str) -> Iterator[runner.Measure]:
 def resnet_200(groups: Groups, preset: str) -> Iterator[runner.Measure]:
     """The paper's protocol for its ResNet (section 5.3), on digits: test losses, each variant at its best rate.
 
-    A rate of the paper's grid by the loss on a fifth of the training rows that is held out, with a seed of its own; a
+    A rate of the paper's grid by the loss on a held-out fifth of the training rows, with a separate seed; a
     tenth of it from half of the epochs on, and 6.5 % of them as warm-up. The paper has 200 epochs, as the preset full
     (64 minutes on 2 cores); laptop has 40. APMSqueeze is held against Adam, and the others against APMSqueeze.
     `interior` says whether a rate lies inside of its grid.
@@ -240,7 +240,7 @@ def resnet_200(groups: Groups, preset: str) -> Iterator[runner.Measure]:
     count, steps = 2 if preset == "smoke" else 4, round(EPOCHS[preset] * STEPS_AN_EPOCH)
     warmup = max(1, round(RESNET_200_WARMUP * steps))
     seeds = {"smoke": 1, "laptop": 5, "full": 5}[preset]
-    found, rates, interior = {}, {}, {}
+    runs, rates, interior = {}, {}, {}
     for variant in ("adam", *RESNET_200):
         first = Run("digits_tuning", variant, count, TUNING_SEED, 0.0, warmup, steps, drop=steps // 2)
         grid = RATES["sgd" if variant == "sgd" else "adam"]
@@ -248,7 +248,7 @@ def resnet_200(groups: Groups, preset: str) -> Iterator[runner.Measure]:
         rates[variant] = min(zip(tuned, grid, strict=False))[1]
         interior[variant] = rates[variant] in grid[1:-1]
         best = first._replace(task="digits", lr=rates[variant])
-        found[variant] = trained(groups, [best._replace(seed=seed) for seed in range(seeds)])
+        runs[variant] = trained(groups, [best._replace(seed=seed) for seed in range(seeds)])
     measured = []
     for variant in RESNET_200:
         against = "adam" if variant == "one_bit" else "one_bit"
@@ -262,11 +262,11 @@ def resnet_200(groups: Groups, preset: str) -> Iterator[runner.Measure]:
         }
         name, target = f"apms.resnet_200.{variant}", 0.0 if variant in ("sgd", "gradient") else None
         if variant == "one_bit":
-            each = losses(name, found[variant], found[against], details=details)
+            each = losses(name, runs[variant], runs[against], details=details)
             measured.append(not_worse(each, NAIVE_LOSES["digits"]))
         else:  # `theirs` is APMSqueeze: a run of it that diverged has to count.
             options: dict[str, Any] = {"drop": False, "target_on_mean": True, "at_least": target, "details": details}
-            measured.append(losses(name, found[variant], found[against], **options))
+            measured.append(losses(name, runs[variant], runs[against], **options))
     yield from measured
     yield runner.worst("apms.resnet_200", [each for each in measured if each.holds is not None])
 
@@ -280,7 +280,7 @@ def best_rate(loss: Callable[[float], float], first: float = 4e-3, most: int = 1
         most: number of rates that are tried at most.
 
     Raises:
-        RuntimeError: none of so many rates lies between two others and is the best.
+        RuntimeError: after the last try, the best rate still does not lie between two others.
     """
     tried = {0: loss(first)}
     best = 0
@@ -300,7 +300,7 @@ def vs_hooks_loss(groups: Groups, preset: str) -> Iterator[runner.Measure]:
     several times longer. Rates are tuned on a seed of their own and on a held-out part of the training text.
     """
     count, steps = SIZES[preset][0], STEPS["language"][preset]
-    found, rates = {}, {}
+    runs, rates = {}, {}
     for variant in ("one_bit", *OTHERS):
         tuning = task_of(preset, "language_tuning")
         first = Run(tuning, variant, count, TUNING_SEED, 0.0, max(3, round(WARMUP * steps)), steps)
@@ -310,11 +310,11 @@ def vs_hooks_loss(groups: Groups, preset: str) -> Iterator[runner.Measure]:
 
         rates[variant] = LR if preset == "smoke" else best_rate(loss)
         best = first._replace(task=task_of(preset, "language"), lr=rates[variant])
-        found[variant] = trained(groups, [best._replace(seed=seed) for seed in range(1 if preset == "smoke" else 5)])
+        runs[variant] = trained(groups, [best._replace(seed=seed) for seed in range(1 if preset == "smoke" else 5)])
     measured = []
     for other in OTHERS:
         details = {"lr": rates["one_bit"], "their_lr": rates[other], "ranks": count}
-        measure = losses(f"apms.vs_hooks_loss.{other}", found["one_bit"], found[other], details=details)
+        measure = losses(f"apms.vs_hooks_loss.{other}", runs["one_bit"], runs[other], details=details)
         measured.append(not_worse(measure, NAIVE_LOSES["language"]))
     yield from measured
     yield runner.worst("apms.vs_hooks_loss", measured)

@@ -7,7 +7,7 @@ iproute2 and the right to do it. Without, each TCP connection is paced (`compres
 the line's "network" says so.
 
 The network that is timed is the paper's FFNN, 12 M parameters, 32 rows a rank, one thread a rank. The communication
-share of a step is the whole step less that of the same ranks without any communication (Adam, fused). All variants live
+share of a step is the whole step less a step of these ranks without any communication (Adam, fused). All variants live
 in the same processes and take turns. Who competes is in `compressed/variants.py`.
 """
 
@@ -81,7 +81,7 @@ def ready(groups: Groups, count: int, preset: str, variants: list[str]) -> Ranks
 
 @on_ranks("apms.bytes")
 def sent(groups: Groups, preset: str) -> runner.Measure:
-    """Bytes that leave a rank in a step of DDP, over those of APMSqueeze."""
+    """Bytes that leave a rank in a step of DDP, divided by the bytes of APMSqueeze."""
     ranks = ready(groups, SIZES[preset][0], preset, ["adam", "one_bit"])
     steps = 5
     bytes_of = {}
@@ -133,7 +133,7 @@ def step(gbit: float, groups: Groups, preset: str) -> Iterator[runner.Measure]:
     cores need `processors_s` for a step of all ranks, packing and TCP included, so no link could make it faster.
     """
     name, whole_name = f"apms.step_{NAMES[gbit]}", f"apms.step_whole_{NAMES[gbit]}"
-    found: list[runner.Measure] = []
+    measures: list[runner.Measure] = []
     wholes: list[runner.Measure] = []
     for count in SIZES[preset]:
         if count > 2 and isinstance(groups.of(count).network, Loopback):
@@ -167,9 +167,9 @@ def step(gbit: float, groups: Groups, preset: str) -> Iterator[runner.Measure]:
         )
         # Of the medians: where our share is small, a round's own ratio is mostly noise, as the spread then says.
         share = (middle["adam"] - alone) / max(middle["one_bit"] - alone, 1e-3)
-        found.append(dataclasses.replace(rounds, value=share))
-    yield from found
-    yield runner.worst(name, found)
+        measures.append(dataclasses.replace(rounds, value=share))
+    yield from measures
+    yield runner.worst(name, measures)
     yield from wholes
     yield runner.worst(whole_name, wholes)
 
@@ -185,7 +185,7 @@ for speed, name in NAMES.items():
 def vs_hooks(groups: Groups, preset: str) -> Iterator[runner.Measure]:
     """Step time of each competitor over ours at 0.1, 1 and 2 Gbit/s."""
     ranks = ready(groups, SIZES[preset][0], preset, [*OTHERS, "one_bit"])
-    found = []
+    measures = []
     for gbit in HOOKS_AT:
         seconds = timed(ranks, [*OTHERS, "one_bit"], gbit, ROUNDS[preset])
         for other in OTHERS:
@@ -202,9 +202,9 @@ def vs_hooks(groups: Groups, preset: str) -> Iterator[runner.Measure]:
                     "network": ranks.network.kind,
                 },
             )
-            found.append(measure)
-    yield from found
-    yield runner.worst("apms.vs_hooks", found)
+            measures.append(measure)
+    yield from measures
+    yield runner.worst("apms.vs_hooks", measures)
 
 
 PARTS = ("step", "_agree", "squares", "compress", "average", "apply", "wait")
@@ -216,8 +216,8 @@ def profile(groups: Groups, preset: str) -> Iterator[runner.Measure]:
     for count in SIZES[preset]:
         ranks = ready(groups, count, preset, ["one_bit"])
         ranks.limit(1.0)
-        found = ranks.call("profile", variant="one_bit", steps=4 * ROUNDS[preset])
-        parts = {part: statistics.fmean(each.get(part, 0.0) for each in found) for part in PARTS}
+        profiles = ranks.call("profile", variant="one_bit", steps=4 * ROUNDS[preset])
+        parts = {part: statistics.fmean(each.get(part, 0.0) for each in profiles) for part in PARTS}
         details = {"ranks": count, **parts, "network": ranks.network.kind}
         yield runner.Measure(f"apms.profile.n{count}", parts["step"], "s", details=details)
 

@@ -93,10 +93,10 @@ def unique_tables(preset: str):
 
 def pooling_setup():
     pool, scratch = batching.ThreadPool(1), batching.Scratch()
-    found = batching.unique([[ids] for ids in ids_of_a_batch("cubic")], pool, scratch)
+    unique = batching.unique([[ids] for ids in ids_of_a_batch("cubic")], pool, scratch)
     rng = np.random.default_rng(1)
-    rows = [rng.standard_normal((len(ids), DIM), np.float32) for ids, _ in found]
-    plans = [batching.FeaturePlan(table, inverse) for table, (_, (inverse,)) in enumerate(found)]
+    rows = [rng.standard_normal((len(ids), DIM), np.float32) for ids, _ in unique]
+    plans = [batching.FeaturePlan(table, inverse) for table, (_, (inverse,)) in enumerate(unique)]
     buffer = rng.standard_normal((SAMPLES, FEATURES * DIM), np.float32)
     slices = [buffer[:, DIM * f : DIM * (f + 1)] for f in range(FEATURES)]
     index = [torch.from_numpy(plan.inverse.astype(np.int64)) for plan in plans]

@@ -2,7 +2,7 @@
 
     python -m benchmarks 'plan.paper*' 'capacity.simulated*' [--preset smoke|laptop|full] [--json FILE]
 
-The hosts and the model are those of the paper (arXiv 2111.05897, section 6): 30 m2-ultramem-416 as embedding PSs, 100
+The hosts and the model come from the paper (arXiv 2111.05897, section 6): 30 m2-ultramem-416 as embedding PSs, 100
 c2-standard-30 as embedding workers, 8 a2-highgpu-8g with 8 A100 each; 6.25 to 100 trillion parameters in rows of 128.
 The costs of PSs, embedding workers, calls and rows that come from an SSD (PERSIA_SSD, else that of temporary files) are
 measured on this machine, a moment before, and so is the speed of a checkpoint. Not in the paper, so assumed here, and
@@ -55,7 +55,7 @@ STEPS = {"smoke": 6, "laptop": 12, "full": 40}
 STEP = 0.014
 """Seconds of a step, as on an H100."""
 SPILLED = 10
-"""Of so many rows of the table of `plan.paper` with rows on SSD, one is in memory."""
+"""Rows of the table of `plan.paper` with rows on SSD, for each row in memory."""
 SSD_MEMORY = 3e12
 """Bytes of memory of a host with an SSD tier, a quarter of the paper's."""
 READS = 1e6
@@ -75,7 +75,7 @@ ROWS: dict[str, tuple[Any, EmbeddingOptimizer]] = {
 def tables_of(
     dtype: Any, optimizer: EmbeddingOptimizer, rows: int, features: int = 1
 ) -> tuple[Schema, list[PlannedTable]]:
-    """A schema with tables that share so many rows equally."""
+    """A schema with tables that share `rows` rows equally."""
     names = [f"f{i}" for i in range(features)]
     share = rows // features
     tables = [Table(name, DIM, dtype=dtype, capacity=share) for name in names]
@@ -85,7 +85,7 @@ def tables_of(
 
 @runner.measures(*(f"plan.paper.{name}" for name in ROWS), "plan.paper")
 def paper(preset: str) -> Iterator[runner.Measure]:
-    """Bytes of 100 T parameters in rows of 128 on 30 PSs, beside the memory of the paper's hosts."""
+    """Bytes of 100 T parameters in rows of 128 on 30 PSs, compared with the memory of the paper's hosts."""
     rows = round(SIZES[-1] / DIM)
     fits = {}
     for name, (dtype, optimizer) in ROWS.items():
@@ -202,13 +202,13 @@ def modes(preset: str) -> Iterator[runner.Measure]:
             "network of PSs and embedding workers / 2": (base, cluster_of(network=16 * GBIT)),
             "costs of calls x 4": (base._replace(call=4 * base.call, byte=4 * base.byte), cluster_of()),
         }
-        found = {
+        rates = {
             name: simulate_training(costs, cluster, SimulatedMode(4), steps).samples_per_second / plain
             for name, (costs, cluster) in changes.items()
         }
-        lowest = min(found.values())
+        lowest = min(rates.values())
         yield runner.Measure(
-            "capacity.simulated.sensitivity", lowest, "ratio", details={"of": "samples/s of Hybrid(4)", "each": found}
+            "capacity.simulated.sensitivity", lowest, "ratio", details={"of": "samples/s of Hybrid(4)", "each": rates}
         )  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def flat(preset: str) -> runner.Measure:
     """Figure 9, left: samples/s at 100 T over that at 6.25 T, in memory and with an SSD tier on smaller hosts."""
     with ssd() as path, short_measurements(preset):
         base, steps = measured_costs(STEP)._replace(miss=measure_disk(str(path)).row), STEPS[preset]
-        found: dict[str, list[tuple[float, float]]] = {}
+        by_size: dict[str, list[tuple[float, float]]] = {}
         facts: list[dict[str, Any]] = []
         known: dict[tuple[BatchCosts, float], float] = {}
         for kind, zipf, reads in (
@@ -239,12 +239,12 @@ def flat(preset: str) -> runner.Measure:
                 cluster = cluster_of(reads or float("inf"))
                 if (key := (costs, reads if costs.misses else 0.0)) not in known:
                     known[key] = simulate_training(costs, cluster, SimulatedMode(4), steps).samples_per_second
-                found.setdefault(kind, []).append((parameters / 1e12, known[key]))
+                by_size.setdefault(kind, []).append((parameters / 1e12, known[key]))
                 facts.append({"kind": kind, "T": parameters / 1e12, "distinct": unique, "missing": missing})
-        ratios = {kind: points[-1][1] / points[0][1] for kind, points in found.items()}
+        ratios = {kind: points[-1][1] / points[0][1] for kind, points in by_size.items()}
         details = {
             "of": "samples/s at 100 T over that at 6.25 T, simulated", "step_ms": STEP * 1e3, "each": ratios,
-            "by_size": found, "batches": facts, "assumed reads/s of a host": READS,
+            "by_size": by_size, "batches": facts, "assumed reads/s of a host": READS,
             "core seconds of a row from SSD": base.miss,
         }  # fmt: skip
         return runner.Measure("capacity.simulated", ratios["memory, uniform"], "ratio", details=details)

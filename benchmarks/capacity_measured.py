@@ -102,7 +102,7 @@ class Measured(NamedTuple):
 
 
 def widened(rows: int) -> list[int]:
-    """Returns vocabularies of so many rows together, in the proportions of Criteo's."""
+    """Returns vocabularies of `rows` rows together, in the proportions of Criteo's."""
     factor = rows / sum(VOCABULARIES)
     return [max(3, round(size * factor)) for size in VOCABULARIES]
 
@@ -196,7 +196,7 @@ class Run:
         return added / (time.perf_counter() - began)
 
     def rate(self, ids: Ids, steps: int) -> float:
-        """Returns samples/s of so many steps."""
+        """Returns samples/s of `steps` steps."""
         return self._trainer.fit([ids.batch() for _ in range(steps)]).rows_per_second
 
     def measure(self, rows: int, scale: Scale) -> Measured:
@@ -236,13 +236,13 @@ def in_memory(dim: int, scale: Scale) -> list[Measured]:
     """Measures the sizes that memory holds, then the first one again in a new cluster."""
     with Ray(ps=SERVERS) as cluster:
         run = Run(schema_of(dim), cluster)
-        found = [run.measure(rows, scale) for rows in scale.memory[dim]]
+        measures = [run.measure(rows, scale) for rows in scale.memory[dim]]
     with Ray(ps=SERVERS) as cluster:
         again = Run(schema_of(dim), cluster).measure(scale.memory[dim][0], scale)
-    first = found[0]
+    first = measures[0]
     return [
         first._replace(zipf=first.zipf + again.zipf, uniform=first.uniform + again.uniform),
-        *found[1:],
+        *measures[1:],
     ]
 
 
@@ -261,23 +261,23 @@ def flat(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
     Only the sizes that the selected names compare are measured, and the smallest one in memory.
     """
     scale = SCALES[preset]
-    wanted = set(NAMES) if "capacity.flat" in selected else selected
-    found = []
+    names = set(NAMES) if "capacity.flat" in selected else selected
+    measures = []
     with ray_here(preset):
         for dim in scale.memory:
             in_ram, cold = (f"capacity.flat.{where}_{dim}" for where in ("memory", "disk"))
-            if not {in_ram, cold} & wanted:
+            if not {in_ram, cold} & names:
                 continue
             least = scale._replace(memory={dim: scale.memory[dim][:1]})
-            sizes = in_memory(dim, scale if in_ram in wanted else least)
-            if in_ram in wanted:
-                found.append(compared(in_ram, sizes[0], sizes, 0.7))
-                yield found[-1]
-            if cold in wanted:
-                found.append(compared(cold, sizes[0], list(on_disk(dim, scale)), 0.5))
-                yield found[-1]
+            sizes = in_memory(dim, scale if in_ram in names else least)
+            if in_ram in names:
+                measures.append(compared(in_ram, sizes[0], sizes, 0.7))
+                yield measures[-1]
+            if cold in names:
+                measures.append(compared(cold, sizes[0], list(on_disk(dim, scale)), 0.5))
+                yield measures[-1]
     if "capacity.flat" in selected:
-        yield runner.worst("capacity.flat", found)
+        yield runner.worst("capacity.flat", measures)
 
 
 def compared(name: str, first: Measured, sizes: list[Measured], at_least: float) -> runner.Measure:

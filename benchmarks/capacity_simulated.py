@@ -2,7 +2,7 @@
 
     python -m benchmarks 'plan.simulated.capacity*' [--preset smoke|laptop|full] [--json FILE]
 
-The measured rates are those of docs/assets/capacity/measures.jsonl; nothing is trained. Costs of each role, of calls
+The measured rates come from docs/assets/capacity/measures.jsonl; nothing is trained. Costs of each role, of calls
 and of the disk (PERSIA_SSD, else that of temporary files) are measured a moment before, so this has to run on the
 machine of those lines: `same machine` in the details says whether it did. `shape` does not need that: it is the rate at
 a size over that at the first one, simulated over measured. Rows that are read from disk are simulated, too: those that
@@ -91,10 +91,10 @@ def roles_of(dim: int, rows: int, uniform: bool) -> Roles:
     drawn = Ids(rows, uniform)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     batches = [drawn.batch() for _ in range(BATCHES)]
-    found = measure_workload("capacity", schema, optimizer, batches, fit, "cpu", parameters)
-    shape = found.batch
+    costs = measure_workload("capacity", schema, optimizer, batches, fit, "cpu", parameters)
+    shape = costs.batch
     return Roles(
-        shape.ids, shape.unique, found.reader, found.worker, found.server, found.step, shape.dense_bytes, parameters
+        shape.ids, shape.unique, costs.reader, costs.worker, costs.server, costs.step, shape.dense_bytes, parameters
     )
 
 
@@ -182,7 +182,7 @@ def capacity(preset: str) -> Iterator[runner.Measure]:
 
     With the preset "smoke", only the largest sizes of dim 16.
     """
-    lines, found, small = recorded(), [], preset == "smoke"
+    lines, measures, small = recorded(), [], preset == "smoke"
     for where, dim in PLACES[:2] if small else PLACES:
         line = lines[f"capacity.flat.{where}_{dim}"]
         first = lines[f"capacity.flat.memory_{dim}"]["by_size"][0]
@@ -201,24 +201,24 @@ def capacity(preset: str) -> Iterator[runner.Measure]:
                 **({"disk": msgspec.to_builtins(disk())} if where == "disk" else {}),
             },
         )  # fmt: skip
-        found.append(measure)
+        measures.append(measure)
         yield measure
-    yield runner.worst("plan.simulated.capacity", found)
+    yield runner.worst("plan.simulated.capacity", measures)
 
 
 def compared(dim: int, first: dict[str, Any], size: dict[str, Any], where: str, steps: int) -> dict[str, Any]:
     """Returns what is simulated and what was measured at a size, for both distributions of ids."""
     kept = SCALES["laptop"].kept[dim] if where == "disk" else 0
-    found: dict[str, Any] = {"rows": size["rows"]}
+    by_ids: dict[str, Any] = {"rows": size["rows"]}
     for ids, key, read in (
         ("zipf", "samples_per_s", "read_a_batch"), ("uniform", "uniform_samples_per_s", "read_a_batch_uniform")
     ):  # fmt: skip
         uniform = ids == "uniform"
         rate, missing = simulated(dim, first["rows"], size["rows"], kept, uniform, steps)
         base, _ = simulated(dim, first["rows"], first["rows"], 0, uniform, steps)
-        found[ids] = {
+        by_ids[ids] = {
             "simulated": rate, "measured": size[key], "simulated over measured": rate / size[key],
             "shape": (rate / base) / (size[key] / first[key]),
             "read a batch, simulated": missing, "read a batch, measured": size[read],
         }  # fmt: skip
-    return found
+    return by_ids

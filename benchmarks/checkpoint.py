@@ -59,7 +59,7 @@ def folder() -> Iterator[Path]:
 
 
 def server(rows: int) -> EmbeddingServer:
-    """A PS with so many trained rows."""
+    """A PS with `rows` trained rows."""
     ps = EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4), seed=1, threads=os.cpu_count() or 1)
     for begin in range(0, rows, 100_000):
         touch(ps, np.arange(begin, min(rows, begin + 100_000), dtype=np.uint64), begin // 100_000 + 1)
@@ -127,7 +127,7 @@ def dd_read(path: Path) -> object:
 
 @runner.measures("checkpoint.write", "checkpoint.read")
 def write_and_read(preset: str) -> Iterator[runner.Measure]:
-    """Bytes per second of a full checkpoint, writing and reading, over those of dd."""
+    """Bytes per second of a full checkpoint, writing and reading, divided by the rate of dd."""
     rows = ROWS[preset]
     ps = server(rows)
     written = []
@@ -164,7 +164,7 @@ def reading(run: Path, plain: Path, size: int) -> runner.Measure:
 
 
 class Pace:
-    """Gives batches again and again, and knows when: so many are trained in that time, but for the few on their way."""
+    """Gives batches again and again, and notes when: training has finished them then, except the few on their way."""
 
     def __init__(self, batches: list[persia.Batch]) -> None:
         self._batches = batches
@@ -317,7 +317,7 @@ def memory(preset: str) -> runner.Measure:
 
 @runner.measures("checkpoint.update_first", "checkpoint.update_again")
 def updates(preset: str) -> Iterator[runner.Measure]:
-    """Updates with Adagrad of a store that is being read, over those of one that is not; anonymous memory, 1 thread.
+    """Updates with Adagrad while the store is being read, over updates while it is not; anonymous memory, 1 thread.
 
     At first each row is copied aside before it changes, then it only has to be seen that it was.
     """
@@ -387,8 +387,8 @@ def resharding(preset: str) -> runner.Measure:
             for chunk in ps.snapshot_rows("snapshot"):
                 owners = batching.owners("item", chunk.arrays["ids"], 2)
                 for owner in range(2):
-                    mine = {name: array[owners == owner] for name, array in chunk.arrays.items()}
-                    writer.add_rows("item", owner * 1024 + chunk.shard, mine)
+                    own = {name: array[owners == owner] for name, array in chunk.arrays.items()}
+                    writer.add_rows("item", owner * 1024 + chunk.shard, own)
             writer.commit(schema=SCHEMA, optimizer=Adagrad(0.1))
         ps.end_snapshot("snapshot")
         del ps

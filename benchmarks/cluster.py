@@ -46,7 +46,7 @@ SCALING_FEATURES = 1
 
 @contextmanager
 def ray_here(preset: str = "laptop", log_to_driver: bool = True) -> Iterator[None]:
-    """One Ray for all clusters of a measure; in a smoke run, for those of all measures.
+    """One Ray for all clusters of a measure; in a smoke run, for the clusters of all measures.
 
     Args:
         preset: of the run.
@@ -74,7 +74,7 @@ def ray_here(preset: str = "laptop", log_to_driver: bool = True) -> Iterator[Non
 
 @runner.measures("cluster.vs_embedded")
 def vs_embedded(preset: str) -> runner.Measure:
-    """Samples/s of 1 PS + 1 embedding worker + 1 NN worker over those of one process; each with all cores."""
+    """Samples/s of 1 PS + 1 embedding worker + 1 NN worker, over samples/s of one process; each with all cores."""
     work, steps = WORK[preset], STEPS[preset]
     data = generate(work)
     here = Persia(work, data, Adagrad(lr=0.05))
@@ -116,9 +116,9 @@ class SlowLookups:
 
     def lookup(self, batch_id: int, train: bool = True) -> Any:
         began = time.monotonic()
-        found = self._worker.lookup(batch_id, train)
+        rows = self._worker.lookup(batch_id, train)
         time.sleep(max(0.0, LOOKUP_SECONDS - (time.monotonic() - began)))
-        return found
+        return rows
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
@@ -216,7 +216,7 @@ def hybrid(preset: str) -> list[runner.Measure]:
 
 @runner.measures("cluster.scaling")
 def scaling(preset: str) -> runner.Measure:
-    """Samples/s of many NN workers over those of one, and CPU of each role."""
+    """Samples/s of many NN workers over samples/s of one, and CPU of each role."""
     steps, many = EMULATED_STEPS[preset], MANY[preset]
     options = RayOptions(threads=1)
     ratios: list[float] = []

@@ -2,7 +2,7 @@
 
     python -m benchmarks 'paper.theorem1*' [--preset smoke|laptop|full] [--json FILE]
 
-The cost is T times the mean of |f'|^2 over T steps, less that of a run without delay on the same samples.
+The cost is T times the mean of |f'|^2 over T steps, less the same of a run without delay on the same samples.
 
 paper.theorem1           The theorem's learning rate, which is lower with a delay: the largest cost over what the proof
                          allows, 16 L (f(w_0) - f*) alpha tau.
@@ -90,9 +90,9 @@ class Clicks:
         replay(timeline, {"ps-0": rows, "dense-0": dense}, self._compute, self._watch)
         return self._total
 
-    def _compute(self, number: int, found: Mapping[str, Any]) -> dict[str, Any]:
-        ids, rows = found["ps-0"]["id"]
-        error = sigmoid(rows + found["dense-0"]) - self._clicks[number]
+    def _compute(self, number: int, looked_up: Mapping[str, Any]) -> dict[str, Any]:
+        ids, rows = looked_up["ps-0"]["id"]
+        error = sigmoid(rows + looked_up["dense-0"]) - self._clicks[number]
         return {"ps-0": {"id": (ids, error)}, "dense-0": error[0]}
 
     def _update(self, gradient: Any, step: int) -> None:
@@ -117,32 +117,32 @@ def at_start() -> float:
 
 def costs(preset: str, rate: Callable[[float, int], float]) -> list[Cost]:
     """Trains with every alpha and tau, at the learning rate for them."""
-    found = []
+    measured = []
     for alpha in ALPHAS[preset]:
         runs = {tau: Clicks(alpha, STEPS[preset], rate(alpha, tau)).run(tau) for tau in (0, *DELAYS[preset])}
-        found += [Cost(alpha, tau, runs[tau], runs[0]) for tau in DELAYS[preset]]
-    return found
+        measured += [Cost(alpha, tau, runs[tau], runs[0]) for tau in DELAYS[preset]]
+    return measured
 
 
 @runner.measures("paper.theorem1")
 def theorem(preset: str) -> runner.Measure:
     """The largest cost per missed update at the theorem's rates, over the constant in the proof."""
-    found = costs(preset, lambda alpha, tau: theorem_rate(alpha, tau, STEPS[preset]))
+    measured = costs(preset, lambda alpha, tau: theorem_rate(alpha, tau, STEPS[preset]))
     allowed = 16 * LIPSCHITZ * at_start()
-    details = {"of": "16 L (f(w_0) - f*)", "allowed": allowed, "steps": STEPS[preset], "costs": points(found)}
-    value = max(cost.per_missed_update for cost in found) / allowed
+    details = {"of": "16 L (f(w_0) - f*)", "allowed": allowed, "steps": STEPS[preset], "costs": points(measured)}
+    value = max(cost.per_missed_update for cost in measured) / allowed
     return runner.Measure("paper.theorem1", value, "ratio", at_most=1.0, details=details)
 
 
 @runner.measures("paper.theorem1_one_rate")
 def one_rate(preset: str) -> runner.Measure:
     """The largest cost per missed update at one rate, over what the run without delay comes to."""
-    found = costs(preset, lambda alpha, tau: ONE_RATE)
-    details = {"of": "T times the mean of |f'|^2 without delay", "rate": ONE_RATE, "costs": points(found)}
-    value = max(cost.per_missed_update / cost.undelayed for cost in found)
+    measured = costs(preset, lambda alpha, tau: ONE_RATE)
+    details = {"of": "T times the mean of |f'|^2 without delay", "rate": ONE_RATE, "costs": points(measured)}
+    value = max(cost.per_missed_update / cost.undelayed for cost in measured)
     return runner.Measure("paper.theorem1_one_rate", value, "ratio", details=details)
 
 
-def points(found: Sequence[Cost]) -> list[list[float]]:
+def points(measured: Sequence[Cost]) -> list[list[float]]:
     """Returns alpha, tau, the cost, and the sum without delay, of each pair."""
-    return [[cost.alpha, cost.tau, cost.delayed - cost.undelayed, cost.undelayed] for cost in found]
+    return [[cost.alpha, cost.tau, cost.delayed - cost.undelayed, cost.undelayed] for cost in measured]

@@ -138,10 +138,10 @@ def lost(auc: Auc) -> float:
     return max(default) - max(auc.values())
 
 
-def mean(found: Iterable[Auc]) -> Auc:
+def mean(results: Iterable[Auc]) -> Auc:
     """Means over seeds."""
-    found = list(found)
-    return {point: statistics.fmean(auc[point] for auc in found) for point in found[0]}
+    results = list(results)
+    return {point: statistics.fmean(auc[point] for auc in results) for point in results[0]}
 
 
 def missing(needs: str | None) -> bool:
@@ -163,12 +163,12 @@ def compare(preset: str, name: str) -> runner.Measure | None:
     task, needs = SETS[name]
     if missing(needs):
         return None
-    found = [grid(preset, seed, task(seed)) for seed in _of(SEEDS, preset)]
-    tested, progressive = (mean(auc) for auc in zip(*found, strict=True))
+    results = [grid(preset, seed, task(seed)) for seed in _of(SEEDS, preset)]
+    tested, progressive = (mean(auc) for auc in zip(*results, strict=True))
     details = {
         "test": _table(tested),
         "progressive": _table(progressive),
-        "per_seed": [round(lost(auc), 5) for auc, _ in found],
+        "per_seed": [round(lost(auc), 5) for auc, _ in results],
     }
     return runner.Measure(f"quality.adagrad.{name}", lost(tested), "AUC", details=details)
 
@@ -195,7 +195,7 @@ def adult_rows(preset: str) -> runner.Measure | None:
 
 @runner.measures(*(f"quality.first_values.{name}" for name in SETS))
 def first_values(preset: str) -> Iterator[runner.Measure]:
-    """Test AUC of `RsqrtDim` less that of the default, paired by seed."""
+    """Test AUC of `RsqrtDim` less the test AUC of the default, paired by seed."""
     for name, (make, needs) in list(SETS.items())[: 1 if preset == "smoke" else None]:
         if missing(needs):
             continue

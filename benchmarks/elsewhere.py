@@ -74,7 +74,7 @@ def run_python(
 
     Args:
         arguments: `-c CODE`, `-m MODULE` or `FILE`, and what follows.
-        env: its environment; that of this process if None.
+        env: its environment; this process's if None.
         timeout: in seconds, after which it is killed; none if None.
     """
     if _forks is not None:
@@ -129,7 +129,7 @@ class Elsewhere:
     """A process that calls functions for this one.
 
     Args:
-        variables: of its environment, beside those of this process.
+        variables: for its environment, in addition to this process's.
     """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
@@ -141,8 +141,8 @@ class Elsewhere:
         result, error = self._pipe.recv()
         if error is not None:
             raise error
-        found: T = result
-        return found
+        answer: T = result
+        return answer
 
     def close(self) -> None:
         """Ends the process."""

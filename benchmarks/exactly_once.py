@@ -77,16 +77,18 @@ SERVED_SECONDS = 120.0
 def exactly_once(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
     """Clicks missing or trained twice beyond what is counted, or trained and not served, in each mode and in all."""
     whole = "online.exactly_once" in selected
-    found = []
+    measures = []
     with ray_here(preset, log_to_driver=False):
         for seed, name in enumerate(SMOKE_MODES if preset == "smoke" else MODES):
             if whole or f"online.exactly_once.{name}" in selected:
-                found.append(measured(name, PLANS[preset], seed, preset == "smoke"))
-                yield found[-1]
+                measures.append(measured(name, PLANS[preset], seed, preset == "smoke"))
+                yield measures[-1]
     if whole:
         names = ("clicks", "missing", "twice", "unserved", "untrained", "repeated", "restarts", "faults")
-        total = {name: sum(each.details[name] for each in found) for name in names}
-        yield runner.Measure("online.exactly_once", sum(each.value for each in found), "rows", at_most=0, details=total)
+        total = {name: sum(each.details[name] for each in measures) for name in names}
+        yield runner.Measure(
+            "online.exactly_once", sum(each.value for each in measures), "rows", at_most=0, details=total
+        )
 
 
 def measured(name: str, plan: Plan, seed: int, smoke: bool) -> runner.Measure:
@@ -137,7 +139,7 @@ def measured(name: str, plan: Plan, seed: int, smoke: bool) -> runner.Measure:
 
 def _measure(
     name: str,
-    found: Deviations,
+    deviations: Deviations,
     storm: Storm,
     server: Server,
     results: tuple[FitResult, FitResult],
@@ -149,12 +151,12 @@ def _measure(
     report = last.asynchronous
     lacking = unserved(server, np.flatnonzero(times.ravel() > 0))
     details = {
-        "missing": found.missing,
-        "twice": found.twice,
+        "missing": deviations.missing,
+        "twice": deviations.twice,
         "clicks": times.size,
-        "untrained": found.untrained,
-        "repeated": found.repeated,
-        "incomplete_batches": found.batches,
+        "untrained": deviations.untrained,
+        "repeated": deviations.repeated,
+        "incomplete_batches": deviations.batches,
         "counted_batches": lost,
         "lost_batches": last.lost_batches,
         "lost_gradients": last.lost_gradients,
@@ -169,7 +171,11 @@ def _measure(
     }
     say(f"{name}: {details}")
     return runner.Measure(
-        f"online.exactly_once.{name}", found.missing + found.twice + lacking, "rows", at_most=0, details=details
+        f"online.exactly_once.{name}",
+        deviations.missing + deviations.twice + lacking,
+        "rows",
+        at_most=0,
+        details=details,
     )
 
 

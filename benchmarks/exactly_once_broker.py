@@ -1,4 +1,4 @@
-"""A Kafka broker as a process of its own, that can be paused and can refuse connections.
+"""A Kafka broker as a separate process that can be paused and can refuse connections.
 
 python -m benchmarks.exactly_once_broker    (librdkafka's mock cluster, until its standard input ends)
 

@@ -28,9 +28,9 @@ class Deviations(NamedTuple):
 
     Attributes:
         untrained: clicks that were never trained.
-        missing: those of them that no counted batch explains.
+        missing: how many of them no counted batch explains.
         repeated: times that clicks were trained after their first.
-        twice: those of them that no restart explains.
+        twice: how many of them no restart explains.
         batches: batches with an untrained click.
     """
 

@@ -35,11 +35,11 @@ ASK_SECONDS = 0.2
 
 
 def draw(seed: int, count: int, kinds: tuple[str, ...]) -> list[str]:
-    """Returns so many faults: in rounds, in which each kind comes once."""
-    rng, found = random.Random(seed), []
-    while len(found) < count:
-        found += rng.sample(kinds, len(kinds))
-    return found[:count]
+    """Returns `count` faults: in rounds, in which each kind comes once."""
+    rng, faults = random.Random(seed), []
+    while len(faults) < count:
+        faults += rng.sample(kinds, len(kinds))
+    return faults[:count]
 
 
 class Server:
@@ -148,10 +148,10 @@ class Storm(threading.Thread):
                     return
                 self._clicks.burst(BURST)
                 self._await_batches(BURST // 4)
-                found = self._make(kind)
+                place = self._make(kind)
                 self.made.append(kind)
                 read = sum(self._cluster.read().values())
-                say(f"{time.monotonic() - began:7.1f} s: {kind.replace('_', ' ')} {found}; {read:,} batches read")
+                say(f"{time.monotonic() - began:7.1f} s: {kind.replace('_', ' ')} {place}; {read:,} batches read")
             self._over.wait(max(0.0, began + self._seconds - time.monotonic()))
         except BaseException as error:
             self.failure = error
@@ -197,7 +197,7 @@ class Storm(threading.Thread):
         return self._kill(kind)
 
     def _await_batches(self, count: int) -> None:
-        """Waits until so many more batches are read."""
+        """Waits until `count` more batches are read."""
         end, before = time.monotonic() + WAIT_SECONDS, sum(self._cluster.read().values())
         while sum(self._cluster.read().values()) < before + count:
             if time.monotonic() > end:

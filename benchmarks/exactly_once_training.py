@@ -1,4 +1,4 @@
-"""What `online.exactly_once` trains: clicks, each with an id of its own, whose row counts how often it was trained.
+"""What `online.exactly_once` trains: clicks with one id each, whose row counts how often the click was trained.
 
 The processes of training and serving import this module.
 """
@@ -27,7 +27,7 @@ from persia.services import Attempt
 from persia.types import StreamStart
 
 BATCH = 64
-"""Clicks of a message, which is a batch of its own. A batch is then the same one whenever it is read."""
+"""Clicks of a message. Each message is one batch, so a batch is the same whenever it is read."""
 
 MODES: dict[str, Mode | Auto] = {
     "hybrid": Hybrid(2, warmup=0), "sync": Sync(), "gba": Gba(2 * BATCH), "async": Async(), "bsp": Bsp(2),
@@ -54,8 +54,8 @@ def columns(batch: int) -> dict[str, Any]:
 
 def message(batch: int) -> bytes:
     """Returns a batch as an Arrow IPC stream."""
-    found = columns(batch)
-    table = pa.table({**found, "label": ((found["user"] + found["item"]) % 3 == 0).astype(np.int8)})
+    arrays = columns(batch)
+    table = pa.table({**arrays, "label": ((arrays["user"] + arrays["item"]) % 3 == 0).astype(np.int8)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -92,13 +92,13 @@ def make_trainer(cluster: Any, mode: Mode | Auto, log: str) -> persia.Trainer:
 
 def times_trained(trainer: persia.Trainer, batches: int, at_once: int = 1_000) -> Any:
     """Returns how often each click was trained, by the number of updates of its row: `[batches, BATCH]`."""
-    found = [np.zeros((0, BATCH), np.int64)]
+    counts = [np.zeros((0, BATCH), np.int64)]
     for begin in range(0, batches, at_once):
         numbers = np.arange(begin * BATCH, min(begin + at_once, batches) * BATCH)
         rows = trainer.embeddings.rows("click", trainer.embeddings.row_ids("click", numbers), state=True)
         assert rows.state is not None
-        found.append(rows.state.update_count.reshape(-1, BATCH).astype(np.int64))
-    return np.concatenate(found)
+        counts.append(rows.state.update_count.reshape(-1, BATCH).astype(np.int64))
+    return np.concatenate(counts)
 
 
 class Clicks(threading.Thread):
@@ -144,7 +144,7 @@ class Clicks(threading.Thread):
             self._failure = error
 
     def burst(self, batches: int) -> None:
-        """Sends so many batches at once."""
+        """Sends `batches` batches without a pause."""
         self._extra += batches
 
     def _send(self, number: int) -> None:

@@ -46,15 +46,15 @@ def best_rate(score: Callable[[list[float]], Sequence[float]], start: float) -> 
     Raises:
         RuntimeError: after `MAX_ROUNDS` calls the best is still the first or the last rate.
     """
-    found: dict[int, float] = {}
+    scores: dict[int, float] = {}
     best = 0
     for _ in range(MAX_ROUNDS):
-        new = sorted({best - 1, best, best + 1} - found.keys())
+        new = sorted({best - 1, best, best + 1} - scores.keys())
         if not new:
             return start * 2.0**best
-        found |= zip(new, score([start * 2.0**n for n in new]), strict=True)
-        best = max(found, key=found.__getitem__)
-    raise RuntimeError(f"The best of {len(found)} rates, {start * 2.0**best:g}, is the first or the last one.")
+        scores |= zip(new, score([start * 2.0**n for n in new]), strict=True)
+        best = max(scores, key=scores.__getitem__)
+    raise RuntimeError(f"The best of {len(scores)} rates, {start * 2.0**best:g}, is the first or the last one.")
 
 
 # --- clicks in time order ---------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def scored(plan: Stream) -> Scored:
 
 
 def scored_after(plan: Stream) -> Scored:
-    """Trains and scores on as many rows, which follow those of `scored`: to tune rates in a run of the same length."""
+    """Trains and scores on the same number of rows, which follow `scored`'s: to tune rates in a run of equal length."""
     return _scored(plan, plan.rows // STREAM_LOCAL)
 
 
@@ -150,9 +150,9 @@ def _scored(plan: Stream, skipped: int) -> Scored:
 
     def progressive(logits: dict[int, np.ndarray]) -> float:
         metrics = Metrics(["click"])
-        for number, found in sorted(logits.items()):
+        for number, outputs in sorted(logits.items()):
             if number >= plan.first // STREAM_LOCAL:
-                metrics.update(found, batches[number].labels, batches[number].day)
+                metrics.update(outputs, batches[number].labels, batches[number].day)
         return statistics.fmean(metrics.result().auc_per_day.values())
 
     return Scored(progressive(run.logits), schedule.summary(), progressive(by_step) if plan.at_step else None)
@@ -167,8 +167,8 @@ def without_delay(schedule: Timeline, kinds: Sequence[str]) -> Timeline:
             reads.setdefault(event.batch, []).append(event)
             continue
         if event.kind == "push":
-            found = reads.pop(event.batch, ())
-            events += [structs.replace(read, time=event.time, version=event.version) for read in found]
+            pending = reads.pop(event.batch, ())
+            events += [structs.replace(read, time=event.time, version=event.version) for read in pending]
         events.append(event)
     return structs.replace(schedule, events=events)
 
@@ -217,15 +217,15 @@ def stalled(plan: Stalled) -> list[StalledDay]:
         trace = stalls(plan.workers, length=1.0, chance=plan.chance, seed=plan.seed)
     setting, per_day = Setting(trace, local_batch=plan.local), plan.rows // plan.local
     rows = _Refused(plan.mode, batches)
-    found, step, time = [], 0, 0.0
+    days, step, time = [], 0, 0.0
     for day in range(plan.days):
         schedule = simulate(plan.mode, setting, range(day * per_day, (day + 1) * per_day), step=step, start=time)
         run.run(schedule, rows.watch)
         step, time = schedule.end_step, schedule.end
         test = joined(batches[(day + 1) * per_day : (day + 2) * per_day])
-        found.append(StalledDay(area(test, run.evaluate(test)), schedule.summary(), rows.share()))
+        days.append(StalledDay(area(test, run.evaluate(test)), schedule.summary(), rows.share()))
         run.logits.clear()
-    return found
+    return days
 
 
 class _Refused:
@@ -255,9 +255,9 @@ class _Refused:
 
     def share(self) -> float:
         """Returns the share since the last call."""
-        found = self._refused / max(1, self._all)
+        share = self._refused / max(1, self._all)
         self._all = self._refused = 0
-        return found
+        return share
 
 
 # --- a base that is inherited -----------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Inherited(NamedTuple):
 
 
 def inherited(plan: Inherited) -> dict[str, list[Day]]:
-    """Returns the days of the base ("base"), and those of Gba by number of NN workers.
+    """Returns the days of the base ("base"), and the days of Gba by number of NN workers.
 
     Each NN worker is slow a quarter of the time, in phases of 10 batches. A batch takes as long as it has rows. Each
     global batch has the same rows with any number of NN workers.
@@ -287,7 +287,7 @@ def inherited(plan: Inherited) -> dict[str, list[Day]]:
     per_day = plan.rows // SCALED_GLOBAL
 
     def train(run: VirtualTraining, mode: Mode, count: int, days: range) -> list[Day]:
-        found = []
+        trained = []
         step, time = days.start * per_day, 0.0
         setting = scaled(count, plan.seed)
         for day in days:
@@ -296,9 +296,9 @@ def inherited(plan: Inherited) -> dict[str, list[Day]]:
             run.run(schedule)
             step, time = schedule.end_step, schedule.end
             test = blocks[(day + 1) * per_day : (day + 2) * per_day]
-            found.append(Day(area(test, run.evaluate(test)), schedule.summary(), time))
+            trained.append(Day(area(test, run.evaluate(test)), schedule.summary(), time))
             run.logits.clear()
-        return found
+        return trained
 
     def training(count: int) -> VirtualTraining:
         local = SCALED_GLOBAL // count
@@ -310,18 +310,18 @@ def inherited(plan: Inherited) -> dict[str, list[Day]]:
         return _training(reader.schema, batch, plan.optimizer, plan.seed)
 
     run = training(BASE_WORKERS)
-    found = {"base": train(run, Sync(plan.reduction), BASE_WORKERS, range(plan.base_days))}
+    days = {"base": train(run, Sync(plan.reduction), BASE_WORKERS, range(plan.base_days))}
     base = run.state_dict()
     for count in plan.workers:
         run = training(count)
         run.load_state_dict(base)
         mode = Gba(SCALED_GLOBAL, reduction=plan.reduction)
-        found[str(count)] = train(run, mode, count, range(plan.base_days, plan.base_days + plan.days))
-    return found
+        days[str(count)] = train(run, mode, count, range(plan.base_days, plan.base_days + plan.days))
+    return days
 
 
 def scaled(count: int, seed: int) -> Setting:
-    """Returns the speeds of so many NN workers at a constant global batch."""
+    """Returns the speeds of `count` NN workers at a constant global batch."""
     local = SCALED_GLOBAL // count
     compute = local * BASE_WORKERS / SCALED_GLOBAL
     return Setting(phases(count, length=PHASE * compute, count=64, seed=seed), compute=compute, local_batch=local)

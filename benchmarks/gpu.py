@@ -2,7 +2,7 @@
 
     python -m benchmarks 'gpu.*' [--preset smoke|laptop|full] [--json FILE]
 
-Needs a CUDA device; without one each measure is skipped, and says so. The work is that of `benchmarks/step.py`, or a
+Needs a CUDA device; without one each measure is skipped, and says so. The work is `benchmarks/step.py`'s, or a
 larger network. The tables of plain PyTorch are in the memory of the GPU, so `*vs_torch` says what it costs to keep rows
 where there is room for any number of them; `*vs_dense_only` says how much of that the prefetching hides.
 `gpu.copy_overlap` compares with a step whose copies wait, `gpu.fp16_wire` with rows that cross as float32,
@@ -169,8 +169,8 @@ def on_gpu(
     if model_of is not None:  # Fewer ids and batches, so that tables are filled within seconds.
         work = replace(work, dim=128, rows=min(work.rows, 200_000), batches=min(work.batches, 16))
         ours_of, theirs_of = with_model(ours_of, model_of), with_model(theirs_of, model_of)
-    found = compared(name, preset, work, ours_of, theirs_of)
-    return replace(found, details={**found.details, "device": torch.cuda.get_device_name(0)})
+    measure = compared(name, preset, work, ours_of, theirs_of)
+    return replace(measure, details={**measure.details, "device": torch.cuda.get_device_name(0)})
 
 
 @runner.measures("gpu.step_vs_torch")

@@ -36,7 +36,7 @@ def persia(*arguments: str, ok: bool = True) -> str:
 
 
 def trained(data: Path, folder: Path, preset: str) -> float:
-    """Returns the AUC on held-out rows of a run that nobody has edited."""
+    """Returns the AUC on held-out rows of a run without edits."""
     persia("init", str(data), "--yes", "--out", str(folder))
     config, result = folder / "config.toml", folder / "result.json"
     persia("train", str(config), "--json", str(result), "--set", "trainer.progress=false", *STEPS[preset])

@@ -2,7 +2,7 @@
 
     python -m benchmarks 'interop.*' [--preset smoke|laptop|full] [--json FILE]
 
-TorchRec has to be importable here, beside persia (docs/guide/from-torchrec.md has the lines); without it both measures
+TorchRec has to be importable here, next to persia (docs/guide/from-torchrec.md has the lines); without it both measures
 are skipped, and say so.
 """
 

@@ -109,7 +109,7 @@ def mean_of(summaries: Sequence[Summary]) -> dict[str, float]:
 @runner.measures("modes.split", *(f"modes.split.{optimizer}" for optimizer in get_args(PlainOptimizer)))
 def split(preset: str) -> Iterator[runner.Measure]:
     """Largest difference, over the largest parameter, from one NN worker that has the whole global batch."""
-    steps, found = SPLIT_STEPS[preset], []
+    steps, measures = SPLIT_STEPS[preset], []
     for optimizer in get_args(PlainOptimizer):
         whole = delayed_sync(Problem(optimizer=optimizer, rows=SPLIT_ROWS), range(steps), 1)
         largest = min(np.abs(whole.weights).max(), np.abs(whole.table.rows).max())
@@ -120,11 +120,11 @@ def split(preset: str) -> Iterator[runner.Measure]:
                 one.run(lock_step(mode, parts, steps * parts, local=SPLIT_ROWS // parts))
                 apart[f"{type(mode).__name__}, {mode.reduction}, {parts}"] = float(one.apart(whole) / largest)
         value = max(of for name, of in apart.items() if "per_id" not in name)
-        found.append(
+        measures.append(
             runner.Measure(f"modes.split.{optimizer}", value, "ratio", at_most=1e-9, details={"steps": steps, **apart})
         )
-    yield from found
-    yield runner.worst("modes.split", found)
+    yield from measures
+    yield runner.worst("modes.split", measures)
 
 
 @runner.measures(
@@ -152,12 +152,12 @@ def bound(preset: str) -> Iterator[runner.Measure]:
         warm = Hybrid(4, warmup=batches // WORKERS // 2)
         modes = {"hybrid": Hybrid(4, warmup=0), "hybrid_warm": warm, "auto": Hybrid("auto", warmup=0), **ASYNCHRONOUS}
         for kind, mode in modes.items():
-            found = simulate(mode, setting, batches).summary()
+            summary = simulate(mode, setting, batches).summary()
             yield runner.Measure(
                 f"modes.bound.{name}.{kind}",
-                found.rate / sync,
+                summary.rate / sync,
                 "ratio",
-                details={"of": "rate of Sync", **mean_of([found])},
+                details={"of": "rate of Sync", **mean_of([summary])},
             )
 
 
@@ -181,9 +181,9 @@ def curves(plans: Mapping[str, Plan], seeds: Sequence[int]) -> dict[str, list[Cu
 
 def sync_measure(name: str, runs: Sequence[Curve], plan: Plan, preset: str) -> runner.Measure:
     """AUC of Sync, and how wide the optimum of its rates is."""
-    beside = {} if preset == "smoke" else auc_beside(plan)
+    details = {} if preset == "smoke" else auc_beside(plan)
     return runner.Measure(
-        name, statistics.fmean(run.areas[-1] for run in runs), "AUC", details={**beside, **described(runs, plan)}
+        name, statistics.fmean(run.areas[-1] for run in runs), "AUC", details={**details, **described(runs, plan)}
     )
 
 
@@ -211,7 +211,7 @@ def described(runs: Sequence[Curve], plan: Plan) -> dict[str, object]:
 def hybrid(preset: str) -> Iterator[runner.Measure]:
     """8 equally fast NN workers. The warm-up is half of the run; "auto" adapts its depth.
 
-    The targets are those of "auto" and of the warm-up on sparse ids; `modes.auc_hybrid` is the worst of them.
+    "auto" and the warm-up on sparse ids have targets; `modes.auc_hybrid` is the worst of them.
     """
     with_target = []
     for name in list(DATA)[: 1 if preset == "smoke" else None]:
@@ -226,9 +226,9 @@ def hybrid(preset: str) -> Iterator[runner.Measure]:
         for kind in DELAYED:
             has_target = name in SPARSE and kind in ("hybrid_4_warm", "auto")
             bounds = {"at_least": -0.001} if has_target else {}
-            found = gap(f"modes.auc_hybrid.{name}.{kind}", runs[kind], runs["sync"], plan, **bounds)
-            with_target += [found] if has_target else []
-            yield found
+            measure = gap(f"modes.auc_hybrid.{name}.{kind}", runs[kind], runs["sync"], plan, **bounds)
+            with_target += [measure] if has_target else []
+            yield measure
     yield runner.worst("modes.auc_hybrid", with_target)
     sync = runs["sync"][0].summary.rate  # Rates are the same on all data.
     for kind in DELAYED:
@@ -271,10 +271,10 @@ def switches(
     """AUC on the first day after the switch and on average, minus Sync's throughout."""
     every = {"sync": throughout, **switched}
     plans = {(name, seed): plan._replace(seed=seed) for name, plan in every.items() for seed in SEEDS[preset]}
-    found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
+    results = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
     half = len(throughout.modes) // 2
     for name in switched:
-        ours, sync = ([found[of, seed] for seed in SEEDS[preset]] for of in (name, "sync"))
+        ours, sync = ([results[of, seed] for seed in SEEDS[preset]] for of in (name, "sync"))
         by_day = list(zip(*ours, strict=True))
         gaps = [
             [day.auc - other.auc for day, other in zip(*runs, strict=True)] for runs in zip(ours, sync, strict=True)
@@ -312,14 +312,14 @@ def with_half(plan: Plan, mode: Mode, *, first: bool) -> Plan:
 )
 def switch_gba(preset: str) -> Iterator[runner.Measure]:
     """Sync to Gba of the same global batch, and back."""
-    found = []
+    measures = []
     for data, ids in drifts(preset):
         plan = drifting(preset, ids)
         ways = {f"modes.auc_{way}{data}": with_half(plan, Gba(GLOBAL), first=first) for way, first in GBA.items()}
-        found += switches(preset, plan, ways, at_least=-0.0005)
-    yield from found
+        measures += switches(preset, plan, ways, at_least=-0.0005)
+    yield from measures
     for way in GBA:
-        yield runner.worst(f"modes.auc_{way}", [each for each in found if each.name.startswith(f"modes.auc_{way}.")])
+        yield runner.worst(f"modes.auc_{way}", [each for each in measures if each.name.startswith(f"modes.auc_{way}.")])
 
 
 @runner.measures(
@@ -355,9 +355,9 @@ def switch_others(preset: str) -> Iterator[runner.Measure]:
 def switch_cluster(preset: str) -> Iterator[runner.Measure]:
     """8 NN workers with 400 rows each and an all-reduce, to 32 with 100 rows and dense PSs; and back.
 
-    All days have the same global batches. A quarter of the NN workers is 4 times slower. Rates are those of Sync.
+    All days have the same global batches. A quarter of the NN workers is 4 times slower. Rates are Sync's.
     """
-    half, found = DAYS[preset] // 2, []
+    half, measures = DAYS[preset] // 2, []
     for data, ids in drifts(preset):
         plan = Plan((SYNC,) * 2 * half, UNTUNED, TUNING_SEED, PAPER_ROWS[preset], DRIFT, local=DENSE_PS.local, ids=ids)
         plan = plan._replace(by_day=(ALL_REDUCE,) * 2 * half)
@@ -368,6 +368,6 @@ def switch_cluster(preset: str) -> Iterator[runner.Measure]:
             )
             for way, first in (("to_gba", False), ("to_sync", True))
         }
-        found += switches(preset, plan, ways, at_least=-0.0005)
-    yield from found
-    yield runner.worst("modes.auc_switch_8x400_32x100", found)
+        measures += switches(preset, plan, ways, at_least=-0.0005)
+    yield from measures
+    yield runner.worst("modes.auc_switch_8x400_32x100", measures)

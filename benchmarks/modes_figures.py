@@ -99,7 +99,7 @@ SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 @functools.cache
 def globo_tuned(preset: str, mode: Mode = SYNC) -> Rates:
-    """Rates of a mode on the rows after those of the runs, and as many: the best of a short run are too high."""
+    """Rates of a mode on the rows after the rows of the runs, and as many: the best of a short run are too high."""
     rows = GLOBO_ROWS[preset]
 
     def score(grid: list[Rates]) -> list[float]:
@@ -119,10 +119,10 @@ def globo(preset: str) -> Iterator[runner.Measure]:
         return
     rows, rates = GLOBO_ROWS[preset], globo_tuned(preset)
     plans = {(k, s): Stream(m, rates, s, rows // 4, rows) for s in SEEDS[preset] for k, m in GLOBO.items()}
-    found = dict(zip(plans, everywhere(scored, list(plans.values()), Scored), strict=True))
-    areas = {kind: [found[kind, seed].auc for seed in SEEDS[preset]] for kind in GLOBO}
+    results = dict(zip(plans, everywhere(scored, list(plans.values()), Scored), strict=True))
+    areas = {kind: [results[kind, seed].auc for seed in SEEDS[preset]] for kind in GLOBO}
     for kind in GLOBO:
-        details = {"rows": rows, "rates": list(rates), **mean_of([found[kind, s].summary for s in SEEDS[preset]])}
+        details = {"rows": rows, "rates": list(rates), **mean_of([results[kind, s].summary for s in SEEDS[preset]])}
         yield runner.paired(f"modes.globo.{kind}", areas[kind], areas["sync"], "AUC", details=details)
 
 
@@ -153,11 +153,11 @@ def globo_gba(preset: str) -> Iterator[runner.Measure]:
     }
     seeds = SEEDS[preset]
     plans = {(kind, seed): plan._replace(seed=seed) for kind, plan in kinds.items() for seed in seeds}
-    found = dict(zip(plans, everywhere(scored, list(plans.values()), Scored), strict=True))
-    read = {kind: [found[kind, seed].auc for seed in seeds] for kind in kinds}
-    at_step = {kind: [found[kind, seed].at_step or 0.0 for seed in seeds] for kind in kinds}
+    results = dict(zip(plans, everywhere(scored, list(plans.values()), Scored), strict=True))
+    read = {kind: [results[kind, seed].auc for seed in seeds] for kind in kinds}
+    at_step = {kind: [results[kind, seed].at_step or 0.0 for seed in seeds] for kind in kinds}
     lag = {kind: [a - b for a, b in zip(read[kind], at_step[kind], strict=True)] for kind in kinds}
-    totals = mean_of([found["gba", seed].summary for seed in seeds])
+    totals = mean_of([results["gba", seed].summary for seed in seeds])
     pairs = {
         "": (read["gba"], read["sync"]),
         ".scored_late": (lag["gba"], lag["sync"]),
@@ -180,7 +180,7 @@ def globo_gba(preset: str) -> Iterator[runner.Measure]:
 
 @functools.cache
 def stalled_rate(preset: str, kind: str) -> float:
-    """The best rate of rows for Sync without stalls, on data of its own."""
+    """The best rate of rows for Sync without stalls, on separate data."""
     rows = ROWS_PER_DAY[preset]
 
     def score(rates: list[float]) -> list[float]:
@@ -220,11 +220,11 @@ def tolerance(preset: str) -> Iterator[runner.Measure]:
                 plans[setting, name, seed] = Stalled(
                     mode, optimizer, seed, ROWS_PER_DAY[preset], STALLED_DAYS[preset], count, LOCAL, CHANCE
                 )
-    found = dict(zip(plans, everywhere(stalled, list(plans.values()), list[StalledDay]), strict=True))
+    results = dict(zip(plans, everywhere(stalled, list(plans.values()), list[StalledDay]), strict=True))
     for setting in settings:
-        areas = {name: [later(found[setting, name, seed]) for seed in seeds] for name in modes}
+        areas = {name: [later(results[setting, name, seed]) for seed in seeds] for name in modes}
         for name in modes:
-            days = [day for seed in seeds for day in found[setting, name, seed]]
+            days = [day for seed in seeds for day in results[setting, name, seed]]
             totals = mean_of([day.summary for day in days])
             loss = statistics.fmean(areas[name]) - statistics.fmean(areas["unlimited"])
             yield runner.paired(
@@ -248,8 +248,8 @@ def tolerance(preset: str) -> Iterator[runner.Measure]:
         end = max(("tolerance_0", "unlimited"), key=means.__getitem__)
         yield runner.paired(
             f"modes.tolerance.{setting}.between",
-            [later(found[setting, between, seed]) for seed in rest],
-            [later(found[setting, end, seed]) for seed in rest],
+            [later(results[setting, between, seed]) for seed in rest],
+            [later(results[setting, end, seed]) for seed in rest],
             "AUC",
             at_least=0.0,
             details={"between": between, "end": end, "chosen_by_seeds": list(chosen), "seeds": list(rest)},
@@ -263,16 +263,16 @@ def gradients(preset: str) -> Iterator[runner.Measure]:
     kinds: dict[str, Mode] = {f"bsp_{n}": Bsp(n) for n in AGGREGATED} | {"sync": Sync()}
     kinds["gba"] = Gba(GLOBAL)
     plans = [Plan((mode,), tuned(preset), 0, rows) for mode in kinds.values()]
-    for kind, found in zip(kinds, everywhere(norms, plans, list[float]), strict=True):
-        parts = np.quantile(found, QUANTILES).tolist()
+    for kind, lengths in zip(kinds, everywhere(norms, plans, list[float]), strict=True):
+        parts = np.quantile(lengths, QUANTILES).tolist()
         yield runner.Measure(
             f"modes.gradients.{kind}",
-            statistics.median(found),
+            statistics.median(lengths),
             "norm",
             details={
                 "quantiles": dict(zip(map(str, QUANTILES), parts, strict=True)),
-                "mean": statistics.fmean(found),
-                "std": statistics.pstdev(found),
+                "mean": statistics.fmean(lengths),
+                "std": statistics.pstdev(lengths),
             },
         )
 
@@ -305,7 +305,7 @@ def occurrences(preset: str) -> Iterator[runner.Measure]:
 
 @functools.cache
 def scaling_rate(preset: str, kind: str, reduction: Reduction) -> float:
-    """The best rate of rows for Sync with 8 NN workers on the days of the base, on data of its own."""
+    """The best rate of rows for Sync with 8 NN workers on the days of the base, on separate data."""
     rows, days, _ = SCALING[preset]
 
     def score(rates: list[float]) -> list[float]:
@@ -341,9 +341,9 @@ def scaling(preset: str) -> Iterator[runner.Measure]:
         for seed in SCALING_SEEDS[preset]
         for each in kinds
     }
-    found = dict(zip(plans, everywhere(inherited, list(plans.values()), dict[str, list[Day]]), strict=True))
+    results = dict(zip(plans, everywhere(inherited, list(plans.values()), dict[str, list[Day]]), strict=True))
     for kind, reduction in kinds:
-        runs = [found[kind, reduction, seed] for seed in SCALING_SEEDS[preset]]
+        runs = [results[kind, reduction, seed] for seed in SCALING_SEEDS[preset]]
         areas = {n: [statistics.fmean(day.auc for day in run[str(n)]) for run in runs] for n in counts}
         for count in counts:
             sync = simulate(Sync(), scaled(count, SCALING_SEEDS[preset][0]), range(100 * count)).summary()
@@ -374,9 +374,9 @@ def local_batch(preset: str) -> Iterator[runner.Measure]:
         for size in sizes
         for seed in SEEDS[preset]
     }
-    found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
+    results = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
     for size in sizes:
-        areas = [found[size, seed][-1].auc for seed in SEEDS[preset]]
+        areas = [results[size, seed][-1].auc for seed in SEEDS[preset]]
         yield runner.Measure(
             f"modes.local_batch.{size}",
             statistics.fmean(areas),

@@ -111,7 +111,7 @@ class Plan(NamedTuple):
 
 
 class Day(NamedTuple):
-    """Result of a day of training; the AUC is that of the next day."""
+    """Result of a day of training, with the AUC on the next day."""
 
     auc: float
     summary: Summary
@@ -130,7 +130,7 @@ class Curve(NamedTuple):
 
 
 def synthetic(plan: Plan, days: int) -> tuple[Schema, list[Batch]]:
-    """All batches of so many days."""
+    """All batches of `days` days."""
     reader = data.synthetic(
         plan.rows * days,
         id_features=8, ids_per_feature=plan.ids, zipf=plan.zipf, pairs=8, latent_dim=2, dim=8,
@@ -149,7 +149,7 @@ def train(plan: Plan) -> list[Day]:
     per_day = plan.rows // plan.local
     today: dict[int, Batch] = {}
     run = _training(plan, schema, today.__getitem__)
-    found, step, time = [], 0, 0.0
+    days, step, time = [], 0, 0.0
     for day, mode in enumerate(plan.modes):
         setting, first = plan.setting(day), day * per_day
         parts = joined(batches[first : first + per_day], setting.local_batch // plan.local)
@@ -160,9 +160,9 @@ def train(plan: Plan) -> list[Day]:
         run.run(schedule)
         step, time = schedule.end_step, schedule.end
         test = joined(batches[first + per_day : first + 2 * per_day])
-        found.append(Day(area(test, run.evaluate(test)), schedule.summary(), time))
+        days.append(Day(area(test, run.evaluate(test)), schedule.summary(), time))
         run.logits.clear()
-    return found
+    return days
 
 
 def train_through(plan: Plan) -> Curve:
@@ -196,18 +196,18 @@ def norms(plan: Plan) -> list[float]:
     torch.set_num_threads(1)
     schema, batches = synthetic(plan, len(plan.modes))
     run = _training(plan, schema, batches.__getitem__)
-    found: list[float] = []
+    lengths: list[float] = []
     held: list[np.ndarray] = []
 
     def watch(event: ScheduleEvent, gradient: Any) -> None:
         if event.server == "dense-0" and event.kind == "push":
             held.append(gradient)
         elif event.server == "dense-0" and event.kind == "apply":
-            found.append(float(np.linalg.norm(np.mean(held, axis=0))))
+            lengths.append(float(np.linalg.norm(np.mean(held, axis=0))))
             held.clear()
 
     run.run(simulate(plan.modes[0], plan.setting(), len(batches)), watch)
-    return found[len(found) // 2 :]
+    return lengths[len(lengths) // 2 :]
 
 
 def _training(plan: Plan, schema: Schema, batches: Callable[[int], Batch]) -> VirtualTraining:
@@ -240,20 +240,20 @@ def area(batches: Sequence[Batch], logits: np.ndarray) -> float:
 def everywhere(
     function: Callable[[Any], Result], plans: Sequence[Any], result: type[Result], processes: int | None = None
 ) -> list[Result]:
-    """Results in the order of the plans; those of the file, and the others from as many processes as there may be.
+    """Results in the order of the plans: from the file, or else from as many processes as there may be.
 
     `processes=1` runs them here, one by one: for runs that start processes of their own, or are timed.
     """
     kept = os.environ.get("PERSIA_RUNS")
     keys = [msgspec.json.encode([function.__name__, plan]) for plan in plans]
-    found = _kept(Path(kept), result, set(keys)) if kept else {}
-    for plan, done in _runs(function, [p for key, p in zip(keys, plans, strict=True) if key not in found], processes):
+    results = _kept(Path(kept), result, set(keys)) if kept else {}
+    for plan, done in _runs(function, [p for key, p in zip(keys, plans, strict=True) if key not in results], processes):
         key = msgspec.json.encode([function.__name__, plan])
-        found[key] = done
+        results[key] = done
         if kept:
             with Path(kept).open("ab") as file:
                 file.write(msgspec.json.encode({"run": msgspec.Raw(key), "result": done}) + b"\n")
-    return [found[key] for key in keys]
+    return [results[key] for key in keys]
 
 
 def _runs(
@@ -295,22 +295,22 @@ def best_rates(
         start: the middle of the first grid.
 
     Raises:
-        RuntimeError: after so many calls the best still lies at the edge.
+        RuntimeError: after the last call the best still lies at the edge.
     """
 
     def at(point: tuple[int, int]) -> Rates:
         return Rates(start.dense * DENSE_FACTOR ** point[0], start.rows * ROWS_FACTOR ** point[1])
 
-    found: dict[tuple[int, int], float] = {}
+    scores: dict[tuple[int, int], float] = {}
     best = (0, 0)
     for _ in range(rounds):
         around = {(best[0] + i, best[1] + j) for i in (-1, 0, 1) for j in (-1, 0, 1)} | {(0, 0)}
-        new = sorted(around - found.keys())
+        new = sorted(around - scores.keys())
         if not new:
             return at(best)
-        found |= zip(new, score([at(point) for point in new]), strict=True)
-        best = max(found, key=found.__getitem__)
-    raise RuntimeError(f"The best of {len(found)} pairs of rates, {at(best)}, lies at the edge of the grid.")
+        scores |= zip(new, score([at(point) for point in new]), strict=True)
+        best = max(scores, key=scores.__getitem__)
+    raise RuntimeError(f"The best of {len(scores)} pairs of rates, {at(best)}, lies at the edge of the grid.")
 
 
 def tuned_for(plan: Plan) -> Rates:

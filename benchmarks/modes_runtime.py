@@ -3,7 +3,7 @@
     python -m benchmarks 'modes.*' [--preset smoke|laptop|full] [--json FILE]
 
 NN workers are threads that wait in place of computing, so that many fit on few cores. What is measured is who waits for
-whom; a batch's share of Python is kept small beside its wait.
+whom; a batch's share of Python stays small compared with its wait.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def gba_vs_sync_static(preset: str) -> runner.Measure:
 
 
 def moving(preset: str, length: int) -> Trace:
-    """Every NN worker is slow a quarter of the time, in phases of so many steps at full speed."""
+    """Every NN worker is slow a quarter of the time, in phases as long as `length` steps at full speed."""
     seconds = length * COMPUTE_SECONDS[preset]
     return phases(WORKERS, length=seconds, factor=FACTOR, share=SLOW_SHARE, count=64)
 
@@ -83,7 +83,7 @@ def traced(mode: Mode, emulation: bench.Emulation, seconds: float) -> bench.Mode
 
 
 def simulated_ends(mode: Mode, emulation: bench.Emulation, seconds: float) -> list[float]:
-    """When each batch is computed in the simulation, within so many seconds."""
+    """When each batch is computed in the simulation, within `seconds` seconds."""
     batches = WORKERS * (int(seconds / emulation.compute) + 2)  # More than NN workers that are never slow can compute.
     ideal = simulate(mode, Setting(emulation.trace, emulation.compute, bench.ROWS), batches)
     ends = [event.time for event in ideal.events if event.server == "ps-0" and event.kind in ("push", "drop")]
@@ -131,7 +131,7 @@ def vs_bound(preset: str) -> Iterator[runner.Measure]:
     It is the product of two: how fast batches are computed, and the share of them that is applied, each over the
     simulation's.
     """
-    found = []
+    measures = []
     for length in PHASES[preset]:
         emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
         for mode in bench.all_modes(WORKERS):
@@ -140,15 +140,15 @@ def vs_bound(preset: str) -> Iterator[runner.Measure]:
             parts = {part: statistics.median(getattr(run, part) for run in runs) for part in OfBound._fields}
             reached = [run.time * run.share for run in runs]
             details = {"of": "rows/s, the event replay's", **parts}
-            found.append(runner.quantity(f"modes.vs_bound.{name}", reached, "ratio", at_least=0.92, details=details))
-    yield from found
-    yield runner.worst("modes.vs_bound", found)
+            measures.append(runner.quantity(f"modes.vs_bound.{name}", reached, "ratio", at_least=0.92, details=details))
+    yield from measures
+    yield runner.worst("modes.vs_bound", measures)
 
 
 @runner.measures("modes.dropped", *(f"modes.dropped.{mode}_{n}" for n in PHASES["full"] for mode in ("Gba", "HopBw")))
 def dropped(preset: str) -> Iterator[runner.Measure]:
-    """Share of the batches that Gba drops under that trace, the worst length of phases; HopBw(2) beside it."""
-    found = []
+    """Share of the batches that Gba drops under that trace, the worst length of phases; HopBw(2) for comparison."""
+    measures = []
     for length in PHASES[preset]:
         emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
         for mode, at_most in ((gba(), 0.03), (HopBw(2), None)):
@@ -158,9 +158,9 @@ def dropped(preset: str) -> Iterator[runner.Measure]:
                 assert report is not None
                 shares.append(report.dropped_batches / (report.batches + report.dropped_batches))
             name = f"modes.dropped.{type(mode).__name__}_{length}"
-            found.append(runner.quantity(name, shares, "fraction", at_most=at_most))
-    yield from found
-    yield runner.worst("modes.dropped", [each for each in found if each.at_most is not None])
+            measures.append(runner.quantity(name, shares, "fraction", at_most=at_most))
+    yield from measures
+    yield runner.worst("modes.dropped", [each for each in measures if each.at_most is not None])
 
 
 @runner.measures("modes.staleness")
@@ -189,7 +189,7 @@ def staleness(preset: str) -> runner.Measure:
     virtual.run(schedule, watch)
     virtual.evaluate(data[:1])
     pairs = zip(virtual.model.parameters(), trained.trainer.model.parameters(), strict=True)
-    apart = max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
+    apart = max(float((own - theirs).detach().abs().max()) for own, theirs in pairs)
     measured = {arrival.number: arrival.step - arrival.version for arrival in trained.arrivals}
     oldest = max(arrival.step - arrival.token for arrival in trained.arrivals if arrival.weight)
     holds = measured == ages and oldest <= gba().tolerance and apart <= 1e-6
@@ -215,9 +215,9 @@ QUIET, STRAINED = {"smoke": 0.4, "laptop": 30.0, "full": 120.0}, {"smoke": 0.4, 
 @runner.measures("modes.auto")
 def auto(preset: str) -> runner.Measure:
     """Samples/s of Auto over the better fixed mode's, in the worst phase; `rounds` has the details of each round."""
-    found = [auto_round(preset) for _ in range(runner.rounds_of(preset))]
-    details = {"of": "rows/s, the better fixed mode's", "rounds": [details for _, details in found]}
-    return runner.quantity("modes.auto", [worst for worst, _ in found], "ratio", at_least=0.95, details=details)
+    results = [auto_round(preset) for _ in range(runner.rounds_of(preset))]
+    details = {"of": "rows/s, the better fixed mode's", "rounds": [details for _, details in results]}
+    return runner.quantity("modes.auto", [worst for worst, _ in results], "ratio", at_least=0.95, details=details)
 
 
 def auto_round(preset: str) -> tuple[float, dict[str, Any]]:
@@ -243,11 +243,11 @@ def auto_round(preset: str) -> tuple[float, dict[str, Any]]:
     rule = Auto(gba(), windows=2, seconds=quiet / 40)
     trained = bench.train(rule, bench.Emulation(trace, compute), bisect.bisect(ends, bounds[-1]))
     done = list(itertools.chain.from_iterable(trained.finished))
-    found = [sum(a <= t < b for t in done) * bench.ROWS / (b - a) for a, b in itertools.pairwise(bounds)]
-    ratios = [rate / max(of[phase % 2] for of in fixed.values()) for phase, rate in enumerate(found)]
+    rates = [sum(a <= t < b for t in done) * bench.ROWS / (b - a) for a, b in itertools.pairwise(bounds)]
+    ratios = [rate / max(of[phase % 2] for of in fixed.values()) for phase, rate in enumerate(rates)]
     return min(ratios), {
         "per_phase": [round(ratio, 3) for ratio in ratios],
-        "rows_per_s": [round(rate, 1) for rate in found],
+        "rows_per_s": [round(rate, 1) for rate in rates],
         **{name: [round(rate, 1) for rate in of] for name, of in fixed.items()},
         "switches": [str(choice) for choice in trained.result.mode_choices if choice.switch],
     }
@@ -289,7 +289,7 @@ def switch_seconds(preset: str) -> runner.Measure:
         return [switch.seconds for switch in trainer.switches]
 
     rounds = [Threads(4).run(work) for _ in range(runner.rounds_of(preset))]
-    slowest = [[max(seconds) for seconds in zip(*found, strict=True)] for found in rounds]
+    slowest = [[max(seconds) for seconds in zip(*measured, strict=True)] for measured in rounds]
     details = {"parameters": size, "each": [[round(seconds, 3) for seconds in each] for each in slowest]}
     return runner.quantity("modes.switch_seconds", list(map(max, slowest)), "s", at_most=1.0, details=details)
 
@@ -356,7 +356,7 @@ class StepsOfPS:
             self._batches.append({name: Gradients(ids, values[: len(ids)]) for name, ids in drawn.items()})
 
     def seconds(self, steps: int) -> float:
-        """Makes so many steps; returns the processor time of one."""
+        """Makes `steps` steps; returns the processor time of one."""
         began = time.process_time()
         for _ in range(steps):
             parts = [self._batches[(self._step * self._workers + rank) % len(self._batches)] for rank in self._ranks]

@@ -45,7 +45,7 @@ LIMIT_SECONDS = 300
 def run(preset: str, **options: float) -> dict[str, Any]:
     """Runs the example, of which a smoke run changes nothing. Returns what it has measured."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
+        path = Path(folder) / "results.json"
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         environment = {**os.environ, **({"PERSIA_EXAMPLE_SMALL": "1"} if preset == "smoke" else {})}
         subprocess.run(
@@ -55,8 +55,8 @@ def run(preset: str, **options: float) -> dict[str, Any]:
             stdout=sys.stderr,
             timeout=LIMIT_SECONDS + SECONDS.get(preset, 0),
         )
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return results
 
 
 @runner.measures("online.freshness_p99")
@@ -66,13 +66,13 @@ def freshness(preset: str) -> runner.Measure:
     Of users who were trained before and of new ones; the larger 99th percentile of both.
     """
     options = {} if preset == "smoke" else {"rate": RATE, "seconds": SECONDS[preset], "ps": 2}
-    found = run(preset, **options)
-    details: dict[str, Any] = {name: found[name] for name in ("clicks_per_s", "waited_s")}
+    results = run(preset, **options)
+    details: dict[str, Any] = {name: results[name] for name in ("clicks_per_s", "waited_s")}
     p99s = []
-    for kind, seconds in found["freshness_s"].items():
-        if preset != "smoke" and (len(seconds) < 50 or found["clicks_per_s"] < 0.9 * RATE):
+    for kind, seconds in results["freshness_s"].items():
+        if preset != "smoke" and (len(seconds) < 50 or results["clicks_per_s"] < 0.9 * RATE):
             raise RuntimeError(
-                f"Too few {kind} users ({len(seconds)}), or clicks ({found['clicks_per_s']:.0f}/s), to tell."
+                f"Too few {kind} users ({len(seconds)}), or clicks ({results['clicks_per_s']:.0f}/s), to tell."
             )
         seconds = seconds or [math.inf]
         p99s.append(float(np.quantile(seconds, 0.99, method="higher")))  # Not between a number and infinity.
@@ -87,15 +87,15 @@ def freshness(preset: str) -> runner.Measure:
 
 @runner.measures("online.auc_gain")
 def auc_gain(preset: str) -> runner.Measure:
-    """Progressive AUC of what is served on the last day of globo_ctr, less that of the model of the day before."""
+    """Progressive AUC of served predictions on the last day of globo_ctr, less the AUC of the model one day older."""
     options: dict[str, float] = {} if preset == "smoke" else {"seconds": SECONDS[preset]}
     folder = data.find("globo_ctr")
     if folder is not None and preset != "smoke":
         *_, before, last = (pq.read_metadata(path).num_rows for path in sorted(folder.glob("*.parquet")))
         options |= {"first_day": 14, "before": before, "rate": last / SECONDS[preset], "asks": 10}
-    found = run(preset, **options)
-    details = {name: found[name] for name in ("auc_served", "auc_frozen", "clicks", "clicks_per_s")}
-    gain = found["auc_served"] - found["auc_frozen"]
+    results = run(preset, **options)
+    details = {name: results[name] for name in ("auc_served", "auc_frozen", "clicks", "clicks_per_s")}
+    gain = results["auc_served"] - results["auc_frozen"]
     return runner.Measure("online.auc_gain", gain, "AUC", at_least=0.0, details=details)
 
 
@@ -150,7 +150,7 @@ def evicted_ids(trainer: persia.Trainer, table: str, plan: Aging) -> np.ndarray:
 
 def count_stale(trainer: persia.Trainer, url: str, plan: Aging) -> dict[str, float]:
     """Looks for evicted ids in what a predictor serves, after the next increment of each PS, while training goes on."""
-    found = {"stale": 0, "asked": 0, "evicted": 0}
+    counts = {"stale": 0, "asked": 0, "evicted": 0}
     tables = list(trainer.schema.resolved_tables())
     with Predictor(url, network_of, ServeOptions(poll_seconds=0.1, device="cpu")) as predictor:
         checks = 0
@@ -163,12 +163,12 @@ def count_stale(trainer: persia.Trainer, url: str, plan: Aging) -> dict[str, flo
                 time.sleep(0.01)
             for table, ids in evicted.items():
                 there, rows = predictor.embeddings(table, ids)
-                found["stale"] += int((there | rows.any(axis=1)).sum())
-                found["asked"] += len(ids)
-            found["evicted"] = sum(map(len, evicted.values()))
-            checks += found["evicted"] > 0
-        found |= {"updates": predictor.state().updates, "snapshots": predictor.state().snapshots}
-    return {**found, "checks": checks}
+                counts["stale"] += int((there | rows.any(axis=1)).sum())
+                counts["asked"] += len(ids)
+            counts["evicted"] = sum(map(len, evicted.values()))
+            checks += counts["evicted"] > 0
+        counts |= {"updates": predictor.state().updates, "snapshots": predictor.state().snapshots}
+    return {**counts, "checks": checks}
 
 
 @runner.measures("online.stale_tombstones")
@@ -182,6 +182,6 @@ def stale_tombstones(preset: str) -> runner.Measure:
         trainer = trainer_of(schema, PublishOptions(url, seconds=plan.publish_seconds))
         counting = threads.submit(count_stale, trainer, url, plan)
         trainer.fit(aging(schema, plan, counting.done))
-        found = counting.result()
-    stale = found.pop("stale")
-    return runner.Measure("online.stale_tombstones", stale, "rows", at_most=0, details=found)
+        counts = counting.result()
+    stale = counts.pop("stale")
+    return runner.Measure("online.stale_tombstones", stale, "rows", at_most=0, details=counts)

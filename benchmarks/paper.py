@@ -13,7 +13,7 @@ paper.table2.DATA.NETWORK.*
               those sets where PERSIA_DATA has them, as taobao_file, avazu_file and criteo_file.
     NETWORK   ffnn (256-128) and deepfm (256-128).
     hybrid_4, hybrid_auto, hybrid_4_cold, hybrid_auto_cold, async
-              with the rates that are the best of a grid for Sync, found with a seed of their own; "cold" is without the
+              with the rates that are the best of a grid for Sync, found with a separate seed; "cold" is without the
               warm-up, which is otherwise the default one of 500 steps.
     async_own
               with those that are the best for Async.
@@ -68,7 +68,7 @@ def tuned(preset: str, source: str, network: str, mode: Mode, start: Rates) -> R
 
     def score(grid: list[Rates]) -> list[float]:
         plans = [Run(source, network, mode, rates, TUNING_SEED, ROWS[preset]) for rates in grid]
-        return [found.auc for found in everywhere(train_and_test, plans, Outcome)]
+        return [outcome.auc for outcome in everywhere(train_and_test, plans, Outcome)]
 
     return best_rates(score, start=start)
 
@@ -78,8 +78,8 @@ def outcomes(
 ) -> dict[str, list[Outcome]]:
     """Returns the outcome with each seed, by the names of the modes."""
     plans = [Run(source, network, mode, rates, seed, ROWS[preset]) for seed in SEEDS[preset] for mode in modes.values()]
-    found = everywhere(train_and_test, plans, Outcome)
-    return {kind: found[at :: len(modes)] for at, kind in enumerate(modes)}
+    results = everywhere(train_and_test, plans, Outcome)
+    return {kind: results[at :: len(modes)] for at, kind in enumerate(modes)}
 
 
 def table2(preset: str, *, source: str, network: str) -> Iterator[runner.Measure]:
@@ -95,11 +95,11 @@ def table2(preset: str, *, source: str, network: str) -> Iterator[runner.Measure
         "hybrid_auto_cold": Hybrid("auto", warmup=0),
         "async": Async(),
     }
-    found = outcomes(preset, source, network, modes, shared)
+    results = outcomes(preset, source, network, modes, shared)
     own = tuned(preset, source, network, Async(), shared)
-    found |= outcomes(preset, source, network, {"async_own": Async()}, own)
-    sync = found.pop("sync")
-    for kind, ours in found.items():
+    results |= outcomes(preset, source, network, {"async_own": Async()}, own)
+    sync = results.pop("sync")
+    for kind, ours in results.items():
         summaries = [one.summary for one in ours]
         yield runner.paired(
             f"paper.table2.{source}.{network}.{kind}",
@@ -165,7 +165,7 @@ def compared(workers: int) -> dict[str, Mode]:
 
 
 def cluster(workers: int, deviation: float, stalls: float, count: int, seed: int = 0) -> Trace:
-    """Returns a trace in which each batch of an NN worker has a speed of its own.
+    """Returns a trace in which each batch of an NN worker has a different speed.
 
     Args:
         workers: number of NN workers.
@@ -200,18 +200,18 @@ def gba_excluded(preset: str) -> Iterator[runner.Measure]:
         summaries = {
             kind: simulate(mode, setting, workers * STEPS[preset]).summary() for kind, mode in compared(workers).items()
         }
-        for kind, found in summaries.items():
-            excluded = found.dropped + found.decayed
+        for kind, summary in summaries.items():
+            excluded = summary.dropped + summary.decayed
             details = {
                 "excluded": excluded,
-                "batches": found.batches,
-                "staleness_mean": found.staleness_mean,
-                "staleness_max": found.staleness_max,
-                "rows_per_virtual_s": found.rate,
+                "batches": summary.batches,
+                "staleness_mean": summary.staleness_mean,
+                "staleness_max": summary.staleness_max,
+                "rows_per_virtual_s": summary.rate,
                 "paper_excluded": PAPER_EXCLUDED[state].get(kind),
                 "paper_staleness": PAPER_STALENESS[state].get(kind),
             }
             if kind == "hop_bs":
-                details["staleness_rounds"] = found.staleness_mean / workers
+                details["staleness_rounds"] = summary.staleness_mean / workers
             name = f"paper.gba_excluded.{state}.{kind}"
-            yield runner.Measure(name, excluded / found.batches, "fraction", details=details)
+            yield runner.Measure(name, excluded / summary.batches, "fraction", details=details)

@@ -53,12 +53,12 @@ def figure6(preset: str) -> runner.Measure:
         for seed in SEEDS[preset]
         for kind in MODES
     }  # fmt: skip
-    found = dict(zip(plans, everywhere(learn, list(plans.values()), Curve, processes=1), strict=True))
+    curves = dict(zip(plans, everywhere(learn, list(plans.values()), Curve, processes=1), strict=True))
     times: dict[str, list[float | None]] = {kind: [] for kind in MODES}
     hybrid, faster = [], []
     for seed in SEEDS[preset]:
-        goal = found["sync", seed].auc[PIECES[preset] * 3 // 4 - 1]
-        reached = {kind: seconds_to(found[kind, seed], goal) for kind in MODES}
+        goal = curves["sync", seed].auc[PIECES[preset] * 3 // 4 - 1]
+        reached = {kind: seconds_to(curves[kind, seed], goal) for kind in MODES}
         for kind, time in reached.items():
             times[kind].append(time)
         needed = {kind: math.inf if time is None else time for kind, time in reached.items()}
@@ -67,7 +67,7 @@ def figure6(preset: str) -> runner.Measure:
     details = {
         "of": "seconds, the faster of Sync and Async over Hybrid",
         "seconds_to_auc": times,
-        "curves": {kind: mean_curve([found[kind, seed] for seed in SEEDS[preset]]) for kind in MODES},
+        "curves": {kind: mean_curve([curves[kind, seed] for seed in SEEDS[preset]]) for kind in MODES},
         "nn_workers": WORKERS,
         "seconds_of_a_batch": [seconds, JITTER],
         "seconds_of_a_lookup_and_of_a_push": seconds / 2,
@@ -103,7 +103,7 @@ SPEED_COMPUTE = {"smoke": 0.01, "laptop": 0.06, "full": 0.06}
 
 @runner.measures("paper.figure9_modes.hybrid_vs_sync", "paper.figure9_modes.async_vs_hybrid")
 def figure9(preset: str) -> Iterator[runner.Measure]:
-    """Samples/s by the rate of the link; the values are those of the middle rate."""
+    """Samples/s by the rate of the link; the values belong to the middle rate."""
     small = preset == "smoke"
     if not small and not ShapedNetwork.allowed():
         print("paper.figure9_modes is skipped: no rights for network namespaces.", file=sys.stderr)
@@ -112,21 +112,21 @@ def figure9(preset: str) -> Iterator[runner.Measure]:
         SpeedPlan(gbit, 2, LOCAL, STEPS[preset], ROUNDS[preset], SPEED_COMPUTE[preset], JITTER, not small)
         for gbit in GBIT[preset]
     ]
-    found = dict(zip(GBIT[preset], everywhere(shaped_rates, plans, Speeds, processes=1), strict=True))
+    speeds = dict(zip(GBIT[preset], everywhere(shaped_rates, plans, Speeds, processes=1), strict=True))
     middle = GBIT[preset][len(GBIT[preset]) // 2]
     for ours, theirs in (("hybrid", "sync"), ("async", "hybrid")):
         ratios = {
             gbit: [a / b for a, b in zip(one.rates[ours], one.rates[theirs], strict=True)]
-            for gbit, one in found.items()
+            for gbit, one in speeds.items()
         }
         details = {
             "of": "rows/s",
             "by_gbit": {str(gbit): statistics.median(each) for gbit, each in ratios.items()},
             "rows_per_s": {
                 str(gbit): {kind: statistics.median(each) for kind, each in one.rates.items()}
-                for gbit, one in found.items()
+                for gbit, one in speeds.items()
             },
-            "dense_bytes": found[middle].dense_bytes,
+            "dense_bytes": speeds[middle].dense_bytes,
             "seconds_of_a_batch": [SPEED_COMPUTE[preset], JITTER],
         }
         name = f"paper.figure9_modes.{ours}_vs_{theirs}"

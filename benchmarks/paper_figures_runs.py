@@ -219,29 +219,29 @@ def rates(plan: SpeedPlan) -> Speeds:
 
 def _rates(plan: SpeedPlan, reader: data.Synthetic, cluster: Any) -> Speeds:
     trainer = _trainer(reader.schema, MODES["sync"], plan, cluster, 0, 0.05, 1e-3)
-    found: dict[str, list[float]] = {kind: [] for kind in MODES}
+    speeds: dict[str, list[float]] = {kind: [] for kind in MODES}
     for number in range(plan.rounds + 1):
         for kind, mode in MODES.items():
             if getattr(cluster, "rank", 0) == 0:
                 trainer.switch(mode)
             result = trainer.fit(reader, again=True)
             if number:  # The first one warms up.
-                found[kind].append(result.rows_per_second)
-    return Speeds(found, sum(p.nbytes for p in trainer.model.parameters()))
+                speeds[kind].append(result.rows_per_second)
+    return Speeds(speeds, sum(p.nbytes for p in trainer.model.parameters()))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs one plan on a Ray of its own, which a namespace without other addresses can run."""
+    """Runs one plan on a separate Ray, which a namespace without other addresses can run."""
     import ray
 
     plan = msgspec.json.decode(arguments[0], type=SpeedPlan)
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"}
     ray.init(address="local", include_dashboard=False, logging_level="error", _node_ip_address="127.0.0.1")
     try:
-        found = rates(plan)
+        measured = rates(plan)
     finally:
         ray.shutdown()
-    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    sys.stdout.write(msgspec.json.encode(measured).decode() + "\n")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """Rows of a source, and the numbers of those of each part; the training rows in the order of training."""
+    """Rows of a source, and the row numbers of each part; the training rows in the order of training."""
 
     schema: Schema
     rows: Batch
@@ -163,7 +163,7 @@ def dataset(source: str, rows: int, seed: int) -> Dataset:
 
 
 def _up_to(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
-    """Yields batches of so many rows in all, or of all rows if there are fewer."""
+    """Yields batches of `rows` rows in all, or of all rows if there are fewer."""
     for batch in batches:
         yield batch.slice(0, rows)
         rows -= len(batch)

@@ -45,8 +45,8 @@ AIM = 2.0
 def python() -> str | None:
     """The interpreter that has the peers, or None."""
     configured = os.environ.get("PERSIA_PEERS")
-    found = Path(configured) if configured else BASELINES.parents[1] / "build" / "peers-env" / "bin" / "python"
-    return str(found) if found.exists() else None
+    path = Path(configured) if configured else BASELINES.parents[1] / "build" / "peers-env" / "bin" / "python"
+    return str(path) if path.exists() else None
 
 
 class Persia(peer.Peer):
@@ -78,7 +78,7 @@ class Persia(peer.Peer):
 
 
 class Process:
-    """A peer in a process of its own. `rate` measures it; the deadlines end a process that does not answer."""
+    """A peer in a separate process. `rate` measures it; the deadlines end a process that does not answer."""
 
     def __init__(self, script: str, work: peer.Work) -> None:
         interpreter = python()

@@ -101,16 +101,16 @@ SHRINK = {"smoke": 10, "laptop": 1, "full": 1}
 )
 def size(preset: str) -> Iterator[runner.Measure]:
     """Bytes of tables in memory, as the store counts them and as the system does; of checkpoints; of messages."""
-    found = []
+    measures = []
     for name, case in STORED.items():
         for measure in stored(name, case, case.rows // SHRINK[preset]):
-            found.append(measure)
+            measures.append(measure)
             yield measure
         gc.collect()
     for measure in [*on_disk(SPILLED_ROWS // SHRINK[preset]), *messages()]:
-        found.append(measure)
+        measures.append(measure)
         yield measure
-    yield runner.worst("plan.bytes", found)
+    yield runner.worst("plan.bytes", measures)
 
 
 def stored(name: str, case: Stored, rows: int) -> Iterator[runner.Measure]:
@@ -125,7 +125,7 @@ def stored(name: str, case: Stored, rows: int) -> Iterator[runner.Measure]:
     out = np.ones((BATCH, planned.config.row_words), np.float32)
     before = resident_bytes()
     stores = []
-    for mine in parts:
+    for part_ids in parts:
         store = NativeStore(1)
         store.create_table(TableConfig(
             "item", case.dim, optimizer=planned.config.optimizer, dtype=table.dtype,
@@ -133,8 +133,8 @@ def stored(name: str, case: Stored, rows: int) -> Iterator[runner.Measure]:
         ))  # fmt: skip
         if case.last_steps:
             store.keep_last_steps(0)
-        for start in range(0, len(mine), BATCH):
-            part = mine[start : start + BATCH]
+        for start in range(0, len(part_ids), BATCH):
+            part = part_ids[start : start + BATCH]
             store.lookup([0], [part], True, [out[: len(part)]])
         stores.append(store)
     resident = resident_bytes() - before
@@ -178,10 +178,10 @@ class Counting:
         self.received = self.sent = 0
 
     def lookup(self, ids: Packed, train: bool) -> Packed:
-        found = self._server.lookup(ids, train)
+        rows = self._server.lookup(ids, train)
         self.received += message_bytes((ids, train))
-        self.sent += message_bytes(found)
-        return found
+        self.sent += message_bytes(rows)
+        return rows
 
     def push(self, header: PushHeader, gradients: Any) -> Any:
         self.received += message_bytes((header, gradients))
@@ -205,7 +205,7 @@ def messages() -> Iterator[runner.Measure]:
         worker = Worker(schema, apart, options=WorkerOptions(compression="fp16" if compressed else "none"))
         number = worker.register(columns)
         ids = worker.distinct_ids(number)
-        found = worker.lookup(number)
+        rows = worker.lookup(number)
         gradients = {n: np.zeros((c, 32), np.float32) for n, c in zip(ids.names, ids.counts, strict=True)}
         packed, scales = Packed.of(gradients, np.float32), None
         if compressed:
@@ -216,7 +216,7 @@ def messages() -> Iterator[runner.Measure]:
             "embedding_ps in": sum(ps.received for ps in apart),
             "embedding_ps out": sum(ps.sent for ps in apart),
             "embedding_worker in": message_bytes(columns) + message_bytes(pushed) + sum(ps.sent for ps in apart),
-            "nn_worker in": message_bytes(found),
+            "nn_worker in": message_bytes(rows),
             "nn_worker out": message_bytes(pushed),
         }
         shape = BatchShape(
@@ -299,7 +299,7 @@ RUNS = {
     ),
 }
 ON_DISK = {"disk": 5}
-"""Runs with rows on SSD; of so many rows, one is in memory."""
+"""Runs with rows on SSD: the number of rows for each row in memory."""
 SMOKE: dict[str, dict[str, Any]] = {
     "persia.cli.plan": {"SHARED_STEPS": 1, "SHARED_ROUNDS": 1},
     "persia.plan.measure": {
@@ -348,10 +348,10 @@ def rate(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
 
     The last ones hardly depend on what else the machine does. Only the selected configurations run.
     """
-    found: dict[str, list[runner.Measure]] = {"rate": [], "cores": [], "simulated": []}
-    all_of_them = {f"plan.{what}" for what in found} & selected
+    measured: dict[str, list[runner.Measure]] = {"rate": [], "cores": [], "simulated": []}
+    all_of_them = {f"plan.{what}" for what in measured} & selected
     for name, run in RUNS.items():
-        if not all_of_them and not {f"plan.{what}.{name}" for what in found} & selected:
+        if not all_of_them and not {f"plan.{what}.{name}" for what in measured} & selected:
             continue
         with ssd() as path, contextlib.ExitStack() as used:
             if preset == "smoke":
@@ -360,10 +360,10 @@ def rate(preset: str, selected: set[str]) -> Iterator[runner.Measure]:
             if name in ON_DISK:
                 run = spilled(run, path, SHRINK[preset], ON_DISK[name])
             for measure in compared(name, run, *CHUNKS[preset]):
-                found[measure.name.split(".")[1]].append(measure)
+                measured[measure.name.split(".")[1]].append(measure)
                 yield measure
             gc.collect()
-    for what, measures in found.items():
+    for what, measures in measured.items():
         if f"plan.{what}" in selected:
             yield runner.worst(f"plan.{what}", measures)
 
@@ -398,10 +398,10 @@ def compared(name: str, run: RunConfig, chunks: int, steps: int) -> Iterator[run
             close()
     samples = request.workload.batch.samples
     limits = {limit.resource: limit.samples_per_second for limit in plan.limits[:3]}
-    found = sorted(speed for speed, _ in measured)
-    facts = {"median": found[len(found) // 2], "lowest": found[0], "sharing": rates.sharing}
+    speeds = sorted(speed for speed, _ in measured)
+    facts = {"median": speeds[len(speeds) // 2], "lowest": speeds[0], "sharing": rates.sharing}
     yield near(
-        f"plan.rate.{name}", plan.samples_per_second, found[-1], 0.3, bottleneck=plan.bottleneck.resource,
+        f"plan.rate.{name}", plan.samples_per_second, speeds[-1], 0.3, bottleneck=plan.bottleneck.resource,
         limits=limits, **facts,
     )  # fmt: skip
     # What a call of `fit` costs by itself is in both.
@@ -413,7 +413,7 @@ def compared(name: str, run: RunConfig, chunks: int, steps: int) -> Iterator[run
     if request.topology.apart:
         simulated = simulate_training(costs_of(request), here(request), SimulatedMode(request.depth or 0), 60)
         yield near(
-            f"plan.simulated.{name}", simulated.samples_per_second, found[-1], 0.3,
+            f"plan.simulated.{name}", simulated.samples_per_second, speeds[-1], 0.3,
             bottleneck=simulated.bottleneck, **facts,
         )  # fmt: skip
 

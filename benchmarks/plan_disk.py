@@ -24,7 +24,7 @@ from persia.store import NativeStore, TableConfig
 BATCH = 16_384
 DIM = 16
 KEPT = 4
-"""Of so many rows, one is in memory."""
+"""Rows for each row in memory."""
 
 
 def spilled_bytes(rows: int, servers: int) -> tuple[TableBytes, dict[str, float]]:
@@ -44,14 +44,14 @@ def spilled_bytes(rows: int, servers: int) -> tuple[TableBytes, dict[str, float]
     gc.collect()
     with ssd() as path:
         before, stores = resident_bytes(), []
-        for number, mine in enumerate(parts):
+        for number, part_ids in enumerate(parts):
             store = NativeStore(1)
-            capacity = len(mine) + len(mine) // 100  # Hashes do not divide ids equally.
+            capacity = len(part_ids) + len(part_ids) // 100  # Hashes do not divide ids equally.
             store.create_table(
-                TableConfig("item", DIM, capacity=capacity, memory_rows=len(mine) // KEPT),
+                TableConfig("item", DIM, capacity=capacity, memory_rows=len(part_ids) // KEPT),
                 spill=str(path / f"{number}"),
             )
-            for order in (mine, np.random.default_rng(1).permutation(mine)):
+            for order in (part_ids, np.random.default_rng(1).permutation(part_ids)):
                 for start in range(0, len(order), BATCH):
                     part = order[start : start + BATCH]
                     store.lookup([0], [part], True, [out[: len(part)]])
@@ -108,7 +108,7 @@ def spilled(run: RunConfig, directory: Path, shrink: int, part: int) -> SpilledR
         run: whose rows are in memory.
         directory: on the SSD.
         shrink: divides the number of its ids.
-        part: of so many rows, one is in memory.
+        part: rows for each row in memory.
     """
     fields = {name: getattr(run, name) for name in msgspec.structs.asdict(run)}
     ids = run.data.options["ids_per_feature"] // shrink

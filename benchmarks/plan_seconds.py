@@ -1,4 +1,4 @@
-"""The times of checkpoints and restarts that `persia plan` predicts, over those of a run on this machine.
+"""The times of checkpoints and restarts that `persia plan` predicts, over the measured times of a run on this machine.
 
     python -m benchmarks 'plan.seconds*' [--preset smoke|laptop|full] [--json FILE]
 
@@ -43,14 +43,14 @@ def seconds(preset: str) -> Iterator[runner.Measure]:
     rounds = ROUNDS[preset]
     taken = {**saved_and_loaded(run, rows, rounds), "restart": restarted(rows, rounds)}
     expected = (plan.checkpoint_seconds, plan.restore_seconds, plan.restart_seconds)
-    found = []
+    measures = []
     for name, predicted in zip(NAMES, expected, strict=True):
         measure = near(
             f"plan.seconds.{name}", predicted, statistics.median(taken[name]), 0.3, rows=rows, all=taken[name]
         )
-        found.append(measure)
+        measures.append(measure)
         yield measure
-    yield runner.worst("plan.seconds", found)
+    yield runner.worst("plan.seconds", measures)
 
 
 def saved_and_loaded(run: object, rows: int, rounds: int) -> dict[str, list[float]]:

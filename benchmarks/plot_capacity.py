@@ -18,8 +18,8 @@ ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets" / "capacity"
 
 def size(lines: Lines) -> Chart:
     """Figure 9, left."""
-    found = lines["capacity.simulated"]["by_size"]
-    series = {kind: [(parameters, rate / 1e6) for parameters, rate in points] for kind, points in found.items()}
+    by_size = lines["capacity.simulated"]["by_size"]
+    series = {kind: [(parameters, rate / 1e6) for parameters, rate in points] for kind, points in by_size.items()}
     title = "Figure 9, left, simulated: rate by size, Hybrid(4), 64 NN workers"
     return Chart(title, "trillion parameters", "million samples/s", series, log_x=True)
 

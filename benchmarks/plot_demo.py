@@ -153,7 +153,7 @@ def animation(frames: Sequence[Frame], length: float, title: str, rows: int) -> 
 
     Args:
         frames: screens in order of time.
-        length: seconds until it begins anew.
+        length: seconds until it starts again.
         title: of the window.
         rows: height in lines of text.
     """

@@ -112,7 +112,7 @@ LATE = {"Hybrid(4), cold": "hybrid_4", "Hybrid(4), warm-up": "hybrid_4_warm", "H
 STRAGGLING = {
     "Gba": "gba", "HopBw(2)": "hop_bw", "HopBs(2)": "hop_bs", "Async": "async", "Async, own rates": "async_own",
 }  # fmt: skip
-"""Without Bsp: no gradient is older than Gba's tolerance there, so its runs are those of Gba."""
+"""Without Bsp: no gradient is older than Gba's tolerance there, so its runs equal Gba's."""
 DATA = "100000_1.05"
 """Ids of each feature, and the exponent of how often they occur."""
 
@@ -201,10 +201,10 @@ def figure_7(lines: Lines) -> Chart:
 
 def figure_8(lines: Lines) -> Chart:
     """AUC by local batch."""
-    found = {int(k.rpartition(".")[2]): v["value"] for k, v in lines.items() if k.startswith("modes.local_batch.")}
-    if not found:
+    losses = {int(k.rpartition(".")[2]): v["value"] for k, v in lines.items() if k.startswith("modes.local_batch.")}
+    if not losses:
         raise KeyError("modes.local_batch")
-    series = {"gba": sorted(found.items())}
+    series = {"gba": sorted(losses.items())}
     return Chart(
         "Figure 8: AUC of 8 NN workers, M = 8, rates of 128 rows", "rows of a local batch", "AUC", series, True
     )

@@ -72,14 +72,14 @@ class Ratios(NamedTuple):
 
 def ratios(lines: Lines, title: str, labels: Mapping[str, str]) -> Ratios | None:
     """The chart of those measures that there are."""
-    found = {label: lines[name]["value"] for name, label in labels.items() if name in lines}
-    return Ratios(title, found) if found else None
+    values = {label: lines[name]["value"] for name, label in labels.items() if name in lines}
+    return Ratios(title, values) if values else None
 
 
 def sizes(lines: Lines) -> Chart | None:
     """Memory beyond values and state, while tables grow."""
-    found = {label: lines[name] for name, label in SIZES.items() if name in lines}
-    series = {label: [(rows / 1e6, each) for rows, each in line["by_size"]] for label, line in found.items()}
+    measures = {label: lines[name] for name, label in SIZES.items() if name in lines}
+    series = {label: [(rows / 1e6, each) for rows, each in line["by_size"]] for label, line in measures.items()}
     title = "Bytes per row beyond values and optimizer state"
     return Chart(title, "million rows", "bytes", series) if series else None
 

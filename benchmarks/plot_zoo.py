@@ -1,4 +1,4 @@
-"""Charts of docs/guide/models.md, as SVG, from JSON lines: accuracy and rate of each model beside plain PyTorch.
+"""Charts of docs/guide/models.md, as SVG, from JSON lines: accuracy and rate of each model and of plain PyTorch.
 
     python -m benchmarks.plot_zoo [LINES] [DIRECTORY]
 
@@ -78,12 +78,12 @@ class Panel(NamedTuple):
 def estimates(lines: Lines, kind: str, source: str) -> dict[str, Estimate]:
     """Returns the measures `zoo.KIND.SOURCE.*` by model."""
     prefix = f"zoo.{kind}.{source}."
-    found = {}
+    estimates = {}
     for name, line in lines.items():
         if name.startswith(prefix):
             low, high = line.get("interval") or (line["value"], line["value"])
-            found[name.removeprefix(prefix)] = Estimate(line["value"], low, high)
-    return found
+            estimates[name.removeprefix(prefix)] = Estimate(line["value"], low, high)
+    return estimates
 
 
 def chart(lines: Lines, source: str) -> str | None:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.profile_rpc
 
-Then the context switches that a call of 4 KiB causes in both processes together, and those of libzmq alone.
+Then the context switches that a call of 4 KiB causes in both processes together, and the switches of libzmq alone.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SWEEP = np.ones(4 << 20, np.float32)
 
 def cost(piece: Callable[[], object], *, cold: bool) -> float:
     """Median microseconds."""
-    found = []
+    seconds = []
     for _ in range(REPEATS):
         if cold:
             SWEEP.sum()
         began = time.thread_time()
         piece()
-        found.append(time.thread_time() - began)
-    return 1e6 * statistics.median(found)
+        seconds.append(time.thread_time() - began)
+    return 1e6 * statistics.median(seconds)
 
 
 def pieces() -> dict[str, Callable[[], object]]:
@@ -77,10 +77,10 @@ def switches(process: int) -> int:
 def main() -> None:
     for name, piece in pieces().items():
         print(f"{name:42} {cost(piece, cold=False):6.1f} us, cold {cost(piece, cold=True):6.1f} us")
-    with sides() as found:
+    with sides() as both:
         (other,) = multiprocessing.active_children()
         array = np.ones(1 << 10, np.float32)
-        for name, call in (("ours", lambda: found.stub.echo(array)), ("libzmq", over_zmq(found.dealer, array))):
+        for name, call in (("ours", lambda: both.stub.echo(array)), ("libzmq", over_zmq(both.dealer, array))):
             call()
             before = sum(map(switches, (os.getpid(), other.pid)))
             for _ in range(CALLS):

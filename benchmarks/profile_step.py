@@ -85,9 +85,9 @@ class Parts:
         """Makes the calls of the lookup thread: see `TrainingLookup`."""
         self._timed("validate", lambda: batch.validate(self.schema))
         batch_id = self._timed("register", lambda: self.worker.register(batch.id_features))
-        found = self._timed("lookup", lambda: self.worker.lookup(batch_id))
+        rows = self._timed("lookup", lambda: self.worker.lookup(batch_id))
         fed = FedBatch(batch_id, batch.dense, batch.labels, batch.day)
-        prepared, _ = self._timed("transfer", lambda: self.collection._transfer.rows(fed, found))
+        prepared, _ = self._timed("transfer", lambda: self.collection._transfer.rows(fed, rows))
         prepared.pooled = self._timed("pool", lambda: self._pooled(prepared))
         self._timed("hooks", lambda: prepared.await_gradient(batch_id, self._end_of_backward))
         return prepared

@@ -122,7 +122,7 @@ class PythonTime:
         return state
 
     def _calibrated(self) -> float:
-        """Seconds of Python that a timed call adds, beside those that it takes off as native."""
+        """Seconds of Python that a timed call adds, and does not subtract as native."""
         count = 20_000
         plain = len
         timed = self._timed(plain)

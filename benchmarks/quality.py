@@ -81,12 +81,12 @@ def replay(preset: str) -> runner.Measure:
     by_count = {count: runs(preset, count, COLD) for count in (1, 2, 4)}
     every = list(itertools.chain(*by_count.values()))
     mean = statistics.fmean(abs(run.auc_apart) for run in every)
-    details: dict[str, Any] = {f"NN workers: {n}": [run.auc_apart for run in found] for n, found in by_count.items()}
+    details: dict[str, Any] = {f"NN workers: {n}": [run.auc_apart for run in each] for n, each in by_count.items()}
     details |= least(every)
-    return runner.Measure("quality.replay", told(mean, every), "AUC", at_most=0.0003, details=details)
+    return runner.Measure("quality.replay", if_it_tells(mean, every), "AUC", at_most=0.0003, details=details)
 
 
-def told(apart: float, compared: Sequence[Outcome]) -> float:
+def if_it_tells(apart: float, compared: Sequence[Outcome]) -> float:
     """Returns a distance, or infinity if it tells nothing: a run had no stale row, or left all rows as they were."""
     return apart if all(run.staleness_max > 0 and run.moved > 0 for run in compared) else math.inf
 
@@ -100,7 +100,7 @@ def least(compared: Sequence[Outcome]) -> dict[str, float]:
 
 
 def gaps(name: str, preset: str, nn_workers: int) -> Iterator[runner.Measure]:
-    """Progressive AUC of each kind of Hybrid minus that of Sync."""
+    """Progressive AUC of each kind of Hybrid minus the AUC of Sync."""
     sync = [run.auc for run in runs(preset, nn_workers, SYNC)]
     for kind in KINDS:
         late = runs(preset, nn_workers, kind)
@@ -140,13 +140,13 @@ def replay_parameters(preset: str) -> runner.Measure:
         for where, count in PLACES[preset]
         for optimizer in ROW_OPTIMIZERS
     ]
-    found = outcomes(train_smooth, plans, preset)
+    runs = outcomes(train_smooth, plans, preset)
     details: dict[str, Any] = {
         f"{plan.where} {plan.nn_workers} {type(plan.optimizer).__name__}": run._asdict()
-        for plan, run in zip(plans, found, strict=True)
+        for plan, run in zip(plans, runs, strict=True)
     }
-    worst = told(max(max(run.network_apart, run.rows_apart) for run in found), found)
-    details |= least(found)
+    worst = if_it_tells(max(max(run.network_apart, run.rows_apart) for run in runs), runs)
+    details |= least(runs)
     return runner.Measure("quality.replay_parameters", worst, "norm", at_most=1e-5, details=details)
 
 

@@ -1,4 +1,4 @@
-"""Rows/s of the file readers, beside pyarrow alone, which only decodes the columns.
+"""Rows/s of the file readers, compared with pyarrow alone, which only decodes the columns.
 
     python -m benchmarks 'reading.*' [--preset smoke|laptop|full] [--json FILE]
 

@@ -68,8 +68,8 @@ class Outcome(NamedTuple):
     Attributes:
         auc: progressive.
         staleness_mean: number of steps that rows lacked.
-        staleness_max: likewise.
-        auc_apart: progressive AUC minus that of the replay.
+        staleness_max: its maximum.
+        auc_apart: progressive AUC minus the progressive AUC of the replay.
         network_apart: largest difference of a parameter of the network after training.
         rows_apart: largest difference of a number of a row after training.
         moved: largest change of a number of a row by training.
@@ -154,20 +154,20 @@ def train(plan: Plan, network: Network = DeepFM) -> Outcome:
             trainer, result = Threads(plan.nn_workers).run(lambda member: fit(member, batches))[0]
         else:
             trainer, result = fit(None, batches)
-        found = Outcome(result.progressive.auc, result.staleness_mean, result.staleness_max)
-        return _compared(plan, network, found, trainer, batches, _versions(directory)) if plan.replayed else found
+        outcome = Outcome(result.progressive.auc, result.staleness_mean, result.staleness_max)
+        return _compared(plan, network, outcome, trainer, batches, _versions(directory)) if plan.replayed else outcome
 
 
 def _versions(directory: str) -> list[int]:
     """Returns the number of steps that the rows of each batch contain."""
-    found: dict[int, int] = {}
+    read: dict[int, int] = {}
     for phase in Path(directory).glob("phase-*.jsonl"):
-        found |= {event.batch: event.version for event in load_timeline(phase).events if event.kind == "lookup"}
-    return [found[number] for number in range(len(found))]
+        read |= {event.batch: event.version for event in load_timeline(phase).events if event.kind == "lookup"}
+    return [read[number] for number in range(len(read))]
 
 
 def _compared(
-    plan: Plan, network: Network, found: Outcome, trainer: Trainer, batches: Sequence[Batch], versions: Sequence[int]
+    plan: Plan, network: Network, outcome: Outcome, trainer: Trainer, batches: Sequence[Batch], versions: Sequence[int]
 ) -> Outcome:
     schema = trainer.schema
     fresh = make_trainer(schema, Sync(), Adagrad(lr=0.05), plan.seed).embeddings.connection.servers[0]
@@ -187,13 +187,13 @@ def _compared(
         embedding_optimizer=plan.optimizer,
     )
     pairs = zip(trainer.model.parameters(), again.network.parameters(), strict=True)
-    parameters = [float((mine - theirs).detach().abs().max()) for mine, theirs in pairs]
+    parameters = [float((trained - theirs).detach().abs().max()) for trained, theirs in pairs]
     rows, moved = [], []
     for table, ids in again.tables.ids.items():
-        mine = trainer.embeddings.rows(table, ids).values
+        trained = trainer.embeddings.rows(table, ids).values
         theirs = again.tables.rows[again.tables.positions(table, ids)].numpy()
-        rows.append(float(np.abs(mine - theirs).max()))
-        moved.append(float(np.abs(mine - initial(table, ids)).max()))
-    return found._replace(
-        auc_apart=found.auc - again.auc, network_apart=max(parameters), rows_apart=max(rows), moved=max(moved)
+        rows.append(float(np.abs(trained - theirs).max()))
+        moved.append(float(np.abs(trained - initial(table, ids)).max()))
+    return outcome._replace(
+        auc_apart=outcome.auc - again.auc, network_apart=max(parameters), rows_apart=max(rows), moved=max(moved)
     )

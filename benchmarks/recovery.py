@@ -186,7 +186,7 @@ def attach(preset: str) -> runner.Measure:
 
 @runner.measures("recovery.rebuild_s")
 def rebuild(preset: str) -> runner.Measure:
-    """It was inserting: the index has to be made anew from the rows."""
+    """It was inserting: the index has to be rebuilt from the rows."""
     return recovered(preset, "recovery.rebuild_s", 5.0, loaded=True)
 
 
@@ -202,8 +202,8 @@ def lost_rows(preset: str) -> runner.Measure:
         with regions() as directory:
             comparisons += kills(directory / "ps-0", load, SCALES[preset].kills, 0.05)
         wrong.append(sum(v.wrong for v in comparisons) - sum(wrong))
-    found = {key: sum(v.recovery[key] > 0 for v in comparisons) for key in ("busy", "undone", "open", "rebuilt")}
-    details = {"kills": len(comparisons), "rows_compared": sum(v.rows for v in comparisons), **found}
+    counts = {key: sum(v.recovery[key] > 0 for v in comparisons) for key in ("busy", "undone", "open", "rebuilt")}
+    details = {"kills": len(comparisons), "rows_compared": sum(v.rows for v in comparisons), **counts}
     details |= {"wrong_full": wrong[0], "wrong_roomy": wrong[1]}
     return runner.Measure("recovery.lost_rows", float(sum(wrong)), "rows", at_most=0.0, details=details)
 

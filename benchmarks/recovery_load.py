@@ -90,15 +90,15 @@ class Operation(NamedTuple):
 
 def columns(store: NativeStore) -> dict[int, bytes]:
     """The bytes of each row by id, but for its recency, which depends on how often something was tried."""
-    found: dict[int, bytes] = {}
+    rows_by_id: dict[int, bytes] = {}
     for _, rows in store.iterate_rows(0):
         keep = Rows(*(np.ascontiguousarray(column) for column in rows))
         counts = np.stack([keep.update_count, keep.last_step], 1)
         values = np.concatenate([keep.embeddings, keep.state, counts.view(np.float32)], 1)
         for id_, row in zip(keep.ids.tolist(), values, strict=True):
-            assert id_ not in found, f"id {id_} has two rows"
-            found[id_] = row.tobytes()
-    return found
+            assert id_ not in rows_by_id, f"id {id_} has two rows"
+            rows_by_id[id_] = row.tobytes()
+    return rows_by_id
 
 
 class Comparison(NamedTuple):
@@ -120,7 +120,7 @@ class Comparison(NamedTuple):
 
 
 class Victim:
-    """A store in regions that another process works on until it is killed, beside a twin that is not.
+    """A store in regions that another process works on until it is killed, and a twin that is not killed.
 
     Args:
         directory: of the regions.
@@ -177,16 +177,16 @@ class Victim:
         began = time.perf_counter()
         assert self.load.open(store, self.directory)
         seconds = time.perf_counter() - began
-        found = columns(store)
-        wrong = sum(row not in (before.get(id_), after.get(id_)) for id_, row in found.items())
+        after_kill = columns(store)
+        wrong = sum(row not in (before.get(id_), after.get(id_)) for id_, row in after_kill.items())
         # (An insertion may have evicted what comes later in its own batch, and will insert it again.)
         coming = set(self.load.batch_of(completed + 1)[0].tolist())
-        wrong += sum(id_ not in found for id_ in (before.keys() & after.keys()) - coming)
+        wrong += sum(id_ not in after_kill for id_ in (before.keys() & after.keys()) - coming)
         self.load.apply(store, completed + 1)
         repeated = columns(store)
         wrong += sum(repeated.get(id_) != after.get(id_) for id_ in repeated.keys() | after.keys())
         self.done = completed + 1
-        return Comparison(len(found), wrong, seconds, store.recovery(0), store.tier_counts(0))
+        return Comparison(len(after_kill), wrong, seconds, store.recovery(0), store.tier_counts(0))
 
 
 def kills(directory: Path, load: Load, count: int, longest: float) -> list[Comparison]:

@@ -45,10 +45,10 @@ def saved(batches: Iterable[Distinct], age: int) -> float:
 def shares(name: str, batches: Iterable[Distinct]) -> runner.Measure:
     """Returns the measure of a stream."""
     kept = list(batches)
-    found = {age: saved(kept, age) for age in AGES}
+    shares = {age: saved(kept, age) for age in AGES}
     rows = sum(len(ids) for tables in kept for ids in tables) / max(1, len(kept))
-    details = {f"age_{age}": round(share, 4) for age, share in found.items()}
-    return runner.Measure(name, found[AGE], "fraction", details={**details, "rows_per_batch": rows})
+    details = {f"age_{age}": round(share, 4) for age, share in shares.items()}
+    return runner.Measure(name, shares[AGE], "fraction", details={**details, "rows_per_batch": rows})
 
 
 def distinct(batches: Iterable[Batch], table_of: dict[str, str]) -> Iterator[Distinct]:

@@ -65,7 +65,7 @@ def embedding_worker(preset: str, servers: str) -> tuple[Any, type]:
 
 
 def nn_worker(pipe: Pipe, addresses: tuple[str, str], preset: str) -> None:
-    """Trains so many steps whenever it is asked, and tells its Python seconds."""
+    """Trains the number of steps in each request, and answers with its Python seconds."""
     spent = PythonTime()
     spent.apart()
     import torch
@@ -126,25 +126,25 @@ def python_s(preset: str) -> list[runner.Measure]:
 
     def ask(role: str, what: int) -> Any:
         pipes[role].send(what)
-        return told(role)
+        return answer_of(role)
 
-    def told(role: str) -> Any:
+    def answer_of(role: str) -> Any:
         assert pipes[role].poll(10 * DEADLINE), f"the {role} says nothing"
         return pipes[role].recv()
 
-    found: dict[str, list[float]] = {role: [] for role in TARGETS}
+    seconds_of: dict[str, list[float]] = {role: [] for role in TARGETS}
     steps = STEPS[preset]
     try:
         start("embedding_ps", serve, embedding_ps, preset, "")
-        ps = told("embedding_ps")
+        ps = answer_of("embedding_ps")
         start("embedding_worker", serve, embedding_worker, preset, ps)
-        start("nn_worker", nn_worker, (ps, told("embedding_worker")), preset)
+        start("nn_worker", nn_worker, (ps, answer_of("embedding_worker")), preset)
         ask("nn_worker", WARM[preset])
         for _ in range(ROUNDS[preset]):
             before = {role: ask(role, 1) for role in ("embedding_ps", "embedding_worker")}
-            found["nn_worker"].append(ask("nn_worker", steps) / steps)
+            seconds_of["nn_worker"].append(ask("nn_worker", steps) / steps)
             for role, seconds in before.items():
-                found[role].append((ask(role, 1) - seconds) / steps)
+                seconds_of[role].append((ask(role, 1) - seconds) / steps)
         for pipe, process in zip(reversed(pipes.values()), reversed(processes), strict=True):
             pipe.send(0)  # One after another: who ends releases what it has at those that serve it.
             process.join(DEADLINE)
@@ -152,6 +152,7 @@ def python_s(preset: str) -> list[runner.Measure]:
         for process in processes:
             process.kill()
     measured = [
-        runner.quantity(f"roles.python_s.{role}", values, "s", at_most=TARGETS[role]) for role, values in found.items()
+        runner.quantity(f"roles.python_s.{role}", values, "s", at_most=TARGETS[role])
+        for role, values in seconds_of.items()
     ]
     return [*measured, runner.worst("roles.python_s", measured)]

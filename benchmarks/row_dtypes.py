@@ -75,24 +75,24 @@ def trained(preset: str, source: str, network: str) -> Mapping[str, list[Outcome
 
 def auc_of_dtypes(preset: str, *, source: str, network: str) -> Iterator[runner.Measure]:
     """Test AUC less that with rows of float32."""
-    found = trained(preset, source, network)
-    for kind, (_, optimizer) in KINDS.items() if found else ():
+    runs = trained(preset, source, network)
+    for kind, (_, optimizer) in KINDS.items() if runs else ():
         yield runner.paired(
             f"quality.{kind}.{source}.{network}",
-            [one.auc for one in found[kind]],
-            [one.auc for one in found[optimizer]],
+            [one.auc for one in runs[kind]],
+            [one.auc for one in runs[optimizer]],
             "AUC",
             at_least=-0.0005,
-            details={"train_rows": found[kind][0].train_rows, "test_rows": found[kind][0].test_rows},
+            details={"train_rows": runs[kind][0].train_rows, "test_rows": runs[kind][0].test_rows},
         )
 
 
 def mean_auc_of_dtypes(preset: str, *, network: str) -> Iterator[runner.Measure]:
     """The same of the mean over all sources that are here, seed by seed."""
-    each = {source: found for source in SOURCES if (found := trained(preset, source, network))}
+    each = {source: runs for source in SOURCES if (runs := trained(preset, source, network))}
 
     def means(kind: str) -> list[float]:
-        seeds = zip(*(found[kind] for found in each.values()), strict=True)
+        seeds = zip(*(runs[kind] for runs in each.values()), strict=True)
         return [statistics.mean(one.auc for one in outcomes) for outcomes in seeds]
 
     for kind, (_, optimizer) in KINDS.items() if each else ():

@@ -77,7 +77,7 @@ def serve(pipe: Connection) -> None:
 
 
 def echo_tcp(listener: socket.socket) -> None:
-    """Sends back whatever comes: a size and a count, then so many messages of it; and again."""
+    """Sends back whatever comes: a size and a count, then as many messages of this size; and again."""
     peer, _ = listener.accept()
     with peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -171,23 +171,23 @@ def compared(sides: Sides, method: str, array: np.ndarray, calls: int, rounds: i
     ]
     for way in ways:
         way()
-    found = []
+    times_of_ways = []
     for number in range(rounds):
         order = ways if number % 2 else ways[::-1]
         times = {id(way): way() for way in order}
-        found.append((times[id(ways[0])], times[id(ways[1])], times[id(ways[2])]))
-    return found
+        times_of_ways.append((times[id(ways[0])], times[id(ways[1])], times[id(ways[2])]))
+    return times_of_ways
 
 
-def details(found: list[tuple[float, float, float]]) -> dict[str, Any]:
-    ours, theirs, tcp = (float(np.median(column)) for column in zip(*found, strict=True))
+def details(times: list[tuple[float, float, float]]) -> dict[str, Any]:
+    ours, theirs, tcp = (float(np.median(column)) for column in zip(*times, strict=True))
     return {
         "of": "a bare TCP socket",
         "ours_s": ours,
         "libzmq_s": theirs,
         "tcp_s": tcp,
-        "ours_over_libzmq": float(np.median([a / b for a, b, _ in found])),
-        "libzmq_over_tcp": float(np.median([b / c for _, b, c in found])),
+        "ours_over_libzmq": float(np.median([a / b for a, b, _ in times])),
+        "libzmq_over_tcp": float(np.median([b / c for _, b, c in times])),
     }
 
 
@@ -208,8 +208,8 @@ def rate(call: Callable[[], object], calls: int) -> Callable[[], float]:
 def echo_1mib(preset: str) -> runner.Measure:
     """Throughput of a 1 MiB array there and back."""
     array = np.ones(1 << 18, np.float32)
-    with sides() as found:
-        times = compared(found, "echo", array, CALLS[preset], ROUNDS[preset])
+    with sides() as both:
+        times = compared(both, "echo", array, CALLS[preset], ROUNDS[preset])
     return runner.quantity(
         "rpc.echo_1mib", [tcp / ours for ours, _, tcp in times], "ratio", at_least=0.8, details=details(times)
     )
@@ -217,8 +217,8 @@ def echo_1mib(preset: str) -> runner.Measure:
 
 def roundtrip(preset: str, name: str, method: str) -> runner.Measure:
     array = np.ones(1 << 10, np.float32)
-    with sides() as found:
-        times = compared(found, method, array, 4 * CALLS[preset], ROUNDS[preset])
+    with sides() as both:
+        times = compared(both, method, array, 4 * CALLS[preset], ROUNDS[preset])
     return runner.quantity(name, [ours / tcp for ours, _, tcp in times], "ratio", at_most=3.0, details=details(times))
 
 
@@ -260,9 +260,9 @@ def push() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 @runner.measures("rpc.gradients")
 def gradients(preset: str) -> runner.Measure:
     """A push of 26 tables (52 arrays, 1.9 MB): messages per second."""
-    found = push()
+    message = push()
     with sides() as (stub, _, _):
-        measure = rate(lambda: stub.gradients(found), CALLS[preset])
+        measure = rate(lambda: stub.gradients(message), CALLS[preset])
         return runner.quantity("rpc.gradients", [measure() for _ in range(ROUNDS[preset])], "calls/s")
 
 
@@ -279,7 +279,7 @@ def serve_thrice(pipe: Connection, keys: str) -> None:
 
 def guarded(preset: str, name: str, way: int) -> runner.Measure:
     """A push of `rpc.gradients` by peers that are let in, against the same to a server that is open to anyone."""
-    found, calls = push(), CALLS[preset] // 2
+    message, calls = push(), CALLS[preset] // 2
     here, there = methods().Pipe()
     with tempfile.TemporaryDirectory() as folder:
         keys = f"{folder}/keys"
@@ -289,7 +289,7 @@ def guarded(preset: str, name: str, way: int) -> runner.Measure:
         try:
             addresses = here.recv()
             stubs = [rpc.connect(at, Echo, keys=file) for at, file in zip(addresses, (None, None, keys), strict=True)]
-            ways = [seconds(lambda stub=stub: stub.gradients(found), calls) for stub in (stubs[0], stubs[way])]
+            ways = [seconds(lambda stub=stub: stub.gradients(message), calls) for stub in (stubs[0], stubs[way])]
             times = []
             for number in range(ROUNDS[preset] + 1):
                 order = (0, 1) if number % 2 else (1, 0)

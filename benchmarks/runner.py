@@ -190,8 +190,8 @@ def _processor_seconds() -> float:
 def _printed(benchmark: Benchmark, preset: str, selected: set[str]) -> Iterator[Measure]:
     asks = "selected" in inspect.signature(benchmark.function).parameters
     try:
-        found = benchmark.function(preset, selected=selected) if asks else benchmark.function(preset)
-        for measure in [found] if isinstance(found, Measure) else found or []:
+        result = benchmark.function(preset, selected=selected) if asks else benchmark.function(preset)
+        for measure in [result] if isinstance(result, Measure) else result or []:
             if measure.name not in benchmark.names:
                 raise RuntimeError(f"{measure.name} is printed but not registered; add it to `@runner.measures`.")
             yield measure
@@ -218,13 +218,13 @@ def ratio(
         else:
             a, b = ours(), theirs()
         pairs.append((a, b))
-    found = {
+    record = {
         "of": of,
         "ours": statistics.median(a for a, _ in pairs),
         "theirs": statistics.median(b for _, b in pairs),
         **(details or {}),
     }
-    return quantity(name, [a / b for a, b in pairs], "ratio", at_least=at_least, details=found)
+    return quantity(name, [a / b for a, b in pairs], "ratio", at_least=at_least, details=record)
 
 
 def quantity(
@@ -315,7 +315,9 @@ def within(bound: float) -> dict[str, float]:
     return {"at_least": -bound, "at_most": bound}
 
 
-def worst(name: str, found: Sequence[Measure]) -> Measure:
+def worst(name: str, measures: Sequence[Measure]) -> Measure:
     """Returns the one farthest beyond its target, or the lowest if there is none, under a name that stands for all."""
-    least = min(found, key=lambda each: each.value if each.holds is None else each._margin())
-    return replace(least, name=name, details={"worst": least.name, "each": {each.name: each.value for each in found}})
+    least = min(measures, key=lambda each: each.value if each.holds is None else each._margin())
+    return replace(
+        least, name=name, details={"worst": least.name, "each": {each.name: each.value for each in measures}}
+    )

@@ -1,4 +1,4 @@
-"""Prediction over HTTP: latency beside that in process, and what is left of it at three times the highest rate.
+"""Prediction over HTTP: latency compared with a predictor in process, and behaviour at three times the highest rate.
 
     python -m benchmarks 'serve.http*' 'serve.overload*' [--preset smoke|laptop|full] [--json FILE]
 
@@ -85,7 +85,7 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """`persia serve` in a process of its own.
+    """`persia serve` in a separate process.
 
     Args:
         url: of the log of changes.
@@ -100,10 +100,10 @@ class Server:
         while "ready:" not in self.process.err.read_text() and self.process.wait(0.02) is None:
             pass
         said = self.process.err.read_text()
-        found = re.search(r"http://[\d.]+:(\d+) serves", said)
-        if found is None:
+        match = re.search(r"http://[\d.]+:(\d+) serves", said)
+        if match is None:
             raise RuntimeError(said)
-        self.port = int(found[1])
+        self.port = int(match[1])
         if core is not None:
             for thread in os.listdir(f"/proc/{self.process.pid}/task"):
                 os.sched_setaffinity(int(thread), {core})
@@ -137,16 +137,16 @@ def served(preset: str) -> Iterator[tuple[str, list[persia.Batch]]]:
 
 
 def cores() -> tuple[int | None, set[int]]:
-    """Returns the core of the server, and those of the clients."""
-    mine = sorted(os.sched_getaffinity(0))
-    return (mine[0], set(mine[1:])) if len(mine) > 1 else (None, set(mine))
+    """Returns the core of the server, and the cores of the clients."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return (allowed[0], set(allowed[1:])) if len(allowed) > 1 else (None, set(allowed))
 
 
 @contextlib.contextmanager
-def held_to(wanted: set[int]) -> Iterator[None]:
+def pinned_to(cores: set[int]) -> Iterator[None]:
     """Holds this thread, and threads that it starts, to some cores."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, wanted)
+    os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
@@ -179,7 +179,7 @@ def ask(port: int, bodies: list[bytes], times: np.ndarray, clients: int) -> list
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.connect()
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        mine = []
+        own_answers = []
         while True:
             with lock:
                 number = next(numbers, None)
@@ -193,10 +193,10 @@ def ask(port: int, bodies: list[bytes], times: np.ndarray, clients: int) -> list
             response = connection.getresponse()
             response.read()
             end = time.perf_counter()
-            mine.append(Answer(response.status, end - due, end - sent))
+            own_answers.append(Answer(response.status, end - due, end - sent))
         connection.close()
         with lock:
-            answers.extend(mine)
+            answers.extend(own_answers)
 
     threads = [threading.Thread(target=run) for _ in range(clients)]
     for thread in threads:
@@ -207,7 +207,7 @@ def ask(port: int, bodies: list[bytes], times: np.ndarray, clients: int) -> list
 
 
 def waited(answer: Answer) -> float:
-    """Returns the latency of an answer; that of one which was refused is at least the deadline, as for its client."""
+    """Returns the latency of an answer. A refused request counts at least its deadline, as it does for its client."""
     return answer.latency if answer.status == 200 else max(answer.latency, DEADLINE)
 
 
@@ -249,9 +249,9 @@ def http_p99(preset: str) -> runner.Measure:
         server = Server(url, core)
         try:
             for _ in range(ROUNDS):
-                with held_to({core} if core is not None else others):
+                with pinned_to({core} if core is not None else others):
                     inside = float(np.percentile(in_process(predictor.predict, batches, seconds), 99))
-                with held_to(others):
+                with pinned_to(others):
                     rate = highest_rate(server.port, bodies, seconds / 4)
                     answers = ask(server.port, bodies, arrivals(LOAD * rate, seconds), 4 * CLIENTS)
                 outside = float(np.percentile([waited(answer) for answer in answers], 99))
@@ -282,7 +282,7 @@ def overload(preset: str) -> Iterator[runner.Measure]:
             bodies = [body_of(batch, predictor.schema) for batch in batches]
         server = Server(url, core)
         try:
-            with held_to(others):
+            with pinned_to(others):
                 rate = highest_rate(server.port, bodies, seconds / 4)
                 times = arrivals(OVERLOAD * rate, seconds)
                 ask(server.port, bodies, times, OVERLOAD_CLIENTS[preset])  # Buffers of connections are there after it.
@@ -310,7 +310,7 @@ def overload_large_bodies(preset: str) -> Iterator[runner.Measure]:
         assert len(bodies[0]) > INLINE_BYTES
         server = Server(url, core)
         try:
-            with held_to(others):
+            with pinned_to(others):
                 rate = highest_rate(server.port, bodies, seconds / 4)
                 times = arrivals(OVERLOAD * rate, seconds)
                 load = offered(server.port, bodies, times, OVERLOAD_CLIENTS[preset])

@@ -1,4 +1,4 @@
-"""The predictor in process: equal to the trainer, the latency beside the network alone, and ranking.
+"""The predictor in process: equal to the trainer, the latency compared with the network alone, and ranking.
 
     python -m benchmarks 'serve.*' [--preset smoke|laptop|full] [--json FILE]
 
@@ -96,9 +96,9 @@ def equal(preset: str) -> Iterator[runner.Measure]:
             if compiled and isinstance(predictor.current().network.compute, torch.nn.Module):
                 raise RuntimeError("The network was not compiled; the log says why. A C++ compiler is needed.")
             expected = np.concatenate(list(trainer.predict(data)))
-            found = np.concatenate([predictor.predict(batch).probabilities for batch in batches])
+            predicted = np.concatenate([predictor.predict(batch).probabilities for batch in batches])
             details = {"rows": len(expected), "step": trainer.global_step}
-        largest = float(np.abs(found.astype(np.float64) - expected).max())
+        largest = float(np.abs(predicted.astype(np.float64) - expected).max())
         return runner.Measure(name, largest, "fraction", at_most=most, details=details)
 
     parts = [batch.slice(begin, begin + 100) for batch in data for begin in range(0, len(batch), 100)]
@@ -142,7 +142,7 @@ def latency(preset: str) -> Iterator[runner.Measure]:
         network, embeddings = trainer.model.eval(), trainer.embeddings.eval()
         with torch.no_grad():
             ready = [(torch.from_numpy(batch.dense), embeddings(batch)) for batch in data]
-            ready = [(dense, {name: each.clone() for name, each in found.items()}) for dense, found in ready]
+            ready = [(dense, {name: each.clone() for name, each in rows.items()}) for dense, rows in ready]
 
         def whole(number: int) -> object:
             return predictor.predict(unlabelled[number % len(unlabelled)])
@@ -154,18 +154,18 @@ def latency(preset: str) -> Iterator[runner.Measure]:
         calls = (whole, alone)
         for call in calls:
             highest_rate(call, requests // 4)
-        found: list[list[float]] = [[], []]
+        latencies: list[list[float]] = [[], []]
         rates: list[list[float]] = [[], []]
         for seed in range(ROUNDS[preset]):
             for which in [0, 1] if seed % 2 else [1, 0]:
                 rate = highest_rate(calls[which], requests // 4)
                 rates[which].append(rate)
-                found[which].append(p99(calls[which], LOAD * rate, requests, seed))
+                latencies[which].append(p99(calls[which], LOAD * rate, requests, seed))
     medians = {name: statistics.median(values) for name, values in zip(("predict", "network"), rates, strict=True)}
     details = {"requests_per_s": medians, "load": LOAD, "rows": ROWS[preset] * FEATURES}
-    yield runner.quantity("serve.p99_in_process", found[0], "s", details=details)
-    ratios = [mine / theirs for mine, theirs in zip(*found, strict=True)]
-    of = {"of": "p99, predict over the network alone", "network_p99_s": statistics.median(found[1])}
+    yield runner.quantity("serve.p99_in_process", latencies[0], "s", details=details)
+    ratios = [own / network_s for own, network_s in zip(*latencies, strict=True)]
+    of = {"of": "p99, predict over the network alone", "network_p99_s": statistics.median(latencies[1])}
     yield runner.quantity("serve.p99_in_process_ratio", ratios, "ratio", at_most=1.3, details=of | details)
 
 
@@ -201,7 +201,7 @@ def ranking(preset: str) -> Iterator[runner.Measure]:
     random = np.random.default_rng(1)
     ids = 1_000 if preset == "smoke" else 50_000
     data = [ranking_batch(random, 64 if preset == "smoke" else 1024, 50, ids) for _ in range(4)]
-    found = []
+    measures = []
     for name, model in MODELS.items():
         with served(model, RANKING, data) as (_, predictor), one_core():
             source = ranking_batch(random, items, 50, ids)
@@ -224,6 +224,6 @@ def ranking(preset: str) -> Iterator[runner.Measure]:
                 rounds=ROUNDS[preset],
                 at_least=2.0,
             )
-            found.append(dataclasses.replace(measure, details={**measure.details, "differs": float(off)}))
-            yield found[-1]
-    yield runner.worst("serve.rank", found)
+            measures.append(dataclasses.replace(measure, details={**measure.details, "differs": float(off)}))
+            yield measures[-1]
+    yield runner.worst("serve.rank", measures)

@@ -38,13 +38,13 @@ from persia.store.served import ServedTable, lookup_packed
 
 TABLES, IDS = 26, 256
 UPDATES_PER_SECOND, UPDATE = 100_000, 1_000
-"""Changed rows per second, and those of one call."""
+"""Changed rows per second, and changed rows of one call."""
 
 APPLIED = 0.99
 """Share of the changed rows that must have been applied: a round ends between two calls."""
 
 NEW = 10
-"""One of so many changed rows is new."""
+"""Changed rows for each new row."""
 
 PAUSE, START = 0.002, 1.0
 
@@ -120,11 +120,11 @@ class Updates:
 def requests(tables: list[ServedTable], rows: int, count: int) -> np.ndarray:
     """Returns wall-clock and processor seconds of each of `count` requests, `[2, count]`."""
     random, counts = np.random.default_rng(1), [IDS] * TABLES
-    out, found = np.empty(TABLES * IDS * DIM, np.float32), np.empty(TABLES * IDS, np.bool_)
+    out, present = np.empty(TABLES * IDS * DIM, np.float32), np.empty(TABLES * IDS, np.bool_)
     seconds = np.empty((2, count))
     for number in range(count):
         ids = ids_of(random.integers(0, rows, TABLES * IDS))
-        seconds[:, number] = timed(lambda ids=ids: lookup_packed(tables, counts, ids, out, found))
+        seconds[:, number] = timed(lambda ids=ids: lookup_packed(tables, counts, ids, out, present))
     return seconds
 
 
@@ -223,9 +223,9 @@ def start(preset: str) -> runner.Measure:
             run = run_python([*program, times, ids])
             run.check_returncode()
             runs += [tuple(map(float, line.split())) for line in run.stdout.splitlines()]
-        for found in runs:
-            if found[2:] != (IDS, rows):
-                raise RuntimeError(f"{found[2]:.0f} of {IDS} and {found[3]:.0f} of {rows} rows were found.")
+        for measured in runs:
+            if measured[2:] != (IDS, rows):
+                raise RuntimeError(f"{measured[2]:.0f} of {IDS} and {measured[3]:.0f} of {rows} rows were found.")
         kept = sum(file.stat().st_size for file in Path(cache).rglob("*.rows"))
     details = {
         "rows": rows,

@@ -116,7 +116,7 @@ class Log:
         self._network.commit("network", step, time.monotonic(), [])
 
     def write(self) -> None:
-        """Writes an increment and a network that nobody sees before `show`."""
+        """Writes an increment and a network that stay invisible until `show`."""
         number = self._rows.sequence
         gone = np.arange(number * self._fresh, (number + 1) * self._fresh)
         fresh = self._scale.rows + gone
@@ -144,7 +144,7 @@ class Log:
 
     @contextmanager
     def growing(self) -> Iterator[None]:
-        """Makes the increments of a round visible at equal intervals, beside the block."""
+        """Makes the increments of a round visible at equal intervals, while the block runs."""
         began = time.perf_counter()
 
         def run() -> None:
@@ -167,11 +167,11 @@ def hidden(manifest: Path) -> Path:
 
 def requests(predictor: Predictor, batches: list[persia.Batch], seconds: float) -> np.ndarray:
     """Predicts for so long. Returns wall-clock and processor seconds of each request, `[2, requests]`."""
-    found: list[tuple[float, float]] = []
+    measured: list[tuple[float, float]] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        found.append(timed(functools.partial(predictor.predict, batches[len(found) % len(batches)])))
-    return np.transpose(found)
+        measured.append(timed(functools.partial(predictor.predict, batches[len(measured) % len(batches)])))
+    return np.transpose(measured)
 
 
 def batches_of(rows: int) -> list[persia.Batch]:
@@ -218,7 +218,7 @@ def update_pause(preset: str) -> runner.Measure:
         details.append(p999)
     wall, cpu, wall_quiet, cpu_quiet = np.median(details, axis=0).tolist()
     if preset != "smoke" and late:
-        pauses = [math.nan] * len(pauses)  # Which fails: changes that wait delay nobody.
+        pauses = [math.nan] * len(pauses)  # Which fails: changes that wait cause no delay.
     return runner.quantity(
         "serve.update_pause_p999", pauses, "s", at_most=None if preset == "smoke" else PAUSE,
         details={

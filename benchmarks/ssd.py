@@ -68,10 +68,15 @@ def lost(preset: str) -> runner.Measure:
     with regions() as shared, ssd() as disk:
         load = load._replace(spill=str(disk))
         comparisons = kills(shared / "persia-bench" / "ps-0", load, SCALES[preset].kills, 0.05)
-    found = {key: sum(v.recovery[key] > 0 for v in comparisons) for key in ("busy", "undone", "open", "rebuilt")}
+    counts = {key: sum(v.recovery[key] > 0 for v in comparisons) for key in ("busy", "undone", "open", "rebuilt")}
     last = comparisons[-1]
     assert last.tier["spilled"] > last.tier["promoted"] > 0
-    details = {"kills": len(comparisons), "rows_compared": sum(v.rows for v in comparisons), **found, "tier": last.tier}
+    details = {
+        "kills": len(comparisons),
+        "rows_compared": sum(v.rows for v in comparisons),
+        **counts,
+        "tier": last.tier,
+    }
     wrong = sum(v.wrong for v in comparisons)
     return runner.Measure("ssd.lost", float(wrong), "rows", at_most=0.0, details=details)
 
@@ -101,12 +106,12 @@ def restart(preset: str) -> runner.Measure:
             began = time.perf_counter()
             server.kill()
             successor.begin()
-            found = stub.lookup(probe, False)["table"]
+            rows = stub.lookup(probe, False)["table"]
             seconds.append(time.perf_counter() - began)
             successor.rebuilt()
             server.end()
             server = successor
-            assert np.array_equal(found, expected)
+            assert np.array_equal(rows, expected)
         counts = stub.statistics()["table"]
     assert counts["rows"] == scale.rows
     details = {

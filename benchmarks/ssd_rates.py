@@ -135,7 +135,7 @@ def read(preset: str) -> runner.Measure:
         disk = store.tier_counts(0)["disk_bytes"]
         batches = cold_batches(scale.rows)
         blocks = Blocks(path / "blocks", disk)
-        found = runner.ratio(
+        measure = runner.ratio(
             "ssd.read",
             ours=lambda: cold_rate(store, batches, scale.batches),
             theirs=lambda: blocks.rate(scale.batches * BATCH),
@@ -143,7 +143,7 @@ def read(preset: str) -> runner.Measure:
             rounds=scale.rounds,
             at_least=0.7,
         )
-    return replace(found, details={**found.details, "rows": scale.rows, "disk_bytes": disk})
+    return replace(measure, details={**measure.details, "rows": scale.rows, "disk_bytes": disk})
 
 
 class Training:
@@ -167,7 +167,7 @@ class Training:
         return ids_of(np.unique(self._popular[ranks]))
 
     def rate(self, count: int) -> float:
-        """Returns rows per second of so many batches."""
+        """Returns rows per second of `count` batches."""
         batches = [self.batch() for _ in range(count)]
         gradients = np.full((BATCH, DIM), 0.01, np.float32)
         ahead: collections.deque[Future[None]] = collections.deque()
@@ -201,10 +201,10 @@ def train(preset: str) -> runner.Measure:
         blocks = Blocks(path / "blocks", tiered.tier_counts(0)["disk_bytes"])
         for _ in range(scale.rounds):
             before = tiered.tier_counts(0)["promoted"], tiered.statistics(0)["lookups"]
-            mine = ours.rate(scale.batches)
+            own = ours.rate(scale.batches)
             after = tiered.tier_counts(0)["promoted"], tiered.statistics(0)["lookups"]
             missed = (after[0] - before[0]) / (after[1] - before[1])
-            pairs.append((mine, theirs.rate(scale.batches), blocks.rate(scale.batches * BATCH), missed))
+            pairs.append((own, theirs.rate(scale.batches), blocks.rate(scale.batches * BATCH), missed))
         counts = tiered.tier_counts(0)
     details = {
         "of": "rows/s over the smaller of rows/s in memory, and blocks of 4 KiB/s over the share of rows that miss",
@@ -215,7 +215,7 @@ def train(preset: str) -> runner.Measure:
         "rows": scale.rows,
         "write_amplification": (counts["spilled"] + counts["compacted"]) / max(1, counts["spilled"]),
     }
-    ratios = [mine / min(memory, blocks / max(missed, 1e-9)) for mine, memory, blocks, missed in pairs]
+    ratios = [own / min(memory, blocks / max(missed, 1e-9)) for own, memory, blocks, missed in pairs]
     return runner.quantity("ssd.train", ratios, "ratio", at_least=0.7, details=details)
 
 
@@ -301,7 +301,7 @@ def vs_rocksdb(preset: str) -> runner.Measure | None:
             taken.append(time.perf_counter() - start)
             return sum(map(len, batches)) / taken[-1]
 
-        found = runner.ratio(
+        measure = runner.ratio(
             "ssd.vs_rocksdb",
             ours=lambda: ours.rate(scale.batches),
             theirs=peer,
@@ -311,5 +311,5 @@ def vs_rocksdb(preset: str) -> runner.Measure | None:
         )
         rocks.close()
     share = rocks.seconds / sum(taken)
-    details = {"rows": rows, "in_rocksdict": share, "without_python": found.value * share}
-    return replace(found, details={**found.details, **details})
+    details = {"rows": rows, "in_rocksdict": share, "without_python": measure.value * share}
+    return replace(measure, details={**measure.details, **details})

@@ -2,7 +2,7 @@
 
     python -m benchmarks 'step.*' [--preset smoke|laptop|full] [--json FILE]
 
-Persia is in its default mode. Each peer runs in a process of its own. TorchRec also has an environment of its own:
+Persia is in its default mode. Each peer runs in a separate process. TorchRec also has an environment of its own:
 create it with benchmarks/baselines/torchrec_env.sh; without it that measure is skipped, and says so.
 """
 
@@ -83,7 +83,7 @@ class Persia(Variant):
 
 
 class Apart:
-    """A variant in a process of its own.
+    """A variant in a separate process.
 
     Args:
         kind: of the variant.
@@ -94,7 +94,7 @@ class Apart:
         self._pipe, self._process = started(_serve, AS_A_PROGRAM, kind, work, torch.get_num_threads())
 
     def time(self, steps: int) -> float:
-        """Seconds for so many steps."""
+        """Seconds for `steps` steps."""
         self._pipe.send(steps)
         return float(self._pipe.recv())
 
@@ -149,7 +149,7 @@ def compared(
 
 
 def compare_to(kind: type[Variant], preset: str, name: str, target: float) -> runner.Measure:
-    """Samples/s of persia over those of a variant in a process of its own."""
+    """Samples/s of persia over samples/s of a variant in a separate process."""
     adagrad = Adagrad(lr=0.05, initial_accumulator=FIRST)
     return compared(
         name,

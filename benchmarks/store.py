@@ -168,7 +168,7 @@ def update_rowwise(preset: str) -> runner.Measure:
 
 @runner.measures("store.update_adagrad_bf16", "store.update_rowwise_bf16")
 def update_bf16(preset: str) -> Iterator[runner.Measure]:
-    """Updates of bfloat16 rows, which are rounded at random, over those of float32 rows; the same state."""
+    """Updates of bfloat16 rows, which are rounded at random, over updates of float32 rows; the same state."""
     scale = SCALES[preset]
     batches = [ids_of(batch) for batch in uniform_batches(scale.rows, scale.batches)]
     gradients = np.random.default_rng(1).normal(size=(len(batches[0]), DIM)).astype(np.float32)

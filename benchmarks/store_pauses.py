@@ -55,7 +55,7 @@ SCALES = {
 
 
 class Stream:
-    """Endless requests: ids of which 10 % are new, and the others those of even rows among the first `rows`."""
+    """Endless requests: 10 % of their ids are new, and the others belong to even rows among the first `rows`."""
 
     def __init__(self, rows: int, size: int) -> None:
         self.rows, self.size, self.first_new = rows, size, rows
@@ -114,8 +114,8 @@ def full_against_roomy(name: str, preset: str, eviction: EvictionKind) -> runner
     ours = with_new_ids(full, scale.rows, scale.batches)
     theirs = with_new_ids(roomy, scale.rows, scale.batches)
     before = full.statistics(0)
-    found = runner.ratio(name, ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=0.95)
-    return replace(found, details={**found.details, **what_new_ids_did(before, full.statistics(0), BATCH)})
+    measure = runner.ratio(name, ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=0.95)
+    return replace(measure, details={**measure.details, **what_new_ids_did(before, full.statistics(0), BATCH)})
 
 
 def what_new_ids_did(before: dict[str, int], after: dict[str, int], size: int) -> dict[str, float]:
@@ -144,8 +144,8 @@ def ttl(preset: str) -> runner.Measure:
     left, roomy = in_use(scale.rows, 2**30, ttl=1), in_use(scale.rows, 2**30)
     ours = with_new_ids(left, scale.rows, scale.batches)
     theirs = with_new_ids(roomy, scale.rows, scale.batches)
-    found = runner.ratio("store.ttl", ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=0.95)
-    return replace(found, details={**found.details, "rows": left.size(0), "rows_with_room": roomy.size(0)})
+    measure = runner.ratio("store.ttl", ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=0.95)
+    return replace(measure, details={**measure.details, "rows": left.size(0), "rows_with_room": roomy.size(0)})
 
 
 def pause(seconds: Sequence[float]) -> float:
@@ -182,7 +182,7 @@ def pause_measure(
 
 
 def pause_of_index_select(rows: int, requests: int) -> float:
-    """The pause of `torch.index_select`, which evicts nothing: that of the machine."""
+    """The pause of `torch.index_select`, which evicts nothing, so the pause comes from the machine."""
     torch.set_num_threads(1)
     table, out = torch.ones(rows, DIM), torch.empty(REQUEST, DIM)
     random = np.random.default_rng(0)
@@ -206,18 +206,18 @@ def pause_of_a_full_table(name: str, rows: int, preset: str, eviction: EvictionK
             ids = next(stream)
             times.append(timed(lambda ids=ids: store.lookup([0], [ids], True, out)))
         rounds.append(times)
-    found = pause_measure(name, rounds, rows, pause_of_index_select(rows, requests), EVICT_PAUSE)
-    return replace(found, details={**found.details, **what_new_ids_did(before, store.statistics(0), REQUEST)})
+    measure = pause_measure(name, rounds, rows, pause_of_index_select(rows, requests), EVICT_PAUSE)
+    return replace(measure, details={**measure.details, **what_new_ids_did(before, store.statistics(0), REQUEST)})
 
 
 @runner.measures("store.evict_pause_p999", "store.evict_pause_p999.small", "store.evict_pause_p999.large")
 def evict_pause(preset: str) -> Iterator[runner.Measure]:
     """Requests of 8,192 ids to a full table, of which 10 % are new; 1 M rows, 20 M rows, and the worse of both."""
-    found = []
+    measures = []
     for kind, rows in zip(("small", "large"), SCALES[preset].full, strict=True):
-        found.append(pause_of_a_full_table(f"store.evict_pause_p999.{kind}", rows, preset))
-        yield found[-1]
-    yield runner.worst("store.evict_pause_p999", found)
+        measures.append(pause_of_a_full_table(f"store.evict_pause_p999.{kind}", rows, preset))
+        yield measures[-1]
+    yield runner.worst("store.evict_pause_p999", measures)
 
 
 @runner.measures("store.evict_pause_p999.midpoint")
@@ -230,7 +230,7 @@ def evict_pause_midpoint(preset: str) -> runner.Measure:
 def evict_after_restart(preset: str) -> runner.Measure:
     """The first request to a full table that a new process attaches to, less the median of those after it.
 
-    Each round attaches anew, in this process, to rows in files in shared memory.
+    Each round attaches again, in this process, to rows in files in shared memory.
     """
     rows = SCALES[preset].rows
     config = TableConfig("table", DIM, capacity=capacity_of_a_full_table(rows))

@@ -67,8 +67,8 @@ def trained(
     )
     trainer.fit(batches)
     ids = np.unique(np.concatenate([b.id_features[name].values for b in batches for name in names]))
-    found = [trainer.embeddings.rows(name, ids, state=True) for name in names]
-    rows = [array for part in found for array in (part.found, part.values, part.state.values if part.state else None)]
+    parts = [trainer.embeddings.rows(name, ids, state=True) for name in names]
+    rows = [array for part in parts for array in (part.found, part.values, part.state.values if part.state else None)]
     network = [parameter.detach().numpy() for parameter in trainer.model.parameters()]
     return [array for array in (*rows, *network) if array is not None]
 

@@ -39,7 +39,7 @@ class Way:
     Args:
         kind: "plain", "default" or "ahead".
         work: what it trains.
-        variables: of its environment, beside those of this process.
+        variables: for its environment, in addition to this process's.
     """
 
     def __init__(self, kind: str, work: Workload, variables: Mapping[str, str]) -> None:
@@ -48,7 +48,7 @@ class Way:
         self._rows = work.batch
 
     def rate(self, steps: int) -> float:
-        """Trains so many steps, and returns samples/s."""
+        """Trains `steps` steps, and returns samples/s."""
         self._pipe.send(steps)
         return steps * self._rows / float(self._pipe.recv())
 
@@ -87,25 +87,25 @@ def busy(count: int) -> Iterator[None]:
 
 
 def compare(
-    preset: str, name: str, kind: str, variables: Mapping[str, str], idle: float | None, beside: float | None
+    preset: str, name: str, kind: str, variables: Mapping[str, str], idle: float | None, loaded: float | None
 ) -> Iterator[runner.Measure]:
-    """Samples/s of one way over those of plain PyTorch, under each load. The last two are targets."""
+    """Samples/s of one way over samples/s of plain PyTorch, under each load. `idle` and `loaded` are targets."""
     work = SMOKE if preset == "smoke" else SMALL
-    mine, other = Way(kind, work, variables), Way("plain", work, AS_A_PROGRAM)
+    persia_way, other = Way(kind, work, variables), Way("plain", work, AS_A_PROGRAM)
     try:
         for load in LOADS[preset]:
             with busy(load):
                 yield runner.ratio(
                     f"{name}.load_{load}",
-                    ours=lambda: mine.rate(STEPS[preset]),
+                    ours=lambda: persia_way.rate(STEPS[preset]),
                     theirs=lambda: other.rate(STEPS[preset]),
                     of="rows/s",
                     rounds=ROUNDS[preset],
-                    at_least=beside if load else idle,
-                    details={"cores": CORES, "threads": mine.threads, "threads_theirs": other.threads},
+                    at_least=loaded if load else idle,
+                    details={"cores": CORES, "threads": persia_way.threads, "threads_theirs": other.threads},
                 )
     finally:
-        mine.close()
+        persia_way.close()
         other.close()
 
 

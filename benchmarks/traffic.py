@@ -63,12 +63,12 @@ def traffic(preset: str):
     forward, backward, rows = [], [], []
     for number, batch in zip(range(BATCHES[preset]), batches, strict=False):
         batch_id = worker.register(batch.id_features)
-        found = worker.lookup(batch_id)
-        gradients, scales = transfer.encode(transfer.decode(found.rows, found.scales))
+        looked_up = worker.lookup(batch_id)
+        gradients, scales = transfer.encode(transfer.decode(looked_up.rows, looked_up.scales))
         pushed = (PushHeader(1, 0, number + 1, number, len(batch)), [Contribution(batch_id, gradients, scales)])
-        forward.append(message_bytes(found) / len(batch) / pooled)
+        forward.append(message_bytes(looked_up) / len(batch) / pooled)
         backward.append(message_bytes(pushed) / len(batch) / pooled)
-        rows.append(sum(map(len, found.rows.values())) / len(batch))
+        rows.append(sum(map(len, looked_up.rows.values())) / len(batch))
         worker.push(*pushed)
     facts = {"data": source, "pooled_bytes_per_sample": pooled, "unique_rows_per_sample": statistics.mean(rows)}
     for name, values, target in (("forward", forward, 0.12), ("backward", backward, 0.06)):
@@ -98,8 +98,8 @@ class Wire:
         )
 
     @staticmethod
-    def _decoded(found: LookedUp) -> LookedUp:
-        return found._replace(rows=transfer.decode(found.rows, found.scales), scales=None)
+    def _decoded(looked_up: LookedUp) -> LookedUp:
+        return looked_up._replace(rows=transfer.decode(looked_up.rows, looked_up.scales), scales=None)
 
 
 class Compressed:

@@ -115,7 +115,7 @@ def look(run: Run) -> float:
 
 @runner.measures("ui.overhead", "ui.processor", "ui.look_s", "ui.spans_off")
 def overhead(preset: str) -> Iterator[runner.Measure]:
-    """A page that is watched, and spans that nobody records."""
+    """A page that is watched, and spans that are not recorded."""
     run = Run(preset)
     of = "training with a page over training without"
     rounds = ROUNDS[preset]

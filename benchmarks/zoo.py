@@ -1,4 +1,4 @@
-"""Models of `persia.nn.models`: accuracy and speed beside plain PyTorch, and the switch of the GBA paper.
+"""Models of `persia.nn.models`: accuracy and speed compared with plain PyTorch, and the switch of the GBA paper.
 
     python -m benchmarks 'zoo.*' [--preset smoke|laptop|full] [--json FILE]
 
@@ -52,10 +52,10 @@ SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": tuple(range(10))}
 ROWS = {"smoke": 2_048, "laptop": 204_800, "full": 2_048_000}
 DAY_ROWS = {"smoke": 1_024, "laptop": 262_144, "full": 524_288}
 LONG_ROWS = {"smoke": (8, 4), "laptop": (256, 32), "full": (2_048, 32)}
-"""Samples with long histories, and those of a batch."""
+"""Samples with long histories, and the samples of a batch."""
 LONG_MODELS = ("din", "sasrec", "hstu")
 LEAST_RATE = 0.97
-"""Rows/s over those of plain PyTorch."""
+"""Rows/s over the rows/s of plain PyTorch."""
 WAY = ("sync", "sync", "sync", "gba", "sync")
 """Mode of each day."""
 SWITCHES = {"zoo.dien": ("dien", SEQUENCE_RATES), "zoo.youtubednn": ("youtube_dnn", (Adagrad(lr=0.3), 3e-3))}
@@ -89,28 +89,28 @@ def sides() -> tuple[Elsewhere, Elsewhere]:
 
 def trained(source: str, model: str, preset: str, seed: int) -> Result | None:
     """Trains one pass; None without the data."""
-    found = clicks(source, model, preset)
-    return None if found is None else train(found, MODELS[model], seed)
+    data = clicks(source, model, preset)
+    return None if data is None else train(data, MODELS[model], seed)
 
 
 def trained_in_torch(source: str, model: str, preset: str, seed: int) -> Result | None:
     """Trains the same in plain PyTorch."""
-    found = clicks(source, model, preset)
-    return None if found is None else train_in_torch(found, MODELS[model], seed)
+    data = clicks(source, model, preset)
+    return None if data is None else train_in_torch(data, MODELS[model], seed)
 
 
 def share_of_embeddings(source: str, model: str, preset: str) -> float:
     """Returns the share of PyTorch's step that embeddings take."""
-    found = clicks(source, model, preset)
-    assert found is not None
-    return embedding_share(found, MODELS[model])
+    data = clicks(source, model, preset)
+    assert data is not None
+    return embedding_share(data, MODELS[model])
 
 
 def in_turn(source: str, model: str, preset: str, seed: int) -> tuple[Result, Result]:
     """Returns the results of both sides, in an order that alternates with the seed."""
     both = list(zip(sides(), (trained, trained_in_torch), strict=True))
-    found = [side.call(function, source, model, preset, seed) for side, function in (both[::-1] if seed % 2 else both)]
-    ours, theirs = found[::-1] if seed % 2 else found
+    runs = [side.call(function, source, model, preset, seed) for side, function in (both[::-1] if seed % 2 else both)]
+    ours, theirs = runs[::-1] if seed % 2 else runs
     return ours, theirs
 
 
@@ -123,12 +123,12 @@ def _register(source: str, model: str) -> None:
         if data is None:
             is_here("globo_ctr" if source == "globo" else source)  # Says where to get it.
             return
-        found = [in_turn(source, model, preset, seed) for seed in SEEDS[preset]]
+        runs = [in_turn(source, model, preset, seed) for seed in SEEDS[preset]]
         details: dict[str, object] = {"rows": sum(map(len, data.batches))}
         best = {} if data.best is None else {"best": data.best}
-        areas = [[one.auc for one in side] for side in zip(*found, strict=True)]
+        areas = [[one.auc for one in side] for side in zip(*runs, strict=True)]
         yield runner.paired(names[0], *areas, "AUC", at_least=-0.001, details=details | best)
-        rates = [[one.rows_per_s for one in side] for side in zip(*found, strict=True)]
+        rates = [[one.rows_per_s for one in side] for side in zip(*runs, strict=True)]
         _, theirs = sides()
         share = theirs.call(share_of_embeddings, source, model, preset)
         said = {**details, "embedding_share": share}
@@ -143,12 +143,12 @@ for _source, _model in CASES:
 def long_histories(preset: str) -> Iterator[runner.Measure]:
     """Rates on histories of 1,000 ids."""
     for model in LONG_MODELS:
-        found = [in_turn("long", model, preset, seed) for seed in range(runner.rounds_of(preset))]
-        rates = [ours.rows_per_s for ours, _ in found]
+        runs = [in_turn("long", model, preset, seed) for seed in range(runner.rounds_of(preset))]
+        rates = [ours.rows_per_s for ours, _ in runs]
         said = {
             "batch_size": LONG_ROWS[preset][1],
             "ids_per_s": statistics.median(rates) * (LONG + 1),
-            "torch_rows_per_s": statistics.median(theirs.rows_per_s for _, theirs in found),
+            "torch_rows_per_s": statistics.median(theirs.rows_per_s for _, theirs in runs),
         }
         yield runner.quantity(f"zoo.long_sequences.{model}", rates, "rows/s", details=said)
 
@@ -165,14 +165,14 @@ def _register_switch(name: str) -> None:
             days = [day._replace(rates=rates) for day in days]
             ours.append(switched(days, test, MODELS[model], WAY, seed))
             theirs.append(switched(days, test, MODELS[model], ("sync",) * len(WAY), seed))
-        found = [
+        measures = [
             runner.paired(
                 f"{name}.{kind}", [one[day] for one in ours], [one[day] for one in theirs], "AUC", at_least=-0.001
             )
             for kind, day in (("to_gba", 3), ("to_sync", 4))
         ]
-        worst = runner.worst(name, found)
-        details = {f"{one.name}.interval": one.interval for one in found}
+        worst = runner.worst(name, measures)
+        details = {f"{one.name}.interval": one.interval for one in measures}
         yield replace(worst, details={**worst.details, **details, "switched_per_day": ours, "sync_per_day": theirs})
 
 

@@ -101,17 +101,17 @@ class Clicks(NamedTuple):
 @functools.cache
 def globo(rows: int, sequence: bool) -> Clicks | None:
     """The first clicks of globo_ctr, the history as a mean or as a sequence; None without the data."""
-    found = data.find("globo_ctr")
-    if found is None:
+    path = data.find("globo_ctr")
+    if path is None:
         return None
-    schema = data.globo(found).schema
+    schema = data.globo(path).schema
     if sequence:
         features = [
             structs.replace(feature, pooling=None) if feature.name == "history" else feature
             for feature in schema.id_features
         ]
         schema = structs.replace(schema, id_features=features)
-    reader = data.parquet(found, schema, BATCH, day="day")
+    reader = data.parquet(path, schema, BATCH, day="day")
     return Clicks(schema, list(itertools.islice(reader, rows // BATCH)), newest_first=True)
 
 
@@ -172,12 +172,12 @@ def embedding_share(clicks: Clicks, make: Make) -> float:
 
 def first_values(schema: Schema, ids: Mapping[str, np.ndarray], seed: int) -> dict[str, torch.Tensor]:
     """Returns the values with which the rows of ids start here, float32 [ids, dim] by table."""
-    store, found = NativeStore(), {}
+    store, tensors = NativeStore(), {}
     for name, table in schema.resolved_tables().items():
         number = store.create_table(TableConfig(name, table.dim, seed=seed))
         (values,) = store.lookup([number], [ids[name]], True)
-        found[name] = torch.from_numpy(values)
-    return found
+        tensors[name] = torch.from_numpy(values)
+    return tensors
 
 
 def train(clicks: Clicks, make: Make, seed: int) -> zoo_torch.Result:
@@ -215,18 +215,18 @@ def switched(days: Sequence[Clicks], test: list[Batch], make: Make, modes: Seque
 
     def work(member: Any) -> list[float]:
         trainer = _trainer(days[0], make, seed, member)
-        found = []
+        scores = []
         before = "sync"
         for day, kind in zip(days, modes, strict=True):
             if kind != before and member.rank == 0:
                 trainer.switch(Sync() if kind == "sync" else Gba(WORKERS * LOCAL))
             before = kind
             trainer.fit(day.batches)
-            found.append(trainer.evaluate(test).auc)
-        return found
+            scores.append(trainer.evaluate(test).auc)
+        return scores
 
-    found: list[float] = Threads(WORKERS).run(work)[0]
-    return found
+    scores: list[float] = Threads(WORKERS).run(work)[0]
+    return scores
 
 
 def _trainer(clicks: Clicks, make: Make, seed: int, cluster: Cluster | None) -> Trainer:

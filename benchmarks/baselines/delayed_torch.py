@@ -172,7 +172,7 @@ def replay(
         schema: of the batches.
         seed: of the network (built right after `torch.manual_seed(seed)`), and of the rows unless they are given.
         delay: batch i sees the embeddings after the gradients of batches 0 to i - delay - 1.
-        dense_delay: the network's gradient is applied so many batches late.
+        dense_delay: the number of batches by which the network's gradient is late.
         initial_rows: first value of the rows; by default uniform in +-0.01.
         network: builds the network.
         test: batches to score after training, when all gradients have been applied.

@@ -144,9 +144,9 @@ def run(
 
     Args:
         seed: of the initial values.
-        days: only the first so many files.
-        max_rows: stop after so many rows.
-        delay: embedding gradients are applied so many batches late; those of the network at once.
+        days: how many files to read, from the first on.
+        max_rows: how many rows to read at most.
+        delay: the number of batches by which embedding gradients are late. Gradients of the network are never late.
         delays: the delay of each batch instead, as recorded elsewhere: batch i sees the embeddings after the gradients
             of batches 0 to i - 1 - delays[i]. A gradient that has been applied stays.
         files: the day files; searched for by default.

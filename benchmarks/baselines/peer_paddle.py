@@ -60,7 +60,7 @@ class Paddle(peer.Peer):
         table.table_name = "table"
         table.accessor.embed_sgd_param.name = "StdAdaGradSGDRule"
         table.accessor.embedx_sgd_param.name = "StdAdaGradSGDRule"
-        # This optimizer is that of the network, which has no parameters here.
+        # This is the network's optimizer, and the network has no parameters here.
         fleet.distributed_optimizer(paddle.optimizer.SGD(0.05), strategy).minimize(paddle.sum(rows))
         self.fleet, self.rows = fleet, rows
         if is_server:

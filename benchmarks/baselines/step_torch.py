@@ -34,7 +34,7 @@ PRIMING = 8
 
 @dataclass(frozen=True)
 class Workload:
-    """Shape of the work; the defaults are those of the published figures."""
+    """Shape of the work; the published figures use the defaults."""
 
     features: int = 26
     dim: int = 16
@@ -110,7 +110,7 @@ class Variant:
         raise NotImplementedError
 
     def time(self, steps: int) -> float:
-        """Seconds for so many steps, after `PRIMING` others."""
+        """Seconds for `steps` steps, after `PRIMING` others."""
         for _ in range(PRIMING):
             self.step()
         self.drain()
@@ -126,7 +126,7 @@ class Variant:
             torch.cuda.synchronize(self.work.device)
 
     def close(self) -> None:
-        """Ends what runs beside this process; here nothing."""
+        """Ends the processes that this one has started; here there are none."""
 
 
 class Plain(Variant):
@@ -169,7 +169,7 @@ class DenseOnly(Variant):
 
 
 class TorchRec:
-    """FBGEMM's fused row-wise Adagrad, in a process and an environment of its own.
+    """FBGEMM's fused row-wise Adagrad, in a separate process and environment.
 
     Args:
         work: the workload.
@@ -218,7 +218,7 @@ class TorchRec:
         return line[-1]
 
     def time(self, steps: int) -> float:
-        """Seconds for so many steps."""
+        """Seconds for `steps` steps."""
         assert self.process.stdin is not None
         print("time", steps, file=self.process.stdin, flush=True)
         return float(self._read("seconds"))

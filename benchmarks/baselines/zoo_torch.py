@@ -1,7 +1,7 @@
 """Plain PyTorch with `nn.Embedding` around any network of `persia.nn.models`: the peer of `benchmarks/zoo.py`.
 
 Ids are numbered and sequences padded in advance, outside of the time that is measured. Embeddings have sparse gradients
-and torch's Adagrad, the network Adam; loss, network and the first values of rows are those of persia.
+and torch's Adagrad, the network Adam; loss, network and the first values of rows are persia's.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ class Embeddings(nn.Module):
         )
 
     def forward(self, batch: Input) -> dict[str, Tensor | SequenceEmbedding]:
-        found: dict[str, Tensor | SequenceEmbedding] = {}
+        inputs: dict[str, Tensor | SequenceEmbedding] = {}
         for feature in self.schema.id_features:
             name, table = feature.name, self.tables[feature.table_name]
             if feature.pooling is None:
                 index, mask = batch.sequences[name]
-                found[name] = SequenceEmbedding(table(index) * mask.unsqueeze(2), mask)
+                inputs[name] = SequenceEmbedding(table(index) * mask.unsqueeze(2), mask)
             elif name in batch.single:
-                found[name] = table(batch.single[name])
+                inputs[name] = table(batch.single[name])
             else:
                 ids, offsets = batch.bags[name]
                 assert feature.pooling != "sqrtn"
-                found[name] = F.embedding_bag(
+                inputs[name] = F.embedding_bag(
                     ids, table.weight, offsets, mode=feature.pooling, sparse=True, include_last_offset=True
                 )
-        return found
+        return inputs
 
 
 def prepared(schema: Schema, batches: Sequence[Batch]) -> tuple[list[Input], dict[str, np.ndarray]]:
@@ -76,7 +76,7 @@ def prepared(schema: Schema, batches: Sequence[Batch]) -> tuple[list[Input], dic
     for table in schema.resolved_tables():
         names = [f.name for f in schema.id_features if f.table_name == table]
         known[table] = np.unique(np.concatenate([b.id_features[name].values for b in batches for name in names]))
-    found = []
+    inputs = []
     for batch in batches:
         one = Input(torch.from_numpy(batch.dense), torch.from_numpy(batch.labels), {}, {}, {})
         for feature in schema.id_features:
@@ -88,8 +88,8 @@ def prepared(schema: Schema, batches: Sequence[Batch]) -> tuple[list[Input], dic
                 one.single[feature.name] = torch.from_numpy(index)
             else:
                 one.bags[feature.name] = torch.from_numpy(index), torch.from_numpy(column.offsets)
-        found.append(one)
-    return found, known
+        inputs.append(one)
+    return inputs, known
 
 
 def _padded(index: np.ndarray, column: IdColumn, rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -113,14 +113,14 @@ def embedding_share(
     shares = []
     for batch in inputs:
         times = [time.perf_counter()]
-        found = embeddings(batch)
-        outputs = [each.values if isinstance(each, SequenceEmbedding) else each for each in found.values()]
+        looked_up = embeddings(batch)
+        outputs = [each.values if isinstance(each, SequenceEmbedding) else each for each in looked_up.values()]
         times.append(time.perf_counter())
         leaves = {
             name: SequenceEmbedding(each.values.detach().requires_grad_(), each.mask)
             if isinstance(each, SequenceEmbedding)
             else each.detach().requires_grad_()
-            for name, each in found.items()
+            for name, each in looked_up.items()
         }
         _, loss = loss_of(model, model(batch.dense, leaves), batch.labels)
         network.zero_grad()
@@ -177,6 +177,6 @@ def run(
         scores.append(logits.detach())
     seconds = time.perf_counter() - begin
     labels = np.concatenate([batch.labels.numpy() for batch in inputs])
-    found = torch.cat(scores).numpy()
-    areas = [auc(labels[:, i], found[:, i]) for i in range(labels.shape[1])]
+    predictions = torch.cat(scores).numpy()
+    areas = [auc(labels[:, i], predictions[:, i]) for i in range(labels.shape[1])]
     return Result(float(np.mean(areas)), len(labels) / seconds)

@@ -38,7 +38,7 @@ def sent() -> int:
 @contextmanager
 def _connections() -> Iterator[list[socket.socket]]:
     """Duplicates of this process's connected TCP sockets; gloo's are among them."""
-    found = []
+    duplicates = []
     for name in os.listdir("/proc/self/fd"):
         try:
             number = int(name)
@@ -47,11 +47,11 @@ def _connections() -> Iterator[list[socket.socket]]:
             duplicate = socket.socket(fileno=os.dup(number))
         except OSError:  # closed in the meantime
             continue
-        found.append(duplicate)
+        duplicates.append(duplicate)
     try:
-        yield [each for each in found if _is_connected_tcp(each)]
+        yield [each for each in duplicates if _is_connected_tcp(each)]
     finally:
-        for each in found:
+        for each in duplicates:
             each.close()
 
 

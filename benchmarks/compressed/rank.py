@@ -75,7 +75,7 @@ class Training:
 
 
 class Commands:
-    """What a rank can be told; `trainings` are those that `prepare` has made."""
+    """The commands that a rank accepts; `prepare` fills `trainings`."""
 
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}
@@ -90,7 +90,7 @@ class Commands:
                 training.step()
 
     def time(self, variant: str, steps: int) -> dict[str, float]:
-        """Seconds of so many steps of a prepared training, and those of processors, all threads together."""
+        """Seconds of `steps` steps of a prepared training, and processor seconds, all threads together."""
         training = self.trainings[variant]
         dist.barrier()
         begin, worked = time.perf_counter(), time.process_time()

@@ -128,7 +128,7 @@ class Groups:
         self._open: dict[int, Ranks] = {}
 
     def of(self, count: int) -> Ranks:
-        """The group of so many ranks, its network unlimited and nothing prepared."""
+        """The group of `count` ranks, its network unlimited and nothing prepared."""
         if count not in self._open:
             network = open_network(count)
             try:

@@ -151,9 +151,9 @@ class ClickThrough(Task):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         batches = itertools.islice(self.reader.batches(epoch=1), self.test_rows // self.batch // self.ranks)
         scored = [(self.logits(model, batch, train=False), torch.from_numpy(batch.labels)) for batch in batches]
-        mine = torch.cat([torch.cat(pair, 1) for pair in scored])
-        everyone = torch.empty(len(mine) * self.ranks, 2)
-        dist.all_gather(list(everyone.chunk(self.ranks)), mine)
+        own = torch.cat([torch.cat(pair, 1) for pair in scored])
+        everyone = torch.empty(len(own) * self.ranks, 2)
+        dist.all_gather(list(everyone.chunk(self.ranks)), own)
         logits, labels = everyone.unbind(1)
         loss = float(F.binary_cross_entropy_with_logits(logits, labels))
         return {"auc": auc(labels.numpy(), logits.numpy()), "loss": loss}
@@ -166,7 +166,7 @@ class SmallClickThrough(ClickThrough):
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions with batch norm, beside a shortcut."""
+    """Two 3 x 3 convolutions with batch norm, and a shortcut around them."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -209,8 +209,8 @@ class Digits(Task):
 
     def loss(self, model: nn.Module, step: int) -> Tensor:
         drawn = torch.randint(len(self.train), (self.ranks, self.batch), generator=self.generator)
-        mine = self.train[drawn[self.rank]]
-        return F.cross_entropy(model(self.images[mine]), self.labels[mine])
+        rows = self.train[drawn[self.rank]]
+        return F.cross_entropy(model(self.images[rows]), self.labels[rows])
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         logits, labels = model(self.images[self.test]), self.labels[self.test]
