@@ -202,13 +202,13 @@ def modes(preset: str) -> Iterator[runner.Measure]:
             "network of PSs and embedding workers / 2": (base, cluster_of(network=16 * GBIT)),
             "costs of calls x 4": (base._replace(call=4 * base.call, byte=4 * base.byte), cluster_of()),
         }
-        rates = {
+        changed = {
             name: simulate_training(costs, cluster, SimulatedMode(4), steps).samples_per_second / plain
             for name, (costs, cluster) in changes.items()
         }
-        lowest = min(rates.values())
+        lowest = min(changed.values())
         yield runner.Measure(
-            "capacity.simulated.sensitivity", lowest, "ratio", details={"of": "samples/s of Hybrid(4)", "each": rates}
+            "capacity.simulated.sensitivity", lowest, "ratio", details={"of": "samples/s of Hybrid(4)", "each": changed}
         )  # fmt: skip
 
 
