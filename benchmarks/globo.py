@@ -96,17 +96,10 @@ def torch_run(seed: int, rows: int | None) -> Run:
     return Run(result["rows_per_s"], result["auc_mean"], tuple(result["auc_per_day"]), 0.0)
 
 
-def has_data() -> bool:
-    if data.find("globo_ctr") is None:
-        print("globo_ctr is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
-        return False
-    return True
-
-
 @runner.measures("globo.rows")
 def rows(preset: str) -> runner.Measure | None:
     """Rows/s in the default mode over the script's, both from the files, each in a process as a user would start it."""
-    if not has_data():
+    if not is_here("globo_ctr"):
         return None
     most = SPEED_ROWS[preset]
     ours, theirs = Elsewhere(AS_A_PROGRAM), Elsewhere(AS_A_PROGRAM)
@@ -128,7 +121,7 @@ def rows(preset: str) -> runner.Measure | None:
 @runner.measures("globo.auc")
 def auc(preset: str) -> runner.Measure | None:
     """Mean progressive AUC of Sync minus the script's, over three seeds each."""
-    if not has_data():
+    if not is_here("globo_ctr"):
         return None
     ours = [persia_run(Sync(), seed, AUC_ROWS[preset]).auc for seed in SEEDS[preset]]
     theirs = [torch_run(seed, AUC_ROWS[preset]).auc for seed in SEEDS[preset]]
@@ -143,15 +136,15 @@ def auc(preset: str) -> runner.Measure | None:
 
 @functools.cache
 def tuned_rate(preset: str) -> tuple[float, int]:
-    """The best rate of rows for Sync, on a separate seed and the first quarter of the rows; its number of days."""
+    """The best rate of rows for Sync, on a seed of its own and the first quarter of the rows; its number of days."""
     days = 0
 
     def score(rates: list[float]) -> list[float]:
         nonlocal days
         plans = [Pass(Sync(), TUNING_SEED, TUNING_ROWS[preset], Adagrad(lr=rate)) for rate in rates]
-        runs = everywhere(one_pass, plans, Run, processes=1)
-        days = len(runs[0].per_day)
-        return [run.auc for run in runs]
+        found = everywhere(one_pass, plans, Run, processes=1)
+        days = len(found[0].per_day)
+        return [run.auc for run in found]
 
     return (START_RATE if preset == "smoke" else best_rate(score, START_RATE)), days
 
@@ -163,7 +156,7 @@ def modes(preset: str) -> Iterator[runner.Measure]:
     The AUC is the mean of the days that the rate was not tuned on. The rate is the best for a quarter of the stream,
     so it may be too high for all of it, which costs most where gradients are late.
     """
-    if not has_data():
+    if not is_here("globo_ctr"):
         return
     rate, tuning_days = tuned_rate(preset)
     optimizer = Adagrad(lr=rate)

@@ -60,8 +60,8 @@ def test_gradients_that_hop_bw_drops_are_counted():
 
 
 def test_a_trained_click_that_is_not_served_raises_the_figure(monkeypatch):
-    pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia[kafka]"')
-    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+    pytest.importorskip("confluent_kafka", reason='Kafka is not installed: pip install "persia-recsys[kafka]"')
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
     from benchmarks import exactly_once
 
     monkeypatch.setattr(exactly_once, "SERVED_SECONDS", 0.0)

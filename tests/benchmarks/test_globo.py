@@ -17,7 +17,7 @@ def test_days_of_the_tuning_are_left_out(monkeypatch):
         gap = {Sync(): 0.0, Hybrid("auto", warmup=0): -0.001}.get(plan.mode, -0.01)
         return Run(1.0, 0.5, (0.9 if plan.mode == Sync() else 0.1,) * 2 + (0.7 + gap,) * 3, 0.0)
 
-    monkeypatch.setattr(globo, "has_data", lambda: True)
+    monkeypatch.setattr(globo, "is_here", lambda name: True)
     monkeypatch.setattr(globo, "everywhere", lambda function, plans, result, processes: [one_pass(p) for p in plans])
     globo.tuned_rate.cache_clear()
     measures = globo.modes("laptop")

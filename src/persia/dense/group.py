@@ -1,4 +1,4 @@
-"""A control group of all NN workers: small collectives on the host, with deadlines and errors that name late ranks."""
+"""A control group of all NN workers: small collectives on the host with deadlines, whose errors name the late ranks."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from persia.membership.silent_ranks import FailureReports, named_ranks
 __all__ = ["Group"]
 
 NO_TIMEOUT = timedelta(days=1)
-"""Timeout of the collectives themselves; `Group` waits for them with its own deadlines."""
+"""Timeout of the collectives themselves; `Group` waits for them with deadlines of its own."""
 
 GRACE_SECONDS = 5.0
-"""Time to find the ranks whose collective has not failed: all waiting ranks fail at about the same time."""
+"""Time to find the ranks whose collective has not failed: all that wait fail at about the same time."""
 
 
 class Group:
     """All NN workers, in the order of their ranks. Not thread-safe: all must make the same calls in the same order.
 
-    Its messages use gloo regardless of the backend of the gradients, as they are needed on the host.
+    Its messages go through gloo, whatever the backend of the gradients: they are needed on the host.
 
     Args:
         timeout: maximum wait for the others in seconds.
 
     Raises:
-        PersiaError: torch.distributed is not initialized.
+        PersiaError: torch.distributed is not initialised here.
     """
 
     def __init__(self, timeout: float) -> None:
         if not dist.is_initialized():
             raise PersiaError(
-                "Several NN workers train one network, but torch.distributed is not initialized in this process. "
+                "Several NN workers train one network, but torch.distributed is not initialised in this process. "
                 "Call torch.distributed.init_process_group first, or let a cluster start the NN workers."
             )
         self.rank = dist.get_rank()
@@ -50,7 +50,7 @@ class Group:
         """Starts to sum numbers over all ranks; the returned function waits for the sums.
 
         Raises:
-            DeadlineError: raised by the returned function: ranks were late; the error names them.
+            DeadlineError: by the returned function: ranks were late; it names them.
         """
         self._number += 1
         values = torch.tensor(numbers, dtype=torch.int64)
@@ -69,13 +69,13 @@ class Group:
         """Returns the payloads of all ranks. Blocks until all have called it.
 
         Raises:
-            DeadlineError: ranks were late; the error names them.
+            DeadlineError: ranks were late; it names them.
         """
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         seconds = self._timeout if timeout is None else timeout
-        with self._named("exchange between all NN workers"):
-            own_size = torch.tensor([len(payload)])
-            _wait(dist.all_gather(sizes, own_size, group=self._group, async_op=True), seconds)
+        with self._named("a meeting of all NN workers"):
+            mine = torch.tensor([len(payload)])
+            _wait(dist.all_gather(sizes, mine, group=self._group, async_op=True), seconds)
             longest = max(1, *(int(size) for size in sizes))
             buffer = torch.zeros(longest, dtype=torch.uint8)
             if payload:
@@ -85,32 +85,16 @@ class Group:
         return [bytes(b[: int(n)].numpy()) for b, n in zip(buffers, sizes, strict=True)]
 
     def failed(self, what: str, error: Exception) -> DeadlineError:
-        """Returns the error to raise in place of a torch.distributed error; it names the ranks that did not fail."""
-        late = self._silent(what)
-        cause = (
-            f"NN workers {', '.join(map(str, late))}" if late else "the connection, as all NN workers have responded"
-        )
+        """Returns the error to raise in place of one of torch.distributed; it names the ranks that did not fail."""
+        late = FailureReports(self._store, f"persia/failed/{what}", self.rank, self.size).silent(GRACE_SECONDS)
+        who = named_ranks(late) if late else "the connection, as all NN workers are there"
         return DeadlineError(
-            f"NN worker {self.rank}, {what}: not all NN workers took part within {self._timeout:g} s. Late: {cause}. "
-            f"Check these processes, or raise `timeout`. ({error})",
+            f"NN worker {self.rank}, {what}: not all NN workers took part within {self._timeout:g} s. Late: {who}. "
+            f"See what holds them up, or raise `timeout`. ({error})",
             operation=what,
             late=late,
             timeout=self._timeout,
         )
-
-    def _silent(self, what: str) -> list[int]:
-        """Returns the ranks that have not failed. Uses the store, which works even if collectives do not."""
-        silent = [rank for rank in range(self.size) if rank != self.rank]
-        with contextlib.suppress(Exception):
-            store = dist.distributed_c10d._get_default_store()  # There is no public function for it.
-            key = f"persia/failed/{what}"
-            store.set(f"{key}/{self.rank}", "1")
-            deadline = Deadline(GRACE_SECONDS)
-            for rank in list(silent):
-                with contextlib.suppress(Exception):
-                    store.wait([f"{key}/{rank}"], timedelta(seconds=max(deadline.left, 0.01)))
-                    silent.remove(rank)
-        return silent
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:

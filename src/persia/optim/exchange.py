@@ -16,14 +16,14 @@ from persia.membership.silent_ranks import FailureReports
 
 __all__ = ["Exchange"]
 
-NO_TIMEOUT = timedelta(days=1)
-"""Timeout of a torch collective itself; waits have their own deadlines."""
+PATIENCE = timedelta(days=1)
+"""Timeout of a torch collective itself; waits have deadlines of their own."""
 
-POLL_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 """Seconds between two checks for failures of other workers, which a worker's own connections may not show."""
 
 GRACE_SECONDS = 5.0
-"""Seconds that a failed worker waits for reports of the others, to find the silent ones."""
+"""Seconds that a failed worker waits for reports of the others, to find out who is silent."""
 
 Wait = Callable[[], None]
 
@@ -31,8 +31,8 @@ Wait = Callable[[], None]
 class Exchange:
     """The workers that train one network. Not thread-safe: all make the same calls in the same order.
 
-    Numbers are sent over gloo on the host; tensors on a CUDA device over NCCL if the process group has it, otherwise
-    through the host. With one worker, or if torch.distributed is not initialized, nothing is sent.
+    Numbers travel over gloo on the host; tensors on a CUDA device over NCCL where the process group has it, else
+    through the host. Of one worker, or where torch.distributed is not initialised, nothing travels at all.
 
     Args:
         process_group: process group of torch.distributed; None for all processes.
@@ -57,9 +57,9 @@ class Exchange:
         if self.size == 1:
             return
         ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-        # Separate groups do not interfere with the user's collectives and timeout.
+        # Separate groups keep the user's collectives and timeout apart.
         local = process_group is not None
-        self._control = dist.new_group(ranks, backend="gloo", timeout=NO_TIMEOUT, use_local_synchronization=local)
+        self._control = dist.new_group(ranks, backend="gloo", timeout=PATIENCE, use_local_synchronization=local)
         self._data = self._control
         self._direct, self._queued = device.type == "cpu", False
         if device.type == "cuda" and "nccl" in dist.get_backend(process_group):
@@ -67,8 +67,9 @@ class Exchange:
                 ranks, backend="nccl", timeout=timedelta(seconds=timeout), use_local_synchronization=local
             )
             self._direct = self._queued = True
-        self._store = dist.distributed_c10d._get_default_store()  # There is no public function for it.
-        self._key = f"persia/apmsqueeze/{self._control.group_name}/failed"
+        store = dist.distributed_c10d._get_default_store()  # There is no public way to it.
+        key = f"persia/apmsqueeze/{self._control.group_name}/failed"
+        self._failures = FailureReports(store, key, self.rank, self.size)
 
     # --- numbers ----------------------------------------------------------------------------------------------
 
@@ -94,7 +95,7 @@ class Exchange:
         return everything
 
     def broadcast(self, values: torch.Tensor, what: str) -> None:
-        """Replaces the values by the values of the first worker. Blocks."""
+        """Replaces the values by those of the first worker. Blocks."""
         if self.size == 1:
             return
         host = values.detach().to("cpu", copy=True).contiguous()
@@ -106,11 +107,11 @@ class Exchange:
     # --- tensors ----------------------------------------------------------------------------------------------
 
     def start_sum(self, values: torch.Tensor, what: str) -> Wait:
-        """Starts to sum over all workers, in place; the returned function waits for it."""
+        """Starts to sum over all workers, in place; the result waits for it."""
         if self.size == 1:
             return _nothing
         self._count(2 * (self.size - 1) * values.numel() * values.element_size() // self.size)
-        own = self._on_backend(values)
+        own = self._near(values)
         wait = self._start(what, lambda: dist.all_reduce(own, group=self._data, async_op=True), self._queued)
         return wait if own is values else lambda: _then(wait, lambda: values.copy_(own))
 
@@ -120,11 +121,11 @@ class Exchange:
             received.copy_(rows)
             return _nothing
         self._count((self.size - 1) * rows.shape[1])
-        source, target = self._on_backend(rows), self._on_backend(received)
+        ours, theirs = self._near(rows), self._near(received)
         wait = self._start(
-            what, lambda: dist.all_to_all_single(target, source, group=self._data, async_op=True), self._queued
+            what, lambda: dist.all_to_all_single(theirs, ours, group=self._data, async_op=True), self._queued
         )
-        return wait if target is received else lambda: _then(wait, lambda: received.copy_(target))
+        return wait if theirs is received else lambda: _then(wait, lambda: received.copy_(theirs))
 
     def start_all_gather(self, row: torch.Tensor, everything: torch.Tensor, what: str) -> Wait:
         """Starts to send `row` to all; row k of `everything` comes from worker k. uint8 `[bytes]` and `[n, bytes]`."""
@@ -132,14 +133,14 @@ class Exchange:
             everything[0].copy_(row)
             return _nothing
         self._count((self.size - 1) * row.shape[0])
-        own, all_rows = self._on_backend(row), self._on_backend(everything)
+        own, all_rows = self._near(row), self._near(everything)
         rows = list(all_rows.unbind(0))
         wait = self._start(what, lambda: dist.all_gather(rows, own, group=self._data, async_op=True), self._queued)
         return wait if all_rows is everything else lambda: _then(wait, lambda: everything.copy_(all_rows))
 
-    # --- internal ---------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------------------
 
-    def _on_backend(self, values: torch.Tensor) -> torch.Tensor:
+    def _near(self, values: torch.Tensor) -> torch.Tensor:
         """Copies a tensor to host memory if the process group cannot use its device."""
         return values if self._direct else values.cpu()
 
@@ -147,18 +148,18 @@ class Exchange:
         self.sent += sent
 
     def _start(self, what: str, start: Callable[[], dist.Work | None], queued: bool = False) -> Wait:
-        start_time = time.monotonic()
+        began = time.monotonic()
         with self._named(what):
             work = start()
         assert work is not None
 
         def wait() -> None:
             with self._named(what):
-                if queued:  # Only the stream waits, not the host. `_settle` checks the result.
+                if queued:  # What follows on the stream waits, the host need not. `_settle` finds out how it ended.
                     work.wait()
                     self._unsettled = work
                 else:
-                    self._wait(work, start_time + self._timeout)
+                    self._wait(work, began + self._timeout)
 
         return wait
 
@@ -166,21 +167,21 @@ class Exchange:
         while True:
             left = deadline - time.monotonic()
             try:
-                work.wait(timedelta(seconds=max(0.001, min(left, POLL_SECONDS))))
+                work.wait(timedelta(seconds=max(0.001, min(left, LOOK_SECONDS))))
                 return
             except RuntimeError:
-                if work.is_completed() or left <= POLL_SECONDS:
+                if work.is_completed() or left <= LOOK_SECONDS:
                     raise
             if self._failures.others_failed():
                 raise RuntimeError("another worker has reported a failure")
 
     def _settle(self, what: str) -> None:
-        """Waits until the collectives of the previous step have ended on CUDA, or the deadline has passed."""
+        """Waits until the collectives of the previous step have ended on CUDA, or the deadline is over."""
         work, self._unsettled = self._unsettled, None
         if work is None:
             return
         deadline = time.monotonic() + self._timeout
-        with self._named(f"{what}, of the previous step"):
+        with self._named(f"{what}, of the step before"):
             while not work.is_completed():
                 if time.monotonic() > deadline or self._failures.others_failed():
                     raise RuntimeError("a collective on the device has not ended")
@@ -194,32 +195,17 @@ class Exchange:
             raise self._failed(what, error) from error
 
     def _failed(self, what: str, error: Exception) -> DeadlineError:
-        silent = self._silent()
-        ranks = f"rank {', '.join(map(str, silent))}" if silent else "none, so a connection was lost"
+        silent = self._failures.silent(min(GRACE_SECONDS, self._timeout / 2))
+        who = f"rank {', '.join(map(str, silent))}" if silent else "none, so a connection was lost"
         return DeadlineError(
             f"APMSqueeze, rank {self.rank}, {what}: not all {self.size} workers took part within {self._timeout:g} s. "
-            f"Silent: {ranks}. Check that process, or raise `timeout`. This optimizer is now unusable; restart the "
+            f"Not heard of: {who}. Check that process, or raise `timeout`. This optimizer is unusable now; restart the "
             f"workers from a checkpoint. ({str(error)[:200]})",
             operation=what,
             rank=self.rank,
             late=silent,
             timeout=self._timeout,
         )
-
-    def _silent(self) -> list[int]:
-        """Returns the ranks that have not reported a failure. The store works even if collectives do not."""
-        silent = [rank for rank in range(self.size) if rank != self.rank]
-        deadline = time.monotonic() + min(GRACE_SECONDS, self._timeout / 2)
-        try:
-            self._store.set(f"{self._key}/{self.rank}", "1")
-        except Exception:
-            return [0]  # The store usually runs in the process of rank 0.
-        for rank in list(silent):
-            with contextlib.suppress(Exception):
-                left = max(deadline - time.monotonic(), 0.01)
-                self._store.wait([f"{self._key}/{rank}"], timedelta(seconds=left))
-                silent.remove(rank)
-        return silent
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ from persia.optim.exchange import Exchange
 __all__ = ["HEADER", "VERSION", "check", "consolidated", "described", "pack", "unpack"]
 
 HEADER = "apmsqueeze"
-"""Key of the state that belongs to no single parameter."""
+"""Key of the state that does not belong to a parameter."""
 
 VERSION = 1
 """Version of the header."""
@@ -37,7 +37,7 @@ def pack(
     """
     number = {id(p): i for i, p in enumerate(parameters)}
     state: dict[int, dict[str, torch.Tensor]] = {}
-    records = []
+    about = []
     for cohort in cohorts:
         cohort.settle()
         flat = cohort.flat
@@ -50,14 +50,14 @@ def pack(
         for name, array in arrays.items():
             for i, view in zip(numbers, flat.views(array), strict=True):
                 state[i][name] = view.clone()
-        records.append({"parameters": numbers, **described(cohort)})
-    header = {"version": VERSION, "workers": workers[0], "rank": workers[1], "cohorts": records}
+        about.append({"parameters": numbers, **described(cohort)})
+    header = {"version": VERSION, "workers": workers[0], "rank": workers[1], "cohorts": about}
     return {"state": state, HEADER: header}
 
 
 def described(cohort: Cohort) -> dict[str, Any]:
-    """Returns the record of a cohort in the header, without the numbers of its parameters."""
-    record: dict[str, Any] = {
+    """Returns the part of the header that is about a cohort, without the numbers of its parameters."""
+    about: dict[str, Any] = {
         "phase": cohort.phase,
         "steps": cohort.steps,
         "until": cohort.until,
@@ -66,10 +66,10 @@ def described(cohort: Cohort) -> dict[str, Any]:
         "rates": [list(rates) for rates in cohort.rates],
     }
     if cohort.scale is not None:
-        record["scale"] = [list(values) for values in cohort.scale.values]
+        about["scale"] = [list(values) for values in cohort.scale.values]
     if cohort.refresh is not None:
-        record["refresh"] = [cohort.refresh.count, cohort.refresh.last]
-    return record
+        about["refresh"] = [cohort.refresh.count, cohort.refresh.last]
+    return about
 
 
 def consolidated(packed: dict[str, Any], exchange: Exchange) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def consolidated(packed: dict[str, Any], exchange: Exchange) -> dict[str, Any]:
         if "worker_error" in values:
             what = f"errors of parameter {i}"
             values["worker_error"] = exchange.gather(values["worker_error"], what)
-            values["server_error"] = exchange.gather(values["server_error"], what).sum(0)  # Zero except on one worker.
+            values["server_error"] = exchange.gather(values["server_error"], what).sum(0)  # Zeros but for one worker.
     return packed
 
 
@@ -96,11 +96,12 @@ def check(loaded: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> N
         shape = parameters[i].shape if i < len(parameters) else None
         extra = 1 if header["rank"] is None else 0
         for name, value in values.items():
-            value_shape = value.shape[extra:] if name == "worker_error" else value.shape
-            if name != "step" and value_shape != shape:
+            found = value.shape[extra:] if name == "worker_error" else value.shape
+            if name != "step" and found != shape:
                 raise CheckpointError(
-                    f"{name} of parameter {i} has the shape {tuple(value_shape)}, but the parameter "
-                    f"{shape and tuple(shape)}. Make the optimizer with the same parameters.",
+                    f"{name} of parameter {i} has the shape {tuple(found)}, the parameter {shape and tuple(shape)}. "
+                    "Make the "
+                    "optimizer with the same parameters.",
                     parameter=i,
                 )
 
@@ -113,47 +114,47 @@ def unpack(
 ) -> list[Cohort]:
     """Makes cohorts with a loaded state.
 
-    From a consolidated state of the same number of workers, each worker takes its own errors. With another number, each
-    takes the mean of all worker errors, which preserves their average, and its part of the server error.
+    From a consolidated state of the same number of workers, each takes its own errors. With another number, each takes
+    the mean of all worker errors, which keeps their average, and its part of the server error.
 
     Args:
         loaded: a checked state.
         parameters: parameters in the order of the state.
-        make: makes a new cohort of parameters.
+        make: makes a new cohort of some parameters.
         exchange: collectives with the other workers.
 
     Raises:
-        CheckpointError: the state is another worker's own state.
+        CheckpointError: the state is another worker's own.
     """
     header, state = loaded[HEADER], loaded["state"]
     own = header["rank"] is not None
-    compressed = any(record["phase"] == "compressed" for record in header["cohorts"])
+    compressed = any(about["phase"] == "compressed" for about in header["cohorts"])
     if own and compressed and (header["workers"], header["rank"]) != (exchange.size, exchange.rank):
         raise CheckpointError(
-            f"This state belongs to rank {header['rank']} of {header['workers']}, but this is rank {exchange.rank} of "
-            f"{exchange.size}: the errors of the other ranks are missing. Save the result of `consolidate()`, called "
-            "on all ranks.",
+            f"This state is that of rank {header['rank']} of {header['workers']}, here is rank {exchange.rank} of "
+            f"{exchange.size}: the errors of the others are missing. Save what `consolidate()` returns, called on "
+            "all ranks.",
             rank=header["rank"],
             workers=header["workers"],
         )
     cohorts = []
-    for record in header["cohorts"]:
-        numbers = record["parameters"]
+    for about in header["cohorts"]:
+        numbers = about["parameters"]
         cohort = make([parameters[i] for i in numbers])
         flat = cohort.flat
         number = {id(parameters[i]): i for i in numbers}
         numbers = [number[id(p)] for p in flat.parameters]
-        cohort.phase, cohort.steps = record["phase"], record["steps"]
-        cohort.norms.extend(record["norms"])
-        # Older states lack the other fields.
-        cohort.rates.extend(tuple(rates) for rates in record.get("rates", ()))
-        cohort.until, cohort.corrected = record.get("until", 0), record.get("corrected", cohort.phase == "compressed")
+        cohort.phase, cohort.steps = about["phase"], about["steps"]
+        cohort.norms.extend(about["norms"])
+        cohort.rates.extend(tuple(rates) for rates in about["rates"])
+        cohort.until, cohort.corrected = about["until"], about["corrected"]
         scales = []
-        if "scale" in record:
-            by_number = dict(zip(record["parameters"], record["scale"], strict=True))
+        if "scale" in about:
+            by_number = dict(zip(about["parameters"], about["scale"], strict=True))
             scales = [(q, u, frozen) for q, u, frozen in (by_number[i] for i in numbers)]
         if cohort.refresh is not None:
-            cohort.refresh.count, cohort.refresh.last = record.get("refresh", (0, cohort.steps))
+            # A state of an optimizer without `refresh_variance` lacks it.
+            cohort.refresh.count, cohort.refresh.last = about.get("refresh", (0, cohort.steps))
         cohort.updates = [int(state[i]["step"]) for i in numbers]
         server = torch.zeros_like(flat.error)
         arrays = {"exp_avg": flat.momentum, "exp_avg_sq": flat.variance}

@@ -90,7 +90,7 @@ class SGD(_RowOptimizer, frozen=True, tag="sgd"):
 
 
 INITIAL_ACCUMULATOR = 1e-6
-"""Default initial accumulator of Adagrad. Versions up to 0.1 had 0.01, which their checkpoints have recorded."""
+"""Default initial accumulator of Adagrad."""
 
 
 class _AdagradFields(_RowOptimizer, frozen=True):
