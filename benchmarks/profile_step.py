@@ -36,7 +36,7 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Encoded
 from persia.optim import Adagrad, RowwiseAdagrad
 from persia.schema import EmbeddingOptimizer
-from persia.types import Contribution, FedBatch, PushHeader
+from persia.types import Contribution, PushHeader, RegisteredBatch
 
 T = TypeVar("T")
 
@@ -86,8 +86,8 @@ class Parts:
         self._timed("validate", lambda: batch.validate(self.schema))
         batch_id = self._timed("register", lambda: self.worker.register(batch.id_features))
         rows = self._timed("lookup", lambda: self.worker.lookup(batch_id))
-        fed = FedBatch(batch_id, batch.dense, batch.labels, batch.day)
-        prepared, _ = self._timed("transfer", lambda: self.collection._transfer.rows(fed, rows))
+        registered = RegisteredBatch(batch_id, batch.dense, batch.labels, batch.day)
+        prepared, _ = self._timed("transfer", lambda: self.collection._transfer.rows(registered, rows))
         prepared.pooled = self._timed("pool", lambda: self._pooled(prepared))
         self._timed("hooks", lambda: prepared.await_gradient(batch_id, self._end_of_backward))
         return prepared

@@ -132,7 +132,7 @@ def test_functions_read_what_the_cluster_was_fed():
             data.schema, optimizer=persia.optim.SGD(lr=0.1), mode=persia.modes.Sync(), cluster=cluster
         )
         seen = 0
-        for batch in embeddings.prefetch(embeddings.fed()):
+        for batch in embeddings.prefetch(embeddings.registered()):
             sum(e.sum() for e in embeddings(batch).values()).backward()
             seen += len(batch)
         return seen, embeddings.pushed.lost_batches

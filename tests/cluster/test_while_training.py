@@ -32,7 +32,7 @@ def versions(cluster: Any, mode: Any, batches: int) -> list[int]:
         data.schema, optimizer=persia.optim.SGD(lr=0.1), mode=mode, cluster=cluster
     )
     embeddings.gate.versions = found = []
-    for batch in embeddings.prefetch(embeddings.fed()):
+    for batch in embeddings.prefetch(embeddings.registered()):
         time.sleep(late.random() * 0.02)
         sum(e.sum() for e in embeddings(batch).values()).backward()
     assert len(found) == len(range(rank, batches, count))
@@ -72,7 +72,7 @@ def train_each_once(cluster: Any) -> int:
     embeddings = persia.nn.EmbeddingCollection(
         NumberedBatches.schema, optimizer=persia.optim.SGD(lr=0.1), mode=Hybrid(3, warmup=0), cluster=cluster
     )
-    for batch in embeddings.prefetch(embeddings.fed()):
+    for batch in embeddings.prefetch(embeddings.registered()):
         time.sleep(0.01)
         embeddings(batch)["id"].sum().backward()
     return embeddings.pushed.lost_batches + embeddings.pushed.lost_gradients

@@ -102,7 +102,7 @@ def test_values_are_those_of_the_paper_and_slots_are_in_order(tokens):
     for worker in (a, b, a, a, b, b, a):
         token = worker.start()
         ticket = worker.arrive()
-        seen.append((token.value, ticket.header.step, ticket.header.slot, ticket.weight))
+        seen.append((token.value, ticket.header.step, ticket.header.slot, ticket.decay))
     assert seen == [(n // 3, n // 3, n % 3, 1.0) for n in range(7)]
 
 
@@ -112,10 +112,10 @@ def test_a_straggler_beyond_the_tolerance_weighs_nothing(tokens):
     assert slow.start().value == 0
     for _ in range(4):
         fast.train()
-    assert slow.arrive().weight == 0.0
+    assert slow.arrive().decay == 0.0
     assert report(tokens).dropped_batches == 1
     slow.start()
-    assert slow.arrive().weight == 1.0
+    assert slow.arrive().decay == 1.0
 
 
 def test_repetitions_change_nothing(tokens):

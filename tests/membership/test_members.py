@@ -21,7 +21,7 @@ from persia.nn.transfer import decode, encode
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection
-from persia.types import Contribution, Delivery, FedBatch, Feed, Member, Membership, PushHeader
+from persia.types import Contribution, Delivery, Feed, Member, Membership, PushHeader, RegisteredBatch
 from persia.worker import Worker
 
 TIMEOUT = 20.0
@@ -61,7 +61,7 @@ class Loader:
         self.taken.append(number)
         batch = self.batches[number]
         batch_id = self.workers[number % len(self.workers)].register(batch.id_features)
-        return Delivery(number, FedBatch(batch_id, batch.dense, batch.labels, batch.day))
+        return Delivery(number, RegisteredBatch(batch_id, batch.dense, batch.labels, batch.day))
 
 
 class Several:
@@ -161,7 +161,7 @@ def test_a_step_on_two_embedding_workers_is_pushed_in_parts():
         worker.push = lambda h, c, push=push: (headers.append(h), push(h, c))[1]
     contributions = [contribution(f, b) for f, b in zip(found, ids, strict=True)]
     counts = several.push(PushHeader(1, 0, 1, 0, 10), contributions)
-    assert sorted((h.part, h.parts, h.weight) for h in headers) == [(0, 2, 5), (1, 2, 5)]
+    assert sorted((h.part, h.parts, h.rows) for h in headers) == [(0, 2, 5), (1, 2, 5)]
     distinct = len(set(one.id_features["item"].values) | set(other.id_features["item"].values))
     assert counts["item"].applied == distinct
     assert several.statistics()["lost_gradients"] == 0
@@ -383,7 +383,7 @@ def test_a_lost_batch_is_passed_over_in_a_bare_loop():
     cluster.workers[0].lookup = losing
     embeddings.connection.loader.begin(Feed(0, 0, 1, 0, 1, 1))
     trained = 0
-    for batch in embeddings.prefetch(embeddings.fed()):
+    for batch in embeddings.prefetch(embeddings.registered()):
         sum(e.sum() for e in embeddings(batch).values()).backward()
         trained += 1
     assert trained == 5

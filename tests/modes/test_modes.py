@@ -118,7 +118,7 @@ def test_only_gba_decays_and_only_hop_bw_drops(ages):
                 continue
             assert (decision.action is Action.APPLY) == (held + 1 == group)
             stale = isinstance(mode, Gba) and step - token > mode.tolerance
-            assert decision.weight == mode.weight(step, token) == (0.0 if stale else 1.0)
+            assert decision.decay == mode.decay(step, token) == (0.0 if stale else 1.0)
             step, held = (step + 1, 0) if decision.action is Action.APPLY else (step, held + 1)
 
 
@@ -138,7 +138,7 @@ def test_a_row_of_every_step_decays_as_dense_parameters_do(tolerance):
     mode = Gba(64, tolerance)
     for step in range(2, 9):
         for token in range(step + 1):
-            assert mode.row_limit(step, token).admits(np.array([step - 1])) == mode.weight(step, token)
+            assert mode.row_limit(step, token).admits(np.array([step - 1])) == mode.decay(step, token)
 
 
 def test_hop_bw_drops_what_comes_after_its_step():

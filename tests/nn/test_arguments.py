@@ -15,11 +15,11 @@ from persia.modes import Async, Auto, Gba, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.optim import Adagrad
 from persia.testing import Threads
-from persia.types import FedBatch
+from persia.types import RegisteredBatch
 
 SCHEMA = persia.Schema([persia.IdFeature("a", dim=4)], labels=["click", "buy"])
 PARAMETER = torch.nn.Parameter(torch.zeros(1))
-FED = FedBatch(1, np.zeros((4, 0), np.float32), np.zeros((4, 2), np.float32), None)
+FED = RegisteredBatch(1, np.zeros((4, 0), np.float32), np.zeros((4, 2), np.float32), None)
 
 
 class Net(torch.nn.Module):

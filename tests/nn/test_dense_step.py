@@ -20,7 +20,7 @@ class Net(torch.nn.Module):
 
 
 def train(network, value):
-    batch = SimpleNamespace(dense=torch.full((4, 2), value), labels=torch.ones(4, 1), weight=4, dummy=False)
+    batch = SimpleNamespace(dense=torch.full((4, 2), value), labels=torch.ones(4, 1), samples=4, dummy=False)
     network.forward_backward(batch, {}, all_reduce=True)
     return network.apply()
 
@@ -52,7 +52,7 @@ class WithLoss(WithExtra):
 def test_the_loss_gets_what_the_model_returned_beside_logits():
     model = WithLoss()
     step = DenseStep(model, lambda p: torch.optim.SGD(p, 0.1), torch.device("cpu"), StepOptions())
-    batch = SimpleNamespace(dense=torch.ones(4, 2), labels=torch.ones(4, 1), weight=4, dummy=False)
+    batch = SimpleNamespace(dense=torch.ones(4, 2), labels=torch.ones(4, 1), samples=4, dummy=False)
     logits, loss = step.forward_backward(batch, {}, all_reduce=False)
     expected = (logits - 1).square().mean() + model.head.weight.square().sum()
     torch.testing.assert_close(loss, expected.detach())
@@ -61,7 +61,7 @@ def test_the_loss_gets_what_the_model_returned_beside_logits():
 
 def test_a_model_output_without_a_loss_that_uses_it_is_refused():
     step = DenseStep(WithExtra(), lambda p: torch.optim.SGD(p, 0.1), torch.device("cpu"), StepOptions())
-    batch = SimpleNamespace(dense=torch.ones(4, 2), labels=torch.ones(4, 1), weight=4, dummy=False)
+    batch = SimpleNamespace(dense=torch.ones(4, 2), labels=torch.ones(4, 1), samples=4, dummy=False)
     with pytest.raises(ConfigError, match=r"WithExtra returned a ModelOutput.*loss\(logits, labels, extra\)"):
         step.forward_backward(batch, {}, all_reduce=True)
     batch.labels = torch.ones(4, 2)

@@ -115,7 +115,7 @@ def pushes(cluster):
     """Of each push: sequence number, global step, number of batches, rows; by number, as threads overtake."""
     worker = cluster.worker
     found = sorted(zip(worker.headers, worker.pushed, strict=True), key=lambda push: push[0].sequence)
-    return [(header.sequence, header.step, len(ids), header.weight) for header, ids in found]
+    return [(header.sequence, header.step, len(ids), header.rows) for header, ids in found]
 
 
 def test_a_warm_up_counts_global_steps_from_pass_to_pass():
@@ -443,6 +443,6 @@ def test_a_lost_batch_is_no_push_of_a_step_and_an_empty_one_of_a_token(mode):
     t = trainer(mode, cluster)
     result = t.fit(batches(6))
     kept = [ROWS] * 2 if mode == Sync() else [ROWS, ROWS, 0]
-    assert [header.weight for header in cluster.worker.headers] == [*kept, ROWS, ROWS, ROWS]
+    assert [header.rows for header in cluster.worker.headers] == [*kept, ROWS, ROWS, ROWS]
     assert (t.embeddings.pushed.lost_batches, t.embeddings.pushed.lost_rows) == (1, ROWS)
     assert result.global_step == (6 if mode == Sync() else 3)

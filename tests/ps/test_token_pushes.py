@@ -109,7 +109,7 @@ def test_a_row_of_every_step_is_as_old_as_dense_parameters(ps, token, applied):
     before = rows(server, 0)
     server.push(header(4, 1, token=token), gradient([0], 1.0))
     np.testing.assert_allclose(rows(server, 0), before - applied, atol=1e-5)
-    assert Gba(8, tolerance=1).weight(4, token) == applied
+    assert Gba(8, tolerance=1).decay(4, token) == applied
 
 
 def test_a_row_from_after_a_rollback_counts_as_never_touched(ps):
@@ -226,7 +226,7 @@ def test_any_order_is_the_order_of_slots(data):
         for head, gradients in pushes[step * group : (step + 1) * group]:
             newest = max(head.token + tolerance - 1, 0)
             weights = np.array([last[int(i)] <= newest for i in gradients.ids], np.float32)
-            sums.add({"t": (gradients, weights)}, head.weight)
+            sums.add({"t": (gradients, weights)}, head.rows)
         mean = sums.take().get("t", {})
         ids = np.array(list(mean), np.uint64)
         values = np.array(list(mean.values()), np.float32).reshape(len(ids), DIM)

@@ -31,9 +31,9 @@ TIMEOUT = 20.0
 TABLES = {"user": Table("user", dim=3), "item": Table("item", dim=20)}
 
 
-def header(rank, step=7, generation=1, weight=4, part=0, parts=1, first=0):
+def header(rank, step=7, generation=1, rows=4, part=0, parts=1, first=0):
     """The header of a push of NN workers that began at step `first`."""
-    return PushHeader(generation, rank, step - first + 1, step, weight, part, parts)
+    return PushHeader(generation, rank, step - first + 1, step, rows, part, parts)
 
 
 def steps_of(ranks, timeout=TIMEOUT, first=7):
@@ -112,13 +112,13 @@ def test_a_push_waits_for_the_others(threads):
 
 def test_repetitions_count_once_and_the_first_one_counts(threads):
     held, applied = steps_of(2)
-    calls = [threads.submit(held.push, 7, ArrivedPush(header(1, weight=5), {}))]
+    calls = [threads.submit(held.push, 7, ArrivedPush(header(1, rows=5), {}))]
     until(lambda: held.open_steps)
-    calls += [threads.submit(held.push, 7, ArrivedPush(header(1, weight=9), {})) for _ in range(4)]
+    calls += [threads.submit(held.push, 7, ArrivedPush(header(1, rows=9), {})) for _ in range(4)]
     counts = held.push(7, ArrivedPush(header(0), {}))
     for call in calls:
         assert call.result(TIMEOUT) == {}
-    assert [[(h.rank, h.weight) for h in step] for step in applied] == [[(0, 4), (1, 5)]]
+    assert [[(h.rank, h.rows) for h in step] for step in applied] == [[(0, 4), (1, 5)]]
     # After the step too: a lost reply is repeated, with the same answer.
     assert held.push(7, ArrivedPush(header(0), {})) == counts != {}
     assert held.push(7, ArrivedPush(header(1), {})) == {}
@@ -326,7 +326,7 @@ def test_a_barrier_of_one_nn_worker_takes_gaps(threads):
     assert applied == [2, 2, 2]
 
 
-@pytest.mark.parametrize("bad", [header(2), header(-1), header(0, part=2, parts=2), header(0, weight=-1)])
+@pytest.mark.parametrize("bad", [header(2), header(-1), header(0, part=2, parts=2), header(0, rows=-1)])
 def test_pushes_that_fit_no_step_are_refused(bad):
     with pytest.raises(StoreError):
         steps_of(2)[0].push(7, ArrivedPush(bad, {}))
@@ -522,7 +522,7 @@ def a_step(draw):
                 if draw(st.booleans()):
                     values = random.normal(size=(len(ids), table.dim)).astype(np.float32)
                     gradients[name] = Gradients(ids, values)
-            arrived.append(ArrivedPush(header(rank, weight=draw(st.integers(0, 5)), part=part, parts=parts), gradients))
+            arrived.append(ArrivedPush(header(rank, rows=draw(st.integers(0, 5)), part=part, parts=parts), gradients))
     return arrived
 
 
@@ -541,15 +541,15 @@ def test_reduction_equals_its_readable_twin(arrived, reduction):
 def test_global_averages_one_batch_and_per_id_those_with_the_id():
     one, two = np.uint64([1]), np.uint64([1, 2])
     arrived = [
-        ArrivedPush(header(0, weight=1), {"user": Gradients(one, np.float32([[4, 4, 4]]))}),
-        ArrivedPush(header(1, weight=3), {"user": Gradients(two, np.float32([[8, 8, 8], [2, 2, 2]]))}),
+        ArrivedPush(header(0, rows=1), {"user": Gradients(one, np.float32([[4, 4, 4]]))}),
+        ArrivedPush(header(1, rows=3), {"user": Gradients(two, np.float32([[8, 8, 8], [2, 2, 2]]))}),
     ]
     pool, scratch = batching.ThreadPool(1), batching.Scratch()
     per_id = average_step(arrived, "per_id", pool, scratch)["user"]
     total = average_step(arrived, "global", pool, scratch)["user"]
     assert per_id.values[:, 0].tolist() == [7.0, 2.0]
     assert total.values[:, 0].tolist() == [7.0, 1.5]
-    silent = [ArrivedPush(a.header._replace(weight=0), a.gradients) for a in arrived]
+    silent = [ArrivedPush(a.header._replace(rows=0), a.gradients) for a in arrived]
     assert average_step(silent, "global", pool, scratch) == {}
 
 
@@ -568,7 +568,7 @@ def pushes(random, ranks, step):
         for name, table in TABLES.items():
             ids = random.choice(40, 25, replace=False).astype(np.uint64)
             gradients[name] = Gradients(ids, random.normal(size=(25, table.dim)).astype(np.float32))
-        sent.append((header(rank, step=step, weight=int(random.integers(0, 5))), gradients))
+        sent.append((header(rank, step=step, rows=int(random.integers(0, 5))), gradients))
     return sent
 
 
@@ -603,7 +603,7 @@ def test_with_one_nn_worker_a_gradient_is_applied_as_it_is(mode):
         one.lookup(dict.fromkeys(TABLES, np.arange(40, dtype=np.uint64)), train=True)
     for step in range(3):
         ((h, gradients),) = pushes(np.random.default_rng(step), 1, step)
-        assert ps.push(h, gradients) == plain.push(h._replace(weight=1), gradients)
+        assert ps.push(h, gradients) == plain.push(h._replace(rows=1), gradients)
         counts = ps.push(h, gradients)  # The reply was lost.
         assert all(c == UpdateCounts(duplicate=25) for c in counts.values())
     for name in TABLES:

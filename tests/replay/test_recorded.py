@@ -292,7 +292,7 @@ def kill_at(deaths, monkeypatch):
     def last(header):
         """At which moment this push is to fail."""
         moment, sequence = deaths.get(header.rank, ("", 0))
-        return moment if header.sequence >= sequence and header.weight else ""
+        return moment if header.sequence >= sequence and header.rows else ""
 
     def fail(server, header):
         """Once at each server: another NN worker fills the place of the push."""

@@ -116,7 +116,7 @@ def test_lookups_and_pushes_are_journaled(how):
             return Contribution(batch_id, {name: np.ones_like(rows) for name, rows in found.rows.items()})
 
         def header(sequence):
-            return PushHeader(generation=1, rank=0, sequence=sequence, step=sequence, weight=3)
+            return PushHeader(generation=1, rank=0, sequence=sequence, step=sequence, rows=3)
 
         worker.push(header(1), [look_up(0)])  # Not recorded.
         for recorder in recorders:

@@ -146,7 +146,7 @@ def test_a_row_that_nobody_touched_takes_an_old_gradient():
     for step in range(5):
         server.add({"item": (ids[0], one)}, TakenGradient(step, step, 1.0, 1.0))
         server.apply(step)
-    old = TakenGradient(step=5, token=2, weight=0.0, share=1.0)
+    old = TakenGradient(step=5, token=2, decay=0.0, share=1.0)
     server.add({"item": (ids[1], one)}, old)
     server.add({"item": (ids[0], one)}, old)
     server.apply(5)

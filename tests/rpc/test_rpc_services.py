@@ -70,7 +70,7 @@ COLUMNS = {
 
 
 def header(sequence):
-    return PushHeader(generation=1, rank=0, sequence=sequence, step=sequence, weight=3)
+    return PushHeader(generation=1, rank=0, sequence=sequence, step=sequence, rows=3)
 
 
 def new_ps(store=NativeStore):

@@ -17,7 +17,7 @@ from persia.modes import Sync
 from persia.optim import SGD
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker
-from persia.types import Delivery, FedBatch
+from persia.types import Delivery, RegisteredBatch
 from persia.worker import Worker
 from support.processes import TIMEOUT
 
@@ -48,7 +48,7 @@ class Loader:
                 group = (number - feed.start) // feed.nn_workers // self.accumulation
                 worker = self.workers[(group * feed.nn_workers + rank) % len(self.workers)]
                 batch_id = worker.register(batch.id_features)
-                self.last[rank] = Delivery(number, FedBatch(batch_id, batch.dense, batch.labels, batch.day))
+                self.last[rank] = Delivery(number, RegisteredBatch(batch_id, batch.dense, batch.labels, batch.day))
             return self.last[rank]
 
     def end(self):

@@ -20,7 +20,7 @@ def make_loop(nn_workers, batches, error=ZeroDivisionError):
     ]
     network.apply.return_value = False  # In the middle of an accumulated update.
     embeddings = mock.MagicMock()
-    embeddings.prefetch.side_effect = lambda *_, **__: (SimpleNamespace(weight=4, batch_id=1) for _ in range(batches))
+    embeddings.prefetch.side_effect = lambda *_, **__: (SimpleNamespace(samples=4, batch_id=1) for _ in range(batches))
     state = SimpleNamespace(position=0, global_step=0, local_batch=4, mode=None)
     return TrainingLoop(state, network, embeddings, mock.MagicMock(), lambda: False, None), network
 

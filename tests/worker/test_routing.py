@@ -63,8 +63,8 @@ def drawn(rng, ids):
     return lambda n: rng.integers(0, ids, n).astype(np.uint64)
 
 
-def header(step, rank=0, weight=1, part=0, parts=1):
-    return PushHeader(1, rank, step + 1, step, weight, part, parts)
+def header(step, rank=0, rows=1, part=0, parts=1):
+    return PushHeader(1, rank, step + 1, step, rows, part, parts)
 
 
 def rows_of(found):
@@ -192,7 +192,7 @@ def test_global_reduction_over_workers_is_one_large_batch(servers):
             whole = features(drawn(rng, 9), 12)
             split = [{name: column.slice(a, b) for name, column in whole.items()} for a, b in ((0, 4), (4, 12))]
             large = mean_gradient(together.worker, whole)
-            together.worker.push(header(step, weight=12), [large])
+            together.worker.push(header(step, rows=12), [large])
             parts = [mean_gradient(apart.worker, part) for part in split]
             calls = [
                 threads.submit(apart.worker.push, header(step, 0, 4), [parts[0]]),

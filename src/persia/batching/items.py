@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from persia.batching.batch import Batch
 from persia.batching.frames import is_frame
 from persia.errors import DataError
-from persia.types import FedBatch
+from persia.types import RegisteredBatch
 
 __all__ = ["check_data", "checked_items", "not_a_batch"]
 
@@ -32,7 +32,7 @@ def not_a_batch(item: object, position: int | None = None) -> DataError:
     return DataError(message, batch=position)
 
 
-def checked_items(items: Iterable[object], start: int = 0) -> Iterator[Batch | FedBatch]:
+def checked_items(items: Iterable[object], start: int = 0) -> Iterator[Batch | RegisteredBatch]:
     """Yields the items of the data after checking that each is a batch.
 
     Args:
@@ -43,7 +43,7 @@ def checked_items(items: Iterable[object], start: int = 0) -> Iterator[Batch | F
         DataError: an item is not a batch; names its position.
     """
     for position, item in enumerate(items, start):
-        if not isinstance(item, Batch | FedBatch):
+        if not isinstance(item, Batch | RegisteredBatch):
             raise not_a_batch(item, position)
         yield item
 

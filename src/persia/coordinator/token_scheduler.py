@@ -231,7 +231,7 @@ class TokenScheduler(RecordedArrivals):
                 group=state.group,
                 token=drawn.value,
             )
-            worker.ticket = Ticket(dropped, header, decision.weight)
+            worker.ticket = Ticket(dropped, header, decision.decay)
             worker.finished += 1
             if not dropped:
                 worker.pushes[sequence] = header
@@ -242,7 +242,7 @@ class TokenScheduler(RecordedArrivals):
             if self.record is not None:
                 self.record.arrivals.append(
                     ArrivalRecord(
-                        caller.rank, drawn.number, rows, drawn.value, version, step, header.slot, decision.weight
+                        caller.rank, drawn.number, rows, drawn.value, version, step, header.slot, decision.decay
                     )
                 )
             state.report.count(caller.rank, worker.ticket, version, self._clock())

@@ -21,7 +21,7 @@ from persia.schema import Schema
 from persia.services import EmbeddingWorker, Seekable
 from persia.telemetry.logs import get_logger
 from persia.telemetry.tracing import Tracer
-from persia.types import Delivery, FedBatch, Feed, Int64Array
+from persia.types import Delivery, Feed, Int64Array, RegisteredBatch
 
 __all__ = ["FRESH_SECONDS", "Loader"]
 
@@ -37,7 +37,7 @@ class _Entry:
     Attributes:
         batch_id: batch id; None while it has to be registered (again).
         taken: whether its NN worker has received it with the batch id.
-        id_counts: id counts of a sampled batch; see `FedBatch`.
+        id_counts: id counts of a sampled batch; see `RegisteredBatch`.
         registered: time of its registration.
     """
 
@@ -278,7 +278,7 @@ class Loader:
             self._counts["taken"] += 1
             self._changed.notify_all()
         batch = entry.batch
-        return Delivery(number, FedBatch(batch_id, batch.dense, batch.labels, batch.day, entry.id_counts))
+        return Delivery(number, RegisteredBatch(batch_id, batch.dense, batch.labels, batch.day, entry.id_counts))
 
     def _late(self, number: int | None, what: str) -> DeadlineError:
         loader = self._feed.loader if self._feed is not None else "without a feed"

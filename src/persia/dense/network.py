@@ -137,8 +137,8 @@ class SharedNetwork:
             parameter.grad = None
         buffers = self._buffer_layout.pack(list(self._buffers.values())) if self._buffers else None
 
-        def push(header: PushHeader, weight: float) -> None:
-            if weight == 0 or header.weight == 0:
+        def push(header: PushHeader, decay: float) -> None:
+            if decay == 0 or header.rows == 0:
                 self.push_empty(header)
                 return
             parts: list[PushedDense] = []
@@ -146,7 +146,7 @@ class SharedNetwork:
                 owned_gradients = [gradients[number] for number in owned]
                 present = np.array([gradient is not None for gradient in owned_gradients], np.bool_)
                 packed = self._gradients[rank].pack(owned_gradients)
-                parts.append(PushedDense(weight, packed, present, buffers if rank == 0 else None))
+                parts.append(PushedDense(decay, packed, present, buffers if rank == 0 else None))
             call_all([functools.partial(s.push, header, part) for s, part in zip(self.servers, parts, strict=True)])
 
         return push

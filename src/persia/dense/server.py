@@ -131,7 +131,7 @@ class DenseServer(JournaledServer):
         def work(last: bool) -> None:
             with self._lock:
                 self._counts["pushes"] += 1
-                self._sum.add(present_gradients, buffers, float(header.weight), part.weight)
+                self._sum.add(present_gradients, buffers, float(header.rows), part.decay)
                 if (journal := self.journal) is not None:
                     journal.add(header, empty=present_gradients is None)
                 if last:
@@ -171,7 +171,7 @@ class DenseServer(JournaledServer):
         return self._values.pack([*self._owned.values(), *self._buffers.values()])
 
     def _apply(self) -> None:
-        """Makes an optimizer step with the sum of the gradients, unless all have weight 0."""
+        """Makes an optimizer step with the sum of the gradients, unless all have decay 0."""
         assert self._optimizer is not None
         self._exported = None
         gradient_sum, self._sum = self._sum, _GradientSum(len(self._owned))
@@ -199,7 +199,7 @@ class _GradientSum:
     def __init__(self, parameters: int) -> None:
         self._sums: list[torch.Tensor | None] = [None] * parameters
         self._buffers: list[torch.Tensor] = []
-        self._buffer_weight = 0.0
+        self._buffer_decay = 0.0
         self._unit = 0.0
         self._total = 0.0
         self._counted = 0.0
@@ -209,38 +209,38 @@ class _GradientSum:
         gradients: Sequence[torch.Tensor | None] | None,
         buffers: Sequence[torch.Tensor] | None,
         rows: float,
-        weight: float,
+        decay: float,
     ) -> None:
         self._unit = self._unit or rows
         share = rows / self._unit if rows else 0.0
         self._total += share
-        if gradients is None or weight == 0 or share == 0:
+        if gradients is None or decay == 0 or share == 0:
             return
-        self._counted += share * weight
+        self._counted += share * decay
         for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             total = self._sums[number]
             if total is None:
-                self._sums[number] = gradient * (share * weight)
+                self._sums[number] = gradient * (share * decay)
             else:
-                total.add_(gradient, alpha=share * weight)
+                total.add_(gradient, alpha=share * decay)
         if buffers:
-            self._add_buffers(buffers, share * weight)
+            self._add_buffers(buffers, share * decay)
 
-    def _add_buffers(self, buffers: Sequence[torch.Tensor], weight: float) -> None:
+    def _add_buffers(self, buffers: Sequence[torch.Tensor], decay: float) -> None:
         if not self._buffers:
-            self._buffers = [b * weight if b.is_floating_point() else b.clone() for b in buffers]
+            self._buffers = [b * decay if b.is_floating_point() else b.clone() for b in buffers]
         else:
             for total, buffer in zip(self._buffers, buffers, strict=True):
                 if total.is_floating_point():
-                    total.add_(buffer, alpha=weight)
+                    total.add_(buffer, alpha=decay)
                 else:
                     torch.maximum(total, buffer, out=total)
-        self._buffer_weight += weight
+        self._buffer_decay += decay
 
     def means(self) -> list[torch.Tensor | None] | None:
-        """Returns the sum divided by all weights, including gradients of weight 0; None if all weights are 0."""
+        """Returns the sum divided by all weights, including gradients of decay 0; None if all weights are 0."""
         if not self._counted:
             return None
         if self._total == 1.0:
@@ -248,7 +248,7 @@ class _GradientSum:
         return [total if total is None else total.mul_(1.0 / self._total) for total in self._sums]
 
     def buffer_means(self) -> list[torch.Tensor]:
-        return [b / self._buffer_weight if b.is_floating_point() else b for b in self._buffers]
+        return [b / self._buffer_decay if b.is_floating_point() else b for b in self._buffers]
 
 
 def partition(parameters: Sequence[TensorSpec], servers: int) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """The members of each role: directory, routing, failover, and the silent NN workers of a group."""
 
-from persia.membership.data_loaders import DataLoaders, fed_batches
+from persia.membership.data_loaders import DataLoaders, registered_batches
 from persia.membership.directory import UNREACHABLE, Directory, Roster, ServingMember
 from persia.membership.embedding_workers import EmbeddingWorkers
 from persia.membership.listener import Listener, await_members
@@ -14,5 +14,5 @@ __all__ = [
     "Roster",
     "ServingMember",
     "await_members",
-    "fed_batches",
+    "registered_batches",
 ]

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from persia.membership.directory import Directory, Roster
 from persia.rpc.fan_out import call_all
 from persia.services import DataLoader
-from persia.types import Delivery, FedBatch, Feed
+from persia.types import Delivery, Feed, RegisteredBatch
 
-__all__ = ["DataLoaders", "fed_batches"]
+__all__ = ["DataLoaders", "registered_batches"]
 
 
-def fed_batches(loader: DataLoader, epoch: int, start: int, rank: int, nn_workers: int) -> Iterator[FedBatch]:
+def registered_batches(
+    loader: DataLoader, epoch: int, start: int, rank: int, nn_workers: int
+) -> Iterator[RegisteredBatch]:
     """Yields the batches of an NN worker: `start + rank`, and every `nn_workers`-th batch after it.
 
     Args:

@@ -104,7 +104,7 @@ class EmbeddingWorkers:
         else:
             parts = list(batches.values())
             headers = [
-                header._replace(part=number, parts=len(parts), weight=sum(self._rows.get(c.batch_id, 0) for c in part))
+                header._replace(part=number, parts=len(parts), rows=sum(self._rows.get(c.batch_id, 0) for c in part))
                 for number, part in enumerate(parts)
             ]
             # Concurrently, as a PS holds each part until all have arrived. A change of membership causes several parts.

@@ -66,12 +66,12 @@ class Decision(NamedTuple):
 
     Attributes:
         action: action on the gradient.
-        weight: weight of its dense part, 0 or 1. A gradient of weight 0 changes nothing, but counts in the divisor of
+        decay: factor of its dense part, 0 or 1. A gradient of decay 0 changes nothing, but counts in the divisor of
             the sum. Rows have a rule of their own: `Mode.row_limit`.
     """
 
     action: Action
-    weight: float = 1.0
+    decay: float = 1.0
 
 
 class RowLimit(NamedTuple):
@@ -139,7 +139,7 @@ class Mode(Protocol):
 
     NN worker: `gate`, `depth_at`, `dense` (selects the training loop). Coordinator: `gate`, `waits_for_step`, `token`,
     `arrive`. Embedding PS: `arrive`, `row_limit`, `reduction`. At the start of a phase: `group`. The replay driver asks
-    all of them, and `weight`. The page docs/concepts/modes.md says when.
+    all of them, and `decay`. The page docs/concepts/modes.md says when.
     """
 
     def initial_depth(self) -> int | None:
@@ -187,8 +187,8 @@ class Mode(Protocol):
     def arrive(self, arrival: Arrival) -> Decision:
         """Decides what happens to a gradient that arrives."""
 
-    def weight(self, step: int, token: int) -> float:
-        """Returns the weight of a gradient for dense parameters, 0 or 1, the same as `arrive`.
+    def decay(self, step: int, token: int) -> float:
+        """Returns the decay of a gradient for dense parameters, 0 or 1, the same as `arrive`.
 
         Args:
             step: k.
@@ -211,9 +211,9 @@ class Mode(Protocol):
         """Returns how NN workers share the dense parameters."""
 
 
-def hold_until_full(arrival: Arrival, weight: float = 1.0) -> Decision:
+def hold_until_full(arrival: Arrival, decay: float = 1.0) -> Decision:
     """Holds gradients until their group is complete, and applies them with its last one."""
-    return Decision(Action.APPLY if arrival.held + 1 >= arrival.group else Action.HOLD, weight)
+    return Decision(Action.APPLY if arrival.held + 1 >= arrival.group else Action.HOLD, decay)
 
 
 def check_whole(mode: str, field: str, value: object, least: int, hint: str) -> None:
@@ -269,7 +269,7 @@ class OnArrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         """Applies the gradient."""
         return Decision(Action.APPLY)
 
-    def weight(self, step: int, token: int) -> float:
+    def decay(self, step: int, token: int) -> float:
         """Returns 1, whatever the age."""
         return 1.0
 

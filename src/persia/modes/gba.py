@@ -29,7 +29,7 @@ class Gba(Asynchronous, frozen=True, tag="gba"):
     """Trains asynchronously with the global batch of synchronous training, and so with the same hyper-parameters.
 
     A PS sums the gradients of any M = `global_batch_size` / local batch batches and applies the sum as one step. The
-    token of a batch is the global step at which it was handed out; a gradient whose token is too old has weight 0. Its
+    token of a batch is the global step at which it was handed out; a gradient whose token is too old has decay 0. Its
     age is the version of the parameters less its token: for dense parameters the global step, for each id the version
     of its row, which is the global step after the row's last change. A row that has not changed since accepts any
     gradient; one that changes in every step decays as dense parameters do. Fast NN workers never wait.
@@ -45,8 +45,8 @@ class Gba(Asynchronous, frozen=True, tag="gba"):
 
     Args:
         global_batch_size: rows of a step; that of the synchronous training before and after a switch.
-        tolerance: age in steps above which gradients have weight 0, the paper's iota.
-        reduction: divisor of the weighted sum of an id's gradients, those of weight 0 included; the same as in `Sync`,
+        tolerance: age in steps above which gradients have decay 0, the paper's iota.
+        reduction: divisor of the weighted sum of an id's gradients, those of decay 0 included; the same as in `Sync`,
             so that a switch needs no tuning. "global" is M, as for dense parameters; "per_id" is the number of
             gradients that have the id (Algorithm 2, line 23).
     """
@@ -80,13 +80,13 @@ class Gba(Asynchronous, frozen=True, tag="gba"):
         return self.global_batch_size // local_batch
 
     def arrive(self, arrival: Arrival) -> Decision:
-        """Holds gradients until there are M, each with its weight for dense parameters.
+        """Holds gradients until there are M, each with its decay for dense parameters.
 
-        k is constant while a group fills, so the weight is known on arrival, and a running sum suffices.
+        k is constant while a group fills, so the decay is known on arrival, and a running sum suffices.
         """
-        return hold_until_full(arrival, self.weight(arrival.step, arrival.token))
+        return hold_until_full(arrival, self.decay(arrival.step, arrival.token))
 
-    def weight(self, step: int, token: int) -> float:
+    def decay(self, step: int, token: int) -> float:
         """Returns 0 if step - token > tolerance, else 1 (equation 1)."""
         return 0.0 if step - token > self.tolerance else 1.0
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from persia.batching.batch import Batch
 from persia.batching.items import check_data, checked_items
 from persia.errors import ConfigError, PersiaError, StaleBatchError
-from persia.membership.data_loaders import fed_batches
+from persia.membership.data_loaders import registered_batches
 from persia.modes import Dense, Hybrid, Mode
 from persia.nn.arguments import (
     BATCH,
@@ -51,7 +51,7 @@ from persia.services import Cluster, ProcessCluster
 from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Histogram
 from persia.telemetry.run_record import FeatureCost
-from persia.types import FedBatch, Ids, RowsSet, RowState, StoredRows
+from persia.types import Ids, RegisteredBatch, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
 
@@ -158,7 +158,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
-    def fed(self, epoch: int = 0, start: int = 0) -> Iterator[FedBatch]:
+    def registered(self, epoch: int = 0, start: int = 0) -> Iterator[RegisteredBatch]:
         """Yields the batches that data loaders have for this NN worker, for `prefetch`.
 
         Args:
@@ -171,11 +171,11 @@ class EmbeddingCollection(torch.nn.Module):
         connection = self.connection
         if connection.loader is None:
             raise ConfigError("This cluster has no data loaders. Pass batches to `prefetch`.", field="cluster")
-        return fed_batches(connection.loader, epoch, start, connection.rank, connection.nn_workers)
+        return registered_batches(connection.loader, epoch, start, connection.rank, connection.nn_workers)
 
     def prefetch(
         self,
-        loader: Iterable[Batch | FedBatch],
+        loader: Iterable[Batch | RegisteredBatch],
         equal_steps: EqualSteps | None = None,
         *,
         tokens: TokenClient | None = None,
@@ -188,14 +188,15 @@ class EmbeddingCollection(torch.nn.Module):
         draws batches, if the rows are in memory of this process: there is nothing to hide.
 
         Args:
-            loader: any iterable of `persia.Batch`, a torch `DataLoader` with `batch_size=None` included; or `fed()`.
+            loader: any iterable of `persia.Batch`, a torch `DataLoader` with `batch_size=None` included; or
+                `registered()`.
             equal_steps: the `persia.dense.AllReduce` of a network that several NN workers train. The iterator then
                 yields the same number of batches on each of them, with dummy batches (`batch.dummy`) in place of
                 missing ones. Without it, batches that were lost with an embedding worker are skipped, and an NN
                 worker that has a batch when others have none raises UnequalStepsError where it is used.
             tokens: the token client of an asynchronous mode; `loader` yields its `batches` then.
-            start: batch number at which all NN workers begin in the pass over the data, as for `fed`. Only recorded
-                schedules use it.
+            start: batch number at which all NN workers begin in the pass over the data, as for `registered`.
+                Only recorded schedules use it.
             endless: whether `loader` may be idle for any time, like a stream; its next batch then has no deadline.
 
         Yields:
@@ -257,7 +258,7 @@ class EmbeddingCollection(torch.nn.Module):
             rows = self._worker.lookup(batch.batch_id, train=False)
         except StaleBatchError:  # Its gradient was dropped, or its embedding worker has been replaced.
             return batch
-        now, ready = self._transfer.rows(FedBatch(batch.batch_id, dense, labels, batch.day), rows)
+        now, ready = self._transfer.rows(RegisteredBatch(batch.batch_id, dense, labels, batch.day), rows)
         ready()
         return now
 

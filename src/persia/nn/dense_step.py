@@ -131,7 +131,7 @@ class DenseStep:
             self.times.add(time.perf_counter() - self._began)
             return result
         self._batches += 1
-        self._rows += batch.weight
+        self._rows += batch.samples
         if batch.dummy and self.replicas.nn_workers == 1:  # No other NN worker waits for it in a collective.
             nothing = batch.labels.new_zeros(())
             return nothing, nothing

@@ -16,7 +16,7 @@ from persia.nn.row_access import RowAccess
 from persia.nn.transfer import Transfer
 from persia.schema import Schema
 from persia.services import EmbeddingWorker
-from persia.types import FedBatch
+from persia.types import RegisteredBatch
 
 __all__ = ["EvaluationPass", "EvaluationReader"]
 
@@ -58,7 +58,7 @@ class EvaluationReader:
         """Whether to look up in a thread. On two cores it would only be in the network's way."""
         return self._ahead or len(os.sched_getaffinity(0)) > 2
 
-    def batches(self, source: Iterator[Batch | FedBatch]) -> Generator[PreparedBatch, None, None]:
+    def batches(self, source: Iterator[Batch | RegisteredBatch]) -> Generator[PreparedBatch, None, None]:
         """Yields batches with rows, looked up ahead where cores are spare. At the end warns of features without any."""
         return EvaluationPass(self).batches(source)
 
@@ -66,13 +66,13 @@ class EvaluationReader:
         """Returns a batch with rows, and the function that makes it ready. Blocks."""
         return self.look_up(self.validated(batch))
 
-    def validated(self, batch: Batch | FedBatch) -> Batch:
+    def validated(self, batch: Batch | RegisteredBatch) -> Batch:
         """Returns a batch that fits the schema.
 
         Raises:
             DataError: it does not.
         """
-        if isinstance(batch, FedBatch):
+        if isinstance(batch, RegisteredBatch):
             raise DataError("Batches of data loaders are for training; give evaluation a reader or a list.")
         batch.validate(self.schema, require_labels=False)
         return batch
@@ -98,7 +98,7 @@ class EvaluationPass:
         """Prepares the thread that looks up."""
         self._reader.transfer.begin_beside_network()
 
-    def register(self, batch: Batch | FedBatch) -> Batch:
+    def register(self, batch: Batch | RegisteredBatch) -> Batch:
         """Checks a batch. Nothing is registered, as no gradient follows."""
         return self._reader.validated(batch)
 
@@ -119,7 +119,7 @@ class EvaluationPass:
         """Ends the lookups."""
         self._closed = True
 
-    def batches(self, source: Iterator[Batch | FedBatch]) -> Generator[PreparedBatch, None, None]:
+    def batches(self, source: Iterator[Batch | RegisteredBatch]) -> Generator[PreparedBatch, None, None]:
         """Yields the batches; see `EvaluationReader.batches`."""
         reader, reading = self._reader, ReadingThread(source)
         runner: PassThreads | InlinePass

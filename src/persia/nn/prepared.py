@@ -91,7 +91,7 @@ class PreparedBatch:
         return self._packed if self._packed is not None else {name: part.numpy() for name, part in self.rows.items()}
 
     @property
-    def weight(self) -> int:
+    def samples(self) -> int:
         """Number of samples that count."""
         return 0 if self.dummy else len(self)
 

@@ -26,7 +26,7 @@ from persia.nn.replicas import EqualSteps
 from persia.nn.row_cache import RowCache
 from persia.nn.training_pass import PassContext, PassData, Push, TrainingPass
 from persia.nn.transfer import Encoded, Ready
-from persia.types import FedBatch, PushHeader
+from persia.types import PushHeader, RegisteredBatch
 
 __all__ = ["MOST_PUSHES", "StepPass", "StepPushes", "named"]
 
@@ -74,7 +74,7 @@ class StepPass(TrainingPass):
         """Waits at the gate."""
         return self._gate.pass_lookup()
 
-    def look_up(self, batch: FedBatch) -> tuple[PreparedBatch, Ready]:
+    def look_up(self, batch: RegisteredBatch) -> tuple[PreparedBatch, Ready]:
         """Looks up and numbers a batch."""
         prepared, make_ready = self._lookup.look_up(
             batch,

@@ -248,6 +248,6 @@ class TokenClient:
             if dense is None:
                 self.dense.push_empty(ticket.header)
             else:
-                dense(ticket.header, ticket.weight)
+                dense(ticket.header, ticket.decay)
         self._done = sequence
         return ticket, counts

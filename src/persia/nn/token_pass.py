@@ -21,7 +21,7 @@ from persia.nn.push_log import Gradient
 from persia.nn.token_client import DrawnToken, TokenClient
 from persia.nn.training_pass import PassContext, PassData, TrainingPass
 from persia.nn.transfer import Encoded, Ready
-from persia.types import FedBatch, PushHeader
+from persia.types import PushHeader, RegisteredBatch
 
 __all__ = ["TokenPass"]
 
@@ -45,7 +45,7 @@ class TokenPass(TrainingPass):
         """Waits until a batch is wanted and the gradient before it has arrived."""
         return self._client.pass_lookup()
 
-    def look_up(self, batch: FedBatch) -> tuple[PreparedBatch, Ready]:
+    def look_up(self, batch: RegisteredBatch) -> tuple[PreparedBatch, Ready]:
         """Draws the token of a batch and pulls the dense parameters, then looks up its rows.
 
         Rows are pushed before dense gradients, so the rows are at least as new as the parameters.

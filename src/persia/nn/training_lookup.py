@@ -16,7 +16,7 @@ from persia.nn.push_log import PushLog
 from persia.nn.row_cache import CachePlan, RowCache
 from persia.nn.transfer import Ready, Transfer, nothing_to_do
 from persia.schema import Schema
-from persia.types import FedBatch
+from persia.types import RegisteredBatch
 
 __all__ = ["TrainingLookup"]
 
@@ -55,17 +55,17 @@ class TrainingLookup:
         """Prepares the calling thread, a new one, for lookups next to a network that computes."""
         self._transfer.begin_beside_network()
 
-    def register(self, batch: Batch | FedBatch) -> FedBatch:
+    def register(self, batch: Batch | RegisteredBatch) -> RegisteredBatch:
         """Registers a batch, unless a data loader has."""
         if isinstance(batch, Batch):
             batch.validate(self._schema)
-            batch = FedBatch(self._worker.register(batch.id_features), batch.dense, batch.labels, batch.day)
+            batch = RegisteredBatch(self._worker.register(batch.id_features), batch.dense, batch.labels, batch.day)
         self._log.registered.add(batch.batch_id)
         return batch
 
     def look_up(
         self,
-        batch: FedBatch,
+        batch: RegisteredBatch,
         end_of_backward: Callable[[PreparedBatch], None],
         *,
         ready: int = 0,

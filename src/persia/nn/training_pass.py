@@ -22,7 +22,7 @@ from persia.nn.replicas import EqualSteps
 from persia.nn.training_lookup import TrainingLookup
 from persia.nn.transfer import Encoded, Ready
 from persia.telemetry.metrics import Histogram
-from persia.types import FedBatch
+from persia.types import RegisteredBatch
 
 __all__ = ["PassContext", "PassData", "TrainingPass"]
 
@@ -59,7 +59,7 @@ class PassData(NamedTuple):
         idle: called now and then by a draw that waits; None for no calls.
     """
 
-    source: Iterator[Batch | FedBatch]
+    source: Iterator[Batch | RegisteredBatch]
     start: int = 0
     endless: bool = False
     idle: Callable[[], None] | None = None
@@ -109,7 +109,7 @@ class TrainingPass(ABC):
         """Prepares the thread that looks up."""
         self._lookup.begin()
 
-    def register(self, batch: Batch | FedBatch) -> FedBatch:
+    def register(self, batch: Batch | RegisteredBatch) -> RegisteredBatch:
         """Registers a batch, unless a data loader has."""
         return self._lookup.register(batch)
 
@@ -118,7 +118,7 @@ class TrainingPass(ABC):
         """Blocks until the mode allows the next lookup; False once `close` was called."""
 
     @abstractmethod
-    def look_up(self, batch: FedBatch) -> tuple[PreparedBatch, Ready]:
+    def look_up(self, batch: RegisteredBatch) -> tuple[PreparedBatch, Ready]:
         """Looks up a batch. The second result makes it ready, in the training thread."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ class TrainingPass(ABC):
             equal_steps.start(0, has_data=False)
             return None if equal_steps.over() else self._lookup.dummy(equal_steps.dummy_rows)
         if equal_steps is not None:
-            equal_steps.start(batch.weight, has_data=True)
+            equal_steps.start(batch.samples, has_data=True)
         batch.began = time.monotonic()
         return batch
 

@@ -19,7 +19,7 @@ from persia.nn.options import check_device
 from persia.nn.prepared import PreparedBatch
 from persia.nn.row_cache import CachePlan
 from persia.schema import Table
-from persia.types import FedBatch, Floats, Int64Array, Inverse, LookedUp, Packed, WireRows
+from persia.types import Floats, Int64Array, Inverse, LookedUp, Packed, RegisteredBatch, WireRows
 
 __all__ = [
     "CpuStaging",
@@ -285,7 +285,7 @@ class Transfer:
         self._scratch = batching.Scratch()
 
     def rows(
-        self, batch: Batch | FedBatch, lookup: LookedUp, cached: CachePlan | None = None
+        self, batch: Batch | RegisteredBatch, lookup: LookedUp, cached: CachePlan | None = None
     ) -> tuple[PreparedBatch, Ready]:
         """Returns the batch on the device; call the second result in the using thread first.
 

@@ -242,7 +242,7 @@ class EmbeddingServer(JournaledServer):
             weighed = {
                 table: (part, self._weights(table, part.ids, header, limit)) for table, part in gradients.items()
             }
-            self._sums.add(weighed, header.weight)
+            self._sums.add(weighed, header.rows)
             if (journal := self.journal) is not None:
                 journal.add(header, empty=not gradients)
             if not last:
@@ -255,7 +255,7 @@ class EmbeddingServer(JournaledServer):
         """Returns the weight of each row, 0 or 1, by the step of its last change."""
         touched = self._store.last_steps(self._index[table], ids).astype(np.int64)
         counts = limit.admits(touched)
-        if header.weight:
+        if header.rows:
             self._row_staleness.add(limit.last_steps(touched) - header.token, counts)
         return counts.astype(np.float32)
 

@@ -89,7 +89,7 @@ def average_step(
         scratch: memory reused from call to call.
     """
     ranks = [list(parts) for _, parts in groupby(arrived, key=lambda a: a.header.rank)]
-    weights = [sum(part.header.weight for part in parts) for parts in ranks]
+    weights = [sum(part.header.rows for part in parts) for parts in ranks]
     total = float(sum(weights)) if reduction == "global" else None
     result: dict[str, Gradients] = {}
     for table in dict.fromkeys(name for one in arrived for name in one.gradients):

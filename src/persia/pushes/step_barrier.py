@@ -158,10 +158,10 @@ class StepBarrier:
             StalePushError: the generation is over, or the NN worker has skipped a step or restarted.
         """
         header = arrived.header
-        if header.rank not in self._ranks or not 0 <= header.part < header.parts or header.weight < 0:
+        if header.rank not in self._ranks or not 0 <= header.part < header.parts or header.rows < 0:
             raise StoreError(
-                f"Invalid push of NN worker {header.rank}, part {header.part} of {header.parts}, weight "
-                f"{header.weight}: a step has the NN workers {list(self._ranks)}. Start PSs and NN workers with the "
+                f"Invalid push of NN worker {header.rank}, part {header.part} of {header.parts}, rows "
+                f"{header.rows}: a step has the NN workers {list(self._ranks)}. Start PSs and NN workers with the "
                 "same number of NN workers.",
                 rank=header.rank,
             )

@@ -115,7 +115,7 @@ def replay(
                         raise DataError(f"Event {number}: batch {event.batch} was not read at {missing}.", event=number)
                     gradients[event.batch] = dict(compute(event.batch, inputs))
                 gradient = gradients[event.batch][event.server] if has_gradient else None
-                weight = 1.0 if schedule.by_rows else schedule.mode.weight(event.version, event.token)
+                weight = 1.0 if schedule.by_rows else schedule.mode.decay(event.version, event.token)
                 unit = 1 if schedule.by_rows else schedule.local_batch
                 server.add(gradient, TakenGradient(event.version, event.token, weight, event.rows / unit))
             settled[event.batch] = settled.get(event.batch, 0) + 1

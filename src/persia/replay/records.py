@@ -117,7 +117,7 @@ class _IndexedRecords(NamedTuple):
                 number = self._number(header)
                 lost = next(places) in empty
                 events.append(
-                    ScheduleEvent(0.0, "push", server, header.rank, number, token, version, header.weight, lost)
+                    ScheduleEvent(0.0, "push", server, header.rank, number, token, version, header.rows, lost)
                 )
             events.append(msgspec.structs.replace(events[-1], kind="apply", empty=False))
         for version in sorted(reads):
@@ -138,7 +138,7 @@ class _IndexedRecords(NamedTuple):
 
     def _number(self, header: PushHeader) -> int:
         read = self.by_push.get((header.rank, header.sequence))
-        if read is None and header.weight:
+        if read is None and header.rows:
             raise DataError(
                 f"No record of the batch of push {header.sequence} of NN worker {header.rank}, which took effect: the "
                 "coordinator restarted during the phase, which cannot be replayed.",

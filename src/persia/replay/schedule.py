@@ -35,7 +35,7 @@ class ScheduleEvent(msgspec.Struct, frozen=True, array_like=True):
         version: k of the server before the event.
         rows: rows of the batch; 0 for a push without data.
         empty: whether a push has no gradient at this server, so that its rows count only in the divisor: it was lost,
-            its weight is 0, or the batch has no id there.
+            its decay is 0, or the batch has no id there.
     """
 
     time: float
@@ -54,10 +54,10 @@ class Summary(msgspec.Struct, frozen=True):
 
     Attributes:
         seconds: time from start to end.
-        applied_rows: rows of batches whose dense gradient was applied with weight 1.
+        applied_rows: rows of batches whose dense gradient was applied with decay 1.
         batches: number of batches that were looked up.
         dropped: number of batches whose gradient came after its step (HopBw).
-        decayed: number of batches whose dense gradient had weight 0 (Gba).
+        decayed: number of batches whose dense gradient had decay 0 (Gba).
         lost: number of batches that never had a gradient.
         staleness_mean: mean number of steps of the dense parameters between pull and apply, over applied gradients.
         staleness_max: maximum of this number.
@@ -136,11 +136,11 @@ class Timeline(msgspec.Struct, frozen=True):
         dense = next(name for name in names if name.startswith(DENSE))
         rows = next(name for name in names if name.startswith(ROWS))
         arrived = [e for e in self.events if e.server == dense and e.kind == "push"]
-        decayed = sum(self.mode.weight(e.version, e.token) == 0 for e in arrived)
+        decayed = sum(self.mode.decay(e.version, e.token) == 0 for e in arrived)
         ages, row_ages = self._ages(dense, "pull"), self._ages(rows, "lookup")
         applied = [0] * self.nn_workers
         for event in arrived:
-            if not event.empty and self.mode.weight(event.version, event.token) > 0:
+            if not event.empty and self.mode.decay(event.version, event.token) > 0:
                 applied[event.worker] += event.rows
         seconds = self.end - self.start
         return Summary(
@@ -166,7 +166,7 @@ class Timeline(msgspec.Struct, frozen=True):
                 continue
             if event.kind == read:
                 versions[event.batch] = event.version
-            elif event.kind == "push" and not event.empty and self.mode.weight(event.version, event.token) > 0:
+            elif event.kind == "push" and not event.empty and self.mode.decay(event.version, event.token) > 0:
                 ages.append(event.version - versions[event.batch])
         return ages
 

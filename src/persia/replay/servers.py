@@ -38,14 +38,14 @@ class TakenGradient(NamedTuple):
     Attributes:
         step: k when the gradient arrived.
         token: token of the gradient.
-        weight: weight of the dense gradient, by the mode.
+        decay: decay of the dense gradient, by the mode.
         share: part of the divisor: the rows of its batch; at a dense PS divided by the rows of a full batch; 0 without
             data.
     """
 
     step: int
     token: int
-    weight: float
+    decay: float
     share: float
 
 
@@ -100,7 +100,7 @@ class ReplayDense:
 
     def add(self, gradient: Numbers | None, taken: TakenGradient) -> None:
         """Adds the weighted gradient."""
-        weight = taken.weight * taken.share
+        weight = taken.decay * taken.share
         self._shares += taken.share
         self._weight += weight
         if weight and gradient is not None:

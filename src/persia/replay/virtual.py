@@ -55,7 +55,7 @@ class _StoredRows:
 
     def update(self, gradients: RowGradients, step: int) -> None:
         self._pushes += 1
-        header = PushHeader(generation=1, rank=0, sequence=self._pushes, step=step, weight=1)
+        header = PushHeader(generation=1, rank=0, sequence=self._pushes, step=step, rows=1)
         self._server.push(header, {table: Gradients(*part) for table, part in gradients.items()})
 
 

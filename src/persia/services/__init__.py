@@ -13,7 +13,7 @@ from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, Sn
 from persia.services.recording import ReadObserver, Recordable, RecordableRows, RecordableTokens, RecordableWorker
 from persia.services.serving import FoundRows, RowServerState, RowsVersion, ServedEpoch, ServedRows
 from persia.services.streams import (
-    FedStream,
+    LoaderStream,
     NewBatch,
     SharedStream,
     Stream,
@@ -35,9 +35,9 @@ __all__ = [
     "Divisible",
     "EmbeddingPS",
     "EmbeddingWorker",
-    "FedStream",
     "Fingerprinted",
     "FoundRows",
+    "LoaderStream",
     "NewBatch",
     "Observable",
     "ProcessCluster",

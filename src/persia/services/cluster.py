@@ -13,7 +13,7 @@ from persia.services.control import Tokens
 from persia.services.data import DataLoader, Seekable
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker
-from persia.services.streams import FedStream
+from persia.services.streams import LoaderStream
 from persia.telemetry.metrics import Readings
 from persia.telemetry.tracing import Tracer
 from persia.types import StreamStart
@@ -66,7 +66,7 @@ class Connection(NamedTuple):
     halted: Callable[[], bool] | None = None
     gpus: float = 0.0
     tracer: Tracer | None = None
-    stream: Callable[[object], FedStream | None] | None = None
+    stream: Callable[[object], LoaderStream | None] | None = None
     near: bool = False
 
 

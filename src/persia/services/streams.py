@@ -12,7 +12,7 @@ from persia.telemetry.metrics import Metric
 from persia.types import Delivery, OffsetRange, Offsets, Partition, PartitionBounds, RecordedBatch
 
 __all__ = [
-    "FedStream",
+    "LoaderStream",
     "NewBatch",
     "SharedStream",
     "Stream",
@@ -209,7 +209,7 @@ class StreamDataLoader(DataLoader, Protocol):
         """Returns whether the stream is idle: an NN worker waits for it."""
 
 
-class FedStream(NamedTuple):
+class LoaderStream(NamedTuple):
     """A stream that data loaders read.
 
     Attributes:

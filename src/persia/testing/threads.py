@@ -28,7 +28,7 @@ from persia.services import (
     DensePS,
     EmbeddingPS,
     EmbeddingWorker,
-    FedStream,
+    LoaderStream,
     SharedStream,
 )
 from persia.testing.replicas import Meeting, ThreadReplicas
@@ -140,7 +140,7 @@ class Threads:
         """The stream that is being read, or was read last in this run; None if there is none."""
         return self._streams[-1] if self._streams else None
 
-    def _stream(self, rank: int, data: object, schema: Schema) -> FedStream | None:
+    def _stream(self, rank: int, data: object, schema: Schema) -> LoaderStream | None:
         """Returns the view of the stream of a `fit` call for one NN worker; the first call starts to read it."""
         if not isinstance(data, SharedStream):
             return None
@@ -250,11 +250,11 @@ class ThreadStream:
             self._begin(self._feed)  # Nothing changes for the other data loaders.
         old.end()
 
-    def of(self, rank: int) -> FedStream:
+    def of(self, rank: int) -> LoaderStream:
         """Returns the view of the stream for one NN worker."""
         stream = RecordedStream(self.log, rank == 0, self._source.commit, self._source.observe)
         loaders = DataLoaders(self._directory, self._timeout)
-        return FedStream(stream, StreamLoaders(loaders, self._begin, stream, self._nn_workers, self._timeout))
+        return LoaderStream(stream, StreamLoaders(loaders, self._begin, stream, self._nn_workers, self._timeout))
 
     def end(self) -> None:
         """Stops reading."""

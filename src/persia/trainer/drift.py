@@ -10,7 +10,7 @@ from persia.batching.sampling import is_sampled, sampled_ids, sampled_rows
 from persia.errors import DataError
 from persia.metrics.drift import DriftCounts, DriftReference, merged_drift
 from persia.schema import Schema
-from persia.types import FedBatch, Floats
+from persia.types import Floats, RegisteredBatch
 
 __all__ = ["DriftRecorder"]
 
@@ -31,9 +31,9 @@ class DriftRecorder:
         self._lock = threading.Lock()
         self._scored = 0
 
-    def read(self, number: int, batch: Batch | FedBatch) -> None:
+    def read(self, number: int, batch: Batch | RegisteredBatch) -> None:
         """Counts a batch of a pass, if it is its turn. One that does not fit the schema is left out."""
-        if isinstance(batch, FedBatch):
+        if isinstance(batch, RegisteredBatch):
             if batch.id_counts is None:
                 return
             counts = batch.id_counts

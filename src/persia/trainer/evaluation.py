@@ -21,7 +21,7 @@ from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.prepared import PreparedBatch
 from persia.schema import Schema
-from persia.types import FedBatch, Floats, Ids
+from persia.types import Floats, Ids, RegisteredBatch
 
 __all__ = ["Evaluator", "check_finite", "no_rows"]
 
@@ -85,7 +85,7 @@ class Evaluator:
             raise no_rows()
         return result if groups is None else dataclasses.replace(result, grouped=groups.result(gather))
 
-    def scored(self, data: Iterable[Batch | FedBatch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
+    def scored(self, data: Iterable[Batch | RegisteredBatch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
         """Yields batches and their logits. In between, model and collection are back in the mode that they had."""
         check_data("data", data)
         with self._evaluation_mode():
@@ -144,7 +144,7 @@ class _Groups:
         self._metrics = {label: GroupedMetrics(at) for label in schema.labels}
         self._waiting: collections.deque[Ids] = collections.deque()
 
-    def of(self, data: Iterable[Batch | FedBatch]) -> Iterator[Batch]:
+    def of(self, data: Iterable[Batch | RegisteredBatch]) -> Iterator[Batch]:
         """Yields the batches, and keeps the groups of each until its `update`. Another thread may draw them."""
         for position, batch in enumerate(checked_items(iter(data))):
             if not isinstance(batch, Batch):

@@ -66,8 +66,8 @@ class FitCall:
         """Step of the last checkpoint of this call."""
         if self._keep_best and eval_data is None:
             raise ConfigError("keep_best needs eval_data.", field="eval_data")
-        self._fed = connection.stream(train_data) if connection.stream is not None else None
-        stream = train_data if self._fed is None else self._fed.stream
+        self._loader_stream = connection.stream(train_data) if connection.stream is not None else None
+        stream = train_data if self._loader_stream is None else self._loader_stream.stream
         position = stream if isinstance(stream, StreamPosition) else None
         state.begin_source(train_data, stream=position is not None, again=again, restart=restart_data)
         set_local_batch(train_data, state)
@@ -125,7 +125,13 @@ class FitCall:
         phases = components.phases
         while state.data.left(self._epochs) and not bounds.reached():
             state.data = state.data.begin_pass()
-            source = source_of(self._train_data, state, self._connection, components.network.replicas, fed=self._fed)
+            source = source_of(
+                self._train_data,
+                state,
+                self._connection,
+                components.network.replicas,
+                loader_stream=self._loader_stream,
+            )
             state.loaded = False
             while not bounds.reached():
                 if phases.adopt_next_mode():

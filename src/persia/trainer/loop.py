@@ -33,7 +33,7 @@ from persia.trainer.progress import FitProgress
 from persia.trainer.publishing import Publishing
 from persia.trainer.sources import BatchSource
 from persia.trainer.state import TrainingState
-from persia.types import FedBatch
+from persia.types import RegisteredBatch
 
 __all__ = ["PhaseEnd", "TrainingLoop", "advise"]
 
@@ -154,7 +154,7 @@ class TrainingLoop:
             self._network.threads.suit(ahead=False)
         self._progress.score_rest()
 
-    def _counted(self, source: BatchSource) -> Callable[[int], Batch | FedBatch | None]:
+    def _counted(self, source: BatchSource) -> Callable[[int], Batch | RegisteredBatch | None]:
         return source.read if self._publishing is None else self._publishing.counted(source.read)
 
     def _forward_backward(self, batch: PreparedBatch, *, all_reduce: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +167,7 @@ class TrainingLoop:
         """Updates the local batch, the counts and the progress after a batch of global step `step`."""
         state, connection = self._state, self._embeddings.connection
         first = not state.local_batch
-        state.local_batch = max(state.local_batch, batch.weight)
+        state.local_batch = max(state.local_batch, batch.samples)
         if first and connection.rank == 0:
             advise(state.mode, connection.nn_workers, state.local_batch)
         self._progress.trained(step, batch, logits, loss)
@@ -187,8 +187,8 @@ def _closing_with_error(prepared: Generator[PreparedBatch, None, None]) -> Itera
 
 
 def _in_turn(
-    read: Callable[[int], Batch | FedBatch | None], position: int, batches: int | None, connection: Connection
-) -> Iterator[Batch | FedBatch]:
+    read: Callable[[int], Batch | RegisteredBatch | None], position: int, batches: int | None, connection: Connection
+) -> Iterator[Batch | RegisteredBatch]:
     """Reads every `nn_workers`-th batch, from `position` plus the rank on."""
     number, left = position + connection.rank, batches
     while left is None or left > 0:

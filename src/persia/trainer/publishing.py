@@ -29,7 +29,7 @@ from persia.trainer.drift import DriftRecorder
 from persia.trainer.finite_state import FiniteState
 from persia.trainer.options import Declared
 from persia.trainer.state import TrainingState
-from persia.types import FedBatch, ModelDescription, PublishOptions, PublishOrder
+from persia.types import ModelDescription, PublishOptions, PublishOrder, RegisteredBatch
 
 __all__ = ["Publishing"]
 
@@ -48,7 +48,7 @@ RETRY_SECONDS = 20.0
 """The last network is retried for so long; the PSs retry their last rows by themselves."""
 
 
-_Read = TypeVar("_Read", bound=Batch | FedBatch | None)
+_Read = TypeVar("_Read", bound=Batch | RegisteredBatch | None)
 
 
 class _Network(NamedTuple):

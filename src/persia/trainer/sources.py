@@ -18,7 +18,7 @@ from persia.services import (
     Connection,
     DataLoader,
     Divisible,
-    FedStream,
+    LoaderStream,
     Seekable,
     Sharded,
     StreamDataLoader,
@@ -26,7 +26,7 @@ from persia.services import (
 )
 from persia.trainer.data_progress import DataProgress, Pass
 from persia.trainer.state import TrainingState
-from persia.types import FedBatch, Feed
+from persia.types import Feed, RegisteredBatch
 
 __all__ = [
     "BatchSource",
@@ -51,7 +51,7 @@ class BatchSource(Protocol):
     def endless(self) -> bool:
         """Whether `read` may block for any time, until a stream has data."""
 
-    def read(self, number: int) -> Batch | FedBatch | None:
+    def read(self, number: int) -> Batch | RegisteredBatch | None:
         """Returns a batch; None if the pass has none of this number, nor a higher one. Blocks."""
 
     def forget(self, below: int) -> None:
@@ -83,8 +83,8 @@ class LocalSource:
 
     def __init__(
         self,
-        reopen: Callable[[int], Iterator[Batch | FedBatch]] | None,
-        rest: Iterator[Batch | FedBatch],
+        reopen: Callable[[int], Iterator[Batch | RegisteredBatch]] | None,
+        rest: Iterator[Batch | RegisteredBatch],
         position: int,
         state: TrainingState | None = None,
     ) -> None:
@@ -94,13 +94,13 @@ class LocalSource:
         self._rest = rest
         self._following = position
         """Number of the next batch of `_rest`."""
-        self._kept: dict[int, Batch | FedBatch] = {}
+        self._kept: dict[int, Batch | RegisteredBatch] = {}
         self._failure: Exception | None = None
         """The error that ended `_rest`. It is kept, as a generator that has raised an error raises no other."""
         # The reading thread of a phase that was left may still be within `next` when the next phase's thread begins.
         self._lock = threading.Lock()
 
-    def read(self, number: int) -> Batch | FedBatch | None:
+    def read(self, number: int) -> Batch | RegisteredBatch | None:
         """Returns a batch; None if the pass has none of this number.
 
         Raises:
@@ -110,7 +110,7 @@ class LocalSource:
         with self._lock:
             return self._read(number)
 
-    def _read(self, number: int) -> Batch | FedBatch | None:
+    def _read(self, number: int) -> Batch | RegisteredBatch | None:
         batch = self._kept.get(number)
         if batch is not None:
             return batch
@@ -168,7 +168,7 @@ class LoaderSource:
         self._epoch = epoch
         self._on_demand: bool | None = None
 
-    def read(self, number: int) -> Batch | FedBatch | None:
+    def read(self, number: int) -> Batch | RegisteredBatch | None:
         """Returns a batch; blocks until it is there."""
         rank = 0 if self._on_demand else self._rank
         return self._loader.take(rank, self._epoch, number).batch
@@ -206,7 +206,7 @@ class StreamSource(LoaderSource):
         self._stream_loader = loader
         self._state = state
 
-    def read(self, number: int) -> Batch | FedBatch | None:
+    def read(self, number: int) -> Batch | RegisteredBatch | None:
         """Returns a batch; blocks until it has come, and with it the batches of the other NN workers in its step."""
         if self._on_demand:
             return self._stream_loader.take_on_demand(self._epoch, number).batch
@@ -307,7 +307,7 @@ def source_of(
     connection: Connection,
     replicas: Replicas,
     *,
-    fed: FedStream | None = None,
+    loader_stream: LoaderStream | None = None,
 ) -> BatchSource:
     """Opens the rest of the pass under way.
 
@@ -316,9 +316,9 @@ def source_of(
         state: has the pass and the position. After it has been loaded, an iterator is at its beginning.
         connection: has the data loaders, if any.
         replicas: of all NN workers; the first one makes data loaders begin.
-        fed: a stream that data loaders read.
+        loader_stream: a stream that data loaders read.
     """
-    loader = fed.loader if fed is not None else connection.loader
+    loader = loader_stream.loader if loader_stream is not None else connection.loader
     position = state.position
     if loader is not None:
 
@@ -328,8 +328,8 @@ def source_of(
             feed = Feed(state.pass_number, state.position, takers, 0, 1, 1, connection.generation, on_demand)
             replicas.run_on_rank0(lambda: loader.begin(feed), NoneType)
 
-        if fed is not None:
-            return StreamSource(fed.loader, begin, state, connection.rank)
+        if loader_stream is not None:
+            return StreamSource(loader_stream.loader, begin, state, connection.rank)
         return LoaderSource(loader, begin, connection.rank, state.pass_number)
     assert data is not None
     if isinstance(data, Seekable):

@@ -18,11 +18,11 @@ __all__ = [
     "BatchId",
     "Contribution",
     "Delivery",
-    "FedBatch",
     "Feed",
     "LookedUp",
     "Offsets",
     "PushHeader",
+    "RegisteredBatch",
     "UpdateCounts",
     "sum_counts",
 ]
@@ -74,7 +74,7 @@ class PushHeader(NamedTuple):
         rank: rank of the NN worker.
         sequence: number of the push at that NN worker in this generation, from 1; equal for all parts of a push.
         step: global step to which the gradients belong.
-        weight: rows (samples) of the batches, even if their gradients are lost; 0 for a contribution without data.
+        rows: samples of the batches, even if their gradients are lost; 0 for a contribution without data.
         part: number of this part, if the batches of a step are buffered at several embedding workers.
         parts: number of parts that this NN worker pushes for this step.
         slot: position within the step in asynchronous modes, from 0; -1 in other modes.
@@ -86,7 +86,7 @@ class PushHeader(NamedTuple):
     rank: int
     sequence: int
     step: int
-    weight: int
+    rows: int
     part: int = 0
     parts: int = 1
     slot: int = -1
@@ -208,7 +208,7 @@ class Feed(NamedTuple):
         return self.generation, self.epoch, self.start, self.nn_workers, self.on_demand
 
 
-class FedBatch(NamedTuple):
+class RegisteredBatch(NamedTuple):
     """A batch whose ID features are buffered at an embedding worker.
 
     Attributes:
@@ -236,4 +236,4 @@ class Delivery(NamedTuple):
     """
 
     number: int
-    batch: FedBatch | None
+    batch: RegisteredBatch | None

@@ -26,13 +26,13 @@ class PushedDense(NamedTuple):
     """The dense part of a push to one dense PS.
 
     Attributes:
-        weight: weight of the gradient, 0 or 1.
+        decay: of the gradient, 0 or 1.
         gradients: concatenated gradients of its parameters; None without a gradient.
         present: whether each parameter has a gradient, bool `[parameters]`.
         buffers: concatenated buffers after the forward pass.
     """
 
-    weight: float
+    decay: float
     gradients: Bytes | None
     present: BoolArray | None
     buffers: Bytes | None

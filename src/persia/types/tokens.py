@@ -39,7 +39,7 @@ class RowStaleness:
 
     Attributes:
         rows: number of rows of gradients.
-        stale: number of rows whose gradient was too old and had weight 0.
+        stale: number of rows whose gradient was too old and had decay 0.
         staleness_sum: sum over the other rows.
         staleness_max: maximum over the other rows.
     """
@@ -54,7 +54,7 @@ class RowStaleness:
 
         Args:
             behind: step of the last change minus the token, `[n]`.
-            counts: whether the gradient has weight 1, `[n]`.
+            counts: whether the gradient has decay 1, `[n]`.
         """
         self.rows += len(behind)
         self.stale += len(behind) - int(np.count_nonzero(counts))
@@ -113,12 +113,12 @@ class Ticket(NamedTuple):
     Attributes:
         dropped: whether the gradient is too late and must not be pushed.
         header: header of the push.
-        weight: weight of the dense gradient, 0 or 1.
+        decay: decay of the dense gradient, 0 or 1.
     """
 
     dropped: bool
     header: PushHeader
-    weight: float
+    decay: float
 
 
 class QuiesceResult(NamedTuple):
@@ -156,7 +156,7 @@ class ArrivalRecord(NamedTuple):
         version: version of the dense parameters from which it was computed.
         step: step that it belongs to; for a dropped gradient, the current step.
         slot: position within that step; -1 if it was dropped.
-        weight: weight of its dense part.
+        decay: decay of its dense part.
     """
 
     rank: int
@@ -166,7 +166,7 @@ class ArrivalRecord(NamedTuple):
     version: int
     step: int
     slot: int
-    weight: float
+    decay: float
 
 
 class ReadRecord(NamedTuple):
@@ -196,7 +196,7 @@ class JournalRecord(NamedTuple):
         version: number of updates since step 0 at the start of the recording.
         headers: headers of the pushes, in the order in which they took effect.
         reads: version of the rows that were looked up for a batch, by batch id. Empty at a dense PS.
-        empty: ascending positions in `headers` of pushes without gradients: they were lost, their weight is 0, or the
+        empty: ascending positions in `headers` of pushes without gradients: they were lost, their decay is 0, or the
             batch has no id there.
     """
 
@@ -244,14 +244,14 @@ class TokenReport(msgspec.Struct):
     Attributes:
         seconds: duration of these phases.
         workers: counts by rank.
-        batches: number of gradients applied with weight 1.
+        batches: number of gradients applied with decay 1.
         rows: number of samples of these gradients.
-        dropped_batches: number of gradients that were dropped, or whose dense part had weight 0.
+        dropped_batches: number of gradients that were dropped, or whose dense part had decay 0.
         dropped_rows: number of samples of dropped gradients.
         staleness_sum: sum over applied gradients of the steps between the parameters from which they were computed and
             the parameters to which they were applied.
         staleness_max: maximum of these steps.
-        token_staleness_max: maximum number of steps between token and application of gradients with weight 1.
+        token_staleness_max: maximum number of steps between token and application of gradients with decay 1.
         lost_tokens: number of tokens of dead NN workers.
         lost_batches: number of batches of dead NN workers that were not trained, or may not have been.
         abandoned: number of pushes of dead NN workers that others have filled.
@@ -295,15 +295,15 @@ class TokenReport(msgspec.Struct):
         """Counts an arrival."""
         worker = self.workers.setdefault(rank, WorkerReport())
         header = ticket.header
-        if ticket.dropped or not ticket.weight:
+        if ticket.dropped or not ticket.decay:
             worker.dropped += 1
             self.dropped_batches += 1
-            self.dropped_rows += header.weight
+            self.dropped_rows += header.rows
         else:
             worker.batches += 1
-            worker.rows += header.weight
+            worker.rows += header.rows
             self.batches += 1
-            self.rows += header.weight
+            self.rows += header.rows
             self.staleness_sum += max(0, header.step - version)
             self.staleness_max = max(self.staleness_max, header.step - version)
             self.token_staleness_max = max(self.token_staleness_max, header.step - header.token)

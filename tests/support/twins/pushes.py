@@ -22,7 +22,7 @@ def average_step(arrived: Sequence[ArrivedPush], reduction: Reduction) -> dict[s
     pushed: dict[str, list[int]] = {}
     sums: dict[str, dict[int, dict[int, Floats]]] = {}  # table, id, rank: the sum of the rank's parts
     for header, gradients, _ in arrived:
-        weights[header.rank] += header.weight
+        weights[header.rank] += header.rows
         for table, (ids, values) in gradients.items():
             pushed.setdefault(table, []).append(header.rank)
             for id_, value in zip(ids.tolist(), values, strict=True):

@@ -21,7 +21,7 @@ from persia.services import (
     DensePS,
     EmbeddingPS,
     EmbeddingWorker,
-    FedStream,
+    LoaderStream,
     StreamLog,
     Tokens,
 )
@@ -159,7 +159,7 @@ class WorkerConnection:
         if self._stream_log is not None and commit is not None and begin is not None:
             stream = RecordedStream(self._stream_log, False, commit)
             loaders = DataLoaders(self._loaders, timeout)
-            fed = FedStream(stream, StreamLoaders(loaders, begin, stream, plan.nn_workers, timeout))
+            fed = LoaderStream(stream, StreamLoaders(loaders, begin, stream, plan.nn_workers, timeout))
             self.connection = self.connection._replace(stream=lambda _: fed)
 
     def close(self) -> None:
