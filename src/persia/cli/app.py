@@ -62,8 +62,8 @@ app.add_typer(control_app, name="control")
 app.add_typer(bench_app, name="bench")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         say(f"persia {__version__}")
         raise typer.Exit
 
@@ -79,7 +79,7 @@ def root(
 
 def main() -> Any:
     """Runs the command line. Prints a PersiaError or OSError as one line, without a traceback."""
-    limit_spinning()  # This process is ours; commands load torch.
+    limit_spinning()  # Before a command loads torch.
     if logging.lastResort is not None:  # Writes the warnings of commands without a log of their own.
         logging.lastResort.setFormatter(LogFormatter())
     try:

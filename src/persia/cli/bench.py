@@ -33,17 +33,16 @@ def modes(
 ) -> None:
     """Compare the speed of all modes while some NN workers are slow.
 
-    Compute time is emulated by sleeping, so one machine can stand for many. Hybrid is compared as it is after its
-    warm-up.
+    Compute time is emulated by sleeping, so one machine can stand for many. Hybrid runs as it does after its warm-up.
     """
     from persia.cli import ui as out
     from persia.testing import emulation
 
     out.check_writable(json)
-    found = emulation.compare(emulation.Emulation.parse(workers, slow, compute, trace), steps)
-    say(emulation.table(found))
+    speeds = emulation.compare(emulation.Emulation.parse(workers, slow, compute, trace), steps)
+    say(emulation.table(speeds))
     if json is not None:
-        out.write_json(json, [emulation.record(line) for line in found])
+        out.write_json(json, [emulation.record(line) for line in speeds])
 
 
 @bench_app.command()

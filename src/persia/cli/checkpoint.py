@@ -63,7 +63,7 @@ def reshard(
     step: Step = None,
     table: Tables = None,
     dtype: Annotated[
-        str, typer.Option(help="Type of the embeddings: float32, bfloat16, float16, or table for that of each table.")
+        str, typer.Option(help="Type of the embeddings: float32, bfloat16, float16, or table for each table's own.")
     ] = "table",
     rows_only: Annotated[bool, typer.Option("--rows-only", help="Omit the optimizer state of rows.")] = False,
 ) -> None:
@@ -115,10 +115,10 @@ def diff(
 
     total = _rows(CheckpointReader(first, step), None) + _rows(CheckpointReader(second, second_step), None)
     with _bar("comparing", total) as progress:
-        found = diff_checkpoints(first, second, steps=(step, second_step), progress=progress)
+        differences = diff_checkpoints(first, second, steps=(step, second_step), progress=progress)
     columns = ("only first", "only second", "same", "changed", "largest", "mean distance")
     table = Grid("table", *columns, text=["table"], title="Embeddings")
-    for t in found:
+    for t in differences:
         counts = (f"{count:,}" for count in (t.only_first, t.only_second, t.same, t.changed))
         table.add_row(t.name, *counts, f"{t.largest:.3g}", f"{t.mean:.3g}")
     out.CONSOLE.print(table)
@@ -170,7 +170,7 @@ def publish(
 ) -> None:
     """Publish a checkpoint to a log of changes, for prediction servers.
 
-    They replace what they serve by it. Nothing else may publish there.
+    The servers replace everything that they serve with the checkpoint. Nothing else may publish to the same log.
     """
     from persia.checkpoint import CheckpointReader
     from persia.config import convert, load
@@ -186,7 +186,7 @@ def publish(
 
 
 def _rows(reader: CheckpointReader, tables: list[str] | None) -> int:
-    """Number of rows to read, including those that a later increment replaces."""
+    """Number of rows to read, including rows that a later increment replaces."""
     return sum(
         link.manifest.tables[name].rows
         for link in reader.links

@@ -25,8 +25,8 @@ def resolve_paths(tree: dict[str, Any], directory: Path) -> None:
     """Makes the relative paths in a configuration absolute, in place. URLs and topics stay.
 
     Args:
-        tree: the configuration as plain data, before it is checked: a field of the wrong type stays for the check.
-        directory: what paths are relative to.
+        tree: the configuration as plain data, before validation. A field of the wrong type stays as it is.
+        directory: directory that relative paths start from.
     """
     trainer = _section(tree, "trainer")
     publish = _section(trainer, "publish")
@@ -52,8 +52,8 @@ def _records(value: Any) -> list[dict[str, Any]]:
 
 
 def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    found = tree.get(name)
-    return found if isinstance(found, dict) else {}
+    section = tree.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _absolute(value: Any, directory: Path) -> Any:

@@ -34,7 +34,7 @@ def load_config(config: str, overrides: list[str] | None, output: str | None = N
     Args:
         config: path of the file.
         overrides: values of --set.
-        output: directory for checkpoints, instead of that of the file.
+        output: directory for checkpoints; overrides the file.
 
     Raises:
         ConfigError: the file cannot be read, or an override has no path.

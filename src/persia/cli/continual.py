@@ -119,65 +119,65 @@ class Recipe:
                 self.records = msgspec.json.decode(text, type=list[DayRecord], dec_hook=decode_hook)
             except msgspec.MsgspecError as error:
                 raise CheckpointError(f"{output}/{FILE} cannot be read: {error}.", path=output) from error
-        elif found := list_checkpoints(output):
+        elif checkpoints := list_checkpoints(output):
             raise CheckpointError(
-                f"{output} holds another run, trained to step {found[-1].step}. To continue from its checkpoint, give "
-                f"--inherit {output} and another directory as --output.",
+                f"{output} holds another run, trained to step {checkpoints[-1].step}. To continue from its checkpoint, "
+                f"give --inherit {output} and another directory as --output.",
                 path=output,
             )
         self._reported = TokenReport()
 
     def run(
-        self, trainer: Trainer, wanted: range, inherit: str | None = None, *, restart_data: bool = False
+        self, trainer: Trainer, requested: range, inherit: str | None = None, *, restart_data: bool = False
     ) -> Iterator[DayRecord]:
-        """Trains the wanted days that are not trained yet; yields the record of each.
+        """Trains the requested days that are not trained yet; yields the record of each.
 
         Args:
             trainer: a new trainer.
-            wanted: days to train.
+            requested: days to train.
             inherit: directory whose latest checkpoint the first day starts from. Ignored if the output directory has
                 a checkpoint.
             restart_data: begin an interrupted day at its first batch.
 
         Raises:
-            ConfigError: the output has later days, or no wanted day has rows.
+            ConfigError: the output has later days, or no requested day has rows.
             CheckpointError: a checkpoint does not match the configuration.
         """
-        begun = self._resume(trainer, inherit)
+        unfinished = self._resume(trainer, inherit)
         # A checkpoint has the batch size of its run, which another cluster need not have.
         trainer.state.local_batch = self._config.data.batch_size
-        wanted = self._missing(wanted, begun)
-        if not wanted:
+        requested = self._missing(requested, unfinished)
+        if not requested:
             return
         row = self.records[-1].first_row if self.records else 0
-        found = days(self._config.reader(), self._config.data.batch_size, wanted[0], wanted[-1], row=row)
-        for day, test_day in itertools.zip_longest(found, [*found][1:]):
-            if day in wanted:
-                resumed = begun is not None and begun.day == day
-                record = begun if begun is not None and resumed else self._begin(trainer, day, found[day])
+        spans = days(self._config.reader(), self._config.data.batch_size, requested[0], requested[-1], row=row)
+        for day, test_day in itertools.zip_longest(spans, [*spans][1:]):
+            if day in requested:
+                resumed = unfinished is not None and unfinished.day == day
+                record = unfinished if unfinished is not None and resumed else self._begin(trainer, day, spans[day])
                 restart = restart_data and resumed
-                yield self._finish(trainer, record, resumed, restart, found[day], found.get(test_day), test_day)
-        if not any(day in wanted for day in found):
+                yield self._finish(trainer, record, resumed, restart, spans[day], spans.get(test_day), test_day)
+        if not any(day in requested for day in spans):
             raise ConfigError(
-                f"The data have no rows of the days {wanted[0]} to {wanted[-1]}; correct --days or data.path.",
+                f"The data have no rows of the days {requested[0]} to {requested[-1]}; correct --days or data.path.",
                 field="days",
             )
 
-    def _missing(self, wanted: range, begun: DayRecord | None) -> range:
-        """Returns the wanted days that are not trained yet."""
-        done = [record.day for record in self.records if record is not begun]
-        if done and wanted[-1] <= done[-1]:
-            if not set(wanted) & set(done):
+    def _missing(self, requested: range, unfinished: DayRecord | None) -> range:
+        """Returns the requested days that are not trained yet."""
+        done = [record.day for record in self.records if record is not unfinished]
+        if done and requested[-1] <= done[-1]:
+            if not set(requested) & set(done):
                 raise ConfigError(
-                    f"{self._output} is trained to day {done[-1]}, and days {wanted[0]} to {wanted[-1]} come before "
-                    "it. Give another directory as --output.",
+                    f"{self._output} is trained to day {done[-1]}, and days {requested[0]} to {requested[-1]} come "
+                    "before it. Give another directory as --output.",
                     field="days",
                 )
             return range(0)
-        missing = range(max(wanted[0], done[-1] + 1 if done else 0), wanted[-1] + 1)
-        if begun is not None and begun.day != missing[0]:
+        missing = range(max(requested[0], done[-1] + 1 if done else 0), requested[-1] + 1)
+        if unfinished is not None and unfinished.day != missing[0]:
             raise ConfigError(
-                f"{self._output} was interrupted in the middle of day {begun.day}; start --days with that day.",
+                f"{self._output} was interrupted in the middle of day {unfinished.day}; start --days with that day.",
                 field="days",
             )
         return missing
@@ -205,7 +205,7 @@ class Recipe:
         epochs = self._config.train.epochs
         changes: dict[str, Any] = {}
         if not resumed or trainer.epoch < epochs:  # Else the run was interrupted between training and testing.
-            # Another run may have trained the day, or begun it.
+            # Another run may have trained the day, or a part of it.
             changes = self._measured(trainer.fit(span, epochs=epochs, again=not resumed, restart_data=restart))
         changes["progressive_auc"] = _known(trainer.metrics.result().auc_per_day.get(record.day, math.nan))
         if test is not None:
@@ -259,9 +259,9 @@ class Recipe:
 def table(records: list[DayRecord]) -> Grid:
     """Formats one row per day."""
     columns = ("day", "mode", "rows", "rows/s", "progressive AUC", "tested on", "AUC", "log-loss", "calibration")
-    found = Grid(*columns, "dropped", "staleness", "lost tokens", text=["mode"], title="continual training")
+    grid = Grid(*columns, "dropped", "staleness", "lost tokens", text=["mode"], title="continual training")
     for r in records:
-        found.add_row(
+        grid.add_row(
             str(r.day),
             type(r.mode).__name__,
             f"{r.rows:,}",
@@ -275,7 +275,7 @@ def table(records: list[DayRecord]) -> Grid:
             f"{r.staleness_mean:.2f}",
             f"{r.lost_tokens:,}",
         )
-    return found
+    return grid
 
 
 def _text(value: float | None, form: str) -> str:

@@ -50,8 +50,8 @@ def switch(
 
     arguments: dict[str, Any] = {"kind": kind}
     for override in overrides or []:
-        name, found, value = override.partition("=")
-        if not found:
+        name, equals, value = override.partition("=")
+        if not equals:
             raise ConfigError(f"Invalid --set {override}; expected NAME=VALUE.", field="set")
         try:
             arguments[name] = jsonlib.loads(value)

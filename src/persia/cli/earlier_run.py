@@ -1,4 +1,4 @@
-"""A directory that holds an earlier run: what can be done with it, by commands that work."""
+"""Checks whether a directory holds an earlier run, and formats the commands that can use it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from persia.cli.run_config import RunConfig
     from persia.schema import Schema
 
-__all__ = ["Command", "check_unused", "held", "refusal", "remove", "ways_to_resume"]
+__all__ = ["Command", "check_unused", "existing_step", "refusal", "remove", "ways_to_resume"]
 
 
 class Command(NamedTuple):
-    """The command that was typed, to print it with other directories.
+    """The command line of this process, to print it with other directories.
 
     Attributes:
         config: path of the configuration.
@@ -35,24 +35,24 @@ class Command(NamedTuple):
         return command_line(["train", self.config, *words], list(self.overrides or []), self.json)
 
 
-def held(output: str | None, resume: str | None) -> int | None:
-    """Returns the step of the run that a directory holds; None if it holds none, or the one that is resumed."""
+def existing_step(output: str | None, resume: str | None) -> int | None:
+    """Returns the step of the run that a directory holds; None if it holds no run, or the run that is resumed."""
     from persia.checkpoint import list_checkpoints
 
     # `realpath` treats a URL as a relative path, so equal URLs stay equal.
     if output is None or (resume is not None and os.path.realpath(resume) == os.path.realpath(output)):
         return None
-    found = list_checkpoints(output)
-    return found[-1].step if found else None
+    checkpoints = list_checkpoints(output)
+    return checkpoints[-1].step if checkpoints else None
 
 
 def check_unused(output: str) -> None:
-    """Rejects a directory with checkpoints of a run, as another one would mix with it.
+    """Rejects a directory that holds a run, as a second run there would mix with it.
 
     Raises:
         CheckpointError: the directory holds a run.
     """
-    step = held(output, None)
+    step = existing_step(output, None)
     if step is not None:
         raise CheckpointError(
             f"{output} holds another run, trained to step {step}; give another directory as --output.", path=output
@@ -64,34 +64,34 @@ def refusal(output: str, step: int, command: Command, run: RunConfig, schema: Sc
 
     Args:
         output: the directory.
-        step: to which that run is trained.
-        command: what was typed.
+        step: last step of that run.
+        command: the command line of this process.
         run: the configuration.
-        schema: that of its data.
+        schema: schema of the configuration's data.
     """
-    why, reader = _why_not(output, run, schema)
+    obstacle, reader = _resume_obstacle(output, run, schema)
     lines = [f"{output} holds another run, trained to step {step}. To train a new one elsewhere, or in its place:", ""]
-    lines += [f"    {command.line('--output', _free(output))}"]
+    lines += [f"    {command.line('--output', _unused_path(output))}"]
     lines += [f"    {command.line('--output', output, '--overwrite')}", ""]
-    if why is None:
+    if obstacle is None:
         lines += ["To continue it:", "", f"    {command.line('--resume', output)}"]
     else:
-        lines += [f"It cannot be continued with this configuration: {why}"]
-        lines += _with_its_rows(output, command, reader, schema)
+        lines += [f"It cannot be continued with this configuration: {obstacle}"]
+        lines += _import_commands(output, command, reader, schema)
     return CheckpointError("\n".join(lines), path=output)
 
 
 def ways_to_resume(resume: str, command: Command, run: RunConfig, schema: Schema) -> str:
-    """Returns how to go on from a checkpoint that a configuration does not fit; empty if it fits or is damaged.
+    """Returns how to continue from a checkpoint that does not match a configuration; empty if it matches or is damaged.
 
     Args:
-        resume: its directory.
-        command: what was typed.
+        resume: directory of the checkpoint.
+        command: the command line of this process.
         run: the configuration.
-        schema: that of its data.
+        schema: schema of the configuration's data.
     """
-    why, reader = _why_not(resume, run, schema)
-    return "" if why is None else "\n".join(_with_its_rows(resume, command, reader, schema))
+    obstacle, reader = _resume_obstacle(resume, run, schema)
+    return "" if obstacle is None else "\n".join(_import_commands(resume, command, reader, schema))
 
 
 def remove(directory: str) -> None:
@@ -106,12 +106,12 @@ def remove(directory: str) -> None:
 
     storage = Storage(directory)
     steps = [name for name in storage.names() if parse_step(name) is not None]
-    for name in (LATEST, RUN_FILE, *steps):  # First what leads to the others.
+    for name in (LATEST, RUN_FILE, *steps):  # The pointers to the steps first.
         storage.remove(name)
 
 
-def _why_not(directory: str, run: RunConfig, schema: Schema) -> tuple[str | None, CheckpointReader | None]:
-    """Returns why the run in a directory cannot continue with a configuration, and its checkpoint if it can be read."""
+def _resume_obstacle(directory: str, run: RunConfig, schema: Schema) -> tuple[str | None, CheckpointReader | None]:
+    """Returns what prevents resuming a run with a configuration, and the run's checkpoint if it can be read."""
     from persia.checkpoint import CheckpointReader
     from persia.trainer.loading import check_resumable
     from persia.trainer.options import Declared
@@ -128,8 +128,8 @@ def _why_not(directory: str, run: RunConfig, schema: Schema) -> tuple[str | None
     return None, reader
 
 
-def _with_its_rows(directory: str, command: Command, reader: CheckpointReader | None, schema: Schema) -> list[str]:
-    """Returns the lines that start a run with the rows of another one; none if no table is in both."""
+def _import_commands(directory: str, command: Command, reader: CheckpointReader | None, schema: Schema) -> list[str]:
+    """Returns the commands that start a run with the rows of another run; empty if the runs share no table."""
     if reader is None:
         return []
     there, here = reader.manifest.tables, schema.resolved_tables()
@@ -137,7 +137,7 @@ def _with_its_rows(directory: str, command: Command, reader: CheckpointReader | 
     if not common:
         return []
     some = [word for name in common for word in ("--table", name)] if set(common) != here.keys() & there.keys() else []
-    rows, new = _free(f"{directory.rstrip('/')}-rows"), _free(directory)
+    rows, new = _unused_path(f"{directory.rstrip('/')}-rows"), _unused_path(directory)
     overrides = list(command.overrides or [])
     return [
         "",
@@ -149,8 +149,8 @@ def _with_its_rows(directory: str, command: Command, reader: CheckpointReader | 
     ]
 
 
-def _free(directory: str) -> str:
-    """Returns a name like that of a directory, of one that does not exist."""
+def _unused_path(directory: str) -> str:
+    """Returns the path of a directory, with a number appended if it exists."""
     name = directory.rstrip("/")
     number = 2
     while os.path.exists(f"{name}-{number}"):

@@ -63,14 +63,14 @@ def predict(
 ) -> None:
     """Write predicted probabilities for `eval_data`, or for `data` if there is none.
 
-    Of a model without probabilities, such as `two_tower`, they are logits, which rank.
+    For a model without probabilities, such as `two_tower`, they are logits, which rank.
     The file has a column per label, named by its rule if it has one, and a row per sample, in the order of the source:
     `drop_last` and `shuffle_rows` are ignored, and with --data `split` and `where`, too. That file needs no labels.
 
         persia predict run.toml --checkpoint runs/a --data new.csv --keep user_id --output p.csv
     """
     from persia.cli import ui as out
-    from persia.cli.predictions import check_kept, check_output, write_predictions
+    from persia.cli.predictions import check_keep, check_output, write_predictions
 
     run = read_config(config, overrides)
     source = _source(run, data, labels=False)
@@ -79,7 +79,7 @@ def predict(
     out.check_writable(output)
     trainer, reader = _restored(run, source, checkpoint)
     names = [rules.get(name, name) for name in trainer.schema.labels]
-    check_kept(keep or [], names)
+    check_keep(keep or [], names)
     with closing_cluster(trainer):
         rows = write_predictions(output, names, trainer.predict(reader), reader.columns(keep) if keep else None)
     say(f"Wrote {rows:,} predictions to {output}")

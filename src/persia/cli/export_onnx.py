@@ -23,7 +23,7 @@ def export_onnx(
 ) -> None:
     """Export the newest published network as an ONNX file.
 
-    Rows are no part of it. For the network of a checkpoint, run `persia checkpoint publish` first.
+    The file does not contain rows. For the network of a checkpoint, run `persia checkpoint publish` first.
     """
     import_modules(imports or (), "import")
     import torch

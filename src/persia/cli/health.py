@@ -72,11 +72,11 @@ def _table(answers: list[Answer]) -> Any:
 
 
 def _times(health: Health) -> str:
-    """Formats the latency of the method or stage that took most time. Long polls for membership do not count."""
-    taken = [t for t in health.latencies if sum(t.counts) and t.labels.get("method") not in ("membership", "health")]
-    if not taken:
+    """Formats the latency of the method or stage that took most time. Ignores long polls for membership."""
+    timed = [t for t in health.latencies if sum(t.counts) and t.labels.get("method") not in ("membership", "health")]
+    if not timed:
         return "-"
-    most = max(taken, key=lambda latency: latency.seconds)
+    most = max(timed, key=lambda latency: latency.seconds)
     name = most.labels.get("method", most.name.removesuffix("_seconds").removeprefix("nn_"))
     return f"{name} {_seconds(most.quantile(0.5))} / {_seconds(most.quantile(0.99))}"
 
@@ -121,13 +121,13 @@ def _doing(health: Health) -> str:
 
 
 def _waiting(health: Health) -> str:
-    """Formats for how long the metrics of a PS have been held up; empty if they are of now."""
+    """Formats how old the metrics of a blocked PS are; empty if they are current."""
     late = health.total("ps_metrics_late_seconds")
     return f"waiting for its disk or a lock for {late:,.0f} s; until then " if late else ""
 
 
 def _disk(health: Health) -> str:
-    """Formats the metrics of rows on disk; empty in a PS without."""
+    """Formats the metrics of rows on disk; empty for a PS without a disk."""
     total = health.total
     if not any(figure.name == "ps_disk_rows" for figure in health.figures):
         return ""
@@ -141,7 +141,7 @@ def _disk(health: Health) -> str:
 
 
 def _stream(health: Health) -> str:
-    """Formats how far the process is behind a stream; empty where it reads none."""
+    """Formats how far the process is behind a stream; empty if it reads no stream."""
     total = health.total
     if not any(figure.name == "stream_rows_per_second" for figure in health.figures):
         return ""
@@ -152,7 +152,7 @@ def _stream(health: Health) -> str:
 
 
 def _published(health: Health) -> str:
-    """Formats how old published rows are; empty in a PS that does not publish."""
+    """Formats how old published rows are; empty for a PS that does not publish."""
     total = health.total
     if not any(figure.name == "ps_publish_age_seconds" for figure in health.figures):
         return ""

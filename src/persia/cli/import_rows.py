@@ -1,4 +1,4 @@
-"""The command `persia import`: a checkpoint with the embeddings of another run or library."""
+"""The command `persia import`: writes a checkpoint with the embeddings of another run or library."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def import_(
     run = read_config(config, overrides, output)
     check_unused(output)
     new = not os.path.exists(output)
-    Storage(output).probe()  # Before rows are read for hours.
+    Storage(output).probe()  # Reading the rows may take hours.
     if new:
-        with contextlib.suppress(OSError):  # Nothing is left if they do not fit. A URL is no path.
+        with contextlib.suppress(OSError):  # Leaves no directory if the rows do not match. A URL is no path.
             os.rmdir(output)
     read = import_dcp if (Path(source) / ".metadata").exists() else import_rows
     trainer = run.build_trainer(run.reader().schema)

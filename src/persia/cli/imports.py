@@ -1,4 +1,4 @@
-"""Modules of a user, with modes and models of their own."""
+"""Imports user modules, which define modes and models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Imports", "add_folder", "import_modules"]
 
 
 class Imports(msgspec.Struct, frozen=True):
-    """The field of a configuration that is needed to read the others.
+    """The field of a configuration that must be read before all others.
 
     Attributes:
         imports: see `RunConfig`.

@@ -57,7 +57,7 @@ def plan(
         str | None, typer.Option(help="TOML file with [[hosts]] sections. Default: this machine.", metavar="FILE")
     ] = None,
     samples_per_second: Annotated[
-        str | None, typer.Option(help="Rate to plan for: `200_000`. Default: that of the processes in CONFIG.")
+        str | None, typer.Option(help="Rate to plan for: `200_000`. Default: what the processes in CONFIG reach.")
     ] = None,
     rates: Annotated[
         list[str] | None,
@@ -79,25 +79,25 @@ def plan(
     from persia.units import parse_count
 
     out.check_writable(json, ray_file)
-    wanted = {}
+    table_rows = {}
     for item in rows or []:
         name, equals, count = item.rpartition("=")
         if not equals:
             raise ConfigError(f"Invalid --rows {item}; expected TABLE=N.", field="rows")
-        wanted[name] = parse_count(count, f"--rows {name}")
+        table_rows[name] = parse_count(count, f"--rows {name}")
     run = read_config(config, overrides)
     measured = load_rates(rates or ["rates.json"])
     rate = None if samples_per_second is None else float(parse_count(samples_per_second, "--samples-per-second"))
-    request = request_of(run, measured, wanted)._replace(samples_per_second=rate, zipf=zipf)
+    request = request_of(run, measured, table_rows)._replace(samples_per_second=rate, zipf=zipf)
     if hosts:
         request = request._replace(hosts=load_hosts(hosts))
-    found = plan_deployment(request)
-    _print(found, request, measured, run.cluster.ray.regions)
+    deployment = plan_deployment(request)
+    _print(deployment, request, measured, run.cluster.ray.regions)
     if ray_file is not None:
-        text = cluster_file(found, shlex.join(["persia", *sys.argv[1:]]), run.cluster.ray.regions)
+        text = cluster_file(deployment, shlex.join(["persia", *sys.argv[1:]]), run.cluster.ray.regions)
         Path(ray_file).write_text(text, encoding="utf-8")
     if json is not None:
-        out.write_json(json, _record(found, measured))
+        out.write_json(json, _record(deployment, measured))
 
 
 def rates(
@@ -111,7 +111,7 @@ def rates(
     """Measure this machine's rates for `persia plan`: rows, calls, steps, checkpoints, disk.
 
     Takes about half a minute, or a minute if CONFIG runs on Ray, and up to 500 MB of memory. Run it on a machine like
-    those of the plan, with the network of CONFIG on the device that NN workers will have.
+    the planned hosts, with the network of CONFIG on the device that NN workers will have.
     """
     from persia.cli import ui as out
     from persia.plan import save_rates
@@ -135,9 +135,9 @@ def measure_rates(run: RunConfig, name: str, command: str, disk: str | None = No
     """Measures all rates that a configuration needs on this machine.
 
     Args:
-        run: the configuration. If its roles are processes, a small training of them is measured as well.
-        name: of its file.
-        command: to record.
+        run: the configuration. If its roles are processes, a small training run is measured as well.
+        name: name of the configuration's file.
+        command: command line, to record with the rates.
         disk: directory on an SSD to measure; None to leave it out.
     """
     import datetime
@@ -161,7 +161,7 @@ def measure_rates(run: RunConfig, name: str, command: str, disk: str | None = No
 
 
 def _rates_of(run: RunConfig, name: str) -> Rates:
-    """Returns the rates of a configuration's rows, roles and calls, each of them alone."""
+    """Returns the rates of a configuration's rows, roles and calls, each measured separately."""
     from persia.plan import Rates, planned_tables, row_key
     from persia.plan.measure import measure_rows, measure_wire
 
@@ -181,30 +181,30 @@ def _rates_of(run: RunConfig, name: str) -> Rates:
 
 
 def measure_sharing() -> float:
-    """Returns what a small training costs whose roles are processes of this machine, over the sum of its roles alone.
+    """Returns the slowdown of roles that share this machine: core seconds together, divided by the separate sum.
 
-    Both in core seconds. Starts a cluster of one process for each role, and takes about half a minute.
+    Trains a small model in a cluster of one process for each role, which takes about half a minute.
     """
     from persia.cli.run_config import RunConfig
     from persia.config import convert
     from persia.plan import role_loads
 
     run = convert(SHARED_RUN, RunConfig, "the training that measures sharing")
-    alone = _rates_of(run, "sharing")
+    separate_rates = _rates_of(run, "sharing")
     reader = run.reader()
-    request = request_of(run, alone, dict.fromkeys(reader.schema.resolved_tables(), SHARED_IDS))
-    loads = role_loads(request.tables, alone, request.workload, request.topology)
+    request = request_of(run, separate_rates, dict.fromkeys(reader.schema.resolved_tables(), SHARED_IDS))
+    loads = role_loads(request.tables, separate_rates, request.workload, request.topology)
     trainer = run.build_trainer(reader.schema)
 
-    def spent(steps: int) -> float:
+    def core_seconds(steps: int) -> float:
         before = core_seconds_of(trainer.cluster)
         trainer.fit(reader, max_steps=steps)
         return core_seconds_of(trainer.cluster) - before
 
     with closing_cluster(trainer):
-        spent(2 * SHARED_STEPS)  # Processes start, and rows come.
-        # What a call of `fit` costs by itself is in both.
-        pairs = [(spent(SHARED_STEPS), spent(5 * SHARED_STEPS)) for _ in range(SHARED_ROUNDS)]
+        core_seconds(2 * SHARED_STEPS)  # Starts the processes, and creates the rows.
+        # The difference cancels the fixed cost of a call of `fit`.
+        pairs = [(core_seconds(SHARED_STEPS), core_seconds(5 * SHARED_STEPS)) for _ in range(SHARED_ROUNDS)]
     together = statistics.median((longer - short) / (4 * SHARED_STEPS) for short, longer in pairs)
     return max(1.0, together / sum(load.core_seconds for load in loads.values()))
 
@@ -219,8 +219,8 @@ def request_of(run: RunConfig, measured: Rates, rows: dict[str, int]) -> PlanReq
 
     Args:
         run: the configuration.
-        measured: rates, with those of the configuration.
-        rows: by table.
+        measured: rates, including the configuration's.
+        rows: number of rows by table.
     """
     from persia.modes import Auto, Dense, Hybrid
     from persia.plan import PlanRequest, Topology, planned_tables, this_host
@@ -259,7 +259,7 @@ def run_key(run: RunConfig) -> str:
 
     dumped = run.dump()
     path = dumped["data"]["path"]
-    if path is not None and "://" not in path:  # Absolute, and another one on another machine.
+    if path is not None and "://" not in path:  # Absolute, so it differs between machines.
         dumped["data"]["path"] = os.path.basename(path)
     return workload_key(*(dumped[name] for name in ("data", "schema", "model", "optimizer", "embedding_optimizer")))
 
@@ -304,7 +304,7 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates, regions: str) -> None:
+def _print(deployment: DeploymentPlan, request: PlanRequest, measured: Rates, regions: str) -> None:
     from persia.cli import ui as out
     from persia.plan import ENLARGE_REGIONS, in_shared_memory
     from persia.telemetry.terminal import Grid
@@ -314,22 +314,22 @@ def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates, regions
         say(f"Rates: {source.file}, measured {source.measured} on {source.machine}")
     if request.topology.apart and measured.sharing is None:
         say(
-            "What roles cost one another on one machine was not measured: rates may be half as high. Measure it where "
+            "The slowdown of roles that share a machine was not measured: rates may be half as high. Measure it where "
             "Ray is installed: persia bench rates CONFIG --save FILE"
         )
     tables = Grid("table", "rows", "in memory", "memory", "SSD", "checkpoint", text=["table"], title="tables")
-    for table in found.tables:
+    for table in deployment.tables:
         sizes = [format_bytes(size) for size in (table.memory, table.disk, table.checkpoint)]
         tables.add_row(table.name, format_count(table.rows), format_count(table.memory_rows), *sizes)
     out.CONSOLE.print(tables)
     columns = ("kind", "hosts", "for", "rows in memory of each", "on its SSD", "processes")
     hosts = Grid(*columns, text=("kind", "for", "processes"), title="hosts")
-    for host in found.hosts:
+    for host in deployment.hosts:
         processes = ", ".join(f"{count} {role}" for role, count in host.roles.items())
         sizes = [format_bytes(host.memory), format_bytes(host.disk)]
         hosts.add_row(host.kind.name, f"{host.number:,}", host.needed_for, *sizes, processes)
     out.CONSOLE.print(hosts)
-    servers = next((host for host in found.hosts if host.reserved), None)
+    servers = next((host for host in deployment.hosts if host.reserved), None)
     if request.topology.apart and servers is not None and in_shared_memory(regions):
         of_each = math.ceil(servers.roles["embedding_ps"] / servers.number) * servers.reserved
         say(
@@ -337,37 +337,37 @@ def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates, regions
             f"{servers.kind.name!r}. Its default /dev/shm is often half of the memory: the file of --ray-file enlarges "
             f"it; elsewhere run {ENLARGE_REGIONS}"
         )
-    title = f"roles at {found.samples_per_second:,.0f} samples/s"
+    title = f"roles at {deployment.samples_per_second:,.0f} samples/s"
     roles = Grid("role", "processes", "busy cores", "in, each", "out, each", text=["role"], title=title)
-    for role in found.roles:
+    for role in deployment.roles:
         moved = [f"{format_bytes(rate)}/s" for rate in (role.received, role.sent)]
         roles.add_row(role.role, f"{role.processes:,}", f"{role.cores:,.1f}", *moved)
     out.CONSOLE.print(roles)
     limits = Grid("resource", "samples/s", text=["resource"], title="what the resources permit")
-    for limit in found.limits:
+    for limit in deployment.limits:
         limits.add_row(limit.resource, f"{limit.samples_per_second:,.0f}")
     out.CONSOLE.print(limits)
-    say(f"Bottleneck: {found.bottleneck.resource}")
+    say(f"Bottleneck: {deployment.bottleneck.resource}")
     say(
-        f"A checkpoint takes {format_seconds(found.checkpoint_seconds)} to write and "
-        f"{format_seconds(found.restore_seconds)} to load; a restarted PS whose host lives answers after "
-        f"{format_seconds(found.restart_seconds)}."
+        f"A checkpoint takes {format_seconds(deployment.checkpoint_seconds)} to write and "
+        f"{format_seconds(deployment.restore_seconds)} to load; a restarted PS whose host lives answers after "
+        f"{format_seconds(deployment.restart_seconds)}."
     )
-    if found.added:
-        capacities = ", ".join(f"{name}: {capacity:_}" for name, capacity in found.added.items())
+    if deployment.added:
+        capacities = ", ".join(f"{name}: {capacity:_}" for name, capacity in deployment.added.items())
         say(f"Rows do not fit into memory. Set `spill` to a directory on the SSD, and `capacity`: {capacities}")
     if request.depth == 0 and request.tables and request.tables[0].last_steps:
         say("Dense PSs of the asynchronous mode are not counted.")
 
 
-def _record(found: DeploymentPlan, measured: Rates) -> dict[str, Any]:
+def _record(deployment: DeploymentPlan, measured: Rates) -> dict[str, Any]:
     import msgspec
 
     from persia.plan import place_of
 
     return {
-        **{name: _plain(getattr(found, name)) for name in found._fields},
-        "place": place_of(found),
+        **{name: _plain(getattr(deployment, name)) for name in deployment._fields},
+        "place": place_of(deployment),
         "rates": [msgspec.to_builtins(source) for source in measured.sources],
     }
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from persia.checkpoint.exporting import replaced
 from persia.errors import ConfigError, DataError
 
-__all__ = ["check_kept", "check_output", "write_predictions"]
+__all__ = ["check_keep", "check_output", "write_predictions"]
 
 _WRITERS: dict[str, Any] = {".csv": pa.csv.CSVWriter, ".parquet": pa.parquet.ParquetWriter}
 
@@ -28,7 +28,7 @@ def check_output(path: str) -> None:
         )
 
 
-def check_kept(columns: Sequence[str], predicted: Sequence[str]) -> None:
+def check_keep(columns: Sequence[str], predicted: Sequence[str]) -> None:
     """Raises ConfigError if two columns of a file of predictions would have the same name."""
     for number, name in enumerate(columns):
         if name in predicted:
@@ -45,53 +45,53 @@ def write_predictions(
     path: str,
     names: Sequence[str],
     batches: Iterator[NDArray[np.float32]],
-    kept: Iterator[dict[str, Any]] | None = None,
+    source_columns: Iterator[dict[str, Any]] | None = None,
 ) -> int:
-    """Streams probabilities to a CSV or Parquet file, which appears once it is whole; returns the number of samples.
+    """Streams probabilities to a CSV or Parquet file, which appears once it is complete; returns the number of samples.
 
     Args:
-        path: of the file.
-        names: of the columns with predictions.
+        path: path of the file.
+        names: names of the columns with predictions.
         batches: probabilities `[batch, names]`.
-        kept: pyarrow arrays by column, which are written before the predictions of the same rows.
+        source_columns: pyarrow arrays by column, which are written before the predictions of the same rows.
 
     Raises:
-        DataError: a kept column has values that the file cannot hold.
+        DataError: a column to copy has values that the file cannot hold.
     """
-    source = _KeptRows(path, kept if kept is not None else iter(()))
-    schema = pa.schema([*source.schema, *((name, pa.float32()) for name in names)])
+    copied = _SourceColumns(path, source_columns if source_columns is not None else iter(()))
+    schema = pa.schema([*copied.schema, *((name, pa.float32()) for name in names)])
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     rows = 0
     with replaced([path]) as (draft,), _WRITERS[Path(path).suffix](draft, schema) as writer:
         for probabilities in batches:
             columns = [pa.array(np.ascontiguousarray(column)) for column in probabilities.T]
-            writer.write_table(pa.table([*source.next_rows(len(probabilities)), *columns], schema=schema))
+            writer.write_table(pa.table([*copied.next_rows(len(probabilities)), *columns], schema=schema))
             rows += len(probabilities)
     return rows
 
 
-class _KeptRows:
-    """Columns of the source, in pieces of the sizes that are asked for, with the types of the first rows."""
+class _SourceColumns:
+    """Columns of the data, in chunks of the requested sizes, with the types of the first rows."""
 
     def __init__(self, path: str, pieces: Iterator[dict[str, Any]]) -> None:
         self._pieces = pieces
         first = next(pieces, {})
-        self.schema = pa.schema([(name, _written(column.type)) for name, column in first.items()])
+        self.schema = pa.schema([(name, _output_type(column.type)) for name, column in first.items()])
         for field in self.schema:
             if pa.types.is_nested(field.type) and path.endswith(".csv"):
                 raise DataError(
                     f"Column {field.name!r} holds {field.type}, which a CSV file cannot hold; write a .parquet file.",
                     column=field.name,
                 )
-        self._held = self._table(first)
+        self._buffer = self._table(first)
 
     def next_rows(self, count: int) -> list[Any]:
         """Returns the columns of the next rows."""
         if not self.schema.names:
             return []
-        while len(self._held) < count:
-            self._held = pa.concat_tables([self._held, self._table(next(self._pieces))])
-        rows, self._held = self._held.slice(0, count), self._held.slice(count)
+        while len(self._buffer) < count:
+            self._buffer = pa.concat_tables([self._buffer, self._table(next(self._pieces))])
+        rows, self._buffer = self._buffer.slice(0, count), self._buffer.slice(count)
         return list(rows.columns)
 
     def _table(self, columns: dict[str, Any]) -> Any:
@@ -109,7 +109,7 @@ class _KeptRows:
         return pa.table(arrays, schema=self.schema)
 
 
-def _written(kind: Any) -> Any:
+def _output_type(kind: Any) -> Any:
     """Returns the type in which a column is written: texts of CSV files are read as bytes."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type

@@ -1,4 +1,4 @@
-"""Options of a command from the records that they fill, with the names, types, defaults and descriptions of fields."""
+"""Makes the options of a command from records: names, types, defaults and descriptions are those of the fields."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
 
 
 class Shown(NamedTuple):
-    """Appearance of an option in the help text, where its record does not say it.
+    """Appearance of an option in the help text, where it differs from the default.
 
     Attributes:
-        metavar: stands for its value in the help text.
-        name: of the option, if it is not that of the field.
-        panel: in the help text, if it is not that of the record.
+        metavar: placeholder of the value in the help text.
+        name: name of the option; derived from the field by default.
+        panel: panel of the help text; the record's by default.
     """
 
     metavar: str | None = None
@@ -39,8 +39,8 @@ class Fields:
 
     Args:
         hidden: fields without an option; they keep their defaults.
-        panel: of the options in the help text.
-        **shown: what some options have that the record does not say, by field.
+        panel: panel of the options in the help text.
+        **shown: appearance of options, by field.
     """
 
     def __init__(self, hidden: Collection[str] = (), panel: str | None = None, **shown: Shown) -> None:
@@ -50,7 +50,7 @@ class Fields:
 
 
 class _Option(NamedTuple):
-    """The option of a field, and the function that makes the field's value from what was given."""
+    """The option of a field, and the function that converts the option's value to the field's."""
 
     field: str
     parameter: inspect.Parameter
@@ -58,9 +58,9 @@ class _Option(NamedTuple):
 
 
 def options_from_records(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a command: parameters that are marked with `Fields` become an option for each field.
+    """Decorates a command: a parameter that is marked with `Fields` becomes an option for each field.
 
-    Fields with a number of bytes, `..._bytes`, take units. Lists are repeatable.
+    Fields with a number of bytes, `..._bytes`, accept units. Lists are repeatable.
     """
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
@@ -75,10 +75,10 @@ def options_from_records(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**arguments: Any) -> None:
         for name, (record, options) in records.items():
-            given[name] = record(**{option.field: option.value(given.pop(option.field)) for option in options})
-        command(**given)
+            arguments[name] = record(**{option.field: option.value(arguments.pop(option.field)) for option in options})
+        command(**arguments)
 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
@@ -88,8 +88,8 @@ def descriptions(record: type) -> dict[str, str]:
     """Returns the descriptions of a record's fields, from the section `Args` of its docstring."""
     _, _, section = (inspect.getdoc(record) or "").partition("Args:\n")
     section, _, _ = section.partition("\n\n")
-    found = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
+    entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def _options(record: Any, fields: Fields) -> list[_Option]:
@@ -101,8 +101,8 @@ def _options(record: Any, fields: Fields) -> list[_Option]:
         if field.name in fields.hidden:
             continue
         show, text = shown[field.name], described[field.name]
-        text = re.sub(r"`(\w+)`", lambda found: f"`{names.get(found[1], found[1])}`", text[0].upper() + text[1:])
-        kind, default, value = _taken(field)
+        text = re.sub(r"`(\w+)`", lambda match: f"`{names.get(match[1], match[1])}`", text[0].upper() + text[1:])
+        kind, default, value = _conversion(field)
         if kind == list[str] | None:
             text += " Repeatable."
         metavar = show.metavar or ("BYTES" if _is_bytes(field) else None)
@@ -115,24 +115,24 @@ def _options(record: Any, fields: Fields) -> list[_Option]:
     return options
 
 
-def _taken(field: msgspec.structs.FieldInfo) -> tuple[Any, Any, Callable[[Any], Any]]:
-    """Returns the type and default of an option, and the function that makes the field's value from what was given."""
+def _conversion(field: msgspec.structs.FieldInfo) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """Returns the type and default of an option, and the function that converts its value to the field's."""
     if _is_bytes(field):
         unit = next(name for name, size in _UNITS.items() if field.default % size == 0)
-        return str, f"{field.default // _UNITS[unit]}{unit}", lambda given: parse_bytes(given, field.name)
+        return str, f"{field.default // _UNITS[unit]}{unit}", lambda text: parse_bytes(text, field.name)
     if get_origin(field.type) is tuple:
-        return list[str] | None, None, lambda given: tuple(given or ())
+        return list[str] | None, None, lambda words: tuple(words or ())
     union = get_args(field.type) if get_origin(field.type) in (Union, types.UnionType) else ()
     words = next((get_args(kind) for kind in union if get_origin(kind) is Literal), ())
     if bool in union and words:
         values = {"false": False, **{word: word for word in words}, "true": True}
 
-        def chosen(given: str) -> Any:
-            check_choice(field.name, given, list(values))
-            return values[given]
+        def chosen(word: str) -> Any:
+            check_choice(field.name, word, list(values))
+            return values[word]
 
         return str, next(word for word, value in values.items() if value == field.default), chosen
-    return field.type, field.default, lambda given: given
+    return field.type, field.default, lambda value: value
 
 
 def _is_bytes(field: msgspec.structs.FieldInfo) -> bool:

@@ -44,23 +44,23 @@ def regions(
 
     if not os.path.isdir(directory):
         raise ConfigError(
-            f"Invalid --directory {directory}: there is no such directory; give that of the cluster's `regions`.",
+            f"Invalid --directory {directory}: there is no such directory; give the cluster's `regions`.",
             field="directory",
         )
-    found = leftovers(directory)
-    if not found:
+    entries = leftovers(directory)
+    if not entries:
         say(f"There are no regions in {directory}.")
         return
     table = Grid("regions", "tables", "MiB", "MiB on disk", "started", "", text=("regions", "tables", "started", ""))
-    for left in found:
-        state = "in use" if left.in_use else ("removed" if clean and left.remove() else "left over")
-        tables = ", ".join(left.tables) or "(never completed)"
+    for entry in entries:
+        state = "in use" if entry.in_use else ("removed" if clean and entry.remove() else "left over")
+        tables = ", ".join(entry.tables) or "(never completed)"
         table.add_row(
-            left.path,
+            entry.path,
             tables,
-            f"{left.memory / (1 << 20):,.1f}",
-            f"{left.disk / (1 << 20):,.1f}",
-            f"{left.seconds / 60:,.0f} min ago",
+            f"{entry.memory / (1 << 20):,.1f}",
+            f"{entry.disk / (1 << 20):,.1f}",
+            f"{entry.seconds / 60:,.0f} min ago",
             state,
         )
     DataConsole().print(table)

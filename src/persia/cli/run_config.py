@@ -59,13 +59,13 @@ ReaderKind: TypeAlias = Literal[
 ]
 READERS: dict[str, Callable[..., Any]] = {kind: getattr(data, kind) for kind in get_args(ReaderKind)}
 FILES = ("parquet", "csv", "jsonl")
-"""Readers of files in a format, whose columns the schema names."""
-FOUND = tuple(
+"""Readers of a file format. The schema names the columns."""
+WITH_DEFAULT_PATH = tuple(
     kind for kind, make in READERS.items() if next(iter(inspect.signature(make).parameters.values())).default is None
 )
-"""Readers that take files of PERSIA_DATA where no path is given."""
-OF_TRAINING = ("split", "shuffle_rows", "drop_last", "shard", "start", "until", "group", "dead_letters")
-"""Options that say which rows are trained, and in which order."""
+"""Readers that default to files in PERSIA_DATA."""
+TRAINING_ONLY = ("split", "shuffle_rows", "drop_last", "shard", "start", "until", "group", "dead_letters")
+"""Options that select or order the training rows."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -75,12 +75,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def _apmsqueeze(params: Iterable[torch.nn.Parameter], **given: Any) -> torch.optim.Optimizer:
+def _apmsqueeze(params: Iterable[torch.nn.Parameter], **arguments: Any) -> torch.optim.Optimizer:
     """Makes an APMSqueeze optimizer from plain values: its arguments, and the fields of its options."""
-    options = {name: given.pop(name) for name in PLAIN_OPTIONS if name in given}
-    if "betas" in given:
-        given["betas"] = tuple(given["betas"])
-    return APMSqueeze(params, **given, options=convert(options, APMSqueezeOptions, "optimizer.options"))
+    options = {name: arguments.pop(name) for name in PLAIN_OPTIONS if name in arguments}
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])
+    return APMSqueeze(params, **arguments, options=convert(options, APMSqueezeOptions, "optimizer.options"))
 
 
 PLAIN_OPTIONS = tuple(name for name in APMSqueezeOptions.__struct_fields__ if name != "process_group")
@@ -99,11 +99,11 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         kind: a reader of `persia.data`.
         path: file, directory, glob or fsspec URL. "adult", "globo", "amazon", "diginetica", "kuairand", "mind" and
-            "taobao" default to PERSIA_DATA; "synthetic" needs none. Of "kafka" it is the topic, or several with commas
-            between.
+            "taobao" default to PERSIA_DATA; "synthetic" needs none. For "kafka" it is a topic, or several separated by
+            commas.
         batch_size: samples per batch.
-        options: further arguments of the reader, by name: those of `persia.data.RowOptions` and
-            `persia.data.ColumnOptions`, and its own. "kafka" needs `bootstrap`.
+        options: further arguments of the reader, by name: fields of `persia.data.RowOptions` and
+            `persia.data.ColumnOptions`, and the reader's own. "kafka" needs `bootstrap`.
     """
 
     kind: ReaderKind
@@ -122,7 +122,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         arguments = {"batch_size": self.batch_size, **self.options}
         if self.kind == "synthetic":
             return call(make, arguments, f"{where}.options")
-        if self.path is None and self.kind not in FOUND:
+        if self.path is None and self.kind not in WITH_DEFAULT_PATH:
             raise ConfigError(
                 f"Missing {where}.path; give a file, directory, glob or URL, or a topic.", field=f"{where}.path"
             )
@@ -139,19 +139,19 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return call(make, arguments, f"{where}.options", place)
 
     def inheriting(self, data: DataConfig) -> DataConfig:
-        """Returns a copy with the options of the training data that it does not set itself.
+        """Returns a copy that inherits the options of the training data that it does not set itself.
 
-        Those that choose or order rows are not inherited, nor those of a reader of another kind.
+        Options that select or order rows are not inherited. A reader of another kind inherits nothing.
         """
         if self.kind != data.kind:
             return self
-        inherited = {name: value for name, value in data.options.items() if name not in OF_TRAINING}
+        inherited = {name: value for name, value in data.options.items() if name not in TRAINING_ONLY}
         return msgspec.structs.replace(self, options=inherited | self.options)
 
     def in_order(self) -> DataConfig:
         """Returns a copy that reads all samples in the order of the source, for output aligned with its rows."""
-        settled: data.RowOptions = {"shuffle_rows": 0, "drop_last": False}
-        return msgspec.structs.replace(self, options={k: settled.get(k, v) for k, v in self.options.items()})
+        fixed: data.RowOptions = {"shuffle_rows": 0, "drop_last": False}
+        return msgspec.structs.replace(self, options={k: fixed.get(k, v) for k, v in self.options.items()})
 
     def of_file(self, path: str) -> DataConfig:
         """Returns a copy that reads another file, whose rows are not split.
@@ -172,7 +172,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, path=path, options=options)
 
     def unlabelled(self, labels: Iterable[str]) -> DataConfig:
-        """Returns a copy that takes every row as a sample, also those without these labels."""
+        """Returns a copy that takes every row as a sample, including rows without these labels."""
         options = {key: value for key, value in self.options.items() if key != "where"}
         options["fill"] = dict(options.get("fill", {})) | dict.fromkeys(labels, 0.0)
         return msgspec.structs.replace(self, options={**options, "require_labels": False})
@@ -183,7 +183,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: a model of `persia.nn.models`, or one of your own as "module:Class", such as "model:Model" for the class
-            `Model` in `model.py` beside the configuration. The class takes the schema, then the options.
+            `Model` in `model.py` next to the configuration. The class takes the schema, then the options.
         options: arguments of the model, by name (`hidden`, `dropout`, ...).
     """
 
@@ -215,7 +215,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         kind: an optimizer of `torch.optim`, or "apmsqueeze": Adam with 1-bit communication.
         lr: learning rate.
-        options: further arguments of the optimizer, by name; for "apmsqueeze" also those of `APMSqueezeOptions`.
+        options: further arguments of the optimizer, by name; for "apmsqueeze" also the fields of `APMSqueezeOptions`.
     """
 
     kind: str = "adam"
@@ -295,7 +295,7 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Length of the training.
 
     Attributes:
-        epochs: passes over the data in all, those before a resume included.
+        epochs: passes over the data in total, including passes before a resume.
         max_steps: maximum number of global steps; null for no limit.
     """
 
@@ -321,12 +321,12 @@ class ContinualConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def mode(self, day: int) -> Mode | None:
         """Returns the mode of a day; None before the first entry."""
-        begun = [int(first) for first in self.modes if int(first) <= day]
-        return {int(first): mode for first, mode in self.modes.items()}[max(begun)] if begun else None
+        started = [int(first) for first in self.modes if int(first) <= day]
+        return {int(first): mode for first, mode in self.modes.items()}[max(started)] if started else None
 
 
 class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A range of numbers of a sweep: whole ones if both ends are.
+    """A range of numbers of a sweep; whole numbers if both ends are whole.
 
     Attributes:
         low: least number.
@@ -353,9 +353,9 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         values: by path, as in `--set`: a list of values, or a range `{ low = 1e-4, high = 1e-2, log = true }`.
         trials: number of trials, which Optuna's TPE sampler draws. By default all combinations if all values are
             lists, else 20.
-        metric: what to optimise: of `eval_data`, or the progressive one where there is none.
-        prune_every_steps: every so many steps, a trial stops whose progressive metric is worse than the median of
-            earlier trials at that step. Not set: no trial stops early.
+        metric: metric to optimise, on `eval_data`; progressive if there is no `eval_data`.
+        prune_every_steps: interval in steps at which a trial stops if its progressive metric is worse than the median
+            of earlier trials at that step. Not set: no trial stops early.
         seed: seed of the sampler.
     """
 
@@ -379,8 +379,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         data: training samples.
-        eval_data: samples to evaluate on at the end; null for none. Options that it lacks are those of `data`, if both
-            have the same kind: all but those that choose or order rows.
+        eval_data: samples to evaluate on at the end; null for none. If it has the kind of `data`, it inherits the
+            options of `data` that it does not set, except options that select or order rows.
         schema: required by "parquet", "csv", "jsonl" and "kafka"; other readers define their own.
         model: the network.
         optimizer: optimizer of the network.
@@ -392,7 +392,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         observe: export of metrics.
         continual: options of `persia continual`.
         sweep: options of `persia train --sweep`.
-        imports: modules with modes of your own, which are imported first.
+        imports: modules that define modes, which are imported first.
     """
 
     data: DataConfig
@@ -420,7 +420,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, trainer=trainer)
 
     def reader(self) -> Any:
-        """Opens the training reader; its `schema` is that of the run."""
+        """Opens the training reader; its `schema` is the run's."""
         return self.data.reader(self.schema, "data")
 
     def build_trainer(self, schema: Schema) -> Trainer:

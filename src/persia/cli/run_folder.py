@@ -1,4 +1,4 @@
-"""Folders of runs: `runs/NAME/2026-11-27-142530` beside a configuration, and the link `latest` to the last one."""
+"""Folders of runs: `runs/NAME/2026-11-27-142530` next to a configuration, and the link `latest` to the last one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def runs_of(config: str) -> Path:
 
 
 class RunFolder:
-    """A new folder for a run, named after the time. A context, after which a folder without a checkpoint is removed.
+    """A new folder for a run, named after the time. A context manager; removes a folder without a checkpoint on exit.
 
     Args:
         config: path of the configuration.
@@ -35,8 +35,8 @@ class RunFolder:
     def __init__(self, config: str) -> None:
         self._runs = runs_of(config)
         self.path = self._make()
-        self._before: str | None = None
-        """What `latest` led to before this run."""
+        self._previous_latest: str | None = None
+        """Target of `latest` before this run."""
         self._linked = False
 
     def __enter__(self) -> RunFolder:
@@ -50,8 +50,8 @@ class RunFolder:
         if list_checkpoints(self.path):
             return
         if self._linked:
-            self._link(self._before)
-        with contextlib.suppress(OSError):  # It has the record of a run that saved nothing, or others beside it.
+            self._link(self._previous_latest)
+        with contextlib.suppress(OSError):  # Not empty: the record of a run that saved nothing, or other runs.
             for empty in (self.path, self._runs, self._runs.parent):
                 empty.rmdir()
 
@@ -59,7 +59,7 @@ class RunFolder:
         """Points `latest` to this folder, if the file system has links and `latest` is one."""
         latest = self._runs / LATEST
         if latest.is_symlink() or not latest.exists():
-            self._before = os.readlink(latest) if latest.is_symlink() else None
+            self._previous_latest = os.readlink(latest) if latest.is_symlink() else None
             self._linked = self._link(self.path.name)
 
     def _make(self) -> Path:
@@ -68,7 +68,7 @@ class RunFolder:
             path = self._runs / (name if number == 1 else f"{name}-{number}")
             try:
                 path.mkdir(parents=True)
-            except FileExistsError:  # Another run began in the same second.
+            except FileExistsError:  # Another run started in the same second.
                 continue
             except OSError as error:
                 raise ConfigError(
@@ -76,7 +76,7 @@ class RunFolder:
                     path=str(path),
                 ) from error
             return path
-        raise AssertionError("numbers do not end")
+        raise AssertionError("unreachable")
 
     def _link(self, target: str | None) -> bool:
         """Points `latest` to a folder, or removes it for None. Returns whether that was possible."""

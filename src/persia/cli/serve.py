@@ -32,8 +32,8 @@ def serve(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Network, as `module:Class` or `module:function`; it is called with the schema. Needed if the program "
-            "that trains has built it in Python; the log describes those of `persia train`.",
+            help="Network, as `module:Class` or `module:function`; it is called with the schema. Needed if the "
+            "training program built the network in Python; the log describes networks of `persia train`.",
             metavar="MODULE:NAME",
         ),
     ] = None,
@@ -84,9 +84,10 @@ def serve(
         curl 127.0.0.1:8080/predict -H 'Content-Type: application/json'
             -d '{"features": {"user": [1, 2], "item": [7, 8]}, "dense": {"price": [0.5, 1.5]}}'
 
-    http://127.0.0.1:8080/docs describes the interface for this model, /health says how old rows and network are, and
+    http://127.0.0.1:8080/docs describes the interface for this model, /health shows how old rows and network are, and
     /metrics has the same for Prometheus. The server starts before there is anything in the log, and answers 503 until
-    then. What it cannot answer in time it refuses at once with 503. SIGTERM ends it once requests have been answered.
+    then. It rejects requests that it cannot answer in time immediately with 503. After SIGTERM it answers pending
+    requests, then stops.
     """
     log_to_stderr(logging.INFO)
     try:
@@ -107,8 +108,8 @@ def serve(
         raise ConfigError("--item-key needs --items, the files with the items.", field="item_key")
     if items is not None and serving.rows:
         raise ConfigError(
-            "--items needs the rows in this process, as row servers do not tell which rows have changed; leave --rows "
-            "out.",
+            "--items needs the rows in this process, as row servers do not report which rows have changed; remove "
+            "--rows.",
             field="items",
         )
     log, shown = get_logger("persia.serve"), without_userinfo(url)
@@ -118,16 +119,16 @@ def serve(
 
 
 def _network(name: str | None) -> Any:
-    """Returns what `module:name` names; None for None."""
+    """Imports the class or function that `module:name` names; None for None."""
     if name is None:
         return None
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(f"Invalid --model {name}; expected MODULE:NAME.", field="model")
     import_modules([module], "model")
-    found = getattr(importlib.import_module(module), attribute, None)
-    if not callable(found):
+    factory = getattr(importlib.import_module(module), attribute, None)
+    if not callable(factory):
         raise ConfigError(
             f"There is no class or function {attribute!r} in {module}, as --model {name} says.", field="model"
         )
-    return found
+    return factory

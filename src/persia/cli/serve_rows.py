@@ -32,7 +32,7 @@ def serve_rows(
     insecure: Annotated[
         bool,
         typer.Option(
-            "--insecure", help="Let other hosts in without CURVE keys, where only trusted ones can reach ADDRESS."
+            "--insecure", help="Accept other hosts without CURVE keys, where only trusted hosts can reach ADDRESS."
         ),
     ] = False,
     options: Annotated[RowServerOptions, Fields(cache_dir=Shown("DIR"))],
@@ -43,7 +43,7 @@ def serve_rows(
         persia serve-rows runs/changes --part 1/2 --address tcp://127.0.0.1:7001
         persia serve runs/changes --rows tcp://127.0.0.1:7000 --rows tcp://127.0.0.1:7001
 
-    Set PERSIA_CURVE_KEYS, here and for `persia serve`, to listen on other interfaces than loopback. SIGTERM ends it.
+    Set PERSIA_CURVE_KEYS, here and for `persia serve`, to listen on other interfaces than loopback. SIGTERM stops it.
     """
     log_to_stderr(logging.INFO)
     from persia import rpc
@@ -51,16 +51,16 @@ def serve_rows(
     from persia.services import ServedRows
 
     log = get_logger("persia.serve")
-    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
+    if match is None:
         raise ConfigError(f"Invalid --part {part}; expected I/N, such as 0/2 for the first of two parts.", field="part")
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # All threads inherit it, so that sigwait gets them.
     try:
         with (
-            RowServer(url, int(found[1]), int(found[2]), options) as server,
+            RowServer(url, int(match[1]), int(match[2]), options) as server,
             rpc.serve(server, address, protocol=ServedRows, insecure=insecure) as listening,
         ):
             log.info("%s serves part %s of %s", listening.address, part, url)
-            log.info("%s: it ends", signal.Signals(signal.sigwait(SIGNALS)).name)
+            log.info("%s: stopping", signal.Signals(signal.sigwait(SIGNALS)).name)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

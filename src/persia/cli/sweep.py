@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Sweep", "TrialRecord", "with_values"]
 
 STARTUP_TRIALS = 3
-"""Trials that are not pruned, as there is little to compare them with."""
+"""Number of first trials that are never pruned, as there is little to compare them with."""
 
 
 class TrialRecord(NamedTuple):
@@ -136,7 +136,7 @@ class Sweep:
     def _check_networks(self, values: dict[str, Range | list[Any]]) -> None:
         """Builds a network with each value of a list, and the first values of the other lists.
 
-        Whether a network can be built shows only here.
+        Other checks do not detect whether a network can be built.
 
         Raises:
             ConfigError: a network cannot be built, or its data cannot be opened.
@@ -176,18 +176,18 @@ class Sweep:
     def _train(self, run: RunConfig, trainer: Trainer, reader: Any, trial: optuna.Trial) -> tuple[str, float, int]:
         """Trains in parts, after each of which the trial may be pruned; returns its state, its metric and its rows."""
         metric, every = self._config.metric, self._config.prune_every_steps
-        left = run.train.max_steps
+        remaining = run.train.max_steps
         progressive, rows = math.nan, 0
         while True:
-            steps = min((n for n in (every, left) if n is not None), default=None)
+            steps = min((n for n in (every, remaining) if n is not None), default=None)
             try:
                 result = trainer.fit(reader, epochs=run.train.epochs, max_steps=steps)
             except DivergedError:
                 return "diverged", math.nan, rows + trainer.trained_here.rows
-            progressive = float(getattr(result.history, metric))  # Of all parts.
+            progressive = float(getattr(result.history, metric))  # Over all parts.
             rows += result.rows
-            left = None if left is None else left - result.steps
-            if trainer.finished or left == 0:
+            remaining = None if remaining is None else remaining - result.steps
+            if trainer.finished or remaining == 0:
                 break
             trial.report(progressive, trainer.global_step)
             if trial.should_prune():
@@ -210,8 +210,8 @@ class Sweep:
 def with_values(tree: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of a configuration with other values; a value of None removes the field.
 
-    A path is as in `--set`. In a list of named records a part of it is the name of one, or `*` for all:
-    `schema.id_features.item.dim`.
+    A path is as in `--set`. In a list of named records, a part of the path is the name of a record, or `*` for all
+    records: `schema.id_features.item.dim`.
 
     Raises:
         ConfigError: a path leads through a value, or names no record.
@@ -234,12 +234,12 @@ def with_values(tree: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 def _inside(node: Any, part: str, path: str) -> Iterable[Any]:
     if isinstance(node, list):
-        found = [item for item in node if isinstance(item, dict) and part in ("*", item.get("name"))]
+        children = [item for item in node if isinstance(item, dict) and part in ("*", item.get("name"))]
     else:
-        found = [node.setdefault(part, {})] if isinstance(node, dict) else []
-    if not found:
+        children = [node.setdefault(part, {})] if isinstance(node, dict) else []
+    if not children:
         raise ConfigError(f"Invalid sweep.values.{path!r}: there is no {part!r}.", field="sweep.values")
-    return found
+    return children
 
 
 def _suggest(trial: optuna.Trial, path: str, space: Range | list[Any]) -> Any:

@@ -16,7 +16,7 @@ def top(
     address: Annotated[
         str, typer.Argument(help="Control address that `persia train` prints: tcp://host:port.", metavar="ADDRESS")
     ],
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit, for scripts.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each process.")] = 5.0,
 ) -> None:
@@ -36,12 +36,12 @@ def top(
         raise ConfigError("persia top needs a terminal; use --once to print one frame.", field="once")
     watch = Watch(partial(ask_members, address, timeout), interval)
     try:
-        shown = Top(watch, out.CONSOLE)
+        table = Top(watch, out.CONSOLE)
         if not once:
-            shown.run()
+            table.run()
             return
-        seen = shown.once(interval + 4 * timeout)
+        frame = table.once(interval + 4 * timeout)
     finally:
         watch.close()
-    if seen is None or seen.problem or any(process.problem for process in seen.processes):
+    if frame is None or frame.problem or any(process.problem for process in frame.processes):
         raise typer.Exit(1)

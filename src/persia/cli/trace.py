@@ -1,4 +1,4 @@
-"""The command `persia trace`: what all processes of a running cluster do during some steps, on one time line."""
+"""The command `persia trace`: records some steps of all processes of a running cluster on one time line."""
 
 from __future__ import annotations
 

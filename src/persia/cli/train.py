@@ -32,7 +32,7 @@ def train(
     output: Annotated[
         str | None,
         typer.Option(
-            help="Directory for checkpoints. Defaults to that of --resume, else to a new folder beside CONFIG.",
+            help="Directory for checkpoints. Defaults to that of --resume, else to a new folder next to CONFIG.",
             metavar="DIR",
         ),
     ] = None,
@@ -65,7 +65,7 @@ def train(
     """Train a model; report progressive AUC and rows per second.
 
     Progressive metrics score each batch before training on it, so they measure quality on unseen data. Without --output
-    a run is saved in a new folder beside CONFIG, runs/NAME/TIME; runs/NAME/latest leads to the last one.
+    a run is saved in a new folder next to CONFIG, runs/NAME/TIME; runs/NAME/latest links to the last one.
 
     With --resume, the same data continue at the next batch, and other data at their first one. Data of which some files
     were trained continue with the new files. Where nothing is left to train, the last line says so; the exit status is
@@ -73,7 +73,7 @@ def train(
     """
     from persia.cli import ui as out
 
-    resume, output = _followed(resume), _followed(output)
+    resume, output = _resolve_link(resume), _resolve_link(output)
     run = read_config(config, overrides, output or resume)
     if dump_config:
         out.print_toml(run.dump())
@@ -109,12 +109,12 @@ def _train(
     from persia.cli import ui as out
     from persia.trainer.fit_checks import check_outputs
 
-    if run.cluster.kind == "embedded":  # Else another process writes, perhaps on another host: it checks.
+    if run.cluster.kind == "embedded":  # With Ray, the process that writes checks, perhaps on another host.
         check_outputs(run.trainer)
     reader = run.reader()
     directory = run.trainer.checkpoint_dir
     assert directory is not None
-    step = earlier_run.held(directory, resume)
+    step = earlier_run.existing_step(directory, resume)
     if step is not None and not overwrite:
         raise earlier_run.refusal(directory, step, command, run, reader.schema)
     trainer = run.build_trainer(reader.schema)
@@ -142,20 +142,20 @@ def _train(
         say(result.nothing_left)
 
 
-def _followed(directory: str | None) -> str | None:
-    """Returns where a link such as `latest` leads now: it leads elsewhere once another run begins."""
+def _resolve_link(directory: str | None) -> str | None:
+    """Resolves a link such as `latest`, which the next run points elsewhere."""
     if directory is None or not os.path.islink(directory.rstrip("/")):
         return directory
     return os.path.realpath(directory)
 
 
 def _load(trainer: Trainer, resume: str, command: Command, run: RunConfig) -> None:
-    """Loads a checkpoint; an error about what differs says what works."""
+    """Loads a checkpoint. If it does not match, the error lists commands that work."""
     try:
         trainer.load(resume)
     except CheckpointError as error:
-        ways = earlier_run.ways_to_resume(resume, command, run, trainer.schema)
-        raise CheckpointError(f"{error.message}\n{ways}" if ways else error.message, **error.fields) from error
+        remedy = earlier_run.ways_to_resume(resume, command, run, trainer.schema)
+        raise CheckpointError(f"{error.message}\n{remedy}" if remedy else error.message, **error.fields) from error
 
 
 def _sweep(
@@ -181,20 +181,20 @@ def _sweep(
     if trials.best is not None:
         name, own, _ = tree.get("model", {}).get("kind", "").partition(":")
         module = Path(config).parent / f"{name}.py"
-        if own and module.is_file():  # Modules of one's own are looked for beside a configuration.
+        if own and module.is_file():  # User modules are imported from the folder of a configuration.
             shutil.copy2(module, output)
         say(f"Best configuration: {output}/best.toml, trained in {trials.folder(trials.best.number)}/checkpoint")
     if json is not None:
         out.write_json(json, [record._asdict() for record in trials.records])
 
 
-def _resume_line(first: int, most: int | None, command: Command) -> Callable[[str, int], str]:
-    """Formats the command that resumes a `persia train` which started at step `first` with `max_steps` = `most`."""
+def _resume_line(first_step: int, max_steps: int | None, command: Command) -> Callable[[str, int], str]:
+    """Returns a function that formats the command to resume this run from a directory and a step."""
 
     def line(directory: str, step: int) -> str:
         changes = [o for o in command.overrides or [] if not o.startswith("train.max_steps=")]
-        if most is not None:
-            changes.append(f"train.max_steps={max(1, first + most - step)}")
+        if max_steps is not None:
+            changes.append(f"train.max_steps={max(1, first_step + max_steps - step)}")
         return command._replace(overrides=changes).line("--resume", directory)
 
     return line

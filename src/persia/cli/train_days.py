@@ -44,16 +44,16 @@ def continual(
     from persia.cli import continual as recipe
     from persia.cli import ui as out
 
-    wanted = recipe.parse_days(days)
+    requested = recipe.parse_days(days)
     run = read_config(config, overrides, output)
     out.check_writable(json)
     todo = recipe.Recipe(run, output)
     trainer = run.build_trainer(run.reader().schema)
-    again = ["continual", config, "--days", days, "--output", output, *(["--inherit", inherit] if inherit else [])]
-    trainer.resume_line = lambda *_: command_line(again, overrides or [], json)
+    words = ["continual", config, "--days", days, "--output", output, *(["--inherit", inherit] if inherit else [])]
+    trainer.resume_line = lambda *_: command_line(words, overrides or [], json)
     with closing_cluster(trainer, trains=True):
         trained = 0
-        for record in todo.run(trainer, wanted, inherit, restart_data=restart_data):
+        for record in todo.run(trainer, requested, inherit, restart_data=restart_data):
             trained += 1
             say(f"day {record.day} is trained in {type(record.mode).__name__}")
     out.CONSOLE.print(recipe.table(todo.records))

@@ -33,7 +33,7 @@ CONSOLE = DataConsole()
 
 
 def print_fit(result: FitResult, checkpoint: str) -> None:
-    """Prints the summary of a training run, and where it is saved; only the evaluation if nothing was left to train."""
+    """Prints the summary of a training run and its directory; only the evaluation if nothing was left to train."""
     if result.nothing_left:
         if result.evaluation is not None:
             print_metrics("evaluation", result.evaluation)
@@ -48,9 +48,9 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
             table.add_row(f"{name} AUC, mean of days", f"{metrics.auc_mean_of_days:.4f}")
     if result.history.rows != result.progressive.rows:
         table.add_row("progressive AUC since the first run", f"{result.history.auc:.4f}")
-    shown = result.scored[0][1]
-    table.add_row("log-loss", f"{shown.log_loss:.4f}")
-    table.add_row("calibration", f"{shown.calibration:.3f}")
+    progressive = result.scored[0][1]
+    table.add_row("log-loss", f"{progressive.log_loss:.4f}")
+    table.add_row("calibration", f"{progressive.calibration:.3f}")
     table.add_row("staleness mean / max", f"{result.staleness_mean:.2f} / {result.staleness_max}")
     table.add_row("rows stored", f"{result.stored_rows:,}")
     table.add_row("store memory", f"{result.stored_bytes / 2**20:,.0f} MiB")
@@ -62,9 +62,10 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
         table.add_row("lost tokens", f"{report.lost_tokens:,}")
         table.add_row("staleness of the network", f"{report.staleness_mean:.2f} / {report.staleness_max}")
         table.add_row("staleness of rows", f"{result.row_staleness_mean:.2f} / {result.row_staleness_max}")
-    for found in result.non_finite:
+    for table_gradients in result.non_finite:
         table.add_row(
-            f"not finite: gradients of table {found.table} ({', '.join(found.features)})", f"{found.rows:,} rows"
+            f"not finite: gradients of table {table_gradients.table} ({', '.join(table_gradients.features)})",
+            f"{table_gradients.rows:,} rows",
         )
     CONSOLE.print(table)
     if result.evaluation is not None:
@@ -161,7 +162,7 @@ def write_json(path: str, record: Any) -> None:
 
 
 NULLS = {"pooling": "none", "staleness": "unbounded"}
-"""Spellings of null in TOML, which has none, for fields in which null is a value of its own."""
+"""Spellings of null, which TOML lacks, for fields in which null differs from not set."""
 
 
 def print_toml(tree: dict[str, Any], prefix: str = "") -> None:
@@ -195,12 +196,12 @@ def _inline(value: Any, key: str = "") -> str:
 
 
 def _key(name: str) -> str:
-    """Formats a key of TOML; names of columns are keys, too."""
+    """Formats a TOML key; keys include column names."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _quoted(name)
 
 
 def _quoted(text: str) -> str:
-    """Formats a text of TOML; what cannot be printed is an escape."""
+    """Formats a TOML string; escapes unprintable characters."""
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in json.dumps(text, ensure_ascii=False))
 
 

@@ -19,7 +19,7 @@ Role = Literal["number", "id", "list", "time", "unused"]
 MISSING_TEXTS = (
     "?", "-", "--", ".", "missing", "Missing", "unknown", "Unknown", "n.a.", "N.A.", "k.A.", "k. A.", "#NV", "#N/V",
 )  # fmt: skip
-"""Texts that stand for a missing number in many files, besides those that every reader knows."""
+"""Texts that stand for a missing number in many files, in addition to the texts that every reader recognizes."""
 
 MAX_LIST = 100
 _ID_WORDS = {
@@ -42,7 +42,7 @@ NUMBER_WORDS = {
 """Words in the names of quantities."""
 _TIME_WORDS = {"time", "timestamp", "datetime", "date", "ts", "day", "created", "updated", "at", "ms"}
 _FEW = 20
-"""Whole numbers with so few different values are taken as codes."""
+"""Whole numbers with at most this many different values are treated as codes."""
 
 _SLASHED = r"^\s*(?:\d{1,2}/\d{1,2}/\d{2,4}|\d{4}/\d{1,2}/\d{1,2})\b"
 
@@ -52,7 +52,7 @@ _LONGEST_LOG = 20 * 365 * 86_400
 
 
 class ColumnValues(NamedTuple):
-    """The values of a column, brought to one of few types.
+    """The values of a column, converted to one of a few types.
 
     Attributes:
         array: pyarrow array `[rows]` of texts, numbers, booleans, times or lists.
@@ -78,8 +78,8 @@ class ColumnGuess(NamedTuple):
         column: name in the file.
         role: the use.
         reason: the reason of the guess.
-        sure: whether a person need not be asked.
-        text: whether values are hashed as texts, also those of digits.
+        sure: whether the user need not be asked.
+        text: whether values are hashed as texts, even if they consist of digits.
         separator: text between the ids of a list within a field.
         max_length: number of ids of a list that count; None for all.
         scale: of a number x, centre and width of sign(x) log(1 + |x|).
@@ -106,13 +106,13 @@ class ColumnGuess(NamedTuple):
 
 
 def words_of(name: str) -> list[str]:
-    """Divides the name of a column into lower-case words: `userId`, `user_id` and `User ID` alike."""
+    """Splits the name of a column into lower-case words; the same for `userId`, `user_id` and `User ID`."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
     return [word.lower() for word in re.split(r"[^A-Za-z0-9]+", spaced) if word]
 
 
 def plain_values(array: Any) -> ColumnValues:
-    """Finds out whether a column has numbers, how many values are missing, and how many differ."""
+    """Converts a column; counts missing and different values."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -74,47 +74,47 @@ def init(
 
 
 def _stem(data: str) -> str:
-    """Returns a name for the directory of a data set: that of the file, or of the folder of a glob."""
+    """Returns a name for the directory of a data set: the name of its file, or of the folder of a glob."""
     parts = [part for part in re.split(r"[/\\]", data) if part and not any(c in part for c in "*?[") and part != ".."]
     name = re.split(r"\.(?=[A-Za-z])", parts[-1])[0] if parts else ""
     return re.sub(r"\W+", "_", name).strip("_") or "data"
 
 
 def _choose_label(sample: Sample, values: dict[str, ColumnValues], yes: bool) -> LabelGuess:
-    """Returns the likeliest label, or that which a person chooses.
+    """Returns the likeliest label, or the column that the user chooses.
 
     Raises:
-        ConfigError: several columns are likely, and nobody can be asked.
-        DataError: no column is likely, and nobody can be asked.
+        ConfigError: several columns are likely, and the user cannot be asked.
+        DataError: no column is likely, and the user cannot be asked.
     """
     from persia.cli.init.guess import guess_label, label_from
 
     asks = sys.stdin.isatty() and not yes
-    found: list[LabelGuess] = []
+    candidates: list[LabelGuess] = []
     try:
-        found = guess_label(sample, values)
+        candidates = guess_label(sample, values)
     except DataError as error:
         if not asks:
             raise
         say(error.message)
-    if found and (found[0].sure or yes):
-        return found[0]
+    if candidates and (candidates[0].sure or yes):
+        return candidates[0]
     if not asks:
-        names = ", ".join(label.column for label in found)
+        names = ", ".join(label.column for label in candidates)
         raise ConfigError(
             f"{sample.path}: unsure which column to predict: {names}. Name it with --label COLUMN, or take "
-            f"{found[0].column!r} with --yes.",
+            f"{candidates[0].column!r} with --yes.",
             field="label",
         )
-    if found:
+    if candidates:
         say("Columns that may be the label:")
-    for label in found:
+    for label in candidates:
         say(f"  {label.column}: {label.reason}")
     question = "Which column do you want to predict?"
-    if found:
-        question = printable(f"{question} [{found[0].column}]")
+    if candidates:
+        question = printable(f"{question} [{candidates[0].column}]")
     while True:
-        name = typer.prompt(question, default=found[0].column if found else None, show_default=False)
+        name = typer.prompt(question, default=candidates[0].column if candidates else None, show_default=False)
         if name not in values:
             say(f"Choose one of: {', '.join(values)}")
             continue
@@ -181,7 +181,7 @@ def _reads_both_labels(config: str) -> bool:
 
 
 def _report(guess: Guess, config: str, folder: Path) -> None:
-    """Prints what was guessed, what was written, and what to run."""
+    """Prints the guesses, the files that were written, and the commands to run next."""
     import tomllib
 
     from persia.cli.init.files import FILES
@@ -225,7 +225,7 @@ def _written(numerals: Numerals) -> str:
 
 
 def _shown(folder: Path, name: str) -> str:
-    """Returns the path of a file as a shell takes it, relative to the working directory where it is inside."""
+    """Returns the path of a file, quoted for a shell; relative if the file is inside the working directory."""
     import shlex
 
     here = Path.cwd()

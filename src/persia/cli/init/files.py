@@ -151,8 +151,8 @@ def file_texts(guess: Guess, folder: Path) -> dict[str, str]:
     """Returns the text of each file.
 
     Args:
-        guess: what the data are.
-        folder: directory that the files are for.
+        guess: guesses about the data set.
+        folder: directory that the files will be in.
     """
     sample = guess.sample
     names = _schema_names(
@@ -196,7 +196,7 @@ def file_texts(guess: Guess, folder: Path) -> dict[str, str]:
 
 def write_files(folder: Path, texts: dict[str, str]) -> None:
     """Writes files; leaves none behind if one of them cannot be written."""
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    created = [directory for directory in (folder, *folder.parents) if not directory.exists()]
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -207,9 +207,9 @@ def write_files(folder: Path, texts: dict[str, str]) -> None:
     except OSError:
         for path in written:
             path.unlink(missing_ok=True)
-        for place in made:
-            if place.exists():
-                place.rmdir()
+        for directory in created:
+            if directory.exists():
+                directory.rmdir()
         raise
     for path, name in zip(written, texts, strict=True):
         path.replace(folder / name)
@@ -227,7 +227,7 @@ def _length(guess: Guess) -> tuple[int, int]:
 
 
 def _schema_names(columns: list[str]) -> dict[str, str]:
-    """Returns a valid and unique name for each column; its own where possible."""
+    """Returns a valid and unique name for each column; unchanged where possible."""
     names: dict[str, str] = {}
     for number, column in enumerate(columns, 1):
         name = (
@@ -239,7 +239,7 @@ def _schema_names(columns: list[str]) -> dict[str, str]:
 
 
 def _options(guess: Guess, names: dict[str, str]) -> dict[str, Any]:
-    """Returns the arguments of the reader, besides those that concern the rows to read."""
+    """Returns the arguments of the reader, except arguments that select rows."""
     sample, label = guess.sample, guess.label
     used = [column for column in guess.columns if column.column in names]
     options: dict[str, Any] = {}
@@ -303,11 +303,11 @@ def _features(guess: Guess, names: dict[str, str]) -> list[str]:
 
 
 def _unused(guess: Guess) -> str:
-    lines = [f"#   {_comment(_said(column))}" for column in guess.columns if column.role in ("unused", "time")]
+    lines = [f"#   {_comment(_unused_line(column))}" for column in guess.columns if column.role in ("unused", "time")]
     return "\n".join(["# Left out:", *lines, ""]) if lines else ""
 
 
-def _said(column: ColumnGuess) -> str:
+def _unused_line(column: ColumnGuess) -> str:
     return f"{column.column or '(no name)'}: {column.reason}"
 
 
@@ -343,5 +343,5 @@ def _python(text: str) -> str:
 
 
 def _comment(text: str) -> str:
-    """Makes a text fit for a comment: one line of printable characters."""
+    """Converts a text to one line of printable characters, for a comment."""
     return "".join(c if c.isprintable() else " " for c in text)

@@ -30,10 +30,10 @@ class LabelGuess(NamedTuple):
 
     Attributes:
         column: column of the file.
-        rule: expression that makes it 0 or 1; None if the column is that already.
+        rule: expression that converts the column to 0 or 1; None if it has these values already.
         reason: the reason of the guess.
-        sure: whether a person need not be asked.
-        gaps: whether rows lack it, which are then left out.
+        sure: whether the user need not be asked.
+        gaps: whether some rows lack the label; they are left out.
         positive: fraction of positive rows.
     """
 
@@ -53,7 +53,7 @@ class Guess(NamedTuple):
         label: the label.
         columns: the other columns, in the order of the file.
         split: arguments of `persia.data.Split` that hold out rows, without `part`.
-        in_order: whether rows are trained in the order of the file, which is that of time.
+        in_order: whether rows are trained in the order of the file, which is sorted by time.
     """
 
     sample: Sample
@@ -80,7 +80,7 @@ def quoted_column(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z_]\w*", name) and name != "column" else f"column({name!r})"
 
 
-def _meant(column: str) -> list[str]:
+def _name_words(column: str) -> list[str]:
     """Returns the words of a name without the range of values: `Stars (1-5)`, `score/10` and `rating out of 5`."""
     name = re.sub(r"[(\[].*?[)\]]|\bout of\b", " ", column)
     return [word for word in words_of(name) if not word.isdecimal()]
@@ -92,11 +92,11 @@ def guess_label(sample: Sample, values: dict[str, ColumnValues]) -> list[LabelGu
     Raises:
         DataError: there is none; the message says why.
     """
-    found: list[tuple[int, LabelGuess]] = []
+    candidates: list[tuple[int, LabelGuess]] = []
     names = list(values)
     refused: DataError | None = None
     for number, column in enumerate(names):
-        words = _meant(column)
+        words = _name_words(column)
         named = "_".join(words) in _LABELS
         scored = bool(words) and words[-1] in _SCORES
         if not (named or scored or values[column].distinct == 2):
@@ -110,18 +110,18 @@ def guess_label(sample: Sample, values: dict[str, ColumnValues]) -> list[LabelGu
             continue
         score = 100 * named + 90 * scored + 30 * (set(words) & _LABELS != set())
         score += 20 * (number == len(names) - 1) + 15 * (number == 0) + 10 * (label.rule is None)
-        found.append((score, label._replace(sure=named)))
-    if refused is not None and max((score for score, _ in found), default=0) < 90:
+        candidates.append((score, label._replace(sure=named)))
+    if refused is not None and max((score for score, _ in candidates), default=0) < 90:
         raise refused  # A column with two values is not the label if another one has its name.
-    if not found:
+    if not candidates:
         raise DataError(
             f"{sample.files[0].path}: cannot guess which column to predict, as none has the name of a label or just "
             f"two values. Name one with --label COLUMN: {described(sample)}.",
             path=sample.path,
         )
-    found.sort(key=lambda item: -item[0])
-    labels = [label for _, label in found]
-    if len(labels) == 1 or (labels[0].sure and found[1][0] < 100):
+    candidates.sort(key=lambda item: -item[0])
+    labels = [label for _, label in candidates]
+    if len(labels) == 1 or (labels[0].sure and candidates[1][0] < 100):
         labels[0] = labels[0]._replace(sure=True)
     else:
         labels[0] = labels[0]._replace(sure=False)
@@ -129,7 +129,7 @@ def guess_label(sample: Sample, values: dict[str, ColumnValues]) -> list[LabelGu
 
 
 def label_from(sample: Sample, column: str, values: ColumnValues) -> LabelGuess:
-    """Makes a label of a column, by a rule if it is not 0 and 1.
+    """Returns a column as the label, with a rule if its values are not 0 and 1.
 
     Raises:
         DataError: it has one value only, or texts of more than two kinds, or is mostly missing.
@@ -185,11 +185,11 @@ def guess(sample: Sample, label: LabelGuess, values: dict[str, ColumnValues]) ->
         DataError: no column can be an ID-type feature.
     """
     columns: list[ColumnGuess] = []
-    for name, found in values.items():
+    for name, column_values in values.items():
         if name == label.column:
             continue
-        column = guess_column(name, found, csv=sample.kind == "csv")
-        if column.role in ("number", "id") and "_".join(words_of(name)) in _LABELS and found.distinct == 2:
+        column = guess_column(name, column_values, csv=sample.kind == "csv")
+        if column.role in ("number", "id") and "_".join(words_of(name)) in _LABELS and column_values.distinct == 2:
             column = ColumnGuess(name, "unused", "has the name of a label, which is known too late to predict with")
         columns.append(column)
     columns = _with_an_id(sample, columns)
@@ -215,8 +215,8 @@ def _with_an_id(sample: Sample, columns: list[ColumnGuess]) -> list[ColumnGuess]
             path=sample.path,
         )
     chosen = min(whole, key=lambda c: c.distinct)
-    taken = chosen._replace(role="id", reason=f"{chosen.distinct:,} different whole numbers, as there are no other ids")
-    return [taken if column is chosen else column for column in columns]
+    as_id = chosen._replace(role="id", reason=f"{chosen.distinct:,} different whole numbers, as there are no other ids")
+    return [as_id if column is chosen else column for column in columns]
 
 
 def _sharing(column: ColumnGuess, columns: list[ColumnGuess], values: dict[str, ColumnValues]) -> ColumnGuess:
@@ -252,7 +252,7 @@ def _split(sample: Sample, columns: list[ColumnGuess]) -> tuple[dict[str, Any], 
 
 
 def _latest(sample: Sample, column: str) -> tuple[int | str | None, bool]:
-    """Returns the time from which on a tenth of the rows are, or None if unknown; and whether rows are in order."""
+    """Returns the start time of the last tenth of the rows, or None if unknown; and whether rows are in order."""
     import pyarrow as pa
 
     times = read_column(sample, column)

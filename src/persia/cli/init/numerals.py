@@ -1,4 +1,4 @@
-"""Finds out whether the numbers of a text file have a decimal comma, separators of thousands, or units."""
+"""Detects whether the numbers of a text file have a decimal comma, thousands separators, or units."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = (
     "US$", "R$", "A$", "C$", "$", "€", "£", "¥", "₹", "₽", "₩", "₺", "₴", "₪", "₫", "฿", "%", "USD", "EUR", "GBP",
     "CHF", "JPY", "CNY", "INR", "BRL", "PLN", "SEK", "NOK", "DKK", "CZK", "HUF", "kr.", "kr", "zł", "Kč", "Ft",
 )  # fmt: skip
-_LOOKED_AT = 1_000
+_SAMPLED_ROWS = 1_000
 
 
 def guess_units(columns: dict[str, Any]) -> dict[str, str]:
@@ -27,13 +27,13 @@ def guess_units(columns: dict[str, Any]) -> dict[str, str]:
     Args:
         columns: pyarrow array of texts by column.
     """
-    found = {}
+    units = {}
     for name, column in columns.items():
-        head = [text for text in column.slice(0, _LOOKED_AT).to_pylist() if text is not None]
+        head = [text for text in column.slice(0, _SAMPLED_ROWS).to_pylist() if text is not None]
         unit = next((unit for unit in _UNITS if any(unit in text for text in head)), None)
         if unit is not None and _all(column, _amounts(unit)):
-            found[name] = unit
-    return found
+            units[name] = unit
+    return units
 
 
 def _amounts(unit: str) -> str:
@@ -48,20 +48,20 @@ def guess_numerals(columns: dict[str, Any], units: dict[str, str]) -> Numerals:
 
     Args:
         columns: pyarrow array of texts by column.
-        units: by column.
+        units: unit by column.
     """
     columns = {name: _bare(column, units.get(name)) for name, column in columns.items()}
-    best, most = Numerals(), 0
+    best, most_columns = Numerals(), 0
     for numerals in _WRITINGS:
-        found = [name for name, column in columns.items() if _is_written(name, column, numerals, name in units)]
-        if len(found) > most:
-            grouped = any(_any(columns[name], rf"^\s*[+-]?{numerals.groups}") for name in found)
-            best, most = numerals if grouped else Numerals(numerals.decimal), len(found)
+        matching = [name for name, column in columns.items() if _is_written(name, column, numerals, name in units)]
+        if len(matching) > most_columns:
+            grouped = any(_any(columns[name], rf"^\s*[+-]?{numerals.groups}") for name in matching)
+            best, most_columns = numerals if grouped else Numerals(numerals.decimal), len(matching)
     return best
 
 
 def normalized_columns(columns: dict[str, Any], numerals: Numerals, units: dict[str, str]) -> dict[str, Any]:
-    """Returns the columns with numbers as the reader takes them."""
+    """Returns the columns, with numbers converted to the writing that the reader accepts."""
     read = {}
     for name, column in columns.items():
         bare = _bare(column, units.get(name))
@@ -81,7 +81,7 @@ def _bare(column: Any, unit: str | None) -> Any:
 
 
 def _is_written(name: str, column: Any, numerals: Numerals, amount: bool) -> bool:
-    """Whether a column has numbers that can be read in this writing only, and that are no lists of ids."""
+    """Whether a column has numbers that can be read only in this writing, and that are not lists of ids."""
     if not _all(column, numerals.pattern):
         return False
     if numerals.decimal == ".":
@@ -98,7 +98,7 @@ def _is_written(name: str, column: Any, numerals: Numerals, amount: bool) -> boo
 
 
 def _all(column: Any, pattern: str) -> bool:
-    """Whether all values match, but for those that stand for a missing number."""
+    """Whether all values match, except texts that stand for a missing number."""
     import pyarrow.compute as pc
 
     missing = pc.is_in(pc.utf8_trim_whitespace(column), value_set=_texts(MISSING_TEXTS))

@@ -1,7 +1,7 @@
-"""Reads the first rows of Parquet, JSON lines or delimited text, and finds out how the text is delimited.
+"""Reads the first rows of Parquet, JSON lines or delimited text, and detects how the text is delimited.
 
-`csv.Sniffer` does not replace it: on the files of tests/cli/test_init.py it takes the spaces in quoted names for the
-delimiter of a file with commas, and a line of names for a row; pyarrow does not detect either.
+`csv.Sniffer` does not replace it: on the files of tests/cli/test_init.py it takes the spaces in quoted names as the
+delimiter of a file with commas, and a line of names as a row. pyarrow does not detect either.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def read_sample(path: str) -> Sample:
     read = _reader(files[0])
     if any(_reader(file) is not read for file in files):
         raise DataError(
-            f"{path} has files of several formats; give those of one format, such as {path}/*.parquet.", path=path
+            f"{path} has files of several formats; give files of one format, such as {path}/*.parquet.", path=path
         )
     sample = read(path, files)
     if sample.rows < MIN_ROWS:
@@ -222,7 +222,7 @@ def _joined(tables: list[Any]) -> Any:
         kinds: dict[str, set[Any]] = {}
         for field in (field for table in tables for field in table.schema):
             kinds.setdefault(field.name, set()).add(field.type)
-        mixed = {name for name, found in kinds.items() if any(map(pa.types.is_string, found))}
+        mixed = {name for name, types in kinds.items() if any(map(pa.types.is_string, types))}
         return pa.concat_tables([_as_texts(table, mixed) for table in tables], promote_options="permissive")
 
 
@@ -244,7 +244,7 @@ def _columns(table: Any) -> dict[str, Any]:
 
 
 def _head(file: File) -> tuple[str, bool]:
-    """Returns the beginning of a text file, and whether that is all of it.
+    """Returns the beginning of a text file, and whether it is the whole file.
 
     Raises:
         DataError: it is not text in UTF-8.
@@ -278,10 +278,10 @@ def _fields(lines: list[str], delimiter: str) -> list[list[str]]:
 
 
 def _delimiter(path: str, lines: list[str]) -> str:
-    """Returns the delimiter that divides most lines into one number of fields, two or more.
+    """Returns the delimiter that splits most lines into the same number of fields, two or more.
 
     Raises:
-        DataError: there is none.
+        DataError: no delimiter does.
     """
     best, score = "", (0.0, 0)
     for delimiter in _DELIMITERS:
@@ -332,11 +332,12 @@ def _is_number(text: str) -> bool:
 
 
 def _check_names(path: str, names: list[str]) -> None:
-    """Raises DataError if names occur twice, or there are too many."""
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
+    """Raises DataError if there are duplicate names, or too many."""
+    duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
+    if duplicates:
         raise DataError(
-            f"{path} has {names.count(twice[0])} columns named {twice[0]!r}; rename or remove all but one.", path=path
+            f"{path} has {names.count(duplicates[0])} columns named {duplicates[0]!r}; rename or remove all but one.",
+            path=path,
         )
     if len(names) > MAX_COLUMNS:
         raise DataError(
