@@ -86,7 +86,7 @@ def test_a_server_answers_what_the_trainer_predicts_and_ends_with_sigterm(tmp_pa
             columns["dense_0"] = np.repeat(batch.dense[:1, 0], len(batch))
             same = client.predict(columns).probabilities
             np.testing.assert_allclose(1 / (1 + np.exp(-ranked.scores)), same, rtol=0, atol=1e-6)
-    assert "SIGTERM: requests that have begun are answered" in "".join(lines)
+    assert "SIGTERM: answering requests in progress" in "".join(lines)
 
 
 MODEL = """

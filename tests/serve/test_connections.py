@@ -82,7 +82,7 @@ def test_a_client_that_does_not_read_is_cut_off():
     async def test(protocol, transport):
         protocol.pause_writing()
         protocol.resume_writing()
-        assert protocol._unread is None
+        assert protocol._answer_timeout is None
         protocol.pause_writing()
         await ended(transport)
         assert transport.ended == "abort"

@@ -125,7 +125,7 @@ REFUSED = [
     ("POST", "/predict", {**TYPE, "Content-Length": "2000000"}, b"{}", 413, "takes 1000000"),
     ("POST", "/predict", TYPE, b" " * 1_000_001, 413, "--max-body-bytes"),
     ("POST", "/embeddings", TYPE, b'{"table": "' + b"x" * 10_000 + b'", "ids": []}', 422, "no table 'xxx"),
-    ("GET", "/predict", {}, b"", 405, "does not take GET"),
+    ("GET", "/predict", {}, b"", 405, "does not accept GET"),
     ("DELETE", "/health", {}, b"", 405, "does not take DELETE"),
     ("GET", "/x", {}, b"", 404, "there are /docs, /embeddings"),
 ]
@@ -304,7 +304,7 @@ def test_conversions_have_a_queue_with_a_limit_and_deadlines(path, clock):
             await asyncio.sleep(0.001)
         answer = await ask(client, 2)
         assert (answer.status_code, answer.json()["error"]) == (503, "OverloadedError")
-        assert "wait for their conversion" in answer.json()["message"]
+        assert "are waiting for conversion" in answer.json()["message"]
         clock.now += 0.25  # Past the deadline of the second one, which is in the queue.
         predictor.go.set()
         assert (await first).status_code == 200

@@ -19,7 +19,7 @@ from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, Ov
 from persia.serve import Client
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.options import HttpOptions
-from persia.serve.http.run import _bound, run_server
+from persia.serve.http.run import _listener, run_server
 from support.ports import lasting_port
 from support.served import FakePredictor, FakeRetriever, expected
 
@@ -200,7 +200,7 @@ def test_a_client_that_pipelines_and_does_not_read_keeps_nobody_out():
 
 
 def test_small_answers_do_not_wait_for_acknowledgements():
-    with _bound(HttpOptions(port=0)) as listener:  # Asyncio turns Nagle's algorithm off where it sees the protocol.
+    with _listener(HttpOptions(port=0)) as listener:  # Asyncio turns Nagle's algorithm off where it sees the protocol.
         assert listener.proto == socket.IPPROTO_TCP
 
 

@@ -66,7 +66,7 @@ def test_every_model_can_be_exported_as_onnx(tmp_path, name):
 
 
 def test_errors(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"Branching cannot be exported as ONNX; see what in its `forward` depends"):
+    with pytest.raises(ConfigError, match=r"Branching cannot be exported as ONNX; check what in its `forward` depends"):
         export_onnx(Branching(), HISTORY, tmp_path / "network.onnx")
     assert not list(tmp_path.iterdir())
     monkeypatch.setitem(sys.modules, "onnxscript", None)

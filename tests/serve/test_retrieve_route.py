@@ -100,7 +100,7 @@ def users(features=None, dense=None):
         ({"users": users(), "k": 0}, 422, "`int` >= 1"),
         ({"users": users(), "k": 2.5}, 422, "Expected `int`"),
         ({"users": users(), "more": 1}, 422, "unknown field"),
-        ({"users": users(), "k": 21}, 422, "k = 21; the server finds 20 items at most (--max-k)"),
+        ({"users": users(), "k": 21}, 422, "k = 21; the server finds at most 20 items (--max-k)"),
         (
             {"users": users({"user": [1] * 6}, {"age": [1] * 6}), "k": 20},
             422,

@@ -102,7 +102,7 @@ def test_it_follows_a_run(run, tmp_path):
             # An increment that removes a row, as the log has it.
             for tables in predictor.current().rows._tables:
                 tables["item"].remove(np.array([7], np.uint64))
-            predictor._updater._tell([persia.publish.Change("item", *_removed(7))])
+            predictor._updater._notify([persia.publish.Change("item", *_removed(7))])
             assert 7 not in retriever.search(users, ITEMS).ids
 
 

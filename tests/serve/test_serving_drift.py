@@ -19,7 +19,7 @@ from persia.metrics import SIGNIFICANT, DriftCounts, count_ids
 from persia.publish import PublishOptions, follow
 from persia.schema import IdFeature, Schema
 from persia.serve import Predictor, ServeOptions
-from persia.serve.drift import WAITING, ServingDrift
+from persia.serve.drift import MAX_WAITING, ServingDrift
 from persia.serve.ranking import expanded
 from support.several_ps import Several
 
@@ -103,7 +103,7 @@ def test_a_server_that_ranks_compares_too(tmp_path):
         def rank(seeds, shift):
             for number, seed in enumerate(seeds, 1):
                 predictor.rank(*ranking(seed, shift))
-                if number % WAITING == 0:
+                if number % MAX_WAITING == 0:
                     predictor.refresh()
             predictor.refresh()
             return predictor.state().drift
@@ -188,11 +188,11 @@ def test_windows_forget_and_batches_that_wait_are_few():
         drift.note(batch(1000, seed), logits)
         drift.count()
     assert drift.result["age"] < 0.1
-    for seed in range(2 * WAITING):
+    for seed in range(2 * MAX_WAITING):
         drift.note(batch(10, seed), logits[:10])
     before = drift._current.rows
     drift.count()
-    assert drift._current.rows <= before + 10 * WAITING or drift._current.rows <= 10 * WAITING
+    assert drift._current.rows <= before + 10 * MAX_WAITING or drift._current.rows <= 10 * MAX_WAITING
 
 
 class Changes:

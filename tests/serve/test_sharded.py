@@ -249,7 +249,7 @@ def test_rows_older_than_the_network_are_refused(log, parts, sharded):
     second.end()
     second.start()
     second.refresh()  # It finds the snapshot of step 3 only.
-    with pytest.raises(PublishError, match="Its rows contain step 3, and step 4 is asked for"):
+    with pytest.raises(PublishError, match="Its rows contain step 3, and step 4 is requested"):
         patiently(lambda: predictor.predict(batch()))
     log.publish(5, whole=True)
     refresh(first, second, predictor)
@@ -381,7 +381,7 @@ def test_its_threads_follow_the_log_and_end(log):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert steps_of(predictor) == (4, 4)
-            with pytest.raises(ConfigError, match="Row servers do not tell"):
+            with pytest.raises(ConfigError, match="Row servers do not report"):
                 predictor.listen(None)
         with pytest.raises(ClosedError):
             predictor.predict(batch())

@@ -1,6 +1,6 @@
 """Serves predictions from a log of changes: `Predictor` reads rows and network, follows the log, and predicts.
 
-`persia serve` answers over HTTP, and `Client` asks it. docs/guide/serving.md explains both.
+`persia serve` answers over HTTP, and `Client` sends requests to it. docs/guide/serving.md explains both.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = [
     "export_onnx",
 ]
 
-_HOMES = {
-    "Client": "persia.serve.client",  # Without torch, which programs that only ask a server do not need.
+_MODULES = {
+    "Client": "persia.serve.client",  # Without torch, which clients do not need.
     "CompiledNetwork": "persia.serve.compiled",
     "IndexOptions": "persia.serve.item_index",
     "ItemIndex": "persia.serve.item_index",
@@ -56,8 +56,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -1,4 +1,4 @@
-"""Rows of snapshots as local files, which the processes of a host map and share."""
+"""Caches the rows of snapshots in local files, which the processes of a host map and share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["SnapshotCache", "SnapshotKey"]
 LOG = get_logger("persia.serve")
 
 LOCK_POLL_SECONDS = 0.02
-"""Between two looks whether another process still writes."""
+"""Interval of polling for the lock of another process."""
 
 _NAME = re.compile(r"epoch-([0-9]{10})-([0-9]{10})-([0-9a-f]{32})")
 
@@ -47,21 +47,21 @@ class SnapshotKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of its directory, in that of its PS."""
+        """Name of the snapshot's directory, within the directory of its PS."""
         return f"epoch-{self.epoch:010d}-{self.sequence:010d}-{self.run}"
 
 
 class SnapshotCache:
     """Files with the rows of snapshots. Any number of processes may use the directory.
 
-    A snapshot is there once its directory has its name, which it gets when all of it is written. One process at a time
-    writes the snapshots of a PS; others wait for it, and map what it has written. Older snapshots of the PS, those
-    of other epochs, and those of PSs that there are no more, are removed then; a process that has mapped them keeps
-    them.
+    A snapshot's directory gets its final name once the snapshot is complete. One process at a time writes the snapshots
+    of a PS; the others wait for it, and map the files that it has written. Older snapshots of the PS, snapshots of
+    other epochs, and snapshots of PSs that no longer exist are then removed. A process that has mapped them keeps its
+    mapping.
 
     Args:
-        directory: on a local disk, or in memory; made if it does not exist.
-        url: of the log; logs may share a directory.
+        directory: directory on a local disk or in memory; created if it does not exist.
+        url: URL of the log; logs may share a directory.
 
     Raises:
         CheckpointError: the directory cannot be made.
@@ -79,11 +79,11 @@ class SnapshotCache:
 
     @contextlib.contextmanager
     def locked(self, server: int, check: Callable[[], object]) -> Iterator[None]:
-        """Holds the lock of a PS's snapshots, after other processes; those that die let go of it.
+        """Holds the lock of a PS's snapshots across processes; a process that dies releases it.
 
         Args:
             server: number of the PS.
-            check: called while it waits; may raise to give up.
+            check: called while waiting for the lock; may raise to give up.
         """
         descriptor = os.open(self._directory / f"rows-{server}.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -99,48 +99,50 @@ class SnapshotCache:
             os.close(descriptor)
 
     def open(self, key: SnapshotKey, dims: Mapping[str, int]) -> dict[str, ServedTable] | None:
-        """Maps a snapshot; returns None if it is not there, or not as it should be.
+        """Maps a snapshot; returns None if it is missing or invalid.
 
         Args:
-            key: of the snapshot.
-            dims: of the tables, by name.
+            key: key of the snapshot.
+            dims: dimensions of the tables, by name.
         """
-        place = self._place(key)
-        if not place.is_dir():
+        directory = self._place(key)
+        if not directory.is_dir():
             return None
         try:
-            tables = {name: ServedTable(dim, place / _file(number)) for number, (name, dim) in enumerate(dims.items())}
+            tables = {
+                name: ServedTable(dim, directory / _file(number)) for number, (name, dim) in enumerate(dims.items())
+            }
             if any(table.base_name != name for name, table in tables.items()):
                 raise StoreError("it has other tables")
         except (StoreError, OSError) as error:
-            LOG.warning("%s is not used, and the snapshot is read from the log: %s", place, error)
-            shutil.rmtree(place, ignore_errors=True)
+            LOG.warning("%s is not used, and the snapshot is read from the log: %s", directory, error)
+            shutil.rmtree(directory, ignore_errors=True)
             return None
         self._remove_others(key)
         return tables
 
     def keep(self, key: SnapshotKey, tables: Mapping[str, ServedTable]) -> dict[str, ServedTable] | None:
-        """Writes a snapshot, and maps it. Call it with the lock. Returns None if that fails, after a warning.
+        """Writes a snapshot, and maps it. The caller holds the lock. Logs a warning and returns None on failure.
 
         Args:
-            key: of the snapshot.
-            tables: with its rows, by name.
+            key: key of the snapshot.
+            tables: tables with the snapshot's rows, by name.
         """
-        place = self._place(key)
-        place.parent.mkdir(exist_ok=True)
-        for left in place.parent.glob(".writing-*"):  # By a process that has died: the lock is here.
-            shutil.rmtree(left, ignore_errors=True)
+        directory = self._place(key)
+        directory.parent.mkdir(exist_ok=True)
+        for leftover in directory.parent.glob(".writing-*"):  # Its process has died: this one holds the lock.
+            shutil.rmtree(leftover, ignore_errors=True)
         try:
-            draft = tempfile.mkdtemp(prefix=".writing-", dir=place.parent)
+            draft = tempfile.mkdtemp(prefix=".writing-", dir=directory.parent)
             try:
                 for number, (name, table) in enumerate(tables.items()):
                     table.write_snapshot(Path(draft, _file(number)), name)
-                os.rename(draft, place)
+                os.rename(draft, directory)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
         except (StoreError, OSError) as error:
-            LOG.warning("Rows are not kept in %s, and not shared with other processes: %s", place, error)
+            LOG.warning("Rows are not cached in %s, and not shared with other processes: %s", directory, error)
             return None
         return self.open(key, {name: table.dim for name, table in tables.items()})
 
@@ -148,10 +150,10 @@ class SnapshotCache:
         return self._directory / f"rows-{key.server}" / key.name
 
     def _remove_others(self, key: SnapshotKey) -> None:
-        """Removes what is not needed any more. An epoch may have a lower number than those of an earlier log here."""
+        """Removes obsolete snapshots. Epochs are identified by run, as an earlier log may have had higher numbers."""
         for other in self._place(key).parent.iterdir():
-            found = _NAME.fullmatch(other.name)
-            if found and (found[3] != key.run or int(found[2]) < key.sequence):
+            match = _NAME.fullmatch(other.name)
+            if match and (match[3] != key.run or int(match[2]) < key.sequence):
                 shutil.rmtree(other, ignore_errors=True)
         for rows in self._directory.glob("rows-*"):
             number = rows.name.removeprefix("rows-")

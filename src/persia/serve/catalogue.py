@@ -1,4 +1,4 @@
-"""The items that can be retrieved: their features, and which of them a changed row concerns."""
+"""The items that can be retrieved: their features, and the items that use a changed row."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TowerFeatures(NamedTuple):
 
 
 class CurrentRows(Protocol):
-    """Rows of tables, as they are at present. Thread-safe."""
+    """The current rows of tables. Thread-safe."""
 
     def read(self, batch: Batch) -> tuple[Tensor, Embeddings]:
         """Returns dense features `[batch, n]` and embeddings of a batch with all features, on the network's device."""
@@ -63,8 +63,8 @@ class CurrentRows(Protocol):
 Tower: TypeAlias = Callable[[Tensor, Embeddings], Tensor]
 
 
-class _Users(NamedTuple):
-    """Which items use which ids of a table: `items[i]` has `ids[i]`. Sorted by id; an id has an entry for each item."""
+class _Usage(NamedTuple):
+    """The items that use each id of a table: `items[i]` has `ids[i]`. Sorted by id, with an entry for each item."""
 
     ids: NDArray[np.uint64]
     items: NDArray[np.int64]
@@ -74,18 +74,19 @@ class Catalogue:
     """Items with their features; an item is identified by an id of one feature.
 
     Args:
-        schema: of the model.
+        schema: schema of the model.
         features: names of the items' ID-type features.
-        items: rows with these features, and with the dense features; others are not looked at.
-        key: the ID-type feature whose id is that of the item, each once.
+        items: rows with these features, and with the dense features; other features are ignored.
+        key: the ID-type feature whose id identifies the item; each id occurs once.
 
     Attributes:
         keys: uint64 `[items]`.
         key_table: table of `key`.
 
     Raises:
-        ConfigError: `key` is no feature of the items.
-        DataError: there are no items, one lacks a feature or has not one id for `key`, or an id of `key` comes twice.
+        ConfigError: `key` is not a feature of the items.
+        DataError: there are no items, an item lacks a feature or has not one id for `key`, or an id of `key` is a
+            duplicate.
     """
 
     def __init__(self, schema: Schema, features: Sequence[str], items: Batch | Iterable[Batch], key: str) -> None:
@@ -97,24 +98,24 @@ class Catalogue:
         self._rows = Batch.concat([only(schema, batch, features) for batch in batches])
         self.key_table = schema.feature(key).table_name
         self.keys = _keys(self._rows.id_features[key], key)
-        parts: dict[str, list[_Users]] = {}
+        parts: dict[str, list[_Usage]] = {}
         for name in features:
-            parts.setdefault(schema.feature(name).table_name, []).append(_users(self._rows.id_features[name]))
-        self._users = {table: _merged(of_table) for table, of_table in parts.items()}
+            parts.setdefault(schema.feature(name).table_name, []).append(_usage(self._rows.id_features[name]))
+        self._usage = {table: _merged_usage(of_table) for table, of_table in parts.items()}
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def using(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Returns the numbers of the items that use any of these ids, in any order, perhaps some of them twice."""
-        users = self._users.get(table)
-        if users is None or not len(ids):
+        """Returns the numbers of the items that use any of these ids, in any order, possibly with duplicates."""
+        usage = self._usage.get(table)
+        if usage is None or not len(ids):
             return np.empty(0, np.int64)
-        first, last = np.searchsorted(users.ids, ids, "left"), np.searchsorted(users.ids, ids, "right")
+        first, last = np.searchsorted(usage.ids, ids, "left"), np.searchsorted(usage.ids, ids, "right")
         counts = last - first
         ends = np.cumsum(counts)
         places: NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
-        return users.items[places]
+        return usage.items[places]
 
     def of_keys(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Returns the numbers of the items whose own ids are among these ids of a table."""
@@ -128,7 +129,7 @@ class Catalogue:
     ) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
         """Yields numbers of items, and their vectors, float32 `[n, dim]` on the CPU, some thousands at a time.
 
-        Items whose id has no row, and those whose vector is not finite, are left out.
+        Skips items whose id has no row, and items whose vector is not finite.
         """
         for start in range(0, len(items), CHUNK):
             part = items[start : start + CHUNK]
@@ -169,9 +170,9 @@ def item_features(towers: Towers, schema: Schema) -> TowerFeatures:
 
 def _dense(towers: Towers, columns: str, schema: Schema) -> tuple[str, ...]:
     """Returns the dense features of a tower: those of its columns, or all if it does not say."""
-    found = getattr(towers, columns, None)
+    positions = getattr(towers, columns, None)
     names = schema.dense_features
-    return tuple(names) if found is None else tuple(names[number] for number in found.tolist())
+    return tuple(names) if positions is None else tuple(names[number] for number in positions.tolist())
 
 
 def only(schema: Schema, batch: Batch, features: Sequence[str]) -> Batch:
@@ -203,12 +204,12 @@ def _keys(column: IdColumn, key: str) -> NDArray[np.uint64]:
     return keys
 
 
-def _users(column: IdColumn) -> _Users:
+def _usage(column: IdColumn) -> _Usage:
     lengths = 1 if column.offsets is None else np.diff(column.offsets)
-    return _Users(column.values, np.repeat(np.arange(len(column)), lengths))
+    return _Usage(column.values, np.repeat(np.arange(len(column)), lengths))
 
 
-def _merged(parts: Sequence[_Users]) -> _Users:
+def _merged_usage(parts: Sequence[_Usage]) -> _Usage:
     ids, items = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.argsort(ids, kind="stable")
-    return _Users(ids[order], items[order])
+    return _Usage(ids[order], items[order])

@@ -42,11 +42,11 @@ class Scores(NamedTuple):
     """Predictions.
 
     Attributes:
-        values: what the server has answered, float32 `[rows, labels]`.
-        name: what that is: "probabilities", or "scores" of a ranking, or of a model without probabilities.
+        values: the predictions, float32 `[rows, labels]`.
+        name: kind of the values: "probabilities", or "scores" of a ranking or of a model without probabilities.
         labels: names of the labels.
-        step: global step of the network that made them.
-        epoch: its epoch of the log of changes.
+        step: global step of the network that computed them.
+        epoch: epoch of the network in the log of changes.
     """
 
     values: NDArray[np.float32]
@@ -57,23 +57,23 @@ class Scores(NamedTuple):
 
     @property
     def probabilities(self) -> NDArray[np.float32]:
-        """The values, if they are probabilities. They do not keep the order: those of high scores are all 1.
+        """The values, if they are probabilities. They do not preserve the order: all high scores become 1.
 
         Raises:
             ServeError: they are scores.
         """
-        return self._called("probabilities")
+        return self._values_as("probabilities")
 
     @property
     def scores(self) -> NDArray[np.float32]:
-        """The values, if they are scores, which keep the order.
+        """The values, if they are scores, which preserve the order.
 
         Raises:
             ServeError: they are probabilities.
         """
-        return self._called("scores")
+        return self._values_as("scores")
 
-    def _called(self, name: str) -> NDArray[np.float32]:
+    def _values_as(self, name: str) -> NDArray[np.float32]:
         if name != self.name:
             raise ServeError(f"The answer has {self.name}, not {name}; use `{self.name}`.")
         return self.values
@@ -85,7 +85,7 @@ class NearestItems(NamedTuple):
     Attributes:
         ids: uint64 `[users, k]`, nearest first; fewer columns if there are fewer items.
         scores: float32 `[users, k]`: products of the vectors of user and item.
-        step: global step of the network that made both.
+        step: global step of the network that computed both.
     """
 
     ids: NDArray[np.uint64]
@@ -94,20 +94,20 @@ class NearestItems(NamedTuple):
 
 
 class Client:
-    """A client of `persia serve`. Thread-safe: threads use connections of their own, which are kept open.
+    """A client of `persia serve`. Thread-safe: each thread uses its own connection, which stays open.
 
         client = persia.serve.Client("http://127.0.0.1:8080")
         print(client.predict({"user": [1, 2], "item": [7, 8], "price": [0.5, 1.5]}).probabilities)
 
-    Columns are NumPy arrays, lists, lists of lists for several ids, or pairs `(values, offsets)`. They travel as
-    msgpack. A refused connection is tried again until the timeout, and so is a request on a connection that had been
-    kept open, if the server closes it before an answer begins. Any other request is sent once.
+    Columns are NumPy arrays, lists, lists of lists for several ids, or pairs `(values, offsets)`. They are sent as
+    msgpack. The client retries a refused connection until the timeout. It also retries a request on an idle connection
+    if the server closes the connection before an answer begins. Any other request is sent once.
 
     Args:
         url: address of the server.
-        key: key that the server asks for.
-        timeout: seconds for a call. The server is told to give up by then.
-        ca_file: certificates to trust, in PEM; those of the system if None.
+        key: key that the server requires.
+        timeout: seconds for a call. The request carries this deadline to the server.
+        ca_file: certificates to trust, in PEM; the system's if None.
 
     Raises:
         ConfigError: the URL or the timeout is invalid.
@@ -136,7 +136,7 @@ class Client:
 
         Raises:
             DataError: the samples do not fit the model.
-            OverloadedError: the server has too much to do, or is not ready.
+            OverloadedError: the server is overloaded, or is not ready.
             DeadlineError: there was no answer in time.
             ServeError: the server refused the request, or cannot be reached.
         """
@@ -168,7 +168,7 @@ class Client:
 
         Args:
             users: features of the users, all of one length.
-            k: number of items of each.
+            k: number of items for each user.
         """
         answer = self._call("/retrieve", {"users": _samples(users), "k": k}, NearestAnswer)
         return NearestItems(values_of("ids", answer.ids), values_of("scores", answer.scores), answer.step)
@@ -178,8 +178,8 @@ class Client:
         status, kind, body = self._exchange("GET", "/health", None, {"Accept": JSON})
         if status not in (200, 503) or (status == 503 and kind != JSON):
             raise self._error(status, body)
-        found: dict[str, Any] = _decoded(kind, body, dict[str, Any], self._url)
-        return found
+        state: dict[str, Any] = _decoded(kind, body, dict[str, Any], self._url)
+        return state
 
     def close(self) -> None:
         """Closes connections that are not in use. Later calls raise ClosedError."""
@@ -190,7 +190,7 @@ class Client:
             connection.close()
 
     def __del__(self) -> None:
-        # Without names of this module: they are gone when Python ends, as are parts of an object that was refused.
+        # No global names: they are gone at interpreter exit. Attributes are missing if `__init__` has raised.
         try:  # noqa: SIM105
             self.close()
         except (AttributeError, TypeError):
@@ -205,10 +205,10 @@ class Client:
     def _scores(self, path: str, content: Any) -> Scores:
         answer = self._call(path, content, PredictionsAnswer)
         name = "probabilities" if answer.scores is None else "scores"
-        found = getattr(answer, name)
-        if found is None:
+        predictions = getattr(answer, name)
+        if predictions is None:
             raise ServeError(f"The answer of {self._url} has no predictions. Is it a persia server?", url=self._url)
-        return Scores(values_of(name, found.values), name, found.labels, answer.step, answer.epoch)
+        return Scores(values_of(name, predictions.values), name, predictions.labels, answer.step, answer.epoch)
 
     def _call(self, path: str, content: Any, form: type[Any]) -> Any:
         headers = {"Content-Type": MSGPACK, "Persia-Deadline-Ms": f"{1000 * self._timeout:.0f}"}
@@ -228,16 +228,16 @@ class Client:
             )
         except TimeoutError as error:
             raise DeadlineError(
-                f"The server at {self._url} did not answer {path} within {self._timeout:g} s. Ask for less at once, or "
-                "allow more time.",
+                f"The server at {self._url} did not answer {path} within {self._timeout:g} s. Send smaller requests, "
+                "or allow more time.",
                 peer=self._url,
                 operation=path,
                 seconds=self._timeout,
             ) from error
         except (OSError, http.client.HTTPException) as error:
-            why = str(error) or type(error).__name__
+            cause = str(error) or type(error).__name__
             raise ServeError(
-                f"The server at {self._url} cannot be reached: {why}. Check the address and `persia serve`.",
+                f"The server at {self._url} cannot be reached: {cause}. Check the address and `persia serve`.",
                 url=self._url,
             ) from error
 
@@ -245,18 +245,18 @@ class Client:
         self, deadline: Deadline, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> tuple[int, str, bytes]:
         connection = self._idle_connection()
-        kept = connection is not None
+        was_idle = connection is not None
         if connection is None:
             connection = self._new_connection(deadline)
         try:
             assert connection.sock is not None
             connection.sock.settimeout(max(deadline.left, 1e-3))
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # Refused before its end: answers follow.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # Refused early: an answer follows.
                 connection.request(method, self._path + path, body, {**self._headers, **headers})
             try:
                 response = connection.getresponse()
             except ConnectionResetError as error:
-                if kept:
+                if was_idle:
                     raise _ClosedWhenIdleError(str(error)) from error
                 raise
             answer = self._read(connection, response, deadline)
@@ -321,7 +321,7 @@ class Client:
 
 
 class _ClosedWhenIdleError(ConnectionError):
-    """The server closed a connection that was kept open before an answer began: it need not have read the request."""
+    """The server closed an idle connection before an answer began: it may not have read the request."""
 
 
 class _Problem(msgspec.Struct):
@@ -343,7 +343,7 @@ def _decoded(kind: str, body: bytes, form: Any, url: str) -> Any:
 
 
 def _readable(sock: socket.socket) -> bool:
-    """Returns whether an idle connection has something to read: its end, or bytes without a request."""
-    poller = select.poll()  # Not select.select, which takes no descriptors from 1024 on.
+    """Returns whether an idle connection is readable: closed by the server, or with unexpected bytes."""
+    poller = select.poll()  # Not select.select, which rejects descriptors from 1024 on.
     poller.register(sock, select.POLLIN)
     return bool(poller.poll(0))

@@ -24,8 +24,8 @@ __all__ = ["CompiledNetwork", "compile_network", "export_network"]
 
 LOG = get_logger("persia.serve")
 
-MOST_ROWS = 1 << 24
-"""Largest batch that is compiled for."""
+MAX_ROWS = 1 << 24
+"""Largest batch that the compiled code supports."""
 
 
 class _Code(Protocol):
@@ -36,15 +36,15 @@ class _Code(Protocol):
 
 
 class CompiledNetwork:
-    """A network whose code is compiled, with weights that can be exchanged.
+    """A network with compiled code and replaceable weights.
 
     The weights are inputs of the compiled code, not constants in it: versions of the network share the code, and a call
-    uses one version. Calls may come from any thread, also during `load`; those of compiled code run one after another
-    on the CPU if they share it.
+    uses one version. Calls may come from any thread, also during `load`. On the CPU, calls of the same compiled code
+    run one after another.
 
     Args:
-        model: has the weights, and runs where there is no code. In evaluation mode, and not modified from now on.
-        layout: of its inputs.
+        model: the weights, and the network to run without code. In evaluation mode, and not modified from now on.
+        layout: layout of its inputs.
         code: compiled code; None runs the model eagerly.
 
     Attributes:
@@ -55,7 +55,7 @@ class CompiledNetwork:
         self._layout = layout
         self._code = code
         self._version = model, list(weights_of(model).values())
-        """One attribute, so that a call sees both of one version."""
+        """One attribute, so that a call reads both from the same version."""
         self.problem = problem
 
     @property
@@ -69,7 +69,7 @@ class CompiledNetwork:
 
         Args:
             dense: dense features, `[batch, n]`.
-            embeddings: of the ID-type features, on the device of the network.
+            embeddings: embeddings of the ID-type features, on the device of the network.
         """
         model, weights = self._version
         rows = dense.shape[0]
@@ -84,7 +84,7 @@ class CompiledNetwork:
         return logits[:rows].float()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Uses the weights of a `state_dict`, which are copied, from the next call on. Nothing is compiled.
+        """Copies the weights of a `state_dict`, and uses them from the next call on. Compiles nothing.
 
         Raises:
             ConfigError: a tensor is missing, unknown, or has another shape; the weights stay as they are.
@@ -92,7 +92,7 @@ class CompiledNetwork:
         self._version = self.with_weights(state)._version
 
     def with_weights(self, state: Mapping[str, Tensor]) -> CompiledNetwork:
-        """Returns a network with the weights of a `state_dict` and the code of this one, which stays as it is.
+        """Returns a network with the weights of a `state_dict` and the code of this one, which is not modified.
 
         Raises:
             ConfigError: a tensor is missing, unknown, or has another shape.
@@ -111,7 +111,7 @@ class CompiledNetwork:
         """Returns a network with the weights of a model of the same form, and the code of this one.
 
         Args:
-            model: in evaluation mode, on the device of this one; it must not change afterwards.
+            model: model in evaluation mode, on the same device; it must not change afterwards.
         """
         return CompiledNetwork(model, self._layout, self._code, self.problem)
 
@@ -119,16 +119,16 @@ class CompiledNetwork:
 def compile_network(
     model: nn.Module, example: tuple[Tensor, Embeddings], cache_dir: str | os.PathLike[str]
 ) -> CompiledNetwork:
-    """Compiles a network for batches of any size, or returns it as it is, with one line in the log that says why.
+    """Compiles a network for batches of any size. On failure, logs the reason, and returns a network that runs eagerly.
 
-    Blocks while a C++ compiler runs, seconds to minutes; not if `cache_dir` has the code from before. Weights are no
-    part of the code, so any version of a network finds it there.
+    Blocks while a C++ compiler runs, seconds to minutes, unless `cache_dir` has the code. The code does not contain the
+    weights, so all versions of a network share it.
 
     Args:
-        model: the network; its device is that of the code. A copy in evaluation mode is used.
+        model: the network. The code is for its device. A copy in evaluation mode is used.
         example: `dense` and embeddings of a batch, of any number of rows.
-        cache_dir: directory of compiled code, made if it does not exist. Code from there is run: let no one else write
-            to it.
+        cache_dir: directory of compiled code, created if it does not exist. Code in it is executed: let no one else
+            write to it.
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)
     layout = InputLayout(example[1])
@@ -137,7 +137,7 @@ def compile_network(
         exported = export_network(model, layout, inputs)
         path = _package(exported, inputs, Path(cache_dir))
         code = torch._inductor.aoti_load_package(str(path)).loader
-    except Exception as error:  # Of exporter, compiler or loader, of any kind.
+    except Exception as error:  # Exporter, compiler and loader may raise anything.
         problem = export_error(error)
         LOG.warning("%s runs eagerly, as it cannot be compiled: %s", type(model).__name__, problem)
         return CompiledNetwork(model, layout, None, problem)
@@ -150,14 +150,14 @@ def export_network(model: nn.Module, layout: InputLayout, inputs: Sequence[Tenso
 
     Args:
         model: the network, in evaluation mode.
-        layout: of its inputs.
-        inputs: of a batch; see `sample_inputs`.
+        layout: layout of its inputs.
+        inputs: inputs of a batch; see `sample_inputs`.
 
     Raises:
-        Exception: of `torch.export`: the network does what cannot be traced.
+        Exception: `torch.export` cannot trace the network.
     """
     weights = weights_of(model)
-    batch = torch.export.Dim("batch", max=MOST_ROWS)
+    batch = torch.export.Dim("batch", max=MAX_ROWS)
     shapes = [None] * len(weights) + [{0: batch}] * len(inputs)
     network = FlatNetwork(model, layout, tuple(weights))
     with warnings.catch_warnings():
@@ -166,7 +166,7 @@ def export_network(model: nn.Module, layout: InputLayout, inputs: Sequence[Tenso
 
 
 def _package(exported: torch.export.ExportedProgram, inputs: Sequence[Tensor], cache_dir: Path) -> Path:
-    """Returns the file of the compiled code; compiles it if it is not there."""
+    """Returns the file of the compiled code; compiles it if it is missing."""
     cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = cache_dir / f"{_key(exported, inputs[0].device)}.pt2"
     if path.exists():
@@ -177,14 +177,14 @@ def _package(exported: torch.export.ExportedProgram, inputs: Sequence[Tensor], c
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Of torch about itself.
             torch._inductor.aoti_compile_and_package(exported, package_path=str(partial))
-        partial.replace(path)  # Several processes may compile at once.
+        partial.replace(path)  # Several processes may compile at the same time.
     finally:
         partial.unlink(missing_ok=True)
     return path
 
 
 def _key(exported: torch.export.ExportedProgram, device: torch.device) -> str:
-    """Returns a name for the code of a network: of its graph, this version of torch, and the processor."""
+    """Returns a cache key for the code of a network: a hash of its graph, the version of torch, and the processor."""
     processor = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
         processor = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"

@@ -1,4 +1,4 @@
-"""Compiles the network of a prediction server beside its requests, and gives each version its code."""
+"""Compiles the network of a prediction server in the background, and gives each version the compiled code."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LOG = get_logger("persia.serve")
 
 
 class CompilerOptions(NamedTuple):
-    """How a network is compiled.
+    """Options of a `Compiler`.
 
     Attributes:
         compile: see `ServeOptions.compile`.
         cache_dir: see `ServeOptions.cache_dir`.
-        device: of the network.
-        precision: of its forward pass. Only float32 is compiled.
+        device: device of the network.
+        precision: precision of its forward pass. Only float32 is compiled.
     """
 
     compile: bool | Literal["auto"]
@@ -54,7 +54,7 @@ class Compiler:
         self._thread: threading.Thread | None = None
 
     def adopt(self, network: Network) -> None:
-        """Gives a version compiled code: now, or once there is some. Blocks for the compiler if `compile` is True."""
+        """Gives a version compiled code, as soon as there is some. Blocks for the compiler if `compile` is True."""
         options = self._options
         if not options.compile:
             return
@@ -92,7 +92,7 @@ class Compiler:
         else:
             code = compile_network(network.module, example, Path(options.cache_dir) / "compiled")
         if not code.compiled:
-            return  # It has been logged.
+            return  # `compile_network` has logged the reason.
         with self._lock:
             self._code = code
             if self._latest is not None:

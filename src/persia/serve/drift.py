@@ -1,4 +1,4 @@
-"""Measures how far requests have moved away from what the network was trained on."""
+"""Measures how far the distribution of requests has drifted from the training data."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from persia.types import Floats
 __all__ = ["ServingDrift"]
 
 WINDOW = 100_000
-"""Rows after which a window is full."""
+"""Number of rows of a window."""
 
-WAITING = 64
-"""Batches that wait to be counted; of more, the latest ones are."""
+MAX_WAITING = 64
+"""Maximum number of batches that wait to be counted; the oldest ones are dropped."""
 
 
-class _Noted(NamedTuple):
+class _Recorded(NamedTuple):
     """A batch and its logits `[batch, labels]`; `user` has the features that the batch of a ranking lacks."""
 
     batch: Batch
@@ -35,14 +35,14 @@ class _Noted(NamedTuple):
 
 
 class ServingDrift:
-    """Counts a sample of what is asked, and compares it with training. Thread-safe.
+    """Counts a sample of the requests, and compares it with training. Thread-safe.
 
-    A request only leaves its batch; `count` does the work, in the thread of updates. Counts are of two windows: once
-    the later one is full, it replaces the one before.
+    A request only records its batch; `count` does the work, in the thread of updates. There are two windows: once the
+    current one is full, it replaces the previous one.
 
     Args:
         schema: names of features and labels.
-        window: rows of a window.
+        window: number of rows of a window.
     """
 
     def __init__(self, schema: Schema, window: int = WINDOW) -> None:
@@ -50,9 +50,9 @@ class ServingDrift:
         self._names = self._ids, schema.dense_features, schema.labels
         self._schema = schema
         self._window = window
-        self._noted: deque[_Noted] = deque(maxlen=WAITING)
+        self._recorded: deque[_Recorded] = deque(maxlen=MAX_WAITING)
         self._lock = threading.Lock()
-        self._current, self._before = DriftCounts(*self._names), DriftCounts(*self._names)
+        self._current, self._previous = DriftCounts(*self._names), DriftCounts(*self._names)
         self._reference: DriftReference | None = None
         self._result: Mapping[str, float] = {}
 
@@ -62,37 +62,37 @@ class ServingDrift:
         return self._result
 
     def load(self, reference: DriftReference | None) -> None:
-        """Compares with these distributions from now on; None keeps those from before."""
+        """Compares with these distributions from now on; None keeps the present ones."""
         if reference is not None:
             self._reference = reference
 
     def note(self, batch: Batch, logits: Floats) -> None:
-        """Leaves a batch to be counted, with its logits `[batch, labels]`. Returns at once."""
-        self._noted.append(_Noted(batch, logits))
+        """Records a batch with its logits `[batch, labels]` for `count`. Does not block."""
+        self._recorded.append(_Recorded(batch, logits))
 
     def note_ranking(self, user: Batch, items: Batch, logits: Floats) -> None:
-        """Leaves one row of a ranking to be counted, the user with one of the items. Returns at once.
+        """Records one row of a ranking for `count`: the user with one of the items. Does not block.
 
-        A network is trained on such rows. All rows of a ranking have the features of one user, so those of a few
-        rankings would look like drift.
+        A network is trained on such rows. All rows of a ranking have the features of one user, so counting all of them
+        would look like drift.
 
         Args:
-            user: valid, as in `Predictor.rank`.
-            items: likewise.
+            user: valid user, as in `Predictor.rank`.
+            items: valid items, as in `Predictor.rank`.
             logits: `[items, labels]`.
         """
         row = random.randrange(len(items))  # Items may be in any order, such as that of an earlier stage.
-        self._noted.append(_Noted(items.slice(row, row + 1), logits[row : row + 1], user))
+        self._recorded.append(_Recorded(items.slice(row, row + 1), logits[row : row + 1], user))
 
     def count(self) -> None:
-        """Counts the batches that were left, and compares."""
+        """Counts the recorded batches, and compares them with training."""
         with self._lock:
-            while self._noted:
-                batch, logits, user = self._noted.popleft()
+            while self._recorded:
+                batch, logits, user = self._recorded.popleft()
                 if user is not None:
                     batch = expanded(self._schema, user, batch)
                 if self._current.rows >= self._window:
-                    self._current, self._before = DriftCounts(*self._names), self._current
+                    self._current, self._previous = DriftCounts(*self._names), self._current
                 self._current.add_rows(sampled_rows(batch.dense), sampled_ids(batch, self._ids))
                 if logits.shape[1] == len(self._names[2]) and np.isfinite(logits).all():
                     self._current.add_logits(sampled_rows(logits))
@@ -100,5 +100,5 @@ class ServingDrift:
                 return
             total = DriftCounts(*self._names)
             total.merge(self._current)
-            total.merge(self._before)
+            total.merge(self._previous)
             self._result = total.compared(self._reference)

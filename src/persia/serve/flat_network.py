@@ -1,4 +1,4 @@
-"""The dense network as a function of tensors alone, for exporters that know neither features nor sequences."""
+"""The dense network as a function of tensors only, for exporters, which do not support features and sequences."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from persia.schema import Schema
 __all__ = ["FlatNetwork", "InputLayout", "example_input", "export_error", "sample_inputs", "weights_of"]
 
 EXAMPLE_ROWS = 7
-"""Rows of the batch that is traced: not 0 or 1, which exporters take for constants, and no usual width of a layer."""
+"""Rows of the traced batch: not 0 or 1, which exporters treat as constants, and not a usual width of a layer."""
 
 
 class InputLayout:
-    """The order in which the inputs of a network follow one another as tensors.
+    """The order of the tensors that are the inputs of a network.
 
-    `dense` comes first, then the features in their order: a pooled one as its values, a sequence as values and mask.
+    `dense` comes first, then the features in order: a pooled feature as its values, a sequence as values and mask.
 
     Args:
-        embeddings: whose features and kinds are those of all later calls.
+        embeddings: embeddings with the features and kinds of all later calls.
 
     Attributes:
-        names: of the tensors: "dense", the name of a feature, or "<name>.mask".
+        names: names of the tensors: "dense", the name of a feature, or "<name>.mask".
     """
 
     def __init__(self, embeddings: Embeddings) -> None:
@@ -46,12 +46,12 @@ class InputLayout:
 
     def nested(self, tensors: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor | SequenceEmbedding]]:
         """Returns `dense` and the embeddings from the tensors in order."""
-        following = iter(tensors)
-        dense = next(following)
+        remaining = iter(tensors)
+        dense = next(remaining)
         embeddings: dict[str, Tensor | SequenceEmbedding] = {}
         for name, sequence in self._features:
-            values = next(following)
-            embeddings[name] = SequenceEmbedding(values, next(following)) if sequence else values
+            values = next(remaining)
+            embeddings[name] = SequenceEmbedding(values, next(remaining)) if sequence else values
         return dense, embeddings
 
 
@@ -60,8 +60,8 @@ class FlatNetwork(nn.Module):
 
     Args:
         model: the network. Its mode is not changed; put it into evaluation mode.
-        layout: of its inputs.
-        weights: names of those parameters and buffers that are inputs, before all others. The rest are constants.
+        layout: layout of its inputs.
+        weights: names of the parameters and buffers that are inputs, before all others. The rest are constants.
     """
 
     def __init__(self, model: nn.Module, layout: InputLayout, weights: Sequence[str] = ()) -> None:
@@ -69,7 +69,7 @@ class FlatNetwork(nn.Module):
         self._layout = layout
         self._weights = tuple(weights)
         if self._weights:
-            self._model = [model]  # In a list, it is no sub-module, so its weights are not constants of this one.
+            self._model = [model]  # In a list it is not a sub-module, so its weights do not become constants.
         else:
             self.model = model
 
@@ -103,7 +103,7 @@ def example_input(schema: Schema) -> tuple[Tensor, dict[str, Tensor | SequenceEm
 
 
 def sample_inputs(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the tensors of a batch that can be traced: rows of the given batch, repeated, or zeros if it has none.
+    """Returns the tensors of a batch that can be traced: rows of the input, repeated, or zeros if it has none.
 
     Args:
         tensors: `[batch, ...]` each.
@@ -122,6 +122,6 @@ def export_error(error: Exception) -> str:
 
 
 def weights_of(model: nn.Module) -> Mapping[str, Tensor]:
-    """Returns the parameters and buffers of a network by name, each once, without history."""
+    """Returns the parameters and buffers of a network by name, each once, detached."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach() for name, tensor in named}

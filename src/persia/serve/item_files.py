@@ -22,9 +22,9 @@ def read_items(
 
     Args:
         paths: file, directory, glob or URL, as in `persia.data.parquet`.
-        schema: of the model.
-        features: of the items. Features that are computed are not read: what they are computed from is.
-        rules: for missing values and lists.
+        schema: schema of the model.
+        features: features of the items. For computed features, the columns that they are computed from are read.
+        rules: rules for missing values and lists.
 
     Raises:
         DataError: there is no such file, or it lacks a column or has invalid values.
@@ -35,9 +35,9 @@ def read_items(
     from persia.data.reader import Order, StreamReader
     from persia.data.rows import Conversion
 
-    wanted = schema_of_columns(schema, columns_of(schema, features.ids) | set(features.dense))
-    fill = {name: value for name, value in rules.fill.items() if name in wanted.dense_features}
-    conversion = Conversion(wanted, require_labels=False, fill=fill, rules=rules)
+    file_schema = schema_of_columns(schema, columns_of(schema, features.ids) | set(features.dense))
+    fill = {name: value for name, value in rules.fill.items() if name in file_schema.dense_features}
+    conversion = Conversion(file_schema, require_labels=False, fill=fill, rules=rules)
     source = ParquetSource(tuple(expand(os.fspath(paths), PARQUET_SUFFIXES)), conversion)
-    for batch in StreamReader(wanted, source, Order(BATCH_ROWS)):
-        yield with_all_dense(batch, wanted.dense_features, schema)
+    for batch in StreamReader(file_schema, source, Order(BATCH_ROWS)):
+        yield with_all_dense(batch, file_schema.dense_features, schema)

@@ -27,22 +27,22 @@ __all__ = ["IndexOptions", "ItemIndex", "Retrieved"]
 
 LOG = get_logger("persia.serve")
 
-FRESH = 1024
-"""Number of items beside the graph that is never too many."""
+MIN_FRESH = 1024
+"""Number of items outside the graph that never causes a rebuild."""
 
 FRESH_SHARE = 8
-"""Above one in so many items beside the graph, it is rebuilt."""
+"""The graph is rebuilt if more than one in this many items are outside it."""
 
 
 class IndexOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of an `ItemIndex` that have defaults.
 
     Args:
-        dtype: of the vectors in the graph: "f32", "f16" or "i8".
-        connectivity: edges of a vector in the graph; more find more, and need more memory.
-        expansion_add: candidates that are looked at when a vector is added.
-        expansion_search: candidates that are looked at in a search; more find more, and take longer.
-        threads: that build the graph.
+        dtype: type of the vectors in the graph: "f32", "f16" or "i8".
+        connectivity: edges of a vector in the graph; more improve recall, and need more memory.
+        expansion_add: number of candidates that are examined when a vector is added.
+        expansion_search: number of candidates that are examined in a search; more improve recall, and take longer.
+        threads: threads that build the graph.
     """
 
     dtype: str = "f32"
@@ -65,7 +65,7 @@ class Retrieved(NamedTuple):
     Attributes:
         ids: uint64 `[users, k]`, nearest first; fewer columns if there are fewer items.
         scores: float32 `[users, k]`: products of the vectors of user and item, at most 1 for `TwoTower`.
-        step: global step of the network that made both.
+        step: global step of the network that computed both.
     """
 
     ids: NDArray[np.uint64]
@@ -80,12 +80,12 @@ class _State:
     Attributes:
         towers: the network.
         step: its global step.
-        graph: of vectors, by number of the item.
-        hidden: items that the graph does not answer for, bool `[items]`: not in it, changed since, or gone.
+        graph: graph of vectors, by number of the item.
+        hidden: items that the graph has no current vector for, bool `[items]`: not in it, changed since, or removed.
         fresh: numbers of items that have changed since the graph was built, `[n]`.
-        vectors: theirs, float32 `[n, dim]`.
-        gone: items whose rows were removed since the state was made, bool `[items]`. Searches leave them out at once.
-            Of this state alone: a search of the state before must not see that a later one knows of a removal.
+        vectors: vectors of the fresh items, float32 `[n, dim]`.
+        gone: items whose rows were removed since the state was created, bool `[items]`. Searches skip them immediately.
+            Not shared between states: a search in an earlier state must not see removals of a later one.
     """
 
     towers: Towers
@@ -100,16 +100,16 @@ class _State:
 class ItemIndex:
     """The vectors of items in a graph (HNSW, by usearch), searched by the vectors of users. Thread-safe.
 
-    An item is in the index while its own id has a row. Vectors of items whose rows have changed are computed again, and
-    searched one by one beside the graph until that is built again; searches and updates do not wait for one another. A
-    new version of the network changes all vectors: they are computed beside the old ones, and replace them at once.
-    Users' vectors are always made by the same version as the items'.
+    An item is in the index while its own id has a row. Vectors of items whose rows have changed are recomputed, and
+    searched by brute force in addition to the graph until the graph is rebuilt. Searches and updates do not wait for
+    each other. A new version of the network changes all vectors: the new vectors replace the old ones atomically.
+    Vectors of users and items always come from the same version.
 
     Args:
         model: network of two towers in evaluation mode, such as `persia.nn.models.TwoTower`.
         schema: its input.
         items: the catalogue: rows with the item's features, as one batch or several. A user's features may be left out.
-        rows: where the rows are read.
+        rows: source of the rows.
         key: ID-type feature whose id identifies the item; by default the item's only one.
         options: precision and effort of the search.
         step: global step of the model.
@@ -151,13 +151,13 @@ class ItemIndex:
         self._rows = rows
         self._options = options or IndexOptions()
         self._catalogue = Catalogue(schema, features, items, key)
-        self._lock = threading.Lock()  # Guards the masks of changes, and exchanges of the state.
+        self._lock = threading.Lock()  # Guards the masks of changes, and replacement of the state.
         self._building = threading.Lock()  # One graph is built at a time.
         self._refreshing = threading.Lock()
         self._dirty = np.zeros(len(self._catalogue), np.bool_)
-        """Items whose vectors are to be computed again."""
-        self._dirty_beside: NDArray[np.bool_] | None = None
-        """Likewise, for the state that is being built."""
+        """Items whose vectors must be recomputed."""
+        self._dirty_in_build: NDArray[np.bool_] | None = None
+        """Items whose vectors must be recomputed in the state that is being built."""
         self._state = self._built(towers, step)
 
     def __len__(self) -> int:
@@ -167,46 +167,46 @@ class ItemIndex:
 
     @property
     def step(self) -> int:
-        """Global step of the network that made the vectors."""
+        """Global step of the network that computed the vectors."""
         return self._state.step
 
     @property
     def crowded(self) -> bool:
-        """Whether so many items have changed since the graph was built that searches get slow: call `rebuild`."""
-        return len(self._state.fresh) > max(FRESH, len(self._catalogue) // FRESH_SHARE)
+        """Whether too many items have changed since the graph was built for fast searches: call `rebuild`."""
+        return len(self._state.fresh) > max(MIN_FRESH, len(self._catalogue) // FRESH_SHARE)
 
     @property
     def waiting(self) -> int:
-        """Number of items whose vectors are to be computed again."""
+        """Number of items whose vectors must be recomputed."""
         return int(np.count_nonzero(self._dirty))
 
     # --- changes ------------------------------------------------------------------------------------------------
 
     def note_changes(self, table: str, ids: NDArray[np.uint64], removed: NDArray[np.uint64]) -> None:
-        """Notes rows that have changed; `refresh` computes the vectors. Returns at once.
+        """Records rows that have changed; `refresh` computes the vectors. Does not block.
 
-        An item whose own row was removed is not found any more when this returns.
+        When this returns, searches no longer find items whose own row was removed.
 
         Args:
             table: name of the table.
-            ids: uint64 `[n]`, rows that were set, after those of `removed` were removed.
+            ids: uint64 `[n]`, rows that were set, after the rows in `removed` were removed.
             removed: uint64 `[m]`.
         """
         changed = [self._catalogue.using(table, part) for part in (ids, removed)]
         gone = self._catalogue.of_keys(table, np.setdiff1d(removed, ids))
         with self._lock:
-            for mask in (self._dirty, self._dirty_beside):
+            for mask in (self._dirty, self._dirty_in_build):
                 if mask is not None:
                     for items in changed:
                         mask[items] = True
             self._state.gone[gone] = True
 
     def note_all(self) -> None:
-        """Notes that any row may have changed. Returns at once."""
+        """Records that any row may have changed. Does not block."""
         with self._lock:
             self._dirty[:] = True
-            if self._dirty_beside is not None:
-                self._dirty_beside[:] = True
+            if self._dirty_in_build is not None:
+                self._dirty_in_build[:] = True
 
     def refresh(self) -> int:
         """Computes the vectors of items whose rows have changed. Blocks; searches go on meanwhile.
@@ -227,12 +227,12 @@ class ItemIndex:
                     self._dirty[items] = True
                 raise
             with self._lock:
-                if self._state is before:  # Else a state was built meanwhile, which has these changes.
+                if self._state is before:  # Otherwise the state that was built meanwhile has these changes.
                     self._exchange(after, items)
         return len(items)
 
     def load(self, model: torch.nn.Module | Towers, step: int) -> None:
-        """Computes all vectors with a version of the network, and exchanges them at once. Blocks until then.
+        """Computes all vectors with a version of the network, then replaces the old ones atomically. Blocks.
 
         Args:
             model: the version; it must not change afterwards.
@@ -246,13 +246,13 @@ class ItemIndex:
             raise ConfigError("The towers of the new version have other features; make another index.", field="model")
         with self._building:
             with self._lock:
-                self._dirty_beside = np.zeros(len(self._catalogue), np.bool_)
+                self._dirty_in_build = np.zeros(len(self._catalogue), np.bool_)
             try:
                 state = self._built(towers, step)
                 while True:
                     with self._lock:
-                        items = np.flatnonzero(self._dirty_beside)
-                        self._dirty_beside[:] = False
+                        items = np.flatnonzero(self._dirty_in_build)
+                        self._dirty_in_build[:] = False
                         if not len(items):
                             self._dirty[:] = False
                             self._exchange(state, np.arange(len(self._catalogue)))
@@ -260,15 +260,15 @@ class ItemIndex:
                     state = self._updated(state, items)
             finally:
                 with self._lock:
-                    self._dirty_beside = None
+                    self._dirty_in_build = None
 
     def rebuild(self) -> None:
-        """Computes all vectors with the present version, and builds the graph of them. Blocks, as `load` does."""
+        """Computes all vectors with the current version, and builds their graph. Blocks, as `load` does."""
         state = self._state
         self.load(state.towers, state.step)
 
     def _exchange(self, state: _State, items: NDArray[np.int64]) -> None:
-        """Makes a state the current one. What it knows of these items is newer than what was noted."""
+        """Makes a state the current one. Its data of these items are newer than recorded removals."""
         gone = self._state.gone.copy()
         gone[items] &= self._dirty[items]
         self._state = dataclasses.replace(state, gone=gone)
@@ -299,24 +299,24 @@ class ItemIndex:
         return _State(towers, step, graph, hidden, none, np.empty((0, dim), np.float32), np.zeros(count, np.bool_))
 
     def _updated(self, state: _State, items: NDArray[np.int64]) -> _State:
-        """Returns a state with the present vectors of these items."""
+        """Returns a state with the current vectors of these items."""
         hidden = state.hidden.copy()
         hidden[items] = True
         stays = ~np.isin(state.fresh, items)
         numbers, vectors = [state.fresh[stays]], [state.vectors[stays]]
-        for some, values in self._catalogue.vectors(state.towers.items, self._rows, items):
-            numbers.append(some)
+        for part, values in self._catalogue.vectors(state.towers.items, self._rows, items):
+            numbers.append(part)
             vectors.append(values.numpy())
-        if not len(vectors[0]):  # Perhaps of a state without items, whose dim is not known.
+        if not len(vectors[0]):  # A state without items has an arbitrary dim.
             numbers, vectors = (numbers[1:], vectors[1:]) if len(vectors) > 1 else (numbers, vectors)
         return dataclasses.replace(state, hidden=hidden, fresh=np.concatenate(numbers), vectors=np.concatenate(vectors))
 
     # --- searches -----------------------------------------------------------------------------------------------
 
     def search(self, users: Batch, k: int) -> Retrieved:
-        """Returns the `k` items whose vectors have the largest products with those of the users.
+        """Returns the `k` items whose vectors have the largest products with the users' vectors.
 
-        The graph is searched approximately; see `IndexOptions.expansion_search`. Blocks for the computation only.
+        The search of the graph is approximate; see `IndexOptions.expansion_search`. Blocks for the computation only.
 
         Args:
             users: rows with the user's features; the item's may be left out.
@@ -324,7 +324,7 @@ class ItemIndex:
 
         Raises:
             DataError: a batch does not fit the schema, or a user's vector is not finite.
-            ConfigError: `k` is no whole number from 1 on.
+            ConfigError: `k` is not a positive whole number.
         """
         k = plain(k)
         check_integer("k", k, 1)
@@ -334,33 +334,35 @@ class ItemIndex:
             queries = state.towers.users(*self._rows.read(batch)).float().cpu().numpy()
         if not np.isfinite(queries).all():
             raise DataError("The vector of a user is not finite; check the dense features of the batch.")
-        beside = np.where(state.gone[state.fresh], -np.inf, queries @ state.vectors.T) if len(state.fresh) else None
+        fresh_scores = (
+            np.where(state.gone[state.fresh], -np.inf, queries @ state.vectors.T) if len(state.fresh) else None
+        )
         items, scores = self._from_graph(state, queries, k)
-        if beside is not None:
-            items = np.concatenate([items, np.broadcast_to(state.fresh, beside.shape)], 1)
-            scores = np.concatenate([scores, beside.astype(np.float32)], 1)
+        if fresh_scores is not None:
+            items = np.concatenate([items, np.broadcast_to(state.fresh, fresh_scores.shape)], 1)
+            scores = np.concatenate([scores, fresh_scores.astype(np.float32)], 1)
         count = min(k, int((scores > -np.inf).sum(1).min()))
         order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
-        found = np.take_along_axis(items, order, 1)
-        return Retrieved(self._catalogue.keys[found], np.take_along_axis(scores, order, 1), state.step)
+        nearest = np.take_along_axis(items, order, 1)
+        return Retrieved(self._catalogue.keys[nearest], np.take_along_axis(scores, order, 1), state.step)
 
     def _from_graph(
         self, state: _State, queries: NDArray[np.float32], k: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Returns numbers and scores of the nearest items of the graph, -inf for those that it must not answer."""
-        size, asked = len(state.graph), k
+        """Returns numbers and scores of the nearest items in the graph; scores of hidden and removed items are -inf."""
+        size, count = len(state.graph), k
         if not size:
             return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
         while True:
-            asked = min(asked, size)
-            matches = state.graph.search(queries, asked, threads=1)
+            count = min(count, size)
+            matches = state.graph.search(queries, count, threads=1)
             items = np.asarray(matches.keys).reshape(len(queries), -1).astype(np.int64)
             scores = 1 - np.asarray(matches.distances, np.float32).reshape(len(queries), -1)
             counts = getattr(matches, "counts", None)
-            if counts is not None:  # Beyond them, keys mean nothing.
+            if counts is not None:  # Keys beyond these counts are undefined.
                 absent = np.arange(items.shape[1]) >= np.asarray(counts).reshape(-1, 1)
                 items[absent], scores[absent] = 0, -np.inf
             scores[state.hidden[items] | state.gone[items]] = -np.inf
-            if asked == size or (scores > -np.inf).sum(1).min() >= k:
+            if count == size or (scores > -np.inf).sum(1).min() >= k:
                 return items, scores
-            asked *= 2  # Some were hidden.
+            count *= 2  # Some were hidden.

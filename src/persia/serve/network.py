@@ -24,11 +24,11 @@ ModelSource: TypeAlias = torch.nn.Module | Callable[[Schema], torch.nn.Module] |
 
 
 class Network:
-    """One version of the network. Its parameters never change, so it is thread-safe as far as its module is.
+    """One version of the network. Its parameters never change, so it is as thread-safe as its module.
 
     Args:
-        module: in evaluation mode.
-        builder: has its precision.
+        module: the module, in evaluation mode.
+        builder: builder of the module, which has its precision and input rules.
         update: the version.
     """
 
@@ -39,7 +39,7 @@ class Network:
         self.step = update.step
         self.time = update.time
         self.input_rules = builder.input_rules
-        """Rules of the reader of its training data, for missing values and lists."""
+        """Rules of the training data's reader, for missing values and lists."""
         self._autocast = builder.autocast
 
     def logits(self, dense: torch.Tensor, embeddings: Embeddings, labels: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Network:
         return self.checked(lambda: self.compute(dense, embeddings), labels)
 
     def checked(self, compute: Callable[[], object], labels: torch.Tensor) -> torch.Tensor:
-        """Returns the logits that `compute` returns under the precision of the network."""
+        """Returns the logits that `compute` returns, run in the precision of the network."""
         with torch.no_grad():
             with self._autocast():
                 output = compute()
@@ -59,7 +59,7 @@ class NetworkBuilder:
 
     Args:
         source: see `ModelSource`.
-        description: of the epoch.
+        description: description of the epoch.
         device: where the network runs.
         imports: see `ServeOptions.imports`.
 
@@ -74,12 +74,14 @@ class NetworkBuilder:
         self.autocast = autocast_for(description.precision, device)
         self.input_rules = description.input_rules
         try:
-            made = _built(source, description, imports)
+            network = _build_network(source, description, imports)
         except Exception as error:  # The code of a model may raise anything.
             raise PublishError(f"The network cannot be built: {_text(error)}") from error
-        if not isinstance(made, torch.nn.Module):
-            raise PublishError(f"The model is a {type(made).__name__}; give an nn.Module, or a function of the schema.")
-        self._template = made
+        if not isinstance(network, torch.nn.Module):
+            raise PublishError(
+                f"The model is a {type(network).__name__}; give an nn.Module, or a function of the schema."
+            )
+        self._template = network
 
     def load(self, update: NetworkUpdate) -> Network:
         """Returns a version of the network.
@@ -95,13 +97,13 @@ class NetworkBuilder:
             if missing or unexpected:
                 raise ConfigError(
                     f"it lacks {', '.join(missing[:4]) or 'nothing'}, and has {', '.join(unexpected[:4]) or 'nothing'} "
-                    "that the model does not know; give the model that was trained"
+                    "that the model does not have; give the model that was trained"
                 )
             broken = _not_finite(module)
             if broken is not None:
                 raise PublishError(
                     f"The network of step {update.step} is not finite, in {broken!r}: training has diverged, or the "
-                    "log is damaged. What was served before stays until a finite version comes.",
+                    "log is damaged. The previous version is served until a finite version is published.",
                     step=update.step,
                     tensor=broken,
                 )
@@ -123,7 +125,7 @@ def _not_finite(module: torch.nn.Module) -> str | None:
     return next((name for name, tensor in module.named_buffers() if bool(torch.isnan(tensor).any())), None)
 
 
-def _built(source: ModelSource, description: Description, imports: Sequence[str]) -> torch.nn.Module:
+def _build_network(source: ModelSource, description: Description, imports: Sequence[str]) -> torch.nn.Module:
     if isinstance(source, torch.nn.Module):
         return source
     if source is not None:
@@ -131,8 +133,8 @@ def _built(source: ModelSource, description: Description, imports: Sequence[str]
     model = description.model
     if model is None:
         raise ConfigError(
-            "the log does not describe it, as it was given to the Trainer in Python; pass model = the module, or a "
-            "function that makes it from the schema",
+            "the log does not describe it, as it was passed to the Trainer in Python; pass model = the module, or a "
+            "function that builds it from the schema",
             field="model",
         )
     if model.kind not in MODELS:

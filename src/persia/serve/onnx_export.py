@@ -16,34 +16,34 @@ from persia.serve.flat_network import FlatNetwork, InputLayout, example_input, e
 
 __all__ = ["export_onnx"]
 
-MOST_ROWS = 1 << 24
-"""Largest batch that is exported for."""
+MAX_ROWS = 1 << 24
+"""Largest batch that the exported network supports."""
 
 
 def export_onnx(model: nn.Module, schema: Schema, path: str | os.PathLike[str]) -> Path:
-    """Writes the dense network as an ONNX file, with its present weights, for batches of any size. Takes seconds.
+    """Writes the dense network as an ONNX file, with its current weights, for batches of any size. Takes seconds.
 
-    Rows are no part of it: the caller looks them up and pools them. Inputs:
+    The file does not contain rows: the caller looks them up and pools them. Inputs:
 
     - `dense`: float32 `[batch, dense features]`;
-    - for each pooled feature its name: float32 `[batch, dim]`;
-    - for each un-pooled one its name, float32 `[batch, max_length, dim]`, zero where there is no id, and
-      `<name>.mask`, bool `[batch, max_length]`, True where there is one.
+    - for each pooled feature, its name: float32 `[batch, dim]`;
+    - for each un-pooled feature, its name: float32 `[batch, max_length, dim]`, zero where there is no id; and
+      `<name>.mask`: bool `[batch, max_length]`, True where there is an id.
 
-    The output `logits` is float32 `[batch, outputs]`; predictions are their sigmoid. An input that the network does not
-    read is there, too.
+    The output `logits` is float32 `[batch, outputs]`; predictions are their sigmoid. Inputs that the network does not
+    read are included.
 
     Args:
         model: the network. It is not modified; a copy in evaluation mode is exported.
         schema: its input.
-        path: the file to write. Its directory must exist. Above 2 GB, weights are in `<path>.data` beside it.
+        path: the file to write. Its directory must exist. Above 2 GB, weights are in a second file, `<path>.data`.
 
     Returns:
         The path.
 
     Raises:
         MissingExtraError: onnx or onnxscript is not installed.
-        ConfigError: the network does what ONNX cannot express.
+        ConfigError: ONNX cannot express the network.
         OSError: the file cannot be written.
     """
     try:
@@ -57,7 +57,7 @@ def export_onnx(model: nn.Module, schema: Schema, path: str | os.PathLike[str]) 
     example = example_input(schema)
     layout = InputLayout(example[1])
     inputs = layout.flat(*example)
-    batch = torch.export.Dim("batch", max=MOST_ROWS)
+    batch = torch.export.Dim("batch", max=MAX_ROWS)
     shapes = (tuple({0: batch} for _ in inputs),)
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -66,9 +66,9 @@ def export_onnx(model: nn.Module, schema: Schema, path: str | os.PathLike[str]) 
             program = torch.onnx.export(
                 exported, (), input_names=layout.names, output_names=["logits"], dynamo=True, verbose=False
             )
-    except Exception as error:  # Of the tracer or the converter, of any kind.
+    except Exception as error:  # Tracer and converter may raise anything.
         raise ConfigError(
-            f"{type(model).__name__} cannot be exported as ONNX; see what in its `forward` depends on values. "
+            f"{type(model).__name__} cannot be exported as ONNX; check what in its `forward` depends on values. "
             f"{export_error(error)}",
             field="model",
         ) from error

@@ -1,4 +1,4 @@
-"""Options of a prediction server, and what it tells of its state."""
+"""Options and state of a prediction server."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a `Predictor` that have defaults.
 
     Args:
-        poll_seconds: seconds between two looks at the log of changes.
-        device: where the network runs: "cpu", "cuda", "cuda:1", or "auto" for CUDA where there is a device.
-        threads: threads of each request for removing duplicates and pooling. Requests run beside one another anyway.
+        poll_seconds: interval of polling the log of changes, in seconds.
+        device: device of the network: "cpu", "cuda", "cuda:1", or "auto" for CUDA if available.
+        threads: threads of each request for removing duplicates and pooling. Requests run in parallel in any case.
         cache_dir: local directory for rows of snapshots as files, which processes of this host map and share, so that
             they start faster. Without it, rows are in the memory of each process.
         imports: modules whose classes the description of a model in the log may name, as "module:Class". They are
             imported from `sys.path`; without them, a log cannot name code.
         compile: whether to run compiled code in place of the Python of the network: true waits for the compiler at the
-            start, auto serves eagerly until it is done. Needs g++; see `compile_network`. `rank` runs eagerly in any
-            case. Code goes to `cache_dir`, if there is one, and is then there at the next start.
-        rows: addresses of row servers (`persia serve-rows`), all of them and in the order of their parts, such as
+            start, auto serves eagerly until it is done. Needs g++; see `compile_network`. `rank` always runs eagerly.
+            The code is cached in `cache_dir`, if it is set, for the next start.
+        rows: addresses of all row servers (`persia serve-rows`), in the order of their parts, such as
             "tcp://10.0.0.1:7000": rows are looked up there, for tables that do not fit this host. Without them, all
             rows are in this process.
         rows_seconds: deadline of a lookup at the row servers, in seconds.
@@ -66,11 +66,11 @@ class RowServerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a `RowServer`.
 
     Args:
-        poll_seconds: seconds between two looks at the log of changes.
-        grace_seconds: seconds for which the rows of an epoch are kept once those of the next one are complete, so that
-            predictors can change to it together.
-        cache_dir: local directory for rows of snapshots as files, which a server that restarts maps. Without it, rows
-            are in memory only.
+        poll_seconds: interval of polling the log of changes, in seconds.
+        grace_seconds: seconds for which the rows of an epoch are kept once the rows of the next epoch are complete, so
+            that all predictors can switch to it.
+        cache_dir: local directory for rows of snapshots as files, which a restarted server maps. Without it, rows are
+            in memory only.
     """
 
     poll_seconds: float = 1.0
@@ -91,15 +91,15 @@ class ServeState(NamedTuple):
     Attributes:
         epoch: number of the epoch.
         network_step: global step of the network.
-        row_steps: by PS, or by row server, the global steps that its rows contain, at least.
-        rows_age_seconds: since the oldest rows of a PS were as they are served; infinite if no row server has them.
-        network_age_seconds: since the network was as it is served.
+        row_steps: minimum number of global steps that the rows contain, by PS or by row server.
+        rows_age_seconds: age of the oldest served rows of a PS; infinite if no row server has the rows.
+        network_age_seconds: age of the served network.
         rows: number of rows of all tables.
-        updates: entries of the log that were applied so far, of rows and of the network.
-        snapshots: those of them that replaced all rows of a PS.
+        updates: number of applied entries of the log, of rows and of the network.
+        snapshots: number of applied entries that replaced all rows of a PS.
         problem: why something newer in the log is not served; empty if everything is.
         drift: PSI of recent requests against training, by feature; see `DriftCounts.compared`. Empty while there are
-            too few rows on either side, or the log does not say how inputs are distributed in training.
+            too few rows on either side, or if the log lacks the distributions of training.
     """
 
     epoch: int

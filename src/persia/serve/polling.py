@@ -15,23 +15,23 @@ __all__ = ["LogPoller"]
 LOG = get_logger("persia.serve")
 
 END_SECONDS = 120.0
-"""Maximum wait for the call that runs: longer than the storages' own deadlines."""
+"""Maximum wait for the call in progress: longer than the storages' own deadlines."""
 
 EXIT_SECONDS = 10.0
-"""The same when Python ends without a call of `end`."""
+"""Maximum wait at interpreter exit without a call of `end`."""
 
 
 class LogPoller:
-    """Calls `refresh` every so many seconds, in a thread. What it raises is logged once, and it is called again.
+    """Calls `refresh` periodically in a thread. Logs the first of consecutive errors, and continues.
 
     Args:
-        refresh: applies what is new in the log.
-        seconds: between two calls.
+        refresh: applies new entries of the log.
+        seconds: interval of the calls.
         stop: ends the thread.
-        url: of the log, for messages.
+        url: URL of the log, for messages.
 
     Attributes:
-        failure: why the last call has failed; empty if it has not.
+        failure: error of the last call; empty if it succeeded.
     """
 
     def __init__(self, refresh: Callable[[], None], seconds: float, stop: threading.Event, url: str) -> None:
@@ -43,36 +43,35 @@ class LogPoller:
         self._thread: threading.Thread | None = None
 
     def start(self, *, at_once: bool = False) -> None:
-        """Starts the thread, unless it runs.
+        """Starts the thread, unless it is running.
 
         Args:
-            at_once: whether the first call is not to wait.
+            at_once: make the first call immediately.
         """
         if self._thread is None:
             first = 0.0 if at_once else self._seconds
             self._thread = threading.Thread(target=self._follow, args=(first,), name="persia-serve", daemon=True)
             self._thread.start()
-            atexit.register(
-                self._end_with_the_process
-            )  # A thread in the core when Python ends would abort the process.
+            # A thread in the core at interpreter exit would abort the process.
+            atexit.register(self._end_at_exit)
 
     def end(self) -> None:
-        """Sets `stop`, and waits for the thread, which ends once the call that runs has returned.
+        """Sets `stop`, and waits for the thread, which ends after the call in progress.
 
         Raises:
-            DeadlineError: it has not within `END_SECONDS`.
+            DeadlineError: the thread did not end within `END_SECONDS`.
         """
         thread = self._thread
         self._end(END_SECONDS)
-        atexit.unregister(self._end_with_the_process)
+        atexit.unregister(self._end_at_exit)
         if thread is not None and thread.is_alive():
             raise DeadlineError(
-                f"Reading {self._url} did not stop within {END_SECONDS:g} s. Late: its storage. Check it.",
+                f"Reading {self._url} did not stop within {END_SECONDS:g} s: its storage does not answer. Check it.",
                 url=self._url,
                 seconds=END_SECONDS,
             )
 
-    def _end_with_the_process(self) -> None:
+    def _end_at_exit(self) -> None:
         self._end(EXIT_SECONDS)
 
     def _end(self, seconds: float) -> None:
@@ -89,7 +88,7 @@ class LogPoller:
                 self.failure = ""
             except ClosedError:
                 return
-            except Exception as error:  # What is there stays, and is tried again.
+            except Exception as error:  # Keeps the current state, and retries.
                 if not self.failure:
                     LOG.exception("The log of changes in %s cannot be read at present.", self._url)
                 self.failure = without_userinfo(f"{type(error).__name__}: {error}")

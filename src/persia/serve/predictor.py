@@ -30,17 +30,17 @@ from persia.types import Ids, Packed
 __all__ = ["Prediction", "Predictor"]
 
 START_POLL_SECONDS = 0.1
-"""Between two looks at a log that is not complete yet."""
+"""Interval of polling a log that is not complete yet."""
 
 
 class Prediction(NamedTuple):
-    """Scores of samples, and what they were computed with.
+    """Scores of samples, with the versions that they were computed with.
 
     Attributes:
         scores: logits, float32 `[n, labels]`. Rank by them.
-        step: global step of the network; the rows contain it, at least.
+        step: global step of the network; the rows contain at least this step.
         epoch: number of the epoch in the log.
-        are_log_odds: whether the scores have probabilities; those of a `TwoTower` have none.
+        are_log_odds: whether the scores have probabilities; scores of a `TwoTower` have none.
     """
 
     scores: NDArray[np.float32]
@@ -50,33 +50,33 @@ class Prediction(NamedTuple):
 
     @property
     def probabilities(self) -> NDArray[np.float32]:
-        """Sigmoids of the scores, float32 `[n, labels]`. They do not keep the order: those of high scores are all 1.
+        """Sigmoids of the scores, float32 `[n, labels]`. They do not preserve the order: all high scores become 1.
 
         Raises:
-            ConfigError: the scores are no log-odds.
+            ConfigError: the scores are not log-odds.
         """
         if not self.are_log_odds:
             raise ConfigError(
-                "The logits of this model are no log-odds, so there are no probabilities; use `scores`, which rank.",
+                "The logits of this model are not log-odds, so there are no probabilities; use `scores`, which rank.",
                 field="probabilities",
             )
         return probabilities_of(self.scores)
 
 
 class Predictor:
-    """Serves predictions from a log of changes, which it follows. Thread-safe, but for `start` and `close`.
+    """Serves predictions from a log of changes, which it follows. Thread-safe, except `start` and `close`.
 
     A request computes with one version of the network, and with rows that contain at least its step. It never waits for
-    an update: these are applied beside it, by one thread. What is missing or damaged in the log is replaced by the next
-    snapshot; until then the predictor serves what it has, and `state().problem` says so.
+    an update: a separate thread applies updates. The next snapshot replaces missing or damaged entries of the log.
+    Until then the predictor serves what it has, and `state().problem` describes the problem.
 
         with Predictor("s3://bucket/changes") as predictor:
             print(predictor.predict(batch).probabilities)
 
     Args:
-        url: of the log of changes, as in `PublishOptions`.
-        model: the network, as an `nn.Module` like the one that was trained, or a function that makes it from the
-            schema. None builds it from its description in the log, which is there if `persia train` has published it.
+        url: URL of the log of changes, as in `PublishOptions`.
+        model: the network, as an `nn.Module` like the one that was trained, or a function that builds it from the
+            schema. None builds it from its description in the log, which `persia train` publishes.
         options: device, interval, cache, ...
 
     Raises:
@@ -131,16 +131,16 @@ class Predictor:
         self._poller.start()
 
     def stop(self) -> None:
-        """Stops to follow the log, and makes a `start` in another thread raise ClosedError. Returns at once.
+        """Stops following the log, and makes a `start` in another thread raise ClosedError. Does not block.
 
         Requests are answered until `close`.
         """
         self._stop.set()
 
     def close(self) -> None:
-        """Ends the thread and frees the rows. Requests that have begun end; later ones raise ClosedError.
+        """Ends the thread and frees the rows. Requests in progress complete; later ones raise ClosedError.
 
-        So do those that wait for a row server.
+        Requests that wait for a row server raise ClosedError, too.
         """
         self._poller.end()
         self._updater.release()
@@ -155,7 +155,7 @@ class Predictor:
         self.close()
 
     def refresh(self) -> None:
-        """Applies what is new in the log now. The thread does so every `ServeOptions.poll_seconds`. Blocks."""
+        """Applies new entries of the log. The thread does so every `ServeOptions.poll_seconds`. Blocks."""
         self._updater.refresh()
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Predictor:
 
     @property
     def input_rules(self) -> InputRules:
-        """The rules for missing values and lists that the reader of the training data had, from the log.
+        """The rules of the training data's reader for missing values and lists, from the log.
 
         Raises:
             ClosedError: the predictor has not started, or is closed.
@@ -179,10 +179,10 @@ class Predictor:
         return self._view().network.input_rules
 
     def batch(self, columns: Mapping[str, Any]) -> Batch:
-        """Returns a batch of raw columns, converted by the rules of the reader of the training data.
+        """Returns a batch of raw columns, converted by the rules of the training data's reader.
 
-        Missing numbers are filled in, texts are split into lists, and texts that stand for a missing value are none, as
-        in training: the same values give the same bits.
+        Fills in missing numbers, splits texts into lists, and treats texts that stand for a missing value as missing,
+        as in training: the same values give the same bits.
 
         Args:
             columns: each feature, as for `Batch.from_columns`. Labels are not needed.
@@ -234,9 +234,9 @@ class Predictor:
         return found, rows
 
     def table_rows(self, table: str, ids: Ids) -> TableEmbeddings:
-        """Returns the same as `embeddings`, and step and epoch of the rows. Raises as it does."""
+        """Returns the result of `embeddings`, with step and epoch of the rows. Raises as `embeddings` does."""
         view = self._view()
-        step = min(view.rows.steps().values())  # Before the lookup: rows get newer meanwhile.
+        step = min(view.rows.steps().values())  # Before the lookup: rows may be updated meanwhile.
         tables = view.schema.resolved_tables()
         if table not in tables:
             raise ConfigError(f"There is no table {table!r}; the schema has {', '.join(tables)}.", field="table")
@@ -248,7 +248,7 @@ class Predictor:
     def rank(self, user: Batch, items: Batch) -> Prediction:
         """Returns the predictions for one user with each of many items: rank by `scores`. Blocks for the computation.
 
-        The result is that of `predict` on the rows of the items with the user's features in each. A model with
+        The result equals `predict` on the rows of the items with the user's features in each row. A model with
         `user_part` and `score` (see `persia.nn.RankingModel`) computes the user's part once.
 
         Args:
@@ -256,7 +256,7 @@ class Predictor:
             items: n rows, with the ID-type features of the items. Dense features are the user's where they are NaN.
 
         Raises:
-            DataError: the batches do not fit the schema, or one another.
+            DataError: the batches do not fit the schema, or each other.
             ClosedError: the predictor has not started, or is closed.
             DeadlineError: a row server did not answer in time.
             PublishError: a row server does not have the rows.
@@ -269,18 +269,18 @@ class Predictor:
         return Prediction(logits, view.network.step, view.epoch, are_log_odds(view.network.module))
 
     def state(self) -> ServeState:
-        """Returns what is served at present, and how old it is.
+        """Returns what is currently served, and how old it is.
 
         Raises:
             ClosedError: the predictor has not started, or is closed.
         """
-        found = self._updater.state()
-        if found is None:
+        state = self._updater.state()
+        if state is None:
             raise self._closed()
-        return found._replace(problem=found.problem or self._poller.failure)
+        return state._replace(problem=state.problem or self._poller.failure)
 
     def current(self) -> View:
-        """Returns the rows and the network of this moment, for parts of a server that compute with them.
+        """Returns the current rows and network, for parts of a server that compute with them.
 
         Raises:
             ClosedError: the predictor has not started, or is closed.
@@ -288,21 +288,21 @@ class Predictor:
         return self._view()
 
     def listen(self, listener: ChangeListener) -> None:
-        """Tells a listener of rows that have changed, from now on, after requests see them. Call it before `start`.
+        """Notifies a listener of changed rows from now on, once requests see the changes. Call it before `start`.
 
         Raises:
-            ConfigError: the rows are at row servers, which do not tell what has changed.
+            ConfigError: the rows are at row servers, which do not report changes.
         """
         if self._options.rows:
             raise ConfigError(
-                "Row servers do not tell which rows have changed, so an index of items cannot follow them; start a "
+                "Row servers do not report which rows have changed, so an index of items cannot follow them; start a "
                 "predictor without ServeOptions.rows for it.",
                 field="rows",
             )
         self._updater.listeners.append(listener)
 
     def unlisten(self, listener: ChangeListener) -> None:
-        """Tells a listener of nothing any more. No-op if it is not told."""
+        """Removes a listener. No-op if it is not registered."""
         with contextlib.suppress(ValueError):
             self._updater.listeners.remove(listener)
 
@@ -313,8 +313,8 @@ class Predictor:
         return view
 
     def _closed(self) -> ClosedError:
-        how = "is closed" if self._stop.is_set() else "has not started; call start(), or use it in a with statement"
-        return ClosedError(f"The predictor of {self._url} {how}.")
+        state = "is closed" if self._stop.is_set() else "has not started; call start(), or use it in a with statement"
+        return ClosedError(f"The predictor of {self._url} {state}.")
 
 
 def _batch_of(columns: Mapping[str, Any], view: View) -> Batch:

@@ -1,4 +1,4 @@
-"""Scores many items for one user, with the user's part of the network computed once where the model can do so."""
+"""Scores many items for one user; computes the user's part of the network once if the model supports it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def rank(view: View, user: Batch, items: Batch) -> torch.Tensor:
     schema, model = view.schema, view.network.module
     _check_form(schema, user, items)
     names = [feature.name for feature in schema.id_features]
-    mine = {name: user.id_features[name] for name in names if name not in items.id_features}
-    theirs = {name: items.id_features[name] for name in names if name in items.id_features}
-    one = Batch(mine, np.where(np.isnan(user.dense), np.float32(0), user.dense), _no_labels(1))
-    many = Batch(theirs, _merged_dense(user, items), _no_labels(len(items)))
-    for part in (one, many):
+    user_columns = {name: user.id_features[name] for name in names if name not in items.id_features}
+    item_id_columns = {name: items.id_features[name] for name in names if name in items.id_features}
+    user_batch = Batch(user_columns, np.where(np.isnan(user.dense), np.float32(0), user.dense), _no_labels(1))
+    item_batch = Batch(item_id_columns, _merged_dense(user, items), _no_labels(len(items)))
+    for part in (user_batch, item_batch):
         if part.id_features:
             part.validate(view.readers.of(part.id_features).schema, require_labels=False)
-    if not isinstance(model, RankingModel) or not _divides(model, schema, user, items):
+    if not isinstance(model, RankingModel) or not _can_split(model, schema, user, items):
         batch = expanded(schema, user, items)
         batch.validate(schema, require_labels=False)
         return view.logits(batch)
     with torch.no_grad():
-        columns, _, embeddings = view.readers.of(mine).read(one, view.rows)
-        item_columns, labels, item_embeddings = view.readers.of(theirs).read(many, view.rows)
+        columns, _, embeddings = view.readers.of(user_columns).read(user_batch, view.rows)
+        item_columns, labels, item_embeddings = view.readers.of(item_id_columns).read(item_batch, view.rows)
     return view.network.checked(
         lambda: model.score(model.user_part(columns, embeddings), item_columns, item_embeddings), labels
     )
 
 
 def expanded(schema: Schema, user: Batch, items: Batch) -> Batch:
-    """Returns the rows of the items, with the user's features in each. Their arrays have been checked for form."""
+    """Returns the rows of the items, with the user's features in each. The caller has checked the shapes."""
     count = len(items)
     repeated = np.zeros(count, np.int64)
     columns = {
@@ -53,11 +53,11 @@ def expanded(schema: Schema, user: Batch, items: Batch) -> Batch:
 
 
 def _check_form(schema: Schema, user: Batch, items: Batch) -> None:
-    """Checks what is needed to divide the features; `Batch.validate` checks the rest.
+    """Checks what is needed to split the features; `Batch.validate` checks the rest.
 
     Raises:
         DataError: the user has not one row, there are no items, a feature is missing or unknown, or the dense features
-            have another form.
+            have another shape.
     """
     if len(user) != 1 or not len(items):
         raise DataError(f"Ranking needs one user and at least one item; got {len(user)} and {len(items)} rows.")
@@ -83,12 +83,12 @@ def _check_form(schema: Schema, user: Batch, items: Batch) -> None:
             )
 
 
-def _divides(model: RankingModel, schema: Schema, user: Batch, items: Batch) -> bool:
-    """Returns whether the features that `user_part` reads are the user's, and those that `score` reads the items'."""
+def _can_split(model: RankingModel, schema: Schema, user: Batch, items: Batch) -> bool:
+    """Returns whether `user_part` reads only features of the user, and `score` only features of the items."""
     for feature in schema.id_features:
         other = feature.aligned_with
         if other is not None and (feature.name in items.id_features) != (other in items.id_features):
-            return False  # Whether they are aligned shows in whole rows only.
+            return False  # Alignment can only be checked in complete rows.
     dense = {name: column for column, name in enumerate(schema.dense_features)}
     for name in model.user_features:
         column = dense.get(name)

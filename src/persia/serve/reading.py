@@ -26,17 +26,17 @@ __all__ = ["EmbeddingReader"]
 
 
 class EmbeddingReader:
-    """Looks the ids of batches up, and pools their rows. Read-only. Thread-safe.
+    """Looks up the ids of batches, and pools their rows. Read-only. Thread-safe.
 
     Args:
         schema: the features to read.
-        partitions: of the ids, as in `RowLookup`.
-        staging: brings tensors to the device of the network.
-        threads: of each call.
+        partitions: number of partitions of the ids, as in `RowLookup`.
+        staging: copies tensors to the device of the network.
+        threads: threads of each call.
     """
 
     def __init__(self, schema: Schema, partitions: int, staging: Staging, threads: int) -> None:
-        # The log has values as float32, whatever the dtype of a table is in training.
+        # The log has float32 values, whatever the dtype of a table in training.
         tables = {name: msgspec.structs.replace(t, dtype="float32") for name, t in schema.resolved_tables().items()}
         self.schema = schema
         self._dims = {name: table.dim for name, table in tables.items()}
@@ -64,7 +64,7 @@ class EmbeddingReader:
 
         Args:
             batch: valid, with the features of the schema.
-            source: of the rows.
+            source: source of the rows.
 
         Raises:
             DeadlineError: a row server did not answer in time.
@@ -86,7 +86,7 @@ class EmbeddingReader:
         return prepared.dense, prepared.labels, self._expander(prepared.rows, prepared.inverse, prepared.offsets)
 
     def _rows_of_single_ids(self, columns: Sequence[IdColumn], rows: Rows) -> Embeddings:
-        """Returns the embeddings of features with one id for each sample: the rows themselves, in one lookup."""
+        """Returns the embeddings of features with one id per sample, which are the rows, by one lookup."""
         samples = len(columns[0])
         ids = np.concatenate([column.values for column in columns])
         block = self._scratch.floats(samples * sum(self._feature_dims))
@@ -98,7 +98,7 @@ class EmbeddingReader:
         }
 
     def _pooled(self, entry: Entry, rows: Packed[np.float32], samples: int) -> Embeddings:
-        """Returns the embeddings, as `Expander` does for a batch without gradients, with less work around the core."""
+        """Returns the embeddings, as `Expander` does for a batch without gradients, with less overhead."""
         inverse, ends = entry.inverse, dict(entry.offsets.items())
         values, masks = self._pooler(
             rows.arrays(), [inverse[name] for name in self._names], [ends.get(name) for name in self._names], samples
@@ -111,7 +111,7 @@ class EmbeddingReader:
         }
 
     def _rows(self, entry: Entry, source: RowLookup) -> Packed[np.float32]:
-        """Returns the rows of the distinct ids, which are sorted by table, and those of a table by partition."""
+        """Returns the rows of the distinct ids, which are sorted by table, and within a table by partition."""
         ids = entry.ids
         widths = [self._dims[name] for name in ids.names]
         buffer = self._scratch.floats(sum(map(operator.mul, ids.counts, widths)))
@@ -121,5 +121,5 @@ class EmbeddingReader:
 
 
 def _tensor(array: NDArray[np.float32]) -> torch.Tensor:
-    """Returns the array as a tensor; a copy if it is read-only, which torch has not."""
+    """Returns the array as a tensor; copies a read-only array, as torch has no read-only tensors."""
     return torch.from_numpy(array) if array.flags.writeable else copied_array(array)

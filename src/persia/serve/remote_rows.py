@@ -1,4 +1,4 @@
-"""Rows of row servers, for a predictor whose tables do not fit one host."""
+"""Rows at row servers, for a predictor whose tables do not fit one host."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["RemoteEpoch", "RemoteRows", "RowServers"]
 
 
 class RowServers:
-    """The row servers of a predictor. `poll` is for one thread; all else is thread-safe.
+    """The row servers of a predictor. Thread-safe, except `poll`.
 
     Args:
-        addresses: of the row servers, in the order of their parts.
+        addresses: addresses of the row servers, in the order of their parts.
         seconds: deadline of each call.
 
     Attributes:
-        problem: what was wrong at the last `poll`; empty if nothing was.
+        problem: problem of the last `poll`; empty if there was none.
 
     Raises:
         ConfigError: an address, or the keys, are invalid.
@@ -53,15 +53,15 @@ class RowServers:
         return len(self._addresses)
 
     def close(self) -> None:
-        """Closes the connections; calls in work raise ClosedError."""
+        """Closes the connections; calls in progress raise ClosedError."""
         for stub in self._stubs:
             rpc.close(stub)
 
     def poll(self) -> None:
-        """Asks all row servers which rows they have. Blocks until each has answered, or is late.
+        """Requests the states of all row servers. Blocks until each has answered, or is late.
 
         Raises:
-            ConfigError: a row server has another part than its place in the addresses says.
+            ConfigError: a row server's part does not match its position in the addresses.
         """
         answers = try_all([stub.state for stub in self._stubs], PersiaError)
         problems = [""] * len(answers)
@@ -84,12 +84,13 @@ class RowServers:
         self.problem = next(filter(None, problems), "")
 
     def contained(self, run: str) -> int | None:
-        """Returns the global steps that all rows of an epoch contain; None unless all row servers have said so."""
-        found = self.epochs(run)
-        return min(epoch.step for epoch in found.values()) if len(found) == len(self) and all(self._answered) else None
+        """Returns the global steps that all rows of an epoch contain; None unless all row servers have answered."""
+        epochs = self.epochs(run)
+        complete = len(epochs) == len(self) and all(self._answered)
+        return min(epoch.step for epoch in epochs.values()) if complete else None
 
     def epochs(self, run: str) -> dict[int, ServedEpoch]:
-        """Returns what the row servers that have an epoch have said of it, by part."""
+        """Returns the last state of an epoch at each row server that has it, by part."""
         states = [state for state in self._states if state is not None]
         return {state.part: epoch for state in states for epoch in state.epochs if epoch.run == run}
 
@@ -99,31 +100,31 @@ class RowServers:
         """Looks up the ids of each part. Blocks until each row server has answered, or is late.
 
         Args:
-            run: of the epoch.
-            step: that the rows must contain.
-            dims: by table.
+            run: identifier of the epoch.
+            step: step that the rows must contain.
+            dims: dimensions by table.
             parts: ids by table, for each row server.
 
         Returns:
-            Their answers; None for parts without ids, which are not asked.
+            The answer of each row server; None for parts without ids, whose servers are not called.
 
         Raises:
             DeadlineError: a row server is late; the error names it.
             PublishError: a row server does not have these rows.
         """
-        asked = [number for number, ids in enumerate(parts) if len(ids.buffer)]
+        requested = [number for number, ids in enumerate(parts) if len(ids.buffer)]
         calls: list[Callable[[], FoundRows]] = [
             functools.partial(self._stubs[number].lookup, RowsVersion(number, len(self), run, step), parts[number])
-            for number in asked
+            for number in requested
         ]
         result: list[FoundRows | None] = [None] * len(parts)
-        for number, answer in zip(asked, try_all(calls, PersiaError), strict=True):
+        for number, answer in zip(requested, try_all(calls, PersiaError), strict=True):
             if isinstance(answer, PersiaError):
                 self._refused(number, answer)
             ids, widths = parts[number], [dims[name] for name in parts[number].names]
-            for got, wanted in ((answer.found, None), (answer.rows, widths)):
-                if (got.names, got.counts, got.widths) != (ids.names, ids.counts, wanted):
-                    self._refused(number, PublishError("Its answer has other rows than were asked for."))
+            for received, expected_widths in ((answer.found, None), (answer.rows, widths)):
+                if (received.names, received.counts, received.widths) != (ids.names, ids.counts, expected_widths):
+                    self._refused(number, PublishError("Its answer has other rows than requested."))
             result[number] = answer
         return result
 
@@ -145,7 +146,7 @@ class RemoteEpoch:
     Args:
         servers: the row servers.
         run: random identifier of the epoch.
-        dims: of the tables, by name.
+        dims: dimensions of the tables, by name.
     """
 
     def __init__(self, servers: RowServers, run: str, dims: Mapping[str, int]) -> None:
@@ -170,7 +171,7 @@ class RemoteRows:
         servers: the row servers.
         run: random identifier of the epoch.
         step: global step of the network, which the rows must contain.
-        dims: of the tables, by name.
+        dims: dimensions of the tables, by name.
     """
 
     servers: RowServers
@@ -197,9 +198,9 @@ class RemoteRows:
 
     def lookup(self, ids: Packed[np.uint64]) -> FoundRows:
         """See `RowLookup`."""
-        owners = {name: batching.owners(name, mine, self.partitions) for name, mine in ids.items()}
+        owners = {name: batching.owners(name, table_ids, self.partitions) for name, table_ids in ids.items()}
         parts = [
-            Packed.of({name: mine[owners[name] == number] for name, mine in ids.items()}, np.uint64)
+            Packed.of({name: table_ids[owners[name] == number] for name, table_ids in ids.items()}, np.uint64)
             for number in range(self.partitions)
         ]
         widths = [self.dims[name] for name in ids.names]

@@ -32,9 +32,9 @@ class RetrieverState(NamedTuple):
     """State of a `Retriever`.
 
     Attributes:
-        step: global step of the network that made the vectors.
+        step: global step of the network that computed the vectors.
         items: number of items that can be found.
-        waiting: number of items whose vectors are to be computed again.
+        waiting: number of items whose vectors must be recomputed.
         problem: why the index is not up to date; empty if nothing is wrong.
     """
 
@@ -45,11 +45,11 @@ class RetrieverState(NamedTuple):
 
 
 class _ServedRows:
-    """The rows that a predictor serves at present, for an index.
+    """The rows that a predictor currently serves, for an index.
 
     Args:
-        predictor: has the rows.
-        stop: once it is set, reading raises ClosedError, so that an index that is being built is given up.
+        predictor: predictor that serves the rows.
+        stop: once set, reading raises ClosedError, which aborts building an index.
     """
 
     def __init__(self, predictor: Predictor, stop: threading.Event) -> None:
@@ -71,19 +71,19 @@ class _ServedRows:
 class Retriever:
     """Finds the nearest items of users, with the rows and the network that a predictor serves. Thread-safe.
 
-    Two threads keep the index up to date: one computes the vectors of items whose rows have changed, the other builds
-    the index again when there is a new version of the network, of which it leaves out those that come too fast. Removed
-    items are not found any more once the predictor has applied their removal.
+    Two threads keep the index up to date: one computes the vectors of items whose rows have changed, the other rebuilds
+    the index for a new version of the network; it skips versions that arrive too fast. Searches no longer find removed
+    items once the predictor has applied their removal.
 
         with Predictor(url) as predictor, Retriever(predictor, items, key="item") as retriever:
-            found = retriever.search(users, 100)
+            nearest = retriever.search(users, 100)
 
     Args:
-        predictor: started before this is, and closed after it. Its network is a `TwoTower`, or has such towers.
+        predictor: predictor, started before and closed after this. Its network is a `TwoTower`, or has such towers.
         items: the catalogue; see `ItemIndex`. Or the path or URL of Parquet files with the items' features.
         key: ID-type feature that identifies an item; see `ItemIndex`.
-        options: of the index.
-        seconds: between two looks for changes.
+        options: options of the index.
+        seconds: interval of polling for changes.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Retriever:
         self._version: tuple[int, int] = (-1, -1)
         self._index: ItemIndex | None = None
         self._problems: dict[str, str] = {}
-        """Why each thread has failed; empty if it has not."""
+        """Error of each thread; empty if it has none."""
 
     # --- start and close ----------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Retriever:
         )
         self._predictor.listen(index)
         try:
-            index.note_all()  # What has changed while it was built.
+            index.note_all()  # Rows may have changed while it was built.
             index.refresh()
         except BaseException:
             self._predictor.unlisten(index)
@@ -147,7 +147,7 @@ class Retriever:
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """Makes the threads, and a `start` in another thread, give up soon. Returns at once; `close` follows."""
+        """Makes the threads, and a `start` in another thread, stop soon. Does not block; call `close` afterwards."""
         self._stop.set()
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Retriever:
         self._threads.clear()
         if self._index is not None:
             self._predictor.unlisten(self._index)
-        self._stop = threading.Event()  # It may be started again.
+        self._stop = threading.Event()  # Allows another `start`.
 
     def __enter__(self) -> Retriever:
         self.start()
@@ -174,7 +174,7 @@ class Retriever:
             try:
                 work()
                 self._problems[name] = ""
-            except Exception as error:  # It serves what it has, and tries again.
+            except Exception as error:  # Serves the current index, and retries.
                 if stop.is_set():
                     return
                 if not self._problems.get(name):

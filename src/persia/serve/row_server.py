@@ -29,11 +29,11 @@ MAX_PARTS = 1024
 """Largest number of row servers of a predictor."""
 
 MAX_ANSWER_BYTES = 1 << 28
-"""Rows of an answer: each lookup in work takes as much memory as its answer."""
+"""Maximum size of the rows in an answer: each lookup in progress needs as much memory as its answer."""
 
 
 class _Earlier(NamedTuple):
-    """The epoch before the newest one, and until when it is kept, by the monotonic clock."""
+    """The previous epoch, and the time until which it is kept, by the monotonic clock."""
 
     rows: EpochRows
     until: float
@@ -42,15 +42,15 @@ class _Earlier(NamedTuple):
 class RowServer:
     """Follows a log of changes, and serves the rows of one part. Implements `persia.services.ServedRows`. Thread-safe.
 
-    The ids of part i of n are those that embedding PS i of n would own, whatever the number of PSs that publish.
-    Lookups never wait for an update.
+    Part i of n has the ids that embedding PS i of n would own, whatever the number of PSs that publish. Lookups never
+    wait for an update.
 
         with RowServer("s3://bucket/changes", 0, 2) as server:
             with rpc.serve(server, "tcp://127.0.0.1:7000", protocol=ServedRows):
                 ...
 
     Args:
-        url: of the log of changes, as in `PublishOptions`.
+        url: URL of the log of changes, as in `PublishOptions`.
         part: number of the part, from 0.
         parts: number of parts.
         options: interval, cache, ...
@@ -79,10 +79,10 @@ class RowServer:
         self._earlier: _Earlier | None = None
         self._problem = ""
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- start and close ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to follow the log in a thread. Returns at once; `state` says which rows are there."""
+        """Starts following the log in a thread. Does not block; `state` lists the rows that are available."""
         self._poller.start(at_once=True)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class RowServer:
     # --- updates ------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Applies what is new in the log now. The thread does so every `RowServerOptions.poll_seconds`. Blocks."""
+        """Applies new entries of the log. The thread does so every `RowServerOptions.poll_seconds`. Blocks."""
         with self._lock:
             for epoch, _ in self._reader.read():
                 self._adopt(epoch)
@@ -117,7 +117,7 @@ class RowServer:
         return EpochRows(run, update, description.schema, self._reading)
 
     def _adopt(self, epoch: EpochRows) -> None:
-        """Serves an epoch once it is complete; the one before stays for the time of grace."""
+        """Serves an epoch once it is complete; keeps the previous epoch for the grace period."""
         if epoch is not self._reader.next or epoch.contained() is None:
             return
         if self._reader.current is not None:
@@ -144,15 +144,15 @@ class RowServer:
         epoch = next((epoch for epoch in self._epochs() if epoch.run == version.run), None)
         if epoch is None:
             raise PublishError(
-                f"It does not have the epoch {version.run[:32]!r} of the log: it still reads it, has dropped it after "
-                "the time of grace, or reads another log.",
+                f"It does not have the epoch {version.run[:32]!r} of the log: it is still reading it, has dropped it "
+                "after the grace period, or reads another log.",
                 run=version.run[:32],
             )
         contained = epoch.contained()
         if contained is None or contained < version.step:
             raise PublishError(
-                f"Its rows contain step {contained}, and step {version.step} is asked for; it has yet to read what is "
-                "newer in the log.",
+                f"Its rows contain step {contained}, and step {version.step} is requested; it has not read newer "
+                "entries of the log yet.",
                 step=version.step,
             )
         self._check(epoch, ids)
@@ -170,17 +170,17 @@ class RowServer:
         answer = sum(4 * count * epoch.dims[name] for name, count in zip(ids.names, ids.counts, strict=True))
         if answer > MAX_ANSWER_BYTES:
             raise StoreError(
-                f"The rows of {len(ids.buffer)} ids have {answer} bytes, and {MAX_ANSWER_BYTES} are allowed; ask for "
-                "fewer at a time."
+                f"The rows of {len(ids.buffer)} ids have {answer} bytes, and {MAX_ANSWER_BYTES} are allowed; look up "
+                "fewer ids per call."
             )
 
     def _epochs(self) -> list[EpochRows]:
         """Returns the epochs that are served, the newest first."""
-        # Read first: an epoch becomes the earlier one before it is replaced as the newest.
+        # In this order: an epoch becomes the earlier one before another replaces it as the newest.
         newest = self._reader.current
         earlier = self._earlier
-        found = [newest, None if earlier is None else earlier.rows]
-        return list(dict.fromkeys(epoch for epoch in found if epoch is not None))
+        epochs = [newest, None if earlier is None else earlier.rows]
+        return list(dict.fromkeys(epoch for epoch in epochs if epoch is not None))
 
 
 def _described(epoch: EpochRows) -> ServedEpoch:

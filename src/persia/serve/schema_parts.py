@@ -1,4 +1,4 @@
-"""Parts of a schema: some features of a model, for samples that lack the others."""
+"""Parts of a schema: a subset of a model's features, for samples that lack the others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["columns_of", "part_of", "schema_of_columns", "with_all_dense"]
 
 
 def part_of(schema: Schema, features: Collection[str]) -> Schema:
-    """Returns the schema of some ID-type features, whose ids are there: nothing is left to be computed.
+    """Returns the schema of some ID-type features whose ids are given, so that none of them is computed.
 
     Args:
-        schema: of all features.
+        schema: schema of all features.
         features: names of the ID-type features to keep. All dense features and labels stay.
     """
-    kept = [
+    selected = [
         msgspec.structs.replace(
             feature,
             cross=(),
@@ -32,28 +32,28 @@ def part_of(schema: Schema, features: Collection[str]) -> Schema:
         for feature in schema.id_features
         if feature.name in features
     ]
-    used = {feature.table_name for feature in kept}
+    used = {feature.table_name for feature in selected}
     tables = [table for name, table in schema.resolved_tables().items() if name in used]
-    return Schema(kept, schema.dense_features, schema.labels, tables)
+    return Schema(selected, schema.dense_features, schema.labels, tables)
 
 
 def schema_of_columns(schema: Schema, names: Collection[str]) -> Schema:
-    """Returns the schema of the columns that are there, for a part of the features.
+    """Returns the schema of the available columns, for a part of the features.
 
-    Computed features are in it if all that they are computed from is.
+    It includes computed features whose sources are all available.
     """
     features = [
         f for f in schema.id_features if (f.name in names if not f.computed else _has_sources(schema, f, names))
     ]
-    kept = {f.name for f in features}
-    loose = [
+    selected = {f.name for f in features}
+    independent = [
         msgspec.structs.replace(f, aligned_with=None, dim=schema.resolved_tables()[f.table_name].dim)
-        if f.aligned_with not in kept
+        if f.aligned_with not in selected
         else f
         for f in features
     ]
-    tables = [table for table in schema.tables if table.name in {f.table_name for f in loose}]
-    return Schema(loose, [name for name in schema.dense_features if name in names], schema.labels, tables)
+    tables = [table for table in schema.tables if table.name in {f.table_name for f in independent}]
+    return Schema(independent, [name for name in schema.dense_features if name in names], schema.labels, tables)
 
 
 def _has_sources(schema: Schema, feature: IdFeature, names: Collection[str]) -> bool:
@@ -64,26 +64,26 @@ def _has_sources(schema: Schema, feature: IdFeature, names: Collection[str]) -> 
 
 
 def columns_of(schema: Schema, features: Iterable[str]) -> set[str]:
-    """Returns the columns that some ID-type features are made from."""
-    found: set[str] = set()
+    """Returns the columns that some ID-type features are computed from."""
+    columns: set[str] = set()
     for name in features:
         feature = schema.feature(name)
         if feature.of is not None:
-            found |= columns_of(schema, [feature.of])
+            columns |= columns_of(schema, [feature.of])
         elif feature.cross:
-            found |= columns_of(schema, feature.cross)
+            columns |= columns_of(schema, feature.cross)
         else:
-            found |= {name} if feature.age_since is None else {name, feature.age_since}
-    return found
+            columns |= {name} if feature.age_since is None else {name, feature.age_since}
+    return columns
 
 
 def with_all_dense(batch: Batch, names: Iterable[str], schema: Schema) -> Batch:
-    """Returns a batch with all dense features of a schema: zeros in place of those that it lacks, and no labels.
+    """Returns a batch with all dense features of a schema, zeros for missing ones, and no labels.
 
     Args:
-        batch: with some features.
-        names: of its dense features.
-        schema: of all features.
+        batch: batch with some features.
+        names: names of its dense features.
+        schema: schema of all features.
     """
     places = {name: place for place, name in enumerate(schema.dense_features)}
     dense = np.zeros((len(batch), len(places)), np.float32)

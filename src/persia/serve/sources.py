@@ -1,4 +1,4 @@
-"""Where the rows of a version come from: tables of this process, or row servers."""
+"""Sources of the rows of a version: tables of this process, or row servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows: TypeAlias = Mapping[str, ServedTable]
 
 
 class RowLookup(Protocol):
-    """The rows of one epoch of the log. Thread-safe. Two of them are equal if a view of one may stay for the other."""
+    """The rows of one epoch of the log. Thread-safe. Equal sources share a view."""
 
     @property
     def partitions(self) -> int:
@@ -34,8 +34,8 @@ class RowLookup(Protocol):
 
         Args:
             ids: by table.
-            bounds: of each table and partition, as in `batching.PackedBatch`.
-            rows: by table, float32 `[n, dim]` to write to; zeros where there is no row.
+            bounds: bounds of each table and partition, as in `batching.PackedBatch`.
+            rows: rows by table, float32 `[n, dim]` to write to; zeros where there is no row.
 
         Raises:
             DeadlineError: a row server did not answer in time.
@@ -46,22 +46,22 @@ class RowLookup(Protocol):
         """Returns the rows of ids in any order. Raises as `read` does."""
 
     def steps(self) -> dict[int, int]:
-        """Returns the global steps that the rows contain, at least, by PS or by row server that has them."""
+        """Returns the minimum number of global steps that the rows contain, by PS or by row server that has them."""
 
     def time(self) -> float:
-        """Returns the seconds since 1970, when the oldest rows were as they are; minus infinity if not known."""
+        """Returns the time of the oldest rows, in seconds since 1970; minus infinity if it is not known."""
 
     def __len__(self) -> int:
         """Returns the number of rows."""
 
 
 class ServerRows:
-    """The rows of one PS. Changed by the thread of updates, which never lets them go back.
+    """The rows of one PS. The thread of updates changes them, and never reverts them to an earlier state.
 
     Args:
-        tables: by name.
-        step: global steps that they contain, at least.
-        time: seconds since 1970, when they were as they are.
+        tables: tables by name.
+        step: minimum number of global steps that the rows contain.
+        time: time of the rows, in seconds since 1970.
     """
 
     def __init__(self, tables: Rows, step: int, time: float) -> None:
@@ -112,13 +112,13 @@ class LocalRows:
         if self.whole is not None:
             lookup_packed([self.whole[name] for name in ids.names], ids.counts, ids.buffer, rows.buffer, found.buffer)
             return FoundRows(found, rows)
-        for name, mine in ids.items():
-            owners = batching.owners(name, mine, self.partitions)
+        for name, table_ids in ids.items():
+            owners = batching.owners(name, table_ids, self.partitions)
             for number, tables in enumerate(self._tables):
                 places = np.flatnonzero(owners == number)
-                here, values = np.zeros(len(places), np.bool_), np.empty((len(places), tables[name].dim), np.float32)
-                tables[name].lookup(mine[places], values, here)
-                found[name][places], rows[name][places] = here, values
+                hits, values = np.zeros(len(places), np.bool_), np.empty((len(places), tables[name].dim), np.float32)
+                tables[name].lookup(table_ids[places], values, hits)
+                found[name][places], rows[name][places] = hits, values
         return FoundRows(found, rows)
 
     def steps(self) -> dict[int, int]:

@@ -15,9 +15,9 @@ class TableEmbeddings(NamedTuple):
 
     Attributes:
         found: bool `[n]`: whether each id has a row.
-        rows: float32 `[n, dim]`; zeros where there is none.
-        step: global steps that the rows contain, at least.
-        epoch: their epoch of the log of changes.
+        rows: float32 `[n, dim]`; zeros for ids without a row.
+        step: minimum number of global steps that the rows contain.
+        epoch: epoch of the rows in the log of changes.
     """
 
     found: NDArray[np.bool_]

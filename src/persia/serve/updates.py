@@ -21,7 +21,7 @@ __all__ = ["EpochRows", "RowPart", "RowReading"]
 
 
 class RowPart(NamedTuple):
-    """A part of all ids: those that would be of one embedding PS, if there were so many.
+    """A part of all ids: the ids that one embedding PS would own if there were `parts` PSs.
 
     Attributes:
         part: number of the part.
@@ -35,22 +35,22 @@ class RowPart(NamedTuple):
         """Returns the changes of the ids of this part."""
         if self.parts == 1:
             return change
-        kept = batching.owners(change.table, change.ids, self.parts) == self.part
-        gone = batching.owners(change.table, change.removed, self.parts) == self.part
-        return change._replace(ids=change.ids[kept], values=change.values[kept], removed=change.removed[gone])
+        own = batching.owners(change.table, change.ids, self.parts) == self.part
+        own_removed = batching.owners(change.table, change.removed, self.parts) == self.part
+        return change._replace(ids=change.ids[own], values=change.values[own], removed=change.removed[own_removed])
 
     def meets(self, server: int, servers: int) -> bool:
-        """Returns whether a PS of so many can have ids of this part: both are ranges of one hash."""
+        """Returns whether PS `server` of `servers` can have ids of this part: both are ranges of one hash."""
         return self.part * servers < (server + 1) * self.parts and server * self.parts < (self.part + 1) * servers
 
 
 class RowReading(NamedTuple):
-    """How the rows of epochs are read.
+    """Options of reading the rows of epochs.
 
     Attributes:
-        cache: keeps rows of snapshots as files; None for none.
+        cache: cache of snapshots as files; None for no cache.
         stop: once set, reading raises ClosedError.
-        partition: which ids are kept.
+        partition: part of the ids to read.
     """
 
     cache: SnapshotCache | None
@@ -58,24 +58,24 @@ class RowReading(NamedTuple):
     partition: RowPart = RowPart(0, 1)
 
     def check_open(self) -> None:
-        """Raises ClosedError once reading is to stop."""
+        """Raises ClosedError if `stop` is set."""
         if self.stop.is_set():
             raise ClosedError("Reading a snapshot ended, as its reader was closed.")
 
 
 class EpochRows:
-    """The rows of an epoch, by PS. One thread applies updates; any number reads the rows.
+    """The rows of an epoch, by PS. One thread applies updates; any number of threads reads the rows.
 
     Args:
         run: random identifier of the epoch.
         update: any update of the epoch.
-        schema: of the epoch.
-        reading: how its rows are read.
+        schema: schema of the epoch.
+        reading: options of reading its rows.
 
     Attributes:
-        run: as given.
-        number: of the epoch.
-        dims: of the tables, by name.
+        run: random identifier of the epoch.
+        number: number of the epoch.
+        dims: dimensions of the tables, by name.
     """
 
     def __init__(self, run: str, update: Update, schema: Schema, reading: RowReading) -> None:
@@ -87,13 +87,13 @@ class EpochRows:
         self._servers: dict[int, ServerRows] = {}
 
     def contained(self) -> int | None:
-        """Returns the global steps that all rows contain, at least; None while rows of a PS are missing."""
+        """Returns the minimum number of global steps that all rows contain; None while rows of a PS are missing."""
         if len(self._servers) < self._count:
             return None
         return min(server.step for server in self._servers.values())
 
     def source(self, _step: int = 0) -> LocalRows:
-        """Returns the rows of all PSs, which stay up to date until a whole update replaces those of a PS."""
+        """Returns the rows of all PSs, which stay up to date until a whole update replaces the rows of a PS."""
         return LocalRows([self._servers[number] for number in range(self._count)])
 
     def apply(self, update: Update) -> list[Change] | None:
@@ -112,7 +112,7 @@ class EpochRows:
             self._servers[update.server] = ServerRows(tables, update.step, update.time)
             return None
         served = self._servers[update.server]
-        changes = list(update.changes)  # In memory anyway. It is checked before any of it is applied.
+        changes = list(update.changes)  # In memory anyway. All changes are checked before any is applied.
         for change in changes:
             self._check(change)
         changes = _without_readmitted(changes)
@@ -132,18 +132,18 @@ class EpochRows:
         for change in update.changes:
             self._reading.check_open()
             self._check(change)
-            mine = partition.of(change)
-            tables[change.table].set(mine.ids, mine.values)
+            own_rows = partition.of(change)
+            tables[change.table].set(own_rows.ids, own_rows.values)
         return tables
 
     def _cached(self, cache: SnapshotCache, update: RowsUpdate) -> dict[str, ServedTable]:
-        """Returns the same, as files that are shared with other processes of this host."""
+        """Returns the same tables, in files that are shared with other processes of this host."""
         key = SnapshotKey(self.run, self.number, update.server, update.sequence, self._count)
         with cache.locked(update.server, self._reading.check_open):
-            found = cache.open(key, self.dims)
-            if found is not None:
+            cached = cache.open(key, self.dims)
+            if cached is not None:
                 update.changes.skip()
-                return found
+                return cached
             tables = self._read(update)
             return cache.keep(key, tables) or tables
 
@@ -157,21 +157,21 @@ class EpochRows:
             place = int(np.isfinite(change.values).all(axis=1).argmin())
             raise PublishError(
                 f"Table {change.table!r} has a row that is not finite at step {change.step}, of id "
-                f"{change.ids[place]}: training has diverged, or the log is damaged. Rows that were served before "
-                "stay until a finite snapshot comes.",
+                f"{change.ids[place]}: training has diverged, or the log is damaged. The previous rows are served "
+                "until a finite snapshot is published.",
                 table=change.table,
                 id=int(change.ids[place]),
             )
 
 
 def _without_readmitted(changes: list[Change]) -> list[Change]:
-    """Returns the changes without removals of rows that they set again: requests would miss these in between."""
+    """Drops removals of rows that later changes set again: requests would miss the rows in between."""
     later: dict[str, list[NDArray[np.uint64]]] = {}
-    kept = []
+    result = []
     for change in reversed(changes):
         later.setdefault(change.table, []).append(change.ids)
         if len(change.removed):
-            gone = np.isin(change.removed, np.concatenate(later[change.table]), invert=True)
-            change = change._replace(removed=change.removed[gone])
-        kept.append(change)
-    return kept[::-1]
+            stays_removed = np.isin(change.removed, np.concatenate(later[change.table]), invert=True)
+            change = change._replace(removed=change.removed[stays_removed])
+        result.append(change)
+    return result[::-1]

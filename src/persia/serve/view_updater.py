@@ -30,17 +30,17 @@ __all__ = ["ChangeListener", "ViewUpdater"]
 LOG = get_logger("persia.serve")
 
 DRIFT_SECONDS = 30.0
-"""Between two looks at the distributions of training."""
+"""Interval of reading the distributions of training."""
 
 
 class ChangeListener(Protocol):
-    """Is told of rows that have changed; `ItemIndex` is one. Its methods return at once."""
+    """Receives notice of changed rows; `ItemIndex` is one. Its methods must not block."""
 
     def note_changes(self, table: str, ids: NDArray[np.uint64], removed: NDArray[np.uint64]) -> None:
-        """Notes the rows of a table that were set, after others were removed."""
+        """Records the rows of a table that were set, after others were removed."""
 
     def note_all(self) -> None:
-        """Notes that any row may have changed."""
+        """Records that any row may have changed."""
 
 
 class _Epoch:
@@ -48,11 +48,11 @@ class _Epoch:
 
     Args:
         run: random identifier of the epoch.
-        number: of the epoch.
-        rows: of the epoch, in this process or at row servers.
-        builder: of its networks.
-        readers: of its schema.
-        compiler: of its networks.
+        number: number of the epoch.
+        rows: rows of the epoch, in this process or at row servers.
+        builder: builder of its networks.
+        readers: readers of its schema.
+        compiler: compiler of its networks.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class _Epoch:
         self.compiler = compiler
         self.network: Network | None = None
         self.waiting: list[NetworkUpdate] = []
-        """Versions that wait for rows. At most two: the first, so that one gets its turn, and the last."""
+        """Versions that wait for rows: the first, so that a version is eventually served, and the last."""
 
     def apply(self, update: Update) -> list[Change] | None:
         """See `EpochState.apply`. A version of the network waits until the rows contain its step."""
@@ -83,26 +83,26 @@ class _Epoch:
         return []
 
     def take_network(self, contained: int) -> NetworkUpdate | None:
-        """Returns the newest version whose step the rows contain, if one waits; older ones are dropped."""
+        """Returns the newest waiting version whose step the rows contain, or None; drops older ones."""
         ready = [update for update in self.waiting if update.step <= contained]
         self.waiting = [update for update in self.waiting if update.step > contained]
         return ready[-1] if ready else None
 
 
 class ViewUpdater:
-    """Follows the log of changes, and has the view that requests use. Thread-safe.
+    """Follows the log of changes, and updates the view that requests use. Thread-safe.
 
     Args:
-        url: of the log.
+        url: URL of the log.
         model: see `ModelSource`.
         options: device, threads, ...
 
     Attributes:
-        stop: once set, a refresh in work raises ClosedError.
+        stop: once set, a refresh in progress raises ClosedError.
         view: the newest view; None before the first.
 
     Raises:
-        CheckpointError: the URL is not that of a file system.
+        CheckpointError: the URL does not name a file system.
         MissingExtraError: a package for the URL's file system is not installed.
         ConfigError: the device does not exist.
     """
@@ -128,9 +128,9 @@ class ViewUpdater:
         """Compares requests with training; None before the first epoch."""
         self._drift_due = 0.0
         self._compiler: tuple[tuple[ModelDescription | None, str], Compiler] | None = None
-        """Compiles networks, and what it compiles: description and precision."""
+        """Description and precision of the networks, and their compiler."""
         self.listeners: list[ChangeListener] = []
-        """Are told of rows that have changed, after requests see them."""
+        """Notified of changed rows, once requests see the changes."""
 
     def ready(self) -> bool:
         """Returns whether there is a view."""
@@ -142,17 +142,17 @@ class ViewUpdater:
         return self._reader.refusal
 
     def refresh(self) -> None:
-        """Applies what is new in the log. Calls run one after the other."""
+        """Applies new entries of the log. Calls are serialized."""
         with self._lock:
             self._free_views()
             for epoch, changes in self._reader.read():
                 self._updates += 1
                 self._snapshots += changes is None
                 self._adopt(epoch)
-                self._tell(changes)
+                self._notify(changes)
             problem = self._reader.problem
             if self._servers is not None:
-                self._ask(self._servers)
+                self._poll(self._servers)
                 problem = problem or self._servers.problem
             self._problem = without_userinfo(problem or self._network_problem or self._follower.problem)
             self._free_views()
@@ -176,20 +176,20 @@ class ViewUpdater:
             {} if self.drift is None else self.drift.result,
         )
 
-    def _ask(self, servers: RowServers) -> None:
-        """Asks the row servers which rows they have, and adopts what has waited for them.
+    def _poll(self, servers: RowServers) -> None:
+        """Polls the row servers, and adopts epochs that waited for their rows.
 
         Raises:
-            ConfigError: a row server has another part than it should.
+            ConfigError: a row server's part does not match its position in the addresses.
         """
         servers.poll()
         for epoch in (self._reader.current, self._reader.next):
             if epoch is not None:
                 self._adopt(epoch)
 
-    def _tell(self, changes: list[Change] | None) -> None:
-        """Tells listeners of changes; None if all rows of a PS may have changed."""
-        for listener in list(self.listeners):  # Other threads add and remove some.
+    def _notify(self, changes: list[Change] | None) -> None:
+        """Notifies listeners of changes; None if all rows of a PS may have changed."""
+        for listener in list(self.listeners):  # Other threads add and remove listeners.
             if changes is None:
                 listener.note_all()
                 continue
@@ -197,7 +197,7 @@ class ViewUpdater:
                 listener.note_changes(change.table, change.ids, change.removed)
 
     def _compare(self) -> None:
-        """Reads how inputs are distributed in training, now and then, and compares requests with it."""
+        """Compares requests with the distributions of training, which are read every `DRIFT_SECONDS`."""
         if self.drift is None or self.view is None:
             return
         if time.monotonic() >= self._drift_due:
@@ -228,14 +228,14 @@ class ViewUpdater:
         """Returns an epoch. Raises PublishError if it cannot be served."""
         assert description is not None
         if self.view is not None:
-            found = schema_differences(
+            differences = schema_differences(
                 description.schema, self.view.schema, there="the new epoch", here="what is served"
             )
-            if found:
+            if differences:
                 raise PublishError(
-                    "its schema differs from the one that is served: " + "; ".join(found) + ". Start another server "
-                    "for it.",
-                    differences=found,
+                    "its schema differs from the one that is served: " + "; ".join(differences) + ". Start another "
+                    "server for it.",
+                    differences=differences,
                 )
         options = self._options
         builder = NetworkBuilder(self._model, description, self._staging.device, options.imports)
@@ -247,16 +247,18 @@ class ViewUpdater:
             dims = {name: table.dim for name, table in schema.resolved_tables().items()}
             rows, partitions = RemoteEpoch(self._servers, run, dims), len(self._servers)
         readers = Readers(schema, partitions, self._staging, options.threads)
-        how = CompilerOptions(options.compile, options.cache_dir, self._staging.device, description.precision)
-        made_of = description.model, description.precision
-        if self._compiler is None or self._compiler[0] != made_of:  # Else its code fits the new epoch, too.
-            self._compiler = made_of, Compiler(description.schema, how)
+        compiler_options = CompilerOptions(
+            options.compile, options.cache_dir, self._staging.device, description.precision
+        )
+        key = description.model, description.precision
+        if self._compiler is None or self._compiler[0] != key:  # Otherwise the code is valid for the new epoch, too.
+            self._compiler = key, Compiler(description.schema, compiler_options)
         if self.drift is None:
             self.drift = ServingDrift(description.schema)
         return _Epoch(run, update.epoch, rows, builder, readers, self._compiler[1])
 
     def _adopt(self, epoch: _Epoch) -> None:
-        """Makes the view of an epoch, if all of it is there and anything but the values of rows has changed."""
+        """Creates the view of an epoch, if it is complete and anything but the values of rows has changed."""
         contained = epoch.rows.contained()
         if contained is None:
             return

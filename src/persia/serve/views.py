@@ -18,18 +18,18 @@ from persia.serve.sources import RowLookup
 
 __all__ = ["Readers", "View"]
 
-MOST_PARTS = 32
-"""Sets of features for which a reader is kept."""
+MAX_PARTS = 32
+"""Maximum number of sets of features with a reader."""
 
 
 class Readers:
-    """Readers of all features, and of some. Thread-safe.
+    """Readers of all features, and of subsets. Thread-safe.
 
     Args:
-        schema: of all features.
-        partitions: of the ids, as in `RowLookup`.
-        staging: of the device.
-        threads: of each request.
+        schema: schema of all features.
+        partitions: number of partitions of the ids, as in `RowLookup`.
+        staging: copies tensors to the device of the network.
+        threads: threads of each request.
     """
 
     def __init__(self, schema: Schema, partitions: int, staging: Staging, threads: int) -> None:
@@ -39,26 +39,26 @@ class Readers:
         self._lock = threading.Lock()
 
     def of(self, features: Collection[str]) -> EmbeddingReader:
-        """Returns a reader of some ID-type features, of at least one."""
+        """Returns a reader of one or more ID-type features."""
         key = frozenset(features)
         with self._lock:
-            found = self._parts.get(key)
-            if found is None:
-                if len(self._parts) >= MOST_PARTS:  # A client may ask for any number of sets.
+            reader = self._parts.get(key)
+            if reader is None:
+                if len(self._parts) >= MAX_PARTS:  # A client may request any number of sets.
                     del self._parts[next(iter(self._parts))]
-                found = EmbeddingReader(part_of(self.whole.schema, key), *self._arguments)
-                self._parts[key] = found
-        return found
+                reader = EmbeddingReader(part_of(self.whole.schema, key), *self._arguments)
+                self._parts[key] = reader
+        return reader
 
 
 class View:
-    """A version of the network with the rows that belong to it. A request uses one view from its begin to its end.
+    """A version of the network with the rows that belong to it. A request uses one view from start to end.
 
     Args:
         epoch: number of the epoch.
         network: the version.
-        rows: of the epoch, which contain at least the step of the network.
-        readers: of its schema.
+        rows: rows of the epoch, which contain at least the step of the network.
+        readers: readers of its schema.
     """
 
     def __init__(self, epoch: int, network: Network, rows: RowLookup, readers: Readers) -> None:
@@ -76,12 +76,12 @@ class View:
 
     @property
     def used(self) -> bool:
-        """Whether a request uses it."""
+        """Whether a request uses this view."""
         return self._requests > 0
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Counts a request, so that the thread of updates frees old rows, and not the request."""
+        """Counts a request, so that the thread of updates frees old rows, rather than the request."""
         with self._lock:
             self._requests += 1
         try:

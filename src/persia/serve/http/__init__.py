@@ -1,1 +1,1 @@
-"""A predictor over HTTP: JSON for people, msgpack and Arrow for machines. Needs the extra `serve`."""
+"""Serves a predictor over HTTP, in JSON, msgpack and Arrow. Needs the extra `serve`."""

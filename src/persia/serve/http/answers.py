@@ -1,4 +1,4 @@
-"""Answers of a prediction server, in the form that the client accepts."""
+"""Encodes the answers of a prediction server in the format that the client accepts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class AnswerBody(NamedTuple):
     """Body of an answer.
 
     Attributes:
-        media_type: of the body.
+        media_type: media type of the body.
         body: the bytes.
-        step: global step of the network or rows that it was computed with.
-        epoch: their epoch of the log of changes; None if it is not known.
+        step: global step of the network or rows that the answer was computed with.
+        epoch: epoch of the network or rows in the log of changes; None if it is not known.
     """
 
     media_type: str
@@ -39,7 +39,7 @@ def predictions_answer(codec: Codec, labels: Sequence[str], predictions: JobResu
     """Returns the answer with the probabilities or scores `[rows, labels]`.
 
     Raises:
-        DataError: one is not a number.
+        DataError: a value is not a number.
     """
     _check_numbers(predictions.values, "prediction")
     body = codec.predictions(labels, predictions)
@@ -47,7 +47,7 @@ def predictions_answer(codec: Codec, labels: Sequence[str], predictions: JobResu
 
 
 def embeddings_answer(codec: Codec, table: str, embeddings: TableEmbeddings) -> AnswerBody:
-    """Returns the answer with rows of a table, which are finite, as the server checks."""
+    """Returns the answer with rows of a table. Served rows are finite, so they are not checked."""
     body = codec.embeddings(table, embeddings)
     return AnswerBody(codec.media_type, body, embeddings.step, embeddings.epoch)
 
@@ -63,7 +63,7 @@ def nearest_answer(codec: Codec, items: Retrieved) -> AnswerBody:
 
 
 def _check_numbers(values: NDArray[np.float32], what: str) -> None:
-    """Raises DataError if a value `[rows, n]` is not finite: the network is, so a value of the request is too large."""
+    """Raises DataError if a value `[rows, n]` is not finite, which is due to the request, as the weights are finite."""
     finite = np.isfinite(values)
     if not finite.all():
         row = int(finite.reshape(len(values), -1).all(axis=1).argmin())

@@ -52,19 +52,19 @@ C = TypeVar("C", bound=Codec)
 T = TypeVar("T")
 
 INLINE_BYTES = 1 << 17
-"""Larger bodies are converted in a thread, so that other requests and the health check go on."""
+"""Larger bodies are converted in a thread, so that they do not delay other requests and the health check."""
 
-LAGS = 3
-"""A request is refused if so many delays of the event loop and the queue would take it past its deadline."""
+RESERVED_LAGS = 3
+"""A request is refused if this many delays of the event loop, plus the queue, would exceed its deadline."""
 
 START_SECONDS = 1.0
-"""Time of one attempt to start the predictor, and between two of them. Reading a snapshot takes as long as it takes."""
+"""Timeout of an attempt to start the predictor, and the pause after it. Reading a snapshot may exceed it."""
 
 ROUTES = frozenset({"/predict", "/rank", "/embeddings", "/health", "/metrics", "/docs", "/openapi.json"})
 
 
 class _Model(NamedTuple):
-    """The input of the network that is served, and what is made from it."""
+    """The input of the served network, and objects derived from it."""
 
     schema: Schema
     bodies: Bodies
@@ -75,14 +75,14 @@ class PredictionServer:
     """State and handlers of the application. Used from one event loop.
 
     Args:
-        predictor: started and closed with the application.
-        limits: of requests.
+        predictor: predictor, started and closed with the application.
+        limits: limits of requests.
         keys: keys of clients; None if none is needed.
-        retriever: started after the predictor, and closed before it; None for a server without `/retrieve`.
+        retriever: retriever, started after the predictor and closed before it; None for a server without `/retrieve`.
 
     Attributes:
-        failed: why the predictor or the retriever cannot start at all; None if it can.
-        stopping: whether the server shuts down, and says so to load balancers.
+        failed: error that prevents the predictor or the retriever from starting; None if there is none.
+        stopping: whether the server is shutting down; `/health` reports it to load balancers.
         on_failure: called once `failed` is set.
         routes: paths that are answered.
     """
@@ -104,7 +104,7 @@ class PredictionServer:
         self._limits = limits
         self._secured = keys is not None
         self._ready = False
-        self._waits_for = ""
+        self._start_problem = ""
         self._lag = Lag()
         self._held = HeldBytes(limits.max_held_bytes)
         self._model: _Model | None = None
@@ -123,7 +123,7 @@ class PredictionServer:
         self._forced = asyncio.Event()
         self._batcher = Batcher(self._predictor.predict, self._limits, self.metrics.timed)
         self._conversion = ConversionThread(self._limits.max_queue)
-        self._answers = ConversionThread(self._limits.max_queue)  # What is computed does not wait behind bodies.
+        self._answers = ConversionThread(self._limits.max_queue)  # Computed answers do not wait behind bodies.
         if self._retriever is not None:
             self._search = ItemSearch(self._retriever, self._limits.max_queue)
         starting = asyncio.create_task(self._start())
@@ -143,7 +143,7 @@ class PredictionServer:
                     closing.result()
 
     def force(self) -> None:
-        """Makes the end of `running` wait for nothing: neither the predictor nor what it computes."""
+        """Makes `running` end without waiting for the predictor or its computations."""
         self.stopping = True
         self._stop()
         if self._forced is not None:
@@ -155,7 +155,7 @@ class PredictionServer:
         self._predictor.stop()
 
     async def _close(self, starting: asyncio.Task[None]) -> None:
-        """Ends the threads and the predictor, once what they do is done."""
+        """Ends the threads and the predictor, after their work in progress."""
         assert self._batcher is not None
         assert self._conversion is not None
         assert self._answers is not None
@@ -221,15 +221,15 @@ class PredictionServer:
                 if isinstance(error, ConfigError):
                     self._fail(error)
                     return
-                if not self._waits_for:
+                if not self._start_problem:
                     LOG.warning("not ready: %s Trying again.", error)
-                self._waits_for = str(error)
+                self._start_problem = str(error)
                 await asyncio.sleep(START_SECONDS)
             except Exception as error:
                 self._fail(error)
                 return
             else:
-                self._ready, self._waits_for = True, ""
+                self._ready, self._start_problem = True, ""
                 state = self._predictor.state()
                 LOG.info("ready: epoch %d, network of step %d", state.epoch, state.network_step)
                 break
@@ -244,13 +244,13 @@ class PredictionServer:
         self.on_failure()
 
     def _current(self) -> _Model:
-        """Returns the model that is served; a new epoch may have another schema object.
+        """Returns the served model. A new epoch may have another schema object.
 
         Raises:
             OverloadedError: the predictor has not started.
         """
         if not self._ready:
-            # Not why: that names the log, which is none of the clients' business. The log of the server has it.
+            # Omits the reason, which names the log of changes; clients must not see it. The server logs it.
             raise OverloadedError(
                 "The server is not ready: it has read no complete snapshot yet. Try again later.", retry_after=1
             )
@@ -271,29 +271,29 @@ class PredictionServer:
         try:
             codec = codec_of(request.headers.get("content-type"), codecs)
             if codec is None:
-                given = request.headers.get("content-type", "none")[:100]
+                content_type = request.headers.get("content-type", "none")[:100]
                 kinds = ", ".join(each.media_type for each in codecs)
                 raise RefusedError(
                     415,
-                    f"Content-Type {given!r} is not supported by {request.url.path}; send one of: {kinds}.",
+                    f"Content-Type {content_type!r} is not supported by {request.url.path}; send one of: {kinds}.",
                     headers={"Accept-Post": kinds},
                 )
             answer_codec = accepted(request.headers.get("accept"), codec)
             if answer_codec is None:
                 kinds = ", ".join(each.media_type for each in CODECS)
-                raise RefusedError(406, f"The answer has one of the forms {kinds}; accept one.")
+                raise RefusedError(406, f"The answer has one of the types {kinds}; accept one.")
             deadline = time.monotonic() + self._seconds(request)
             model = self._current()
             self._check(deadline, request)
             with self._held.share() as share:
                 body = await read_body(request, self._limits, share)
                 answer: AnswerBody = await compute(model, codec, answer_codec, body, deadline)
-            made_with = {"Persia-Step": str(answer.step)}
+            versions = {"Persia-Step": str(answer.step)}
             if answer.epoch is not None:
-                made_with["Persia-Epoch"] = str(answer.epoch)
-            return Response(answer.body, 200, made_with, answer.media_type)
+                versions["Persia-Epoch"] = str(answer.epoch)
+            return Response(answer.body, 200, versions, answer.media_type)
         except ClientDisconnect:
-            return Response(status_code=499)  # The client has gone.
+            return Response(status_code=499)  # The client has disconnected.
         except Exception as error:
             return response_of(error)
 
@@ -309,29 +309,31 @@ class PredictionServer:
         user, items = await self._converted(deadline, model.bodies.user_and_items, codec, body)
 
         def ranked() -> JobResult:
-            found = self._predictor.rank(user, items)
-            return JobResult(found.scores, "scores", found.step, found.epoch)
+            prediction = self._predictor.rank(user, items)
+            return JobResult(prediction.scores, "scores", prediction.step, prediction.epoch)
 
         return await self._scores(model, answer_codec, PredictionJob(len(items), ranked, deadline))
 
     async def _scores(self, model: _Model, answer_codec: Codec, job: PredictionJob) -> AnswerBody:
-        found: JobResult = await self._computed(job)
-        arguments = answer_codec, model.schema.labels, found
-        size = 16 * found.values.size
+        result: JobResult = await self._computed(job)
+        arguments = answer_codec, model.schema.labels, result
+        size = 16 * result.values.size
         if size <= INLINE_BYTES:
             return predictions_answer(*arguments)
         assert self._answers is not None
-        return await self._answers.run(size, math.inf, predictions_answer, *arguments)  # It has been computed anyway.
+        return await self._answers.run(
+            size, math.inf, predictions_answer, *arguments
+        )  # No deadline: it is computed already.
 
     async def _embeddings(
         self, model: _Model, codec: MessageCodec, answer_codec: Codec, body: bytes, deadline: float
     ) -> AnswerBody:
-        def found() -> AnswerBody:
+        def looked_up() -> AnswerBody:
             table, ids = model.bodies.ids(codec, body)
             return embeddings_answer(answer_codec, table, self._predictor.table_rows(table, ids))
 
         assert self._conversion is not None
-        return await self._conversion.run(len(body), deadline, found)
+        return await self._conversion.run(len(body), deadline, looked_up)
 
     async def _retrieve(
         self, model: _Model, codec: MessageCodec, answer_codec: Codec, body: bytes, deadline: float
@@ -340,7 +342,7 @@ class PredictionServer:
         return await self._search.answer(model.bodies, codec, answer_codec, body, deadline)
 
     async def _computed(self, job: PredictionJob) -> Any:
-        """Waits for the result of a request, or for its deadline if it still waits for computation by then."""
+        """Waits for the result of a request. Cancels it if it is still queued at its deadline."""
         assert self._batcher is not None
         self._batcher.submit(job)
         result = asyncio.wrap_future(job.future)
@@ -350,20 +352,20 @@ class PredictionServer:
         return await result
 
     async def _converted(self, deadline: float, convert: Callable[[C, bytes], T], codec: C, body: bytes) -> T:
-        """Converts the body of a request: here if it is small, else in the thread."""
+        """Converts the body of a request: on the event loop if it is small, else in the thread."""
         if len(body) <= INLINE_BYTES:
             return convert(codec, body)
         assert self._conversion is not None
         return await self._conversion.run(len(body), deadline, convert, codec, body)
 
     def _check(self, deadline: float, request: Request) -> None:
-        """Raises OverloadedError if a request cannot be answered at present, before its body is read."""
+        """Raises OverloadedError if a request cannot be answered now, before its body is read."""
         if self.stopping:
             raise OverloadedError("The server is shutting down; send the request to another one.", retry_after=1)
         assert self._batcher is not None
         assert self._conversion is not None
-        # The loop comes to the request for the rest of its body, and for its answer.
-        reserve = LAGS * self._lag.seconds
+        # The event loop must turn to the request again for the rest of its body, and for its answer.
+        reserve = RESERVED_LAGS * self._lag.seconds
         if time.monotonic() + reserve > deadline:
             raise OverloadedError(
                 f"The server is overloaded: it is {1000 * self._lag.seconds:.0f} ms behind with its connections. Try "
@@ -380,23 +382,23 @@ class PredictionServer:
         self._batcher.check(1, deadline - reserve)
 
     def _seconds(self, request: Request) -> float:
-        """Returns the seconds that a request allows."""
-        given = request.headers.get("persia-deadline-ms")
-        if given is None:
+        """Returns the deadline of a request, in seconds."""
+        header = request.headers.get("persia-deadline-ms")
+        if header is None:
             return self._limits.deadline_ms / 1000
         try:
-            value = float(given)
+            value = float(header)
         except ValueError:
             value = math.nan
         if not value > 0:
             raise RefusedError(
-                400, f"Invalid header Persia-Deadline-Ms: {given[:50]!r}; expected milliseconds above 0."
+                400, f"Invalid header Persia-Deadline-Ms: {header[:50]!r}; expected milliseconds above 0."
             )
         return min(value, self._limits.deadline_ms) / 1000
 
     def _details(self) -> dict[str, Any]:
         if not self._ready:
-            return {"problem": self._waits_for}
+            return {"problem": self._start_problem}
         state = self._predictor.state()
         return {
             "epoch": state.epoch,
@@ -436,11 +438,11 @@ def create_app(
     own may be added.
 
     Args:
-        predictor: not started.
-        limits: of requests; the defaults if None.
-        keys: keys that clients must have; None lets everyone in who can connect.
-        local: whether to refuse requests whose Host header is not this host; for servers that only listen to it.
-        retriever: of this predictor, not started; answers `/retrieve`. None for a server without.
+        predictor: predictor that has not started.
+        limits: limits of requests; the defaults if None.
+        keys: keys that clients must have; None accepts everyone who can connect.
+        local: whether to refuse requests whose Host header is not this host; for servers that listen on loopback only.
+        retriever: retriever of this predictor that has not started, for `/retrieve`; None for a server without it.
 
     Raises:
         MissingExtraError: prometheus_client is not installed.
@@ -471,23 +473,23 @@ def create_app(
 
 
 def _size_in_thread(request: Request) -> int:
-    """Returns the bytes of a body that is converted in the thread; 0 if it is not, or its length is not known yet."""
+    """Returns the size of a body that is converted in the thread; 0 if it is not, or if its size is not known yet."""
     size = _declared_size(request)
     return size if size > INLINE_BYTES or request.url.path == "/embeddings" else 0
 
 
 def _declared_size(request: Request) -> int:
-    """Returns the bytes of a body, as far as is known; 1 at least."""
+    """Returns the size of a body in bytes; 1 if it is not known."""
     declared = request.headers.get("content-length", "")
     return max(1, int(declared)) if declared.isdecimal() else 1
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    """Answers requests for which there is no route."""
+    """Answers requests that match no route."""
     assert isinstance(error, HTTPException)
     known = ", ".join(sorted(request.app.state.server.routes))
     message = {
         404: f"There is no {request.url.path[:200]!r}; there are {known}.",
-        405: f"{request.url.path} does not take {request.method[:20]}; see the header Allow, and /docs.",
+        405: f"{request.url.path} does not accept {request.method[:20]}; see the header Allow, and /docs.",
     }.get(error.status_code, str(error.detail))
     return problem_response(error.status_code, "Refused", message, headers=dict(error.headers or {}))

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Batcher", "BatcherCounts", "JobResult", "PredictionJob", "expired"]
 
 RESERVE = 2.0
-"""A request is accepted if this many times the expected time of queue and computation are left until its deadline: the
-estimate may be off, and the request has its way through the event loop before and after."""
+"""A request is accepted if this many times the expected time of queue and computation remains until its deadline. This
+allows for errors of the estimate, and for the event loop before and after."""
 
 
 class JobResult(NamedTuple):
@@ -33,7 +33,7 @@ class JobResult(NamedTuple):
 
     Attributes:
         values: probabilities or scores, float32 `[rows, labels]`.
-        name: what they are: "probabilities" or "scores".
+        name: kind of the values: "probabilities" or "scores".
         step: global step of the network.
         epoch: epoch of the log of changes.
     """
@@ -45,24 +45,24 @@ class JobResult(NamedTuple):
 
 
 class PredictionJob:
-    """A request that waits or is computed.
+    """A request that waits or is being computed.
 
     Args:
-        rows: samples, for the limits.
-        work: its samples, which may be joined with those of others, or a call that is made by itself.
-        deadline: `time.monotonic()` by which it is to be answered.
+        rows: number of samples, for the limits.
+        work: its samples, which may be joined with other requests' samples, or a call that runs separately.
+        deadline: `time.monotonic()` by which it must be answered.
 
     Attributes:
-        future: gets the result; may be cancelled while the request waits.
+        future: future of the result; may be cancelled while the request waits.
     """
 
-    __slots__ = ("came", "deadline", "future", "rows", "work")
+    __slots__ = ("arrived", "deadline", "future", "rows", "work")
 
     def __init__(self, rows: int, work: Batch | Callable[[], Any], deadline: float) -> None:
         self.rows = rows
         self.work = work
         self.deadline = deadline
-        self.came = time.monotonic()
+        self.arrived = time.monotonic()
         self.future: Future[Any] = Future()
 
 
@@ -70,12 +70,12 @@ class BatcherCounts(NamedTuple):
     """Counts of a batcher since its start, and its queue.
 
     Attributes:
-        rows: samples that were computed.
-        batches: computations.
-        expired: requests whose deadline passed while they waited.
-        overloaded: requests that were refused at once.
-        queue: requests that wait.
-        queue_rows: samples that wait.
+        rows: number of computed samples.
+        batches: number of computations.
+        expired: number of requests whose deadline passed while they waited.
+        overloaded: number of requests that were refused immediately.
+        queue: number of waiting requests.
+        queue_rows: number of waiting samples.
     """
 
     rows: int
@@ -91,8 +91,8 @@ class Batcher:
 
     Args:
         predict: computes a batch; called from one thread only.
-        limits: of batches and of the queue.
-        observe: is given the time of each computation, and the time that each request waited.
+        limits: limits of batches and of the queue.
+        observe: receives the time of each computation, and the waiting time of each request.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Batcher:
         self._queue: deque[PredictionJob] = deque()
         self._rows = 0
         self._running: tuple[int, float] | None = None
-        """Samples that are computed, and since when."""
+        """Number of samples that are being computed, and the start time."""
         self._times = ComputeTimes()
         self._counts = dict.fromkeys(("rows", "batches", "expired", "overloaded"), 0)
         self._closed = False
@@ -119,7 +119,7 @@ class Batcher:
         """Checks whether a request would be accepted, for example before its body is read.
 
         Args:
-            rows: its samples; 1 if that is not known yet.
+            rows: number of its samples; 1 if it is not known yet.
             deadline: as in `PredictionJob`.
 
         Raises:
@@ -148,7 +148,7 @@ class Batcher:
             return BatcherCounts(**self._counts, queue=len(self._queue), queue_rows=self._rows)
 
     def close(self) -> None:
-        """Computes what waits, and ends the thread. Blocks. A second call is a no-op."""
+        """Computes waiting requests, and ends the thread. Blocks. A second call is a no-op."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -157,7 +157,7 @@ class Batcher:
     def _check(self, rows: int, deadline: float) -> None:
         if self._closed:
             raise ClosedError("The server is shutting down; send the request to another one.")
-        if not self._queue and self._running is None:  # Also where estimates are bad: they get better by computing.
+        if not self._queue and self._running is None:  # Even if estimates are bad: computing improves them.
             return
         limits = self._limits
         wait = self._wait() + self._times.seconds(rows)
@@ -179,26 +179,26 @@ class Batcher:
         """Returns the expected time until a new request would be computed."""
         wait = self._times.queue(self._rows, self._limits.max_batch)
         if self._running is not None:
-            rows, began = self._running
-            wait += max(0.0, self._times.seconds(rows) - (time.monotonic() - began))
+            rows, started = self._running
+            wait += max(0.0, self._times.seconds(rows) - (time.monotonic() - started))
         return wait
 
     def _run(self) -> None:
         while jobs := self._next():
-            began = time.monotonic()
+            started = time.monotonic()
             live = []
             for job in jobs:
-                if job.deadline < began:
+                if job.deadline < started:
                     self._expire(job)
                 elif job.future.set_running_or_notify_cancel():
-                    self._observe("queue", began - job.came)
+                    self._observe("queue", started - job.arrived)
                     live.append(job)
             if live:
                 rows = sum(job.rows for job in live)
                 with self._changed:
-                    self._running = rows, began
+                    self._running = rows, started
                 self._compute(live)
-                seconds = time.monotonic() - began
+                seconds = time.monotonic() - started
                 self._observe("compute", seconds)
                 with self._changed:
                     self._running = None
@@ -207,7 +207,7 @@ class Batcher:
                     self._counts["batches"] += 1
 
     def _next(self) -> list[PredictionJob]:
-        """Waits for requests, and takes those that are computed together; none once the batcher is closed."""
+        """Waits for requests, and dequeues the ones to compute together; empty once the batcher is closed."""
         limits = self._limits
         with self._changed:
             while True:
@@ -218,14 +218,14 @@ class Batcher:
                     continue
                 count, rows = self._joined()
                 ready = count < len(self._queue) or rows >= limits.max_batch or self._closed
-                left = self._queue[0].came + limits.max_wait_ms / 1000 - time.monotonic()
+                left = self._queue[0].arrived + limits.max_wait_ms / 1000 - time.monotonic()
                 if ready or left <= 0 or not isinstance(self._queue[0].work, Batch):
                     self._rows -= rows
                     return [self._queue.popleft() for _ in range(count)]
                 self._changed.wait(left)
 
     def _joined(self) -> tuple[int, int]:
-        """Returns how many requests at the head of the queue are computed together, and their samples."""
+        """Returns the numbers of requests at the head of the queue to compute together, and of their samples."""
         count = rows = 0
         for job in self._queue:
             joins = isinstance(job.work, Batch)
@@ -252,7 +252,7 @@ class Batcher:
         except DataError as error:
             if len(jobs) == 1:
                 jobs[0].future.set_exception(error)
-            else:  # One of them is at fault; the others get their answers.
+            else:  # Computes each by itself, so that only the invalid requests fail.
                 for job in jobs:
                     self._compute([job])
         except BaseException as error:
@@ -268,7 +268,7 @@ class Batcher:
 
 
 def expired(wait: float = 0.0) -> OverloadedError:
-    """Returns the error of a request whose deadline has passed while it waited."""
+    """Returns the error for a request whose deadline passed while it waited."""
     return OverloadedError(
         "The deadline of the request passed while it waited, so it was not computed. Try again later, or allow more "
         "time (Persia-Deadline-Ms, up to the --deadline-ms of the server).",

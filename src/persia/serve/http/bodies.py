@@ -1,4 +1,4 @@
-"""Converts requests to batches. Everything is checked; nothing is unpickled."""
+"""Converts requests to batches. Checks everything; unpickles nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Bodies", "IdsOfTable", "UsersAndCount"]
 
 
 class IdsOfTable(NamedTuple):
-    """Ids of which embeddings are wanted.
+    """Ids whose embeddings are requested.
 
     Attributes:
         table: name of the table.
@@ -38,11 +38,11 @@ class IdsOfTable(NamedTuple):
 
 
 class UsersAndCount(NamedTuple):
-    """Users whose nearest items are wanted.
+    """Users whose nearest items are requested.
 
     Attributes:
-        users: with the features of users, and all dense features.
-        k: number of items of each.
+        users: batch with the features of users, and all dense features.
+        k: number of items for each user.
     """
 
     users: Batch
@@ -50,12 +50,12 @@ class UsersAndCount(NamedTuple):
 
 
 class Bodies:
-    """Reads bodies of requests for a model. Thread-safe.
+    """Converts bodies of requests for a model. Thread-safe.
 
     Args:
-        schema: of the model.
-        limits: of rows and values.
-        rules: of the reader of the training data, for missing values and lists.
+        schema: schema of the model.
+        limits: limits of rows and values.
+        rules: rules of the reader of the training data, for missing values and lists.
     """
 
     def __init__(self, schema: Schema, limits: ServeLimits, rules: InputRules = NO_RULES) -> None:
@@ -71,11 +71,11 @@ class Bodies:
         """Returns the samples of a `/predict` request.
 
         Args:
-            codec: of the body.
+            codec: codec of the body.
             body: the body.
 
         Raises:
-            MalformedBodyError: the body is not of this type, or not of this form.
+            MalformedBodyError: the body does not match its type or its form.
             DataError: the samples do not fit the schema or the limits; names the feature, the row and the remedy.
         """
         columns = self._columns(codec.samples(body, self._limits), self._schema.dense_features)
@@ -86,7 +86,7 @@ class Bodies:
 
         Raises:
             MalformedBodyError: as in `samples`.
-            DataError: as in `samples`; a feature of the model is missing, or is given for both.
+            DataError: as in `samples`; or a feature of the model is missing, or is given for both.
         """
         user, items = (self._columns(samples, None) for samples in codec.user_and_items(body, self._limits))
         if both := user.keys() & items.keys():
@@ -108,40 +108,40 @@ class Bodies:
         """Returns the users of a `/retrieve` request.
 
         Args:
-            codec: of the body.
+            codec: codec of the body.
             body: the body.
-            features: of users.
+            features: features of users.
 
         Raises:
             MalformedBodyError: as in `samples`.
-            DataError: as in `samples`; a feature of users is missing, or another one is given; or too many items are
-                asked for.
+            DataError: as in `samples`; or a feature of users is missing, or another one is given; or too many items are
+                requested.
         """
         request = codec.users(body, self._limits)
         if request.k > self._limits.max_k:
             raise DataError(
-                f"k = {request.k}; the server finds {self._limits.max_k} items at most (--max-k).", k=request.k
+                f"k = {request.k}; the server finds at most {self._limits.max_k} items (--max-k).", k=request.k
             )
         columns = self._columns(request.users, None)
-        wanted = columns_of(self._schema, features.ids) | set(features.dense)
-        for name in columns.keys() - wanted:
+        required = columns_of(self._schema, features.ids) | set(features.dense)
+        for name in columns.keys() - required:
             self._check_name(name)
-            known = ", ".join(map(repr, sorted(wanted)))
+            known = ", ".join(map(repr, sorted(required)))
             raise DataError(f"{name!r} is not a feature of the user; leave it out, and give {known}.", feature=name)
-        if missing := wanted - columns.keys():
+        if missing := required - columns.keys():
             raise DataError(f"Feature {min(missing)!r} of the user is missing; give it.", feature=min(missing))
         schema = schema_of_columns(self._schema, columns)
         users = self._batch(columns, schema, "'users'")
         if len(users) * request.k > self._limits.max_values:
             raise DataError(
-                f"{request.k} items for each of {len(users)} users are more than {self._limits.max_values}, which the "
-                "server finds at once (--max-values). Send fewer users, or ask for fewer items.",
+                f"{request.k} items for each of {len(users)} users are more than {self._limits.max_values}, the "
+                "limit of a request (--max-values). Send fewer users, or request fewer items.",
                 k=request.k,
             )
         return UsersAndCount(with_all_dense(users, schema.dense_features, self._schema), request.k)
 
     def _with_crosses(self, user: Batch, items: Batch) -> Batch:
-        """Returns the items with the features that are computed from some of the user and some of the items."""
+        """Returns the items with the features that are computed from features of both the user and the items."""
         missing = [f.name for f in self._schema.id_features if f.name not in {*user.id_features, *items.id_features}]
         if not missing:
             return items
@@ -151,7 +151,7 @@ class Bodies:
         return Batch({**items.id_features, **{name: ids[name] for name in missing}}, items.dense, items.labels)
 
     def _part(self, columns: Mapping[str, Any], part: str) -> Batch:
-        """Returns a part of the features, with all dense features: those of the other part are NaN."""
+        """Returns a part of the features, with all dense features; dense features of the other part are NaN."""
         batch = self._batch(columns, schema_of_columns(self._schema, columns), f"the part {part!r}")
         names = list(self._schema.dense_features)
         dense = np.full((len(batch), len(names)), np.nan, np.float32)
@@ -163,7 +163,7 @@ class Bodies:
 
         Raises:
             MalformedBodyError: as in `samples`.
-            DataError: there is no such table, or an id is missing or of another kind.
+            DataError: there is no such table, or an id is missing or has another kind.
         """
         request = codec.ids(body)
         features = [f for f in self._schema.id_features if f.table_name == request.table]
@@ -181,11 +181,11 @@ class Bodies:
         return IdsOfTable(request.table, made.values)
 
     def _columns(self, samples: Samples | Records, dense_names: Sequence[str] | None) -> dict[str, Any]:
-        """Returns columns by name, whose number of values has been checked.
+        """Returns columns by name; checks their numbers of values.
 
         Args:
-            samples: as columns or records.
-            dense_names: of the columns of `dense`; None if it is to have columns by name.
+            samples: samples as columns or records.
+            dense_names: names of the columns of `dense`; None if `dense` must have columns by name.
         """
         if isinstance(samples, list):
             return self._of_records(samples)
@@ -193,17 +193,17 @@ class Bodies:
         for name, column in columns.items():
             self._check_values(name, column)
         if isinstance(samples.dense, dict):
-            given = samples.dense
-            for name, column in given.items():
+            dense = samples.dense
+            for name, column in dense.items():
                 self._check_values(name, column)
         elif dense_names is None:
             raise DataError("'dense' has no names of features; give it as columns by name.", column="dense")
         else:
             self._check_values("dense", samples.dense)
-            given = self._matrix(samples.dense, dense_names)
-        for name in given.keys() & columns.keys():
+            dense = self._matrix(samples.dense, dense_names)
+        for name in dense.keys() & columns.keys():
             raise DataError(f"Column {name!r} is in 'features' and in 'dense'; leave it out of one.", column=name)
-        return {**columns, **given}
+        return {**columns, **dense}
 
     def _matrix(self, values: Any, names: Sequence[str]) -> dict[str, Any]:
         """Returns the columns of a matrix `[rows, dense features]`."""
@@ -240,7 +240,7 @@ class Bodies:
         if count > self._limits.max_values:
             raise DataError(
                 f"Column {name!r} has {count} values; the server takes {self._limits.max_values} (--max-values). Send "
-                "fewer samples at once.",
+                "fewer samples per request.",
                 column=name,
             )
 
@@ -263,13 +263,13 @@ class Bodies:
             self._check_rows(name, _length(column))
         if not columns:
             raise DataError(f"There are no columns in {part}; give the features of the model.")
-        wanted = {name: column for name, column in columns.items() if name not in self._ignored}
+        inputs = {name: column for name, column in columns.items() if name not in self._ignored}
         for name, separator in self._rules.lists.items():
-            if name in wanted:
-                self._check_count(name, split_count(wanted[name], separator))
-        return Batch.from_columns(schema, apply_rules(self._rules, wanted), require_labels=False)
+            if name in inputs:
+                self._check_count(name, split_count(inputs[name], separator))
+        return Batch.from_columns(schema, apply_rules(self._rules, inputs), require_labels=False)
 
 
 def _length(column: Any) -> int:
-    """Returns the rows of a column."""
+    """Returns the number of rows of a column."""
     return max(0, len(column[1]) - 1) if isinstance(column, tuple) else len(column)

@@ -1,4 +1,4 @@
-"""Times of computation by number of samples, to tell how long a queue takes."""
+"""Estimates how long a queue takes, from times of computation by number of samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ComputeTimes:
         self._seconds[size] = mean + WEIGHT * (seconds - mean)
 
     def seconds(self, rows: int) -> float:
-        """Returns the expected time of a computation of `rows` samples; of fewer, if none was as large; else 0."""
+        """Returns the expected time for `rows` samples. Falls back to the largest smaller size seen, then to 0."""
         size = rows.bit_length()
         known = [each for each in self._seconds if each <= size]
         return self._seconds[max(known)] if known else 0.0

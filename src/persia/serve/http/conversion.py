@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class ConversionThread:
-    """Converts bodies in one thread, in order, so that the event loop goes on. Used from one event loop.
+    """Converts bodies in one thread, in order, without blocking the event loop. Used from one event loop.
 
     Args:
-        max_pending: conversions that may be pending.
+        max_pending: maximum number of pending conversions.
 
     Attributes:
-        overloaded: conversions that were refused at once.
-        expired: conversions that were skipped, as their deadline had passed.
+        overloaded: number of conversions that were refused immediately.
+        expired: number of conversions that were skipped, as their deadline had passed.
     """
 
     def __init__(self, max_pending: int) -> None:
@@ -36,7 +36,7 @@ class ConversionThread:
         self._max_pending = max_pending
         self._thread = ThreadPoolExecutor(1, "persia-convert")
         self._pending: dict[object, int] = {}
-        """Bytes of the conversions that wait or run."""
+        """Sizes of the conversions that wait or run, in bytes."""
         self._times = ComputeTimes()
         self._lock = threading.Lock()
 
@@ -50,22 +50,22 @@ class ConversionThread:
 
         Args:
             size: bytes of the body.
-            deadline: `time.monotonic()` by which the request is to be answered.
+            deadline: `time.monotonic()` by which the request must be answered.
 
         Raises:
-            OverloadedError: too many are pending, or they would take too much of the time that is left.
+            OverloadedError: too many are pending, or they would take too much of the remaining time.
         """
         with self._lock:
             pending = len(self._pending)
             wait = sum(map(self._times.seconds, [*self._pending.values(), size]))
-        if not pending:  # Also where estimates are bad: they get better by converting.
+        if not pending:  # Even if estimates are bad: converting improves them.
             return
         full = pending >= self._max_pending
         if not full and time.monotonic() + RESERVE * wait <= deadline:
             return
         self.overloaded += 1
         reason = (
-            f"{pending} bodies wait for their conversion already (max_queue = {self._max_pending})"
+            f"{pending} bodies are waiting for conversion (max_queue = {self._max_pending})"
             if full
             else f"the conversion of the body would end in about {1000 * wait:.0f} ms, too near to the deadline"
         )
@@ -80,7 +80,7 @@ class ConversionThread:
             size: bytes of the body.
             deadline: `time.monotonic()`.
             convert: called in the thread.
-            *arguments: of the call.
+            *arguments: arguments of the call.
 
         Raises:
             OverloadedError: as `check` does, or the deadline has passed.
@@ -88,15 +88,15 @@ class ConversionThread:
         self.check(size, deadline)
 
         def timed() -> T:
-            began = time.monotonic()
-            if began > deadline:
+            started = time.monotonic()
+            if started > deadline:
                 self.expired += 1
                 raise expired()
             try:
                 return convert(*arguments)
             finally:
                 with self._lock:
-                    self._times.add(size, time.monotonic() - began)
+                    self._times.add(size, time.monotonic() - started)
 
         key = object()
         with self._lock:
@@ -109,7 +109,7 @@ class ConversionThread:
         """Ends the thread.
 
         Args:
-            wait: convert what is pending first, and block until then.
+            wait: complete pending conversions first, and block until then.
         """
         self._thread.shutdown(wait, cancel_futures=not wait)
 

@@ -1,4 +1,4 @@
-"""Blocking calls in threads that do not keep the process from ending."""
+"""Runs blocking calls in daemon threads, which do not delay the exit of the process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 async def in_daemon_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """Returns the result of a blocking call in a thread of its own.
+    """Runs a blocking call in its own daemon thread, and returns its result.
 
-    Unlike `asyncio.to_thread`, neither the event loop nor the interpreter waits for the call when it ends.
+    Unlike with `asyncio.to_thread`, neither the event loop nor the interpreter waits for the call at exit.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

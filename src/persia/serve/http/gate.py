@@ -1,4 +1,4 @@
-"""ASGI middleware that every request passes: host, key, counts."""
+"""ASGI middleware for all requests: checks host and key, and counts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 __all__ = ["OPEN", "Gate", "is_local"]
 
 OPEN = frozenset({"/health"})
-"""Paths without a key. What they show without one must not matter to strangers."""
+"""Paths that need no key. They must not reveal anything confidential without one."""
 
 _HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 
 
 class Gate:
-    """Refuses requests without a key or for another host, and counts all.
+    """Refuses requests without a key or for another host, and counts all requests.
 
     Args:
-        app: answers the requests that pass.
-        metrics: counts requests.
-        keys: keys that are accepted; None if none is needed.
-        local: whether to answer only requests that name this host: another site could point a name of its own at this
-            address, and use the server from the browser of someone on this host.
+        app: application that answers the accepted requests.
+        metrics: counters of requests.
+        keys: accepted keys; None if none is needed.
+        local: whether to answer only requests whose Host header is this host. This prevents DNS rebinding: another site
+            could resolve its name to this address, and use the server from a browser on this host.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, keys: ClientKeys | None, local: bool) -> None:
@@ -44,7 +44,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.perf_counter()
+        started = time.perf_counter()
         status = 500
 
         async def counted(message: Message) -> None:
@@ -57,7 +57,7 @@ class Gate:
         try:
             await (self._refusal(scope) or self._app)(scope, receive, counted)
         finally:
-            self._metrics.answered(scope["path"], status, time.perf_counter() - began)
+            self._metrics.answered(scope["path"], status, time.perf_counter() - started)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}

@@ -27,10 +27,10 @@ class ItemSearch:
 
     Args:
         retriever: finds items.
-        max_pending: searches that may be pending.
+        max_pending: maximum number of pending searches.
 
     Attributes:
-        thread: bodies are converted and items searched in it, in order.
+        thread: thread that converts bodies and searches items, in order.
     """
 
     def __init__(self, retriever: Retriever, max_pending: int) -> None:
@@ -47,7 +47,7 @@ class ItemSearch:
         return self._retriever.state()
 
     async def start(self) -> None:
-        """Builds the index, unless the retriever is told to stop. Waits for it.
+        """Builds the index, and waits for it. Returns early if the retriever is stopped.
 
         Raises:
             Exception: it cannot be built.
@@ -56,21 +56,21 @@ class ItemSearch:
             await in_daemon_thread(self._retriever.start)
         except ClosedError:
             return
-        found = self._retriever.state()
-        if found is not None:
-            LOG.info("finds %d items, with the network of step %d", found.items, found.step)
+        state = self._retriever.state()
+        if state is not None:
+            LOG.info("index: %d items, with the network of step %d", state.items, state.step)
 
     async def close(self) -> None:
-        """Ends the thread and the retriever, once what they do is done."""
+        """Ends the thread and the retriever, after their work in progress."""
         await in_daemon_thread(self.thread.close)
         await in_daemon_thread(self._retriever.close)
 
     def details(self) -> dict[str, Any]:
         """Returns the state of the index, for `/health`."""
-        found = self._retriever.state()
-        if found is None:
+        state = self._retriever.state()
+        if state is None:
             return {"problem": "it is being built"}
-        return {"step": found.step, "items": found.items, "waiting": found.waiting, "problem": found.problem}
+        return {"step": state.step, "items": state.items, "waiting": state.waiting, "problem": state.problem}
 
     async def answer(
         self, bodies: Bodies, codec: MessageCodec, answer_codec: Codec, body: bytes, deadline: float
@@ -79,10 +79,10 @@ class ItemSearch:
 
         Args:
             bodies: converts bodies.
-            codec: of the body.
+            codec: codec of the body.
             answer_codec: codec of the answer.
             body: the body.
-            deadline: `time.monotonic()` by which the request is to be answered.
+            deadline: `time.monotonic()` by which the request must be answered.
 
         Raises:
             OverloadedError: the index has not been built, or the deadline is too near.
@@ -92,8 +92,8 @@ class ItemSearch:
         if retriever.state() is None:
             raise OverloadedError("The index of items is being built. Try again later.", retry_after=1)
 
-        def found() -> AnswerBody:
+        def searched() -> AnswerBody:
             users, k = bodies.users(codec, body, retriever.user_features)
             return nearest_answer(answer_codec, retriever.search(users, k))
 
-        return await self.thread.run(len(body), deadline, found)
+        return await self.thread.run(len(body), deadline, searched)

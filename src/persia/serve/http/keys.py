@@ -23,7 +23,7 @@ class ClientKeys:
         keys: texts of at least 16 printable ASCII characters, without spaces.
 
     Raises:
-        ConfigError: there is none, or one is too short or has other characters; it is not shown.
+        ConfigError: there is no key, or a key is too short or has other characters; the message does not contain it.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -40,9 +40,9 @@ class ClientKeys:
             raise ConfigError("There is no key; give one a line, or leave the option out.", field="keys")
 
     def accept(self, header: str | None) -> bool:
-        """Returns whether an Authorization header has one of the keys, in a time that does not depend on which."""
-        scheme, _, given = (header or "").partition(" ")
-        digest = _digest(given.strip().encode("utf-8", "surrogateescape"))
+        """Returns whether an Authorization header has one of the keys, in constant time."""
+        scheme, _, key = (header or "").partition(" ")
+        digest = _digest(key.strip().encode("utf-8", "surrogateescape"))
         equal = [hmac.compare_digest(digest, each) for each in self._digests]
         return scheme.lower() == "bearer" and any(equal)
 

@@ -8,11 +8,11 @@ __all__ = ["Lag"]
 
 INTERVAL = 0.02
 DECAY = 0.9
-"""By which the largest lag shrinks in an interval: to a third within a quarter of a second."""
+"""Factor of the largest lag per interval: it falls to a third within a quarter of a second."""
 
 
 class Lag:
-    """The largest recent delay of an event loop: about the time that it takes to turn to each connection once.
+    """The largest recent delay of an event loop: about the time of one round over all connections.
 
     Attributes:
         seconds: the delay.
@@ -23,7 +23,7 @@ class Lag:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begins to measure the running event loop."""
+        """Starts to measure the running event loop."""
         loop = asyncio.get_running_loop()
         due = loop.time() + INTERVAL
 

@@ -10,26 +10,26 @@ __all__ = ["ServeLimits"]
 
 
 class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of a prediction server. Requests above one are refused before they cost more than their refusal.
+    """Limits of a prediction server. Requests above a limit are refused as early as possible.
 
     Args:
         max_body_bytes: largest body of a request.
-        max_held_bytes: bodies that are being read, converted or waited for, in bytes of all requests.
-        max_rows: samples, items or ids of a request.
-        max_values: ids of one feature of a request, and items that `/retrieve` finds for all its users.
-        max_k: items that `/retrieve` finds for one user.
-        max_batch: samples that are computed at once. A request with more is computed by itself.
-        max_wait_ms: time for which a batch waits for more samples. 0 computes at once what is there; while a batch is
-            computed, the next one forms in any case.
-        max_queue: requests that wait for computation.
-        max_queue_rows: samples that wait for computation.
-        deadline_ms: time within which a request is to be answered. It is refused at once if that is not expected, and
-            is not computed if its deadline passes while it waits. The header `Persia-Deadline-Ms` can shorten it.
+        max_held_bytes: total size of the bodies of all requests that are being read, converted or computed.
+        max_rows: maximum number of samples, items or ids of a request.
+        max_values: maximum number of ids of a feature in a request, and of items that `/retrieve` finds for all users.
+        max_k: maximum number of items that `/retrieve` finds for one user.
+        max_batch: maximum number of samples in a batch. A larger request is computed by itself.
+        max_wait_ms: time for which a batch waits for more samples. 0 computes immediately; while a batch is computed,
+            the next one forms in any case.
+        max_queue: maximum number of requests that wait for computation.
+        max_queue_rows: maximum number of samples that wait for computation.
+        deadline_ms: time within which a request must be answered. It is refused immediately if that is not expected,
+            and is not computed if its deadline passes while it waits. The header `Persia-Deadline-Ms` can shorten it.
         body_seconds: time within which the body of a request must arrive, and for which a client may leave more than
             64 KiB of answers unread.
         head_seconds: time within which the head of a request must arrive.
-        max_connections: open connections. A new one above it takes the place of the one that has waited longest for
-            its client; it is refused if all are being answered.
+        max_connections: maximum number of open connections. A new connection above it replaces the one that has waited
+            longest for its client; it is refused if all are being answered.
 
     Raises:
         ConfigError: a limit is out of range.

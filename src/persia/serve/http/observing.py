@@ -22,7 +22,7 @@ class ServerMetrics:
     """Counts requests, and collects the metrics of all parts of a server. Thread-safe.
 
     Args:
-        routes: paths to tell apart; all others are counted together.
+        routes: paths to count separately; all other paths are counted together.
     """
 
     def __init__(self, routes: frozenset[str]) -> None:
@@ -49,28 +49,28 @@ class ServerMetrics:
         state: Callable[[], ServeState],
         index: RetrieverState | None = None,
     ) -> Readings:
-        """Returns the metrics at this moment.
+        """Returns the current metrics.
 
         Args:
-            counts: of the batcher.
-            held_bytes: bodies of requests.
-            ready: whether there is something to serve.
-            state: returns what is served.
-            index: of items; None without one.
+            counts: counts of the batcher.
+            held_bytes: size of the bodies of current requests.
+            ready: whether the server is ready.
+            state: returns the state of the predictor.
+            index: index of items; None without one.
         """
         requests = [
             Metric("serve_requests", float(count), {"route": route, "status": str(status)})
             for (route, status), count in list(self._requests.items())
         ]
         values: dict[str, float] = {**counts._asdict(), "held_bytes": held_bytes, "ready": ready}
-        found = [*requests, *figures("serve", values), *(_of_state(state()) if ready else ()), *process_metrics()]
+        metrics = [*requests, *figures("serve", values), *(_of_state(state()) if ready else ()), *process_metrics()]
         if index is not None:
-            found += _of_index(index)
+            metrics += _of_index(index)
         latencies: list[Latency] = [
             histogram.latency("serve_request_seconds", {"route": route}) for route, histogram in self._seconds.items()
         ]
         latencies += [histogram.latency(f"serve_{name}_seconds") for name, histogram in self._parts.items()]
-        return Readings(found, latencies)
+        return Readings(metrics, latencies)
 
 
 def _of_state(state: ServeState) -> list[Metric]:

@@ -1,4 +1,4 @@
-"""The OpenAPI document of a server: it names the features of the model."""
+"""The OpenAPI document of a server, which describes the features of the model."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def openapi(
     """Returns the document.
 
     Args:
-        schema: of the model.
-        limits: of requests.
+        schema: schema of the model.
+        limits: limits of requests.
         secured: whether keys are needed.
-        users: features of users, for a server that retrieves items; None for one without.
-        rules: for missing values and lists.
+        users: features of users, for a server that retrieves items; else None.
+        rules: rules for missing values and lists.
     """
     read = [f for f in schema.id_features if not f.computed]
     times = dict.fromkeys(f.age_since for f in read if f.age_since is not None)
@@ -54,10 +54,10 @@ def openapi(
     record = _object({**{n: c["items"] for n, c in ids.items()}, **{n: c["items"] for n, c in dense.items()}}, [])
     records = {"type": "array", "items": record, "minItems": 1, "maxItems": limits.max_rows}
     numbers = {"type": "array", "items": {"type": "number"}}
-    made_with = {"step": {"type": "integer"}, "epoch": {"type": "integer"}}
+    versions = {"step": {"type": "integer"}, "epoch": {"type": "integer"}}
     of_labels = _object(dict.fromkeys(schema.labels, numbers), list(schema.labels))
     probabilities, scores = (
-        _object({name: of_labels, **made_with}, [name, *made_with]) for name in ("probabilities", "scores")
+        _object({name: of_labels, **versions}, [name, *versions]) for name in ("probabilities", "scores")
     )
     predictions = {"oneOf": [probabilities, scores]}  # Scores of a model whose logits are no log-odds.
     embeddings = _object(
@@ -65,12 +65,12 @@ def openapi(
             "table": {"type": "string"},
             "found": {"type": "array", "items": {"type": "boolean"}},
             "rows": {"type": "array", "items": numbers},
-            **made_with,
+            **versions,
         },
-        ["table", "found", "rows", *made_with],
+        ["table", "found", "rows", *versions],
     )
     one_each = {"anyOf": [_ID, {"type": "array", "items": _ID, "minItems": 1, "maxItems": 1}]}
-    wanted = _object(
+    embeddings_request = _object(
         {"table": {"enum": list(schema.resolved_tables())}, "ids": {**_column(one_each, limits), "minItems": 0}},
         ["table", "ids"],
     )
@@ -82,7 +82,7 @@ def openapi(
         ),
         "/rank": _post("rank", "Rank many items for one user", user_and_items, scores, secured),
         "/embeddings": _post(
-            "embeddings", "Rows of a table by id; zeros for ids without a row", wanted, embeddings, secured
+            "embeddings", "Rows of a table by id; zeros for ids without a row", embeddings_request, embeddings, secured
         ),
         **({} if users is None else {"/retrieve": _retrieve(schema, limits, secured, users, ids, dense)}),
         "/health": {
@@ -159,7 +159,7 @@ _NUMBER: dict[str, Any] = {
         {"type": "boolean"},
     ]
 }
-"""Numbers may be texts, and booleans are 1 and 0, as in training."""
+"""Numbers may be texts; booleans are 1 and 0, as in training."""
 _ERROR: dict[str, Any] = {
     "type": "object",
     "properties": {"error": {"type": "string"}, "message": {"type": "string"}, "fields": {"type": "object"}},
@@ -173,8 +173,8 @@ _HEALTH: dict[str, Any] = {
 
 
 def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    made = {"type": "object", "properties": properties, "additionalProperties": False}
-    return {**made, "required": required} if required else made
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {**schema, "required": required} if required else schema
 
 
 def _column(items: dict[str, Any], limits: ServeLimits) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _ids(feature: IdFeature, limits: ServeLimits, rules: InputRules) -> dict[str
 
 
 def _number(name: str, rules: InputRules) -> dict[str, Any]:
-    """Returns the schema of a value of a dense feature, which may be missing if it is filled in."""
+    """Returns the schema of a value of a dense feature. The value may be missing if a rule fills it in."""
     if name not in rules.fill:
         return _NUMBER
     filled = {"enum": [None, "", *rules.null_values], "description": f"Missing: {rules.fill[name]:g} in its place."}

@@ -18,15 +18,15 @@ class HttpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Options of a prediction server.
 
     Args:
-        host: interface to listen on; 0.0.0.0 for all. Any other than this host needs keys, or `insecure`.
+        host: interface to listen on; 0.0.0.0 for all. Interfaces other than loopback need keys, or `insecure`.
         port: port to listen on; 0 for any free port.
         reuse_port: let several servers of this host listen on one port; the kernel spreads connections over them.
-        limits: of requests.
-        key_file: file with the keys of clients, one a line. Without it, those of PERSIA_SERVE_KEYS, or no keys.
+        limits: limits of requests.
+        key_file: file with the keys of clients, one per line. Without it, the keys in PERSIA_SERVE_KEYS, or no keys.
         tls_cert: certificate chain, in PEM. Without it, the server speaks plain HTTP.
         tls_key: key of the certificate, in PEM.
         insecure: listen on other interfaces without keys, for networks that only trusted clients can reach.
-        drain_seconds: time that requests have to end once the server is told to stop, as by SIGTERM.
+        drain_seconds: time for requests in progress to complete after SIGTERM.
 
     Raises:
         ConfigError: an option is invalid.

@@ -28,7 +28,7 @@ def page(document: dict[str, Any], url: str) -> str:
     """Returns the page of an OpenAPI document.
 
     Args:
-        document: made by `openapi`.
+        document: document of `openapi`.
         url: address of the server, for examples.
     """
     info = document["info"]

@@ -20,7 +20,7 @@ MAX_MESSAGE, MAX_FIELD = 2000, 200
 
 
 class RefusedError(PersiaError):
-    """A request that is refused with a status of its own.
+    """A request that is refused with a given HTTP status.
 
     Args:
         status: the HTTP status.
@@ -47,7 +47,7 @@ def problem_response(
 
 
 def response_of(error: Exception) -> Response:
-    """Returns the answer to a request that raised an error. Errors of the server itself are logged."""
+    """Returns the answer to a request that raised an error. Logs errors of the server itself."""
     if isinstance(error, RefusedError):
         return problem_response(error.status, "Refused", error.message, error.fields, error.headers)
     if isinstance(error, OverloadedError):
@@ -73,5 +73,5 @@ def _short(value: Any) -> Any:
     return _cut(str(value), MAX_FIELD)
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"

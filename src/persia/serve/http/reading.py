@@ -19,18 +19,18 @@ __all__ = ["HeldBytes", "read_body"]
 
 
 class HeldBytes:
-    """Bytes of bodies that the server holds. Used from the event loop only.
+    """Counts the bytes of bodies that the server holds. Used from the event loop only.
 
     Args:
-        most: limit of all requests together.
+        limit: limit of all requests together.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, limit: int) -> None:
         self.total = 0
-        self._most = most
+        self._limit = limit
 
     def share(self) -> Share:
-        """Returns the share of one request, for a `with` block; it is given back after the block."""
+        """Returns the share of one request, for a `with` block, which releases it."""
         return Share(self)
 
     def take(self, count: int) -> None:
@@ -39,10 +39,10 @@ class HeldBytes:
         Raises:
             OverloadedError: the limit is reached.
         """
-        if self.total + count > self._most:
+        if self.total + count > self._limit:
             raise OverloadedError(
-                f"The server is overloaded: it holds {self.total} bytes of requests (--max-held-bytes = {self._most}). "
-                "Try again later, or add servers.",
+                f"The server is overloaded: it holds {self.total} bytes of requests (--max-held-bytes = "
+                f"{self._limit}). Try again later, or add servers.",
                 retry_after=1,
             )
         self.total += count
@@ -62,18 +62,18 @@ class Share:
         self._held.total -= self._count
 
     def reserve(self, count: int) -> None:
-        """Makes the share at least `count` bytes. Raises as `HeldBytes.take` does."""
+        """Grows the share to at least `count` bytes. Raises as `HeldBytes.take` does."""
         if count > self._count:
             self._held.take(count - self._count)
             self._count = count
 
 
 async def read_body(request: Request, limits: ServeLimits, share: Share) -> bytes:
-    """Returns the body of a request, which is refused by its Content-Length before anything of it is read.
+    """Returns the body of a request. If its Content-Length is too large, refuses it before reading.
 
     Raises:
         RefusedError: it is too large, encoded, or does not arrive in time.
-        OverloadedError: the server holds too much already.
+        OverloadedError: the server holds too many bytes.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):

@@ -33,7 +33,7 @@ LOG = get_logger("persia.serve")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 QUIET_SECONDS = 60.0
-"""Between two warnings of uvicorn that say the same."""
+"""Minimum interval between two equal warnings of uvicorn."""
 
 
 class Listening(NamedTuple):
@@ -41,7 +41,7 @@ class Listening(NamedTuple):
 
     Attributes:
         url: address of the server.
-        stop: drains and ends the server, as a signal does, and at once when called again; from any thread.
+        stop: drains and stops the server, as a signal does; a second call stops it immediately. Thread-safe.
     """
 
     url: str
@@ -54,17 +54,17 @@ def run_server(
     listening: Callable[[Listening], object] = lambda _: None,
     retriever: Retriever | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM. Blocks. Outside of the main thread only `Listening.stop` ends it.
+    """Serves until SIGINT or SIGTERM. Blocks. Outside the main thread only `Listening.stop` stops it.
 
-    The first signal drains: `/health` says 503, no new connections are accepted, requests that have begun are answered.
-    A second one ends the server at once: it waits neither for requests nor for the predictor, which is told to stop,
-    and is not closed.
+    The first signal drains: `/health` answers 503, no new connections are accepted, requests in progress are answered.
+    A second signal stops the server immediately: it waits neither for requests nor for the predictor, which is stopped
+    but not closed.
 
     Args:
-        predictor: which is started and closed.
-        options: of the server.
+        predictor: predictor, which this starts and closes.
+        options: options of the server.
         listening: called once the port is open.
-        retriever: of this predictor, which is started and closed, too; None for a server without `/retrieve`.
+        retriever: retriever of this predictor, which this starts and closes; None for a server without `/retrieve`.
 
     Raises:
         ConfigError: an option is invalid, or the port is taken.
@@ -75,14 +75,14 @@ def run_server(
     if not local and keys is None and not options.insecure:
         raise ConfigError(
             f"host = {options.host!r} lets other hosts in without a key. Give keys (--key-file, PERSIA_SERVE_KEYS), or "
-            "insecure if only trusted clients can reach it.",
+            "set insecure if only trusted clients can reach it.",
             field="host",
         )
     if options.insecure and keys is not None:
-        LOG.warning("insecure is set, but keys are needed all the same")
+        LOG.warning("insecure is set, but clients need keys, as keys are set, too")
     app = create_app(predictor, limits=options.limits, keys=keys, local=local and keys is None, retriever=retriever)
     server = app.state.server
-    with _bound(options) as listener:
+    with _listener(options) as listener:
         scheme = "http" if options.tls_cert is None else "https"
         host, port = listener.getsockname()[:2]
         config = uvicorn.Config(
@@ -98,7 +98,7 @@ def run_server(
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=options.limits.max_connections + 1,  # It refuses from this number on.
+            limit_concurrency=options.limits.max_connections + 1,  # Uvicorn refuses from this number on.
             timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
             ssl_certfile=options.tls_cert,
             ssl_keyfile=options.tls_key,
@@ -121,7 +121,7 @@ def run_server(
 
 
 class _Server(uvicorn.Server):
-    """Drains at the first signal; exits with status 0 after it, where uvicorn raises the signal again."""
+    """Drains at the first signal, and then exits with status 0; uvicorn would raise the signal again."""
 
     def __init__(self, config: uvicorn.Config, on_stop: Callable[[], object], on_force: Callable[[], object]) -> None:
         super().__init__(config)
@@ -149,7 +149,7 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Drains and ends the server; called again, it ends at once."""
+        """Drains and stops the server; a second call stops it immediately."""
         self._on_stop()
         if self.should_exit:
             self.force_exit = True
@@ -158,12 +158,12 @@ class _Server(uvicorn.Server):
 
     def _stopped_by(self, number: int) -> None:
         name = signal.Signals(number).name
-        LOG.info("%s: %s", name, "ends at once" if self.should_exit else "requests that have begun are answered")
+        LOG.info("%s: %s", name, "stopping immediately" if self.should_exit else "answering requests in progress")
         self.stop()
 
 
 @contextlib.contextmanager
-def _bound(options: HttpOptions) -> Iterator[socket.socket]:
+def _listener(options: HttpOptions) -> Iterator[socket.socket]:
     host, port = options.host, options.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Without the protocol asyncio leaves Nagle's algorithm on, and an answer waits 40 ms for an acknowledgement.
@@ -183,8 +183,8 @@ def _bound(options: HttpOptions) -> Iterator[socket.socket]:
         listener.close()
 
 
-class _Rarely(logging.Filter):
-    """Lets each message through once in `QUIET_SECONDS`: clients can cause one with every request."""
+class _RateLimit(logging.Filter):
+    """Passes each message once in `QUIET_SECONDS`, as clients can cause a message with every request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,12 +200,12 @@ class _Rarely(logging.Filter):
 
 @contextlib.contextmanager
 def _quiet_uvicorn() -> Iterator[None]:
-    """Leaves errors of uvicorn and some warnings only: the server logs what happens in its own words."""
+    """Limits uvicorn's log to errors and some warnings, as the server has its own log messages."""
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logger, rarely = logging.getLogger("uvicorn.error"), _Rarely()
-    logger.addFilter(rarely)
+    logger, rate_limit = logging.getLogger("uvicorn.error"), _RateLimit()
+    logger.addFilter(rate_limit)
     try:
         yield
     finally:
-        logger.removeFilter(rarely)
+        logger.removeFilter(rate_limit)

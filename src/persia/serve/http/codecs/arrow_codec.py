@@ -1,4 +1,4 @@
-"""Bodies as Arrow IPC streams. The only file of this package that imports pyarrow."""
+"""The codec of Arrow IPC streams. The only file of this package that imports pyarrow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 from numpy.typing import NDArray
 
-import persia.batching.arrow_columns  # noqa: F401  # Before the first request, which would wait for it.
+import persia.batching.arrow_columns  # noqa: F401  # Now, so that the first request does not wait for it.
 from persia.batching.arrow_streams import is_compressed
 from persia.errors import DataError
 from persia.serve.http.codecs.codec import ARROW, Codec, MalformedBodyError, Samples
@@ -54,23 +54,23 @@ class ArrowCodec(Codec):
 
 
 def value_count(column: Any) -> int:
-    """Returns the number of values of a column of Arrow, those within lists."""
+    """Returns the number of values of an Arrow column; for lists, the values within them."""
     return sum(len(_flat(chunk)) for chunk in column.chunks)
 
 
 def _read_table(body: bytes, limits: ServeLimits) -> Any:
-    """Returns the table of an IPC stream, checked as a whole.
+    """Returns the table of an IPC stream, fully validated.
 
-    It has the types that readers of files take. A small body could stand for any number of values, so compressed
-    streams are refused, and dictionaries and views of texts whose values would be larger than the largest body.
+    It has the types that file readers accept. As a small body could expand to any number of values, compressed streams
+    are refused, and also dictionaries and views of texts whose values would exceed the largest body.
 
     Args:
         body: the stream.
-        limits: of rows and bytes.
+        limits: limits of rows and bytes.
 
     Raises:
-        MalformedBodyError: the body is no such stream.
-        DataError: it has too many rows, or a type that is refused, or its texts are too large.
+        MalformedBodyError: the body is not such a stream.
+        DataError: it has too many rows, a type that is refused, or texts that are too large.
     """
     try:
         _check_plain(body)
@@ -108,7 +108,7 @@ def _read_table(body: bytes, limits: ServeLimits) -> Any:
         UnicodeDecodeError,
         EOFError,
     ) as error:
-        # Values are not shown: an error of Arrow may quote much of them.
+        # Truncated: an error of Arrow may quote many values.
         raise MalformedBodyError(
             f"The body is not a valid Arrow IPC stream ({type(error).__name__}: {str(error)[:200]}). Write it with "
             "pyarrow.ipc.new_stream, without compression."
@@ -124,7 +124,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _lists(values: NDArray[Any]) -> Any:
-    """Returns an array `[n, k]` as lists of fixed size."""
+    """Converts an array `[n, k]` to lists of fixed size."""
     if not values.shape[1]:
         return pa.array([[]] * len(values), pa.list_(pa.from_numpy_dtype(values.dtype), 0))
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
@@ -149,8 +149,8 @@ def _check_type(name: str, kind: Any) -> None:
     )  # fmt: skip
     if not any(test(inner) for test in tests):
         raise DataError(
-            f"Column {name!r} of the Arrow stream is {str(kind)[:100]}; it takes numbers, booleans, texts, times, "
-            "and dictionaries or lists of these: cast it.",
+            f"Column {name!r} of the Arrow stream is {str(kind)[:100]}; cast it to numbers, booleans, texts or "
+            "times, or to dictionaries or lists of them.",
             column=name,
         )
 
@@ -165,7 +165,7 @@ def _is_view(kind: Any) -> bool:
 
 
 def _shared_bytes(array: Any) -> int:
-    """Returns the bytes that the texts of an array would have if no two of its values shared memory."""
+    """Returns the size in bytes that the texts of an array would have if no two values shared memory."""
     array = _flat(array)
     if pa.types.is_dictionary(array.type):
         places = array.indices.drop_null().to_numpy(zero_copy_only=False)
@@ -176,7 +176,7 @@ def _shared_bytes(array: Any) -> int:
 
 
 def _text_lengths(array: Any) -> NDArray[np.int64] | None:
-    """Returns the bytes of each text, 0 for a null; None if the values are no texts."""
+    """Returns the size of each text in bytes, 0 for a null; None if the values are not texts."""
     if _is_view(array.type) and len(array):
         validity, views = array.buffers()[:2]  # The first four bytes of a view of 16 are its length.
         lengths = np.frombuffer(views, np.int32)[4 * array.offset : 4 * (array.offset + len(array)) : 4]
@@ -189,6 +189,6 @@ def _text_lengths(array: Any) -> NDArray[np.int64] | None:
 
 
 def _check_plain(body: bytes) -> None:
-    """Raises DataError if a message has compressed buffers: they would be decompressed to any length they declare."""
+    """Raises DataError if a message has compressed buffers, as they can declare any decompressed length."""
     if any(map(is_compressed, pa.ipc.MessageReader.open_stream(pa.py_buffer(body)))):
         raise DataError("The Arrow stream is compressed, which the server refuses; write it without compression.")

@@ -1,4 +1,4 @@
-"""Chooses the codec of a request by its Content-Type, and that of the answer by its Accept header."""
+"""Chooses the codec of a request by its Content-Type, and the codec of the answer by its Accept header."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["CODECS", "MESSAGE_CODECS", "accepted", "codec_of"]
 C = TypeVar("C", bound=Codec)
 
 MESSAGE_CODECS: tuple[MessageCodec, ...] = (JsonCodec(), MsgpackCodec())
-"""For the requests of all routes."""
+"""Codecs for the requests of all routes."""
 
 CODECS: tuple[Codec, ...] = (*MESSAGE_CODECS, ArrowCodec())
-"""For samples as columns, and for all answers."""
+"""Codecs for samples as columns, and for all answers."""
 
 
 def codec_of(header: str | None, codecs: Sequence[C]) -> C | None:
@@ -32,8 +32,8 @@ def accepted(header: str | None, default: Codec) -> Codec | None:
     """Returns the codec that an Accept header prefers; None if it accepts none.
 
     Args:
-        header: of the request; None or empty accepts all.
-        default: for those that accept all: that of the request.
+        header: header of the request; None or empty accepts all.
+        default: codec for a header that accepts all: the codec of the request.
     """
     ranges = []
     for position, part in enumerate((header or "*/*").split(",")):

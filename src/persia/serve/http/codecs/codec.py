@@ -1,4 +1,4 @@
-"""Base of the codecs: decodes the bodies of requests, and encodes those of answers."""
+"""Base of the codecs, which decode the bodies of requests and encode the bodies of answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARROW = "application/vnd.apache.arrow.stream"
 
 
 class MalformedBodyError(DataError):
-    """A body is not what its Content-Type says."""
+    """A body does not match its Content-Type."""
 
 
 Records: TypeAlias = list[dict[str, Any]]
@@ -34,7 +34,7 @@ class Samples(NamedTuple):
 
     Attributes:
         features: columns by feature.
-        dense: columns by dense feature, or all of them as `[rows, dense features]` in the order of the schema.
+        dense: columns by dense feature, or all dense features as `[rows, dense features]` in the order of the schema.
     """
 
     features: Mapping[str, Any]
@@ -45,8 +45,8 @@ class Codec(ABC):
     """Bodies of one media type. Thread-safe.
 
     Attributes:
-        media_type: by which answers are labelled.
-        names: all media types that mean this form, in lower case.
+        media_type: media type of answers.
+        names: all media types of this format, in lower case.
     """
 
     media_type: str
@@ -57,12 +57,12 @@ class Codec(ABC):
         """Returns the samples of a body.
 
         Args:
-            body: of a `/predict` request, or a part of another one.
-            limits: for forms in which a small body can stand for large values; the caller checks what is returned.
+            body: body of a `/predict` request, or a part of another one.
+            limits: limits for formats in which a small body can expand to large values; the caller checks the result.
 
         Raises:
             MalformedBodyError: the body is not of this media type.
-            DataError: it has another form than the server takes, or is beyond the limits.
+            DataError: the body has another form than the server accepts, or exceeds the limits.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Bodies in JSON: arrays are lists of numbers."""
+"""The codec of JSON, in which arrays are lists of numbers."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class JsonCodec(MessageCodec):
     def predictions(self, labels: Sequence[str], predictions: JobResult) -> bytes:
         """See `Codec.predictions`. Each label has a list."""
         values = {label: predictions.values[:, i].tolist() for i, label in enumerate(labels)}
-        made_with = {"step": predictions.step, "epoch": predictions.epoch}
-        return msgspec.json.encode({predictions.name: values, **made_with})
+        versions = {"step": predictions.step, "epoch": predictions.epoch}
+        return msgspec.json.encode({predictions.name: values, **versions})
 
     def embeddings(self, table: str, embeddings: TableEmbeddings) -> bytes:
         """See `Codec.embeddings`."""

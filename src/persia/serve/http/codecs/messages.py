@@ -1,4 +1,4 @@
-"""Base of the codecs of JSON and msgpack, whose messages have fields by name, which msgspec decodes."""
+"""Base of the codecs of JSON and msgpack, whose messages are records that msgspec decodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _RankRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One user and many items.
 
     Attributes:
-        user: samples, of which there is one, with the features of the user.
+        user: one sample with the features of the user.
         items: samples with the features of the items.
     """
 
@@ -34,11 +34,11 @@ class _RankRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _RetrieveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Users whose nearest items are wanted.
+    """Users whose nearest items are requested.
 
     Attributes:
         users: samples with the features of the users.
-        k: number of items of each.
+        k: number of items for each user.
     """
 
     users: msgspec.Raw
@@ -50,7 +50,7 @@ class UserSamples(NamedTuple):
 
     Attributes:
         users: samples with the features of the users.
-        k: number of items of each.
+        k: number of items for each user.
     """
 
     users: Samples | Records
@@ -62,7 +62,7 @@ class TableColumn(NamedTuple):
 
     Attributes:
         table: name of the table.
-        ids: a column with the values of a feature of this table, one each.
+        ids: column with one value of a feature of this table per row.
     """
 
     table: str
@@ -73,7 +73,7 @@ class MessageCodec(Codec):
     """A codec that decodes the requests of all routes.
 
     Args:
-        form: name of the form, for messages.
+        form: name of the format, for messages.
         decoder: makes a function that decodes a type.
     """
 
@@ -84,14 +84,14 @@ class MessageCodec(Codec):
         self._retrieve = decoder(_RetrieveRequest)
 
     def samples(self, body: bytes, limits: ServeLimits) -> Samples | Records:
-        """See `Codec.samples`. Records are an array, and columns are not."""
+        """See `Codec.samples`. A body that is an array has records; other bodies have columns."""
         if self._starts_array(body):
             records: Records = self._decoded(self._records, body)
             return records
         return self._columns(body)
 
     def user_and_items(self, body: bytes, limits: ServeLimits) -> tuple[Samples | Records, Samples | Records]:
-        """Returns the samples of the user and those of the items of a `/rank` request. Raises as `samples` does."""
+        """Returns the samples of user and items in a `/rank` request. Raises as `samples` does."""
         request = self._decoded(self._rank, body)
         return self.samples(bytes(request.user), limits), self.samples(bytes(request.items), limits)
 

@@ -1,4 +1,4 @@
-"""Bodies in msgpack: arrays are their bytes. `persia.serve.Client` uses it, too."""
+"""The codec of msgpack, in which arrays are bytes. `persia.serve.Client` uses it, too."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Array(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     Attributes:
         dtype: its dtype.
         data: its values.
-        shape: of an array with more than one dimension.
+        shape: shape of an array with more than one dimension.
         offsets: int64 `[rows + 1]`, of lists of ids: row i has `data[offsets[i]:offsets[i + 1]]`.
     """
 
@@ -60,8 +60,8 @@ class _Samples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         features: ids by feature.
-        dense: values by dense feature, or all of them as `[rows, dense features]` in the order of the schema.
-        dense_array: all of them as an array `[rows, dense features]`, in place of `dense`.
+        dense: values by dense feature, or all dense features as `[rows, dense features]` in the order of the schema.
+        dense_array: all dense features as an array `[rows, dense features]`, in place of `dense`.
     """
 
     features: dict[str, Column]
@@ -169,7 +169,7 @@ def array_of(values: NDArray[Any], offsets: NDArray[np.int64] | None = None) -> 
 
     Args:
         values: numbers or booleans, of any shape.
-        offsets: of lists of ids; `values` is then `[n]`.
+        offsets: offsets of lists of ids; `values` is then `[n]`.
     """
     values = np.ascontiguousarray(values)
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
@@ -182,7 +182,7 @@ def values_of(name: str, array: Array) -> Any:
     """Returns a column for `Batch.from_columns`: an array, or a pair of values and offsets.
 
     Raises:
-        DataError: its parts do not fit each other.
+        DataError: its parts do not match.
     """
     dtype = np.dtype(array.dtype).newbyteorder("<")
     try:
@@ -210,7 +210,7 @@ def column_of(name: str, column: Any) -> Any:
     """Returns a column of a request for the wire: an `Array` if its values are numbers, else a list.
 
     Args:
-        name: of the column.
+        name: name of the column.
         column: an array, a list, or a pair `(values, offsets)`.
 
     Raises:
