@@ -308,7 +308,7 @@ def test_the_description_of_an_epoch(log):
     assert msgspec.json.encode(found.schema) == msgspec.json.encode(SCHEMA)
     for data, said in (
         ({"more": 1}, "unknown field"),
-        ({"run": "f" * 32}, "is of epoch"),
+        ({"run": "f" * 32}, "belongs to epoch"),
         ({"schema": {"id_features": [{"name": "a/b", "dim": 1}]}}, "Invalid IdFeature name"),
         ({"model": {"kind": 1}}, "model"),
     ):

@@ -193,7 +193,7 @@ def test_a_place_that_cannot_be_written_makes_readers_wait_and_nobody_else(train
         until(lambda: publisher.status.step == 10 and not publisher.status.error)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
-    assert "training goes on" in lines[0]
+    assert "training continues" in lines[0]
     assert "again" in lines[1]
     publisher.stop(last=True)
 
@@ -217,7 +217,7 @@ def test_a_publisher_that_cannot_write_stops_at_once(trained, monkeypatch):
 @pytest.fixture
 def started(trained, monkeypatch):
     """A publisher that has written its snapshot, and rows that are to be in its last entry."""
-    monkeypatch.setattr(publisher, "LAST_PAUSE", 0.1)
+    monkeypatch.setattr(publisher, "LAST_RETRY_SECONDS", 0.1)
     found = publisher_of(trained, seconds=3600.0)
     found.start()
     until(lambda: found.status.sequence == 0)
@@ -302,7 +302,7 @@ def test_old_entries_that_cannot_be_removed_do_not_keep_the_last_one(trained, mo
     def failing(self, path):
         raise CheckpointError("cannot remove")
 
-    monkeypatch.setattr(publisher, "MOST_INCREMENTS", 0)
+    monkeypatch.setattr(publisher, "MAX_INCREMENTS", 0)
     found = publisher_of(trained, seconds=0.02, keep=1)
     found.start()
     until(lambda: found.status.sequence >= 0)
@@ -345,7 +345,7 @@ def test_what_was_taken_from_the_store_is_in_the_next_entry(tmp_path, monkeypatc
     advance(log)
     replica = replica_of(log)
     if kind == "snapshot":
-        monkeypatch.setattr(publisher, "MOST_INCREMENTS", 1)
+        monkeypatch.setattr(publisher, "MAX_INCREMENTS", 1)
     log.train()
     fail_once(monkeypatch, where)
     assert not log.publishers[0]._publish_or_warn()

@@ -37,8 +37,8 @@ def file_record(path="epoch-0000000000/epoch.json", **fields):
 
 
 HOSTILE = [
-    ([], b"{}", "is not of a log of changes"),
-    ([("other", RECORD)], b"{}", "is not of a log of changes"),
+    ([], b"{}", "does not belong to a log of changes"),
+    ([("other", RECORD)], b"{}", "does not belong to a log of changes"),
     ([(HEADER, b"2/record")], file_record(), "of another version of persia"),
     ([(HEADER, RECORD), (HEADER, CHUNK)], file_record(), "of another version of persia"),
     ([(HEADER, RECORD)], None, "has no record"),

@@ -138,7 +138,7 @@ def batches_before(url, call):
 
 @pytest.mark.parametrize("what", ["", "network"])
 def test_the_last_rows_and_network_are_retried(tmp_path, monkeypatch, what):
-    monkeypatch.setattr("persia.publish.publisher.LAST_PAUSE", 0.05)
+    monkeypatch.setattr("persia.publish.publisher.LAST_RETRY_SECONDS", 0.05)
     end, url = Publishing.end, tmp_path / "log"
     run = trainer(url)
     with ExitStack() as broken:

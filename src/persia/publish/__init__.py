@@ -1,4 +1,4 @@
-"""The log of changes: what training changes in rows and network, for those who serve them.
+"""The log of changes: the changes of rows and network in training, for serving.
 
 Each embedding PS publishes its rows with a `Publisher`, NN worker 0 the network. `follow` reads the log, and `Replica`
 is the simplest reader. docs/guide/publishing.md explains it, docs/reference/changes.md is the format.

@@ -1,4 +1,4 @@
-"""Reads one epoch of the log of changes after another: predictors, row servers and replicas do so in the same way."""
+"""Reads the epochs of the log of changes one after another, for predictors, row servers and replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Update: TypeAlias = RowsUpdate | NetworkUpdate
 
 
 class EpochState(Protocol):
-    """What a reader has of an epoch."""
+    """The state of an epoch in a reader."""
 
     @property
     def run(self) -> str:
@@ -37,19 +37,19 @@ E = TypeVar("E", bound=EpochState)
 
 
 class EpochReader(Generic[E]):
-    """Applies the log of changes to the epoch in use, and to a new one until that can replace it. Not thread-safe.
+    """Applies the log of changes to the current epoch, and to a new one until it can replace the current one.
 
-    Updates that are refused or damaged are replaced by the next snapshot.
+    The next snapshot replaces updates that are refused or damaged. Not thread-safe.
 
     Args:
-        follower: reads the log.
-        begin: makes the state of an epoch from its run, its first update, and its description. PublishError means that
-            the epoch cannot be used at all.
-        described: whether `begin` needs the description; without it, there is none.
+        follower: follower of the log.
+        begin: creates the state of an epoch from its run, its first update, and its description. PublishError means
+            that the epoch cannot be used at all.
+        described: whether `begin` needs the description; otherwise it receives None.
 
     Attributes:
         current: the epoch in use; None before the first.
-        next: the epoch that is being read, before all of it is there.
+        next: the epoch that is being read, until it is complete.
         problem: why the last `read` could not apply everything; empty if it could. `Follower.problem` has the rest.
     """
 
@@ -64,7 +64,7 @@ class EpochReader(Generic[E]):
         self._begin = begin
         self._described = described
         self._refused: tuple[str, str] = "", ""
-        """The run of an epoch that cannot be used, and why."""
+        """The run of an epoch that cannot be used, and the reason."""
         self.current: E | None = None
         self.next: E | None = None
         self.problem = ""
@@ -76,7 +76,7 @@ class EpochReader(Generic[E]):
         return problem if run and run == self._follower.run else ""
 
     def read(self) -> Iterator[tuple[E, list[Change] | None]]:
-        """Applies what is new in the log, and yields the epoch of each update with its changes, as `EpochState.apply`.
+        """Applies new entries of the log; yields the epoch of each update with the result of `EpochState.apply`.
 
         Call `adopt` once an epoch is complete. Blocks for the file system or the brokers only.
         """
@@ -86,7 +86,7 @@ class EpochReader(Generic[E]):
                 epoch = self._epoch_of(update)
             except (PublishError, CheckpointError) as error:
                 self.problem = self.problem or error.message
-                break  # The update comes again.
+                break  # The next call reads the update again.
             try:
                 changes = epoch.apply(update)
             except (PublishError, CheckpointError) as error:
@@ -106,7 +106,7 @@ class EpochReader(Generic[E]):
         self.current = self.next = None
 
     def _epoch_of(self, update: Update) -> E:
-        """Returns the epoch of an update, which is a new one if it is the first.
+        """Returns the epoch of an update; begins a new one if the update is its first.
 
         Raises:
             PublishError: the epoch cannot be used, or its description cannot be read.
@@ -118,7 +118,7 @@ class EpochReader(Generic[E]):
                 return known
         if self.refusal:
             raise PublishError(self.refusal)
-        self.next = None  # Of an epoch that was never complete.
+        self.next = None  # Drops an epoch that was never complete.
         description = self._follower.description() if self._described else None
         try:
             self.next = self._begin(run, update, description)

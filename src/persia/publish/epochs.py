@@ -1,4 +1,4 @@
-"""Begins epochs of the log of changes, and removes those that are over."""
+"""Begins epochs of the log of changes, and removes old ones."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def begin_epoch(
     model: ModelDescription | None = None,
     input_rules: InputRules = NO_RULES,
 ) -> Epoch:
-    """Writes `epoch.json` and `model.json` of the epoch after the newest one, before any of its entries. Blocks.
+    """Writes `epoch.json` and `model.json` of a new epoch, before any of its entries. Blocks.
 
     Args:
-        storage: of the log.
+        storage: storage of the log.
         servers: number of streams of rows.
         schema: the input of the model.
-        precision: of its forward pass.
+        precision: precision of its forward pass.
         model: how to build it; None if that is not known.
-        input_rules: of the reader of the training data.
+        input_rules: input rules of the training data's reader.
 
     Raises:
         CheckpointError: they cannot be written to the file system.
@@ -69,7 +69,7 @@ def begin_epoch(
 
 
 def write_drift(storage: LogStorage, epoch: Epoch, reference: DriftReference) -> None:
-    """Writes `drift.json` of an epoch, in place of the one before. Blocks.
+    """Writes or replaces `drift.json` of an epoch. Blocks.
 
     Raises:
         CheckpointError: it cannot be written to the file system.
@@ -80,11 +80,11 @@ def write_drift(storage: LogStorage, epoch: Epoch, reference: DriftReference) ->
 
 
 def remove_older_epochs(storage: LogStorage, epoch: int) -> None:
-    """Removes the epochs before `epoch`, once all its streams have begun.
+    """Removes the epochs before `epoch`. Call it once all streams of `epoch` have entries.
 
     Raises:
-        CheckpointError: one cannot be removed from the file system.
-        PublishError: one cannot be removed from the topic.
+        CheckpointError: an epoch cannot be removed from the file system.
+        PublishError: an epoch cannot be removed from the topic.
     """
     for name in storage.names():
         if (number := parse_epoch(name)) is not None and number < epoch:

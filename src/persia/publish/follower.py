@@ -1,4 +1,4 @@
-"""Follows the log of changes: finds what is new, and checks that nothing is missing, damaged or out of order."""
+"""Follows the log of changes: reads new entries, and checks that none is missing, damaged or out of order."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ LOG = get_logger("persia.publish")
 
 
 class Change(NamedTuple):
-    """Changes of rows of one table. Drop `removed` first, then set `ids`.
+    """Changes of the rows of one table. Drop `removed` first, then set `ids`.
 
     Attributes:
         table: name of the table.
         ids: uint64 `[n]`, each once.
         values: float32 `[n, dim]`.
         removed: uint64 `[m]`.
-        step: global steps that the values contain, at least.
+        step: minimum number of global steps that the values contain.
     """
 
     table: str
@@ -64,14 +64,14 @@ class Change(NamedTuple):
 
 
 class Changes(Iterator[Change]):
-    """The changes of an entry, in order. It counts as read once they have been read to the end, or skipped.
+    """The changes of an entry, in order. The entry counts as read once they have been read to the end, or skipped.
 
     Args:
-        changes: yields them; may raise PublishError.
+        changes: iterator over the changes; may raise PublishError.
 
     Attributes:
-        complete: whether it counts as read.
-        failure: why it is refused; empty if it is not.
+        complete: whether the entry counts as read.
+        failure: why the entry is refused; empty if it is not.
     """
 
     def __init__(self, changes: Iterator[Change]) -> None:
@@ -90,7 +90,7 @@ class Changes(Iterator[Change]):
             raise PublishError(error.message) from error
 
     def skip(self) -> None:
-        """Counts the entry as read: the reader has its rows from elsewhere."""
+        """Counts the entry as read, for a reader that has its rows from another source."""
         self.complete = not self.failure
 
     def reject(self, problem: str) -> None:
@@ -101,18 +101,18 @@ class Changes(Iterator[Change]):
 
 @dataclass(frozen=True)
 class RowsUpdate:
-    """An entry of a PS. Read `changes` to the end, then ask the follower for the next update.
+    """An entry of a PS. Read `changes` to the end before the next update.
 
     Attributes:
-        epoch: number of the epoch. In a new one, rows of earlier ones are void.
-        servers: number of PSs in this epoch; the first update of each of them is whole.
+        epoch: number of the epoch. A new epoch invalidates the rows of earlier ones.
+        servers: number of PSs in this epoch; the first update of each PS is whole.
         server: number of the PS.
         sequence: number of the entry.
         step: global steps that the PS's rows contain after it.
-        time: seconds since 1970, when the rows were as they are in it.
-        whole: whether it has all rows of the PS, so that all others of this PS are void.
-        changes: to be applied in order. An increment has been checked as a whole; a part of a whole update is checked
-            when it is read, so apply it to a new copy, and drop that if this raises PublishError.
+        time: time of the rows, in seconds since 1970.
+        whole: whether it has all rows of the PS, so that it replaces all earlier rows of the PS.
+        changes: changes to apply in order. An increment has been checked as a whole. A part of a whole update is
+            checked when it is read, so apply it to a new copy, and drop the copy if this raises PublishError.
     """
 
     epoch: int
@@ -134,8 +134,8 @@ class NetworkUpdate:
         servers: number of PSs in this epoch.
         sequence: number of the version.
         step: its global step.
-        time: seconds since 1970, when it was as it is here.
-        tensors: by name, as in `state_dict`; `TensorView.torch()` and `.numpy()` convert.
+        time: time of the version, in seconds since 1970.
+        tensors: tensors by name, as in `state_dict`; `TensorView.torch()` and `.numpy()` convert them.
     """
 
     epoch: int
@@ -150,13 +150,13 @@ def follow(url: str, *, rows: bool = True, network: bool = True) -> Follower:
     """Returns a follower of the log of changes in a directory or a topic.
 
     Args:
-        url: of the log: a path, any URL that fsspec supports, or `kafka://HOST:PORT/TOPIC`; see `PublishOptions`.
+        url: URL of the log: a path, any URL that fsspec supports, or `kafka://HOST:PORT/TOPIC`; see `PublishOptions`.
         rows: whether to read the rows. Without them, there are only updates of the network.
         network: whether to read the network.
 
     Raises:
-        CheckpointError: the URL is not that of a file system.
-        ConfigError: the URL is not that of a topic.
+        CheckpointError: the URL does not name a file system.
+        ConfigError: the URL does not name a topic.
         MissingExtraError: a package for the URL is not installed.
     """
     return Follower(url, rows=rows, network=network)
@@ -166,15 +166,15 @@ class Follower:
     """Reads the log of changes from its newest snapshots on. Not thread-safe.
 
     It reads a newer snapshot instead of entries that are missing or damaged. Until there is one, and while a new epoch
-    is not complete, there are no updates: keep what you have.
+    is not complete, there are no updates: keep the current state.
 
     Args:
-        url: where the log is.
+        url: URL of the log.
         rows: whether to read the rows.
         network: whether to read the network.
 
     Attributes:
-        problem: what was wrong at the last call of `updates`; empty if nothing was.
+        problem: problem of the last call of `updates`; empty if there was none.
     """
 
     def __init__(self, url: str, *, rows: bool = True, network: bool = True) -> None:
@@ -184,17 +184,17 @@ class Follower:
         self._description: tuple[Epoch, Description] | None = None
         """The content of `model.json` of an epoch."""
         self._positions: dict[str, int] = {}
-        """The last entry that was read, by stream."""
+        """Sequence of the last entry that was read, by stream."""
         self.problem = ""
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that it reads; -1 before the first."""
+        """Number of the current epoch; -1 before the first."""
         return -1 if self._epoch is None else self._epoch.epoch
 
     @property
     def run(self) -> str:
-        """Random identifier of the epoch that it reads; empty before the first."""
+        """Random identifier of the current epoch; empty before the first."""
         return "" if self._epoch is None else self._epoch.run
 
     def description(self) -> Description | None:
@@ -214,9 +214,9 @@ class Follower:
         return self._description[1]
 
     def drift(self) -> DriftReference | None:
-        """Returns how inputs and predictions are distributed in training; None while the epoch does not have it.
+        """Returns the distributions of inputs and predictions in training; None while the epoch does not have them.
 
-        Reads a file in each call: it changes as training goes on.
+        Reads a file in each call, as it changes during training.
 
         Raises:
             PublishError: the file is damaged, or of another epoch; or the brokers do not answer.
@@ -227,20 +227,20 @@ class Follower:
         if epoch is None or self._storage.size(path) is None:
             return None
         full = self._storage.full(path)
-        found = decode(self._read(path, MAX_DRIFT_BYTES), Drift, full)
-        if (found.run, found.epoch) != (epoch.run, epoch.epoch):
-            raise PublishError(f"{full} is of epoch {found.epoch} of run {found.run}.", path=path)
-        return found.training
+        drift = decode(self._read(path, MAX_DRIFT_BYTES), Drift, full)
+        if (drift.run, drift.epoch) != (epoch.run, epoch.epoch):
+            raise PublishError(f"{full} belongs to epoch {drift.epoch} of run {drift.run}.", path=path)
+        return drift.training
 
     def updates(self) -> Iterator[RowsUpdate | NetworkUpdate]:
-        """Yields what is new, and ends when there is nothing more. Blocks for the file system or the brokers only.
+        """Yields new entries, and ends when there are no more. Blocks for the file system or the brokers only.
 
-        An update counts as read once the next one is asked for; if it was not read to its end, it comes again.
+        An update counts as read once the next one is requested. If it was not read to its end, it is yielded again.
         """
         self.problem = ""
         try:
             self._storage.refresh()
-            self._note(self._storage.problem)
+            self._record_problem(self._storage.problem)
             self._find_epoch()
             if self._epoch is None:
                 return
@@ -250,53 +250,53 @@ class Follower:
             if self._reads_network:
                 yield from self._network(self._epoch)
         except (PublishError, CheckpointError) as error:
-            self._note(error.message)
+            self._record_problem(error.message)
 
-    def _note(self, problem: str) -> None:
+    def _record_problem(self, problem: str) -> None:
         if not self.problem:
             self.problem = problem
 
     # --- epochs -------------------------------------------------------------------------------------------------
 
     def _find_epoch(self) -> None:
-        """Changes to the newest epoch of which all streams have begun, if it is another one."""
+        """Switches to the newest epoch whose streams all have entries."""
         numbers = [number for name in self._storage.names() if (number := parse_epoch(name)) is not None]
         if not numbers:
-            self._note(f"there is no epoch in {self._storage.url}")
+            self._record_problem(f"there is no epoch in {self._storage.url}")
         for number in sorted(numbers, reverse=True):
             try:
                 epoch = self._read_epoch(number)
             except PublishError as error:
-                self._note(error.message)
+                self._record_problem(error.message)
                 continue
             if epoch == self._epoch:
                 return
-            if self._has_begun(epoch):
+            if self._is_complete(epoch):
                 self._epoch, self._positions = epoch, {}
                 return
 
     def _read_epoch(self, number: int) -> Epoch:
         path = f"{epoch_name(number)}/{EPOCH_FILE}"
-        found = decode(self._read(path, MAX_EPOCH_BYTES), Epoch, self._storage.full(path))
-        if found.epoch != number:
-            raise PublishError(f"{self._storage.full(path)} is of epoch {found.epoch}.", path=path)
-        return found
+        epoch = decode(self._read(path, MAX_EPOCH_BYTES), Epoch, self._storage.full(path))
+        if epoch.epoch != number:
+            raise PublishError(f"{self._storage.full(path)} belongs to epoch {epoch.epoch}.", path=path)
+        return epoch
 
     def _read_description(self, epoch: Epoch) -> Description:
         path = f"{epoch_name(epoch.epoch)}/{MODEL_FILE}"
         full = self._storage.full(path)
-        found = decode(self._read(path, MAX_MODEL_BYTES), Description, full)
-        if (found.run, found.epoch) != (epoch.run, epoch.epoch):
-            raise PublishError(f"{full} is of epoch {found.epoch} of run {found.run}.", path=path)
-        return found
+        description = decode(self._read(path, MAX_MODEL_BYTES), Description, full)
+        if (description.run, description.epoch) != (epoch.run, epoch.epoch):
+            raise PublishError(f"{full} belongs to epoch {description.epoch} of run {description.run}.", path=path)
+        return description
 
-    def _has_begun(self, epoch: Epoch) -> bool:
+    def _is_complete(self, epoch: Epoch) -> bool:
         streams = [stream_of(server) for server in range(epoch.servers)]
         kinds = {stream: [kind for _, kind in self._entries(epoch, stream)] for stream in [*streams, NETWORK]}
         return all("snapshot" in kinds[stream] for stream in streams) and bool(kinds[NETWORK])
 
     def _entries(self, epoch: Epoch, stream: str) -> list[tuple[int, str]]:
-        """Returns sequence and kind of the entries of a stream that are there, in order."""
+        """Returns sequence and kind of the existing entries of a stream, in order."""
         names = self._storage.names(f"{epoch_name(epoch.epoch)}/{stream}")
         return sorted(entry for name in names if (entry := parse_entry(name)) is not None)
 
@@ -312,12 +312,12 @@ class Follower:
                 changes = self._changes(entry)
                 read = Changes(changes if whole else iter(list(changes)))
             except (PublishError, CheckpointError) as error:
-                self._note(error.message)
+                self._record_problem(error.message)
                 entries = [other for other in entries if other[0] > entry.sequence and other[1] == "snapshot"]
                 continue
             yield RowsUpdate(epoch.epoch, epoch.servers, server, entry.sequence, entry.step, entry.time, whole, read)
             if read.failure:
-                self._note(read.failure)
+                self._record_problem(read.failure)
                 entries = [other for other in entries if other[0] != entry.sequence]
                 continue
             if not read.complete:
@@ -325,18 +325,18 @@ class Follower:
             position = self._positions[stream] = entry.sequence
 
     def _next(self, epoch: Epoch, stream: str, entries: list[tuple[int, str]], position: int) -> LogEntry | None:
-        """Returns the entry to read next: the one that follows, or the newest snapshot if that cannot be."""
+        """Returns the entry to read next: the following one, or the newest snapshot if that is not readable."""
         later = [entry for entry in entries if entry[0] > position]
         snapshots = [entry for entry in later if entry[1] == "snapshot"]
         follows = position >= 0 and bool(later) and later[0][0] == position + 1
         candidates = ([later[0]] if follows else []) + snapshots[::-1]
         if later and not follows and position >= 0:
-            self._note(f"entry {position + 1} of {stream} in epoch {epoch.epoch} is missing")
+            self._record_problem(f"entry {position + 1} of {stream} in epoch {epoch.epoch} is missing")
         for sequence, kind in candidates:
             try:
                 return self._read_entry(epoch, stream, sequence, kind)
             except (PublishError, CheckpointError) as error:
-                self._note(error.message)
+                self._record_problem(error.message)
         return None
 
     def _read_entry(self, epoch: Epoch, stream: str, sequence: int, kind: str) -> LogEntry:
@@ -346,22 +346,22 @@ class Follower:
         place = (entry.run, entry.epoch, entry.stream, entry.sequence, entry.kind)
         if place != (epoch.run, epoch.epoch, stream, sequence, kind):
             raise PublishError(
-                f"{full} belongs elsewhere: it says that it is entry {entry.sequence} of {entry.stream} in epoch "
-                f"{entry.epoch} of run {entry.run}.",
+                f"{full} belongs elsewhere: it is entry {entry.sequence} of {entry.stream} in epoch {entry.epoch} of "
+                f"run {entry.run}.",
                 path=full,
             )
         return entry
 
     def _network(self, epoch: Epoch) -> Iterator[NetworkUpdate]:
         position = self._positions.get(NETWORK, -1)
-        for sequence, kind in reversed(self._entries(epoch, NETWORK)):  # Each version is whole: the newest suffices.
+        for sequence, kind in reversed(self._entries(epoch, NETWORK)):  # The newest suffices: a version is complete.
             if sequence <= position:
                 return
             try:
                 entry = self._read_entry(epoch, NETWORK, sequence, kind)
                 tensors = {name: tensor for part in self._parts(entry) for name, tensor in part.items()}
             except (PublishError, CheckpointError) as error:
-                self._note(error.message)
+                self._record_problem(error.message)
                 continue
             yield NetworkUpdate(epoch.epoch, epoch.servers, sequence, entry.step, entry.time, tensors)
             self._positions[NETWORK] = sequence
@@ -374,61 +374,61 @@ class Follower:
             where = f"part {number} of entry {entry.sequence} of {entry.stream} in epoch {entry.epoch}"
             known = 0
             for place, table in enumerate(entry.tables):
-                mine = {
+                table_tensors = {
                     name: tensors[f"{place}.{name}"]
                     for name in ("removed", "ids", "values", "scales")
                     if f"{place}.{name}" in tensors
                 }
-                if not mine:
+                if not table_tensors:
                     continue
-                known += len(mine)
-                change = _change(table, mine, entry, where)
+                known += len(table_tensors)
+                change = _change(table, table_tensors, entry, where)
                 rows[place] += len(change.ids)
                 removed[place] += len(change.removed)
                 yield change
             if known != len(tensors):
-                raise PublishError(f"{where} has tensors that it should not have.", entry=entry.sequence)
-        for table, found, gone in zip(entry.tables, rows, removed, strict=True):
-            if (found, gone) != (table.rows, table.removed):
+                raise PublishError(f"{where} has unexpected tensors.", entry=entry.sequence)
+        for table, row_count, removed_count in zip(entry.tables, rows, removed, strict=True):
+            if (row_count, removed_count) != (table.rows, table.removed):
                 raise PublishError(
-                    f"Entry {entry.sequence} of {entry.stream} has {found} rows and {gone} removed ids of table "
-                    f"{table.name!r}; its manifest says {table.rows} and {table.removed}.",
+                    f"Entry {entry.sequence} of {entry.stream} has {row_count} rows and {removed_count} removed ids "
+                    f"of table {table.name!r}; its manifest says {table.rows} and {table.removed}.",
                     entry=entry.sequence,
                 )
 
     def _parts(self, entry: LogEntry) -> Iterator[dict[str, TensorView]]:
-        """Yields the tensors of each part by name, after its length and checksum have been checked."""
+        """Yields the tensors of each part by name, after checking its length and checksum."""
         for number, part in enumerate(entry.parts):
             path = f"{epoch_name(entry.epoch)}/{entry.stream}/{part_name(entry.sequence, number)}"
             full = self._storage.full(path)
             size = self._storage.size(path)
             if size != part.bytes:
-                found = "is missing" if size is None else f"has {size} bytes"
-                raise PublishError(f"{full} {found}; its manifest says {part.bytes} bytes.", path=full)
+                fault = "is missing" if size is None else f"has {size} bytes"
+                raise PublishError(f"{full} {fault}; its manifest says {part.bytes} bytes.", path=full)
             data, crc = self._storage.load(path, part.bytes)
             if checksum_text(crc) != part.checksum:
-                raise PublishError(f"{full} is damaged: its checksum is not that of its manifest.", path=full)
+                raise PublishError(f"{full} is damaged: its checksum does not match its manifest.", path=full)
             yield decode_tensors(data, full)
 
-    def _read(self, path: str, most: int) -> bytes:
+    def _read(self, path: str, limit: int) -> bytes:
         size = self._storage.size(path)
-        if size is None or size > most:
-            found = "is missing" if size is None else f"has {size} bytes, of {most} at most"
-            raise PublishError(f"{self._storage.full(path)} {found}.", path=path)
+        if size is None or size > limit:
+            fault = "is missing" if size is None else f"has {size} bytes, more than {limit}"
+            raise PublishError(f"{self._storage.full(path)} {fault}.", path=path)
         return self._storage.head(path, 0, size)
 
 
 def _change(table: TableChanges, tensors: dict[str, TensorView], entry: LogEntry, where: str) -> Change:
-    """Returns the change of a table, after the dtypes and shapes of its tensors have been checked."""
+    """Returns the change of a table, after checking the dtypes and shapes of its tensors."""
     none = TensorView("U64", (0,), memoryview(b""))
     removed, ids = tensors.pop("removed", none), tensors.pop("ids", none)
     n = ids.shape[0] if ids.shape else 0
     expected = {"values": (NAMES[entry.dtype], (n, table.dim)), "scales": ("F32", (n,))}
     if entry.dtype != "int8":
         del expected["scales"]
-    found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     columns = [(column.dtype, len(column.shape)) for column in (removed, ids)]
-    if columns != [("U64", 1)] * 2 or found != (expected if n else {}):
+    if columns != [("U64", 1)] * 2 or layout != (expected if n else {}):
         raise PublishError(
             f"{where}: the tensors of table {table.name!r} have dtypes or shapes that do not fit its manifest.",
             table=table.name,
@@ -437,6 +437,6 @@ def _change(table: TableChanges, tensors: dict[str, TensorView], entry: LogEntry
     if n:
         scales = tensors["scales"].numpy() if "scales" in tensors else None
         values = decode_values(tensors["values"].numpy(), scales)
-    # Files are little-endian, which on such a machine is the native order by another name.
+    # On a little-endian machine, converts only the name of the byte order.
     native = [np.asarray(each.numpy(), np.uint64) for each in (ids, removed)]
     return Change(table.name, native[0], np.asarray(values, np.float32), native[1], entry.step)

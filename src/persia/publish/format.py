@@ -1,7 +1,7 @@
 """The log of changes as typed records, and the names of its files.
 
 `docs/reference/changes.md` is the specification. Input is untrusted: sizes are limited before anything is decoded,
-unknown fields are rejected, and so are records that contradict their place or one another.
+unknown fields are rejected, and so are records that contradict their path or each other.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ class Epoch(_Record, frozen=True):
 
 
 class Description(_Record, frozen=True):
-    """`model.json`: what a reader needs besides rows and network to compute predictions.
+    """`model.json`: the data besides rows and network that a reader needs to compute predictions.
 
     Args:
         run: identifies the epoch.
         schema: the input of the model, with its labels.
-        precision: of the forward pass: "bf16" and "fp16" run it under autocast.
+        precision: precision of the forward pass: "bf16" and "fp16" run it under autocast.
         model: how to build the network; None if that is not known.
         input_rules: rules of the reader of the training data.
     """
@@ -119,7 +119,7 @@ class Description(_Record, frozen=True):
 
 
 class Drift(_Record, frozen=True):
-    """`drift.json`: how inputs and predictions are distributed in training.
+    """`drift.json`: the distributions of inputs and predictions in training.
 
     Args:
         run: identifies the epoch.
@@ -154,14 +154,14 @@ class LogEntry(_Record, frozen=True):
 
     Args:
         run: identifies the epoch.
-        stream: where the entry belongs.
+        stream: name of the stream.
         sequence: its number in the stream, from 0 on without gaps.
         kind: "snapshot": all rows of the PS; "increment": changes since entry `sequence - 1`; "network".
         step: global steps that it contains.
-        time: seconds since 1970, when rows or network were as they are here.
-        dtype: of rows.
-        tables: in the order of their names; tensors of rows are named by the index of their table.
-        parts: to be applied in order.
+        time: time of the rows or the network, in seconds since 1970.
+        dtype: type of rows.
+        tables: tables, sorted by name; tensors of rows are named by the index of their table.
+        parts: parts to apply in order.
     """
 
     format: Format
@@ -185,8 +185,8 @@ def epoch_name(epoch: int) -> str:
 
 def parse_epoch(name: str) -> int | None:
     """Returns the number of the epoch in a directory of this name; None if it has another purpose."""
-    found = _EPOCH.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _EPOCH.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def stream_of(server: int) -> str:
@@ -201,8 +201,8 @@ def entry_name(sequence: int, kind: Kind) -> str:
 
 def parse_entry(name: str) -> tuple[int, str] | None:
     """Returns sequence and kind of the entry with a manifest of this name; None for other files."""
-    found = _ENTRY.fullmatch(name)
-    return (int(found[1]), found[2]) if found else None
+    match = _ENTRY.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
 
 
 def part_name(sequence: int, part: int) -> str:

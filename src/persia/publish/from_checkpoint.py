@@ -41,10 +41,10 @@ def publish_checkpoint(
 
     Args:
         checkpoint: directory of checkpoints, or of one step.
-        url: of the log, as in `PublishOptions`. Nothing else may publish there.
+        url: URL of the log, as in `PublishOptions`. Nothing else may publish there.
         step: step to publish; None for the latest.
-        dtype: of published values; see `PublishOptions`.
-        model: how to build the network; None for what the checkpoint says, which `persia train` has recorded.
+        dtype: type of published values; see `PublishOptions`.
+        model: how to build the network; None for the description that `persia train` recorded in the checkpoint.
         progress: called with the number of rows after each part.
 
     Returns:
@@ -60,7 +60,7 @@ def publish_checkpoint(
     reader = CheckpointReader(checkpoint, step)
     storage = open_storage(url)
     network = reader.tensors("model")
-    began, at = time.monotonic(), reader.manifest.global_step
+    started, at = time.monotonic(), reader.manifest.global_step
     description = _precision(reader), model or _model(reader), _input_rules(reader)
     epoch = begin_epoch(storage, 1, reader.schema, *description)
     rows = StreamWriter(storage, epoch.epoch, epoch.run, stream_of(0), dtype)
@@ -74,33 +74,33 @@ def publish_checkpoint(
             count += len(ids)
             progress(len(ids))
         tables.append(TableChanges(name=name, dim=reader.manifest.tables[name].dim, rows=count, removed=0))
-    rows.commit("snapshot", at, began, tables)
+    rows.commit("snapshot", at, started, tables)
     writer = StreamWriter(storage, epoch.epoch, epoch.run, NETWORK)
     writer.add_part({name: value for name, value in network.items() if hasattr(value, "dtype")})
-    writer.commit("network", at, began, [])
+    writer.commit("network", at, started, [])
     remove_older_epochs(storage, epoch.epoch)
     return epoch.epoch
 
 
 def _parts(reader: CheckpointReader, table: str) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.float32]]]:
     """Yields ids `[n]` and values `[n, dim]` of a table, in parts of bounded size."""
-    most = max(1, PART_BYTES // (8 + 4 * reader.manifest.tables[table].dim))
+    chunk_rows = max(1, PART_BYTES // (8 + 4 * reader.manifest.tables[table].dim))
     for _, arrays in reader.rows(table):
-        for begin in range(0, len(arrays["ids"]), most):
-            end = begin + most
+        for begin in range(0, len(arrays["ids"]), chunk_rows):
+            end = begin + chunk_rows
             yield arrays["ids"][begin:end], np.ascontiguousarray(arrays["embeddings"][begin:end], np.float32)
 
 
 def _precision(reader: CheckpointReader) -> Precision:
     options = reader.config.get("options")
-    found = options.get("precision") if isinstance(options, dict) else None
-    return cast("Precision", found) if found in get_args(Precision) else "float32"
+    precision = options.get("precision") if isinstance(options, dict) else None
+    return cast("Precision", precision) if precision in get_args(Precision) else "float32"
 
 
 def _model(reader: CheckpointReader) -> ModelDescription | None:
-    found = reader.config.get("model")
+    model = reader.config.get("model")
     try:
-        return None if found is None else msgspec.convert(found, ModelDescription)
+        return None if model is None else msgspec.convert(model, ModelDescription)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{reader.path}: the description of its model is not valid: {error}.") from None
 

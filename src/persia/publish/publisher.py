@@ -1,4 +1,4 @@
-"""The publisher of one embedding PS: a thread that writes what has changed in the store to the log of changes."""
+"""The publisher of one embedding PS: a thread that writes the changes of the store to the log of changes."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ PART_BYTES = 32 << 20
 """Approximate size of the rows of a part as float32. It bounds the memory of a publisher."""
 
 REMOVED_BYTES = 16 << 20
-"""Memory for ids of removed rows between two increments, of all shards together."""
+"""Memory for ids of removed rows between two increments, for all shards together."""
 
-MOST_INCREMENTS = 1000
-"""Increments after which a snapshot follows, so that a reader never has to read more."""
+MAX_INCREMENTS = 1000
+"""Maximum number of increments between two snapshots; it bounds how much a new reader reads."""
 
 POLL_SECONDS = 0.1
-"""Between two looks at the number of applied gradients."""
+"""Interval of polling the number of applied gradients."""
 
 LAST_SECONDS = 30.0
 """Time that the last entry may take when a publisher stops, with retries."""
 
-LAST_PAUSE = 1.0
+LAST_RETRY_SECONDS = 1.0
 """Maximum pause between two attempts to write the last entry."""
 
 BACKOFF = Backoff(0.5, 30.0)
 
 
 class _StoppedError(PersiaError):
-    """The publisher must not write any more."""
+    """The publisher must not write anymore."""
 
 
 class Publisher:
     """Publishes the rows of a store: a snapshot, then increments. Thread-safe.
 
-    Training never waits for it: while it cannot write, the store marks what changes, in bounded memory, and the next
-    entry has all of it.
+    Training never waits for it: while it cannot write, the store marks changed rows, in bounded memory, and the next
+    entry has all changes.
 
     Args:
-        store: with all its tables.
+        store: store with all its tables.
         tables: numbers of the tables, by name.
-        order: where, when, and as which PS.
+        order: URL, interval, and number of the PS.
         step: returns the number of global steps whose gradients are applied.
 
     Raises:
-        CheckpointError: the URL is not that of a file system.
-        ConfigError: the URL is not that of a topic.
+        CheckpointError: the URL does not name a file system.
+        ConfigError: the URL does not name a topic.
         MissingExtraError: a package for the URL is not installed.
     """
 
@@ -84,30 +84,30 @@ class Publisher:
         shards = sum(store.config(index).resolved_shards for index in self._tables.values())
         self._removed_limit = max(1024, REMOVED_BYTES // 8 // shards)
         self._stop = threading.Event()
-        """Set when publishing is to end, perhaps with a last entry."""
+        """Set to end publishing, perhaps with a last entry."""
         self._ended = threading.Event()
-        """Set when nothing more may be written."""
+        """Set once nothing more may be written."""
         self._approval = threading.Condition()
         self._approved = self._ticket = 0
-        """Tickets: the last one that was approved, and the last one. A number of an entry may be used again."""
-        self._lost = False
-        """Whether changes were taken from the store that no entry has."""
+        """The last approved ticket, and the last ticket. Unlike the number of an entry, a ticket is never reused."""
+        self._incomplete = False
+        """Whether changes were taken from the store but are not in any entry."""
         self._status = PublishStatus(order.epoch)
-        self._fresh: float | None = None
-        """When the rows were as the last entry has them."""
+        self._published_at: float | None = None
+        """Time of the rows in the last entry, by the monotonic clock."""
         self._thread = threading.Thread(target=self._run, name="persia-publish", daemon=True)
 
     def start(self) -> None:
-        """Begins with a snapshot, in the background."""
-        atexit.register(self._end_thread, 1.0)  # A thread that is in the core when Python ends would abort the process.
+        """Starts the thread, which publishes a snapshot first."""
+        atexit.register(self._end_thread, 1.0)  # A thread in the core at interpreter exit would abort the process.
         self._thread.start()
 
     def stop(self, *, last: bool) -> None:
-        """Ends publishing, and the marking of changes. Blocks for 30 s at most.
+        """Ends publishing, and the marking of changes. Blocks for at max_rows 30 s.
 
         Args:
-            last: publish what has changed until now before, and retry for 30 s. `status.complete` says whether that
-                has succeeded.
+            last: first publish all changes until now, and retry for 30 s. `status.complete` shows whether this has
+                succeeded.
         """
         self._end_thread(LAST_SECONDS if last else 1.0, last=last)
         atexit.unregister(self._end_thread)
@@ -133,25 +133,25 @@ class Publisher:
             self._approval.notify_all()
         if self._thread.ident is not None:
             self._thread.join(seconds)
-        self._ended.set()  # If it hangs in the file system, it must not take what another publisher is to have.
+        self._ended.set()  # If it hangs in the file system, it must not take changes from the next publisher.
 
     def approve(self, ticket: int) -> None:
-        """Lets readers see the entry that waits for that; `status.waiting` is its ticket."""
+        """Makes the waiting entry visible to readers; `status.waiting` is its ticket."""
         with self._approval:
             self._approved = ticket
             self._approval.notify_all()
 
     @property
     def status(self) -> PublishStatus:
-        """How far it has published."""
-        age = 0.0 if self._fresh is None else time.monotonic() - self._fresh
+        """Current status."""
+        age = 0.0 if self._published_at is None else time.monotonic() - self._published_at
         return self._status._replace(age=age)
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._retried(self._check_stream)
+            self._retry(self._check_stream)
             if self._status.epoch < 0:
                 return
             self._publish_or_warn()
@@ -161,17 +161,17 @@ class Publisher:
                 if self._publish_or_warn():
                     self._status = self._status._replace(complete=True)
                     return
-                self._ended.wait(LAST_PAUSE)
+                self._ended.wait(LAST_RETRY_SECONDS)
         except _StoppedError:
             pass
 
     def _check_stream(self) -> None:
-        """Ends the epoch if this PS has published in it before it restarted: its sequence would begin again."""
+        """Ends the epoch if this PS published in it before a restart, as its sequence would start again."""
         if self._writer.begun():
             self._status = PublishStatus()
 
     def _wait(self) -> bool:
-        """Waits until the next entry is due. Returns whether to go on."""
+        """Waits until the next entry is due. Returns whether to continue."""
         options = self._order.options
         if options.rows is None:
             return not self._stop.wait(options.seconds)
@@ -185,7 +185,7 @@ class Publisher:
         return sum(self._store.statistics(index)["applied"] for index in self._tables.values())
 
     def _publish_or_warn(self) -> bool:
-        """Publishes one entry, and returns whether it could. Training must not end by what goes wrong here."""
+        """Publishes one entry; returns whether it succeeded. An error here must not stop training."""
         try:
             self._publish()
             return True
@@ -198,17 +198,17 @@ class Publisher:
             return False
 
     def _publish(self) -> None:
-        """Writes a snapshot, or what has changed since the last entry."""
-        began, step, writer = time.monotonic(), self._step(), self._writer
-        grown = writer.increment_bytes > writer.snapshot_bytes or writer.increments >= MOST_INCREMENTS
-        whole = self._lost or writer.sequence < 0 or grown or not self._begin(whole=False)
+        """Writes a snapshot, or the changes since the last entry."""
+        started, step, writer = time.monotonic(), self._step(), self._writer
+        grown = writer.increment_bytes > writer.snapshot_bytes or writer.increments >= MAX_INCREMENTS
+        whole = self._incomplete or writer.sequence < 0 or grown or not self._begin(whole=False)
         if whole:
             self._begin(whole=True)
-        self._lost = True  # The store forgets what is taken: if this fails, only all rows have it.
+        self._incomplete = True  # The store forgets taken changes: if this fails, only a snapshot has them.
         totals = [[0, 0] for _ in self._tables]
         parts = 0
         for part in self._parts():
-            self._retried(functools.partial(writer.add_part, self._tensors(part, totals)))
+            self._retry(functools.partial(writer.add_part, self._tensors(part, totals)))
             parts += 1
         if parts or whole or step != self._status.step:
             tables = [
@@ -218,16 +218,16 @@ class Publisher:
             self._await_approval()
             if self._ended.is_set():
                 raise _StoppedError("stopped")
-            self._retried(lambda: writer.commit("snapshot" if whole else "increment", step, began, tables))
-        self._lost = False
-        self._fresh = began
+            self._retry(lambda: writer.commit("snapshot" if whole else "increment", step, started, tables))
+        self._incomplete = False
+        self._published_at = started
         rows = self._status.rows + sum(rows for rows, _ in totals)
         self._status = self._status._replace(sequence=writer.sequence, step=step, rows=rows)
         self._succeeded()
-        self._retried(self._remove_old)
+        self._retry(self._remove_old)
 
     def _await_approval(self) -> None:
-        """Waits until readers may see the entry in work. At the end they may: `stop` says so with `last`."""
+        """Waits until the entry in progress may become visible. `stop` with `last` approves it."""
         if not self._order.approval:
             return
         self._ticket += 1
@@ -237,7 +237,7 @@ class Publisher:
         self._status = self._status._replace(waiting=0)
 
     def _remove_old(self) -> None:
-        """Removes old entries. A failure at the end is left, so that it delays nothing: they go with the epoch."""
+        """Removes old entries. Ignores a failure while stopping: the entries are removed with the epoch."""
         try:
             self._writer.remove_old()
         except Exception:
@@ -245,22 +245,22 @@ class Publisher:
                 raise
 
     def _begin(self, *, whole: bool) -> bool:
-        """Begins a pass over all tables. Returns whether what has changed is known in all of them."""
+        """Begins a pass over all tables. Returns whether the changes of all tables are known."""
         return all(self._store.begin_changes(index, whole, self._removed_limit) for index in self._tables.values())
 
     def _parts(self) -> Iterator[list[tuple[int, RowChanges]]]:
-        """Yields the changes of a pass, as parts: changes with the place of their table in the manifest."""
+        """Yields the changes of a pass in parts: changes with the position of their table in the manifest."""
         part: list[tuple[int, RowChanges]] = []
         nbytes = 0
         for place, index in enumerate(self._tables.values()):
             config = self._store.config(index)
-            most = max(1, PART_BYTES // 4 // (8 + 4 * config.dim))
+            max_rows = max(1, PART_BYTES // 4 // (8 + 4 * config.dim))
             for shard in range(config.resolved_shards):
                 more = True
                 while more:
                     if self._ended.is_set():
                         raise _StoppedError("stopped")
-                    changes, more = self._store.take_changes(index, shard, most)
+                    changes, more = self._store.take_changes(index, shard, max_rows)
                     if not len(changes.ids) and not len(changes.removed):
                         continue
                     part.append((place, changes))
@@ -272,14 +272,14 @@ class Publisher:
             yield part
 
     def _tensors(self, part: list[tuple[int, RowChanges]], totals: list[list[int]]) -> dict[str, NDArray[Any]]:
-        """Returns the tensors of a part by name, and counts what is in them."""
+        """Returns the tensors of a part by name; adds their numbers of rows and removed ids to `totals`."""
         tensors: dict[str, NDArray[Any]] = {}
         for place in sorted({place for place, _ in part}):
-            mine = [changes for at, changes in part if at == place]
-            removed = np.unique(np.concatenate([changes.removed for changes in mine]))
-            ids = np.concatenate([changes.ids for changes in mine])
+            table_changes = [changes for at, changes in part if at == place]
+            removed = np.unique(np.concatenate([changes.removed for changes in table_changes]))
+            ids = np.concatenate([changes.ids for changes in table_changes])
             values, scales = encode_values(
-                np.concatenate([changes.embeddings for changes in mine]), self._order.options.dtype
+                np.concatenate([changes.embeddings for changes in table_changes]), self._order.options.dtype
             )
             if len(removed):
                 tensors[f"{place}.removed"] = removed
@@ -293,12 +293,12 @@ class Publisher:
 
     # --- failures -----------------------------------------------------------------------------------------------
 
-    def _retried(self, write: Callable[[], None]) -> None:
-        """Writes until it succeeds, or nothing more may be written."""
+    def _retry(self, write: Callable[[], None]) -> None:
+        """Retries a write until it succeeds, or nothing more may be written."""
 
         def pause(seconds: float) -> None:
             if self._stop.is_set():
-                self._ended.wait(min(seconds, LAST_PAUSE))
+                self._ended.wait(min(seconds, LAST_RETRY_SECONDS))
             else:
                 self._stop.wait(seconds)
             if self._ended.is_set():
@@ -316,7 +316,7 @@ class Publisher:
     def _failed(self, error: Exception) -> None:
         if not self._status.error:
             LOG.warning(
-                "PS %d cannot publish to %s; training goes on, and readers get no new rows until it can: %s",
+                "PS %d cannot publish to %s; training continues, and readers get no new rows until it can: %s",
                 self._order.server,
                 self._order.options.url,
                 reason(error),
@@ -330,7 +330,7 @@ class Publisher:
 
 
 def reason(error: Exception) -> str:
-    """Returns why the file system or the topic has failed."""
+    """Returns the cause of a failure of the file system or the topic."""
     if isinstance(error, CheckpointError):
         return str(error.__cause__ or error)
     return error.message if isinstance(error, PublishError) else f"{type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ _Rows: TypeAlias = dict[str, dict[int, NDArray[np.float32]]]
 
 @dataclass
 class _Copy:
-    """What is known of an epoch: rows and their steps by PS, and the network."""
+    """The state of an epoch: rows and their steps by PS, and the network."""
 
     run: str
     epoch: int
@@ -31,7 +31,7 @@ class _Copy:
 
     @property
     def complete(self) -> bool:
-        """Whether the rows of all PSs and a network are there."""
+        """Whether it has the rows of all PSs and a network."""
         return self.network is not None and len(self.rows) == self.servers
 
     def apply(self, update: Update) -> None:
@@ -54,10 +54,10 @@ _EMPTY = _Copy("", -1, 0)
 class Replica:
     """Rows by table and id, and the newest network, of the log of changes. Not thread-safe.
 
-    What it holds is of one epoch: in a new one it changes to the new rows of all PSs and their network at once.
+    It holds one epoch, and switches to a new one atomically, once it has the rows of all PSs and the network.
 
     Args:
-        follower: reads the log.
+        follower: follower of the log.
     """
 
     def __init__(self, follower: Follower) -> None:
@@ -91,17 +91,17 @@ class Replica:
         return self._follower.problem
 
     def refresh(self) -> None:
-        """Applies all updates that are there."""
+        """Applies all new updates."""
         for copy, _ in self._reader.read():
             if copy.complete:
                 self._reader.adopt(copy)
 
     def lookup(self, table: str, ids: Iterable[int], dim: int) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
-        """Returns whether each id has a row, `[n]`, and the rows, `[n, dim]`; zeros where there is none."""
-        found = [self.get(table, int(id_)) for id_ in ids]
+        """Returns whether each id has a row, `[n]`, and the rows, `[n, dim]`; zeros for ids without a row."""
+        rows = [self.get(table, int(id_)) for id_ in ids]
         zeros = np.zeros(dim, np.float32)
-        rows = np.array([zeros if row is None else row for row in found], np.float32).reshape(-1, dim)
-        return np.array([row is not None for row in found], np.bool_), rows
+        values = np.array([zeros if row is None else row for row in rows], np.float32).reshape(-1, dim)
+        return np.array([row is not None for row in rows], np.bool_), values
 
     def get(self, table: str, id_: int) -> NDArray[np.float32] | None:
         """Returns the row of an id; None if there is none."""

@@ -1,4 +1,4 @@
-"""Where a log of changes is kept: a directory of any file system, or a topic of Kafka."""
+"""Storage of a log of changes: a directory of any file system, or a topic of Kafka."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["DirectoryStorage", "LogStorage", "open_storage"]
 class LogStorage(Protocol):
     """Files by path, with forward slashes. For one thread.
 
-    All methods block, and raise CheckpointError or PublishError if the place cannot be read or written.
+    All methods block, and raise CheckpointError or PublishError if the storage cannot be read or written.
     """
 
     @property
     def url(self) -> str:
-        """The place, for messages."""
+        """The URL, for messages."""
 
     @property
     def problem(self) -> str:
-        """Messages of another kind that the last refresh rejected, as text; empty if there were none."""
+        """Why the last refresh rejected a message; empty if it rejected none."""
 
     def refresh(self) -> None:
-        """Makes what others have written visible."""
+        """Makes files visible that others have written."""
 
     def full(self, path: str = "") -> str:
         """Returns the full path, for messages."""
@@ -51,7 +51,7 @@ class LogStorage(Protocol):
         """Writes or replaces a small file: readers see the old or the new one."""
 
     def probe(self) -> None:
-        """Sees whether the place can be written, and creates it if there is none."""
+        """Checks that the storage can be written; creates it if it does not exist."""
 
     def sync(self) -> None:
         """Makes everything written so far survive a power failure."""
@@ -61,21 +61,21 @@ class LogStorage(Protocol):
 
 
 class DirectoryStorage(Storage):
-    """A directory of a file system. Files in it that are not of a log of changes have other names, and no effect."""
+    """A directory of a file system. Other files in it have no effect, as their names differ."""
 
     problem = ""
 
 
 def open_storage(url: str | os.PathLike[str]) -> LogStorage:
-    """Returns the place of a log of changes. Does not wait for a connection.
+    """Opens the storage of a log of changes. Does not wait for a connection.
 
     Args:
         url: a path, any URL that fsspec supports, or `kafka://HOST:PORT,.../TOPIC`.
 
     Raises:
-        CheckpointError: the URL is not that of a file system.
-        ConfigError: the URL is not that of a topic.
+        CheckpointError: the URL does not name a file system.
+        ConfigError: the URL does not name a topic.
         MissingExtraError: a package for the URL is not installed.
     """
-    place = os.fspath(url)
-    return TopicStorage(place) if place.startswith("kafka://") else DirectoryStorage(place)
+    path = os.fspath(url)
+    return TopicStorage(path) if path.startswith("kafka://") else DirectoryStorage(path)

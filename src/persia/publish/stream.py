@@ -31,21 +31,21 @@ __all__ = ["StreamWriter"]
 class StreamWriter:
     """Writes the entries of one stream of an epoch, one at a time, and removes old ones. Used by one thread.
 
-    A call that has raised CheckpointError or PublishError may be repeated; readers have seen nothing of it.
+    A call that raised CheckpointError or PublishError may be repeated; it had no effect visible to readers.
 
     Args:
-        storage: of the log.
+        storage: storage of the log.
         epoch: number of the epoch.
         run: its identifier.
         stream: name of the stream.
-        dtype: of rows.
-        keep: snapshots, or versions of the network, to keep.
+        dtype: type of rows.
+        keep: number of snapshots, or of versions of the network, to keep.
 
     Attributes:
         sequence: number of the last entry that is complete, or may be; -1 before the first.
-        snapshot_bytes: of the last snapshot.
-        increment_bytes: of the increments since.
-        increments: number of these.
+        snapshot_bytes: size of the last snapshot.
+        increment_bytes: total size of the increments since then.
+        increments: number of increments since then.
     """
 
     def __init__(
@@ -59,37 +59,37 @@ class StreamWriter:
         self._keep = keep
         self._parts: list[Part] = []
         self._entries: list[tuple[int, Kind, int]] = []
-        """Sequence, kind and number of parts of the entries that are there, or may be."""
+        """Sequence, kind and number of parts of the entries that exist, or may exist."""
         self._whole: list[int] = []
-        """Sequences of the complete snapshots, or networks, that are there."""
+        """Sequences of the existing complete snapshots, or networks."""
         self.sequence = -1
         self.snapshot_bytes = self.increment_bytes = self.increments = 0
 
     def begun(self) -> bool:
-        """Returns whether the stream has entries, which another writer must have written."""
+        """Returns whether the stream has entries; before the first `commit`, another writer must have written them."""
         self._storage.refresh()
         return any(parse_entry(name) for name in self._storage.names(f"{epoch_name(self._epoch)}/{self._stream}"))
 
     def add_part(self, tensors: Mapping[str, Any]) -> None:
-        """Writes the next part of the entry in work. Arrays or tensors by name."""
+        """Writes the next part of the entry in progress, from arrays or tensors by name."""
         path = self._path(part_name(self.sequence + 1, len(self._parts)))
         size, crc = self._storage.write(path, encode({name: view(value, name) for name, value in tensors.items()}))
         self._parts.append(Part(bytes=size, checksum=checksum_text(crc)))
 
     def discard(self) -> None:
-        """Gives up the entry in work. Its number is used again, unless readers may have seen it."""
+        """Abandons the entry in progress. Its number is reused, unless readers may have seen it."""
         if self._entries:
             self.sequence = self._entries[-1][0]
         self._parts = []
 
-    def commit(self, kind: Kind, step: int, began: float, tables: list[TableChanges]) -> None:
-        """Completes the entry in work. Entries before it stay until `remove_old`.
+    def commit(self, kind: Kind, step: int, started: float, tables: list[TableChanges]) -> None:
+        """Completes the entry in progress. Entries before it stay until `remove_old`.
 
         Args:
-            kind: of the entry.
+            kind: kind of the entry.
             step: global steps that it contains.
-            began: when its rows were as they are in it, at the latest; `time.monotonic`.
-            tables: what is in it.
+            started: `time.monotonic` before its rows were read.
+            tables: tables of the entry, with their numbers of rows.
         """
         sequence = self.sequence + 1
         entry = LogEntry(
@@ -101,14 +101,14 @@ class StreamWriter:
             sequence=sequence,
             kind=kind,
             step=step,
-            time=time.time() - (time.monotonic() - began),
+            time=time.time() - (time.monotonic() - started),
             dtype=self._dtype,
             tables=tables,
             parts=self._parts,
         )
         self._storage.sync()
         if not self._entries or self._entries[-1][0] != sequence:
-            self._entries.append((sequence, kind, len(self._parts)))  # It may be there, whatever `put` raises.
+            self._entries.append((sequence, kind, len(self._parts)))  # It may exist even if `put` raises.
         self._storage.put(self._path(entry_name(sequence, kind)), msgspec.json.encode(entry))
         nbytes = sum(part.bytes for part in self._parts)
         if kind == "increment":
@@ -126,7 +126,9 @@ class StreamWriter:
         oldest = self._whole[-self._keep]
         while self._entries[0][0] < oldest:
             sequence, kind, parts = self._entries[0]
-            self._storage.remove(self._path(entry_name(sequence, kind)))  # First: an entry without it is none.
+            self._storage.remove(
+                self._path(entry_name(sequence, kind))
+            )  # First: an entry without a manifest does not exist.
             for part in range(parts):
                 self._storage.remove(self._path(part_name(sequence, part)))
             del self._entries[0]

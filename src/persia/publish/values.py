@@ -19,7 +19,7 @@ STEPS = 127
 """Largest magnitude of an int8 value: the scale is symmetric, so -128 is not used."""
 
 LARGEST_SCALE = np.nextafter(np.float32(LARGEST["float32"] / STEPS), np.float32(0))
-"""A larger one times 127 could round to infinity."""
+"""A larger scale times 127 could round to infinity."""
 
 
 def encode_values(values: NDArray[np.float32], dtype: PublishDtype) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
@@ -32,11 +32,11 @@ def encode_values(values: NDArray[np.float32], dtype: PublishDtype) -> tuple[NDA
         return values, None
     if dtype == "float16":
         return to_halves(values, "float16"), None
-    with np.errstate(invalid="ignore"):  # of NaN
+    with np.errstate(invalid="ignore"):  # NaN is handled below.
         peaks = np.abs(values).max(axis=1, initial=0)
         scales = np.where(np.isfinite(peaks), np.minimum(peaks / STEPS, LARGEST_SCALE), peaks).astype(np.float32)
     finite = np.isfinite(scales)
-    usable = finite & (scales >= np.finfo(np.float32).tiny)  # Below, a quotient is not accurate.
+    usable = finite & (scales >= np.finfo(np.float32).tiny)  # With a smaller scale, quotients are not accurate.
     quotients = np.where(usable[:, None], values, 0) / np.where(usable, scales, 1)[:, None]
     scales = np.where(usable, scales, np.where(finite, 0, np.nan)).astype(np.float32)
     return np.rint(quotients).clip(-STEPS, STEPS).astype(np.int8), scales

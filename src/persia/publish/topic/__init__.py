@@ -1,4 +1,4 @@
-"""A log of changes in a topic of Kafka: files as messages. docs/reference/changes.md is the format."""
+"""A log of changes in a topic of Kafka, with files as messages. docs/reference/changes.md specifies the format."""
 
 from persia.publish.topic.storage import TopicStorage
 

@@ -25,12 +25,12 @@ OWN_SETTINGS = frozenset(
         "message.timeout.ms",
     }
 )
-"""Settings that the clients of a log have their own values of."""
+"""Settings that persia sets itself."""
 
 _BROKER = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
 _SECRET = re.compile(r"password|secret|username|token|\.pem$|\.key$")
-"""Settings that must not be in a URL, which is part of messages, configurations and checkpoints."""
+"""Settings that must not be in a URL, as it appears in messages, configurations and checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TopicAddress:
     Attributes:
         bootstrap: addresses of some brokers, `host:port,host:port`.
         topic: name of the topic.
-        settings: of librdkafka.
+        settings: settings of librdkafka.
     """
 
     bootstrap: str
@@ -54,10 +54,10 @@ class TopicAddress:
 
 
 def parse_address(url: str) -> TopicAddress:
-    """Returns what `kafka://HOST:PORT[,HOST:PORT]/TOPIC[?config=FILE&SETTING=VALUE&...]` says.
+    """Parses `kafka://HOST:PORT[,HOST:PORT]/TOPIC[?config=FILE&SETTING=VALUE&...]`.
 
     Args:
-        url: of the topic. `config` names a file with settings, `SETTING=VALUE` in a line, as Kafka's own tools read.
+        url: URL of the topic. `config` names a file with a setting `SETTING=VALUE` per line, as for Kafka's tools.
 
     Raises:
         ConfigError: it has another form, a setting is not allowed, or the file cannot be read.
@@ -77,7 +77,7 @@ def parse_address(url: str) -> TopicAddress:
     for name in settings:
         if _SECRET.search(name):
             raise ConfigError(
-                f"{shown} has the setting {name!r}, which would be seen in messages and checkpoints; put it into a "
+                f"{shown} has the setting {name!r}, which would be visible in messages and checkpoints; put it into a "
                 "file, and give ?config=FILE.",
                 field="url",
             )
@@ -88,7 +88,7 @@ def parse_address(url: str) -> TopicAddress:
 
 
 def _read(file: str) -> dict[str, str]:
-    """Returns the settings of a file: a name, `=` and a value in each line. Lines that begin with # are comments."""
+    """Returns the settings of a file: a name, `=` and a value per line. Lines that start with # are comments."""
     try:
         lines = [line.strip() for line in Path(file).read_text().splitlines()]
     except (OSError, ValueError) as error:
@@ -96,8 +96,8 @@ def _read(file: str) -> dict[str, str]:
     settings = {}
     for number, line in enumerate(lines, 1):
         if line and not line.startswith("#"):
-            name, found, value = line.partition("=")
-            if not found:
-                raise ConfigError(f"Line {number} of {file} has another form than SETTING=VALUE.", field="url")
+            name, equals, value = line.partition("=")
+            if not equals:
+                raise ConfigError(f"Invalid line {number} of {file}; expected SETTING=VALUE.", field="url")
             settings[name.strip()] = value.strip()
     return settings

@@ -24,7 +24,7 @@ ANSWER_SECONDS = 10.0
 POLL_SECONDS = 0.1
 
 FETCH = 32
-"""Maximum number of messages to fetch at once; it bounds the memory of a reader."""
+"""Maximum number of messages per fetch; it bounds the memory of a reader."""
 
 IN_FLIGHT = 16
 """Maximum number of messages that are not acknowledged yet; it bounds the memory of a writer."""
@@ -40,9 +40,9 @@ class TopicMessage(NamedTuple):
     """A message that was read.
 
     Attributes:
-        offset: of the message.
-        time: when it was written, in milliseconds since 1970; -1 if the brokers do not say.
-        headers: by name, in order.
+        offset: offset of the message.
+        time: time of writing, in milliseconds since 1970; -1 if the brokers do not record it.
+        headers: headers by name, in order.
         value: content.
     """
 
@@ -53,13 +53,13 @@ class TopicMessage(NamedTuple):
 
 
 class TopicClient:
-    """Messages of a topic. Begins to connect at once, in the background. Not thread-safe.
+    """Reads and writes messages of a topic. Connects in the background. Not thread-safe.
 
-    Every method blocks for `ANSWER_SECONDS` at most, or so long without progress, and raises PublishError if the
-    brokers have not answered by then, or have refused.
+    Every method blocks for at most `ANSWER_SECONDS` without progress, then raises PublishError, as it does if the
+    brokers refuse.
 
     Args:
-        address: of the topic.
+        address: address of the topic.
 
     Raises:
         ConfigError: librdkafka rejects a setting.
@@ -68,17 +68,17 @@ class TopicClient:
     def __init__(self, address: TopicAddress) -> None:
         self._address = address
         self._error: Any = None
-        """Last error of a connection."""
+        """The last error of a connection."""
         self._reader = self._client(
             "Consumer",
             {
-                # Nothing is committed, and no group assigns partitions: librdkafka wants a name.
+                # librdkafka requires a name, although nothing is committed, and no group assigns partitions.
                 "group.id": f"persia-{uuid.uuid4().hex}",
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
                 "enable.partition.eof": True,
                 "auto.offset.reset": "error",
-                "fetch.wait.max.ms": 10,  # Only messages that are there are asked for.
+                "fetch.wait.max.ms": 10,  # Only existing messages are requested.
                 "queued.max.messages.kbytes": 16384,
             },
         )
@@ -87,38 +87,38 @@ class TopicClient:
     # --- read ---------------------------------------------------------------------------------------------------
 
     def bounds(self, partition: int) -> tuple[int, int]:
-        """Returns the first offset that is there, and that of the next message; zeros if there is no such topic."""
+        """Returns the first existing offset, and the offset of the next message; zeros if there is no such topic."""
         from confluent_kafka import KafkaError
 
         unknown = (KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC, KafkaError.UNKNOWN_TOPIC_OR_PART)
         try:
-            found = self._watermarks(partition)
+            offsets = self._watermarks(partition)
         except PublishError as error:
             if error.fields["code"] not in unknown:
                 raise
-            topic = self._address.topic  # Perhaps it is there now, or no broker is.
-            now = self._ask("read", lambda: self._reader.list_topics(topic, timeout=ANSWER_SECONDS)).topics[topic]
+            topic = self._address.topic  # It may have been created meanwhile, or no broker answers.
+            now = self._call("read", lambda: self._reader.list_topics(topic, timeout=ANSWER_SECONDS)).topics[topic]
             if now.error is not None and now.error.code() in unknown:
                 return 0, 0
-            found = self._watermarks(partition)
+            offsets = self._watermarks(partition)
         self._error = None
-        return found
+        return offsets
 
     def _watermarks(self, partition: int) -> tuple[int, int]:
         from confluent_kafka import TopicPartition
 
         where = TopicPartition(self._address.topic, partition)
-        low, high = self._ask("read", lambda: self._reader.get_watermark_offsets(where, timeout=ANSWER_SECONDS))
+        low, high = self._call("read", lambda: self._reader.get_watermark_offsets(where, timeout=ANSWER_SECONDS))
         return int(low), int(high)
 
     def messages(self, partition: int, begin: int, end: int) -> Iterator[TopicMessage]:
-        """Yields the messages with offsets from `begin` on, below `end`, which must be there."""
+        """Yields the messages with offsets from `begin` on, below `end`, which must exist."""
         from confluent_kafka import TopicPartition
 
         if begin >= end:
             return
         reader = self._reader
-        self._ask("read", lambda: reader.assign([TopicPartition(self._address.topic, partition, begin)]))
+        self._call("read", lambda: reader.assign([TopicPartition(self._address.topic, partition, begin)]))
         position, due = begin, time.monotonic() + ANSWER_SECONDS
         try:
             while position < end:
@@ -138,7 +138,7 @@ class TopicClient:
             reader.unassign()
 
     def _position(self, message: Any) -> int:
-        """Returns the offset up to which messages have been read, after this one or an event in its place."""
+        """Returns the offset up to which messages have been read, after this message or event."""
         from confluent_kafka import KafkaError
 
         error = message.error()
@@ -161,17 +161,17 @@ class TopicClient:
     def partitions(self) -> int:
         """Returns the number of partitions. Brokers that create topics on demand create it."""
         topic = self._address.topic
-        found = self._ask("find", lambda: self._writer().list_topics(topic, timeout=ANSWER_SECONDS)).topics[topic]
-        if found.error is not None or not found.partitions:
-            raise self._failure("find", found.error)
-        return len(found.partitions)
+        entry = self._call("find", lambda: self._writer().list_topics(topic, timeout=ANSWER_SECONDS)).topics[topic]
+        if entry.error is not None or not entry.partitions:
+            raise self._failure("find", entry.error)
+        return len(entry.partitions)
 
     def write(self, partition: int, kind: bytes, messages: Iterable[tuple[str, bytes]]) -> list[int]:
         """Writes messages, and returns their offsets once all in-sync replicas have them.
 
         Args:
-            partition: number.
-            kind: of the messages.
+            partition: number of the partition.
+            kind: kind of the messages.
             messages: keys and values.
         """
         from confluent_kafka import KafkaError
@@ -184,9 +184,9 @@ class TopicClient:
             else:
                 failures.append(error)
 
-        def wait(most: int, sent: int) -> None:
-            due = time.monotonic() + 2 * ANSWER_SECONDS  # Messages time out before.
-            while not failures and sent - len(offsets) > most:
+        def wait(limit: int, sent: int) -> None:
+            due = time.monotonic() + 2 * ANSWER_SECONDS  # Messages time out earlier.
+            while not failures and sent - len(offsets) > limit:
                 if time.monotonic() > due:
                     failures.append(self._error)
                 writer.poll(POLL_SECONDS)
@@ -203,21 +203,21 @@ class TopicClient:
                 on_delivery=functools.partial(delivered, sent),
             )
             try:
-                self._ask("write to", produce)
+                self._call("write to", produce)
             except PublishError as error:
                 if error.fields["code"] != KafkaError._QUEUE_FULL:
                     raise
                 wait(0, sent)  # Settings in the URL can make librdkafka's queue shorter than `IN_FLIGHT`.
                 if failures:
                     break
-                self._ask("write to", produce)
+                self._call("write to", produce)
             sent += 1
             wait(IN_FLIGHT, sent)
             if failures:
                 break
         wait(0, sent)
         if failures:
-            self._producer = None  # With what it would still send.
+            self._producer = None  # Drops its queued messages.
             writer.purge()
             raise self._failure("write to", failures[0])
         return [offsets[number] for number in range(sent)]
@@ -231,14 +231,14 @@ class TopicClient:
         return self._producer
 
     def _client(self, kind: str, settings: dict[str, Any]) -> Any:
-        defaults = {"reconnect.backoff.max.ms": 2000, "error_cb": self._note}
+        defaults = {"reconnect.backoff.max.ms": 2000, "error_cb": self._record_error}
         return make_client(kind, self._address.bootstrap, {**defaults, **settings, **self._address.settings}, LOG)
 
-    def _note(self, error: Any) -> None:
-        """Notes an error of a connection; librdkafka tries again by itself."""
+    def _record_error(self, error: Any) -> None:
+        """Records an error of a connection; librdkafka reconnects."""
         self._error = error
 
-    def _ask(self, action: str, call: Callable[[], T]) -> T:
+    def _call(self, action: str, call: Callable[[], T]) -> T:
         from confluent_kafka import KafkaError, KafkaException
 
         try:
@@ -250,12 +250,12 @@ class TopicClient:
 
     def _failure(self, action: str, error: Any) -> PublishError:
         if action == "read":
-            self._reader.poll(0)  # Calls `_note` if there is something.
+            self._reader.poll(0)  # Calls `_record_error` for new errors.
         reasons = dict.fromkeys(each.str() for each in (error, self._error) if each is not None)
-        said = "; ".join(reasons) or "no answer"
+        cause = "; ".join(reasons) or "no answer"
         return PublishError(
-            f"Cannot {action} {self._address.url}: {said}. See whether the brokers run and can be reached from here, "
-            "whether there is the topic, and the rights of this client.",
+            f"Cannot {action} {self._address.url}: {cause}. Check that the brokers run and can be reached from this "
+            "host, that the topic exists, and that this client has the rights.",
             topic=self._address.topic,
             code=None if error is None else error.code(),
         )

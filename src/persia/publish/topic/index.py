@@ -1,4 +1,4 @@
-"""The files of a log of changes in a topic, as the records of its first partition tell."""
+"""Index of the files of a log of changes in a topic, built from the records of its first partition."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TopicIndex:
         self._forget(path)
 
     def forget_before(self, offset: int) -> None:
-        """Drops the files whose records come before an offset: they have been deleted from the topic."""
+        """Drops the files whose records precede an offset, as they have been deleted from the topic."""
         while self._offsets and self.begin(offset) < offset:
             self._forget(next(iter(self._offsets)))
 
@@ -55,7 +55,7 @@ class TopicIndex:
         return sorted({*self._directories.get(path, ()), *inner} - {""})
 
     def begin(self, end: int) -> int:
-        """Returns the offset of the oldest record of a file that is there; `end` if there are none."""
+        """Returns the offset of the oldest record of an existing file; `end` if there are no files."""
         return self._offsets[next(iter(self._offsets))] if self._offsets else end
 
     def _forget(self, path: str) -> None:

@@ -44,13 +44,13 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="f
     """A file that was written. A later record of the same path replaces it.
 
     Args:
-        path: of the file.
-        begin: offset from which a new reader has to read to know all files that were there.
+        path: path of the file.
+        begin: offset from which a new reader must read to get all files that existed.
         size: length of the file in bytes.
-        checksum: of its content.
+        checksum: checksum of its content.
         data: content of a small file; None if it is in chunks.
-        partition: that has the chunks.
-        chunks: their offsets, ascending.
+        partition: partition of the chunks.
+        chunks: offsets of the chunks, ascending.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class RemovalRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     """A file, or a directory and its contents, that was removed.
 
     Args:
-        path: of the file or directory.
+        path: path of the file or directory.
         begin: as in `FileRecord`.
     """
 
@@ -84,15 +84,15 @@ def kind_of(headers: Sequence[tuple[str, bytes | str | None]] | None) -> Literal
     """Returns the kind of a message, by its headers.
 
     Raises:
-        ValueError: it has none, or is of another version; says why, without naming the message.
+        ValueError: it has none, or has another version; the text does not name the message.
     """
-    found = [value for name, value in headers or () if name == HEADER]
-    if found == [RECORD]:
+    kinds = [value for name, value in headers or () if name == HEADER]
+    if kinds == [RECORD]:
         return "record"
-    if found == [CHUNK]:
+    if kinds == [CHUNK]:
         return "chunk"
-    if not found:
-        raise ValueError("is not of a log of changes; let nothing else write to the topic")
+    if not kinds:
+        raise ValueError("does not belong to a log of changes; let nothing else write to the topic")
     raise ValueError("is damaged, or of another version of persia")
 
 
@@ -105,11 +105,11 @@ def decode_record(value: bytes | None, offset: int) -> Record:
     """Decodes the value of a message that is a record.
 
     Args:
-        value: of the message.
-        offset: of the message.
+        value: value of the message.
+        offset: offset of the message.
 
     Raises:
-        ValueError: it is not one; says why, without naming the message.
+        ValueError: it is not a record; the text does not name the message.
     """
     if value is None or len(value) > MAX_RECORD_BYTES:
         raise ValueError("has no record, or one that is too long")

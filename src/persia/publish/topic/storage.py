@@ -1,4 +1,4 @@
-"""A topic of Kafka as the place of a log of changes."""
+"""Stores a log of changes in a topic of Kafka."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ CHUNK_BYTES = 768 << 10
 """Length of a chunk: below the default of `message.max.bytes`, 1,000,000, of librdkafka and brokers."""
 
 ENVELOPE_BYTES = 4096
-"""Space in a message beside the content of a file: path, headers, ..."""
+"""Space in a message for other data than the content of a file: path, headers, ..."""
 
 INLINE_BYTES = 16 << 10
 """Maximum length of a file whose content is in its record."""
 
 REFRESH_SECONDS = 30.0
-"""A writer looks so often which files there are, to tell new readers where to begin."""
+"""Interval at which a writer refreshes its index, to record from which offset new readers must read."""
 
 RENEW_SECONDS = 300.0
 """Files of an epoch are written again after this time, before the topic's retention deletes them."""
 
 TAIL = 32
-"""Number of messages at the end of the topic that a new reader looks at first."""
+"""Number of messages at the end of the topic that a new reader reads first."""
 
 
 class TopicStorage:
-    """Files in a topic; see `persia.publish.storage.LogStorage`. Begins to connect at once, in the background.
+    """Files in a topic; see `persia.publish.storage.LogStorage`. Connects in the background.
 
-    The first partition has a record of each file, and the contents of small ones. Contents of others are in chunks, in
-    the other partitions if there are any. A file is there once its record is. Every record has the offset of the oldest
-    one that still matters, so a new reader reads no more than from there on.
+    The first partition has a record of each file, and the contents of small files. Contents of other files are in
+    chunks, in the other partitions if there are any. A file exists once its record does. Every record has the offset of
+    the oldest record that still matters, from which a new reader starts.
 
     Args:
         url: see `parse_address`.
@@ -65,71 +65,71 @@ class TopicStorage:
         self.url = address.url
         self.problem = ""
         self._client = TopicClient(address)
-        most = address.settings.get("message.max.bytes", "")
-        self._chunk_bytes = max(1024, int(most) - ENVELOPE_BYTES) if most.isdecimal() else CHUNK_BYTES
+        limit = address.settings.get("message.max.bytes", "")
+        self._chunk_bytes = max(1024, int(limit) - ENVELOPE_BYTES) if limit.isdecimal() else CHUNK_BYTES
         self._index = TopicIndex()
         self._position: int | None = None
         """Offset up to which records have been read; None before the first."""
         self._last: TopicMessage | None = None
-        """The last message that was read. If another one is in its place, the topic was created again."""
+        """The last message that was read. If its offset has another message, the topic was recreated."""
         self._refreshed = 0.0
         self._partitions = 0
         self._renewed: dict[str, tuple[bytes, float]] = {}
-        """Files of epochs that this object has written, and when."""
+        """Files of epochs that this object has written, with the times of writing."""
 
     # --- read ---------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Reads new records. Messages that are none are refused: `problem` says why."""
+        """Reads new records. Rejects other messages; `problem` has the reason."""
         try:
             self._catch_up()
-        except DeletedMessageError:  # By retention, after the bounds were asked: there are others now.
+        except DeletedMessageError:  # Retention has deleted it since the bounds were read, so they have changed.
             self._catch_up()
 
     def _catch_up(self) -> None:
         low, high = self._client.bounds(0)
         if self._position is None or high < self._position or not self._read(self._position, low, high):
-            self._index.clear()  # It is new here, or the topic was created again.
+            self._index.clear()  # This is the first read, or the topic was recreated.
             self._position = self._last = None
             self._read(self._start(low, high), low, high)
         self._index.forget_before(low)
         self._refreshed = time.monotonic()
 
     def _read(self, position: int, low: int, high: int) -> bool:
-        """Reads the records from a position on. Returns False if the last message before it is not there any more."""
+        """Reads the records from a position on. Returns False if the last message before it no longer exists."""
         self.problem = ""
         begin, last = max(low, position), self._last
         if last is not None and low <= last.offset and begin < high:
             begin = last.offset
-        for message, found in self._records(begin, high):
+        for message, record in self._records(begin, high):
             if last is not None and message.offset <= last.offset:
                 if message != last:
                     return False
                 continue
-            if isinstance(found, str):
-                self.problem = self.problem or found
-            elif found is not None:
-                self._index.apply(message.offset, found)
+            if isinstance(record, str):
+                self.problem = self.problem or record
+            elif record is not None:
+                self._index.apply(message.offset, record)
             self._position, self._last = message.offset + 1, message
         self._position = high
         return True
 
     def _start(self, low: int, high: int) -> int:
-        """Returns the offset from which to read, so that all files are known."""
+        """Returns the offset from which to read to get all files."""
         tail = TAIL
         while (begin := max(low, high - tail)) > low:
-            found = [
+            offsets = [
                 record.begin
                 for _, record in self._records(begin, high)
                 if isinstance(record, FileRecord | RemovalRecord)
             ]
-            if found:
-                return max(low, min(found))
+            if offsets:
+                return max(low, min(offsets))
             tail *= 8
         return low
 
     def _records(self, begin: int, end: int) -> Iterator[tuple[TopicMessage, Record | str | None]]:
-        """Yields messages with their records; None for those of chunks, and why for those that are of no use."""
+        """Yields messages with their records; None for chunks, and the problem for invalid messages."""
         for message in self._client.messages(0, begin, end):
             try:
                 record = decode_record(message.value, message.offset) if kind_of(message.headers) == "record" else None
@@ -148,29 +148,28 @@ class TopicStorage:
 
     def size(self, path: str) -> int | None:
         """Returns the length of a file; None if there was no such file at the last refresh."""
-        found = self._index.get(path)
-        return None if found is None else found.size
+        record = self._index.get(path)
+        return None if record is None else record.size
 
     def head(self, path: str, begin: int, end: int) -> bytes:
         """Reads the bytes [begin, end) of a small file."""
-        found = self._found(path)
-        return bytes(self._content(path, found)[begin:end])
+        return bytes(self._content(path, self._file_record(path))[begin:end])
 
     def load(self, path: str, size: int) -> tuple[memoryview, int]:
         """Reads a file of `size` bytes; returns it with its CRC-32."""
-        data = self._content(path, self._found(path))
+        data = self._content(path, self._file_record(path))
         if len(data) != size:
             raise PublishError(f"{self.full(path)} has {len(data)} bytes instead of {size}.", path=path)
         return data, crc32(data)
 
-    def _found(self, path: str) -> FileRecord:
-        found = self._index.get(path)
-        if found is None:
+    def _file_record(self, path: str) -> FileRecord:
+        record = self._index.get(path)
+        if record is None:
             raise PublishError(f"Cannot read {self.full(path)}: it does not exist.", path=path)
-        return found
+        return record
 
     def _content(self, path: str, record: FileRecord) -> memoryview:
-        """Returns the content of a file, once its length and checksum have been checked."""
+        """Returns the content of a file, after checking its length and checksum."""
         if record.data is not None:  # Checked when the record was decoded.
             return memoryview(bytearray(record.data))
         chunks, partition = record.chunks, record.partition
@@ -221,7 +220,7 @@ class TopicStorage:
         """Writes or replaces a small file: readers see the old or the new one."""
         self._put(path, data)
         now = time.monotonic()
-        if path.count("/") == 1:  # Of an epoch, which has nothing newer of its kind.
+        if path.count("/") == 1:  # A file of an epoch, which no later file replaces.
             self._renewed[path] = data, now
         for other, (content, written) in list(self._renewed.items()):
             if now - written > RENEW_SECONDS:
@@ -240,12 +239,12 @@ class TopicStorage:
         self.remove("probe")
 
     def sync(self) -> None:
-        """No-op: what has been written is at all in-sync replicas."""
+        """No-op: all in-sync replicas have acknowledged the writes."""
 
     def remove(self, path: str) -> None:
-        """Has readers forget a file, or a directory and its contents. The topic's retention deletes the messages."""
+        """Removes a file, or a directory and its contents, for readers. The topic's retention deletes the messages."""
         self._renewed = {
-            other: found for other, found in self._renewed.items() if not f"{other}/".startswith(f"{path}/")
+            other: entry for other, entry in self._renewed.items() if not f"{other}/".startswith(f"{path}/")
         }
         self._record(RemovalRecord(path=path, begin=self._begin()))
 
@@ -260,7 +259,7 @@ class TopicStorage:
         return self._index.begin(self._position)
 
     def _partition(self, path: str) -> int:
-        """Returns the partition for the chunks of a file. A stream has one, so that its readers read little else."""
+        """Returns the partition for the chunks of a file. A stream has one, so that readers skip other streams."""
         self._partitions = self._partitions or self._client.partitions()
         if self._partitions == 1:
             return 0
@@ -281,11 +280,11 @@ def _chunks(buffers: Iterable[memoryview], size: int) -> Iterator[bytes]:
     """Yields bytes of buffers in chunks of `size`; the last one may be shorter."""
     data = bytearray()
     for buffer in buffers:
-        rest = buffer
-        while len(rest):
-            taken = rest[: size - len(data)]
-            data += taken
-            rest = rest[len(taken) :]
+        remaining = buffer
+        while len(remaining):
+            piece = remaining[: size - len(data)]
+            data += piece
+            remaining = remaining[len(piece) :]
             if len(data) == size:
                 yield bytes(data)
                 data.clear()
