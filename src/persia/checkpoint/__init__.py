@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors parts and a manifest. A crash during a save leaves the old checkpoint or the new one.
+"""Checkpoints: safetensors parts and a manifest. After a crash during a save, the old or the new checkpoint is valid.
 
 The format is specified in `docs/reference/checkpoint.md`. Torch is imported only for torch tensors.
 """

@@ -59,8 +59,8 @@ def diff(
     Raises:
         CheckpointError: a table has different dims, or a part is damaged.
     """
-    one, other = open(first, steps[0]), open(second, steps[1])
-    return [_compare(one, other, name, progress) for name in dict.fromkeys([*one.tables, *other.tables])]
+    a, b = open(first, steps[0]), open(second, steps[1])
+    return [_compare(a, b, name, progress) for name in dict.fromkeys([*a.tables, *b.tables])]
 
 
 def _compare(first: Checkpoint, second: Checkpoint, name: str, progress: Callable[[int], object]) -> TableDifference:
@@ -73,12 +73,12 @@ def _compare(first: Checkpoint, second: Checkpoint, name: str, progress: Callabl
             "dim can be compared.",
             table=name,
         )
-    shares = 1 + (len(a) + len(b)) * (8 + 4 * a.dim) // MEMORY_BYTES
+    passes = 1 + (len(a) + len(b)) * (8 + 4 * a.dim) // MEMORY_BYTES
     counts = np.zeros(4, np.int64)
     largest = distance = 0.0
-    for share in range(shares):
-        ids_a, rows_a = _share(a, share, shares, progress)
-        ids_b, rows_b = _share(b, share, shares, progress)
+    for number in range(passes):
+        ids_a, rows_a = _rows_of_pass(a, number, passes, progress)
+        ids_b, rows_b = _rows_of_pass(b, number, passes, progress)
         _, at_a, at_b = np.intersect1d(ids_a, ids_b, assume_unique=True, return_indices=True)
         gaps = rows_a[at_a] - rows_b[at_b]
         changed = (rows_a[at_a].view(np.uint32) != rows_b[at_b].view(np.uint32)).any(axis=1)
@@ -90,19 +90,19 @@ def _compare(first: Checkpoint, second: Checkpoint, name: str, progress: Callabl
     return TableDifference(name, only_a, only_b, same, different, largest, distance / different if different else 0.0)
 
 
-def _share(
-    rows: TableRows, share: int, shares: int, progress: Callable[[int], object]
+def _rows_of_pass(
+    rows: TableRows, number: int, passes: int, progress: Callable[[int], object]
 ) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
     ids = [np.empty(0, np.uint64)]
     embeddings = [np.empty((0, rows.dim), np.float32)]
-    told = seen = 0
+    reported = seen = 0
     for arrays in rows:
-        mine = arrays["ids"] * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)
-        chosen = mine % np.uint64(shares) == share
+        hashes = arrays["ids"] * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)
+        chosen = hashes % np.uint64(passes) == number
         ids.append(arrays["ids"][chosen])
         embeddings.append(arrays["embeddings"][chosen])
         seen += len(chosen)
-        so_far = seen * (share + 1) // shares - seen * share // shares
-        progress(so_far - told)
-        told = so_far
+        done = seen * (number + 1) // passes - seen * number // passes
+        progress(done - reported)
+        reported = done
     return np.concatenate(ids), np.concatenate(embeddings)

@@ -40,7 +40,7 @@ def export(
     A checkpoint of `torch.distributed.checkpoint` has `embedding_bags.<table>.weight`, float32 `[rows, dim]`, and
     `embedding_bags.<table>.ids`, int64 `[rows]`, the bits of the ids; with `state` also `.state`, float32
     `[rows, width]`, `.update_count` and `.last_step`, int64 `[rows]`. `persia.interop.torchrec.import_dcp` reads it
-    back. To write it takes memory for the largest table, and for a time disk space for all.
+    back. Writing it needs memory for the largest table, and temporarily disk space for all tables.
 
     Args:
         url: directory of checkpoints, or of one step.
@@ -48,7 +48,7 @@ def export(
         kind: "parquet": `<table>.parquet` with `id`, `embedding`, `update_count`, `last_step`; "npy":
             `<table>.ids.npy` and `<table>.embeddings.npy`, in the same order; "safetensors": `<table>.safetensors`
             with `ids` and `embeddings`, and with `state` also `state`, `update_count` and `last_step`; or "dcp": one
-            checkpoint of `torch.distributed.checkpoint`, see below.
+            checkpoint of `torch.distributed.checkpoint`, as described above.
         tables: tables to export; None for all.
         step: step to read; None for the latest.
         state: also write the optimizer state.

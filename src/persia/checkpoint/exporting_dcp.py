@@ -24,8 +24,8 @@ def write_dcp(
 ) -> list[str]:
     """Writes a checkpoint, and returns its files; see `persia.checkpoint.export`.
 
-    The rows of a table come in parts, but torch writes whole tensors: they are collected in files that are mapped into
-    memory.
+    The rows of a table are read in parts, but torch writes mappable tensors. The rows are therefore collected in
+    memory-mapped files.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -38,7 +38,7 @@ def write_dcp(
             tensors |= {f"embedding_bags.{name}.{key}": torch.from_numpy(array) for key, array in arrays.items()}
         written = Path(folder) / "dcp"
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # As asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # Due to `no_dist`.
             save(tensors, storage_writer=FileSystemWriter(written), no_dist=True)
         # The metadata names the other files, so it comes last.
         files = sorted(os.listdir(written), key=lambda file: file == ".metadata")
@@ -61,9 +61,9 @@ def _collected(
         columns |= {name: (name, np.int64, (count,)) for name in ("update_count", "last_step")}
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for key, (_, dtype, shape) in columns.items():
-        whole = np.prod(shape) > 0  # Nothing cannot be mapped.
+        mappable = np.prod(shape) > 0  # An empty file cannot be mapped.
         path = f"{prefix}.{key}"
-        arrays[key] = np.memmap(path, dtype, "w+", shape=shape) if whole else np.empty(shape, dtype)
+        arrays[key] = np.memmap(path, dtype, "w+", shape=shape) if mappable else np.empty(shape, dtype)
     at = 0
     for part in rows:
         end = at + len(part["ids"])

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint as typed records, and the names of its files.
 
 `docs/reference/checkpoint.md` is the specification. Input is untrusted: sizes are limited before anything is decoded,
-unknown fields are rejected, and so are numbers that contradict one another.
+unknown fields are rejected, and so are numbers that contradict each other.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Manifest(_Record, Generic[Document], frozen=True):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """The two fields that all versions of the format have."""
+    """The two fields that exist in all versions of the format."""
 
     format: str
     version: int
@@ -193,7 +193,7 @@ def file_name(name: str) -> str:
 
 
 def _signed(data: bytes) -> bytes:
-    """Replaces the checksum at the end of `data` by that of the bytes before it. An intact manifest stays the same."""
+    """Replaces the checksum at the end of `data` by the checksum of the bytes before it; no change if it is intact."""
     body = data.rpartition(b'"checksum"')[0]
     return body + f'"checksum": "{checksum_text(zlib.crc32(body))}"\n}}\n'.encode()
 

@@ -1,9 +1,9 @@
 """Packs nested Python values (states of optimizers, schedulers, scalers and RNGs) into tensors and a JSON tree.
 
 There is no pickle: unpacking cannot run code. Values come back exactly: tuples stay tuples, int keys stay ints, and
-NaN, infinities and -0.0 are kept. A value that cannot be kept exactly is rejected with its place.
+NaN, infinities and -0.0 are preserved. A value that cannot be preserved exactly is rejected; the error names its place.
 
-In the tree, None, bool, text, 64-bit ints and finite floats stand for themselves, and a list is an array. Any other
+In the tree, None, bool, text, 64-bit ints and finite floats are JSON values, and a list is an array. Any other
 value is an object with one key: `tuple`, `dict` and `ordered_dict` (list of pairs), `int` and `float` (as text), and
 `tensor`, `array`, `scalar` (numpy) and `bytes`, which name a tensor of the file.
 """

@@ -30,7 +30,7 @@ class PartReader:
 
     Args:
         storage: directory of checkpoints, or of one step.
-        prefix: of the paths of the step, relative to `storage`; empty if that is the directory of the step.
+        prefix: prefix of the step's paths, relative to `storage`; empty if `storage` is the directory of the step.
 
     Attributes:
         manifest: the manifest.
@@ -103,11 +103,11 @@ class PartReader:
         for name, (dtype, _) in ROW_ARRAYS.items():
             bits = views[name].dtype == "BF16"  # numpy has no such dtype
             array = (views[name]._replace(dtype="U16") if bits else views[name]).numpy()
-            found = "bfloat16" if bits else array.dtype.name
-            wanted = table.dtype if name == "embeddings" else dtype
-            if found != wanted or array.shape != shapes.get(name, (part.rows,)):
+            actual = "bfloat16" if bits else array.dtype.name
+            expected = table.dtype if name == "embeddings" else dtype
+            if actual != expected or array.shape != shapes.get(name, (part.rows,)):
                 raise CheckpointError(
-                    f"{self.full(part)}: {name} is {found} {list(array.shape)}, which contradicts the manifest. "
+                    f"{self.full(part)}: {name} is {actual} {list(array.shape)}, which contradicts the manifest. "
                     "Use another checkpoint.",
                     path=self.full(part),
                 )

@@ -25,8 +25,8 @@ from persia.types.values import Dtype, to_halves
 __all__ = ["ReshardOptions", "compact", "reshard"]
 
 PART_BYTES = 32 << 20
-MOST_SERVERS = 1 << 16
-"""The owner of an id is a uint16."""
+MAX_SERVERS = 1 << 16
+"""Limited by the owner of an id, which is a uint16."""
 Arrays = dict[str, NDArray[Any]]
 Progress = Callable[[int], object]
 
@@ -38,7 +38,7 @@ class ReshardOptions(NamedTuple):
         servers: number of embedding PSs to write parts for.
         tables: tables to include; None for all. A checkpoint of some tables can be read and given to
             `Trainer.load_rows`, but not resumed.
-        dtype: dtype of embeddings; None for that of each table. "float16" halves the size of float32 and keeps 3
+        dtype: dtype of embeddings; None for each table's own. "float16" halves the size of float32 and preserves 3
             digits, "bfloat16" 2.
         state: whether to include the optimizer state of rows. Prediction and warm starts do not need it.
     """
@@ -64,7 +64,7 @@ def reshard(
 
     Args:
         source: directory of checkpoints, or of one step.
-        target: another directory of checkpoints, to which the result is added.
+        target: another directory of checkpoints, to add the result to.
         options: properties of the result.
         step: step to read; None for the latest.
         progress: called with the number of rows after each part.
@@ -75,8 +75,8 @@ def reshard(
     Raises:
         CheckpointError: an argument is invalid, a part is damaged, a value exceeds the dtype, or writing failed.
     """
-    if not 1 <= options.servers <= MOST_SERVERS:
-        raise CheckpointError(f"Invalid servers = {options.servers}; expected 1 to {MOST_SERVERS}.", field="servers")
+    if not 1 <= options.servers <= MAX_SERVERS:
+        raise CheckpointError(f"Invalid servers = {options.servers}; expected 1 to {MAX_SERVERS}.", field="servers")
     reader = CheckpointReader(source, step)
     with CheckpointWriter(target, reader.manifest.global_step) as writer:
         if reader.path == writer.path:
@@ -86,11 +86,11 @@ def reshard(
         for table, declared in schema.resolved_tables().items():
             gaps = all_gaps.get(table, {})
             dtype = options.dtype or declared.dtype
-            moved = (
-                _moved(reader.path, table, arrays, gaps.get(shard, 0), options.state, dtype)
+            converted = (
+                _converted(reader.path, table, arrays, gaps.get(shard, 0), options.state, dtype)
                 for shard, arrays in reader.rows(table)
             )
-            with closing(ahead(_by_owner(table, moved, options.servers, progress))) as parts:
+            with closing(ahead(_by_owner(table, converted, options.servers, progress))) as parts:
                 for owner, arrays in parts:
                     writer.add_rows(table, owner * MOST_SHARDS, arrays)
         for part in reader.manifest.parts if options.tables is None else []:
@@ -106,18 +106,18 @@ def reshard(
 
 
 def compact(url: str | os.PathLike[str], step: int | None = None, *, progress: Progress = lambda _: None) -> str:
-    """Makes an incremental checkpoint a full one, in its place; those that add to it still do.
+    """Replaces an incremental checkpoint by a full one. Checkpoints that build on it remain valid.
 
     Args:
         url: directory of checkpoints.
-        step: which one; None for the latest.
-        progress: told the number of rows after each part.
+        step: step to read; None for the latest.
+        progress: called with the number of rows after each part.
 
     Returns:
-        Path of the checkpoint. One that is full already stays as it is.
+        Path of the checkpoint. A full checkpoint is not changed.
 
     Raises:
-        CheckpointError: a part is damaged, or writing failed; the checkpoint is then as it was.
+        CheckpointError: a part is damaged, or writing failed; the checkpoint is then unchanged.
     """
     reader = CheckpointReader(url, step)
     if reader.manifest.base is None:
@@ -143,7 +143,7 @@ def compact(url: str | os.PathLike[str], step: int | None = None, *, progress: P
 
 
 def _schema(reader: CheckpointReader, tables: Iterable[str] | None) -> Schema:
-    """The schema with the tables that are taken, each declared."""
+    """Returns the schema with the chosen tables, each declared."""
     known = reader.schema.resolved_tables()
     if tables is None:
         return reader.schema
@@ -162,8 +162,8 @@ def _of_servers(part: object) -> bool:
     return isinstance(part, StatePart) and part.name.startswith("server-")
 
 
-def _moved(path: str, table: str, arrays: Arrays, gap: int, state: bool, dtype: Dtype) -> Arrays:
-    """Rows with comparable stamps, in the dtype and with the state that are wanted."""
+def _converted(path: str, table: str, arrays: Arrays, gap: int, state: bool, dtype: Dtype) -> Arrays:
+    """Returns rows with comparable stamps, in the requested dtype, with or without state."""
     if gap:
         arrays["stamp"] = arrays["stamp"] + np.uint32(gap)
     if not state:
@@ -175,14 +175,14 @@ def _moved(path: str, table: str, arrays: Arrays, gap: int, state: bool, dtype: 
 
 
 def _by_owner(table: str, chunks: Iterator[Arrays], servers: int, progress: Progress) -> Iterator[tuple[int, Arrays]]:
-    """The same rows, sorted by PS, in parts of a good size."""
+    """Yields the rows by PS, in parts of about `PART_BYTES`."""
     waiting: list[list[Arrays]] = [[] for _ in range(servers)]
     sizes = [0] * servers
     for arrays in chunks:
         rows = len(arrays["ids"])
-        for owner, mine in _split(table, arrays, servers):
-            waiting[owner].append(mine)
-            sizes[owner] += sum(array.nbytes for array in mine.values())
+        for owner, part in _split(table, arrays, servers):
+            waiting[owner].append(part)
+            sizes[owner] += sum(array.nbytes for array in part.values())
             if sizes[owner] >= PART_BYTES:
                 yield owner, _joined(waiting[owner])
                 waiting[owner], sizes[owner] = [], 0

@@ -1,4 +1,4 @@
-"""Retention of checkpoints: keeps the newest, the best, and those that they build on."""
+"""Retention of checkpoints: keeps the newest, the best, and the checkpoints that they build on."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ class Retention(NamedTuple):
 
     Attributes:
         last: number of newest checkpoints to keep; None keeps all.
-        best: also keep the one with the highest score.
+        best: also keep the checkpoint with the highest score.
     """
 
     last: int | None = None
     best: bool = False
 
     def apply(self, storage: Storage, newest: int) -> None:
-        """Removes the other checkpoints before step `newest`, and incomplete ones of interrupted writers.
+        """Removes the other checkpoints before step `newest`, and incomplete checkpoints of interrupted writers.
 
         Raises:
-            CheckpointError: the storage failed, or the base of a kept checkpoint is unknown; then nothing is removed.
+            CheckpointError: the storage failed, or the base of a retained checkpoint is unknown; then nothing is
+                removed.
         """
         if self.last is None:
             return
@@ -37,16 +38,18 @@ class Retention(NamedTuple):
             (s for name in storage.names() if (s := parse_step(name)) is not None and s <= newest), reverse=True
         )
         complete = [step for step in steps if MANIFEST in storage.names(step_name(step))]
-        kept = set(complete[: self.last])
+        retained = set(complete[: self.last])
         if len(complete) > self.last:
             manifests = {step: _manifest(storage, step) for step in complete}
-            kept |= self._best(manifests)
-            kept |= {base for step in kept for base in _bases(manifests, step)}
+            retained |= self._best(manifests)
+            retained |= {base for step in retained for base in _bases(manifests, step)}
         for step in steps:
-            if step in kept or step == newest:
+            if step in retained or step == newest:
                 continue
             if step in complete:
-                storage.remove(f"{step_name(step)}/{MANIFEST}")  # First: a partial one must not count.
+                storage.remove(
+                    f"{step_name(step)}/{MANIFEST}"
+                )  # First: a partially removed checkpoint must not be complete.
             storage.remove(step_name(step))
 
     def _best(self, manifests: dict[int, _Manifest | None]) -> set[int]:
@@ -58,16 +61,16 @@ class Retention(NamedTuple):
 
 def _bases(manifests: dict[int, _Manifest | None], step: int) -> Iterator[int]:
     """Yields the existing steps that a checkpoint builds on."""
-    kept = step
+    retained = step
     while step in manifests:
         manifest = manifests[step]
         if manifest is None:
             raise CheckpointError(
-                f"The manifest of step {step}, which step {kept} builds on, is damaged, so the steps that it needs are "
-                "unknown. Remove both by hand if you do not need them.",
+                f"The manifest of step {step}, which step {retained} builds on, is damaged, so the steps that it needs "
+                "are unknown. Remove both by hand if you do not need them.",
                 step=step,
             )
-        if manifest.base is None or manifest.base.step >= step:  # A later base is damage, too.
+        if manifest.base is None or manifest.base.step >= step:  # A later base is also damage.
             return
         step = manifest.base.step
         yield step

@@ -45,5 +45,6 @@ def clock_gaps(reader: CheckpointReader) -> dict[str, dict[int, int]]:
                 shard = number * MOST_SHARDS + piece["shard"]
                 clocks.setdefault(piece["table"], {})[shard] = int(piece["values"][0])
     return {
-        table: {shard: max(found.values()) - clock for shard, clock in found.items()} for table, found in clocks.items()
+        table: {shard: max(shards.values()) - clock for shard, clock in shards.items()}
+        for table, shards in clocks.items()
     }

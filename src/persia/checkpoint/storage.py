@@ -1,7 +1,7 @@
 """File-system operations of checkpoints, local or remote (fsspec), with errors that name path and remedy.
 
-On local disks, files and the directories that hold them are synced. Object stores only need to make an object visible
-as a whole when its upload ends.
+On local disks, files and their directories are synced. Object stores must make an object visible only once its upload
+is complete.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class Storage:
         self._local = isinstance(fs, LocalFileSystem)
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
         self._directories = protocols.isdisjoint(OBJECT_STORES)
-        self._made: set[str] = set()
+        self._created: set[str] = set()
         self._changed: set[str] = set()  # Directories to sync.
         self._unsynced: list[str] = []
         self.between: Callable[[], object] = lambda: None
         fs.invalidate_cache()
 
     def refresh(self) -> None:
-        """Forgets listings, which some file systems keep."""
+        """Drops listings that some file systems cache."""
         self._fs.invalidate_cache()
 
     def full(self, path: str = "") -> str:
@@ -173,7 +173,7 @@ class Storage:
 
     def sync(self) -> None:
         """Syncs all files written so far and their directories, so that they survive a power failure (local disks)."""
-        with ThreadPoolExecutor(16) as pool:  # A disk syncs many small files in the time of one.
+        with ThreadPoolExecutor(16) as pool:  # A disk syncs many small files in about the time of one.
             list(pool.map(_sync, self._unsynced))
         self._unsynced.clear()
         for directory in sorted(self._changed, reverse=True):
@@ -181,9 +181,9 @@ class Storage:
         self._changed.clear()
 
     def probe(self) -> None:
-        """Creates the directory if there is none, and writes and removes a file, to see whether that is possible."""
+        """Checks that the directory can be written, by writing and removing a file; creates it if it does not exist."""
         name = f".probe-{secrets.token_hex(8)}"
-        self.put(name, b"A file of a moment: persia tries whether it can write here.\n")
+        self.put(name, b"Temporary file: persia checks that it can write to this directory.\n")
         self.remove(name)
 
     def remove(self, path: str) -> None:
@@ -195,14 +195,14 @@ class Storage:
         parent = self.full(path).rpartition("/")[0] or "/"
         if self._local:
             self._changed.add(parent)
-        if parent in self._made or not self._directories:
+        if parent in self._created or not self._directories:
             return
         missing = parent
         while self._local and not os.path.isdir(missing):
             missing = missing.rpartition("/")[0] or "/"
             self._changed.add(missing)
         self._fs.makedirs(parent, exist_ok=True)
-        self._made.add(parent)
+        self._created.add(parent)
 
 
 def _slices(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -246,37 +246,37 @@ _T = TypeVar("_T")
 def ahead(items: Iterator[_T]) -> Generator[_T, None, None]:
     """Iterates over items while another thread prepares the next one."""
     done = object()
-    handed: queue.Queue[Any] = queue.Queue(1)
-    room = threading.Semaphore(0)  # At most two items are in memory.
+    handoff: queue.Queue[Any] = queue.Queue(1)
+    slots = threading.Semaphore(0)  # At most two items are in memory.
     stopped = threading.Event()
     failure: list[BaseException] = []
 
     def run() -> None:
         try:
             for item in items:
-                handed.put(item)
+                handoff.put(item)
                 del item
-                room.acquire()
+                slots.acquire()
                 if stopped.is_set():
                     return
         except BaseException as error:
             failure.append(error)
         finally:
-            handed.put(done)
+            handoff.put(done)
 
     thread = threading.Thread(target=run, name="persia-checkpoint-rows", daemon=True)
     thread.start()
     try:
-        while (item := handed.get()) is not done:
-            room.release()
+        while (item := handoff.get()) is not done:
+            slots.release()
             yield item
             del item
     finally:
         stopped.set()
-        room.release()
-        while thread.is_alive():  # It may be about to hand over another item, or the end.
+        slots.release()
+        while thread.is_alive():  # It may be about to put another item, or the end.
             with suppress(queue.Empty):
-                handed.get_nowait()
+                handoff.get_nowait()
             thread.join(0.01)
     if failure:
         raise failure[0]

@@ -96,7 +96,7 @@ class TensorView(NamedTuple):
         try:
             return np.frombuffer(data, np.dtype(name).newbyteorder("<")).reshape(self.shape)
         except ValueError as error:
-            raise CheckpointError(f"A tensor of shape {self.shape} cannot be: {error}.", shape=self.shape) from None
+            raise CheckpointError(f"Invalid tensor of shape {self.shape}: {error}.", shape=self.shape) from None
 
     def torch(self) -> torch.Tensor:
         """Returns a torch CPU tensor on the same memory."""
@@ -111,7 +111,7 @@ class TensorView(NamedTuple):
                 return torch.empty(self.shape, dtype=dtype)
             return torch.frombuffer(self._aligned(size), dtype=dtype).reshape(self.shape)
         except (ValueError, RuntimeError, TypeError) as error:
-            raise CheckpointError(f"A tensor of shape {self.shape} cannot be: {error}.", shape=self.shape) from None
+            raise CheckpointError(f"Invalid tensor of shape {self.shape}: {error}.", shape=self.shape) from None
 
     def _aligned(self, size: int) -> memoryview:
         address = np.frombuffer(self.data, np.uint8).ctypes.data if len(self.data) else 0
@@ -125,7 +125,7 @@ def is_torch(value: object) -> bool:
 
 
 def view(value: Value, where: str) -> TensorView:
-    """Returns a view of an array or tensor. Copies unless it is contiguous, little-endian and in CPU memory.
+    """Returns a view of an array or tensor. Copies the value unless it is contiguous, little-endian and in CPU memory.
 
     Args:
         value: numpy array or strided torch tensor.
@@ -169,7 +169,7 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[b
         tensors: safetensors name of the dtype, and shape, by name.
 
     Returns:
-        The first bytes of the file, and by tensor, in their order, the position of its first byte in the file.
+        The first bytes of the file, and the position of each tensor's first byte in the file, by name and in order.
 
     Raises:
         CheckpointError: there are too many tensors.
@@ -185,7 +185,7 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[b
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{len(tensors)} tensors are too many for one file; divide them.", tensors=len(tensors))
+        raise CheckpointError(f"{len(tensors)} tensors are too many for one file; split them.", tensors=len(tensors))
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + entry.data_offsets[0] for name, entry in entries.items()}
 

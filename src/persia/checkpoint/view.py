@@ -60,7 +60,7 @@ class TableRows:
         """Looks up rows by reading all parts.
 
         Returns:
-            Whether each id was found, bool `[n]`; and embeddings, float32 `[n, dim]`, zero if not found.
+            Whether each id has a row, bool `[n]`; and embeddings, float32 `[n, dim]`, zero without a row.
         """
         ids = np.asarray(ids, np.uint64)
         found = np.zeros(len(ids), np.bool_)
@@ -69,9 +69,9 @@ class TableRows:
             order = np.argsort(arrays["ids"])
             at = np.searchsorted(arrays["ids"], ids, sorter=order)
             rows = order[np.minimum(at, len(order) - 1)]
-            here = arrays["ids"][rows] == ids
-            found |= here
-            embeddings[here] = arrays["embeddings"][rows[here]]
+            hits = arrays["ids"][rows] == ids
+            found |= hits
+            embeddings[hits] = arrays["embeddings"][rows[hits]]
         return found, embeddings
 
     def arrow(self, state: bool = False) -> pa.RecordBatchReader:

@@ -73,8 +73,9 @@ class CheckpointWriter:
         url: directory of checkpoints: a path, or any URL that fsspec supports.
         step: global step; names the directory. An existing checkpoint of the step stays valid until `commit` replaces
             it. Incomplete files of an interrupted writer are removed.
-        keep_last: number of newest checkpoints to keep at `commit`, with those that they build on; None keeps all.
-        keep_best: also keep the one with the highest `score`.
+        keep_last: number of newest checkpoints to keep at `commit`, with the checkpoints that they build on; None keeps
+            all.
+        keep_best: also keep the checkpoint with the highest `score`.
 
     Attributes:
         content: random identifier of the contents, for checkpoints that build on this one.
@@ -243,7 +244,7 @@ class CheckpointWriter:
             created=datetime.now(UTC),
             global_step=step,
             span=(step, step) if span is None else span,
-            base=self._checked(base),
+            base=self._checked_base(base),
             tables=self._table_records(schema, optimizer),
             parts=self._parts,
             schema=_builtins(schema, "schema"),
@@ -253,7 +254,7 @@ class CheckpointWriter:
         )
         self.content = manifest.content
         data = encode_manifest(manifest)
-        self._guarded(self._storage.sync)
+        self._abort_on_error(self._storage.sync)
         try:
             self._storage.put(f"{self._name}/{MANIFEST}", data)
         except CheckpointError:
@@ -261,8 +262,8 @@ class CheckpointWriter:
                 self.abort()
             raise
         finally:
-            self._open = False  # The files stay from here on: a failed call may have taken effect.
-        if content is None:  # Else the contents are not newer than before.
+            self._open = False  # From here on the files stay, as a failed call may have taken effect.
+        if content is None:  # Otherwise the contents are not newer.
             self._storage.put(LATEST, f"{self._name}\n".encode())
         self._prune()
         return self.path
@@ -301,10 +302,10 @@ class CheckpointWriter:
         if size > MAX_PART_BYTES:
             raise CheckpointError(f"{path} would have {size} bytes, more than {MAX_PART_BYTES}; split it.", path=path)
         path = self._base + path
-        size, crc = self._guarded(lambda: self._storage.write(f"{self._name}/{path}", buffers))
+        size, crc = self._abort_on_error(lambda: self._storage.write(f"{self._name}/{path}", buffers))
         return {"path": path, "bytes": size, "checksum": checksum_text(crc)}
 
-    def _guarded(self, call: Callable[[], _T]) -> _T:
+    def _abort_on_error(self, call: Callable[[], _T]) -> _T:
         """Aborts the checkpoint if a write fails."""
         try:
             return call()
@@ -324,7 +325,7 @@ class CheckpointWriter:
         if not self._open:
             raise CheckpointError(f"The writer of {self.path} is closed; make a new one.", path=self.path)
 
-    def _checked(self, base: Base | None) -> Base | None:
+    def _checked_base(self, base: Base | None) -> Base | None:
         if base is not None and base.step >= self._step:
             raise CheckpointError(f"{self.path} cannot add to the later step {base.step}.", path=self.path)
         return base
@@ -337,8 +338,8 @@ class CheckpointWriter:
         tables = schema.resolved_tables()
         for name, (dim, _, _) in self._tables.items():
             if name not in tables or tables[name].dim != dim:
-                found = f"has dim {tables[name].dim}" if name in tables else "does not exist"
-                raise CheckpointError(f"Rows of table {name!r} have dim {dim}; in the schema it {found}.", table=name)
+                actual = f"has dim {tables[name].dim}" if name in tables else "does not exist"
+                raise CheckpointError(f"Rows of table {name!r} have dim {dim}; in the schema it {actual}.", table=name)
         records: dict[str, TableRecord] = {}
         for name, table in tables.items():
             parts = [part for part in self._parts if isinstance(part, RowsPart) and part.table == name]
@@ -412,9 +413,7 @@ def _builtins(value: Any, field: str) -> dict[str, Any]:
     try:
         result = msgspec.to_builtins(value)
     except (TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{field} holds something that is not JSON: {error}. Use add_state.", field=field
-        ) from None
+        raise CheckpointError(f"{field} has a value that is not JSON: {error}. Use add_state.", field=field) from None
     if not isinstance(result, dict):
         raise CheckpointError(f"{field} is a {type(value).__name__}; give a dict or a record.", field=field)
     return result
