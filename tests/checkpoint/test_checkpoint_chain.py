@@ -189,7 +189,7 @@ def test_a_link_cannot_add_to_itself(tmp_path: Path) -> None:
     assert read(CheckpointReader(tmp_path)) == {1: 1.0}
 
 
-def test_nothing_is_removed_while_it_is_not_known_what_kept_ones_add_to(
+def test_nothing_is_removed_while_bases_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A store that does not let itself be read just now, or never: the full checkpoint is all that the others have."""

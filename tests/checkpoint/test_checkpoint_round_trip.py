@@ -85,7 +85,7 @@ def test_order_and_memory_layout_of_input_do_not_matter(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], array, strict=True)
 
 
-def test_the_safetensors_library_reads_parts_and_we_read_its_files(tmp_path: Path) -> None:
+def test_parts_are_compatible_with_the_safetensors_library(tmp_path: Path) -> None:
     tensors = {
         "odd": torch.arange(3, dtype=torch.int8),
         "half": torch.randn(2, 2, dtype=torch.bfloat16),

@@ -133,7 +133,7 @@ progress = false
 """
 
 
-def test_predictions_are_in_the_order_of_the_source_however_training_shuffles(tmp_path):
+def test_predictions_are_in_source_order_despite_shuffling(tmp_path):
     items = np.repeat(np.arange(6), 50)
     pq.write_table(pa.table({"item": items, "label": items % 2}), tmp_path / "clicks.parquet")
     config = tmp_path / "run.toml"

@@ -193,7 +193,7 @@ def test_another_run_is_inherited(tmp_path, trained):
         Recipe(config(tmp_path / "base"), str(tmp_path / "base"))
 
 
-def test_a_day_that_the_inherited_run_has_trained_is_trained_again(tmp_path, trained):
+def test_a_day_of_the_inherited_run_is_trained_again(tmp_path, trained):
     run = Run(tmp_path).train(1, 1, inherit=trained(1).output)
     (record,) = run.recipe.records
     assert record.global_step - record.step == 6

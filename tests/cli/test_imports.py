@@ -77,7 +77,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_mode_of_the_working_directory_trains_resumes_and_is_evaluated(folder, persia):
+def test_a_mode_of_the_working_directory_trains_and_resumes(folder, persia):
     persia(INSTALLED, "train", "run.toml", "--output", "out", "--json", "one.json", folder=folder)
     assert json.loads((folder / "one.json").read_text())["global_step"] == 5  # Ten batches, in pairs.
     more = ("--set", "train.epochs=2", "--json", "two.json")

@@ -51,7 +51,7 @@ class Net(nn.Module):
 """
 
 
-def test_a_class_of_ones_own_is_found_beside_the_configuration_first(tmp_path, monkeypatch):
+def test_a_user_class_is_looked_up_next_to_the_configuration(tmp_path, monkeypatch):
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "my_net.py").write_text(MODEL)
     (tmp_path / "my_net.py").write_text("wrong = 1")

@@ -65,7 +65,7 @@ def run(*arguments):
     return GIVEN[0] if GIVEN else result.output
 
 
-def test_fields_that_are_not_given_have_the_defaults_of_the_record():
+def test_missing_fields_have_the_defaults_of_the_record():
     assert run("hall") == ("hall", Lamp(), 1)
 
 

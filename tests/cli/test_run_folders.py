@@ -86,7 +86,7 @@ def test_each_run_gets_a_folder_and_latest_leads_to_the_last_one(project):
     assert os.listdir() == []
 
 
-def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(project, monkeypatch):
+def test_runs_of_the_same_second_have_their_own_folders(project, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda layout: "2026-11-27-142530")
     made = [RunFolder(str(project / "run.toml")).path.name for _ in range(3)]
     assert made == ["2026-11-27-142530", "2026-11-27-142530-2", "2026-11-27-142530-3"]
@@ -102,7 +102,7 @@ def test_a_resumed_run_stays_in_its_folder_though_latest_moves(project):
     assert list_checkpoints(latest)[-1].step == 2
 
 
-def test_a_run_that_saves_nothing_leaves_no_folder_and_latest_as_it_was(project):
+def test_a_run_that_saves_nothing_leaves_no_folder(project):
     def broken(*arguments, **options):
         assert os.readlink(project / "runs" / "run" / "latest") != first
         raise ConfigError("It broke before the first checkpoint.")
@@ -140,7 +140,7 @@ def test_a_file_named_latest_stays(project):
 # --- a directory that holds a run ---------------------------------------------------------------------------------
 
 
-def test_the_refusal_of_a_run_that_can_continue_names_lines_that_work(project):
+def test_the_refusal_of_a_resumable_run_names_working_commands(project):
     persia("train", project / "run.toml", "--output", "out", "--set", "train.max_steps=2")
     text = persia("train", project / "run.toml", "--output", "out", "--set", "train.max_steps=1", ok=False)
     assert "out holds another run, trained to step 2" in text
@@ -163,7 +163,7 @@ def test_the_refusal_of_a_run_that_can_continue_names_lines_that_work(project):
         ("[mode]", '[optimizer]\nkind = "sgd"\n[mode]', "SGD"),
     ],
 )
-def test_the_refusal_of_a_run_that_cannot_continue_names_lines_that_work(project, old, new, why):
+def test_the_refusal_of_other_runs_names_working_commands(project, old, new, why):
     persia("train", project / "run.toml", "--output", "out")
     assert old in CONFIG
     (project / "run.toml").write_text(CONFIG.replace(old, new))
@@ -225,7 +225,7 @@ def test_overwrite_keeps_the_run_if_training_cannot_begin(project):
         ("--set", "trainer.keep_best=auc"),
     ],
 )
-def test_an_output_that_cannot_be_written_is_found_before_the_data_are_opened(project, words):
+def test_an_unwritable_output_is_found_before_data_are_opened(project, words):
     Path("file").write_text("mine")
     Path("folder").mkdir()
     with mock.patch.object(RunConfig, "reader", side_effect=AssertionError("the data are opened")):
@@ -273,7 +273,7 @@ def test_import_tries_its_directory_before_it_reads_rows(project):
 # --- paths and options --------------------------------------------------------------------------------------------
 
 
-def test_paths_of_a_file_are_relative_to_it_and_those_of_the_command_line_are_not(project):
+def test_paths_in_a_file_are_relative_to_the_file(project):
     (project / "run.toml").write_text(
         """
 [data]
@@ -333,7 +333,7 @@ def test_sections_of_the_wrong_type_are_refused_by_name(project, text):
     assert "run.toml" in persia("train", project / "run.toml", ok=False)
 
 
-def test_a_dumped_configuration_reads_the_same_files_from_anywhere(project):
+def test_a_dumped_configuration_reads_the_same_files(project):
     dumped = persia("train", project / "run.toml", "--dump-config")
     Path("dumped.toml").write_text(dumped)
     assert persia("train", "dumped.toml", "--dump-config") == dumped
@@ -363,7 +363,7 @@ def config_of(data, evaluation):
     return run.eval_data.options
 
 
-def test_eval_data_inherit_how_columns_are_read_and_not_which_rows():
+def test_eval_data_inherit_columns_but_not_rows():
     columns = {"rename": {"click": "clicked"}, "fill": {"price": 0.0}, "where": "click is not None", "day": "day"}
     rows = {"split": {"part": "train", "test": 0.1}, "shuffle_rows": 1000, "drop_last": True, "shard": [0, 2]}
     data = {"kind": "csv", "path": "a.csv", "options": columns | rows}

@@ -60,7 +60,7 @@ def served(ready, *arguments, cwd=None):
 
 
 @pytest.mark.processes
-def test_a_server_answers_what_the_trainer_predicts_and_ends_with_sigterm(tmp_path):
+def test_a_server_predicts_as_the_trainer_until_sigterm(tmp_path):
     url = str(tmp_path / "log")
     data = persia.data.synthetic(600, id_features=2, dense_features=2, dim=4, batch_size=200)
     torch.manual_seed(0)

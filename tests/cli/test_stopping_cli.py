@@ -81,7 +81,7 @@ def config_of(tmp_path, rows, mode="sync"):
 
 
 @pytest.mark.parametrize(("number", "status", "mode"), [(signal.SIGINT, 130, "sync"), (signal.SIGTERM, 143, "gba")])
-def test_a_training_command_saves_and_prints_the_command_that_resumes(number, status, mode, tmp_path, forks):
+def test_a_stopped_command_saves_and_prints_how_to_resume(number, status, mode, tmp_path, forks):
     config = config_of(tmp_path, ENDLESS, mode)
     words = ["-m", "persia", "train", config, "--output", "out dir", "--set", "train.max_steps=1000000"]
     out = tmp_path / "out dir"
@@ -152,7 +152,7 @@ class Net(persia.nn.models.FFNN):
 """A network that says when it has trained two batches."""
 
 
-def test_a_command_without_a_directory_saves_in_a_folder_of_its_own(tmp_path, forks):
+def test_a_command_without_a_directory_saves_in_its_own_folder(tmp_path, forks):
     config = config_of(tmp_path, ENDLESS).replace("run.toml", "bare.toml")
     text = (tmp_path / "run.toml").read_text().replace("checkpoint_every_steps = 5", "")
     (tmp_path / "bare.toml").write_text(text + '\n[model]\nkind = "begun:Net"\noptions = { hidden = [4] }\n')
@@ -175,7 +175,7 @@ def program(forks, tmp_path, directory="out", mode="persia.modes.Sync()", blocks
 
 
 @pytest.mark.parametrize("mode", ["persia.modes.Sync()", "persia.modes.Gba(20)"])
-def test_a_program_ends_with_the_status_of_the_signal_and_prints_the_line_that_resumes(mode, tmp_path, forks):
+def test_a_program_ends_with_the_signal_and_prints_how_to_resume(mode, tmp_path, forks):
     with program(forks, tmp_path, mode=mode) as running:
         running.until((tmp_path / "begun").exists, "batch 40 is read")
         running.signal(signal.SIGINT)

@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_lists_are_tried_in_all_combinations_and_the_best_is_kept(folder):
+def test_lists_are_tried_in_all_combinations(folder):
     sweep = '[sweep.values]\n"optimizer.lr" = [1e-3, 1e-9]\n"embedding_optimizer.lr" = [0.5, 1e-9]\n'
     (folder / "run.toml").write_text(CONFIG + sweep)
     output = persia("train", "run.toml", "--sweep", "--output", "out", "--json", "all.json")
@@ -58,7 +58,7 @@ def test_lists_are_tried_in_all_combinations_and_the_best_is_kept(folder):
     assert "out is not empty" in persia("train", "run.toml", "--sweep", "--output", "out", ok=False)
 
 
-def test_a_model_of_the_users_own_is_kept_beside_the_best_configuration(folder):
+def test_a_user_model_is_copied_next_to_the_best_configuration(folder):
     (folder / "mine").mkdir()
     (folder / "mine" / "swept_model.py").write_text(
         "from persia.nn.models import FFNN\n\n\nclass Own(FFNN):\n    pass\n"

@@ -98,7 +98,7 @@ def test_a_change_of_the_batch_size_names_both_ways(resume, tmp_path, capfd):
     assert resume("--set", "data.batch_size=20", "--restart-data")[1:] == (80, 11)
 
 
-def test_continual_that_has_nothing_left_says_so_in_its_last_line(config, tmp_path):
+def test_continual_with_nothing_left_says_so_in_its_last_line(config, tmp_path):
     folder = str(tmp_path / "days")
     persia("continual", config, "--days", "0..0", "--output", folder)
     printed = persia("continual", config, "--days", "0..0", "--output", folder)

@@ -206,7 +206,7 @@ def test_items_that_are_no_batches_are_refused(item, mode):
         list(trainer.predict([batch(), item, batch()]))
 
 
-def test_items_of_a_torch_data_loader_and_of_prefetch_are_refused():
+def test_items_of_torch_data_loaders_and_prefetch_are_refused():
     tuples = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8), torch.zeros(8)), batch_size=4)
     with pytest.raises(DataError, match="The data yielded a list"):
         make_trainer().fit(tuples)
@@ -268,7 +268,7 @@ def test_a_model_must_return_logits_by_batch_and_label(wrong, model, mode):
         list(trainer.predict([batch()]))
 
 
-def test_predictions_of_data_without_labels_have_rows_and_columns():
+def test_predictions_of_unlabelled_data_have_rows_and_columns():
     unlabelled = persia.Batch.from_columns(SCHEMA, {"a": np.arange(4)}, require_labels=False)
     assert next(make_trainer().predict([unlabelled])).shape == (4, 2)
     with pytest.raises(

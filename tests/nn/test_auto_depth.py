@@ -178,7 +178,7 @@ def test_it_returns_to_a_step_in_flight_when_that_saves_more(seed):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_slow_ps_is_no_reason_to_leave_the_order_of_sync_and_return_again(seed):
+def test_a_slow_ps_does_not_make_auto_leave_sync_and_return(seed):
     """Border of 15 %: it may be on either side, and changes at most once in 8 windows."""
     worker = Worker(Hybrid("auto", warmup=0), seed=seed)
     worker.train(120, lookup=0.08, push=0.08)

@@ -9,7 +9,7 @@ from persia.nn.channel import Channel, Closed, get_or_idle
 DEADLINE = 10.0
 
 
-def test_demand_is_there_while_somebody_waits_and_nothing_is_inside():
+def test_there_is_demand_while_a_consumer_waits_for_an_item():
     channel = Channel(1)
     with ThreadPoolExecutor(2) as threads:
         demand = threads.submit(channel.await_demand)

@@ -185,7 +185,7 @@ def test_unbounded_staleness_runs_ahead():
     assert embeddings.staleness.max == 39
 
 
-def test_leaving_the_loop_early_stops_all_threads_and_applies_what_was_computed():
+def test_leaving_the_loop_early_applies_computed_gradients():
     embeddings = collection(mode=Hybrid(4, warmup=0))
     before = set(threading.enumerate())
     for number, batch in enumerate(embeddings.prefetch(make_batches(50))):
@@ -311,7 +311,7 @@ def test_a_second_training_pass_at_once_is_refused():
     first.close()
 
 
-def test_a_bad_batch_surfaces_with_its_origin_and_earlier_ones_are_trained():
+def test_a_bad_batch_names_its_origin_after_earlier_ones_trained():
     embeddings = collection()
     batches = make_batches(4)
     bad = Batch(
@@ -420,7 +420,7 @@ def test_torch_dataloader_workers(context):
     assert embeddings.global_step == 12
 
 
-def test_per_table_optimizers_and_two_collections_live_side_by_side():
+def test_two_collections_with_per_table_optimizers_coexist():
     schema = persia.Schema(
         [persia.IdFeature("a", dim=2), persia.IdFeature("b", dim=5)],
         labels=["y"],
@@ -436,7 +436,7 @@ def test_per_table_optimizers_and_two_collections_live_side_by_side():
     np.testing.assert_array_equal(row(one, "b", 0), -np.ones(5, np.float32))
 
 
-def test_batches_without_prefetch_before_a_loop_do_not_hold_its_gate():
+def test_batches_without_prefetch_do_not_hold_the_gate_of_a_loop():
     embeddings = collection(mode=Sync(), accumulation_steps=3, timeout=20)
     for batch in make_batches(2):
         flat(embeddings(batch)).sum().backward()
@@ -458,7 +458,7 @@ def test_a_batch_abandoned_by_an_error_is_no_step():
     assert embeddings.global_step == 4
 
 
-def test_a_failed_push_before_leaving_early_surfaces_at_the_next_call(monkeypatch):
+def test_a_failed_push_before_leaving_is_raised_by_the_next_call(monkeypatch):
     embeddings = collection()
 
     def broken(*_):

@@ -96,7 +96,7 @@ def test_an_nn_worker_with_a_gpu_does_not_train_on_the_cpu(gpus, device):
     assert raised.value.fields["field"] == "device"
 
 
-def test_the_trainer_of_a_cluster_refuses_idle_gpus_before_it_starts_processes():
+def test_the_trainer_of_a_cluster_refuses_idle_gpus_first():
     class Processes:
         gpus = 0.5
 
@@ -239,7 +239,7 @@ def test_a_large_array_of_any_kind_is_copied(dtype):
         np.testing.assert_array_equal(copied_array(one, pool).numpy(), one)
 
 
-def test_the_host_shares_writable_arrays_and_copies_read_only_ones():
+def test_the_host_shares_writable_and_copies_read_only_arrays():
     shared, read_only = np.ones(3, np.float32), np.ones(3, np.float32)
     read_only.flags.writeable = False
     tensors, _ = CpuStaging().to_device({"shared": shared, "read_only": read_only})

@@ -34,7 +34,7 @@ def test_sequences_that_do_not_fit_name_their_shape_and_bytes():
 
 @pytest.mark.parametrize("count", [65_536, 65_537])
 @pytest.mark.parametrize("cluster", [None, Several(3)])
-def test_distinct_ids_at_the_limit_of_narrow_indices_reach_their_rows(count, cluster):
+def test_ids_at_the_limit_of_narrow_indices_reach_their_rows(count, cluster):
     schema = Schema([IdFeature("item", dim=1)])
     embeddings = collection(schema, cluster=cluster)
     ids = np.arange(count, dtype=np.uint64) * np.uint64(2**47 + 1)

@@ -137,7 +137,7 @@ def test_one_thread_reads_and_none_looks_up_or_pushes(mode, background):
     assert background() == []
 
 
-def test_rows_elsewhere_on_disk_or_with_a_depth_are_looked_up_ahead(tmp_path):
+def test_remote_or_disk_rows_or_a_depth_mean_lookups_ahead(tmp_path):
     spilling = schema(capacity=1000, spill=str(tmp_path), memory_rows=100)
     for cluster, declared, mode in [
         (Elsewhere(), schema(), Sync()),
@@ -220,7 +220,7 @@ class Late:
 
 @pytest.mark.parametrize("error", [None, OSError("disk on fire")])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_end_and_an_error_of_the_loader_come_after_its_last_batch(depth, error, background):
+def test_end_and_errors_of_the_loader_follow_its_last_batch(depth, error, background):
     declared = schema()
     embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), mode=Hybrid("auto", warmup=0))
     embeddings.gate.depth, trained = depth, 0
@@ -302,7 +302,7 @@ def test_evaluation_looks_up_ahead_where_cores_are_spare(cluster, cores, monkeyp
 
 
 @pytest.mark.parametrize("endless", [False, True])
-def test_an_error_of_the_loader_that_looks_like_ours_is_not_taken_for_it(endless):
+def test_an_error_of_the_loader_is_not_mistaken_for_ours(endless):
     declared, error = schema(), TimeoutError("the socket")
     embeddings = EmbeddingCollection(declared, optimizer=SGD(lr=0.1), mode=Sync())
     with pytest.raises(TimeoutError) as caught:
@@ -396,7 +396,7 @@ def clock(monkeypatch):
     ("work", "cores", "waited"),
     [(0.4, 1.0, 0.4), (0.4, 4.0, 0.0), (0.4, 3.0, 0.25), (0.1, 3.0, 0.1), (0.4, 5.0, 0.0)],
 )
-def test_work_of_the_training_thread_counts_as_far_as_cores_are_idle(clock, work, cores, waited):
+def test_training_thread_work_counts_as_far_as_cores_are_idle(clock, work, cores, waited):
     window = Window(accumulation=1)
     for _ in range(10):
         clock.spend(1.0, cores)
@@ -426,7 +426,7 @@ def test_auto_goes_ahead_where_that_is_faster_and_stays(clock):
     assert windows(clock, Hybrid("auto", warmup=0), 1.0, 0.6, 20) == [1] * 20
 
 
-def test_auto_comes_back_where_it_is_not_and_tries_again_much_later(clock):
+def test_auto_returns_if_it_is_slower_and_retries_much_later(clock):
     depths = windows(clock, Hybrid("auto", warmup=0), 1.0, 0.95, 70)
     assert depths[:3] == [1, 0, 0]
     assert sum(depths) == 2
@@ -473,14 +473,14 @@ def test_another_mode_does_not_inherit_what_was_measured():
     assert Hybrid("auto", warmup=0).next_depth(0, raised) == 1
 
 
-def test_the_depth_of_an_earlier_run_is_restored_but_in_one_thread():
+def test_the_depth_is_restored_except_in_the_training_thread():
     for near, mode, depth in [(False, Hybrid("auto"), 3), (True, Hybrid("auto"), 0), (False, Hybrid(2), 2)]:
         found = StalenessGate(mode, 1, near)
         found.restore(3)
         assert found.depth == depth
 
 
-def test_auto_begins_in_the_training_thread_only_with_rows_in_memory():
+def test_auto_starts_in_the_training_thread_with_rows_in_memory():
     assert StalenessGate(Hybrid("auto"), 1, near=True).depth == 0
     assert StalenessGate(Hybrid("auto"), 1).depth == 1
     assert StalenessGate(Hybrid(4), 1, near=True).depth == 4

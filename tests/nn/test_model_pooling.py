@@ -172,13 +172,13 @@ def ahead_of(dims):
     return rows, Expander(schema, torch.device("cpu")).ahead(arrays, inverse, dict.fromkeys(dims))
 
 
-def test_what_the_network_changes_in_place_is_pooled_anew_by_the_next_call():
+def test_embeddings_changed_in_place_are_pooled_again():
     rows, ahead = ahead_of({"a": 2})
     ahead.embeddings()["a"].relu_().mul_(5)
     assert torch.equal(ahead.embeddings()["a"], rows["a"][[0, 3, 3]])
 
 
-def test_only_tables_of_the_loss_get_gradients_and_those_of_two_losses_are_added_up():
+def test_only_tables_of_the_loss_get_gradients_which_add_up():
     _, ahead = ahead_of({"a": 2, "b": 3, "c": 2})
     first, second = ahead.embeddings(), ahead.embeddings()
     (first["a"].sum() + 2 * second["a"].sum() + second["c"].sum()).backward()
@@ -230,7 +230,7 @@ def test_gradients_are_freed_once_they_are_summed():
     assert made[0]() is None
 
 
-def test_a_gradient_that_is_changed_before_it_is_summed_is_an_error():
+def test_a_gradient_that_is_changed_before_its_sum_is_an_error():
     class Reusing(torch.autograd.Function):
         workspace = torch.ones(3, 2)
 

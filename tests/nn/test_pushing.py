@@ -243,7 +243,7 @@ def test_slow_pushes_of_a_pass_that_has_failed_are_finished(monkeypatch):
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_a_pass_is_refused_while_pss_wait_for_a_step_of_a_failed_one():
+def test_a_pass_is_refused_while_pss_wait_for_a_failed_step():
     cluster = Recorded(nn_workers=2)
     embeddings = collection(cluster, Hybrid(8, warmup=0))
     cluster.worker.held.clear()
@@ -262,7 +262,7 @@ def test_a_pass_is_refused_while_pss_wait_for_a_step_of_a_failed_one():
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_a_dropped_push_releases_its_batches_and_one_in_flight_keeps_them():
+def test_a_dropped_push_releases_its_batches_unless_in_flight():
     cluster = Recorded(nn_workers=2)
     embeddings = collection(cluster, Hybrid(8, warmup=0))
     worker = cluster.worker
@@ -356,7 +356,7 @@ def test_an_incomplete_step_is_pushed_at_the_end(left_early):
     assert embeddings.connection.worker.buffered == 0
 
 
-def test_an_incomplete_step_that_pss_wait_for_is_pushed_only_when_no_nn_worker_has_data():
+def test_an_incomplete_step_is_pushed_once_no_nn_worker_has_data():
     for left_early in (False, True):
         cluster = Recorded(nn_workers=2)
         embeddings = collection(cluster, accumulation_steps=2)
@@ -368,7 +368,7 @@ def test_an_incomplete_step_that_pss_wait_for_is_pushed_only_when_no_nn_worker_h
         assert len(cluster.worker.released) == left_early
 
 
-def test_leaving_the_loop_at_a_dummy_batch_makes_its_step_and_at_another_none():
+def test_leaving_the_loop_at_a_dummy_batch_completes_its_step():
     cluster = Recorded(nn_workers=2)
     embeddings = collection(cluster)
     for batch in embeddings.prefetch(batches(1), OthersHaveData(3)):
@@ -420,7 +420,7 @@ def test_no_token_is_read_ahead_of_the_push_before_it(mode):
         assert max(in_flight) == 1  # The slot of a step that is not complete: its push is under way.
 
 
-def test_in_token_modes_a_batch_is_taken_only_when_the_one_before_is_looked_up(monkeypatch):
+def test_token_modes_take_a_batch_after_the_previous_lookup(monkeypatch):
     """Batches that a slow NN worker has read ahead are lost to the others."""
     cluster = Recorded(seconds=0.005)
     t = trainer(Gba(2 * ROWS), cluster)
@@ -438,7 +438,7 @@ def test_in_token_modes_a_batch_is_taken_only_when_the_one_before_is_looked_up(m
 
 
 @pytest.mark.parametrize("mode", [Sync(), Gba(2 * ROWS)], ids=lambda mode: type(mode).__name__)
-def test_a_lost_batch_is_no_push_of_a_step_and_an_empty_one_of_a_token(mode):
+def test_a_lost_batch_is_pushed_empty_in_token_modes_only(mode):
     cluster = Recorded(lost=2)
     t = trainer(mode, cluster)
     result = t.fit(batches(6))

@@ -97,7 +97,7 @@ def test_values_mean_what_the_kind_of_the_feature_says(values):
         np.testing.assert_array_equal(embeddings.rows(name, column.values).ids, column.values)
 
 
-def test_values_of_a_table_that_maps_them_in_two_ways_are_refused():
+def test_values_of_a_table_with_two_mappings_are_refused():
     schema = Schema([IdFeature("shop", dim=2), IdFeature("name", dim=2, table="shop", kind="text")])
     embeddings = collection(schema=schema)
     with pytest.raises(DataError, match=r"ambiguous.*shop: auto, name: text.*array of uint64"):

@@ -311,9 +311,7 @@ def rows_are_new_enough(staleness, cache_rows, servers, on_host, accumulation, d
     ("staleness", "cache_rows", "servers", "on_host", "accumulation"),
     [(2, 64, 1, True, 1), (4, 64, 3, True, 1), (6, 7, 2, False, 1), (4, 64, 1, False, 2)],
 )
-def test_each_row_is_a_state_that_lacks_no_more_steps_than_allowed(
-    staleness, cache_rows, servers, on_host, accumulation
-):
+def test_rows_lack_no_more_steps_than_allowed(staleness, cache_rows, servers, on_host, accumulation):
     rows_are_new_enough(staleness, cache_rows, servers, on_host, accumulation)
 
 
@@ -358,7 +356,7 @@ def test_a_pass_is_refused_if_copies_do_not_fit(monkeypatch):
     train(Watching(), Sync(), 64, make_batches(1))  # It has no copies.
 
 
-def test_a_cache_without_effect_is_warned_of_once_for_each_reason(caplog):
+def test_a_cache_without_effect_warns_once_for_each_reason(caplog):
     table = {"a": Table("a", 1, cache_rows=8)}
 
     def free():

@@ -481,7 +481,7 @@ def values_of(server, table, ids):
 
 
 @pytest.mark.parametrize("value", [1e5, -1e5])
-def test_values_that_do_not_fit_are_found_before_anything_is_loaded(tmp_path, value):
+def test_values_that_do_not_fit_are_found_before_loading(tmp_path, value):
     first = trainer("float32")
     first.fit(reader(200))
     (server,) = first.embeddings.connection.servers
@@ -536,7 +536,7 @@ def test_rounding_while_loading_is_warned_of(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 1e6), ("bfloat16", 3.4e38)])
-def test_a_checkpoint_with_values_beyond_a_dtype_is_not_resharded_to_it(tmp_path, dtype, value):
+def test_values_beyond_a_dtype_prevent_resharding_to_it(tmp_path, dtype, value):
     first = trainer("float32")
     first.fit(reader(200))
     ids, rows = np.arange(3, dtype=np.uint64), np.zeros((3, 16), np.float32)

@@ -149,7 +149,7 @@ def test_dien_takes_negatives_of_the_reader():
     assert model.deep[0].in_features == 6 + 3 + 4 + 2 + 2
 
 
-def test_youtube_dnn_has_powers_of_dense_features_and_means_of_sequences():
+def test_youtube_dnn_has_dense_powers_and_means_of_sequences():
     schema = history_schema()
     model = YouTubeDNN(schema, hidden=(8, 6))
     dense, embeddings = made_inputs(schema)
@@ -165,7 +165,7 @@ def test_youtube_dnn_has_powers_of_dense_features_and_means_of_sequences():
     np.testing.assert_allclose(model(dense, embeddings).detach().numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_youtube_dnn_takes_dense_features_whose_squares_exceed_float16():
+def test_youtube_dnn_takes_dense_squares_beyond_float16():
     schema = history_schema()
     model = YouTubeDNN(schema)
     dense, embeddings = made_inputs(schema)
@@ -177,7 +177,7 @@ def test_youtube_dnn_takes_dense_features_whose_squares_exceed_float16():
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_gradients_reach_all_parameters_and_events_but_no_padding(make):
+def test_gradients_reach_parameters_and_events_but_no_padding(make):
     torch.manual_seed(0)
     schema = history_schema()
     model = make(schema)

@@ -64,7 +64,7 @@ def trained(on_host):
     return seen
 
 
-def test_training_through_tensors_is_that_through_the_native_core():
+def test_training_through_tensors_equals_the_native_core():
     for here, there in zip(trained(on_host=True), trained(on_host=False), strict=True):
         for name, rows in here.items():
             torch.testing.assert_close(there[name], rows, rtol=0, atol=2e-4)
@@ -112,7 +112,7 @@ def test_neighbours_in_one_storage_are_joined_without_a_copy():
     assert joined([]).numel() == 0
 
 
-def test_gradients_are_sent_from_where_the_backward_pass_has_summed_them():
+def test_gradients_are_sent_without_a_copy_after_backward():
     schema = persia.Schema([persia.IdFeature(name, dim=4) for name in ("a", "b", "c")])
     expander = Expander(schema, torch.device("cpu"))
     buffer = torch.rand(3 * 8 * 4)

@@ -74,7 +74,7 @@ def test_two_tower_scores_are_float32_under_autocast(dtype):
     torch.testing.assert_close(logits.squeeze(1).double(), exact.diagonal(), rtol=1e-5, atol=1e-4)
 
 
-def test_two_tower_takes_an_item_that_was_never_counted_for_the_rarest():
+def test_two_tower_treats_an_uncounted_item_as_the_rarest():
     schema = two_tower_schema()
     model = TwoTower(schema, item=["item", "shop"], log_q="log_q")
     dense, embeddings = made_inputs(schema)
@@ -87,7 +87,7 @@ def test_two_tower_takes_an_item_that_was_never_counted_for_the_rarest():
     assert outcome(model, dense, embeddings)[1].isfinite()
 
 
-def test_two_tower_learns_from_clicks_alone_and_corrects_popularity():
+def test_two_tower_learns_from_clicks_and_corrects_popularity():
     """Users of group g choose items of group g, each as often as its popularity says."""
     torch.manual_seed(0)
     schema = two_tower_schema(dense=("log_q",))

@@ -269,7 +269,7 @@ def test_an_update_that_is_skipped_counts_as_read(log):
     assert not follower.problem
 
 
-def test_an_update_that_is_rejected_is_replaced_by_the_next_snapshot(log):
+def test_a_rejected_update_is_replaced_by_the_next_snapshot(log):
     follower = follow(log.url)
     for update in follower.updates():
         if isinstance(update, RowsUpdate):

@@ -125,7 +125,7 @@ def test_it_publishes_by_rows(trained):
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_an_entry_that_needs_approval_is_seen_once_it_has_it_or_is_the_last(trained, last):
+def test_an_entry_is_visible_once_approved_or_if_it_is_the_last(trained, last):
     publisher = Publisher(
         trained.stores[0], {"item": 0, "user": 1}, order(trained, seconds=0.02)._replace(approval=True), lambda: 2
     )
@@ -166,7 +166,7 @@ def test_without_changes_nothing_is_written(trained):
     assert (publisher.status.sequence, publisher.status.step) == (1, 3)
 
 
-def test_a_place_that_cannot_be_written_makes_readers_wait_and_nobody_else(trained, monkeypatch, caplog):
+def test_an_unwritable_log_makes_only_readers_wait(trained, monkeypatch, caplog):
     broken = [False]
     write = Storage.write
 
@@ -298,7 +298,7 @@ def test_a_last_entry_that_hangs_is_named(trained, started, monkeypatch, caplog)
     assert "0000000001-increment.json" not in os.listdir(trained.path())
 
 
-def test_old_entries_that_cannot_be_removed_do_not_keep_the_last_one(trained, monkeypatch):
+def test_unremovable_old_entries_do_not_delay_the_last_one(trained, monkeypatch):
     def failing(self, path):
         raise CheckpointError("cannot remove")
 
@@ -360,7 +360,7 @@ def test_what_was_taken_from_the_store_is_in_the_next_entry(tmp_path, monkeypatc
     assert not replica.problem
 
 
-def test_an_entry_that_may_have_been_seen_is_removed_with_the_others(tmp_path, monkeypatch):
+def test_a_possibly_visible_entry_is_removed_with_the_others(tmp_path, monkeypatch):
     log = begun(tmp_path / "log", keep=1)
     log.train()
     fail_once(monkeypatch, "put")

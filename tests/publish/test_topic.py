@@ -195,7 +195,7 @@ def test_a_late_reader_begins_at_the_newest_snapshot(topic, eager, monkeypatch):
     assert 0 < min(begin for partition, begin, _ in read if partition == 0) <= first
 
 
-def test_an_epoch_that_nobody_has_removed_is_read_from_its_beginning(topic):
+def test_an_epoch_that_was_not_removed_is_read_from_its_start(topic):
     log = begun(topic)
     advance(log, 3)
     log.epoch += 1
@@ -206,7 +206,7 @@ def test_an_epoch_that_nobody_has_removed_is_read_from_its_beginning(topic):
     assert late.steps == {0: log.step}
 
 
-def test_what_retention_deletes_is_read_again_from_the_next_snapshot(topic, eager):
+def test_the_next_snapshot_replaces_what_retention_deletes(topic, eager):
     log = begun(topic)
     replica = replica_of(log)
     advance(log, 2)
@@ -240,7 +240,7 @@ def test_the_files_of_an_epoch_outlive_retention(topic, eager):
     assert_equal_rows(late, log)
 
 
-def test_records_that_are_deleted_while_they_are_read_are_passed_over(topic, monkeypatch):
+def test_records_that_are_deleted_while_read_are_skipped(topic, monkeypatch):
     log = begun(topic)
     flood(log, 0)
     advance(log)
@@ -257,7 +257,7 @@ def test_records_that_are_deleted_while_they_are_read_are_passed_over(topic, mon
         other.refresh()
 
 
-def test_records_that_were_deleted_before_they_were_read_are_a_gap(topic, eager):
+def test_records_that_were_deleted_before_reading_are_a_gap(topic, eager):
     log = begun(topic)
     replica = replica_of(log)
     advance(log, 2)

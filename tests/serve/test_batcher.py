@@ -72,7 +72,7 @@ def test_what_waits_is_joined_up_to_max_batch_and_split_again():
     assert (counts.rows, counts.batches, counts.queue, counts.queue_rows) == (13, 4, 0, 0)
 
 
-def test_a_batch_waits_for_more_samples_and_is_computed_at_once_when_full():
+def test_a_batch_waits_for_more_samples_until_it_is_full():
     predictor = FakePredictor()
     with batcher(predictor, max_batch=3, max_wait_ms=60_000) as made:
         jobs = [job(1), job(2), job(3)]

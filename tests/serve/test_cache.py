@@ -56,7 +56,7 @@ def test_a_second_process_maps_what_the_first_has_read(log, serve, tmp_path):
     assert files(tmp_path / "cache") == [f"rows-{n}/epoch-0000000001-0000000000" for n in range(2)]
 
 
-def test_snapshots_of_another_log_and_of_servers_that_are_gone_are_removed(log, serve, tmp_path):
+def test_snapshots_of_another_log_or_of_gone_servers_are_removed(log, serve, tmp_path):
     for step in (4, 5):
         log.begin(step)
     serve(log, cache_dir=str(tmp_path / "cache"))

@@ -93,7 +93,7 @@ def test_a_client_that_does_not_read_is_cut_off():
 
 
 @pytest.mark.parametrize("buffered", [0, 1])
-def test_a_connection_with_unread_answers_is_aborted_where_others_are_closed(buffered):
+def test_a_connection_with_unread_answers_is_aborted(buffered):
     wanted = "abort" if buffered else "close"
 
     async def keep_alive(_protocol, transport):
@@ -172,7 +172,7 @@ def lost(protocol, transport):
         protocol.connection_lost(None)
 
 
-def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest():
+def test_a_new_connection_replaces_the_longest_waiting_one():
     async def test(opens):
         found = [opens() for _ in range(3)]
         found[0][0].data_received(REQUEST)  # Is being answered.
@@ -188,7 +188,7 @@ def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest():
     several(test, 3)
 
 
-def test_bodies_that_do_not_come_and_answers_that_are_not_read_wait_for_their_clients():
+def test_late_bodies_and_unread_answers_wait_for_their_clients():
     async def test(opens):
         (slow, first), (unread, second), (busy, third), (idle, fourth) = (opens() for _ in range(4))
         slow.data_received(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nab")
@@ -224,7 +224,7 @@ def test_no_connection_that_is_being_answered_gives_way():
     several(test, 2)
 
 
-def test_a_connection_that_is_kept_alive_waits_from_its_answer_on():
+def test_a_kept_alive_connection_waits_from_its_answer_on():
     async def answer(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})

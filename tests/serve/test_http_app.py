@@ -411,7 +411,7 @@ def test_the_page_loads_nothing_and_runs_nothing():
     run(test, FakePredictor())
 
 
-def test_a_late_event_loop_refuses_requests_that_it_would_answer_too_late():
+def test_a_late_event_loop_refuses_requests_that_would_expire():
     async def behind():
         lag = Lag()
         lag.start()

@@ -173,7 +173,7 @@ def test_connections_are_limited_and_idle_ones_lock_nobody_out():
         assert asked.result(60).step == 12
 
 
-def test_a_client_that_pipelines_and_does_not_read_keeps_nobody_out():
+def test_a_pipelining_client_that_does_not_read_blocks_nobody():
     limits = msgspec.structs.replace(LIMITS, max_connections=1, body_seconds=0.5)
     with serving(FakePredictor(), limits=limits) as url:
         host, port = url.rpartition("/")[2].split(":")
@@ -279,7 +279,7 @@ def test_overload_is_refused_and_ends():
         assert client.predict(columns(5)).step == 12
 
 
-def test_a_call_ends_with_its_timeout_and_tries_a_refused_connection_again():
+def test_a_call_ends_with_its_timeout_and_retries_connecting():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(DeadlineError, match=r"did not answer /predict within 0.3 s"):
@@ -394,7 +394,7 @@ def test_an_answer_of_something_else_is_an_error():
         assert not thread.is_alive()
 
 
-def test_a_request_on_a_connection_that_the_server_is_closing_is_sent_again():
+def test_a_request_on_a_closing_connection_is_sent_again():
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Type: application/json\r\n\r\n{}"
 
     def answer_once_and_close_at_the_next(server):

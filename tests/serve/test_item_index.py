@@ -230,7 +230,7 @@ def test_searches_go_on_while_items_change():
     assert min(searches) >= 5
 
 
-def test_a_search_that_began_before_the_vectors_were_exchanged_leaves_out_what_was_removed(monkeypatch):
+def test_a_search_in_the_earlier_state_leaves_out_removed_items(monkeypatch):
     """The exchange must not take from the search's state what it knows of the removal."""
     tables = Tables()
     network = model()

@@ -185,7 +185,7 @@ def test_a_ranking_applies_the_rules_to_both_parts(trained):
     np.testing.assert_allclose(found, wanted[:, 0], rtol=1e-6)  # Another size of the batch.
 
 
-def test_the_checkpoint_has_the_rules_and_gives_them_to_its_log_and_to_a_resumed_run(trained, tmp_path):
+def test_the_checkpoint_passes_the_rules_to_log_and_resumed_run(trained, tmp_path):
     _, runs, wanted = trained
     publish_checkpoint(runs, tmp_path / "log")
     with predictor_of(str(tmp_path / "log")) as predictor:

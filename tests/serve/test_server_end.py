@@ -63,7 +63,7 @@ def test_told_twice_it_waits_for_nothing(late):
     predictor.end.set()
 
 
-def test_a_predictor_that_is_stopped_gives_up_its_start_and_answers_until_it_is_closed(log, tmp_path):
+def test_a_stopped_predictor_aborts_its_start_but_still_answers(log, tmp_path):
     waiting = Predictor(str(tmp_path / "nothing"), Steps)
     waiting.stop()
     with pytest.raises(ClosedError, match="while it started"):

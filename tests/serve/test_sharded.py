@@ -256,7 +256,7 @@ def test_rows_older_than_the_network_are_refused(log, parts, sharded):
     assert steps_of(predictor) == (5, 5)
 
 
-def test_requests_beside_updates_never_see_rows_older_than_the_network(log, parts, sharded):
+def test_requests_during_updates_never_see_rows_too_old(log, parts, sharded):
     servers = parts(log)
     predictor = sharded(log, servers)
     done, problems, seen = threading.Event(), [], set()

@@ -62,7 +62,7 @@ def test_removed_rows_are_gone(log, serve):
     assert predictor.state().rows == 124
 
 
-def test_rows_that_were_evicted_and_admitted_again_are_there_all_the_time(log, serve, monkeypatch):
+def test_rows_that_are_evicted_and_readmitted_never_disappear(log, serve, monkeypatch):
     predictor, gone, told = serve(log), set(), []
 
     class Listener:
@@ -110,7 +110,7 @@ def test_passwords_of_urls_are_not_shown(tmp_path):
     assert without_userinfo("simplecache::s3://a:b@c@host/x@y") == "simplecache::s3://host/x@y"
 
 
-def test_a_network_waits_until_the_rows_of_all_servers_contain_its_step(log, serve):
+def test_a_network_waits_for_the_rows_of_all_servers(log, serve):
     predictor = serve(log)
     log.network(5)
     log.rows(0, 6)
@@ -198,7 +198,7 @@ def test_after_a_gap_it_reads_the_next_snapshot_and_serves_on(log, serve, file, 
     assert predictor.state().problem == ""
 
 
-def test_an_increment_that_does_not_fit_the_schema_is_not_applied_in_part(log, serve):
+def test_an_increment_of_another_schema_is_not_applied_in_part(log, serve):
     predictor = serve(log)
     log.rows(0, 4, dims={"user": 3})
     log.rows(1, 4)
@@ -314,7 +314,7 @@ def test_it_is_used_between_start_and_close(log):
             call()
 
 
-def test_requests_beside_updates_never_see_rows_older_than_the_network(log, serve, monkeypatch):
+def test_requests_during_updates_never_see_rows_too_old(log, serve, monkeypatch):
     monkeypatch.setattr(ServingDrift, "note", lambda *_: None)  # An update would count all these requests.
     predictor = serve(log)
     done, asking, problems, seen = threading.Event(), threading.Event(), [], set()

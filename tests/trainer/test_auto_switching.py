@@ -72,7 +72,7 @@ def test_a_switch_that_a_death_has_undone_is_asked_for_again():
     assert tokens.requested() == auto.asynchronous
 
 
-def test_times_of_choices_count_from_the_first_moment_not_from_the_start_of_the_machine():
+def test_times_of_choices_count_from_the_start_of_the_run():
     clock = Clock()
     clock.now = 1e6
     tokens = TokenScheduler(5.0, clock=clock)
@@ -149,7 +149,7 @@ def test_a_mode_that_the_batches_do_not_fit_is_not_asked_for(caplog):
     assert "no multiple" in caplog.text
 
 
-def test_a_run_switches_with_the_cluster_and_its_decisions_can_be_repeated():
+def test_a_run_switches_and_its_decisions_can_be_repeated():
     trace = alternating([1.0, 1.0, 1.0, 6.0], quiet=0.4, strained=1.2)
     done = emulation.train(AUTO, emulation.Emulation(trace, 0.01), 350)
     choices = done.result.mode_choices
@@ -176,7 +176,7 @@ def test_a_checkpoint_keeps_the_rule(tmp_path):
     assert (again.declared.mode, again.mode) == (auto, Sync())
 
 
-def test_it_does_not_go_with_a_schedule_or_a_cluster_without_dense_ps():
+def test_auto_needs_dense_pss_and_no_schedule():
     with pytest.raises(ConfigError, match="mode_schedule"):
         trainer(AUTO, mode_schedule=[(0, Sync())])
     with pytest.raises(ConfigError, match="accumulation_steps"):

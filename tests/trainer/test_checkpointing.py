@@ -116,7 +116,7 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on(tmp_path, held, mod
         assert_same_training(t, back)
 
 
-def test_without_consistency_rows_are_of_some_step_and_the_span_says_so(tmp_path, held, monkeypatch):
+def test_without_consistency_the_span_has_the_steps_of_rows(tmp_path, held, monkeypatch):
     live = spy_snapshots(monkeypatch)
     options = {"checkpoint_consistent": False, "checkpoint_every_steps": 6, "keep_last": 9}
     t = trainer(schema_of(), Hybrid(2, warmup=0), checkpoint_dir=str(tmp_path), **options)
@@ -134,7 +134,7 @@ def work(seconds):
         pass
 
 
-def test_writing_rests_so_that_it_takes_a_share_of_the_processors():
+def test_writing_is_throttled_to_a_share_of_the_processors():
     rests = Throttle(0.25 / len(os.sched_getaffinity(0)), threading.Event())
     begin, worked = time.monotonic(), time.thread_time()
     for _ in range(20):
@@ -143,7 +143,7 @@ def test_writing_rests_so_that_it_takes_a_share_of_the_processors():
     assert time.thread_time() - worked < 0.3 * (time.monotonic() - begin)
 
 
-def test_writing_rests_neither_with_all_processors_nor_in_a_hurry():
+def test_writing_is_not_throttled_on_all_processors_or_in_haste():
     class Hurry(threading.Event):
         """Keeps the seconds of the rests."""
 
@@ -163,7 +163,7 @@ def test_writing_rests_neither_with_all_processors_nor_in_a_hurry():
     assert rests[1] > 10_000
 
 
-def test_a_checkpoint_that_rests_goes_on_when_somebody_waits_for_it(tmp_path, monkeypatch):
+def test_a_throttled_checkpoint_continues_when_awaited(tmp_path, monkeypatch):
     rested = threading.Event()
     rest = Throttle.__call__
 
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_rests_goes_on_when_somebody_waits_for_it(tmp_path, mo
     assert not rested.is_set()
 
 
-def test_those_that_are_due_too_early_are_left_out_with_one_warning(tmp_path, held, caplog):
+def test_checkpoints_due_too_early_are_skipped_with_one_warning(tmp_path, held, caplog):
     t = trainer(schema_of(), checkpoint_dir=str(tmp_path), checkpoint_every_steps=4, keep_last=9)
     with caplog.at_level(logging.WARNING, "persia.checkpoint"):
         t.fit(Letting(reader(), 18, held))
@@ -372,7 +372,7 @@ def test_offline_reshard_sorts_rows_by_server(tmp_path):
 
 
 @pytest.mark.parametrize("memory", [0, 64 << 20])
-def test_states_are_of_their_step_whether_they_are_held_or_written_at_once(tmp_path, held, monkeypatch, memory):
+def test_states_are_of_their_step_held_or_written_immediately(tmp_path, held, monkeypatch, memory):
     monkeypatch.setattr("persia.trainer.checkpointing.HELD_BYTES", memory)
     torch.manual_seed(1)
     base = schema_of()

@@ -140,7 +140,7 @@ def test_new_files_catch_up_with_the_epochs_of_the_others(days, following):
     assert passes(t, 0, 1) == [3, 3]
 
 
-def test_a_random_split_of_a_growing_directory_keeps_its_test_rows(days, following):
+def test_a_random_split_of_a_growing_directory_is_stable(days, following):
     """A row is drawn by its number over all files, so files that are not read again still count."""
     split = [persia.data.Split(part) for part in ("train", "test")]
     t = trainer()
@@ -198,7 +198,7 @@ def test_a_new_file_without_rows_changes_nothing(days, following, tmp_path):
     ],
     ids=str,
 )
-def test_a_change_that_moves_rows_is_refused_in_the_middle_of_a_pass(days, following, changes, name):
+def test_a_change_that_moves_rows_is_refused_during_a_pass(days, following, changes, name):
     t = trainer()
     t.fit(reader(days), max_steps=5)
     t = following(t)
@@ -346,7 +346,7 @@ def test_an_asynchronous_pass_leaves_nothing_to_the_next_data(days):
     assert passes(t, 1) == [1]
 
 
-def test_the_token_scheduler_tells_passes_over_different_data_apart(days, monkeypatch):
+def test_the_token_scheduler_distinguishes_passes_by_data(days, monkeypatch):
     """Both are the first pass over their data."""
     begin, phases = TokenScheduler.begin, []
 

@@ -45,7 +45,7 @@ def test_other_data_begin_at_their_first_batch_and_epoch():
     assert begun.progress.begin_pass().current.read is None
 
 
-def test_other_data_in_the_middle_of_a_pass_say_that_it_stays_incomplete():
+def test_other_data_during_a_pass_log_that_it_stays_incomplete():
     begun = begin(trained(files("a"), 0, 5), 5, files("b"))
     assert begun.notice == (
         "Continuing the model on other data: /data/b, none seen before. The pass before ends incomplete, at batch 5."
@@ -62,7 +62,7 @@ def test_a_file_that_was_written_again_is_another_one():
     assert "/data/a, 1 of them changed" in begun.notice
 
 
-def test_new_files_beside_trained_ones_are_trained_alone_and_then_all():
+def test_new_files_are_trained_first_and_then_all_files():
     begun = begin(trained(files("b", "c"), 2), 0, files("a", "b", "c", "d"))
     assert begun.notice == (
         "Continuing the model on new data: 2 of 4 files, /data/a, /data/d; the others were trained before."
@@ -105,7 +105,7 @@ def test_a_window_of_days_that_moves_trains_the_new_day():
         ({"rows": {"where": "x > 1"}}, r"where changed .*\(where was not set\)"),
     ],
 )
-def test_options_that_move_rows_are_refused_in_the_middle_of_a_pass_only(changes, named):
+def test_options_that_move_rows_are_refused_only_during_a_pass(changes, named):
     progress, other = trained(files("a", "b"), 1, 5), files("a", "b", **changes)
     with pytest.raises(ConfigError, match=rf"(?s){named}.*restart_data=True.*--restart-data") as refused:
         begin(progress, 5, other)
@@ -116,7 +116,7 @@ def test_options_that_move_rows_are_refused_in_the_middle_of_a_pass_only(changes
     assert ended.progress.left(3)
 
 
-def test_at_the_end_of_a_pass_other_batches_are_the_same_data_and_other_rows_are_not():
+def test_at_the_end_of_a_pass_rows_identify_the_data():
     progress = trained(files("a"))
     assert not begin(progress, 0, files("a", order=ORDER | {"batch_size": "50"})).progress.left(1)
     filtered = begin(progress, 0, files("a", rows={"where": "x > 1"}))
@@ -133,7 +133,7 @@ def test_a_missing_file_is_refused_in_the_middle_of_a_pass_only():
     assert begin(trained(files("a", "b")), 0, files("b")).position == 0
 
 
-def test_files_that_only_number_rows_are_needed_where_a_split_is_random():
+def test_files_that_only_number_rows_are_needed_by_random_splits():
     """Rows of `b` are drawn by their number behind those of `a`."""
     first = begin(trained(files("a", numbered=True)), 0, files("a", "b", numbered=True)).progress.begin_pass()
     assert (first.current.order, first.current.read) == ((0, 1), (1,))

@@ -62,7 +62,7 @@ MODES = pytest.mark.parametrize(
 
 
 @MODES
-def test_no_checkpoint_holds_the_state_after_the_diverging_update(tmp_path, mode, servers):
+def test_no_checkpoint_has_the_state_after_the_divergence(tmp_path, mode, servers):
     data = reader(2_000)
     options = {"checkpoint_dir": str(tmp_path), "checkpoint_every_steps": 2, "keep_last": 1}
     t = exploding(6, data, mode, Several(servers) if servers > 1 else None, **options)
@@ -76,7 +76,7 @@ def test_no_checkpoint_holds_the_state_after_the_diverging_update(tmp_path, mode
     assert again.global_step == 10
 
 
-def test_a_checkpoint_that_is_due_is_refused_where_it_would_have_become_the_latest(tmp_path):
+def test_a_due_checkpoint_of_a_diverged_state_is_refused(tmp_path):
     data = reader(2_000)
     t = exploding(6, data, checkpoint_dir=str(tmp_path), checkpoint_every_steps=6)
     with pytest.raises(DivergedError, match=r"After global step 6 \(batch 5 of epoch 0 again.*200 logits are not"):
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_is_due_is_refused_where_it_would_have_become_the_late
 
 
 @pytest.mark.parametrize("steps", [None, 6], ids=["at the end of the data", "after max_steps"])
-def test_the_last_checkpoint_is_of_a_state_that_gives_finite_logits(tmp_path, steps):
+def test_the_last_checkpoint_gives_finite_logits(tmp_path, steps):
     data = reader(1_200 if steps is None else 2_000)
     t = exploding(6, data, checkpoint_dir=str(tmp_path))
     with pytest.raises(DivergedError, match="After global step 6"):
@@ -122,7 +122,7 @@ def test_a_check_changes_nothing_that_is_trained(tmp_path):
     assert checked[1] == unchecked[1]
 
 
-def test_rows_that_an_update_would_make_infinite_stay_as_they_were():
+def test_rows_that_an_update_would_make_infinite_are_unchanged():
     data = reader(2_000)
     t = exploding(3, data, embedding_optimizer=Adagrad(lr=0.1))  # The square of 1e25 is infinite, and no logit is.
     t.fit(data, max_steps=2)
@@ -192,7 +192,7 @@ def sharing(rows=1_000):
 
 
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(3, warmup=0), Gba(200)], ids=str)
-def test_a_gradient_that_is_not_finite_is_named_by_table_and_feature(tmp_path, caplog, mode):
+def test_a_non_finite_gradient_is_named_by_table_and_feature(tmp_path, caplog, mode):
     data = reader(1_000)
     t = with_bad_feature(data, mode=mode, checkpoint_dir=str(tmp_path))
     with caplog.at_level(logging.WARNING, "persia.nn"):
@@ -213,7 +213,7 @@ def test_a_gradient_that_is_not_finite_is_named_by_table_and_feature(tmp_path, c
     assert [each.table for each in result.non_finite] == ["id_0"]  # Those of this call.
 
 
-def test_of_features_that_share_a_table_the_one_with_the_gradient_is_named():
+def test_the_feature_of_a_non_finite_gradient_is_named():
     schema, batches = sharing()
     t = trainer(schema, model=BadFeature("b", ["a", "b", "c"]))
     (found,) = t.fit(batches).non_finite
@@ -289,7 +289,7 @@ def test_rows_and_network_of_a_model_that_diverges_are_not_seen(tmp_path, server
     assert not any(thread.name == "persia-publish-approve" and thread.is_alive() for thread in threading.enumerate())
 
 
-def test_the_last_state_is_published_only_if_it_gives_finite_logits(tmp_path):
+def test_the_last_state_is_published_only_with_finite_logits(tmp_path):
     data = reader(1_200)
     url = str(tmp_path / "log")
     t = exploding(6, data, publish=PublishOptions(url, seconds=3600.0))

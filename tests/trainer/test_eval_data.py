@@ -22,7 +22,7 @@ def trainer(**options):
     )
 
 
-def test_one_shot_data_are_refused_where_each_checkpoint_is_evaluated(tmp_path):
+def test_one_shot_data_are_refused_to_evaluate_each_checkpoint(tmp_path):
     options = {"checkpoint_dir": str(tmp_path), "checkpoint_every_steps": 4, "keep_best": "auc"}
     t = trainer(**options)
     with pytest.raises(ConfigError, match="eval_data is an iterator, which can be read only once, and keep_best"):

@@ -131,7 +131,7 @@ def test_an_asynchronous_mode_continues(applied):
         assert t.global_step >= STEPS
 
 
-def test_pushes_that_do_not_return_are_left_behind_with_a_warning(applied, caplog):
+def test_pushes_that_do_not_return_are_abandoned_with_a_warning(applied, caplog):
     applied.open.clear()
     with caplog.at_level(logging.WARNING, "persia"):
         for t, failing, following in fit_twice(
@@ -146,7 +146,7 @@ def test_pushes_that_do_not_return_are_left_behind_with_a_warning(applied, caplo
     assert set(applied) - set(following) <= set(range(MOST_PUSHES))  # Some may have come before the second call.
 
 
-def test_nn_workers_that_failed_before_and_after_a_push_count_alike_again(applied):
+def test_nn_workers_that_failed_around_a_push_agree_again(applied):
     def prepare(member, t):
         def await_earlier():
             """Only a push that waits for one that never comes is left behind, however slow the others are."""

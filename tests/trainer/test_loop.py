@@ -26,7 +26,7 @@ def make_loop(nn_workers, batches, error=ZeroDivisionError):
 
 
 @pytest.mark.parametrize("nn_workers", [1, 2])
-def test_gradients_of_an_unfinished_update_do_not_leak_into_the_next_call(nn_workers):
+def test_gradients_of_an_unfinished_update_do_not_leak(nn_workers):
     """One NN worker applies them, as the PSs do; several cannot without the others, and begin anew."""
     loop, network = make_loop(nn_workers, batches=3)
     with pytest.raises(ZeroDivisionError):

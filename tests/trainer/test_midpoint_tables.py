@@ -46,7 +46,7 @@ def found(t):
 
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0)], ids=["sync", "hybrid"])
 @pytest.mark.parametrize(("eviction", "kept"), [("lru", 0), ("midpoint", len(HOT))])
-def test_rows_that_came_again_outlive_those_of_ids_that_come_once(mode, eviction, kept):
+def test_rows_of_repeated_ids_outlive_rows_of_single_ids(mode, eviction, kept):
     t = trainer(eviction, mode)
     t.fit(batches(t, *once(1000), HOT, HOT, *once(5000)))
     assert t.embeddings.statistics()["item"]["evicted"] == len(HOT) + 3 * CAPACITY

@@ -42,7 +42,7 @@ def options_of(name, place):
 
 
 @pytest.mark.parametrize("name", ["checkpoint_dir", "log_dir", "record_dir", "publish.url"])
-def test_an_output_that_cannot_be_written_is_found_before_the_first_step(name, tmp_path):
+def test_an_unwritable_output_is_found_before_the_first_step(name, tmp_path):
     (tmp_path / "file").write_text("mine")
     place = str(tmp_path / "file" / "runs")
     clicks = Clicks()

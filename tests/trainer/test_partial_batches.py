@@ -65,7 +65,7 @@ def test_a_partial_batch_takes_a_slot_and_weighs_by_its_rows(mode, rest):
         assert_same(mine, large, 1e-6)
 
 
-def test_one_step_of_bsp_with_a_partial_batch_is_the_mean_over_rows():
+def test_a_bsp_step_with_a_partial_batch_is_the_mean_over_rows():
     data = with_rest(1, 3)
     mine, large = (trainer(mode, optimizer=sgd, dtype=torch.float64) for mode in (Bsp(2), Sync()))
     mine.fit(data)
@@ -92,7 +92,7 @@ def test_a_run_goes_on_with_the_last_partial_batch_of_a_pass(declared, tmp_path)
     assert second.global_step == 8
 
 
-def test_a_run_goes_on_with_a_partial_batch_in_the_midst_of_a_list(tmp_path):
+def test_a_run_continues_with_a_partial_batch_within_a_list(tmp_path):
     """Only the checkpoint tells the local batch here."""
     data = Listed([*with_rest(2, 5), *batches(3, seed=2)])
     first = trainer(Gba(2 * ROWS))

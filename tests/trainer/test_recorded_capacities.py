@@ -56,7 +56,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
-def test_a_resumed_run_has_the_capacity_of_the_checkpoint_in_all_ps_together(saved, servers):
+def test_a_resumed_run_has_the_total_capacity_of_the_checkpoint(saved, servers):
     t = persia.Trainer.resume(str(saved), model(schema_of(None)), optimizer=adam, cluster=Several(servers))
     assert t.schema.resolved_tables()["item"].capacity == 8_000
     assert rows(t) == ROWS
@@ -75,7 +75,7 @@ def test_rows_that_a_smaller_capacity_evicts_are_warned_of(saved, caplog):
     assert "do not fit" not in caplog.text
 
 
-def test_evictions_are_not_counted_as_rows_of_the_checkpoint_if_the_table_had_rows(saved, caplog):
+def test_evictions_are_not_counted_as_rows_of_the_checkpoint(saved, caplog):
     t = trainer(1, 8_000)
     t.embeddings.set_rows("item", np.arange(10_000, 18_000, dtype=np.uint64), np.ones((8_000, 2), np.float32))
     t.load_rows(str(saved), ["item"])

@@ -327,7 +327,7 @@ def save_error(t, directory):
     return None
 
 
-def test_a_full_disk_at_any_write_leaves_checkpoint_and_trainer_usable(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_checkpoint_and_trainer_usable(tmp_path, monkeypatch):
     schema = schema_of()
     torch.manual_seed(1)
     undisturbed = trainer(schema)
@@ -392,7 +392,7 @@ def test_the_checkpoint_at_the_end_waits_for_room(tmp_path, monkeypatch, caplog)
 
 @pytest.mark.parametrize("method", ["export_state", "begin_snapshot", "snapshot_rows"])
 @pytest.mark.parametrize("kind", [StoreError, WireError, PeerRestartedError])
-def test_a_ps_that_is_started_again_amid_a_checkpoint_costs_that_one(tmp_path, monkeypatch, caplog, method, kind):
+def test_a_ps_restart_during_a_checkpoint_costs_that_checkpoint(tmp_path, monkeypatch, caplog, method, kind):
     t = trainer(schema_of())
     t.fit(reader(), max_steps=3)
     answer, calls = getattr(EmbeddingServer, method), []
@@ -419,7 +419,7 @@ def test_a_ps_that_is_started_again_amid_a_checkpoint_costs_that_one(tmp_path, m
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint_and_training_goes_on(tmp_path, monkeypatch, slow):
+def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint(tmp_path, monkeypatch, slow):
     """With a slow writer, that of step 10 is at work until the end of `fit`, and the last checkpoint fails as well."""
     schema = schema_of()
     options = {"checkpoint_dir": str(tmp_path), "checkpoint_every_steps": 5}

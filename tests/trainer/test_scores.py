@@ -95,7 +95,7 @@ def test_later_passes_have_training_metrics(monkeypatch):
     assert "training AUC" not in printed(first, monkeypatch)
 
 
-def test_a_call_in_the_middle_of_a_later_pass_has_no_progressive_rows():
+def test_a_call_within_a_later_pass_has_no_progressive_rows():
     data, t = day(0), trainer()
     t.fit(data, epochs=2, max_steps=25)
     result = t.fit(data, epochs=2)

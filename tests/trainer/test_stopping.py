@@ -66,7 +66,7 @@ DEFAULT = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG
 @pytest.mark.usefixtures("default_handlers")
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("number", STATUS, ids=lambda n: n.name)
-def test_a_signal_ends_fit_after_its_step_and_a_checkpoint_resumes_it(mode, number, tmp_path, capsys):
+def test_a_signal_ends_fit_after_its_step_with_a_checkpoint(mode, number, tmp_path, capsys):
     count, out = 30, str(tmp_path / "out")
     t = trainer(mode, checkpoint_dir=out)
     with pytest.raises(STATUS[number]) as ended:
@@ -138,7 +138,7 @@ def test_a_second_signal_ends_fit_at_once(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("default_handlers")
-def test_an_evaluation_at_the_end_is_cut_short_and_the_last_step_is_kept(tmp_path):
+def test_a_final_evaluation_is_cut_short_and_the_last_step_saved(tmp_path):
     source = Source(400, 5, send(signal.SIGINT))
     for best in (None, "auc"):
         t = trainer(Sync(), checkpoint_dir=str(tmp_path / str(best)), keep_best=best)
@@ -168,7 +168,7 @@ def test_handlers_of_the_program_stay(capsys):
 
 
 @pytest.mark.parametrize("mode", [Sync(), Gba(2 * ROWS)], ids=lambda m: type(m).__name__)
-def test_one_of_several_nn_workers_is_told_and_all_stop_at_the_same_batch(mode):
+def test_stopping_one_nn_worker_stops_all_at_the_same_batch(mode):
     """They are threads, so no handler is set; the source of the second one tells it."""
     trainers, told = {}, threading.Event()
 
@@ -192,7 +192,7 @@ def test_one_of_several_nn_workers_is_told_and_all_stop_at_the_same_batch(mode):
         assert first.rows + second.rows == 160 * ROWS
 
 
-def test_data_without_a_batch_are_an_error_unless_they_are_expected(caplog):
+def test_data_without_a_batch_are_an_error_unless_expected(caplog):
     for mode in (Sync(), Gba(2 * ROWS)):
         t = trainer(mode)
         with pytest.raises(persia.errors.DataError, match="train_data are empty: epoch 0 has no batch"):
@@ -224,7 +224,7 @@ def test_a_run_at_the_end_of_its_data_says_so(tmp_path, caplog):
         assert second.fit(data, again=True).steps == 10
 
 
-def test_a_loop_of_calls_that_ends_with_the_data_warns_of_nothing(tmp_path, caplog):
+def test_a_loop_of_calls_that_ends_with_the_data_does_not_warn(tmp_path, caplog):
     """As in examples/tuning.py: the last call has no batch left, which nobody could know."""
     data = batches(10)
     first = trainer(Sync())
@@ -239,7 +239,7 @@ def test_a_loop_of_calls_that_ends_with_the_data_warns_of_nothing(tmp_path, capl
 
 
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0)])
-def test_a_push_that_fails_in_the_step_of_a_stop_is_raised_and_not_saved(mode, tmp_path, monkeypatch):
+def test_a_push_that_fails_in_the_last_step_is_raised_unsaved(mode, tmp_path, monkeypatch):
     """The loop is left without a further draw, which would raise the failure."""
     t = trainer(mode=mode, checkpoint_dir=str(tmp_path))
     worker = t.embeddings.connection.worker

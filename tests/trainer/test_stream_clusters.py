@@ -58,7 +58,7 @@ def times_trained(one, messages):
 
 
 @BY_NAME
-def test_each_message_is_trained_once_by_several_nn_workers_and_data_loaders(kafka, mode, tmp_path):
+def test_each_message_is_trained_once_by_several_processes(kafka, mode, tmp_path):
     for partition in range(3):  # Partition 3 is idle.
         kafka.write(clicks(range(partition * 100, partition * 100 + 45)), partition)
     cluster = Threads(2, data_loaders=2)
@@ -83,7 +83,7 @@ def test_each_message_is_trained_once_by_several_nn_workers_and_data_loaders(kaf
 
 
 @BY_NAME
-def test_stop_ends_an_idle_stream_at_the_same_batch_everywhere_and_a_resumed_run_goes_on(kafka, mode, tmp_path):
+def test_stop_ends_an_idle_stream_at_the_same_batch_everywhere(kafka, mode, tmp_path):
     kafka.write(clicks(range(50)))
     cluster = Threads(2, data_loaders=2)
     trainers = {}
@@ -144,7 +144,7 @@ def test_nothing_is_lost_or_repeated_when_data_loaders_die(kafka, mode):
 
 
 @pytest.mark.parametrize("poison", [b"poison", json.dumps({**row(1), "at": 2**63}).encode()])
-def test_what_a_data_loader_cannot_read_ends_training_with_its_reason(kafka, poison):
+def test_unreadable_data_in_a_data_loader_end_training(kafka, poison):
     kafka.write(clicks(range(40)))
     kafka.write([poison], 1)
     with pytest.raises(DataError, match=r"Data loader .: .*partition 1 of topic .* cannot be converted"):
@@ -152,7 +152,7 @@ def test_what_a_data_loader_cannot_read_ends_training_with_its_reason(kafka, poi
 
 
 @pytest.mark.parametrize("mode", [Sync(), Gba(20)], ids=lambda m: type(m).__name__)
-def test_an_unexpected_exception_in_a_data_loader_ends_training_with_its_name(kafka, mode, monkeypatch):
+def test_an_unexpected_exception_in_a_data_loader_ends_training(kafka, mode, monkeypatch):
     kafka.write(clicks(range(40)))
     monkeypatch.setattr("persia.data.streams.rows.MessageConverter.convert", lambda *_: 1 / 0)
     with pytest.raises(DataError, match=r"loader .: ZeroDivisionError while waiting for messages: division by zero"):

@@ -74,7 +74,7 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_does(kafka, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_ends_as_one_that_never_was(kafka, tmp_path):
+def test_a_repeatedly_killed_run_ends_as_an_undisturbed_one(kafka, tmp_path):
     kafka.write(clicks(range(400)))
     whole = stream_run.trainer(str(tmp_path / "whole"))
     whole.fit(stream_run.reader(kafka.bootstrap, kafka.topic))
@@ -110,7 +110,7 @@ def last_step(directory):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: type(m).__name__)
-def test_every_message_is_trained_once_over_calls_that_stop_anywhere(kafka, mode, tmp_path):
+def test_messages_are_trained_once_over_calls_that_stop_anywhere(kafka, mode, tmp_path):
     for partition in range(3):
         kafka.write(clicks(range(partition * 100, partition * 100 + 40)), partition)
     one = trainer(mode, checkpoint_dir=str(tmp_path))
@@ -190,7 +190,7 @@ def test_a_stream_may_be_idle_for_longer_than_the_timeout(kafka):
     writer.join()
 
 
-def test_offsets_are_committed_only_when_their_checkpoint_is_complete(kafka, tmp_path, monkeypatch):
+def test_offsets_are_committed_once_their_checkpoint_is_complete(kafka, tmp_path, monkeypatch):
     kafka.write(clicks(range(40)))
     one = trainer(checkpoint_dir=str(tmp_path), checkpoint_every_steps=2)
     reader = kafka.reader(10, group="lag")
@@ -233,7 +233,7 @@ def test_several_passes_over_a_stream_are_refused(kafka):
         trainer().fit(kafka.reader(10), epochs=2)
 
 
-def test_a_stream_that_cannot_be_shared_is_refused_where_it_would_have_to_be(kafka):
+def test_a_stream_that_cannot_be_shared_is_refused_when_needed(kafka):
     class Alone:
         interrupted = False
         batches = begin = offsets = forget = commit = observe = print

@@ -97,7 +97,7 @@ def test_steps_are_exact_and_training_goes_on_where_it_was():
     assert_same(t, whole, 0)
 
 
-def test_a_schedule_through_all_modes_on_one_nn_worker_is_sync_where_nothing_is_stale():
+def test_a_schedule_of_all_modes_equals_sync_on_one_nn_worker():
     """All these modes are Sync with one NN worker and one batch a step; so switching must change nothing."""
     data = batches(50)
     modes = [Sync(), Gba(ROWS), Bsp(1), Sync(), HopBw(0), Async(), HopBs(1), Gba(ROWS), Sync()]
@@ -164,7 +164,7 @@ class Stream:
 
 
 @pytest.mark.parametrize(("nn_workers", "switches"), [(1, 24), (3, 24), pytest.param(3, 1000, marks=pytest.mark.slow)])
-def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers, switches):
+def test_switches_at_any_time_train_each_batch_once(nn_workers, switches):
     data = Stream()
     cluster = Threads(nn_workers=nn_workers, timeout=DEADLINE)
     random = np.random.default_rng(0)
@@ -217,7 +217,7 @@ def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers, s
 
 
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0)])
-def test_a_rest_while_one_nn_worker_has_no_data_is_the_same_step_for_all(mode):
+def test_quiescing_without_data_on_one_nn_worker_is_one_step(mode):
     def work(member):
         t = persia.Trainer(
             CountingNet(),
@@ -261,7 +261,7 @@ def test_a_switch_that_cannot_be_is_refused_and_training_goes_on():
         trainer(Sync(), mode_schedule=[(5, Sync()), (5, Async())])
 
 
-def test_advice_where_there_are_far_fewer_nn_workers_than_gradients(caplog):
+def test_advice_with_far_fewer_nn_workers_than_gradients(caplog):
     t = trainer(Gba(8 * ROWS))
     t.fit(batches(9))
     advice = "Gba applies 8 gradients per step, from 1 NN workers"
@@ -408,7 +408,7 @@ def test_a_crash_in_a_mode_with_all_reduce_is_told_to_the_others():
 
 
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(3, warmup=0)], ids=str)
-def test_an_nn_worker_that_fails_within_a_step_ends_the_others_at_once(mode, monkeypatch):
+def test_an_nn_worker_that_fails_within_a_step_ends_the_others(mode, monkeypatch):
     """Their pushes wait for its push at the PS, up to the deadline; their error does not."""
     monkeypatch.setattr("persia.nn.pass_threads.PUSH_GRACE", 0.1)
     cluster = Threads(nn_workers=3, timeout=DEADLINE)
@@ -470,7 +470,7 @@ def test_apmsqueeze_of_several_nn_workers_on_dense_pss(tmp_path):
     assert resumed.step.optimizer.phase == "compressed"
 
 
-def test_what_was_chosen_by_hand_holds_in_a_resumed_run_until_the_next_entry_of_the_schedule(tmp_path):
+def test_a_manual_mode_holds_until_the_next_scheduled_mode(tmp_path):
     data = batches(30)
     options = {"mode_schedule": [(0, Sync()), (10, Hybrid(2, warmup=0)), (20, Gba(ROWS))]}
     first = trainer(Sync(), **options)

@@ -74,7 +74,7 @@ def test_sync_gives_the_same_figures_twice():
     assert results[0] == results[1]
 
 
-def test_progressive_metrics_are_those_of_the_forward_pass_before_the_update():
+def test_progressive_metrics_precede_the_update():
     data = reader(200)
     t = trainer(data.schema)
     before = np.concatenate(list(trainer(data.schema).predict(data)))
@@ -366,7 +366,7 @@ def test_a_model_that_diverges_is_reported_with_its_batch(tmp_path, bad, in_loss
     assert bool(steps) == (at >= accumulation)
 
 
-def test_an_evaluation_names_the_batch_whose_logits_are_not_finite():
+def test_an_evaluation_names_the_batch_with_non_finite_logits():
     data = reader(1_000)
     t = trainer(data.schema, model=Diverging(3, float("nan"), in_loss=False))
     with pytest.raises(DivergedError, match="Batch 3 of the data to evaluate: 200 of 200"):
@@ -374,7 +374,7 @@ def test_an_evaluation_names_the_batch_whose_logits_are_not_finite():
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_step_that_overflows_in_fp16_does_not_advance_the_schedule(clip):
+def test_a_step_that_overflows_in_fp16_keeps_the_schedule(clip):
     data = reader()
     schedule = persia.Schedule(warmup_steps=100)
     t = trainer(data.schema, precision="fp16", schedule=schedule, clip_norm=clip)
@@ -396,7 +396,7 @@ def test_cuda_trains(precision):
     assert result.progressive.auc == pytest.approx(full.progressive.auc, abs=0.01)
 
 
-def test_a_model_that_diverges_is_reported_with_its_batch_in_modes_with_tokens():
+def test_divergence_is_reported_with_its_batch_in_token_modes():
     data = reader()
     t = trainer(data.schema, model=Diverging(7, float("nan"), False), mode=persia.modes.Gba(400))
     with pytest.raises(DivergedError, match=r"batch 7 of epoch 0") as raised:
