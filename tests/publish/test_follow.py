@@ -321,5 +321,5 @@ def test_the_description_of_an_epoch(log):
     log.storage.put(f"{epoch}/{MODEL_FILE}", b" " * (MAX_MODEL_BYTES + 1))
     late = follow(log.url)
     list(late.updates())
-    with pytest.raises(PublishError, match="at most"):
+    with pytest.raises(PublishError, match="more than"):
         late.description()

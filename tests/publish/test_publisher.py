@@ -280,7 +280,7 @@ def test_a_last_entry_that_cannot_be_written_is_named(trained, started, monkeypa
     assert "Not a directory" in started.status.error
     said = caplog.records[-1].getMessage()
     assert said.startswith(f"PS 0 could not publish its last rows to {trained.url} within 0.4 s")
-    assert "readers keep those of step 2: " in said
+    assert "readers keep the rows of step 2: " in said
     assert "Not a directory" in said
 
 

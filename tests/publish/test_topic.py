@@ -63,7 +63,7 @@ def test_an_address_has_brokers_topic_and_settings(tmp_path):
     with pytest.raises(ConfigError, match="'acks', which persia sets"):
         parse_address(f"kafka://a:1/t?config={file}")
     file.write_text("\nno setting")
-    with pytest.raises(ConfigError, match=r"Line 2 of .* has another form"):
+    with pytest.raises(ConfigError, match=r"Invalid line 2 of .*; expected SETTING=VALUE"):
         parse_address(f"kafka://a:1/t?config={file}")
 
 
@@ -363,7 +363,7 @@ def test_brokers_that_are_away_make_rows_older_and_nothing_else(outages, monkeyp
         patient(monkeypatch)
         until(lambda: publisher.status.step == 8 and not publisher.status.error)
     lines = [record.getMessage() for record in caplog.records if record.name == "persia.publish"]
-    assert "training goes on" in lines[0]
+    assert "training continues" in lines[0]
     assert lines[-1].endswith("again.")
     publisher.stop(last=True)
     until(lambda: not (replica.refresh() or replica.problem))

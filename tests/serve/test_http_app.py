@@ -126,7 +126,7 @@ REFUSED = [
     ("POST", "/predict", TYPE, b" " * 1_000_001, 413, "--max-body-bytes"),
     ("POST", "/embeddings", TYPE, b'{"table": "' + b"x" * 10_000 + b'", "ids": []}', 422, "no table 'xxx"),
     ("GET", "/predict", {}, b"", 405, "does not accept GET"),
-    ("DELETE", "/health", {}, b"", 405, "does not take DELETE"),
+    ("DELETE", "/health", {}, b"", 405, "does not accept DELETE"),
     ("GET", "/x", {}, b"", 404, "there are /docs, /embeddings"),
 ]
 

@@ -40,20 +40,20 @@ def differences(
 
 
 def schema_differences(
-    saved: Schema, schema: Schema, *, there: str = "the checkpoint", here: str = "the model"
+    theirs: Schema, mine: Schema, *, there: str = "the checkpoint", here: str = "the model"
 ) -> list[str]:
     """Lists why rows and networks of one schema do not fit another one, one sentence each.
 
     Initialisers, optimizers, capacities, dtypes and admission may differ.
 
     Args:
-        saved: schema that rows and networks were trained with.
-        schema: schema to use them with.
-        there: name of the place with `saved`.
-        here: name of the place with `schema`.
+        theirs: what rows and networks were trained with.
+        mine: what they are to be used with.
+        there: name of the place with `theirs`.
+        here: name of the place with `mine`.
     """
-    reasons: list[str] = []
-    tables, other = schema.resolved_tables(), saved.resolved_tables()
+    found: list[str] = []
+    tables, other = mine.resolved_tables(), theirs.resolved_tables()
     for name in tables.keys() & other.keys():
         if tables[name].dim != other[name].dim:
             found.append(f"table {name!r} has dim {tables[name].dim}, in {there} {other[name].dim}")
@@ -72,7 +72,7 @@ def id_difference(saved: Schema, schema: Schema, table: str) -> str:
     mine = {_ids_of(schema, f): f.name for f in schema.id_features if f.table_name == table}
     if not theirs or not mine or theirs.keys() & mine.keys():
         return ""
-    (here, feature), (there, other) = next(iter(sources.items())), next(iter(saved_sources.items()))
+    (here, feature), (there, other) = next(iter(mine.items())), next(iter(theirs.items()))
     return (
         f"rows of table {table!r} have other ids: feature {feature!r} of the model has {here}, {other!r} of the "
         f"checkpoint {there}, so values would not find their rows. Declare it in the same way, or leave the table out."
@@ -80,7 +80,7 @@ def id_difference(saved: Schema, schema: Schema, table: str) -> str:
 
 
 def _ids_of(schema: Schema, feature: IdFeature) -> str:
-    """Describes how a feature's values become ids. Numbers have the same ids under "auto" and "number"."""
+    """Names the way from the value of a feature to its id. Numbers have the same ids under "auto" and "number"."""
     if feature.of is not None:
         return f"{feature.mapping} of {_ids_of(schema, schema.feature(feature.of))}"
     if feature.cross:
@@ -91,13 +91,13 @@ def _ids_of(schema: Schema, feature: IdFeature) -> str:
 
 
 def check_values(path: str, table: str, rows: dict[str, NDArray[Any]], dtype: Dtype) -> None:
-    """Checks that the embeddings of rows fit a dtype. NaN and infinities fit every dtype.
+    """Checks that the embeddings of rows fit a dtype. NaN and infinities do: every dtype has them.
 
     Args:
-        path: path of the checkpoint, for the error.
-        table: table of the rows.
+        path: of the checkpoint, for the error.
+        table: of the rows.
         rows: `ids` uint64 `[n]` and `embeddings` float32 `[n, dim]`.
-        dtype: dtype to store them in.
+        dtype: in which they are to be kept.
 
     Raises:
         CheckpointError: a finite value exceeds the largest number of the dtype.
@@ -123,24 +123,22 @@ def same_rule(one: EmbeddingOptimizer | None, other: EmbeddingOptimizer | None) 
 def _tables(
     manifest: Manifest[Any], schema: Schema, default: EmbeddingOptimizer | None, new_optimizer: bool
 ) -> list[str]:
-    reasons: list[str] = []
+    found: list[str] = []
     tables = schema.resolved_tables()
     for name, table in tables.items():
         record = manifest.tables.get(name)
         if record is None:
-            reasons.append(f"table {name!r} is not in the checkpoint")
+            found.append(f"table {name!r} is not in the checkpoint")
             continue
         if record.dim != table.dim:
-            reasons.append(f"table {name!r} has dim {table.dim}, in the checkpoint {record.dim}")
+            found.append(f"table {name!r} has dim {table.dim}, in the checkpoint {record.dim}")
         optimizer = table.optimizer or default
         if optimizer is not None and record.optimizer is not None and not new_optimizer:
-            rule, saved_rule = _rule(optimizer), _rule(record.optimizer)
-            if rule != saved_rule:
-                reasons.append(f"table {name!r} is trained by {rule}, in the checkpoint by {saved_rule}")
-    reasons += [
-        f"table {name!r} of the checkpoint is not in the model" for name in manifest.tables if name not in tables
-    ]
-    return reasons
+            mine, theirs = _rule(optimizer), _rule(record.optimizer)
+            if mine != theirs:
+                found.append(f"table {name!r} is trained by {mine}, in the checkpoint by {theirs}")
+    found += [f"table {name!r} of the checkpoint is not in the model" for name in manifest.tables if name not in tables]
+    return found
 
 
 def _rule(optimizer: EmbeddingOptimizer) -> str:
@@ -182,10 +180,10 @@ def _meaning(feature: IdFeature) -> dict[str, Any]:
 
 
 def _columns(saved: Schema, schema: Schema) -> list[str]:
-    reasons: list[str] = []
+    found: list[str] = []
     for field in ("dense_features", "labels"):
-        names, saved_names = list(getattr(schema, field)), list(getattr(saved, field))
-        if names != saved_names:
-            only = [repr(n) for n in names if n not in saved_names] + [repr(n) for n in saved_names if n not in names]
-            reasons.append(f"{field} differ in {', '.join(only[:8])}" if only else f"{field} are in another order")
-    return reasons
+        mine, theirs = list(getattr(schema, field)), list(getattr(saved, field))
+        if mine != theirs:
+            only = [f"{name!r}" for name in mine if name not in theirs] + [f"{n!r}" for n in theirs if n not in mine]
+            found.append(f"{field} differ in {', '.join(only[:8])}" if only else f"{field} are in another order")
+    return found

@@ -42,7 +42,7 @@ _log = get_logger("persia.checkpoint")
 _P = TypeVar("_P", TensorsPart, StatePart)
 
 READERS = 3
-"""Number of parts in memory: the parts being read and checked, and the part in use."""
+"""Number of parts in memory: those being read and checked, and the one in use."""
 
 
 class CheckpointReader:
@@ -58,7 +58,7 @@ class CheckpointReader:
         path: directory of the step.
         manifest: the manifest.
         schema: schema of the model.
-        links: this checkpoint, followed by the checkpoints that it builds on, down to a full one.
+        links: this checkpoint, followed by those that it builds on, down to a full one.
 
     Raises:
         CheckpointError: there is no such checkpoint, its manifest is invalid, or a checkpoint that it builds on is
@@ -98,7 +98,7 @@ class CheckpointReader:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """The `extra` data that were passed to `commit`, as JSON values."""
+        """The further data that were given to `commit`, as JSON values."""
         return self.manifest.extra
 
     def check_schema(
@@ -120,18 +120,18 @@ class CheckpointReader:
         if found:
             raise CheckpointError(
                 f"{self.path} does not fit this model:\n- "
-                + "\n- ".join(reasons)
+                + "\n- ".join(found)
                 + "\nUse the schema and optimizer of the checkpoint (`persia checkpoint inspect` shows them), "
                 "or start a new run in another directory.",
                 path=self.path,
-                differences=reasons,
+                differences=found,
             )
 
     def rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         """Iterates over the rows of a table, part by part, ordered by shard and then as written.
 
-        An incremental checkpoint yields its own rows first, then the current rows of the checkpoints that it builds on.
-        This keeps the ids of all incremental checkpoints in memory (8 bytes each).
+        An incremental checkpoint yields its own rows first, then the current rows of those that it builds on. This
+        keeps the ids of all incremental checkpoints in memory (8 bytes each).
 
         Yields:
             The number of the shard, and the arrays of `CheckpointWriter.add_rows` with embeddings as float32. The
@@ -146,7 +146,7 @@ class CheckpointReader:
         return self._own_rows(table) if len(self.links) == 1 else self._chained_rows(table)
 
     def parts(self, table: str) -> list[RowsPart]:
-        """Returns the row parts of a table in this checkpoint only, in the order of `rows`."""
+        """Returns the row parts of a table in this checkpoint alone, in the order of `rows`."""
         parts = [part for part in self.manifest.parts if isinstance(part, RowsPart) and part.table == table]
         return sorted(parts, key=lambda part: part.shard)
 
@@ -175,21 +175,21 @@ class CheckpointReader:
                 del arrays
 
     def _chained_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        replaced = np.empty(0, np.uint64)  # Sorted ids that newer links hold or have removed.
+        over = np.empty(0, np.uint64)  # Sorted ids that newer links hold or have removed.
         for link in self.links:
-            ids = [replaced]
+            mine = [over]
             for shard, arrays in link._own_rows(table):
                 if link is not self.links[-1]:
-                    ids.append(arrays["ids"])
-                if len(replaced):
-                    at = np.minimum(np.searchsorted(replaced, arrays["ids"]), len(replaced) - 1)
-                    valid = replaced[at] != arrays["ids"]
+                    mine.append(arrays["ids"])
+                if len(over):
+                    at = np.minimum(np.searchsorted(over, arrays["ids"]), len(over) - 1)
+                    valid = over[at] != arrays["ids"]
                     if not valid.all():
                         arrays = {name: array[valid] for name, array in arrays.items()}
                 if len(arrays["ids"]):
                     yield shard, arrays
             if link is not self.links[-1]:
-                replaced = np.unique(np.concatenate([*ids, *link._removed(table)]))
+                over = np.unique(np.concatenate([*mine, *link._removed(table)]))
 
     def _removed(self, table: str) -> Iterator[NDArray[np.uint64]]:
         for part in self.manifest.parts:
@@ -278,7 +278,7 @@ class CheckpointReader:
         return self._part_reader.describe(part)
 
     def verify(self, progress: Callable[[int], object] = lambda _: None) -> int:
-        """Reads and checks every part, including the parts of the checkpoints that this one builds on.
+        """Reads and checks every part, including those of the checkpoints that this one builds on.
 
         Args:
             progress: called with the bytes of each part after it has been read, in the order of `all_parts`.
@@ -292,8 +292,8 @@ class CheckpointReader:
         parts = self.all_parts()
         problems: list[str] = []
         with ThreadPoolExecutor(READERS, "persia-checkpoint-read") as pool:
-            results = pool.map(lambda pair: pair[0]._part_reader.problem(pair[1]), parts)
-            for (_, part), problem in zip(parts, results, strict=True):
+            found = pool.map(lambda pair: pair[0]._part_reader.problem(pair[1]), parts)
+            for (_, part), problem in zip(parts, found, strict=True):
                 if problem is not None:
                     problems.append(problem)
                 progress(part.bytes)
@@ -302,7 +302,7 @@ class CheckpointReader:
         return sum(part.bytes for _, part in parts)
 
     def all_parts(self) -> list[tuple[CheckpointReader, Part]]:
-        """Returns the parts of this checkpoint, and the row parts of the checkpoints that it builds on."""
+        """Returns the parts of this checkpoint, and the row parts of those that it builds on."""
         return [(self, part) for part in self.manifest.parts] + [
             (link, part)
             for link in self.links[1:]
@@ -311,20 +311,20 @@ class CheckpointReader:
         ]
 
     def _resolve(self, step: int | None) -> str:
-        """Returns the path prefix of the step directory, relative to the storage."""
+        """Returns the path prefix of the step directory, relative to the given directory."""
         if step is None and self._storage.size(MANIFEST) is not None:
             return ""
-        steps = complete_steps(self._storage)
-        choices = f"Complete steps are {', '.join(map(str, steps[-8:]))}: name one by step=." if steps else ""
+        found = complete_steps(self._storage)
+        have = f"Complete steps are {', '.join(map(str, found[-8:]))}: name one by step=." if found else ""
         if step is None:
             step = latest_step(self._storage)
             if step is None:
                 where = self._storage.full()
-                remedy = choices or "Give the directory that `persia train --output` or `Trainer.save` has written."
+                remedy = have or "Give the directory that `persia train --output`, or `save` of a trainer, has written."
                 raise CheckpointError(f"{where} holds no checkpoint: there is no {LATEST}. {remedy}", path=where)
-        if not isinstance(step, int) or step not in steps:
+        if not isinstance(step, int) or step not in found:
             path = self._storage.full(step_name(step) if isinstance(step, int) else str(step))
-            raise CheckpointError(f"{path} holds no complete checkpoint. {choices}".strip(), path=path, step=step)
+            raise CheckpointError(f"{path} holds no complete checkpoint. {have}".strip(), path=path, step=step)
         return f"{step_name(step)}/"
 
     def _find(self, kind: type[_P], name: str) -> _P:

@@ -80,7 +80,7 @@ def root(
 def main() -> Any:
     """Runs the command line. Prints a PersiaError or OSError as one line, without a traceback."""
     limit_spinning()  # Before a command loads torch.
-    if logging.lastResort is not None:  # Writes the warnings of commands without a log of their own.
+    if logging.lastResort is not None:  # Writes the warnings of commands that set up no log.
         logging.lastResort.setFormatter(LogFormatter())
     try:
         return app()

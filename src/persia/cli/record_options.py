@@ -1,4 +1,4 @@
-"""Makes the options of a command from records: names, types, defaults and descriptions are those of the fields."""
+"""Makes the options of a command from records, with the names, types, defaults and descriptions of their fields."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def train(
     output: Annotated[
         str | None,
         typer.Option(
-            help="Directory for checkpoints. Defaults to that of --resume, else to a new folder next to CONFIG.",
+            help="Directory for checkpoints. Defaults to the one of --resume, else to a new folder next to CONFIG.",
             metavar="DIR",
         ),
     ] = None,

@@ -115,7 +115,7 @@ class Publisher:
             error = self._status.error or f"no answer within {LAST_SECONDS:g} s"
             self._status = self._status._replace(error=error)
             LOG.warning(
-                "PS %d could not publish its last rows to %s within %g s; readers keep those of step %d: %s",
+                "PS %d could not publish its last rows to %s within %g s; readers keep the rows of step %d: %s",
                 self._order.server,
                 self._order.options.url,
                 LAST_SECONDS,
@@ -167,7 +167,7 @@ class Publisher:
 
     def _check_stream(self) -> None:
         """Ends the epoch if this PS published in it before a restart, as its sequence would start again."""
-        if self._writer.begun():
+        if self._writer.has_entries():
             self._status = PublishStatus()
 
     def _wait(self) -> bool:

@@ -72,7 +72,7 @@ class Replica:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch; -1 before the first refresh that found one."""
+        """Number of the epoch; -1 before the first complete epoch."""
         return self._copy.epoch
 
     @property

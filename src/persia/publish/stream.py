@@ -65,7 +65,7 @@ class StreamWriter:
         self.sequence = -1
         self.snapshot_bytes = self.increment_bytes = self.increments = 0
 
-    def begun(self) -> bool:
+    def has_entries(self) -> bool:
         """Returns whether the stream has entries; before the first `commit`, another writer must have written them."""
         self._storage.refresh()
         return any(parse_entry(name) for name in self._storage.names(f"{epoch_name(self._epoch)}/{self._stream}"))

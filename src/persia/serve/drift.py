@@ -81,7 +81,7 @@ class ServingDrift:
             items: valid items, as in `Predictor.rank`.
             logits: `[items, labels]`.
         """
-        row = random.randrange(len(items))  # Items may be in any order, such as that of an earlier stage.
+        row = random.randrange(len(items))  # Items may be sorted, for example by an earlier stage.
         self._recorded.append(_Recorded(items.slice(row, row + 1), logits[row : row + 1], user))
 
     def count(self) -> None:

@@ -97,7 +97,7 @@ class EpochRows:
         return LocalRows([self._servers[number] for number in range(self._count)])
 
     def apply(self, update: Update) -> list[Change] | None:
-        """See `EpochState.apply`. The rows of a whole update go to new tables, which then replace those of its PS.
+        """See `EpochState.apply`. The rows of a whole update go to new tables, which then replace its PS's tables.
 
         Raises:
             PublishError: the update is damaged, does not fit the schema, or has a row that is not finite. No row has
