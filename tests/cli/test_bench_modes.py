@@ -81,7 +81,7 @@ def test_hop_bw_drops_the_slow_one():
 
 @pytest.mark.parametrize(("slow", "compute"), [("2", "20ms"), ("9:4x", "20ms"), ("1:4x", "20")])
 def test_bad_arguments(slow, compute):
-    with pytest.raises(ConfigError, match="write"):
+    with pytest.raises(ConfigError, match="expected"):
         bench.Emulation.parse(8, slow, compute)
 
 

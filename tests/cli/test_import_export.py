@@ -124,7 +124,7 @@ def test_torch_loads_what_is_exported_for_it(folder, trained):
 def test_what_does_not_fit_is_refused(folder):
     files = folder / "files"
     files.mkdir()
-    assert "has no file of rows; name the one of table 'id_0'" in persia(
+    assert "has no file of rows; name the file of table 'id_0'" in persia(
         "import", "run.toml", "files", "--output", "two", ok=False
     )
     embedding = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(15, np.float32)), 3)
