@@ -181,7 +181,7 @@ class GlobalTags(Gba, frozen=True, tag="gba_global_tags"):
 
     def row_limit(self, step: int, token: int) -> RowLimit:
         """Admits all rows or none."""
-        return RowLimit(None if self.weight(step, token) else -2, step)
+        return RowLimit(None if self.decay(step, token) else -2, step)
 
 
 class Stalled(NamedTuple):

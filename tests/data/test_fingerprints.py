@@ -150,7 +150,7 @@ def test_a_source_with_parts_but_no_of_parts_is_refused():
         def fingerprint(self):
             return persia.data.SourceFingerprint("own", (persia.data.SourcePart("a"), persia.data.SourcePart("b")))
 
-    with pytest.raises(DataError, match="has 2 parts, and Own has no method `of_parts`"):
+    with pytest.raises(DataError, match="has 2 parts, but Own has no method `of_parts`"):
         fingerprint_of(Own())
 
 

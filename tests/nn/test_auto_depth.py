@@ -1,6 +1,6 @@
 """`Hybrid("auto")` on a simulated NN worker: it settles, follows the load up and down, and does not swing.
 
-Times are in units of what the network takes for one batch. As in `nn/pipeline.py`, one thread looks up, one trains,
+Times are in units of what the network takes for one batch. As in `nn/pass_threads.py`, one thread looks up, one trains,
 one pushes; `delay` is what every gradient is under way besides, and `lookup` and `push` keep their thread busy.
 """
 

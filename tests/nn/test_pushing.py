@@ -10,7 +10,7 @@ import pytest
 
 from persia.cluster import Embedded
 from persia.coordinator import TokenScheduler
-from persia.errors import PersiaError, StaleBatchError
+from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.modes import Async, Gba, Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.pass_threads import PUSH_GRACE
@@ -446,3 +446,35 @@ def test_a_lost_batch_is_pushed_empty_in_token_modes_only(mode):
     assert [header.rows for header in cluster.worker.headers] == [*kept, ROWS, ROWS, ROWS]
     assert (t.embeddings.pushed.lost_batches, t.embeddings.pushed.lost_rows) == (1, ROWS)
     assert result.global_step == (6 if mode == Sync() else 3)
+
+
+def test_a_flushed_step_of_a_loop_waits_for_those_before_it():
+    cluster = Recorded()
+    embeddings = collection(cluster, Hybrid(8, warmup=0), accumulation_steps=2)
+    cluster.worker.held.clear()
+    loop = embeddings.prefetch(batches(7))
+    for _ in range(5):
+        backward(embeddings, next(loop))
+    embeddings.flush()
+    until(lambda: cluster.worker.in_flight == 1)
+    cluster.worker.held.set()
+    for batch in loop:
+        backward(embeddings, batch)
+    assert [(header.sequence, header.step) for header in cluster.worker.headers] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+
+
+def test_an_asynchronous_pass_of_equal_steps_is_refused():
+    embeddings = collection(Recorded(), Async())
+    with pytest.raises(ConfigError, match="Both `tokens` and `equal_steps`"):
+        embeddings.prefetch(batches(1), OthersHaveData(1), tokens=object())
+
+
+def test_counts_may_be_read_while_a_pass_ends():
+    embeddings = collection(Recorded(), Hybrid(2, warmup=0))
+    loop = embeddings.prefetch(batches(2))
+    next(loop)
+    current = embeddings._pass
+    loop.close()
+    embeddings._pass = current  # As another thread may see it for a moment.
+    assert (embeddings.ready, embeddings.ahead) == (0, False)
+    embeddings._pass = None

@@ -319,7 +319,7 @@ def test_damaged_ages_of_a_region_are_forgotten(tmp_path):
     store.advance_clock(0, 1)
     del store
     with open(path + ".0", "r+b") as region:
-        region.seek(9720 + 16)  # Ages::left_before
+        region.seek(9720 + 16)  # TtlState::expired_before
         region.write(np.uint32(2**32 - 1).tobytes())
     store = NativeStore()
     store.create_table(config, files=path, attach=True)

@@ -42,6 +42,22 @@ def test_a_record_that_cannot_be_formatted_ends_no_training(lines, monkeypatch):
     assert stream.getvalue() == "next\n"
 
 
+class Broken:
+    """Something that cannot be shown."""
+
+    def __str__(self):
+        raise RuntimeError
+
+
+def test_neither_does_an_argument_that_cannot_be_shown(lines, monkeypatch):
+    log, stream = lines
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    log.warning("%s", Broken())
+    log.warning("%(a)s", {"b": 1})
+    log.warning("next")
+    assert stream.getvalue() == "next\n"
+
+
 def test_all_loggers_are_made_in_one_place():
     root = Path(persia.__file__).parent
     made = {

@@ -218,6 +218,14 @@ def test_restart_data_begins_the_pass_again(days, following):
     assert (result.progressive.rows, result.training.rows) == (0, 3 * ROWS), "some were seen"
 
 
+def test_again_after_a_part_of_the_first_pass_has_seen_rows(days, following):
+    t = trainer()
+    t.fit(reader(days), max_steps=5)
+    t = following(t)
+    result = t.fit(reader(days), again=True)
+    assert (result.progressive.rows, result.training.rows) == (0, 3 * ROWS), "some were seen"
+
+
 def test_restart_data_of_other_data_has_new_rows(days, following):
     t = trainer()
     t.fit(reader(days[0]), max_steps=5)

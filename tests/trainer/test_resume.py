@@ -451,6 +451,25 @@ def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint(tmp_path, monkey
     assert_same_training(t, new)
 
 
+@pytest.mark.parametrize("kind", [Adagrad, persia.optim.RowwiseAdagrad])
+def test_rows_that_began_with_another_accumulator(tmp_path, caplog, kind):
+    first = trainer(schema_of(kind(lr=0.1, initial_accumulator=0.01)))
+    first.fit(reader(), max_steps=2)
+    first.save(str(tmp_path))
+    resumed = persia.Trainer.resume(str(tmp_path), model(first.schema), optimizer=adam)
+    assert resumed.schema.resolved_tables()["id_0"].optimizer.initial_accumulator == 0.01
+    for same in (kind(lr=0.1, initial_accumulator=0.01), kind(lr=0.1, initial_accumulator=0.5)):
+        trainer(schema_of(same)).load(str(tmp_path))
+    assert "initial_accumulator" not in caplog.text  # The second one was set on purpose.
+
+    default = trainer(schema_of(kind(lr=0.1)))
+    default.load(str(tmp_path))
+    assert "initial_accumulator 0.01 (tables id_0). New rows begin with the default, 1e-06" in caplog.text
+    caplog.clear()
+    trainer(schema_of(kind(lr=0.1))).load_rows(str(tmp_path), ["id_0"])
+    assert "set initial_accumulator=0.01" in caplog.text
+
+
 def test_a_resumed_run_keeps_a_recorded_accumulator(tmp_path):
     """The optimizer of all tables, too, is the recorded one."""
     schema = reader().schema

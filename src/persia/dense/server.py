@@ -199,7 +199,7 @@ class _GradientSum:
     def __init__(self, parameters: int) -> None:
         self._sums: list[torch.Tensor | None] = [None] * parameters
         self._buffers: list[torch.Tensor] = []
-        self._buffer_decay = 0.0
+        self._buffer_weight = 0.0
         self._unit = 0.0
         self._total = 0.0
         self._counted = 0.0
@@ -228,16 +228,16 @@ class _GradientSum:
         if buffers:
             self._add_buffers(buffers, share * decay)
 
-    def _add_buffers(self, buffers: Sequence[torch.Tensor], decay: float) -> None:
+    def _add_buffers(self, buffers: Sequence[torch.Tensor], weight: float) -> None:
         if not self._buffers:
-            self._buffers = [b * decay if b.is_floating_point() else b.clone() for b in buffers]
+            self._buffers = [b * weight if b.is_floating_point() else b.clone() for b in buffers]
         else:
             for total, buffer in zip(self._buffers, buffers, strict=True):
                 if total.is_floating_point():
-                    total.add_(buffer, alpha=decay)
+                    total.add_(buffer, alpha=weight)
                 else:
                     torch.maximum(total, buffer, out=total)
-        self._buffer_decay += decay
+        self._buffer_weight += weight
 
     def means(self) -> list[torch.Tensor | None] | None:
         """Returns the sum divided by all weights, including gradients of decay 0; None if all weights are 0."""
@@ -248,7 +248,7 @@ class _GradientSum:
         return [total if total is None else total.mul_(1.0 / self._total) for total in self._sums]
 
     def buffer_means(self) -> list[torch.Tensor]:
-        return [b / self._buffer_decay if b.is_floating_point() else b for b in self._buffers]
+        return [b / self._buffer_weight if b.is_floating_point() else b for b in self._buffers]
 
 
 def partition(parameters: Sequence[TensorSpec], servers: int) -> list[list[int]]:

@@ -29,10 +29,8 @@ from persia.nn.evaluation_pass import EvaluationReader
 from persia.nn.feature_costs import feature_costs
 from persia.nn.gate import Staleness, StalenessGate
 from persia.nn.gradients import GradientCollector
-from persia.nn.inline_pass import InlinePass
 from persia.nn.non_finite import NonFiniteLog
 from persia.nn.options import CollectionOptions, check_gpus
-from persia.nn.pass_threads import PassThreads
 from persia.nn.pooling import Embeddings, Expander
 from persia.nn.prepared import PreparedBatch
 from persia.nn.push_log import PushCounts, PushLog
@@ -44,7 +42,7 @@ from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
 from persia.nn.token_pass import TokenPass
 from persia.nn.training_lookup import TrainingLookup
-from persia.nn.training_pass import PassContext, PassData, TrainingPass
+from persia.nn.training_pass import PassContext, PassData, Push, TrainingPass
 from persia.nn.transfer import Transfer, staging_for
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
@@ -218,6 +216,12 @@ class EmbeddingCollection(torch.nn.Module):
             return self._reading.batches(source)
         if (tokens is None) != (self.mode.dense() is Dense.ALL_REDUCE):
             raise self._needs_trainer()
+        if tokens is not None and equal_steps is not None:
+            raise ConfigError(
+                "Both `tokens` and `equal_steps` were given; in asynchronous modes NN workers make unequal numbers of "
+                "steps. Leave `equal_steps` out.",
+                field="equal_steps",
+            )
         return self._train(PassData(source, start, endless, self.idle), equal_steps, tokens)
 
     def forward(self, batch: PreparedBatch | Batch) -> Embeddings:
@@ -270,8 +274,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._raise_push_failure()
         self._steps.check_applied()
         self._finish_last_call()
-        if (push := self._steps.complete()) is not None:
-            push()
+        self._push(self._steps.complete())
 
     def await_pushes(self) -> None:
         """Waits until the gradients that backward passes have passed on are applied, also in a `prefetch` loop. Blocks.
@@ -285,7 +288,7 @@ class EmbeddingCollection(torch.nn.Module):
         if self._pass is None:
             self.flush()
         else:
-            self._pass.runner.await_pushes()
+            self._pass.await_pushes()
 
     # --- measurements ----------------------------------------------------------------------------------------
 
@@ -317,13 +320,13 @@ class EmbeddingCollection(torch.nn.Module):
     def ready(self) -> int:
         """Number of batches that are looked up and wait for the network."""
         current = self._pass
-        return current.runner.ready if current is not None else 0
+        return current.ready if current is not None else 0
 
     @property
     def ahead(self) -> bool:
         """Whether rows of the current training pass are looked up ahead, in threads next to the network."""
         current = self._pass
-        return current is not None and isinstance(current.runner, PassThreads)
+        return current is not None and current.ahead
 
     @property
     def pushed(self) -> PushCounts:
@@ -449,7 +452,15 @@ class EmbeddingCollection(torch.nn.Module):
 
     def _push_now(self, batch: PreparedBatch) -> None:
         """Pushes a batch that was called without `prefetch`, if its step is complete. Blocks."""
-        if (push := self._steps.add(batch, self._gradients.take(batch, unpushed=0))) is not None:
+        self._push(self._steps.add(batch, self._gradients.take(batch, unpushed=0)))
+
+    def _push(self, push: Push | None) -> None:
+        """Makes the push of a complete step: after those that a pass still has, or now. Blocks."""
+        if push is None:
+            return
+        if self._pass is not None:
+            self._pass.submit(push)
+        else:
             push()
 
     def _finish_last_call(self) -> None:
@@ -457,13 +468,13 @@ class EmbeddingCollection(torch.nn.Module):
         batch, self._called_last = self._called_last, None
         if batch is not None and batch.close():
             self.push_log.release(batch)
-            if (push := self._steps.skip()) is not None:
-                push()
+            self._push(self._steps.skip())
 
     def _await_own_pushes(self) -> None:
         """Applies gradients that this thread would push with the next draw: whoever reads now expects them."""
-        if self._pass is not None and isinstance(self._pass.runner, InlinePass):
-            self._pass.runner.await_pushes()
+        current = self._pass
+        if current is not None and not current.ahead:
+            current.await_pushes()
 
     def _needs_trainer(self) -> ConfigError:
         name = type(self.mode).__name__

@@ -221,8 +221,9 @@ class PassThreads:
             DeadlineError: a lookup or a push in progress does not end.
         """
         self._stop(last)
-        lookup, *pushing = self._threads
-        self._join(lookup, "embedding worker: lookup")
+        lookup, pushing = self._threads[:1], self._threads[1:]  # None if they could not be started.
+        for thread in lookup:
+            self._join(thread, "embedding worker: lookup")
         if finish:
             for thread in pushing:
                 self._join(thread, "embedding worker: push")

@@ -99,7 +99,7 @@ class StepPass(TrainingPass):
     def _push(self, push: Push | None) -> None:
         """Pushes a step, after the steps before it."""
         if push is not None:
-            self.runner.push(push)
+            self.submit(push)
 
     def close(self) -> None:
         """Closes the gate."""

@@ -92,7 +92,7 @@ class TokenPass(TrainingPass):
             log.pushed(counts, ticket.header.step + 1, group, contributions)
             log.global_step = max(log.global_step, ticket.header.step)
 
-        self.runner.push(push)
+        self.submit(push)
 
     def close(self) -> None:
         """Wakes the lookup thread."""

@@ -24,7 +24,7 @@ from persia.nn.transfer import Encoded, Ready
 from persia.telemetry.metrics import Histogram
 from persia.types import RegisteredBatch
 
-__all__ = ["PassContext", "PassData", "TrainingPass"]
+__all__ = ["PassContext", "PassData", "Push", "TrainingPass"]
 
 Push = Callable[[], None]
 
@@ -79,7 +79,6 @@ class TrainingPass(ABC):
 
     Attributes:
         unraised_failure: failure of a push of a pass that has ended without an error.
-        runner: looks up and pushes now. Gone once the pass has ended.
     """
 
     read_ahead: ClassVar[int] = READ_AHEAD
@@ -94,7 +93,7 @@ class TrainingPass(ABC):
         self._data = data
         self._equal_steps = equal_steps
         self.unraised_failure: BaseException | None = None
-        self.runner: PassThreads | InlinePass
+        self._runner: PassThreads | InlinePass | None = None
         self._reading = ReadingThread(data.source, self.read_ahead, counts, context.log.tracer)
         try:
             self._begin_runner(0, ahead=self._wants_ahead())
@@ -267,13 +266,38 @@ class TrainingPass(ABC):
             self._reading.join()
             self._log.release_all()
             push_failure = self.runner.push_failure
-            del self.runner  # A cycle would keep the rows of a Trainer that is dropped.
+            self._runner = None  # A cycle would keep the rows of a Trainer that is dropped.
             if failure is None:
                 self.unraised_failure = push_failure
             elif push_failure not in (None, failure):
                 failure.add_note(f"A push has failed, too ({type(push_failure).__name__}: {push_failure}).")
 
     # --- where lookups and pushes run ---------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> PassThreads | InlinePass:
+        """Looks up and pushes now. For the training thread and the runner's own, until the pass has ended."""
+        assert self._runner is not None
+        return self._runner
+
+    @property
+    def ready(self) -> int:
+        """Number of batches that are looked up and not drawn yet. For any thread."""
+        runner = self._runner
+        return runner.ready if runner is not None else 0
+
+    @property
+    def ahead(self) -> bool:
+        """Whether rows are looked up ahead, in threads. For any thread."""
+        return isinstance(self._runner, PassThreads)
+
+    def await_pushes(self) -> None:
+        """Blocks until the pushes so far have succeeded; see `PassThreads.await_pushes`."""
+        self.runner.await_pushes()
+
+    def submit(self, push: Push) -> None:
+        """Makes a push after those before it."""
+        self.runner.push(push)
 
     @property
     def _most_pushes(self) -> int:
@@ -288,7 +312,7 @@ class TrainingPass(ABC):
         """Begins to look up batches from a number on, and to push their gradients."""
         data, timeout, tracer = self._data, self._context.timeout, self._log.tracer
         if not ahead:
-            self.runner = InlinePass(self, self._reading, timeout, tracer, data.endless, number, data.idle)
+            self._runner = InlinePass(self, self._reading, timeout, tracer, data.endless, number, data.idle)
             return
         threads = PassThreads(
             self,
@@ -300,7 +324,7 @@ class TrainingPass(ABC):
             number=number,
             idle=data.idle,
         )
-        self.runner = threads  # The threads use it.
+        self._runner = threads  # The threads use it.
         threads.start()
 
     def _change_runner(self, *, ahead: bool) -> None:

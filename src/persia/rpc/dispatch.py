@@ -38,7 +38,7 @@ class Job(NamedTuple):
 
     Attributes:
         peer: identity of the client.
-        nbytes: size of the request in bytes.
+        nbytes: size of the request in bytes once it is decoded; see `Message.decoded_bytes`.
         expires: monotonic time at which the client gives up.
         work: runs the request; returns the reply, if any. Does not raise.
         waits: whether it waits for requests of other clients. It then counts only until it runs.
@@ -61,9 +61,9 @@ class Backlog:
 
     Attributes:
         requests: number of jobs that are queued or taken, without jobs that wait for others.
-        nbytes: their size in bytes.
+        nbytes: their size in bytes, decoded.
         waiting: number of taken jobs that wait for others.
-        waiting_nbytes: their size in bytes.
+        waiting_nbytes: their size in bytes, decoded.
     """
 
     def __init__(self, limits: Limits) -> None:

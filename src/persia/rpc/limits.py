@@ -41,7 +41,7 @@ class Limits:
             server closes the connections with the most. A quarter of the host's memory by default.
         threads: maximum number of methods that run or block at the same time; further requests wait.
         waiting: maximum number of running methods that wait for calls of other clients; further ones are refused.
-        waiting_bytes: maximum total bytes of their requests.
+        waiting_bytes: maximum total bytes of their requests once they are decoded; headers count 128 times.
         streams: maximum number of open iterators.
         stream_seconds: seconds without a request after which an iterator is closed.
         unread_replies: maximum number of replies that wait for one client; methods with further replies block.

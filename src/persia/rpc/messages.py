@@ -24,7 +24,7 @@ _FIELDS_BYTES = 1024
 
 
 _DECODED_BYTES = 128
-"""Upper bound on the memory that a byte of msgpack takes once decoded, in bytes. An empty dict is 1 byte encoded and 88
+"""Upper bound on the memory that a byte of msgpack takes once decoded, in bytes. An empty dict is 1 byte encoded and 72
 decoded."""
 
 

@@ -254,9 +254,10 @@ class Server:
         backlog, limits = self._backlog, self._limits
         error = PersiaError(
             f"{self._port.address} refused a call that waits for calls of other clients: {backlog.waiting} such calls "
-            f"with {backlog.waiting_nbytes} bytes wait here, on {len(self._threads)} threads. The limits are "
-            f"{limits.waiting} calls, {limits.waiting_bytes} bytes, and the threads that the system grants this "
-            "process. Raise `pids.max` of its container, or `ulimit -u`; or find the client that makes too many calls.",
+            f"with {backlog.waiting_nbytes} bytes (decoded; headers count 128 times) wait here, on "
+            f"{len(self._threads)} threads. The limits are {limits.waiting} calls, {limits.waiting_bytes} bytes, and "
+            "the threads that the system grants this process. Raise `pids.max` of its container, or `ulimit -u`; or "
+            "find the client that makes too many calls.",
             waiting=backlog.waiting,
             threads=len(self._threads),
         )

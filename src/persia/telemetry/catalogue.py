@@ -185,7 +185,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "rpc_handshakes_failed": MetricKind("counter", "connections refused, also for wrong keys"),
     "rpc_streams_expired": MetricKind("counter", "streams closed because their client stopped reading"),
     "rpc_requests_held": MetricKind("gauge", "requests running or waiting"),
-    "rpc_bytes_held": MetricKind("gauge", "bytes of requests running or waiting"),
+    "rpc_bytes_held": MetricKind("gauge", "bytes of requests running or waiting, decoded: headers count 128 times"),
     "rpc_threads": MetricKind("gauge", "threads that serve"),
     "rpc_streams": MetricKind("gauge", "streams being read"),
     "rpc_call_seconds": MetricKind("histogram", "a method ran, by method"),

@@ -24,7 +24,7 @@ def _escape(record: logging.LogRecord) -> bool:
     """Makes the message of a record printable. Keeps every record."""
     try:
         text = record.getMessage()
-    except (TypeError, ValueError):  # The handlers report it, as for any record.
+    except Exception:  # The handlers report it, as for any record.
         return True
     escaped = printable(text)
     if escaped != text:

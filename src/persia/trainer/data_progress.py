@@ -185,7 +185,7 @@ def begin_source(
     if recorded is not None and progress.current is not None:
         if not (again or restart):
             current = _continued(progress.current, recorded, given, position)
-        elif restart and position:
+        elif position:
             repeated |= not {*recorded.parts}.isdisjoint(given.parts)
     dropped = position if progress.current is not None and current is None else 0
     notice, surprising = None, False

@@ -23,7 +23,8 @@ from persia.errors import CheckpointError, PersiaError
 from persia.modes import ModeSetting
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.schema import SGD, EmbeddingOptimizer, Schema, Table
+from persia.schema import SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad, Schema, Table
+from persia.schema.optimizers import INITIAL_ACCUMULATOR
 from persia.services import EmbeddingPS, RowChunk, StatePiece
 from persia.telemetry.logs import get_logger
 from persia.trainer.options import Declared, TrainerOptions
@@ -232,6 +233,7 @@ def _import_rows(
     # common clock.
     gaps = {} if same else clock_gaps(reader)
     loaded: dict[str, LoadedTable] = {}
+    other_accumulators: dict[float, list[str]] = {}
     for name, declared in servers[0].tables().items():
         if name not in tables:
             continue
@@ -251,6 +253,16 @@ def _import_rows(
             _warn_of_capacity(reader, declared, more, None if had_rows else rows, len(servers))
         if state and rows and not with_state:
             LOG.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
+        initial = _other_accumulator(declared.optimizer, record.optimizer)
+        if rows and with_state and initial is not None:
+            other_accumulators.setdefault(initial, []).append(name)
+    for initial, names in other_accumulators.items():
+        LOG.warning(
+            "Rows in %s began with initial_accumulator %g (tables %s). New rows begin with the default, %g, and make "
+            "longer steps. To continue as before, set initial_accumulator=%g; a learning rate that suits the one does "
+            "not suit the other.",
+            reader.path, initial, ", ".join(names), INITIAL_ACCUMULATOR, initial,
+        )  # fmt: skip
     if same:
         for number, pieces in server_pieces(reader):
             if number in ranks:
@@ -297,6 +309,14 @@ def _warn_of_capacity(reader: CheckpointReader, table: Table, evicted: int, rows
         f"{evicted} of {rows} rows do not fit" if rows is not None else f"{evicted} rows, old or loaded, exceeded",
         table.capacity, servers, reader.path,
     )  # fmt: skip
+
+
+def _other_accumulator(declared: EmbeddingOptimizer | None, recorded: EmbeddingOptimizer | None) -> float | None:
+    """Returns the checkpoint's initial accumulator if it is another one and the table has the default."""
+    if not isinstance(declared, Adagrad | RowwiseAdagrad) or not isinstance(recorded, Adagrad | RowwiseAdagrad):
+        return None
+    initial = recorded.initial_accumulator
+    return initial if initial != declared.initial_accumulator == INITIAL_ACCUMULATOR else None
 
 
 def _exported(servers: Sequence[EmbeddingPS]) -> Iterator[tuple[int, list[dict[str, Any]]]]:

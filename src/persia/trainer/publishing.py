@@ -90,6 +90,7 @@ class Publishing:
         self._finite = finite
         self._servers = servers
         self._thread: threading.Thread | None = None
+        self._approving: threading.Thread | None = None
         self._last = False  # Publish once more at the end.
         self._stop = threading.Event()
         self._wanted = threading.Event()
@@ -121,9 +122,10 @@ class Publishing:
             target=self._publish, args=(run, self._stop), name="persia-publish-network", daemon=True
         )
         self._thread.start()
-        threading.Thread(
+        self._approving = threading.Thread(
             target=self._approve, args=(run, self._stop), name="persia-publish-approve", daemon=True
-        ).start()
+        )
+        self._approving.start()
 
     @property
     def active(self) -> bool:
@@ -161,14 +163,16 @@ class Publishing:
         Args:
             last: publish the rows and the network of this moment before.
         """
-        thread = self._thread
-        if thread is None:
+        thread, approving = self._thread, self._approving
+        if thread is None or approving is None:
             return
         if last:
             self._take_copy()
         self._last = last
         self._stop.set()
-        thread.join(LAST_SECONDS)
+        deadline = Deadline(LAST_SECONDS)
+        for each in (thread, approving):
+            each.join(deadline.left)
         if thread.is_alive():
             assert self._options is not None
             LOG.warning(

@@ -238,15 +238,17 @@ class Trainer:
         check_eval_data(eval_data, self.options)
         self._stopping = False
         self.state.scores.begin(train_data)
+        bounds = {"epochs": epochs, "max_steps": max_steps}
+        remote = None
+        if isinstance(self.cluster, ProcessCluster) and train_data is not None:
+            remote = self._driver(self.cluster)
+        elif not self._outputs_checked:
+            self.step.replicas.run_on_rank0(lambda: check_outputs(self.options), NoneType)
+            self._outputs_checked = True
         line, directory = self.resume_line, self.options.checkpoint_dir
         with signals.stoppable(stop=self.stop, step=lambda: self.global_step, directory=directory, resume_line=line):
-            if isinstance(self.cluster, ProcessCluster) and train_data is not None:
-                bounds = {"epochs": epochs, "max_steps": max_steps}
-                remote = self._driver(self.cluster)
+            if remote is not None and train_data is not None:
                 return remote.fit(train_data, eval_data, bounds, lambda: self.stopping, again, restart_data)
-            if not self._outputs_checked:
-                self.step.replicas.run_on_rank0(lambda: check_outputs(self.options), NoneType)
-                self._outputs_checked = True
             return self.fit_here(train_data, eval_data, epochs, max_steps, again=again, restart_data=restart_data)
 
     def fit_here(

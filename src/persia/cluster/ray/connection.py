@@ -79,7 +79,7 @@ def connect_servers(coordinator: Coordinator, plan: Plan) -> list[EmbeddingPS]:
     return [reach(member, EmbeddingPS, plan) for member in members]
 
 
-class _DriverFedLoaders(DataLoaders):
+class _DriverLoaders(DataLoaders):
     """Data loaders whose feed is sent by the driver, also to data loaders that start later.
 
     Args:
@@ -148,7 +148,7 @@ class WorkerConnection:
         self.connection = Connection(
             EmbeddingWorkers(self._workers, timeout, rank),
             self._servers,
-            _DriverFedLoaders(self._loaders, timeout, begin) if begin is not None else None,
+            _DriverLoaders(self._loaders, timeout, begin) if begin is not None else None,
             rank,
             plan.nn_workers,
             generation,
@@ -159,8 +159,8 @@ class WorkerConnection:
         if self._stream_log is not None and commit is not None and begin is not None:
             stream = RecordedStream(self._stream_log, False, commit)
             loaders = DataLoaders(self._loaders, timeout)
-            fed = LoaderStream(stream, StreamLoaders(loaders, begin, stream, plan.nn_workers, timeout))
-            self.connection = self.connection._replace(stream=lambda _: fed)
+            loader_stream = LoaderStream(stream, StreamLoaders(loaders, begin, stream, plan.nn_workers, timeout))
+            self.connection = self.connection._replace(stream=lambda _: loader_stream)
 
     def close(self) -> None:
         """Closes all connections."""

@@ -180,16 +180,16 @@ class OffsetLog:
                 PartitionBounds(p, self._next[p], end, self._newest.get(p)) for p, end in sorted(self._ends.items())
             ]
 
-    def record(self, offsets: OffsetRange) -> int | None:
+    def record(self, messages: OffsetRange) -> int | None:
         """Records the range of the next batch; see `persia.services.StreamLog`."""
-        partition, begin, end = offsets[:3]
+        partition, begin, end = messages[:3]
         with self._changed:
             last = self._last.get(partition)
-            if last is not None and last[1] == offsets:  # A repeated call.
+            if last is not None and last[1] == messages:  # A repeated call.
                 return last[0]
             if self._closed or self._next.get(partition) != begin or end <= begin:
                 return None
-            self._enter(_Ranges([offsets]))
+            self._enter(_Ranges([messages]))
             return self._end - 1
 
     def lookup(self, number: int, last: int, timeout: float) -> RecordedBatch:
