@@ -192,8 +192,8 @@ def test_a_server_with_items_answers_retrieve(tmp_path):
     pq.write_table(pa.table({"id_1": ids, "dense_1": batch.dense[places, 1]}), tmp_path / "items.parquet")
     (tmp_path / "towers.py").write_text(TOWERS)
     items = ["--items", "items.parquet", "--item-key", "id_1"]
-    with served("finds ", url, "--model", "towers:network", *items, cwd=tmp_path) as lines:
-        assert f"finds {len(ids)} items, with the network of step 3" in lines[-1]
+    with served("index: ", url, "--model", "towers:network", *items, cwd=tmp_path) as lines:
+        assert f"index: {len(ids)} items, with the network of step 3" in lines[-1]
         address = re.search(r"INFO (http://127.0.0.1:\d+) serves", "".join(lines))[1]
         with Client(address, timeout=60) as client:
             users = {"id_0": batch.id_features["id_0"].values[:4], "dense_0": batch.dense[:4, 0]}
