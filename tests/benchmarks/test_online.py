@@ -150,7 +150,7 @@ def test_clicks_wait_while_training_lags_behind(modules, monkeypatch):
         training.await_lag(most, most * row)
         assert (pauses, training.waited) == ([], 0)
         training.await_lag(most + 100, (most + 100) * row)
-        assert training.begun
+        assert training.started
         assert len(pauses) >= 3
         assert training.waited == sum(pauses)
         monkeypatch.setattr(run, "LAG_SECONDS", 0.2)

@@ -199,7 +199,7 @@ class Exchange:
         who = f"rank {', '.join(map(str, silent))}" if silent else "none, so a connection was lost"
         return DeadlineError(
             f"APMSqueeze, rank {self.rank}, {what}: not all {self.size} workers took part within {self._timeout:g} s. "
-            f"Not heard of: {who}. Check that process, or raise `timeout`. This optimizer is unusable now; restart the "
+            f"Silent: {who}. Check that process, or raise `timeout`. This optimizer is unusable now; restart the "
             f"workers from a checkpoint. ({str(error)[:200]})",
             operation=what,
             rank=self.rank,
