@@ -191,7 +191,7 @@ def staleness(preset: str) -> runner.Measure:
     pairs = zip(virtual.model.parameters(), trained.trainer.model.parameters(), strict=True)
     apart = max(float((own - theirs).detach().abs().max()) for own, theirs in pairs)
     measured = {arrival.number: arrival.step - arrival.version for arrival in trained.arrivals}
-    oldest = max(arrival.step - arrival.token for arrival in trained.arrivals if arrival.weight)
+    oldest = max(arrival.step - arrival.token for arrival in trained.arrivals if arrival.decay)
     holds = measured == ages and oldest <= gba().tolerance and apart <= 1e-6
     return runner.Measure(
         "modes.staleness",
