@@ -213,12 +213,14 @@ def waited(answer: Answer) -> float:
 
 def highest_rate(port: int, bodies: list[bytes], seconds: float) -> float:
     """Returns the requests/s that the server answers while there is always another one."""
-    done, count, began = False, 0, time.perf_counter()
-    while not done:
+    elapsed, count, began = 0.0, 0, time.perf_counter()
+    while elapsed < seconds or not count:  # On a busy machine all of the first ones may miss their deadline.
+        if elapsed > 60.0:
+            raise RuntimeError("The server has answered no request within 60 s.")
         answers = ask(port, bodies, np.zeros(4 * CLIENTS), CLIENTS)
         count += sum(answer.status == 200 for answer in answers)
-        done = time.perf_counter() - began >= seconds
-    return count / (time.perf_counter() - began)
+        elapsed = time.perf_counter() - began
+    return count / elapsed
 
 
 def in_process(predict: Callable[[persia.Batch], object], batches: list[persia.Batch], seconds: float) -> list[float]:
