@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -26,8 +26,7 @@ def files(package: Path) -> dict[str, Path]:
 
 def circles(package: Path) -> int:
     """Returns the number of circles of files that are found one after the other, each broken at its last import."""
-    modules = {name: path for name, path in files(package).items() if path.name != "__init__.py"}
-    graph = {name: set(_imports(path, modules.keys())) for name, path in modules.items()}
+    graph = imports(package)
     count = 0
     while True:
         try:
@@ -41,8 +40,13 @@ def circles(package: Path) -> int:
             return count
 
 
-def _imports(path: Path, known: object) -> Iterator[str]:
-    assert hasattr(known, "__contains__")
+def imports(package: Path) -> dict[str, set[str]]:
+    """Returns the modules that each module imports anywhere, for types too. Packages only collect names: left out."""
+    modules = {name: path for name, path in files(package).items() if path.name != "__init__.py"}
+    return {name: set(_imports(path, modules.keys())) for name, path in modules.items()}
+
+
+def _imports(path: Path, known: Collection[str]) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}

@@ -1,44 +1,25 @@
 """No file of the package imports itself through others; imports for types and within functions count."""
 
-import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+from benchmarks.house import imports
 
 import persia
 
 ROOT = Path(persia.__file__).parent
 
 
-def modules(root):
-    """Returns the modules below a folder by name; packages are left out, as they only collect names."""
-    found = {}
-    for path in root.rglob("*.py"):
-        if path.name != "__init__.py":
-            found[".".join((root.name, *path.relative_to(root).with_suffix("").parts))] = path
-    return found
-
-
-def imports(path, known):
-    """Returns the known modules that a file imports anywhere."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            for alias in node.names:
-                yield from {node.module, f"{node.module}.{alias.name}"} & known.keys()
-        elif isinstance(node, ast.Import):
-            yield from {alias.name for alias in node.names} & known.keys()
-
-
 def circle(root):
-    known = modules(root)
     try:
-        TopologicalSorter({name: set(imports(path, known)) for name, path in known.items()}).prepare()
+        TopologicalSorter(imports(root)).prepare()
     except CycleError as error:
         return error.args[1]
     return None
 
 
 def test_no_circles_of_files():
-    assert len(modules(ROOT)) > 300
+    assert len(imports(ROOT)) > 300
     assert circle(ROOT) is None
 
 

@@ -126,8 +126,7 @@ class EmbeddingCollection(torch.nn.Module):
         device, accumulation = self._staging.device, self.options.accumulation_steps
         self._steps = StepPushes(self.push_log, self.gate, accumulation)
         self._lookup = TrainingLookup(schema, self.push_log, self._transfer, self._expander, self.gate, device)
-        self._gradients = GradientCollector(self._transfer, device, accumulation)
-        self._gradients.scaler = grad_scaler
+        self._gradients = GradientCollector(self._transfer, grad_scaler, device, accumulation)
         self._pass: TrainingPass | None = None
         """The current training pass; None outside of one."""
         self._called_last: PreparedBatch | None = None
@@ -222,7 +221,7 @@ class EmbeddingCollection(torch.nn.Module):
                 "steps. Leave `equal_steps` out.",
                 field="equal_steps",
             )
-        return self._train(PassData(source, start, endless, self.idle), equal_steps, tokens)
+        return self._train(PassData(source, start, endless), equal_steps, tokens)
 
     def forward(self, batch: PreparedBatch | Batch) -> Embeddings:
         """Returns embeddings by feature: `[batch, dim]`, or a SequenceEmbedding if the feature is not pooled.
@@ -409,7 +408,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     def _begin_pass(self, data: PassData, equal_steps: EqualSteps | None, tokens: TokenClient | None) -> TrainingPass:
         """Starts a training pass, with its threads."""
-        log = self.push_log
+        log, data = self.push_log, data._replace(idle=self.idle)
         context = PassContext(log, self._lookup, self._gradients, self.gate, self.waits, self.options.timeout)
         # No copy could serve a batch of an asynchronous mode.
         self.gate.reserves = self._cache.open(self.mode, self._staging.free_bytes, recording=log.observer is not None)
@@ -456,11 +455,9 @@ class EmbeddingCollection(torch.nn.Module):
 
     def _push(self, push: Push | None) -> None:
         """Makes the push of a complete step: after those that a pass still has, or now. Blocks."""
-        if push is None:
-            return
         if self._pass is not None:
             self._pass.submit(push)
-        else:
+        elif push is not None:
             push()
 
     def _finish_last_call(self) -> None:

@@ -18,21 +18,23 @@ class GradientCollector:
 
     Args:
         transfer: brings them to the host.
+        scaler: of the loss; gradients are unscaled. None if losses are not scaled.
         device: of the network.
         accumulation_steps: number of batches per step.
 
     Attributes:
-        scaler: of the loss; gradients are unscaled. None if losses are not scaled.
+        scaler: scaler of the loss, which may be replaced.
         timings: receives the compute time of each batch; None if nobody asks.
     """
 
     def __init__(
         self,
         transfer: Transfer,
+        scaler: torch.amp.GradScaler | None,
         device: torch.device,
         accumulation_steps: int,
     ) -> None:
-        self.scaler: torch.amp.GradScaler | None = None
+        self.scaler = scaler
         self.timings: StepTimings | None = None
         self._transfer = transfer
         self._device = device

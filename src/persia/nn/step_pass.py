@@ -1,13 +1,13 @@
 """A training pass in `Sync` or `Hybrid`: global steps in their order, and lookups as far ahead as the gate allows.
 
-Each batch goes through the methods of :class:`StepPass` from top to bottom:
+Each batch goes through these methods of :class:`StepPass` and its base from top to bottom:
 
 1. `register`: its ids go to the embedding worker, which routes them.
 2. `may_look_up`: the gate lets it pass once at most `staleness` earlier steps are in flight.
 3. `look_up`: its rows come from the PSs.
-4. `drawn`: the training thread has it; the network computes.
-5. `end_of_backward`: its gradients are collected; the last batch of a step completes it.
-6. `push`: the gradients of the step go to the PSs, which opens the gate for a later batch.
+4. `drawn`: the training thread has it, and the gate may adapt its depth; the network computes.
+5. `end_of_backward`: its gradients are collected in `StepPushes`; the last batch of a step completes it.
+6. the push of `StepPushes`: the gradients of the step go to the PSs, which opens the gate for a later batch.
 
 Persia, Algorithm 1 and section 4.1, has the algorithm. A lookup thread runs 1 to 3, a push thread 6; at depth 0, with
 rows in memory of this process, the training thread runs all of them.
@@ -91,15 +91,10 @@ class StepPass(TrainingPass):
         self._gate.drawn(lead, inline=inline)
 
     def _computed(self, batch: PreparedBatch, gradients: Callable[[], Encoded]) -> None:
-        self._push(self._steps.add(batch, gradients))
+        self.submit(self._steps.add(batch, gradients))
 
     def _skipped(self, batch: PreparedBatch) -> None:
-        self._push(self._steps.skip())
-
-    def _push(self, push: Push | None) -> None:
-        """Pushes a step, after the steps before it."""
-        if push is not None:
-            self.submit(push)
+        self.submit(self._steps.skip())
 
     def close(self) -> None:
         """Closes the gate."""
@@ -114,7 +109,7 @@ class StepPass(TrainingPass):
         if left is not None and left.dummy:  # An abandoned batch is no step; a dummy batch is the others' step.
             self._skipped(left)
         if complete or not self._steps.combined:
-            self._push(self._steps.complete())
+            self.submit(self._steps.complete())
         else:  # Whether the others push this step is not known here.
             self._steps.discard()
 
@@ -183,10 +178,13 @@ class StepPushes:
     def add(self, batch: PreparedBatch, gradients: Callable[[], Encoded]) -> Push | None:
         """Adds a batch with its gradients. Returns the push of the step if it is complete."""
         self._group.append((batch, gradients))
-        return self.skip()
+        return self._count()
 
     def skip(self) -> Push | None:
         """Adds a batch without gradients. Returns the push of the step if it is complete."""
+        return self._count()
+
+    def _count(self) -> Push | None:
         self._batches += 1
         return self.complete() if self._batches >= self._accumulation else None
 

@@ -295,9 +295,10 @@ class TrainingPass(ABC):
         """Blocks until the pushes so far have succeeded; see `PassThreads.await_pushes`."""
         self.runner.await_pushes()
 
-    def submit(self, push: Push) -> None:
-        """Makes a push after those before it."""
-        self.runner.push(push)
+    def submit(self, push: Push | None) -> None:
+        """Makes a push after the pushes before it; no-op without one."""
+        if push is not None:
+            self.runner.push(push)
 
     @property
     def _most_pushes(self) -> int:
