@@ -33,6 +33,7 @@ __all__ = [
     "plain",
     "plain_fields",
     "plain_paths",
+    "unknown_option",
     "without_userinfo",
 ]
 
@@ -127,6 +128,21 @@ def check_choice(name: str, value: object, choices: Sequence[str], *, field: str
             f"Invalid {name} = {value!r}; expected one of: {', '.join(choices)}.{did_you_mean(value, choices)}",
             field=field or name,
         )
+
+
+def unknown_option(option: str, name: str, known: Iterable[str], field: str) -> ConfigError:
+    """Returns the error of an option that does not exist.
+
+    Args:
+        option: the option as the message shows it.
+        name: name of the option.
+        known: names of all options.
+        field: field of the error.
+    """
+    known = list(known)
+    return ConfigError(
+        f"Unknown option {option}; expected one of: {', '.join(known)}.{did_you_mean(name, known)}", field=field
+    )
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

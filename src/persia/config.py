@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from persia.checks import did_you_mean
+from persia.checks import unknown_option
 from persia.errors import ConfigError
 from persia.types.decoding import decode_hook
 from persia.types.explaining import explained
@@ -92,10 +92,7 @@ def call(make: Callable[..., T], options: Mapping[str, Any], where: str, *positi
     ]
     for name in options:
         if name not in known:
-            raise ConfigError(
-                f"Unknown option {where}.{name}; expected one of: {', '.join(known)}.{did_you_mean(name, known)}",
-                field=f"{where}.{name}",
-            )
+            raise unknown_option(f"{where}.{name}", name, known, field=f"{where}.{name}")
     try:
         return make(*positional, **options)
     except (TypeError, ValueError) as error:

@@ -8,12 +8,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints
 
-from persia.checks import did_you_mean
+from persia.checks import unknown_option
 from persia.data.expressions import Rule
 from persia.data.reader import Order
 from persia.data.rows import Conversion, DayUnit
 from persia.data.selection import Selection, Split
-from persia.errors import ConfigError
 from persia.schema import NO_RULES, InputRules, Schema
 
 __all__ = [
@@ -115,11 +114,7 @@ def with_options(kind: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def make(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known:
-                    raise ConfigError(
-                        f"Unknown option {name!r} of {function.__name__}; expected one of: {', '.join(known)}."
-                        f"{did_you_mean(name, known)}",
-                        field=name,
-                    )
+                    raise unknown_option(f"{name!r} of {function.__name__}", name, known, field=name)
             return function(*args, **kwargs)
 
         make.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
