@@ -14,7 +14,7 @@ def encode_rows(rows: Floats) -> tuple[Halves, Floats]:
     """Compresses rows to half their size; lossy.
 
     The scale of a row is its largest magnitude / 2^15, at least 2^-126, and 1 for a row of zeros. An element loses at
-    most 2^-11 of its own magnitude, or 2^-40 of the largest magnitude of its row if that is more.
+    most 2^-11 of its magnitude, or 2^-40 of the largest magnitude of its row if that is more.
 
     Args:
         rows: float32 `[n, dim]`; copied first if not contiguous.

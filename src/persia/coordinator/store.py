@@ -88,7 +88,7 @@ LOCK_SECONDS = 10.0
 """Maximum number of seconds to wait for the previous process to end."""
 
 LOCK = "000-coordinator.0"
-"""Name of the lock file, the same as that of a region, so that `persia cluster regions` finds the directory."""
+"""Name of the lock file: a region's, so that `persia cluster regions` finds the directory."""
 
 
 class CoordinatorStore:

@@ -86,7 +86,7 @@ def item_catalog(reader: Reader, features: Sequence[str]) -> ItemCatalog:
         rows = np.stack([_single(batch, name, number) for name in features], 1)[_positive(batch, number)]
         pending.append(rows)
         pending_rows += len(rows)
-        # Merging as many samples as there are items bounds the memory by that of the items, and each sample is sorted
+        # Merging as many samples as there are items bounds the memory by the items, and each sample is sorted
         # only a few times, for any number of batches.
         if pending_rows >= max(MERGED_ROWS, len(items)):
             items, counts = _merged(items, counts, pending)

@@ -61,7 +61,7 @@ class RowOptions(UnsplitRowOptions, total=False):
 
 
 class ColumnOptions(TypedDict, total=False):
-    """Options that map the columns of a source to those of the schema.
+    """Options that map the columns of a source to the columns of the schema.
 
     Attributes:
         rename: column of the source by name in the schema, if they differ.

@@ -50,7 +50,7 @@ def mind(
         pooling: pooling of the history; None ("none" in a file) for models of sequences.
         **rows: see `RowOptions`. `where` and `split` take the columns `impression_id` and `user_id`; with by="hash" and
             column="impression_id", samples of an impression stay together. `require_labels=False` reads files whose
-            impressions have no clicks, such as those of the test set.
+            impressions have no clicks, such as impressions of the test set.
     """
     path = dataset_path("mind") if path is None else path
     if isinstance(path, str | os.PathLike) and Path(path).is_dir():
