@@ -68,6 +68,13 @@ names = st.text(string.ascii_letters + " ", min_size=1, max_size=24).map(str.str
 numbers = st.integers(0, 10**12).map(lambda n: f"{n:,}")
 
 
+def test_two_wide_columns_of_numbers_are_in_tables_of_their_own():
+    grid = Grid("A" * 13, "B" * 21, "C")
+    grid.add_row("0", "1", "2")
+    lines = "\n".join(on_terminal(grid, 40))
+    assert all(name in lines for name in ("A" * 13, "B" * 21, "C"))
+
+
 @given(st.lists(names, min_size=2, max_size=9, unique=True), st.data(), st.integers(40, 130))
 def test_no_figure_of_a_table_is_cut_at_any_width(columns, data, width):
     text = data.draw(st.sets(st.sampled_from(columns)))

@@ -77,7 +77,7 @@ class Grid:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yields the parts."""
         widths = [self._width(number) for number in range(len(self._columns))]
-        for number, part in enumerate(_parts(widths, options.max_width)):
+        for number, part in enumerate(_parts(widths, self._text, options.max_width)):
             fits = _total([widths[i] for i in part]) <= options.max_width
             title = None if number or self._title is None else plain(self._title, "italic")
             table = Table(title=title, title_justify="left", show_header=any(self._columns))
@@ -102,11 +102,19 @@ def _total(widths: Sequence[int]) -> int:
     return sum(widths) + 3 * len(widths) + 1
 
 
-def _parts(widths: Sequence[int], most: int) -> list[list[int]]:
-    """Returns the columns of each part of a table, all of which begin with the first column."""
+def _parts(widths: Sequence[int], text: Sequence[bool], most: int) -> list[list[int]]:
+    """Returns the columns of each part of a table. Each begins with the first column, which says what a row is.
+
+    Text can be folded, numbers cannot: a part lacks the first column if both hold numbers and do not fit together.
+    """
     parts = [[0]]
     for number in range(1, len(widths)):
-        if len(parts[-1]) > 1 and _total([widths[i] for i in (*parts[-1], number)]) > most:
-            parts.append([0])
-        parts[-1].append(number)
+        folds = text[0] or text[number]
+        together = folds or _total([widths[0], widths[number]]) <= most
+        if not together:
+            parts.append([number])
+        elif (len(parts[-1]) > 1 and _total([widths[i] for i in (*parts[-1], number)]) > most) or parts[-1][0] != 0:
+            parts.append([0, number])
+        else:
+            parts[-1].append(number)
     return parts
