@@ -236,7 +236,8 @@ ShardState Shard::export_state() {
   s.snapshot = header_->snapshot;
   s.client_clock = header_->client_clock;
   s.clients.assign(header_->clients, header_->clients + kClients);
-  std::memcpy(s.counters.data(), &header_->counters, sizeof(Counters));
+  const Counters counted = count();
+  std::memcpy(s.counters.data(), &counted, sizeof(Counters));
   const std::uint16_t* const counters = memory_.store.sketch();
   s.sketch.assign(counters, counters + header_->sketch_width * kSketchRows);
   s.ttl = header_->ttl;
@@ -342,7 +343,13 @@ TierCounts Shard::tier_counts() {
 
 Counters Shard::counters() {
   const std::lock_guard lock(mutex_);
-  return header_->counters;
+  return count();
+}
+
+Counters Shard::count() const {
+  Counters counters = header_->counters;
+  counters.lookups = counters.hits + counters.misses;
+  return counters;
 }
 
 }  // namespace persia

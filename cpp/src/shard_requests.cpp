@@ -189,7 +189,6 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out, Deferred
       }
     }
     Header& header = *shard.header_;
-    ++header.counters.lookups;
     if (number != Index::kNone && !shard.memory_.expired(number)) {
       shard.memory_.touch(number);
       ++header.counters.hits;

@@ -72,7 +72,7 @@ struct OpenPush {
 };
 
 struct Counters {
-  std::uint64_t lookups;
+  std::uint64_t lookups;  // hits + misses, computed when read: each lookup writes one counter only
   std::uint64_t hits;
   std::uint64_t misses;
   std::uint64_t admitted;

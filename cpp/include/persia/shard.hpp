@@ -184,6 +184,8 @@ class Shard {
   // Whether the stamp of a row comes last, when it is published: it marks the place as vacant until then.
   bool stamped_last(std::uint32_t number) const { return tier_ && tier_->acquired(number); }
   void import_row(const RowView& rows, std::size_t position);
+  // Returns the counters; the caller holds the lock.
+  Counters count() const;
 
   MemoryRows memory_;
   // Each lookup reads these: they share a cache line.
