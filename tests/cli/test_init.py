@@ -77,7 +77,10 @@ def test_uses_of_columns(folder):
     assert {key: options["split"][key] for key in split} == split
     assert options["split"]["at"].startswith("2024-05-2")
     assert found["eval_data"]["options"]["split"] == {**options["split"], "part": "test"}
-    assert "row: differs in every row" in (folder / "out" / "config.toml").read_text()
+    used, left_out = (folder / "out" / "config.toml").read_text().split("# Left out:\n")
+    assert "# Used for the split by time, and no feature:\n#   created_at: " in used
+    assert "row: differs in every row" in left_out
+    assert "created_at" not in left_out
 
 
 def test_it_says_which_rows_are_held_out(folder, capsys):
@@ -95,6 +98,8 @@ def test_it_says_which_rows_are_held_out(folder, capsys):
     init("late.csv", "instead", yes=True)
     assert "Held out for testing: 20% of the rows, at random" in capsys.readouterr().out
     assert config("instead")["eval_data"]["options"]["split"] == {"part": "test", "test": 0.2}
+    text = (folder / "instead" / "config.toml").read_text()
+    assert "created_at" in text.partition("# Left out:")[2]
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def file_texts(guess: Guess, folder: Path) -> dict[str, str]:
         label_comment=f"  # {_comment(guess.label.reason)}",
         dense=_wrapped([_toml(names[column.column]) for column in dense]),
         features="\n".join(_features(guess, names)),
-        unused=_unused(guess),
+        unused=_unused(guess, split),
         epochs=epochs,
     )
     config = re.sub(r"\n{3,}", "\n\n", config.replace("options]\n\n", "options]\n"))
@@ -302,9 +302,16 @@ def _features(guess: Guess, names: dict[str, str]) -> list[str]:
     return lines
 
 
-def _unused(guess: Guess) -> str:
-    lines = [f"#   {_comment(_unused_line(column))}" for column in guess.columns if column.role in ("unused", "time")]
-    return "\n".join(["# Left out:", *lines, ""]) if lines else ""
+def _unused(guess: Guess, split: dict[str, Any]) -> str:
+    """Returns comments about the columns that are no features."""
+    columns = [column for column in guess.columns if column.role in ("unused", "time")]
+    by_time = [column for column in columns if column.column == split.get("column")]
+    left_out = [column for column in columns if column not in by_time]
+    lines = []
+    for title, part in (("Used for the split by time, and no feature:", by_time), ("Left out:", left_out)):
+        if part:
+            lines += [f"# {title}", *(f"#   {_comment(_unused_line(column))}" for column in part)]
+    return "\n".join([*lines, ""]) if lines else ""
 
 
 def _unused_line(column: ColumnGuess) -> str:
