@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -90,15 +91,21 @@ def test_later_passes_have_training_metrics(monkeypatch):
     assert (result.progressive.rows, result.training.rows, result.history.rows) == (1_000, 2_000, 1_000)
     assert result.training.auc > result.progressive.auc
     assert "; training AUC " in str(result)
-    assert "training AUC" in printed(result, monkeypatch)
+    text = printed(result, monkeypatch)
+    for name in ("progressive", "training"):
+        metrics = getattr(result, name)
+        for figure in (f"AUC {metrics.auc:.4f}", f"log-loss {metrics.log_loss:.4f}"):
+            assert f"{name} {figure}" in re.sub("[│ ]+", " ", text)
+        assert f"{name} calibration {metrics.calibration:.3f}" in re.sub("[│ ]+", " ", text)
     assert "training" not in str(first)
     assert "training AUC" not in printed(first, monkeypatch)
 
 
-def test_a_call_within_a_later_pass_has_no_progressive_rows():
-    data, t = day(0), trainer()
+def test_a_call_within_a_later_pass_has_no_progressive_rows(tmp_path):
+    data, t = day(0), trainer(checkpoint_dir=str(tmp_path))
     t.fit(data, epochs=2, max_steps=25)
     result = t.fit(data, epochs=2)
+    assert "Training calibration of the last call" in report(read_run(tmp_path), "run")
     assert (result.progressive.rows, result.training.rows) == (0, 15 * ROWS)
     assert np.isnan(result.progressive.auc)
     assert result.history.rows == 1_000
@@ -177,6 +184,7 @@ def test_curves_are_of_windows(tmp_path, monkeypatch):
     page = report(read_run(tmp_path), "run")
     assert "training: rows seen in an earlier pass" in page
     assert "training AUC of the last call" in page
+    assert "Progressive calibration of the last call" in page  # Of the rows of the first pass.
 
 
 def test_windows_have_each_row_once():

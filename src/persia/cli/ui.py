@@ -46,11 +46,10 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
         table.add_row(f"{name} AUC", f"{metrics.auc:.4f}")
         if metrics.per_day:
             table.add_row(f"{name} AUC, mean of days", f"{metrics.auc_mean_of_days:.4f}")
+        table.add_row(f"{name} log-loss", f"{metrics.log_loss:.4f}")
+        table.add_row(f"{name} calibration", f"{metrics.calibration:.3f}")
     if result.history.rows != result.progressive.rows:
         table.add_row("progressive AUC since the first run", f"{result.history.auc:.4f}")
-    progressive = result.scored[0][1]
-    table.add_row("log-loss", f"{progressive.log_loss:.4f}")
-    table.add_row("calibration", f"{progressive.calibration:.3f}")
     table.add_row("staleness mean / max", f"{result.staleness_mean:.2f} / {result.staleness_max}")
     table.add_row("rows stored", f"{result.stored_rows:,}")
     table.add_row("store memory", f"{result.stored_bytes / 2**20:,.0f} MiB")

@@ -88,14 +88,16 @@ def _charts(record: RunRecord) -> Iterable[str]:
         for name, seen in (("progressive", False), ("training: rows seen in an earlier pass", True))
     }
     aucs = {name: points for name, points in aucs.items() if points}
-    yield lines("AUC of the samples since the previous point, scored before training on them", aucs, "step")
+    yield lines("AUC of the samples since the previous point", aucs, "step")
     yield lines("Samples/s of NN worker 0", curve("rows_per_second"), "step")
     yield lines("Hit rate: share of looked-up ids that had a row", curve("hit_rate"), "step")
     yield lines("Rows in the store", curve("stored_rows"), "step")
     groups = {
         label: [(group.predicted, group.observed) for group in bins] for label, bins in record.calibration.items()
     }
-    yield lines("Calibration: mean label by mean prediction, 20 groups", groups, "prediction", diagonal=True)
+    kind = "Training" if record.calibration_seen else "Progressive"
+    title = f"{kind} calibration of the last call: mean label by mean prediction, 20 groups"
+    yield lines(title, groups, "prediction", diagonal=True)
     lookups = {str(staleness): float(count) for staleness, count in sorted(record.staleness.items()) if count}
     yield bars("Staleness: lookups by own steps not yet applied", lookups, "steps")
 

@@ -119,6 +119,7 @@ class RunRecord(msgspec.Struct):
         non_finite: rows that the last `fit` call left unchanged, by table.
         evaluation: AUC and log-loss by label on `eval_data`.
         complete: whether `fit` returned.
+        calibration_seen: whether the rows of `calibration` were trained in an earlier pass over the data.
     """
 
     mode: str
@@ -133,6 +134,7 @@ class RunRecord(msgspec.Struct):
     non_finite: list[NonFiniteRows] = []
     evaluation: dict[str, dict[str, float | None]] = {}
     complete: bool = False
+    calibration_seen: bool = False
 
     def add(self, point: CurvePoint) -> None:
         """Adds a point to the curves. Replaces points of later steps, which an earlier attempt left."""

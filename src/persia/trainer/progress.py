@@ -369,7 +369,8 @@ class FitProgress:
         if self._trackers:
             self._auc_until = 0.0
             self._record(self._snapshot())
-        self._recorder.save(self._state.scores.of_call)
+        scores = self._state.scores
+        self._recorder.save(scores.of_call, seen=scores.seen)
 
     def _snapshot(self) -> Snapshot:
         self.score_rest()
@@ -438,7 +439,8 @@ class FitProgress:
         progressive, training = merged_metrics(scores.progressive, gather), merged_metrics(scores.training, gather)
         history = merged_metrics(scores.history(), gather)
         non_finite = self._non_finite()
-        self._recorder.complete(progressive if progressive.rows else training, of_tables, evaluation, non_finite)
+        seen = not progressive.rows and training.rows > 0
+        self._recorder.complete(training if seen else progressive, seen, of_tables, evaluation, non_finite)
         per_ps = [server.row_staleness() for server in self._embeddings.connection.servers]
         return FitResult(
             rows=rows,

@@ -73,17 +73,19 @@ class RunRecorder:
             )
         )
 
-    def save(self, metrics: Metrics) -> None:
+    def save(self, metrics: Metrics, *, seen: bool) -> None:
         """Writes what is known without asking another process. A failure is logged.
 
         Args:
             metrics: of the training logits of this call, of this NN worker or of all.
+            seen: whether their rows were trained in an earlier pass over the data.
         """
         record = self._record
         record.mode, record.step = str(self._state.mode), self._state.global_step
         record.calibration = {
             label: [CalibrationBin(*group) for group in groups] for label, groups in metrics.reliability().items()
         }
+        record.calibration_seen = seen
         record.staleness = self._embeddings.gate.counts
         if not record.complete:
             record.non_finite = self._embeddings.push_log.non_finite.found()
@@ -92,6 +94,7 @@ class RunRecorder:
     def complete(
         self,
         metrics: Metrics,
+        seen: bool,
         tables: Mapping[str, Mapping[str, int]],
         evaluation: MetricsResult | None,
         non_finite: list[NonFiniteRows],
@@ -100,6 +103,7 @@ class RunRecorder:
 
         Args:
             metrics: of the training logits of this call, of all NN workers.
+            seen: whether their rows were trained in an earlier pass over the data.
             tables: counters of each table.
             evaluation: metrics on `eval_data`.
             non_finite: rows that were left as they are, by table.
@@ -118,7 +122,7 @@ class RunRecorder:
             record.features = self._embeddings.feature_costs(self._last)
             self._last = None
         record.complete = True
-        self.save(metrics)
+        self.save(metrics, seen=seen)
 
     def _write(self) -> None:
         if self._directory is None:
