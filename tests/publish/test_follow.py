@@ -260,6 +260,32 @@ def test_a_damaged_epoch_file_leaves_the_reader_where_it_is(log, replica, data):
     assert replica.epoch == 0
 
 
+@everywhere()
+@pytest.mark.parametrize("writes", [0, 1])
+def test_an_epoch_whose_writer_is_killed_before_it_begins_is_ignored(log, replica, monkeypatch, writes):
+    """The number of the epoch is not used again: its directory may have files of the killed writer."""
+    put, written = type(log.storage).put, []
+
+    def killed(self, path, data):
+        if len(written) == writes:
+            raise KeyboardInterrupt
+        written.append(path)
+        put(self, path, data)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(log.storage), "put", killed)
+        begin_epoch(log.storage, 1, SCHEMA)
+    assert log.names(epoch_name(1)) == [MODEL_FILE][:writes]
+    advance(log)
+    for reader in (replica, Replica(follow(log.url))):
+        reader.refresh()
+        assert not reader.problem
+        assert reader.epoch == 0
+        assert_equal_rows(reader, log)
+    assert begin_epoch(log.storage, 1, SCHEMA).epoch == 1 + writes
+    assert log.names(epoch_name(1 + writes)) == [EPOCH_FILE, MODEL_FILE]
+
+
 def test_an_update_that_is_skipped_counts_as_read(log):
     follower = follow(log.url)
     for update in follower.updates():

@@ -35,7 +35,9 @@ def begin_epoch(
     model: ModelDescription | None = None,
     input_rules: InputRules = NO_RULES,
 ) -> Epoch:
-    """Writes `epoch.json` and `model.json` of a new epoch, before any of its entries. Blocks.
+    """Writes `model.json` and then `epoch.json` of a new epoch, before any of its entries. Blocks.
+
+    Readers ignore an epoch without `epoch.json`, so a crash between the two leaves nothing for them to read.
 
     Args:
         storage: storage of the log.
@@ -63,8 +65,8 @@ def begin_epoch(
         model=model,
         input_rules=input_rules,
     )
-    storage.put(f"{epoch_name(number)}/{EPOCH_FILE}", msgspec.json.encode(epoch))
     storage.put(f"{epoch_name(number)}/{MODEL_FILE}", msgspec.json.encode(description))
+    storage.put(f"{epoch_name(number)}/{EPOCH_FILE}", msgspec.json.encode(epoch))
     return epoch
 
 

@@ -224,10 +224,10 @@ class Follower:
         """
         epoch = self._epoch
         path = "" if epoch is None else f"{epoch_name(epoch.epoch)}/{DRIFT_FILE}"
-        if epoch is None or self._storage.size(path) is None:
+        if epoch is None or (data := self._read_if_present(path, MAX_DRIFT_BYTES)) is None:
             return None
         full = self._storage.full(path)
-        drift = decode(self._read(path, MAX_DRIFT_BYTES), Drift, full)
+        drift = decode(data, Drift, full)
         if (drift.run, drift.epoch) != (epoch.run, epoch.epoch):
             raise PublishError(f"{full} belongs to epoch {drift.epoch} of run {drift.run}.", path=path)
         return drift.training
@@ -261,23 +261,32 @@ class Follower:
     def _find_epoch(self) -> None:
         """Switches to the newest epoch whose streams all have entries."""
         numbers = [number for name in self._storage.names() if (number := parse_epoch(name)) is not None]
-        if not numbers:
-            self._record_problem(f"there is no epoch in {self._storage.url}")
+        begun = False
         for number in sorted(numbers, reverse=True):
             try:
                 epoch = self._read_epoch(number)
             except PublishError as error:
+                begun = True
                 self._record_problem(error.message)
                 continue
+            if epoch is None:
+                continue
+            begun = True
             if epoch == self._epoch:
                 return
             if self._is_complete(epoch):
                 self._epoch, self._positions = epoch, {}
                 return
+        if not begun:
+            self._record_problem(f"there is no epoch in {self._storage.url}")
 
-    def _read_epoch(self, number: int) -> Epoch:
+    def _read_epoch(self, number: int) -> Epoch | None:
+        """Returns an epoch; None if its writer has not begun it, or was killed before."""
         path = f"{epoch_name(number)}/{EPOCH_FILE}"
-        epoch = decode(self._read(path, MAX_EPOCH_BYTES), Epoch, self._storage.full(path))
+        data = self._read_if_present(path, MAX_EPOCH_BYTES)
+        if data is None:
+            return None
+        epoch = decode(data, Epoch, self._storage.full(path))
         if epoch.epoch != number:
             raise PublishError(f"{self._storage.full(path)} belongs to epoch {epoch.epoch}.", path=path)
         return epoch
@@ -411,11 +420,16 @@ class Follower:
             yield decode_tensors(data, full)
 
     def _read(self, path: str, limit: int) -> bytes:
+        data = self._read_if_present(path, limit)
+        if data is None:
+            raise PublishError(f"{self._storage.full(path)} is missing.", path=path)
+        return data
+
+    def _read_if_present(self, path: str, limit: int) -> bytes | None:
         size = self._storage.size(path)
-        if size is None or size > limit:
-            fault = "is missing" if size is None else f"has {size} bytes, more than {limit}"
-            raise PublishError(f"{self._storage.full(path)} {fault}.", path=path)
-        return self._storage.head(path, 0, size)
+        if size is not None and size > limit:
+            raise PublishError(f"{self._storage.full(path)} has {size} bytes, more than {limit}.", path=path)
+        return None if size is None else self._storage.head(path, 0, size)
 
 
 def _change(table: TableChanges, tensors: dict[str, TensorView], entry: LogEntry, where: str) -> Change:
