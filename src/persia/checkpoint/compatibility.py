@@ -12,7 +12,10 @@ from persia.errors import CheckpointError
 from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
 from persia.types.values import LARGEST, Dtype, largest_finite
 
-__all__ = ["check_values", "differences", "id_difference", "same_rule", "schema_differences"]
+__all__ = ["NEW_OPTIMIZER", "check_values", "differences", "id_difference", "same_rule", "schema_differences"]
+
+NEW_OPTIMIZER = "reset its state with new_optimizer=True (`--new-optimizer` of persia train and continual)"
+"""Remedy for another optimizer, for errors."""
 
 
 def differences(

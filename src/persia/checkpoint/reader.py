@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.compatibility import differences
+from persia.checkpoint.compatibility import NEW_OPTIMIZER, differences
 from persia.checkpoint.format import (
     LATEST,
     MANIFEST,
@@ -118,11 +118,13 @@ class CheckpointReader:
         """
         found = differences(self.manifest, self.schema, schema, optimizer, new_optimizer=new_optimizer)
         if found:
+            other_optimizer = not differences(self.manifest, self.schema, schema, optimizer, new_optimizer=True)
+            remedy = NEW_OPTIMIZER if other_optimizer else "start a new run in another directory"
             raise CheckpointError(
                 f"{self.path} does not fit this model:\n- "
                 + "\n- ".join(found)
                 + "\nUse the schema and optimizer of the checkpoint (`persia checkpoint inspect` shows them), "
-                "or start a new run in another directory.",
+                f"or {remedy}.",
                 path=self.path,
                 differences=found,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
@@ -89,6 +90,8 @@ class DenseStep:
                 f"optimizer(params) returned {type(self.optimizer).__name__}; return a torch.optim.Optimizer.",
                 field="optimizer",
             )
+        self.hyperparameters = [_hyperparameters(group) for group in self.optimizer.param_groups]
+        """Hyperparameters that the optimizer was made with, by parameter group; training may change its own."""
         self.scheduler = (
             torch.optim.lr_scheduler.LambdaLR(self.optimizer, options.schedule.factor) if options.schedule else None
         )
@@ -209,3 +212,9 @@ class DenseStep:
         with self._autocast():
             output = self.model(batch.dense, embeddings)
         return logits_of(output, batch.labels)
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of the hyperparameters of a parameter group, with the learning rate before any scheduler."""
+    own = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
+    return copy.deepcopy(own | {"lr": group["initial_lr"]} if "initial_lr" in group else own)

@@ -18,7 +18,7 @@ from persia.checkpoint import (
     server_pieces,
 )
 from persia.checkpoint.compatibility import id_difference
-from persia.config import convert
+from persia.config import convert, dump
 from persia.errors import CheckpointError, PersiaError
 from persia.modes import ModeSetting
 from persia.nn.collection import EmbeddingCollection
@@ -27,6 +27,7 @@ from persia.schema import SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad, Sche
 from persia.schema.optimizers import INITIAL_ACCUMULATOR
 from persia.services import EmbeddingPS, RowChunk, StatePiece
 from persia.telemetry.logs import get_logger
+from persia.trainer.hyperparameters import adopt_hyperparameters, changes, check_optimizer
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.state import TrainingState
 from persia.types.values import LARGEST
@@ -116,14 +117,21 @@ def load(
     training = reader.state("training")
     tensors = reader.tensors("model")
     _check_model(network.model, tensors, directory)
-    if not _check_optimizer(network.optimizer, training, directory, options.new_optimizer):
-        training["optimizer"] = None
+    reset = check_optimizer(network.optimizer, training, directory, new=options.new_optimizer)
+    if reset:
+        training["optimizer"] = network.optimizer.state_dict()
+        training["hyperparameters"] = network.hyperparameters
     _check_seed(declared.options.seed, training["seed"], directory)
+    changed = [*adopt_hyperparameters(network, training), *_declared_changes(reader, declared)]
     if first:
         _import_rows(connection.servers, reader, list(connection.servers[0].tables()), state=True)
     network.model.load_state_dict(tensors)
     state.load_state_dict(training, trains_in_other_processes=options.trains_in_other_processes)
     state.loaded = True
+    if reset:
+        LOG.warning("The optimizer's state is reset: %s.", reset)
+    if first and changed:
+        LOG.warning("Changed since the checkpoint: %s", "; ".join(changed))
     scheduled = declared.auto is not None or declared.options.mode_schedule
     if first and not scheduled and state.mode != declared.first_mode:
         LOG.warning(
@@ -134,17 +142,29 @@ def load(
 
 
 def check_resumable(
-    reader: CheckpointReader, declared: Declared, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    reader: CheckpointReader,
+    declared: Declared,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    new_optimizer: bool = False,
 ) -> None:
     """Checks that a run can continue from a checkpoint, as `load` does, without a cluster and without reading rows.
+
+    Args:
+        reader: of the checkpoint.
+        declared: see `load`.
+        model: the network.
+        optimizer: of the network.
+        new_optimizer: see `LoadOptions`.
 
     Raises:
         CheckpointError: it cannot; the message says why.
     """
-    reader.check_schema(declared.schema, declared.embedding_optimizer)
+    reader.check_schema(declared.schema, declared.embedding_optimizer, new_optimizer=new_optimizer)
     training = reader.state("training")
     _check_model(model, reader.tensors("model"), reader.path)
-    _check_optimizer(optimizer, training, reader.path, False)
+    check_optimizer(optimizer, training, reader.path, new=new_optimizer)
     _check_seed(declared.options.seed, training["seed"], reader.path)
 
 
@@ -353,6 +373,18 @@ def _has_state(reader: CheckpointReader, table: str) -> bool:
     return stateless or widths != {0}
 
 
+def _declared_changes(reader: CheckpointReader, declared: Declared) -> list[str]:
+    """Describes changes of the embedding optimizer and of the dense schedule."""
+    config = reader.config
+    schedule = {"schedule": (config.get("options") or {}).get("schedule")}
+    found = changes("trainer", schedule, dump(declared.options))
+    before, now = config.get("embedding_optimizer") or {}, dump(declared.embedding_optimizer)
+    of_tables = changes("embedding_optimizer", before, now)
+    if "kind" in of_tables:  # Fields of the same name mean something else.
+        of_tables = {"kind": of_tables["kind"]}
+    return [*found.values(), *of_tables.values()]
+
+
 def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     recorded = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -366,25 +398,6 @@ def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], direc
             )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], directory: str, new: bool) -> bool:
-    """Returns whether the network's optimizer can continue with its state."""
-    own_kind = _kind_of_optimizer(optimizer, optimizer.state_dict())
-    recorded_kind = _kind_of_optimizer(state["optimizer_class"], state["optimizer"])
-    if own_kind != recorded_kind and not new:
-        raise CheckpointError(
-            f"{directory}: the optimizer is {recorded_kind} in the checkpoint and {own_kind} here. Make the "
-            "optimizer as it was, or load with new_optimizer=True.",
-            path=directory,
-        )
-    if own_kind != recorded_kind:
-        LOG.warning(
-            "The optimizer's state is reset: the optimizer is %s in the checkpoint and %s here.",
-            recorded_kind,
-            own_kind,
-        )
-    return own_kind == recorded_kind
-
-
 def _check_seed(seed: int, recorded: int, directory: str) -> None:
     if recorded != seed:
         raise CheckpointError(
@@ -392,8 +405,3 @@ def _check_seed(seed: int, recorded: int, directory: str) -> None:
             "Set the same seed.",
             path=directory,
         )
-
-
-def _kind_of_optimizer(optimizer: torch.optim.Optimizer | str, state: dict[str, Any]) -> str:
-    name = optimizer if isinstance(optimizer, str) else type(optimizer).__qualname__
-    return f"{name} with groups of {[len(group['params']) for group in state['param_groups']]} tensors"

@@ -295,6 +295,7 @@ class TrainingState:
             "seed": self._seed,
             "optimizer_class": type(network.optimizer).__qualname__,
             "optimizer": network.optimizer_state(),
+            "hyperparameters": network.hyperparameters,
             "scheduler": network.scheduler.state_dict() if network.scheduler else None,
             "scaler": network.scaler.state_dict() if network.scaler else None,
             "global_step": self.global_step,
@@ -315,13 +316,12 @@ class TrainingState:
         """Restores what `state_dict` returned: this NN worker's own state, and on rank 0 what exists once.
 
         Args:
-            state: a result of `state_dict`. An optimizer that is None starts afresh.
+            state: a result of `state_dict`.
             trains_in_other_processes: whether this process only drives NN workers; then the random states of NN workers
                 1, 2, ... are kept for them.
         """
         network, rank = self._network, self.rank
-        if state["optimizer"] is not None:
-            network.optimizer.load_state_dict(state["optimizer"])
+        network.optimizer.load_state_dict(state["optimizer"])
         if network.scheduler is not None and state["scheduler"] is not None:
             network.scheduler.load_state_dict(state["scheduler"])
         if network.scaler is not None and state["scaler"] is not None:

@@ -345,6 +345,9 @@ class Trainer:
         The number of embedding PSs, their capacities and their admission may be others than those that wrote it. So may
         the dtypes of tables: values are rounded to the nearest, and a warning says so.
 
+        Hyperparameters of the optimizers that have changed since, such as the learning rate, take effect, and a warning
+        names them. State of the optimizers and the position of a schedule stay. See docs/guide/continue.md.
+
         Args:
             directory: where `save` wrote.
             step: the step to load instead of the latest.
@@ -399,15 +402,17 @@ class Trainer:
         optimizer: OptimizerFactory,
         cluster: Cluster | None = None,
         options: TrainerOptions | None = None,
+        new_optimizer: bool = False,
     ) -> Trainer:
         """Returns a trainer that continues from a checkpoint, which has schema, mode, embedding optimizer and options.
 
         Args:
             directory: where `save` wrote.
             model: the same architecture; its parameters are overwritten.
-            optimizer: as for the constructor; its state is overwritten.
+            optimizer: as for the constructor; it gets the saved state. Arguments that have changed since take effect.
             cluster: where the roles run.
             options: instead of the saved ones, of which `checkpoint_dir`, if it is set, becomes `directory`.
+            new_optimizer: see `load`.
 
         Raises:
             CheckpointError: it is damaged, or of another model or optimizer.
@@ -426,7 +431,7 @@ class Trainer:
             cluster=cluster,
             options=options,
         )
-        trainer.load(directory)
+        trainer.load(directory, new_optimizer=new_optimizer)
         return trainer
 
     # --- inside -----------------------------------------------------------------------------------------------
