@@ -155,12 +155,32 @@ def test_the_refusal_of_a_resumable_run_names_working_commands(project):
 
 
 @pytest.mark.parametrize(
+    ("section", "why"),
+    [
+        ('[optimizer]\nkind = "sgd"', "SGD"),
+        ('[embedding_optimizer]\nkind = "adam"\nlr = 0.01', "trained by Adam, in the checkpoint by Adagrad"),
+    ],
+)
+def test_the_refusal_of_another_optimizer_names_working_commands(project, section, why):
+    persia("train", project / "run.toml", "--output", "out")
+    (project / "run.toml").write_text(CONFIG.replace("[mode]", f"{section}\n[mode]"))
+    for option in ("--output", "--resume"):
+        text = persia("train", project / "run.toml", option, "out", ok=False)
+        assert why in text
+        lines = commands(text)
+        assert [line[0] for line in lines[-3:]] == ["export", "import", "train"]
+        assert lines[-4] == ["train", str(project / "run.toml"), "--resume", "out", "--new-optimizer"]
+    assert "reset its state with new_optimizer=True (`--new-optimizer` of persia train" in text
+    persia(*lines[-4], "--set", "train.epochs=2")
+    assert list_checkpoints("out")[-1].step == 8
+
+
+@pytest.mark.parametrize(
     ("old", "new", "why"),
     [
         ('{ name = "item", dim = 4 }', '{ name = "item", dim = 4 }, { name = "shop", dim = 4 }', "shop"),
         ('{ name = "item", dim = 4 }', '{ name = "item", dim = 8 }', "'item' has dim 8"),
         ("hidden = [4]", "hidden = [8]", "tensor"),
-        ("[mode]", '[optimizer]\nkind = "sgd"\n[mode]', "SGD"),
     ],
 )
 def test_the_refusal_of_other_runs_names_working_commands(project, old, new, why):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from persia.checkpoint import list_checkpoints
+from persia.checkpoint import CheckpointReader, list_checkpoints
 from support import command
 
 CONFIG = """
@@ -87,6 +87,18 @@ def test_each_day_trains_what_is_new(resume, tmp_path):
     assert resume()[1:] == (60, 14)
 
 
+def test_changed_learning_rates_take_effect(resume, tmp_path, caplog):
+    rates = ("--set", "optimizer.lr=0.0005", "--set", "embedding_optimizer={kind='adagrad', lr=0.01}")
+    resume("--set", "train.epochs=2", *rates)
+    changed = "optimizer.lr: 0.001 before, 0.0005 now; embedding_optimizer.lr: 0.05 before, 0.01 now"
+    assert caplog.text.count(changed) == 1
+    (group,) = CheckpointReader(tmp_path / "run").state("training")["optimizer"]["param_groups"]
+    assert group["lr"] == 0.0005
+    caplog.clear()
+    resume("--set", "train.epochs=3", *rates)
+    assert "before" not in caplog.text
+
+
 def test_a_change_of_the_batch_size_names_both_ways(resume, tmp_path, capfd):
     write(tmp_path / "data" / "0.csv", 0, 80)
     assert resume("--set", "train.max_steps=3")[1:] == (30, 7)
@@ -96,6 +108,17 @@ def test_a_change_of_the_batch_size_names_both_ways(resume, tmp_path, capfd):
     assert "(batch_size was 10)" in message
     assert "`--restart-data` of persia train and continual" in message
     assert resume("--set", "data.batch_size=20", "--restart-data")[1:] == (80, 11)
+
+
+def test_continual_takes_another_optimizer(config, tmp_path, capfd, caplog):
+    folder = str(tmp_path / "days")
+    persia("continual", config, "--days", "0..0", "--output", folder)
+    write(tmp_path / "data" / "1.csv", 1)
+    again = ("continual", config, "--days", "1..1", "--output", folder, "--set", "optimizer.kind=sgd")
+    persia(*again, ok=False)
+    assert "`--new-optimizer` of persia train and continual" in " ".join(capfd.readouterr().err.split())
+    persia(*again, "--new-optimizer")
+    assert "The optimizer's state is reset" in caplog.text
 
 
 def test_continual_with_nothing_left_says_so_in_its_last_line(config, tmp_path):

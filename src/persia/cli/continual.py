@@ -128,7 +128,13 @@ class Recipe:
         self._reported = TokenReport()
 
     def run(
-        self, trainer: Trainer, requested: range, inherit: str | None = None, *, restart_data: bool = False
+        self,
+        trainer: Trainer,
+        requested: range,
+        inherit: str | None = None,
+        *,
+        restart_data: bool = False,
+        new_optimizer: bool = False,
     ) -> Iterator[DayRecord]:
         """Trains the requested days that are not trained yet; yields the record of each.
 
@@ -138,12 +144,13 @@ class Recipe:
             inherit: directory whose latest checkpoint the first day starts from. Ignored if the output directory has
                 a checkpoint.
             restart_data: begin an interrupted day at its first batch.
+            new_optimizer: see `Trainer.load`.
 
         Raises:
             ConfigError: the output has later days, or no requested day has rows.
             CheckpointError: a checkpoint does not match the configuration.
         """
-        unfinished = self._resume(trainer, inherit)
+        unfinished = self._resume(trainer, inherit, new_optimizer)
         # A checkpoint has the batch size of its run, which another cluster need not have.
         trainer.state.local_batch = self._config.data.batch_size
         requested = self._missing(requested, unfinished)
@@ -232,7 +239,7 @@ class Recipe:
 
     # --- from day to day ----------------------------------------------------------------------------------------
 
-    def _resume(self, trainer: Trainer, inherit: str | None) -> DayRecord | None:
+    def _resume(self, trainer: Trainer, inherit: str | None, new_optimizer: bool) -> DayRecord | None:
         """Loads the latest checkpoint; returns the record of an unfinished day, if it has one.
 
         Drops the records of days after the checkpoint.
@@ -241,9 +248,9 @@ class Recipe:
         if not checkpoints:
             self.records = []
             if inherit is not None:
-                trainer.load(inherit)
+                trainer.load(inherit, new_optimizer=new_optimizer)
             return None
-        trainer.load(self._output)
+        trainer.load(self._output, new_optimizer=new_optimizer)
         self._write([record for record in self.records if record.step < trainer.global_step])
         last = self.records[-1] if self.records else None
         if last is None or last.global_step == trainer.global_step:

@@ -69,7 +69,7 @@ def refusal(output: str, step: int, command: Command, run: RunConfig, schema: Sc
         run: the configuration.
         schema: schema of the configuration's data.
     """
-    obstacle, reader = _resume_obstacle(output, run, schema)
+    obstacle, reader = _resume_obstacle(output, run, schema, new_optimizer=False)
     lines = [f"{output} holds another run, trained to step {step}. To train a new one elsewhere, or in its place:", ""]
     lines += [f"    {command.line('--output', _unused_path(output))}"]
     lines += [f"    {command.line('--output', output, '--overwrite')}", ""]
@@ -77,11 +77,11 @@ def refusal(output: str, step: int, command: Command, run: RunConfig, schema: Sc
         lines += ["To continue it:", "", f"    {command.line('--resume', output)}"]
     else:
         lines += [f"It cannot be continued with this configuration: {obstacle}"]
-        lines += _import_commands(output, command, reader, schema)
+        lines += _remedies(output, command, run, reader, schema)
     return CheckpointError("\n".join(lines), path=output)
 
 
-def ways_to_resume(resume: str, command: Command, run: RunConfig, schema: Schema) -> str:
+def ways_to_resume(resume: str, command: Command, run: RunConfig, schema: Schema, *, new_optimizer: bool) -> str:
     """Returns how to continue from a checkpoint that does not match a configuration; empty if it matches or is damaged.
 
     Args:
@@ -89,9 +89,10 @@ def ways_to_resume(resume: str, command: Command, run: RunConfig, schema: Schema
         command: the command line of this process.
         run: the configuration.
         schema: schema of the configuration's data.
+        new_optimizer: whether the command line has --new-optimizer.
     """
-    obstacle, reader = _resume_obstacle(resume, run, schema)
-    return "" if obstacle is None else "\n".join(_import_commands(resume, command, reader, schema))
+    obstacle, reader = _resume_obstacle(resume, run, schema, new_optimizer=new_optimizer)
+    return "" if obstacle is None else "\n".join(_remedies(resume, command, run, reader, schema))
 
 
 def remove(directory: str) -> None:
@@ -110,7 +111,9 @@ def remove(directory: str) -> None:
         storage.remove(name)
 
 
-def _resume_obstacle(directory: str, run: RunConfig, schema: Schema) -> tuple[str | None, CheckpointReader | None]:
+def _resume_obstacle(
+    directory: str, run: RunConfig, schema: Schema, *, new_optimizer: bool
+) -> tuple[str | None, CheckpointReader | None]:
     """Returns what prevents resuming a run with a configuration, and the run's checkpoint if it can be read."""
     from persia.checkpoint import CheckpointReader
     from persia.trainer.loading import check_resumable
@@ -121,11 +124,23 @@ def _resume_obstacle(directory: str, run: RunConfig, schema: Schema) -> tuple[st
         reader = CheckpointReader(directory)
         model = run.model.build(schema)
         optimizer = run.optimizer.factory()(model.parameters())
-        check_resumable(reader, Declared(schema, run.embedding_optimizer, run.mode, run.trainer), model, optimizer)
+        declared = Declared(schema, run.embedding_optimizer, run.mode, run.trainer)
+        check_resumable(reader, declared, model, optimizer, new_optimizer=new_optimizer)
     except PersiaError as error:
         differences = error.fields.get("differences")
         return (error.message if differences is None else f"{'; '.join(differences)}."), reader
     return None, reader
+
+
+def _remedies(
+    directory: str, command: Command, run: RunConfig, reader: CheckpointReader | None, schema: Schema
+) -> list[str]:
+    """Returns the commands that use what they can of a run that cannot be continued as it is."""
+    lines = []
+    if _resume_obstacle(directory, run, schema, new_optimizer=True)[0] is None:
+        lines = ["", "To continue it with the new optimizer, whose state is reset:", ""]
+        lines += [f"    {command.line('--resume', directory, '--new-optimizer')}"]
+    return lines + _import_commands(directory, command, reader, schema)
 
 
 def _import_commands(directory: str, command: Command, reader: CheckpointReader | None, schema: Schema) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -52,6 +52,13 @@ def train(
             "--restart-data", help="With --resume, begin an incomplete pass over the data at its first batch."
         ),
     ] = False,
+    new_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--new-optimizer",
+            help="With --resume, allow another optimizer than the checkpoint's, and reset its state.",
+        ),
+    ] = False,
     ui: Annotated[
         bool, typer.Option("--ui", help="Show the run on a page at 127.0.0.1, while it trains; see `observe.ui_port`.")
     ] = False,
@@ -91,7 +98,18 @@ def train(
         if folder is not None:
             run = run.saving_to(str(folder.path))
         command = Command(config, overrides, json)
-        _train(run, command, resume, folder, ui=ui, overwrite=overwrite, again=again, restart_data=restart_data)
+        options = _TrainOptions(ui, overwrite, again, restart_data, new_optimizer)
+        _train(run, command, resume, folder, options)
+
+
+class _TrainOptions(NamedTuple):
+    """Options of `train` that are neither in its configuration nor paths."""
+
+    ui: bool
+    overwrite: bool
+    again: bool
+    restart_data: bool
+    new_optimizer: bool
 
 
 def _train(
@@ -99,11 +117,7 @@ def _train(
     command: Command,
     resume: str | None,
     folder: RunFolder | None,
-    *,
-    ui: bool,
-    overwrite: bool,
-    again: bool,
-    restart_data: bool,
+    options: _TrainOptions,
 ) -> None:
     """Trains one run, and prints its result."""
     from persia.cli import ui as out
@@ -115,7 +129,7 @@ def _train(
     directory = run.trainer.checkpoint_dir
     assert directory is not None
     step = earlier_run.existing_step(directory, resume)
-    if step is not None and not overwrite:
+    if step is not None and not options.overwrite:
         raise earlier_run.refusal(directory, step, command, run, reader.schema)
     trainer = run.build_trainer(reader.schema)
     with closing_cluster(trainer, trains=True):
@@ -123,17 +137,22 @@ def _train(
             address = _control_address(trainer)
             say(f"Control address for `persia top`, `health`, `trace` and `control`: {address}", error=True)
         if resume is not None:
-            _load(trainer, resume, command, run)
+            _load(trainer, resume, command, run, new_optimizer=options.new_optimizer)
         trainer.resume_line = _resume_line(trainer.global_step, run.train.max_steps, command)
         evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
         if step is not None:
             earlier_run.remove(directory)
         if folder is not None:
             folder.link()
-        with _page(trainer, run.observe.ui_port) if ui else contextlib.nullcontext():
+        with _page(trainer, run.observe.ui_port) if options.ui else contextlib.nullcontext():
             epochs, steps = run.train.epochs, run.train.max_steps
             result = trainer.fit(
-                reader, evaluation, epochs=epochs, max_steps=steps, again=again, restart_data=restart_data
+                reader,
+                evaluation,
+                epochs=epochs,
+                max_steps=steps,
+                again=options.again,
+                restart_data=options.restart_data,
             )
     out.print_fit(result, directory)
     if command.json is not None:
@@ -149,12 +168,12 @@ def _resolve_link(directory: str | None) -> str | None:
     return os.path.realpath(directory)
 
 
-def _load(trainer: Trainer, resume: str, command: Command, run: RunConfig) -> None:
+def _load(trainer: Trainer, resume: str, command: Command, run: RunConfig, *, new_optimizer: bool) -> None:
     """Loads a checkpoint. If it does not match, the error lists commands that work."""
     try:
-        trainer.load(resume)
+        trainer.load(resume, new_optimizer=new_optimizer)
     except CheckpointError as error:
-        remedy = earlier_run.ways_to_resume(resume, command, run, trainer.schema)
+        remedy = earlier_run.ways_to_resume(resume, command, run, trainer.schema, new_optimizer=new_optimizer)
         raise CheckpointError(f"{error.message}\n{remedy}" if remedy else error.message, **error.fields) from error
 
 

@@ -28,6 +28,13 @@ def continual(
         bool,
         typer.Option("--restart-data", help="Begin an interrupted day at its first batch, with what it has trained."),
     ] = False,
+    new_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--new-optimizer",
+            help="Allow another optimizer than the checkpoint's, and reset its state.",
+        ),
+    ] = False,
     json: Annotated[str | None, typer.Option(help="Write the table to this file as JSON.", metavar="FILE")] = None,
 ) -> None:
     """Train day by day; test on each next day before training on it.
@@ -53,7 +60,8 @@ def continual(
     trainer.resume_line = lambda *_: command_line(words, overrides or [], json)
     with closing_cluster(trainer, trains=True):
         trained = 0
-        for record in todo.run(trainer, requested, inherit, restart_data=restart_data):
+        records = todo.run(trainer, requested, inherit, restart_data=restart_data, new_optimizer=new_optimizer)
+        for record in records:
             trained += 1
             say(f"day {record.day} is trained in {type(record.mode).__name__}")
     out.CONSOLE.print(recipe.table(todo.records))
