@@ -12,7 +12,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm 
   && pip install --no-cache-dir torch --index-url "$TORCH_INDEX"
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir "$(ls /wheels/*.whl)[ray,serve,prometheus,kafka,s3]" && rm -r /wheels \
-  && useradd --create-home persia
+  && useradd --create-home --uid 1000 persia
 USER persia
 WORKDIR /home/persia
 ENTRYPOINT ["persia"]

@@ -56,7 +56,9 @@ def test_the_ray_job_is_whole():
         assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
         (keys,) = container["env"]
         assert keys["value"].startswith(mounts["keys"] + "/")
-        assert pod["volumes"][0]["secret"]["defaultMode"] == 0o400
+        # Files of a secret belong to root, so the group of the image's user needs to read them.
+        assert pod["securityContext"] == {"fsGroup": 1000}
+        assert pod["volumes"][0]["secret"]["defaultMode"] == 0o440
         if group is not groups[0]:
             assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 

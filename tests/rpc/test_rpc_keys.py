@@ -1,12 +1,14 @@
 """With keys, everything is encrypted and strangers get no answer; without, nobody listens to other hosts."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import zmq
 
 from persia import rpc
 from persia.errors import ConfigError, DeadlineError
+from persia.rpc.keys import find_keys
 from support.rpc_samples import DEADLINE, Sample, Service, expire
 from support.waiting import wait_until
 
@@ -95,6 +97,33 @@ def test_open_addresses_with_keys_or_on_demand(keys):
         assert server.address.startswith("tcp://0.0.0.0:")
     with rpc.serve(Service(), "tcp://localhost:*", protocol=Sample) as server:
         assert server.address.startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "accepted"),
+    [
+        (0, 0o400, True),
+        (0, 0o440, True),
+        (0, 0o640, True),
+        (0, 0o460, False),
+        (0, 0o444, False),
+        (1000, 0o400, True),
+        (1000, 0o440, False),
+    ],
+)
+def test_the_group_may_read_keys_of_root(keys, monkeypatch, owner, mode, accepted):
+    """Kubernetes mounts secrets so, for a pod that runs as another user."""
+    keys.chmod(mode)
+    stat = os.stat
+
+    def owned(path, **options):
+        found = stat(path, **options)
+        return os.stat_result([*found[:4], owner, *found[5:10]]) if path == keys else found
+
+    monkeypatch.setattr("persia.rpc.keys.os.stat", owned)
+    monkeypatch.setattr("persia.rpc.keys.os.geteuid", lambda: 1000)
+    with nullcontext() if accepted else pytest.raises(ConfigError, match="open to other users"):
+        assert find_keys(keys)
 
 
 def test_key_files(keys, tmp_path, monkeypatch):

@@ -68,19 +68,23 @@ def find_keys(path: str | os.PathLike[str] | None) -> Keys | None:
         path: path of the file; None for the file that the variable PERSIA_CURVE_KEYS names, if any.
 
     Raises:
-        ConfigError: the file is unreadable, not a key file, or accessible to other users.
+        ConfigError: the file is unreadable, not a key file, or accessible to other users. The group may read a file of
+            root.
     """
     keys_file = path or os.environ.get(KEYS_VARIABLE)
     if not keys_file:
         return None
     try:
-        mode = os.stat(keys_file).st_mode
+        status = os.stat(keys_file)
         tree = tomllib.loads(Path(keys_file).read_text(encoding="ascii"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The keys {keys_file} cannot be read: {error}. Make some with persia.rpc.make_keys."
         ) from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    open_to = stat.S_IRWXG | stat.S_IRWXO
+    if status.st_uid == 0 != os.geteuid():  # For example a secret that Kubernetes mounts for `fsGroup`.
+        open_to &= ~stat.S_IRGRP
+    if status.st_mode & open_to:
         raise ConfigError(
             f"The keys {keys_file} are open to other users; run `chmod 600 {keys_file}`.", path=str(keys_file)
         )
