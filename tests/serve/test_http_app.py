@@ -404,8 +404,9 @@ def test_the_page_loads_nothing_and_runs_nothing():
         assert "curl" in text
         assert "code" in text
         document = (await client.get("/openapi.json")).json()
-        example = document["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]["example"]
-        assert (await client.post("/predict", json=example)).status_code == 200
+        examples = document["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]["examples"]
+        for example in examples.values():
+            assert (await client.post("/predict", json=example["value"])).status_code == 200
         assert "$ref" not in json.dumps(document)
 
     run(test, FakePredictor())

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi", reason='FastAPI is not installed: pip install "persia-recsys[serve]"')
 
+import persia
+from persia.serve.http.limits import ServeLimits
+from persia.serve.http.openapi import openapi
 from persia.serve.http.page import page
 
 
 def document(example, security):
-    body = {"content": {"application/json": {"example": example, "schema": {}}}}
+    examples = {"sample": {"summary": "One sample", "value": example}}
+    body = {"content": {"application/json": {"examples": examples, "schema": {}}}}
     predict = {"summary": "", "requestBody": body, "responses": {}, "security": security}
     health = {"summary": "", "responses": {}, "security": security}
     info = {"title": "persia", "description": "", "version": "1"}
@@ -44,6 +48,25 @@ def test_a_host_that_a_client_names_is_quoted(host):
     text = page(document({}, []), f"http://{host}")
     assert [call[1] for call in calls(text)] == [f"http://{host}/predict", f"http://{host}/health"]
     assert "<b>" not in text
+
+
+@pytest.mark.parametrize(
+    ("kinds", "shown"),
+    [
+        (("number",), [[7]]),
+        (("text",), [["a"]]),
+        (("auto",), [[7], ["a"]]),
+        (("auto", "text", "number"), [[7, "a", 7], ["a", "a", 7]]),
+    ],
+)
+def test_an_example_has_ids_of_the_type_that_the_schema_says(kinds, shown):
+    """Where it says nothing, the page shows both."""
+    schema = persia.Schema([persia.IdFeature(f"f{i}", 4, kind=kind) for i, kind in enumerate(kinds)], labels=["click"])
+    text = page(openapi(schema, ServeLimits(), False), "http://127.0.0.1:8080")
+    bodies = [json.loads(call[-1]) for call in calls(text) if "-d" in call]
+    assert bodies == [{"features": {f"f{i}": [id_] for i, id_ in enumerate(ids)}} for ids in shown]
+    for word in ("numbers", "texts"):
+        assert (f"for columns that were {word} in training" in text) == (len(shown) > 1)
 
 
 def test_a_plain_line_is_easy_to_read():

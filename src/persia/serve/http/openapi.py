@@ -74,11 +74,11 @@ def openapi(
         {"table": {"enum": list(schema.resolved_tables())}, "ids": {**_column(one_each, limits), "minItems": 0}},
         ["table", "ids"],
     )
-    example = _example(read, schema)
+    examples = _examples(read, schema)
     user_and_items = _object({"user": part, "items": part}, ["user", "items"])
     paths = {
         "/predict": _post(
-            "predict", "Predict samples", {"oneOf": [samples, records]}, predictions, secured, example, arrow=True
+            "predict", "Predict samples", {"oneOf": [samples, records]}, predictions, secured, examples, arrow=True
         ),
         "/rank": _post("rank", "Rank many items for one user", user_and_items, scores, secured),
         "/embeddings": _post(
@@ -143,7 +143,10 @@ def _retrieve(
     return _post("retrieve", "Find the nearest items of users", body, answer, secured)
 
 
-_ID: dict[str, Any] = {"type": ["number", "string", "boolean"]}
+_ID: dict[str, Any] = {
+    "type": ["number", "string", "boolean"],
+    "description": "As in the training data: a number such as 7, or a text. The text '7' is the same id as the number.",
+}
 _TEXT: dict[str, Any] = {"type": ["number", "string"]}
 _WHOLE: dict[str, Any] = {
     "anyOf": [
@@ -205,11 +208,27 @@ def _samples(ids: dict[str, Any], dense: dict[str, Any], features: list[str], nu
     )
 
 
-def _example(read: list[IdFeature], schema: Schema) -> dict[str, Any]:
-    features = {f.name: [[7, 8]] if f.pooling is None else [7] for f in read}
-    features.update({f.age_since: [9] for f in read if f.age_since is not None})
-    dense = {name: [0.5] for name in schema.dense_features}
-    return {"features": features, **({"dense": dense} if dense else {})}
+def _examples(read: list[IdFeature], schema: Schema) -> dict[str, Any]:
+    """Returns examples by name: two where features take both numbers and texts, as the schema has no column types."""
+    numbers, texts = [7, 8], ["a", "b"]
+
+    def sample(auto: list[Any]) -> dict[str, Any]:
+        ids = {f.name: texts if f.kind == "text" else auto if _takes_both(f) else numbers for f in read}
+        features = {f.name: [ids[f.name]] if f.pooling is None else ids[f.name][:1] for f in read}
+        features.update({f.age_since: [9] for f in read if f.age_since is not None})
+        dense = {name: [0.5] for name in schema.dense_features}
+        return {"features": features, **({"dense": dense} if dense else {})}
+
+    if not any(_takes_both(f) for f in read):
+        return {"sample": {"summary": "One sample", "value": sample(numbers)}}
+    return {
+        "numbers": {"summary": "One sample, for columns that were numbers in training", "value": sample(numbers)},
+        "texts": {"summary": "One sample, for columns that were texts in training", "value": sample(texts)},
+    }
+
+
+def _takes_both(feature: IdFeature) -> bool:
+    return feature.kind == "auto" and feature.age_since is None
 
 
 def _content(description: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -222,12 +241,12 @@ def _post(
     body: dict[str, Any],
     answer: dict[str, Any],
     secured: bool,
-    example: Any = None,
+    examples: dict[str, Any] | None = None,
     arrow: bool = False,
 ) -> dict[str, Any]:
     binary = {"schema": {"type": "string", "format": "binary"}}
     others = {MSGPACK: binary, **({ARROW: binary} if arrow else {})}
-    content = {JSON: {"schema": body, **({"example": example} if example is not None else {})}, **others}
+    content = {JSON: {"schema": body, **({"examples": examples} if examples else {})}, **others}
     answers = {JSON: {"schema": answer}, MSGPACK: binary, ARROW: binary}
     errors = {**_ERRORS, **({"401": "The key is missing or wrong."} if secured else {})}
     deadline = {

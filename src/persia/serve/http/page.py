@@ -49,11 +49,12 @@ def _operation(path: str, method: str, operation: dict[str, Any], url: str) -> s
     call = ["curl", url + path, *(("-H", "Authorization: Bearer KEY") if operation.get("security") else ())]
     content = operation.get("requestBody", {}).get("content", {})
     json_body = content.get("application/json", {})
-    if "example" in json_body:
-        call += ["-H", "Content-Type: application/json"]
-        example = shlex.join(["-d", json.dumps(json_body["example"])])
-        parts.append(f"<pre>{html.escape(shlex.join(call))} \\\n  {html.escape(example)}</pre>")
-    elif not content:
+    for example in json_body.get("examples", {}).values():
+        line = shlex.join([*call, "-H", "Content-Type: application/json"])
+        data = shlex.join(["-d", json.dumps(example["value"])])
+        parts.append(f"<p>{html.escape(example['summary'])}:</p>")
+        parts.append(f"<pre>{html.escape(line)} \\\n  {html.escape(data)}</pre>")
+    if not content:
         parts.append(f"<pre>{html.escape(shlex.join(call))}</pre>")
     if json_body:
         parts.append(f"<details><summary>Body</summary><pre>{_dump(json_body['schema'])}</pre></details>")
