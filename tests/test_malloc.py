@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from persia.malloc import allocated_bytes
+
 KEEPING = """
 import resource, sys
 import numpy as np
@@ -44,3 +46,19 @@ def test_memory_of_messages_and_steps_is_kept():
     assert page_faults("train") < pages / 20, "a training in one process keeps it, too"
     assert page_faults("import") > pages / 2, "importing persia changes nothing"
     assert page_faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > pages / 2, "what is set from outside stays"
+
+
+@pytest.mark.parametrize("size", [1 << 20, 64 << 20])  # In the heap, and mapped separately.
+def test_allocated_bytes_are_counted_until_they_are_freed(size):
+    before = allocated_bytes()
+    if before is None:
+        pytest.skip("no glibc 2.33")
+    pieces = [bytearray(size) for _ in range(4)]
+    assert 3.5 * size < allocated_bytes() - before < 4.5 * size
+    pieces.clear()
+    assert allocated_bytes() - before < size / 2
+
+
+def test_another_libc_counts_nothing(monkeypatch):
+    monkeypatch.setattr("persia.malloc._mallinfo2", lambda: None)
+    assert allocated_bytes() is None

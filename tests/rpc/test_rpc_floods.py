@@ -27,20 +27,6 @@ LIMITS = rpc.Limits(message_bytes=4 << 20, header_bytes=64 << 10, arrays=16)
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN" + bytes(47)
 
 
-@pytest.fixture
-def serve():
-    with contextlib.ExitStack() as stack:
-
-        def start(**limits):
-            server = stack.enter_context(rpc.serve(Service(), protocol=Sample, limits=rpc.Limits(**limits)))
-            stub = rpc.connect(server.address, Sample, timeout=DEADLINE)
-            stack.callback(rpc.close, stub)
-            assert stub.defaults(1) == "x"
-            return server, stub
-
-        yield start
-
-
 def pour(peer, piece, most, until):
     """Sends the piece again and again until a condition holds, or the connection is closed. Returns the bytes sent."""
     sent, end, rest = 0, time.monotonic() + DEADLINE, b""
@@ -136,15 +122,15 @@ def test_connections_are_bounded_in_all(serve):
 def test_unread_bytes_are_bounded_in_all(serve):
     """Of connections each of which keeps to what one message may have."""
     server, stub = serve(unread_bytes=8 << 20)
-    frame = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)  # Long, and more to come.
+    part, frame = (b"\x03" + struct.pack(">Q", size) + bytes(size) for size in (1 << 16, 1 << 20))  # And more to come.
     with contextlib.ExitStack() as stack:
         small, large = (stack.enter_context(raw_dealer(server.address)) for _ in range(2))
         for _ in range(2):
-            small.sendall(frame)
+            small.sendall(part)
         assert pour(large, frame, 512 << 20, lambda: server.statistics()["disconnections"]) < 512 << 20
         wait_until(lambda: server.statistics()["disconnections"] == 1)
         assert server.statistics()["connections_refused"] == 1
-        small.sendall(frame)
+        small.sendall(part)
         assert stub.defaults(1) == "x"
         assert rpc.statistics(stub)["connects"] == 1
 
@@ -220,6 +206,48 @@ def test_those_with_the_most_are_closed_until_the_rest_fits(monkeypatch):
     kernel.traffic[8] = Traffic(100, 11)
     account.check(behind=False)
     assert kernel.closed == [6, 7]
+
+
+def test_connections_whose_frames_take_too_much_memory_are_closed(monkeypatch):
+    """Not those whose message ended since, or whose number an earlier one had."""
+    kernel, account, memory = Kernel(monkeypatch), intake(), [0]
+    account._most = 1 << 40  # What one message may have.
+    monkeypatch.setattr("persia.rpc.growth.allocated_bytes", lambda: memory[0])
+
+    def check(grown, received):
+        memory[0] += grown
+        for descriptor in (5, 6, 7):
+            kernel.traffic[descriptor] = Traffic(100, received)
+        account.check(behind=False)
+        assert account.watching
+
+    for descriptor in (5, 6, 7):
+        account.accepted(descriptor)
+    check(0, 100 << 20)
+    account.delivered(6)
+    account.gone(7)
+    account.accepted(7)
+    check(1 << 30, 200 << 20)
+    check(0, 300 << 20)
+    assert kernel.closed == []
+    check(1, 300 << 20)
+    assert kernel.closed == [5]
+
+
+def test_memory_of_too_many_bytes_is_blamed_on_no_others(monkeypatch):
+    kernel, account, memory = Kernel(monkeypatch), intake(), [0]
+    account._most = 1 << 40
+    monkeypatch.setattr("persia.rpc.growth.allocated_bytes", lambda: memory[0])
+    account._growth._clock = lambda: 1000.0
+    for descriptor in (5, 6):
+        account.accepted(descriptor)
+        kernel.traffic[descriptor] = Traffic(100, 100 << 20)
+    account.check(behind=False)
+    memory[0], kernel.traffic[6] = 1 << 30, Traffic(100, 1 << 30)
+    account.check(behind=False)
+    memory[0] += 1
+    account.check(behind=False)
+    assert kernel.closed == [6]
 
 
 def test_of_too_many_strangers_a_slow_one_goes_first(monkeypatch):

@@ -37,8 +37,10 @@ class Limits:
             most.
         strangers: maximum number of connections that have not authenticated yet. Beyond it the server closes one whose
             handshake takes more than a second, or else the new one.
-        unread_bytes: maximum total bytes of messages that have not been read, most of them unfinished; beyond it the
-            server closes the connections with the most. A quarter of the host's memory by default.
+        unread_bytes: maximum total bytes of messages that have not been read, most of them unfinished, and maximum
+            memory that they take in ZeroMQ; beyond it the server closes the connections with the most. The memory of
+            tiny frames is up to 32 times their bytes, and is bounded only with glibc 2.33 or newer. A quarter of the
+            host's memory by default.
         threads: maximum number of methods that run or block at the same time; further requests wait.
         waiting: maximum number of running methods that wait for calls of other clients; further ones are refused.
         waiting_bytes: maximum total bytes of their requests once they are decoded; headers count 128 times.

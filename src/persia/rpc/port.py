@@ -22,6 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from persia.errors import ConfigError
 from persia.malloc import keep_memory
+from persia.rpc.growth import Growth
 from persia.rpc.keys import Keys, Password
 from persia.rpc.limits import Limits
 from persia.telemetry.logs import get_logger
@@ -301,6 +302,8 @@ class Intake:
     since the last complete message belong to an unfinished one. The kernel also counts the bytes sent, which show
     whether a handshake has succeeded: until then a server sends at most a fixed number.
 
+    Tiny frames take 32 times their bytes, and nothing counts frames. The growth of this process bounds their memory.
+
     Args:
         limits: bounds on messages, connections and unread bytes.
         port: port number of the server's address; 0 if it has none. Descriptors of other sockets are left alone: the
@@ -319,6 +322,7 @@ class Intake:
         self._hosts: dict[int, str] = {}  # By descriptor, oldest first: the peer's network address.
         self._strangers: dict[int, float] = {}  # By descriptor, oldest first: start of an unfinished handshake.
         self._delivered: set[int] = set()
+        self._growth = Growth(limits.unread_bytes)
         self._looked = -math.inf
         self.closed = 0
         """Number of connections that this object closed."""
@@ -327,6 +331,11 @@ class Intake:
     def strangers(self) -> int:
         """Number of connections that were in their handshake at the last check, or are newer."""
         return len(self._strangers)
+
+    @property
+    def watching(self) -> bool:
+        """Whether so much was unread at the last check that the next one should be soon."""
+        return self._growth.watching
 
     def accepted(self, descriptor: int) -> None:
         """Adds a connection, and closes one if there are too many.
@@ -356,6 +365,7 @@ class Intake:
         self._since.pop(descriptor, None)
         self._hosts.pop(descriptor, None)
         self._strangers.pop(descriptor, None)
+        self._growth.forget(descriptor)
 
     def delivered(self, descriptor: int) -> None:
         """Notes that a complete message of a connection has been read."""
@@ -389,11 +399,16 @@ class Intake:
                 unread[descriptor] = traffic.received - since
         self._delivered.clear()
         excess = sum(unread.values()) - self._limits.unread_bytes
+        closed = self.closed
         for descriptor in sorted(unread, key=lambda one: -unread[one]):
             if excess <= 0:
                 break
             self._close(descriptor)
-            excess -= unread[descriptor]
+            excess -= unread.pop(descriptor)
+        if self.closed > closed:
+            self._growth.pause()
+        for descriptor in self._growth.check(unread):
+            self._close(descriptor)
 
     def _look(self, descriptor: int) -> Traffic | None:
         """Returns the traffic of a connection, after noting whether it has authenticated; None if it is not TCP."""

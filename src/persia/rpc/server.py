@@ -38,6 +38,9 @@ TICK_SECONDS = 1.0
 HANDSHAKE_TICK_SECONDS = 0.05
 """Seconds between two checks of the bytes that a peer sends during its handshake."""
 
+UNREAD_TICK_SECONDS = 0.1
+"""Seconds between two checks of all connections while much is unread. They take at most 2% of the time."""
+
 CLOSE_SECONDS = 60.0
 """Seconds that a request to close an iterator may wait; it gets no reply."""
 
@@ -141,8 +144,8 @@ class Server:
 
         Counters: `calls`; `errors` raised by methods; `malformed` messages, which are rejected; `expired` calls, which
         are not run as their deadline has passed; `replies_dropped` as the client was gone; `connections`;
-        `disconnections`; `handshakes_failed` (also due to wrong keys); `connections_refused`, which were too many or
-        sent more than an honest client does; `streams_expired`.
+        `disconnections`; `handshakes_failed` (also due to wrong keys); `connections_refused`, which were too
+        many, or sent more or took more memory than an honest client does; `streams_expired`.
         """
         names = ("calls", "errors", "malformed", "expired", "replies_dropped")
         streams = self._dispatcher.streams
@@ -319,8 +322,7 @@ class Server:
             if frames is None:
                 if now >= end:
                     return None
-                tick = min(TICK_SECONDS, HANDSHAKE_TICK_SECONDS) if self._intake.strangers else TICK_SECONDS
-                if self._port.wait(min(tick, end - now)):
+                if self._port.wait(min(self._interval, end - now)):
                     self._watch()
         return None
 
@@ -338,6 +340,13 @@ class Server:
         if pending:
             port.wake()
         return frames
+
+    @property
+    def _interval(self) -> float:
+        """Seconds until a thread should check the connections again."""
+        if self._intake.strangers:
+            return min(TICK_SECONDS, HANDSHAKE_TICK_SECONDS)
+        return min(TICK_SECONDS, UNREAD_TICK_SECONDS) if self._intake.watching else TICK_SECONDS
 
     def _watch(self) -> None:
         with self._port.lock:
@@ -361,8 +370,12 @@ class Server:
             self._tick = now + TICK_SECONDS
         self._watch()  # Removes closed connections: their descriptors may belong to other files by now.
         with self._port.lock:
+            began = time.monotonic()
             self._intake.check(behind=behind)
+            interval = max(UNREAD_TICK_SECONDS, 50 * (time.monotonic() - began))
         with self._state:
+            if self._intake.watching:
+                self._tick = min(self._tick, now + interval)
             late = self._backlog.drop_late(now)
             self._counts["expired"] += late
             if late:

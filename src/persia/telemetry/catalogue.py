@@ -179,7 +179,9 @@ CATALOGUE: dict[str, MetricKind] = {
     "rpc_malformed": MetricKind("counter", "messages refused as malformed"),
     "rpc_expired": MetricKind("counter", "calls not run because their deadline had passed"),
     "rpc_replies_dropped": MetricKind("counter", "replies whose caller was gone"),
-    "rpc_connections_refused": MetricKind("counter", "connections closed because they were too many or sent too much"),
+    "rpc_connections_refused": MetricKind(
+        "counter", "connections closed because they were too many, sent too much or took too much memory"
+    ),
     "rpc_connections": MetricKind("counter", "connections accepted"),
     "rpc_disconnections": MetricKind("counter", "connections lost"),
     "rpc_handshakes_failed": MetricKind("counter", "connections refused, also for wrong keys"),
