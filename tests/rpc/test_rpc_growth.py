@@ -78,6 +78,20 @@ def test_much_that_is_unread_is_looked_at_often(serve, monkeypatch):
     wait_until(lambda: not server._intake.watching)
 
 
+@counts_memory
+def test_a_small_frame_keeps_no_large_buffer(serve):
+    """ZeroMQ kept 18 KiB for each frame of 34 bytes that came alone."""
+    server, stub = serve()
+    frames = 1000
+    with raw_dealer(server.address) as peer:
+        wait_until(lambda: not server._intake.strangers)
+        before = allocated_bytes()
+        for _ in range(frames):
+            peer.sendall(b"\x01\x22" + bytes(34))
+            assert stub.defaults(1) == "x"  # The thread that receives has taken the frame.
+        assert allocated_bytes() - before < frames << 12
+
+
 # --- readings of the test's own, in MiB -------------------------------------------------------------------------------
 
 
