@@ -173,7 +173,7 @@ class AdultNet(torch.nn.Module):
         super().__init__()
         norm, linear = torch.nn.BatchNorm1d, torch.nn.Linear
         slots = sum(feature.dim or 0 for feature in schema.id_features)
-        self.numbers = torch.nn.Sequential(linear(len(schema.dense_features), 16), norm(16), torch.nn.ReLU())
+        self.numbers = torch.nn.Sequential(linear(schema.dense_width, 16), norm(16), torch.nn.ReLU())
         self.slots = torch.nn.Sequential(linear(slots, 128), norm(128), torch.nn.ReLU())
         self.top = torch.nn.Sequential(
             linear(144, 256), norm(256), torch.nn.ReLU(), linear(256, 128), norm(128), torch.nn.ReLU(), linear(128, 1)

@@ -39,7 +39,7 @@ def made_inputs(schema, rows=7, seed=0, lengths=None):
         mask = torch.arange(feature.max_length) < lengths.unsqueeze(1)
         values = torch.randn(rows, feature.max_length, dim, generator=generator) * mask.unsqueeze(2)
         embeddings[feature.name] = SequenceEmbedding(values.requires_grad_(), mask)
-    return torch.randn(rows, len(schema.dense_features), generator=generator), embeddings
+    return torch.randn(rows, schema.dense_width, generator=generator), embeddings
 
 
 def leaves(embeddings):

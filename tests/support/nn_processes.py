@@ -128,7 +128,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.dropout = torch.nn.Dropout(dropout)
         self.names = [f.name for f in schema.id_features]
-        width = sum(f.dim for f in schema.id_features) + len(schema.dense_features)
+        width = sum(f.dim for f in schema.id_features) + schema.dense_width
         self.norm = norm
         self.first = torch.nn.Linear(width, 8)
         self.batch_norm = torch.nn.BatchNorm1d(8) if norm else torch.nn.Identity()

@@ -11,9 +11,12 @@ import numpy as np
 from persia.batching.id_column import IdColumn
 from persia.errors import DataError
 from persia.schema import Schema
-from persia.types import Floats, Int32Array, Int64Array
+from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array, RegisteredBatch
 
 __all__ = ["Batch"]
+
+_OPTIONAL = ("day", "weights", "groups")
+"""Fields of a batch that may be None."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -24,18 +27,28 @@ class Batch:
 
     Attributes:
         id_features: ids of each ID-type feature of the schema.
-        dense: float32 `[batch, dense features]`, in the order of the schema.
-        labels: float32 `[batch, labels]`, each in [0, 1]; `[batch, 0]` if there are none (prediction).
+        dense: float32 `[batch, Schema.dense_width]`: values of the non-ID-type features, in the order of the schema.
+        labels: float32 `[batch, labels]`: numbers, or the numbers of classes; `[batch, 0]` if there are none
+            (prediction). NaN where a label that may be missing is, see `mask`.
         day: int32 `[batch]` or None: the period that progressive validation groups by.
+        weights: float32 `[batch]`, from 0 on: the weight of each sample in loss and metrics; None weighs all 1.
+        groups: uint64 `[batch]`: the group of each sample; None without groups.
     """
 
     id_features: Mapping[str, IdColumn]
     dense: Floats
     labels: Floats
     day: Int32Array | None = None
+    weights: Floats | None = None
+    groups: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def mask(self) -> BoolArray:
+        """Bool `[batch, labels]`: whether a label is known."""
+        return ~np.isnan(self.labels)
 
     def __repr__(self) -> str:
         parts = (f"{len(self)} rows", ", ".join(self.id_features) or "no ID-type features")
@@ -78,7 +91,20 @@ class Batch:
         """
         from persia.batching.validation import validate
 
-        validate(self.id_features, self.dense, self.labels, self.day, schema, require_labels=require_labels)
+        validate(
+            self.id_features,
+            self.dense,
+            self.labels,
+            self.day,
+            self.weights,
+            self.groups,
+            schema,
+            require_labels=require_labels,
+        )
+
+    def registered(self, batch_id: int, id_counts: Int64Array | None = None) -> RegisteredBatch:
+        """Returns the samples without their ids, which an embedding worker buffers under this batch id."""
+        return RegisteredBatch(batch_id, self.dense, self.labels, self.day, id_counts, self.weights, self.groups)
 
     def slice(self, start: int, stop: int) -> Batch:
         """Samples `start` to `stop` (clipped to the batch, as in a Python slice) as views of this batch's arrays."""
@@ -89,6 +115,8 @@ class Batch:
             self.dense[start:stop],
             self.labels[start:stop],
             None if self.day is None else self.day[start:stop],
+            None if self.weights is None else self.weights[start:stop],
+            None if self.groups is None else self.groups[start:stop],
         )
 
     def take(self, rows: Int64Array) -> Batch:
@@ -98,6 +126,8 @@ class Batch:
             self.dense[rows],
             self.labels[rows],
             None if self.day is None else self.day[rows],
+            None if self.weights is None else self.weights[rows],
+            None if self.groups is None else self.groups[rows],
         )
 
     @staticmethod
@@ -117,13 +147,15 @@ class Batch:
                 other.id_features.keys() != first.id_features.keys()
                 or other.dense.shape[1:] != first.dense.shape[1:]
                 or other.labels.shape[1:] != first.labels.shape[1:]
-                or (other.day is None) != (first.day is None)
+                or any((getattr(other, part) is None) != (getattr(first, part) is None) for part in _OPTIONAL)
             ):
                 raise DataError("Batch.concat got batches of different columns; build all with one schema.")
-        days = [b.day for b in batches if b.day is not None]
         return Batch(
             {name: IdColumn.concat([b.id_features[name] for b in batches]) for name in first.id_features},
             np.concatenate([b.dense for b in batches]),
             np.concatenate([b.labels for b in batches]),
-            np.concatenate(days) if days else None,
+            *(
+                None if getattr(first, part) is None else np.concatenate([getattr(b, part) for b in batches])
+                for part in _OPTIONAL
+            ),
         )

@@ -64,15 +64,15 @@ def from_columns(
             length.check(feature.name, len(ids[feature.name]))
     add_computed(schema, ids)
     check_aligned(schema, ids)
-    dense_columns = {n: dense_column(n, _get(columns, n, "dense feature")) for n in schema.dense_features}
-    has_labels = require_labels or all(name in columns for name in schema.labels)
-    label_columns = {n: float_column(n, _get(columns, n, "label")) for n in schema.labels} if has_labels else {}
+    dense_columns = {n: dense_column(n, _get(columns, n, "dense feature")) for n in schema.dense_names}
+    has_labels = require_labels or all(name in columns for name in schema.label_names)
+    label_columns = {n: float_column(n, _get(columns, n, "label")) for n in schema.label_names} if has_labels else {}
     for name, values in {**dense_columns, **label_columns}.items():
         length.check(name, len(values))
     for name, values in dense_columns.items():
         check_finite(name, values, "Dense feature")
-    for name, values in label_columns.items():
-        check_labels(name, values)
+    for label in schema.targets if has_labels else ():
+        check_labels(label, label_columns[label.name])
     if not length.rows:
         raise DataError("The batch is empty: its columns have no rows; leave it out.")
     days = _days(day, length)

@@ -9,8 +9,8 @@ import numpy as np
 
 from persia.batching.id_column import IdColumn
 from persia.errors import DataError
-from persia.schema import Schema
-from persia.types import Floats, Int32Array, Int64Array
+from persia.schema import Label, Schema
+from persia.types import Floats, Ids, Int32Array, Int64Array
 
 __all__ = [
     "check_aligned",
@@ -18,6 +18,7 @@ __all__ = [
     "check_finite",
     "check_labels",
     "check_offsets",
+    "check_weights",
     "validate",
 ]
 
@@ -107,14 +108,46 @@ def check_finite(name: str, values: Any, kind: str) -> None:
         )
 
 
-def check_labels(name: str, values: Any) -> None:
-    """Raises DataError unless a label column [batch] is finite and in [0, 1]."""
+def check_labels(label: Label, values: Any) -> None:
+    """Raises DataError unless the values [batch] of a label are of its kind. NaN is a missing value."""
+    name = label.name
+    missing = np.isnan(values)
+    if missing.any() and label.missing == "error":
+        row = int(missing.argmax())
+        raise DataError(
+            f"Label {name!r} is nan at row {row}, a missing value; leave the row out, or declare the label with "
+            "missing='mask'.",
+            column=name,
+            row=row,
+        )
+    values = np.where(missing, np.float32(0), values)
     check_finite(name, values, "Label")
-    outside = (values < 0) | (values > 1)
+    match label.kind:
+        case "binary":
+            outside, remedy = (values < 0) | (values > 1), "outside [0, 1]; rescale or threshold it"
+        case "regression":
+            return
+        case "count":
+            outside, remedy = values < 0, "negative; a count is 0 or more"
+        case _:
+            count = len(label.class_names)
+            outside = (values < 0) | (values >= count) | (values != np.floor(values))
+            remedy = f"not the number of a class, 0 to {count - 1}"
     if outside.any():
         row = int(outside.argmax())
         raise DataError(
-            f"Label {name!r} is {values[row]} at row {row}, outside [0, 1]; rescale or threshold it.",
+            f"Label {name!r} is {values[row]} at row {row}, {remedy}, or declare its kind.", column=name, row=row
+        )
+
+
+def check_weights(name: str, values: Any) -> None:
+    """Raises DataError unless weights are finite and not negative."""
+    check_finite(name, values, "Weight")
+    negative = values < 0
+    if negative.any():
+        row = int(negative.argmax())
+        raise DataError(
+            f"Weight {name!r} is {values[row]} at row {row}; weights are 0 or more: correct it, or leave the row out.",
             column=name,
             row=row,
         )
@@ -125,6 +158,8 @@ def validate(
     dense: Floats,
     labels: Floats,
     day: Int32Array | None,
+    weights: Floats | None,
+    groups: Ids | None,
     schema: Schema,
     *,
     require_labels: bool = True,
@@ -149,17 +184,27 @@ def validate(
             )
         _check_column(name, id_features[name], rows)
     check_aligned(schema, id_features)
-    _check_matrix("dense", dense, rows, len(schema.dense_features))
+    _check_matrix("dense", dense, rows, schema.dense_width)
     if dense.size and not np.isfinite(dense).all():
-        for i, name in enumerate(schema.dense_features):
+        for i, name in enumerate(schema.dense_values):
             check_finite(name, dense[:, i], "Dense feature")
     if require_labels or labels.shape != (rows, 0):
-        _check_matrix("labels", labels, rows, len(schema.labels))
-        if not ((labels >= 0) & (labels <= 1)).all():
-            for i, name in enumerate(schema.labels):
-                check_labels(name, labels[:, i])
+        _check_matrix("labels", labels, rows, len(schema.label_names))
+        if not (schema.binary and ((labels >= 0) & (labels <= 1)).all()):
+            for i, label in enumerate(schema.targets):
+                check_labels(label, labels[:, i])
     if day is not None and (day.dtype != np.int32 or day.shape != (rows,)):
         raise DataError(f"Batch.day is {day.dtype}{list(day.shape)}; it must be int32[{rows}].", column="day")
+    _check_vector("weights", weights, np.float32, rows)
+    if weights is not None:
+        check_weights("Batch.weights", weights)
+    _check_vector("groups", groups, np.uint64, rows)
+    if groups is None and schema.group is not None and any(label.needs_groups for label in schema.targets):
+        raise DataError(
+            f"The batch has no groups, which a loss of the schema compares; build it with Batch.from_columns and the "
+            f"column {schema.group!r}.",
+            column=schema.group,
+        )
 
 
 def _check_column(name: str, column: IdColumn, rows: int) -> None:
@@ -187,6 +232,7 @@ def _check_column(name: str, column: IdColumn, rows: int) -> None:
                 feature=name,
             )
         check_offsets(name, offsets, len(values))
+    _check_vector(f"id_features[{name!r}].weights", column.weights, np.float32, len(values))
     if len(column) != rows:
         raise DataError(
             f"Feature {name!r} has {len(column)} rows, but the batch has {rows}; all must have the same number.",
@@ -197,6 +243,11 @@ def _check_column(name: str, column: IdColumn, rows: int) -> None:
 def _check_matrix(name: str, array: Any, rows: int, columns: int) -> None:
     if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != (rows, columns):
         raise DataError(f"Batch.{name} is {_describe(array)}; it must be float32[{rows}, {columns}].", column=name)
+
+
+def _check_vector(name: str, array: Any, dtype: type, rows: int) -> None:
+    if array is not None and (not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != (rows,)):
+        raise DataError(f"Batch.{name} is {_describe(array)}; it must be {np.dtype(dtype)}[{rows}].", column=name)
 
 
 def _describe(array: Any) -> str:

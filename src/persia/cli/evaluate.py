@@ -78,7 +78,7 @@ def predict(
     check_output(output)
     out.check_writable(output)
     trainer, reader = _restored(run, source, checkpoint)
-    names = [rules.get(name, name) for name in trainer.schema.labels]
+    names = [rules.get(name, name) for name in trainer.schema.label_names]
     check_keep(keep or [], names)
     with closing_cluster(trainer):
         rows = write_predictions(output, names, trainer.predict(reader), reader.columns(keep) if keep else None)
@@ -91,7 +91,7 @@ def _source(run: RunConfig, data: str | None, labels: bool) -> DataConfig:
     if data is None:
         return source
     source = source.of_file(data)
-    return source if labels else source.unlabelled(run.schema.labels if run.schema is not None else ())
+    return source if labels else source.unlabelled(run.schema.label_names if run.schema is not None else ())
 
 
 def _restored(run: RunConfig, source: DataConfig, checkpoint: str) -> tuple[Trainer, Any]:

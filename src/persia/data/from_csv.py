@@ -117,7 +117,7 @@ def _number_columns(conversion: Conversion) -> list[str]:
     """Returns the columns of the file that may hold numbers other than ids."""
     schema = conversion.schema
     columns = conversion.source_columns
-    names = [columns[name] for name in (*schema.dense_features, *schema.labels) if name in columns]
+    names = [columns[name] for name in (*schema.dense_names, *schema.label_names) if name in columns]
     return [*names, *conversion.rule_columns, *(conversion.selection.columns if conversion.selection else ())]
 
 
@@ -319,7 +319,7 @@ class CsvSource(FileSource):
         selected = conversion.selection.columns if conversion.selection is not None else ()
         needed = [(name, name) for name in (*form.columns, *conversion.passthrough)]
         needed += [("where or split", name) for name in selected]
-        labels = (*form.labels, *conversion.schema.labels)
+        labels = (*form.labels, *conversion.schema.label_names)
         hint = self._hint(present, list(form.columns)) or " Give a file of this format."
         return present_columns(file, present, needed, labels, conversion.require_labels, hint)
 

@@ -178,7 +178,7 @@ def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Eve
     names = [feature.name for feature in conversion.schema.id_features]
     if not batches:
         none = {name: np.empty(0, np.uint64) for name in names}
-        labels = np.empty((0, len(conversion.schema.labels)), np.float32)
+        labels = np.empty((0, len(conversion.schema.label_names)), np.float32)
         return EventColumns(none, np.empty(0, np.int64), labels, np.empty(0, np.int32), None)
     ids = {name: np.concatenate([batch.id_features[name].values for batch in batches]) for name in names}
     days = [np.zeros(len(batch), np.int32) if batch.day is None else batch.day for batch in batches]

@@ -21,7 +21,7 @@ from persia.schema import Schema
 from persia.services import EmbeddingWorker, Seekable
 from persia.telemetry.logs import get_logger
 from persia.telemetry.tracing import Tracer
-from persia.types import Delivery, Feed, Int64Array, RegisteredBatch
+from persia.types import Delivery, Feed, Int64Array
 
 __all__ = ["FRESH_SECONDS", "Loader"]
 
@@ -278,7 +278,7 @@ class Loader:
             self._counts["taken"] += 1
             self._changed.notify_all()
         batch = entry.batch
-        return Delivery(number, RegisteredBatch(batch_id, batch.dense, batch.labels, batch.day, entry.id_counts))
+        return Delivery(number, batch.registered(batch_id, entry.id_counts))
 
     def _late(self, number: int | None, what: str) -> DeadlineError:
         loader = self._feed.loader if self._feed is not None else "without a feed"
@@ -447,4 +447,5 @@ class Loader:
 def _bytes(batch: Batch) -> int:
     columns = batch.id_features.values()
     ids = sum(c.values.nbytes + (0 if c.offsets is None else c.offsets.nbytes) for c in columns)
-    return ids + batch.dense.nbytes + batch.labels.nbytes + (0 if batch.day is None else batch.day.nbytes)
+    parts = (batch.dense, batch.labels, batch.day, batch.weights, batch.groups)
+    return ids + sum(part.nbytes for part in parts if part is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -226,7 +227,8 @@ class NegativeSampling:
         ids = {name: column for name, column in samples.id_features.items() if name not in self._following}
         ids |= replaced
         add_computed(self.schema, ids)
-        return Batch({name: ids[name] for name in samples.id_features}, samples.dense, labels, samples.day)
+        ids = {name: ids[name] for name in samples.id_features}
+        return dataclasses.replace(samples, id_features=ids, labels=labels)
 
     def _draw(self, rng: np.random.Generator, count: int, rows: int) -> Int64Array:
         """Draws items of the pool."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -236,10 +237,10 @@ def cut(
 def canonical(batch: Batch) -> Batch:
     """Removes offsets if each sample has exactly one id, so that the form of a batch does not depend on its chunk."""
     features = {
-        name: IdColumn(column.values) if _single(column, len(batch)) else column
+        name: IdColumn(column.values, None, column.weights) if _single(column, len(batch)) else column
         for name, column in batch.id_features.items()
     }
-    return Batch(features, batch.dense, batch.labels, batch.day)
+    return dataclasses.replace(batch, id_features=features)
 
 
 def _single(column: IdColumn, rows: int) -> bool:

@@ -82,7 +82,7 @@ class Conversion:
         check_flag("require_labels", self.require_labels)
         known = [f.name for f in self.schema.id_features if not f.computed]
         known += [f.age_since for f in self.schema.id_features if f.age_since is not None]
-        known += [*self.schema.dense_features, *self.schema.labels]
+        known += [*self.schema.dense_names, *self.schema.label_names]
         for name in self.rename:
             if name not in known:
                 raise ConfigError(
@@ -91,14 +91,14 @@ class Conversion:
                     field="rename",
                 )
         for name in self.labels:
-            if name not in self.schema.labels or name in self.rename:
+            if name not in self.schema.label_names or name in self.rename:
                 raise ConfigError(
                     f"labels has a rule for {name!r}; give rules for labels of the schema "
-                    f"({', '.join(self.schema.labels)}) that are not renamed.",
+                    f"({', '.join(self.schema.label_names)}) that are not renamed.",
                     field="labels",
                 )
         for name in self.fill:
-            if name not in (*self.schema.dense_features, *self.schema.labels):
+            if name not in (*self.schema.dense_names, *self.schema.label_names):
                 raise ConfigError(
                     f"Invalid key {name!r} in fill; expected a dense feature or label of the schema.", field="fill"
                 )
@@ -110,13 +110,13 @@ class Conversion:
         """Returns the column of the file for each column of the schema, except crossed features and rules."""
         names = [f.name for f in self.schema.id_features if not f.computed]
         names += [f.age_since for f in self.schema.id_features if f.age_since is not None]
-        names += [*self.schema.dense_features, *(n for n in self.schema.labels if n not in self.labels)]
+        names += [*self.schema.dense_names, *(n for n in self.schema.label_names if n not in self.labels)]
         return {name: self.rename.get(name, name) for name in names}
 
     @property
     def input_rules(self) -> InputRules:
         """Returns the rules for missing values and lists of features, which a server also applies."""
-        fill = {name: float(value) for name, value in self.fill.items() if name in self.schema.dense_features}
+        fill = {name: float(value) for name, value in self.fill.items() if name in self.schema.dense_names}
         return msgspec.structs.replace(self._applied_rules(), fill=fill)
 
     @property
@@ -139,7 +139,7 @@ class Conversion:
         needed += [(name, column) for name, rule in self._rules().items() for column in rule.columns]
         needed += [("where or split", column) for column in (self.selection.columns if self.selection else ())]
         needed += [(column, column) for column in self.passthrough]
-        return present_columns(file, present, needed, self.schema.labels, self.require_labels, hint)
+        return present_columns(file, present, needed, self.schema.label_names, self.require_labels, hint)
 
     def batches(self, pieces: Iterator[Piece], skip: int, prepare: Prepare | None = None) -> Iterator[Batch]:
         """Converts the selected rows of the pieces to batches, without the first `skip`.

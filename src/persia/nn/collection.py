@@ -256,12 +256,11 @@ class EmbeddingCollection(torch.nn.Module):
         """
         if batch.batch_id is None:
             return batch
-        dense, labels = (part.detach().cpu().numpy() for part in (batch.dense, batch.labels))
         try:
             rows = self._worker.lookup(batch.batch_id, train=False)
         except StaleBatchError:  # Its gradient was dropped, or its embedding worker has been replaced.
             return batch
-        now, ready = self._transfer.rows(RegisteredBatch(batch.batch_id, dense, labels, batch.day), rows)
+        now, ready = self._transfer.rows(batch.on_host(), rows)
         ready()
         return now
 

@@ -12,7 +12,7 @@ from persia.errors import StaleBatchError
 from persia.nn.pooling import PooledAhead
 from persia.nn.token_client import DrawnToken
 from persia.schema import Schema
-from persia.types import Floats, Int32Array, Int64Array, Inverse, Packed
+from persia.types import Floats, Int32Array, Int64Array, Inverse, Packed, RegisteredBatch
 
 __all__ = ["PreparedBatch", "dummy_batch", "loss_scale"]
 
@@ -21,8 +21,8 @@ class PreparedBatch:
     """The samples of one step on the device, with the rows of their ids.
 
     Args:
-        dense: float32 `[batch, dense features]`.
-        labels: float32 `[batch, labels]`.
+        dense: float32 `[batch, Schema.dense_width]`.
+        labels: float32 `[batch, labels]`; NaN where one is missing.
         day: int32 `[batch]` on the host, or None.
         rows: by table, float32 `[unique ids, dim]`; on a host as they are packed.
         inverse: by feature, the index of each id's row; arrays on the CPU, else tensors.
@@ -30,6 +30,8 @@ class PreparedBatch:
             one id.
 
     Attributes:
+        weights: weight of each sample, float32 `[batch]`; None weighs all 1.
+        groups: group of each sample, int64 `[batch]`; None without groups.
         batch_id: its key at the embedding worker; None if no gradient is awaited.
         pooled: its features on the host, which keep their own gradients: the rows then get only the gradients of
             loss terms that use them directly. Else None.
@@ -57,6 +59,8 @@ class PreparedBatch:
         self._rows = None if isinstance(rows, Packed) else rows
         self.inverse = inverse
         self.offsets = offsets
+        self.weights: torch.Tensor | None = None
+        self.groups: torch.Tensor | None = None
         self.batch_id: int | None = None
         self.pooled: PooledAhead | None = None
         self.compressed = False
@@ -89,6 +93,14 @@ class PreparedBatch:
     def host_rows(self) -> Mapping[str, Floats]:
         """Returns the same as arrays; for a batch on a host. No leaves are made."""
         return self._packed if self._packed is not None else {name: part.numpy() for name, part in self.rows.items()}
+
+    def on_host(self) -> RegisteredBatch:
+        """Returns the samples as arrays; for a batch with a batch id."""
+        assert self.batch_id is not None
+        dense, labels = self.dense.detach().cpu().numpy(), self.labels.cpu().numpy()
+        weights = None if self.weights is None else self.weights.cpu().numpy()
+        groups = None if self.groups is None else self.groups.cpu().numpy().view(np.uint64)
+        return RegisteredBatch(self.batch_id, dense, labels, self.day, None, weights, groups)
 
     @property
     def samples(self) -> int:
@@ -189,8 +201,8 @@ def dummy_batch(schema: Schema, rows: int, device: torch.device) -> PreparedBatc
     names = [f.name for f in schema.id_features]
     # Pooling needs a row, though no id points to it.
     tables = {name: torch.zeros(1, table.dim, device=device) for name, table in schema.resolved_tables().items()}
-    dense = torch.zeros(rows, len(schema.dense_features), device=device)
-    labels = torch.zeros(rows, len(schema.labels), device=device)
+    dense = torch.zeros(rows, schema.dense_width, device=device)
+    labels = torch.zeros(rows, len(schema.label_names), device=device)
     if device.type == "cpu":
         index: dict[str, Inverse] = {name: np.empty(0, np.uint16) for name in names}
         ends: dict[str, Int64Array | None] = {name: np.zeros(rows + 1, np.int64) for name in names}

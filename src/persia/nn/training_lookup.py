@@ -59,7 +59,7 @@ class TrainingLookup:
         """Registers a batch, unless a data loader has."""
         if isinstance(batch, Batch):
             batch.validate(self._schema)
-            batch = RegisteredBatch(self._worker.register(batch.id_features), batch.dense, batch.labels, batch.day)
+            batch = batch.registered(self._worker.register(batch.id_features))
         self._log.registered.add(batch.batch_id)
         return batch
 

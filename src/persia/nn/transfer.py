@@ -299,6 +299,10 @@ class Transfer:
         """
         batching.check_rows(lookup.rows, lookup.scales, self._tables)
         arrays: dict[str, NDArray[Any]] = {"dense": batch.dense, "labels": batch.labels}
+        if batch.weights is not None:
+            arrays["weights"] = batch.weights
+        if batch.groups is not None:
+            arrays["groups"] = batch.groups.view(np.int64)  # Torch has no operations of uint64.
         if cached is not None:
             arrays["places"] = cached.places.buffer
         rows: dict[str, torch.Tensor] | Packed[np.float32]
@@ -333,7 +337,9 @@ class Transfer:
             tensors, ready = self._staging.to_device(arrays, unpack)
             rows, inverse = made["rows"], {**made["narrow"], **made["wide"]}
             offsets = {name: made["offsets"].get(name) for name in inverse}
-        return PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets), ready
+        prepared = PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets)
+        prepared.weights, prepared.groups = tensors.get("weights"), tensors.get("groups")
+        return prepared, ready
 
     def begin_beside_network(self) -> None:
         """Prepares the calling thread, a new one, for work next to the network. On a CPU both need the cores."""

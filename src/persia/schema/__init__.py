@@ -5,9 +5,28 @@ tables; features that name the same table share its rows. All of it can be writt
 stored in every checkpoint.
 """
 
+from persia.schema.dense import DenseFeature, DenseStatistics
+from persia.schema.derivations import Buckets, TimePart, Tokens
 from persia.schema.dims import dims_by_frequency
 from persia.schema.features import IdFeature, IdKind, Pooling, Schema
 from persia.schema.input_rules import NO_RULES, InputRules, input_rules_of
+from persia.schema.labels import Label
+from persia.schema.losses import (
+    BPR,
+    JRC,
+    BinaryCrossEntropy,
+    CrossEntropy,
+    EntireSpace,
+    Focal,
+    Hinge,
+    Huber,
+    ListwiseSoftmax,
+    Loss,
+    OrdinalCrossEntropy,
+    Poisson,
+    Squared,
+    Tweedie,
+)
 from persia.schema.mappings import HashTo, IdMapping, Quotient, Remainder
 from persia.schema.optimizers import (
     INITIAL_ACCUMULATOR,
@@ -35,7 +54,9 @@ from persia.schema.tables import (
 )
 
 __all__ = [
+    "BPR",
     "INITIAL_ACCUMULATOR",
+    "JRC",
     "NO_RULES",
     "SGD",
     "Adagrad",
@@ -44,16 +65,30 @@ __all__ = [
     "AdmitAll",
     "AdmitMinFrequency",
     "AdmitProbability",
+    "BinaryCrossEntropy",
+    "Buckets",
+    "CrossEntropy",
     "Days",
+    "DenseFeature",
+    "DenseStatistics",
     "EmbeddingOptimizer",
+    "EntireSpace",
+    "Focal",
     "Ftrl",
     "HashTo",
+    "Hinge",
+    "Huber",
     "IdFeature",
     "IdKind",
     "IdMapping",
     "Initializer",
     "InputRules",
+    "Label",
+    "ListwiseSoftmax",
+    "Loss",
     "Normal",
+    "OrdinalCrossEntropy",
+    "Poisson",
     "Pooling",
     "Quotient",
     "Remainder",
@@ -61,8 +96,12 @@ __all__ = [
     "RsqrtDim",
     "Schedule",
     "Schema",
+    "Squared",
     "Steps",
     "Table",
+    "TimePart",
+    "Tokens",
+    "Tweedie",
     "Uniform",
     "Zeros",
     "dims_by_frequency",

@@ -12,6 +12,10 @@ import numpy as np
 from persia.checks import check_choice, check_integer, check_kind, plain, plain_fields
 from persia.errors import ConfigError
 from persia.schema.checks import check_dtype, check_name
+from persia.schema.dense import DenseFeature, dense_feature
+from persia.schema.derivations import Buckets, TimePart, Tokens
+from persia.schema.labels import Label, label
+from persia.schema.losses import EntireSpace
 from persia.schema.mappings import IdMapping
 from persia.schema.tables import MAX_DIM, Table
 from persia.types.values import Dtype
@@ -34,7 +38,8 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_length: maximum number of ids per sample; further ids are ignored. Required if `pooling` is None.
         keep: which ids of a longer list are used: the "first", or the "last", the newest ids of a history in time
             order.
-        cross: names of single-valued features whose combination is the id. The column is computed, not read.
+        cross: names of features whose combination is the id; at most one of them may have lists, each of whose ids is
+            combined. The column is computed, not read.
         kind: conversion of values to ids. "auto": integers from 0 to 2^64 - 1 are used as ids (5, 5.0 and the text "5"
             are the same id); all other values are hashed as text. "number": accepts only such integers. "text":
             hashes every value as text, including "5". Recorded in checkpoints.
@@ -49,6 +54,15 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         mapping: `HashTo`, `Quotient` or `Remainder`; for tables with fewer rows than ids.
         dtype: dtype of its embeddings, see `Table.dtype`; None for the dtype of its table, which is declared, set by
             another feature of the table, or "float32".
+        bucketize: the ids are numbers of buckets of another column. Of `bucketize`, `time`, `tokens`, `age_since`,
+            `cross` and `of`, one at most is given.
+        time: the ids are parts of the times in a column.
+        tokens: the ids are the words of the texts in a column.
+        split: separator of the ids within a text: "|" reads "a|b" as two ids. Lists stay as they are.
+        fill: value in place of a missing one, converted to an id as `kind` says. None gives a sample without ids.
+        weights: column with a weight for each id (one number per id of a list), by which embeddings are multiplied
+            before pooling: "sum" is the weighted sum, "mean" divides it by the sum of the weights, "sqrtn" by the root
+            of the sum of their squares, as in TensorFlow and, for "sum", `per_sample_weights` of PyTorch.
     """
 
     name: str
@@ -64,6 +78,12 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     age_since: str | None = None
     of: str | None = None
     mapping: IdMapping | None = None
+    bucketize: Buckets | None = None
+    time: TimePart | None = None
+    tokens: Tokens | None = None
+    split: str | None = None
+    fill: str | int | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -116,6 +136,49 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if len(self.cross) == 1:
             raise ConfigError(f"{owner}.cross needs two or more features.", field=f"{owner}.cross")
+        self._check_derivation(owner)
+
+    def _check_derivation(self, owner: str) -> None:
+        kinds = {"bucketize": Buckets, "time": TimePart, "tokens": Tokens}
+        for field, kind in kinds.items():
+            check_kind(f"{owner}.{field}", getattr(self, field), (kind, NoneType), f"{kind.__name__}, or None")
+        sources = [field for field in (*kinds, "age_since", "cross", "of") if getattr(self, field)]
+        if len(sources) > 1:
+            raise ConfigError(
+                f"{owner} has {' and '.join(sources)}; give one source of its ids.", field=f"{owner}.{sources[0]}"
+            )
+        for field in ("split", "weights"):
+            check_kind(f"{owner}.{field}", getattr(self, field), (str, NoneType), "a string, or None")
+        check_kind(f"{owner}.fill", self.fill, (str, int, NoneType), "a string or a whole number, or None")
+        if self.split is not None and (not self.split or sources):
+            raise ConfigError(
+                f"{owner}.split = {self.split!r}; give a separator, for a feature that reads its own column.",
+                field=f"{owner}.split",
+            )
+        if self.fill is not None and set(sources) - {"bucketize", "time"}:
+            raise ConfigError(f"{owner}.fill does not go with {sources[0]}; leave it out.", field=f"{owner}.fill")
+        if self.fill is not None and sources and not isinstance(self.fill, int):
+            raise ConfigError(
+                f"{owner}.fill = {self.fill!r}, but its ids are numbers; give a whole number.", field=f"{owner}.fill"
+            )
+        if self.weights is not None and (sources or self.pooling is None):
+            raise ConfigError(
+                f"{owner}.weights weighs ids that are read and pooled; set pooling, or leave weights out.",
+                field=f"{owner}.weights",
+            )
+        if sources and sources[0] in kinds and self.kind != "auto":
+            raise ConfigError(f"{owner}.{sources[0]} computes ids; leave kind out.", field=f"{owner}.kind")
+
+    @property
+    def column(self) -> str:
+        """The column that is read for it; its own name, unless the ids are derived from another column."""
+        derivation = self.bucketize or self.time or self.tokens
+        return self.name if derivation is None else derivation.column
+
+    @property
+    def needs_fit(self) -> bool:
+        """Whether a rule still needs `persia.fit_features`."""
+        return self.bucketize is not None and self.bucketize.needs_fit
 
     @property
     def computed(self) -> bool:
@@ -133,18 +196,23 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         id_features: ID-type features; names are unique over all kinds of features.
-        dense_features: names of numeric columns, in the order of the model's input.
-        labels: names of the label columns, each in [0, 1].
+        dense_features: non-ID-type features, in the order of the model's input; a string is a numeric column.
+        labels: targets, in the order of the model's output; a string is a column of numbers in [0, 1].
         tables: declarations of tables that differ from the defaults.
+        sample_weight: column with a weight of each sample, from 0 on, in loss and metrics. None weighs all 1.
+        group: column with the group of each sample, such as a session or a query: losses and metrics that rank compare
+            samples within a group. Values are converted as ids are.
 
     Raises:
         ConfigError: names clash, a dimension is missing or contradictory, or a cross names an unknown feature.
     """
 
     id_features: Sequence[IdFeature]
-    dense_features: Sequence[str] = ()
-    labels: Sequence[str] = ("label",)
+    dense_features: Sequence[str | DenseFeature] = ()
+    labels: Sequence[str | Label] = ("label",)
     tables: Sequence[Table] = ()
+    sample_weight: str | None = None
+    group: str | None = None
 
     def __post_init__(self) -> None:
         for field in ("id_features", "dense_features", "labels", "tables"):
@@ -157,7 +225,12 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             check_kind("Schema.id_features", feature, IdFeature, "a list of IdFeature")
         for table in self.tables:
             check_kind("Schema.tables", table, Table, "a list of Table")
-        names = [f.name for f in self.id_features] + list(self.dense_features) + list(self.labels)
+        for dense in self.dense_features:
+            check_kind("Schema.dense_features", dense, (str, DenseFeature), "a list of names and DenseFeature")
+        for target in self.labels:
+            check_kind("Schema.labels", target, (str, Label), "a list of names and Label")
+        names = [f.name for f in self.id_features]
+        names += [*self.dense_names, *self.label_names]
         for name in names:
             check_name("feature or label", name)
             if names.count(name) > 1:
@@ -170,6 +243,10 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(
                     f"Table {name!r} is read by no feature; remove it, or name it in a feature.", field=name
                 )
+        for field in ("sample_weight", "group"):
+            if getattr(self, field) is not None:
+                check_name(f"Schema.{field}", getattr(self, field))
+        self._check_losses()
         self.resolved_tables()
         for feature in self.id_features:
             if feature.aligned_with is not None:
@@ -190,6 +267,102 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                         "name features of the schema that are not crosses themselves.",
                         field=f"IdFeature({feature.name!r}).cross",
                     )
+
+    def _check_losses(self) -> None:
+        kinds = {each.name: each.kind for each in self.targets}
+        for each in self.targets:
+            if each.needs_groups and self.group is None:
+                raise ConfigError(
+                    f"Label({each.name!r}).loss compares samples of a group; set Schema.group, its column.",
+                    field="Schema.group",
+                )
+            loss = each.loss
+            if isinstance(loss, EntireSpace) and (kinds.get(loss.through) != "binary" or loss.through == each.name):
+                raise ConfigError(
+                    f"Label({each.name!r}).loss goes through {loss.through!r}, which is not another binary label; "
+                    f"the labels are {', '.join(kinds)}.",
+                    field=f"Label({each.name!r}).loss",
+                )
+
+    @property
+    def dense(self) -> tuple[DenseFeature, ...]:
+        """The non-ID-type features, in the order of the model's input."""
+        return tuple(dense_feature(each) if isinstance(each, str) else each for each in self.dense_features)
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """The names of the non-ID-type features, which are columns of the data."""
+        return tuple(each if isinstance(each, str) else each.name for each in self.dense_features)
+
+    @property
+    def dense_width(self) -> int:
+        """The number of non-ID-type values per sample: the columns of `Batch.dense`."""
+        return sum(1 if isinstance(each, str) else each.width for each in self.dense_features)
+
+    @property
+    def dense_slices(self) -> dict[str, slice]:
+        """The columns of `Batch.dense` of each non-ID-type feature; the last one is its indicator, if it has one."""
+        slices: dict[str, slice] = {}
+        start = 0
+        for each in self.dense:
+            slices[each.name] = slice(start, start + each.width)
+            start += each.width
+        return slices
+
+    @property
+    def dense_values(self) -> tuple[str, ...]:
+        """A name for each column of `Batch.dense`: "price", "price (missing)", "vector[3]"."""
+        names: list[str] = []
+        for each in self.dense:
+            names += [each.name] if each.values == 1 else [f"{each.name}[{i}]" for i in range(each.values)]
+            names += [f"{each.name} (missing)"] if each.missing_indicator else []
+        return tuple(names)
+
+    @property
+    def targets(self) -> tuple[Label, ...]:
+        """The labels, in the order of the columns of `Batch.labels`."""
+        return tuple(label(each) if isinstance(each, str) else each for each in self.labels)
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The names of the labels."""
+        return tuple(each if isinstance(each, str) else each.name for each in self.labels)
+
+    @property
+    def outputs(self) -> int:
+        """The number of logits per sample: one for each label, more for labels with classes."""
+        return sum(each.outputs for each in self.targets)
+
+    @property
+    def output_slices(self) -> dict[str, slice]:
+        """The columns of the logits of each label."""
+        slices: dict[str, slice] = {}
+        start = 0
+        for each in self.targets:
+            slices[each.name] = slice(start, start + each.outputs)
+            start += each.outputs
+        return slices
+
+    @property
+    def binary(self) -> bool:
+        """Whether all labels are binary with one logit, so that logits have the shape of labels."""
+        return all(isinstance(each, str) or (each.kind == "binary" and each.outputs == 1) for each in self.labels)
+
+    @property
+    def feature_columns(self) -> tuple[str, ...]:
+        """The columns of the data that the features read, each once."""
+        names: list[str] = []
+        for feature in self.id_features:
+            if not feature.computed:
+                names += [feature.column, feature.age_since or "", feature.weights or ""]
+        names += self.dense_names
+        return tuple(name for name in dict.fromkeys(names) if name)
+
+    @property
+    def needs_fit(self) -> tuple[str, ...]:
+        """The names of features with a rule that still needs `persia.fit_features`."""
+        features: list[IdFeature | DenseFeature] = [*self.id_features, *self.dense]
+        return tuple(each.name for each in features if each.needs_fit)
 
     def _check_aligned(self, feature: IdFeature, other: IdFeature) -> None:
         for field in ("max_length", "keep"):

@@ -171,7 +171,7 @@ def item_features(towers: Towers, schema: Schema) -> TowerFeatures:
 def _dense(towers: Towers, columns: str, schema: Schema) -> tuple[str, ...]:
     """Returns the dense features of a tower: the features of its columns, or all features if it declares none."""
     positions = getattr(towers, columns, None)
-    names = schema.dense_features
+    names = schema.dense_names
     return tuple(names) if positions is None else tuple(names[number] for number in positions.tolist())
 
 

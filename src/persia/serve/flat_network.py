@@ -99,7 +99,7 @@ def example_input(schema: Schema) -> tuple[Tensor, dict[str, Tensor | SequenceEm
         length = feature.max_length or 0
         mask = torch.zeros(EXAMPLE_ROWS, length, dtype=torch.bool)
         embeddings[feature.name] = SequenceEmbedding(torch.zeros(EXAMPLE_ROWS, length, dim), mask)
-    return torch.zeros(EXAMPLE_ROWS, len(schema.dense_features)), embeddings
+    return torch.zeros(EXAMPLE_ROWS, schema.dense_width), embeddings
 
 
 def sample_inputs(tensors: Sequence[Tensor]) -> list[Tensor]:

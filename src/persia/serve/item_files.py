@@ -36,8 +36,8 @@ def read_items(
     from persia.data.rows import Conversion
 
     file_schema = schema_of_columns(schema, columns_of(schema, features.ids) | set(features.dense))
-    fill = {name: value for name, value in rules.fill.items() if name in file_schema.dense_features}
+    fill = {name: value for name, value in rules.fill.items() if name in file_schema.dense_names}
     conversion = Conversion(file_schema, require_labels=False, fill=fill, rules=rules)
     source = ParquetSource(tuple(expand(os.fspath(paths), PARQUET_SUFFIXES)), conversion)
     for batch in StreamReader(file_schema, source, Order(BATCH_ROWS)):
-        yield with_all_dense(batch, file_schema.dense_features, schema)
+        yield with_all_dense(batch, file_schema.dense_names, schema)

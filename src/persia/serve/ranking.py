@@ -63,7 +63,7 @@ def _check_form(schema: Schema, user: Batch, items: Batch) -> None:
         raise DataError(f"Ranking needs one user and at least one item; got {len(user)} and {len(items)} rows.")
     known = {feature.name for feature in schema.id_features}
     for name, batch in (("the user", user), ("the items", items)):
-        dense, expected = batch.dense, (len(batch), len(schema.dense_features))
+        dense, expected = batch.dense, (len(batch), schema.dense_width)
         if not isinstance(dense, np.ndarray) or dense.dtype != np.float32 or dense.shape != expected:
             raise DataError(
                 f"Dense features of {name} must be float32{list(expected)}, with NaN in columns of the other batch."
@@ -89,7 +89,7 @@ def _can_split(model: RankingModel, schema: Schema, user: Batch, items: Batch) -
         other = feature.aligned_with
         if other is not None and (feature.name in items.id_features) != (other in items.id_features):
             return False  # Alignment can only be checked in complete rows.
-    dense = {name: column for column, name in enumerate(schema.dense_features)}
+    dense = {name: column for column, name in enumerate(schema.dense_names)}
     for name in model.user_features:
         column = dense.get(name)
         if column is None and (name in items.id_features or name not in user.id_features):

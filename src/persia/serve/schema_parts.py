@@ -27,6 +27,11 @@ def part_of(schema: Schema, features: Collection[str]) -> Schema:
             of=None,
             mapping=None,
             age_since=None,
+            bucketize=None,
+            time=None,
+            tokens=None,
+            split=None,
+            fill=None,
             aligned_with=feature.aligned_with if feature.aligned_with in features else None,
         )
         for feature in schema.id_features
@@ -34,7 +39,7 @@ def part_of(schema: Schema, features: Collection[str]) -> Schema:
     ]
     used = {feature.table_name for feature in selected}
     tables = [table for name, table in schema.resolved_tables().items() if name in used]
-    return Schema(selected, schema.dense_features, schema.labels, tables)
+    return msgspec.structs.replace(schema, id_features=selected, tables=tables)
 
 
 def schema_of_columns(schema: Schema, names: Collection[str]) -> Schema:
@@ -43,7 +48,7 @@ def schema_of_columns(schema: Schema, names: Collection[str]) -> Schema:
     It includes computed features whose sources are all available.
     """
     features = [
-        f for f in schema.id_features if (f.name in names if not f.computed else _has_sources(schema, f, names))
+        f for f in schema.id_features if (f.column in names if not f.computed else _has_sources(schema, f, names))
     ]
     selected = {f.name for f in features}
     independent = [
@@ -53,14 +58,15 @@ def schema_of_columns(schema: Schema, names: Collection[str]) -> Schema:
         for f in features
     ]
     tables = [table for table in schema.tables if table.name in {f.table_name for f in independent}]
-    return Schema(independent, [name for name in schema.dense_features if name in names], schema.labels, tables)
+    dense = [each for each in schema.dense if each.name in names]
+    return msgspec.structs.replace(schema, id_features=independent, dense_features=dense, tables=tables)
 
 
 def _has_sources(schema: Schema, feature: IdFeature, names: Collection[str]) -> bool:
     if feature.of is not None:
         source = schema.feature(feature.of)
-        return _has_sources(schema, source, names) if source.computed else source.name in names
-    return all(part in names for part in feature.cross)
+        return _has_sources(schema, source, names) if source.computed else source.column in names
+    return all(schema.feature(part).column in names for part in feature.cross)
 
 
 def columns_of(schema: Schema, features: Iterable[str]) -> set[str]:
@@ -73,7 +79,7 @@ def columns_of(schema: Schema, features: Iterable[str]) -> set[str]:
         elif feature.cross:
             columns |= columns_of(schema, feature.cross)
         else:
-            columns |= {name} if feature.age_since is None else {name, feature.age_since}
+            columns |= {column for column in (feature.column, feature.age_since, feature.weights) if column}
     return columns
 
 
@@ -85,7 +91,8 @@ def with_all_dense(batch: Batch, names: Iterable[str], schema: Schema) -> Batch:
         names: names of its dense features.
         schema: schema of all features.
     """
-    places = {name: place for place, name in enumerate(schema.dense_features)}
-    dense = np.zeros((len(batch), len(places)), np.float32)
-    dense[:, [places[name] for name in names]] = batch.dense
+    places = schema.dense_slices
+    dense = np.zeros((len(batch), schema.dense_width), np.float32)
+    columns = [column for name in names for column in range(places[name].start, places[name].stop)]
+    dense[:, columns] = batch.dense
     return Batch(batch.id_features, dense, np.empty((len(batch), 0), np.float32))

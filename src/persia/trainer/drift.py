@@ -27,7 +27,7 @@ class DriftRecorder:
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
         self._ids = [feature.name for feature in schema.id_features]
-        self._counts = DriftCounts(self._ids, schema.dense_features, schema.labels)
+        self._counts = DriftCounts(self._ids, schema.dense_names, schema.label_names)
         self._lock = threading.Lock()
         self._scored = 0
 

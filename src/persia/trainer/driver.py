@@ -200,7 +200,7 @@ class Driver:
             if not attempt.deaths:
                 break
             restarted = True
-            state, how = _after_deaths(attempt, state, self._declared.schema.labels)
+            state, how = _after_deaths(attempt, state, self._declared.schema.label_names)
             log.add(attempt.deaths, how)
             self._reload_servers(attempt.deaths)
             before = _sum(before, state.trained)

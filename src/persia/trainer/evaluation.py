@@ -63,7 +63,7 @@ class Evaluator:
         connection = self._embeddings.connection
         rank, nn_workers = connection.rank, connection.nn_workers
         schema = self._embeddings.schema
-        metrics = Metrics(schema.labels)
+        metrics = Metrics(schema.label_names)
         groups = _Groups(schema, group_by, at) if group_by is not None else None
         own_batches = itertools.islice(checked_items(iter(data)), rank, None, nn_workers) if nn_workers > 1 else data
         for number, (batch, logits) in enumerate(self.scored(groups.of(own_batches) if groups else own_batches)):
@@ -141,7 +141,7 @@ class _Groups:
                 field="group_by",
             )
         self._feature = feature
-        self._metrics = {label: GroupedMetrics(at) for label in schema.labels}
+        self._metrics = {label: GroupedMetrics(at) for label in schema.label_names}
         self._waiting: collections.deque[Ids] = collections.deque()
 
     def of(self, data: Iterable[Batch | RegisteredBatch]) -> Iterator[Batch]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -199,7 +200,8 @@ def load_rows(
 
 def resolved(schema: Schema, servers: Sequence[EmbeddingPS]) -> Schema:
     """Returns the schema with every table declared and its optimizer filled in, as the rows were written with."""
-    return Schema(schema.id_features, schema.dense_features, schema.labels, list(servers[0].tables().values()))
+    whole: Schema = msgspec.structs.replace(schema, tables=list(servers[0].tables().values()))
+    return whole
 
 
 def load_partitions(

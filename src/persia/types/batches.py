@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from persia.types.arrays import Floats, Int32Array, Int64Array, Inverse
+from persia.types.arrays import Floats, Ids, Int32Array, Int64Array, Inverse
 from persia.types.packed import Packed
 
 __all__ = [
@@ -213,11 +213,14 @@ class RegisteredBatch(NamedTuple):
 
     Attributes:
         batch_id: identifies the embedding worker, and is the key of the batch at it.
-        dense: dense features, float32 `[batch, dense features]`.
-        labels: labels, float32 `[batch, labels]`.
+        dense: dense features, float32 `[batch, Schema.dense_width]`.
+        labels: labels, float32 `[batch, labels]`; NaN where one is missing.
         day: day of each sample, int32 `[batch]`, or None.
         id_counts: counts of the ids in a sample of its rows, int64; see `persia.batching.sampling`. None for most
             batches.
+        weights: weight of each sample, float32 `[batch]`, or None.
+        groups: group of each sample, uint64 `[batch]`, or None.
+        id_weights: weight of each id that is looked up, in their order, float32, by feature with weights; or None.
     """
 
     batch_id: int
@@ -225,6 +228,9 @@ class RegisteredBatch(NamedTuple):
     labels: Floats
     day: Int32Array | None
     id_counts: Int64Array | None = None
+    weights: Floats | None = None
+    groups: Ids | None = None
+    id_weights: dict[str, Floats] | None = None
 
 
 class Delivery(NamedTuple):

@@ -137,7 +137,7 @@ SCALES = {{
 """
 
 _BUFFER = """\
-        scales = torch.tensor([SCALES[name] for name in schema.dense_features]).reshape(-1, 2)
+        scales = torch.tensor([SCALES[name] for name in schema.dense_names]).reshape(-1, 2)
         self.register_buffer("scales", scales)
 """
 

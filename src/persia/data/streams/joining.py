@@ -95,7 +95,7 @@ def join(
     check_integer("limit", limit, 1)
     if late not in ("correct", "drop"):
         raise ConfigError(f'Invalid late = {late!r}; expected "correct" or "drop".', field="late")
-    labels = list(impressions.schema.labels)
+    labels = list(impressions.schema.label_names)
     if label is None and len(labels) != 1:
         raise ConfigError(f"label is missing; give one of: {', '.join(labels)}.", field="label")
     if label is not None and label not in labels:

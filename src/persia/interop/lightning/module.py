@@ -58,7 +58,7 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
         self.model = model
         self.embeddings = embeddings
         self._make_optimizer = optimizer
-        self._metrics = Metrics(embeddings.schema.labels)
+        self._metrics = Metrics(embeddings.schema.label_names)
 
     def forward(self, batch: PreparedBatch) -> Any:
         """Returns what the model returns."""
@@ -124,4 +124,4 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
     def _log_metrics(self, prefix: str) -> None:
         result = self._metrics.result()
         self.log_dict({f"{prefix}_auc": result.auc, f"{prefix}_log_loss": result.log_loss}, batch_size=1)
-        self._metrics = Metrics(self.embeddings.schema.labels)
+        self._metrics = Metrics(self.embeddings.schema.label_names)

@@ -128,7 +128,7 @@ def to_batch(
     return Batch(
         {feature.name: columns[feature.name] for feature in schema.id_features},
         _dense(schema, dense, rows),
-        _matrix("labels", labels, rows, len(schema.labels) if labels is not None else 0),
+        _matrix("labels", labels, rows, len(schema.label_names) if labels is not None else 0),
         day,
     )
 
@@ -140,8 +140,8 @@ def from_batch(schema: Schema, batch: Batch) -> TorchRecBatch:
         MissingExtraError: TorchRec is not installed.
     """
     dense = torch.from_numpy(_writable(batch.dense))
-    lengths = [1] * len(schema.dense_features)
-    keyed = _torchrec().KeyedTensor(list(schema.dense_features), lengths, dense)
+    lengths = [1] * schema.dense_width
+    keyed = _torchrec().KeyedTensor(list(schema.dense_names), lengths, dense)
     return TorchRecBatch(keyed_jagged_tensor(schema, batch), keyed, torch.from_numpy(_writable(batch.labels)))
 
 
@@ -229,14 +229,14 @@ def _ids(values: Tensor) -> Ids:
 
 def _dense(schema: Schema, dense: Tensor | KeyedTensor | None, rows: int) -> Floats:
     if dense is not None and not isinstance(dense, Tensor):
-        names = list(schema.dense_features)
+        names = list(schema.dense_names)
         if missing := [name for name in names if name not in dense.keys()]:  # noqa: SIM118
             raise DataError(
                 f"The KeyedTensor has no key {missing[0]!r}; it has {', '.join(dense.keys())}.", feature=missing[0]
             )
         none = dense.values()[:, :0]  # For a schema without dense features.
         dense = dense.values() if dense.keys() == names else torch.cat([none, *(dense[n] for n in names)], dim=1)
-    return _matrix("dense", dense, rows, len(schema.dense_features))
+    return _matrix("dense", dense, rows, schema.dense_width)
 
 
 def _matrix(name: str, tensor: Tensor | None, rows: int, width: int) -> Floats:

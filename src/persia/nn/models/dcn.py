@@ -46,7 +46,7 @@ class DCNv2(nn.Module):
         super().__init__()
         dims = feature_dims(schema)
         self.features = tuple(dims)
-        width = sum(dims.values()) + len(schema.dense_features)
+        width = sum(dims.values()) + schema.dense_width
         cross_layers, low_rank = plain(cross_layers), plain(low_rank)
         check_integer("cross_layers", cross_layers, 0)
         if low_rank is not None:

@@ -44,7 +44,7 @@ class DeepFM(nn.Module):
     ) -> None:
         super().__init__()
         self.same_dim = SameDim(feature_dims(schema), dim)
-        inputs = len(self.same_dim.names) * self.same_dim.dim + len(schema.dense_features)
+        inputs = len(self.same_dim.names) * self.same_dim.dim + schema.dense_width
         count = output_count(schema, outputs)
         self.first_order = nn.Linear(inputs, count)
         self.deep = mlp(inputs, hidden, count, dropout=dropout)

@@ -67,7 +67,7 @@ class DIEN(nn.Module):
         self.extractor = nn.GRU(width, width, batch_first=True)
         self.attention = nn.Linear(self.input.candidate_dim, width, bias=False)
         self.evolution = AttentionGRU(width)
-        inputs = width + self.input.others + len(schema.dense_features)
+        inputs = width + self.input.others + schema.dense_width
         self.deep = mlp(inputs, hidden, output_count(schema, outputs), dropout=dropout)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor | ModelOutput:

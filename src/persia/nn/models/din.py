@@ -70,7 +70,7 @@ class DIN(nn.Module):
         self.input.check_same_dim()
         width = self.input.dim
         self.attention = mlp(4 * width, attention, 1, option="attention")
-        inputs = width + self.input.others + len(schema.dense_features)
+        inputs = width + self.input.others + schema.dense_width
         self.deep = mlp(inputs, hidden, output_count(schema, outputs), dropout=dropout)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:

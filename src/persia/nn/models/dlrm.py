@@ -46,7 +46,7 @@ class DLRM(nn.Module):
     ) -> None:
         super().__init__()
         self.same_dim = SameDim(feature_dims(schema), dim)
-        dense = len(schema.dense_features)
+        dense = schema.dense_width
         self.bottom = mlp(dense, [*layer_widths("bottom", bottom), self.same_dim.dim], None) if dense else None
         vectors = len(self.same_dim.names) + bool(dense)
         if vectors < 2:

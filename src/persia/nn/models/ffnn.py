@@ -55,7 +55,7 @@ class FFNN(nn.Module):
                     field="products",
                 )
         self.features = tuple(dims)
-        inputs = sum(dims.values()) + sum(dims[left] for left, _ in self.products) + len(schema.dense_features)
+        inputs = sum(dims.values()) + sum(dims[left] for left, _ in self.products) + schema.dense_width
         self.mlp = mlp(inputs, hidden, output_count(schema, outputs), batch_norm=batch_norm, dropout=dropout)
 
     @classmethod

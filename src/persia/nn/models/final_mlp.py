@@ -54,7 +54,7 @@ class FinalMLP(nn.Module):
         super().__init__()
         dims = feature_dims(schema)
         self.features = tuple(dims)
-        inputs = sum(dims.values()) + len(schema.dense_features)
+        inputs = sum(dims.values()) + schema.dense_width
         first_widths = layer_widths("hidden", hidden)
         streams = (first_widths, first_widths if hidden2 is None else layer_widths("hidden2", hidden2))
         heads, gate_hidden = plain(heads), plain(gate_hidden)

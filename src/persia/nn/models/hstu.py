@@ -75,7 +75,7 @@ class HSTU(nn.Module):
         positions = self.input.max_length + 1
         self.positions = nn.Parameter(0.02 * torch.randn(positions, width))
         self.layers = nn.ModuleList(_Layer(width, heads, positions) for _ in range(layers))
-        inputs = width + self.input.others + len(schema.dense_features)
+        inputs = width + self.input.others + schema.dense_width
         self.deep = mlp(inputs, hidden, output_count(schema, outputs), dropout=dropout)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:

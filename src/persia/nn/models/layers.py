@@ -93,12 +93,12 @@ def output_count(schema: Schema, outputs: int | None) -> int:
         outputs = plain(outputs)
         check_integer("outputs", outputs, 1)
         return outputs
-    if not schema.labels:
+    if not schema.label_names:
         raise ConfigError(
             "A model needs at least one output, but the schema has no label; pass `outputs`, or declare labels.",
             field="outputs",
         )
-    return len(schema.labels)
+    return len(schema.label_names)
 
 
 def pooled(embedding: Tensor | SequenceEmbedding) -> Tensor:

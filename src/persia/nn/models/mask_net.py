@@ -59,7 +59,7 @@ class MaskNet(nn.Module):
         check_integer("width", width, 1)
         check_number("reduction", reduction, 0, open_low=True)
         sizes = list(dims.values())
-        dense = len(schema.dense_features)
+        dense = schema.dense_width
         self.dense = nn.Linear(dense, max(sizes)) if dense else None
         sizes += [max(sizes)] if dense else []
         total = sum(sizes)

@@ -47,7 +47,7 @@ class MMoE(nn.Module):
         super().__init__()
         dims = feature_dims(schema)
         self.features = tuple(dims)
-        inputs = sum(dims.values()) + len(schema.dense_features)
+        inputs = sum(dims.values()) + schema.dense_width
         experts = plain(experts)
         check_integer("experts", experts, 1)
         expert_hidden = _expert_widths(expert_hidden)
@@ -101,7 +101,7 @@ class PLE(nn.Module):
         super().__init__()
         dims = feature_dims(schema)
         self.features = tuple(dims)
-        inputs = sum(dims.values()) + len(schema.dense_features)
+        inputs = sum(dims.values()) + schema.dense_width
         levels, experts, shared_experts = plain(levels), plain(experts), plain(shared_experts)
         check_integer("levels", levels, 1)
         check_integer("experts", experts, 1)

@@ -60,9 +60,9 @@ class SASRec(nn.Module):
         self.input = HistoryInput(schema, history, newest_first, feature_names("negatives", negatives or ()))
         self.input.check_same_dim()
         self.negatives = NextItem(schema, self.input, negatives)
-        if len(schema.labels) != 1:
+        if len(schema.label_names) != 1:
             raise ConfigError(
-                f"SASRec has one logit, but the schema {len(schema.labels)} labels; declare one.", field="labels"
+                f"SASRec has one logit, but the schema {len(schema.label_names)} labels; declare one.", field="labels"
             )
         self.next_item, blocks, heads, dropout = map(plain, (next_item, blocks, heads, dropout))
         check_number("next_item", self.next_item, 0)

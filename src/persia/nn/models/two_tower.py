@@ -71,10 +71,10 @@ class TwoTower(nn.Module):
     ) -> None:
         super().__init__()
         dims = feature_dims(schema)
-        dense = list(schema.dense_features)
-        if len(schema.labels) != 1:
+        dense = list(schema.dense_names)
+        if len(schema.label_names) != 1:
             raise ConfigError(
-                f"TwoTower needs one label, but the schema has {len(schema.labels)}; declare the one that says whether "
+                f"TwoTower needs one label, but the schema has {len(schema.label_names)}; declare the one that says if "
                 "the user chose the item.",
                 field="labels",
             )

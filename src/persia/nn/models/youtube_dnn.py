@@ -47,7 +47,7 @@ class YouTubeDNN(nn.Module):
         super().__init__()
         dims = feature_dims(schema)
         self.features = tuple(dims)
-        inputs = sum(dims.values()) + 3 * len(schema.dense_features)
+        inputs = sum(dims.values()) + 3 * schema.dense_width
         self.mlp = mlp(inputs, hidden, output_count(schema, outputs), dropout=dropout)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:

@@ -316,7 +316,7 @@ class PredictionServer:
 
     async def _scores(self, model: _Model, answer_codec: Codec, job: PredictionJob) -> AnswerBody:
         result: JobResult = await self._computed(job)
-        arguments = answer_codec, model.schema.labels, result
+        arguments = answer_codec, model.schema.label_names, result
         size = 16 * result.values.size
         if size <= INLINE_BYTES:
             return predictions_answer(*arguments)

@@ -64,8 +64,8 @@ class Bodies:
         self._rules = rules
         self._ids = {f.name: f for f in schema.id_features if not f.computed}
         times = {f.age_since for f in schema.id_features if f.age_since is not None}
-        self._names = frozenset({*self._ids, *times, *schema.dense_features})
-        self._ignored = frozenset(schema.labels)
+        self._names = frozenset({*self._ids, *times, *schema.dense_names})
+        self._ignored = frozenset(schema.label_names)
 
     def samples(self, codec: Codec, body: bytes) -> Batch:
         """Returns the samples of a `/predict` request.
@@ -78,7 +78,7 @@ class Bodies:
             MalformedBodyError: the body does not match its type or its form.
             DataError: the samples do not fit the schema or the limits; names the feature, the row and the remedy.
         """
-        columns = self._columns(codec.samples(body, self._limits), self._schema.dense_features)
+        columns = self._columns(codec.samples(body, self._limits), self._schema.dense_names)
         return self._batch(columns, self._schema, "the body")
 
     def user_and_items(self, codec: MessageCodec, body: bytes) -> tuple[Batch, Batch]:
@@ -138,7 +138,7 @@ class Bodies:
                 "limit of a request (--max-values). Send fewer users, or request fewer items.",
                 k=request.k,
             )
-        return UsersAndCount(with_all_dense(users, schema.dense_features, self._schema), request.k)
+        return UsersAndCount(with_all_dense(users, schema.dense_names, self._schema), request.k)
 
     def _with_crosses(self, user: Batch, items: Batch) -> Batch:
         """Returns the items with the features that are computed from features of both the user and the items."""
@@ -153,7 +153,7 @@ class Bodies:
     def _part(self, columns: Mapping[str, Any], part: str) -> Batch:
         """Returns a part of the features, with all dense features; dense features of the other part are NaN."""
         batch = self._batch(columns, schema_of_columns(self._schema, columns), f"the part {part!r}")
-        names = list(self._schema.dense_features)
+        names = list(self._schema.dense_names)
         dense = np.full((len(batch), len(names)), np.nan, np.float32)
         dense[:, [i for i, name in enumerate(names) if name in columns]] = batch.dense
         return Batch(batch.id_features, dense, batch.labels)

@@ -48,14 +48,14 @@ def openapi(
     read = [f for f in schema.id_features if not f.computed]
     times = dict.fromkeys(f.age_since for f in read if f.age_since is not None)
     ids = {**{f.name: _ids(f, limits, rules) for f in read}, **{name: _column(_WHOLE, limits) for name in times}}
-    dense = {name: _column(_number(name, rules), limits) for name in schema.dense_features}
+    dense = {name: _column(_number(name, rules), limits) for name in schema.dense_names}
     samples = _samples(ids, dense, list(ids), list(dense))
     part = {**_samples(ids, dense, [], []), "description": "A part of the features; the other part has the others."}
     record = _object({**{n: c["items"] for n, c in ids.items()}, **{n: c["items"] for n, c in dense.items()}}, [])
     records = {"type": "array", "items": record, "minItems": 1, "maxItems": limits.max_rows}
     numbers = {"type": "array", "items": {"type": "number"}}
     versions = {"step": {"type": "integer"}, "epoch": {"type": "integer"}}
-    of_labels = _object(dict.fromkeys(schema.labels, numbers), list(schema.labels))
+    of_labels = _object(dict.fromkeys(schema.label_names, numbers), list(schema.label_names))
     probabilities, scores = (
         _object({name: of_labels, **versions}, [name, *versions]) for name in ("probabilities", "scores")
     )
@@ -216,7 +216,7 @@ def _examples(read: list[IdFeature], schema: Schema) -> dict[str, Any]:
         ids = {f.name: texts if f.kind == "text" else auto if _takes_both(f) else numbers for f in read}
         features = {f.name: [ids[f.name]] if f.pooling is None else ids[f.name][:1] for f in read}
         features.update({f.age_since: [9] for f in read if f.age_since is not None})
-        dense = {name: [0.5] for name in schema.dense_features}
+        dense = {name: [0.5] for name in schema.dense_names}
         return {"features": features, **({"dense": dense} if dense else {})}
 
     if not any(_takes_both(f) for f in read):
