@@ -12,6 +12,7 @@ import numpy as np
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.checks import MAX_SEED, check_flag, check_integer, plain
+from persia.data.whole_groups import Groups, cut_groups, find_groups, permuted
 from persia.errors import ConfigError
 from persia.schema import InputRules, Schema, input_rules_of
 from persia.services import Divisible, fingerprint_of
@@ -65,16 +66,17 @@ class ColumnSource(RowSource, Protocol):
 
 @dataclass(frozen=True)
 class Order:
-    """Assignment of rows to batches: `batch_size` samples per batch, and four of the options in `RowOptions`."""
+    """Assignment of rows to batches: `batch_size` samples per batch, and five of the options in `RowOptions`."""
 
     batch_size: int = 1024
     shuffle_rows: int = 0
     seed: int = 0
     drop_last: bool = False
     shard: tuple[int, int] = (0, 1)
+    group_rows: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "shuffle_rows", "seed"):
+        for name in ("batch_size", "shuffle_rows", "seed", "group_rows"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         check_integer("batch_size", self.batch_size, 1)
         check_integer("shuffle_rows", self.shuffle_rows, 0)
@@ -84,6 +86,34 @@ class Order:
             raise ConfigError(
                 f"Invalid shard = {self.shard!r}; expected (index, count) with 0 <= index < count.", field="shard"
             )
+        check_integer("group_rows", self.group_rows, 0)
+        if self.group_rows:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        least = 2 * self.group_rows - 1
+        if self.batch_size < least:
+            raise ConfigError(
+                f"batch_size = {self.batch_size} with group_rows = {self.group_rows} leaves batches without a group; "
+                f"set batch_size to {least} or more.",
+                field="batch_size",
+            )
+        if 0 < self.shuffle_rows < self.group_rows:
+            raise ConfigError(
+                f"shuffle_rows = {self.shuffle_rows} is less than the rows of a group; set it to group_rows = "
+                f"{self.group_rows} or more.",
+                field="shuffle_rows",
+            )
+        if self.drop_last:
+            raise ConfigError(
+                "drop_last does not go with group_rows, as batches of whole groups vary in size; leave one out.",
+                field="drop_last",
+            )
+
+    @property
+    def window(self) -> int:
+        """The number of rows in which the groups of a batch begin, with `group_rows`."""
+        return self.batch_size - self.group_rows + 1
 
 
 def _is_shard(shard: object) -> bool:
@@ -107,6 +137,13 @@ class StreamReader:
     source: RowSource
     order: Order = field(default_factory=Order)
 
+    def __post_init__(self) -> None:
+        if self.order.group_rows and self.schema.group is None:
+            raise ConfigError(
+                "group_rows keeps groups whole, but the schema declares none; set Schema.group, their column.",
+                field="group_rows",
+            )
+
     @property
     def input_rules(self) -> InputRules | None:
         """The rules of the source for missing values and lists; None if the source declares none."""
@@ -116,6 +153,8 @@ class StreamReader:
         """Iterates over one pass, without the first `start` batches of this shard; see `Reader.batches`."""
         index, count = self.order.shard
         first = start * count + index
+        if self.order.group_rows:
+            return self._cut_groups(epoch, first)
         skip = first * self.order.batch_size
         if not self.order.shuffle_rows:
             return self._cut(self.source.chunks(skip), first)
@@ -160,6 +199,8 @@ class StreamReader:
             return None
         order = self.order
         source = source.ordered(batch_size=order.batch_size, shuffle_rows=order.shuffle_rows, shard=order.shard)
+        if order.group_rows:
+            source = source.ordered(group_rows=order.group_rows)
         return source.ordered(seed=order.seed) if order.shuffle_rows else source
 
     def of_parts(self, order: Sequence[int], read: Sequence[int]) -> StreamReader:
@@ -183,6 +224,33 @@ class StreamReader:
         for batch in cut(chunks, size, first=first, every=count, offset=index):
             if len(batch) == size or not self.order.drop_last:
                 yield canonical(batch)
+
+    def _cut_groups(self, epoch: int, first: int) -> Iterator[Batch]:
+        """Yields batches of whole groups of this shard, from number `first` on; see `persia.data.whole_groups`."""
+        order = self.order
+        begin = max(first * order.window - 1, 0)
+        pieces = (
+            self._shuffled_groups(epoch, begin)
+            if order.shuffle_rows
+            else find_groups(self.source.chunks(begin), begin, order.group_rows)
+        )
+        index, count = order.shard
+        for batch, _ in cut_groups(pieces, order.window, first=first, every=count, offset=index):
+            yield canonical(batch)
+
+    def _shuffled_groups(self, epoch: int, begin: int) -> Iterator[Groups]:
+        """Yields rows from `begin` or earlier on, with groups permuted within blocks of whole groups.
+
+        A block has the groups that begin in `shuffle_rows` rows, so row `begin` may be in the block before its own.
+        """
+        order, size = self.order, self.order.shuffle_rows
+        block = max(begin - order.group_rows + 1, 0) // size
+        skip = max(block * size - 1, 0)
+        pieces = find_groups(self.source.chunks(skip), skip, order.group_rows)
+        for number, (rows, groups) in enumerate(cut_groups(pieces, size, first=block), block):
+            random = np.random.default_rng((order.seed, epoch, number))
+            moved, begins = permuted(groups.begins, random)
+            yield Groups(groups.position, _Permuted(rows, moved), begins)
 
 
 class _Permuted:

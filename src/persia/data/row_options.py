@@ -37,6 +37,7 @@ class UnsplitRowOptions(TypedDict, total=False):
     seed: int
     drop_last: bool
     shard: tuple[int, int]
+    group_rows: int
     require_labels: bool
 
 
@@ -53,6 +54,10 @@ class RowOptions(UnsplitRowOptions, total=False):
         seed: seed of the permutations; 0 by default.
         drop_last: whether to drop a last batch that is not full; False by default.
         shard: (index, count): only batches i with i % count == index; (0, 1) by default.
+        group_rows: maximum rows of a group, to keep groups whole: consecutive rows with the same value of
+            `Schema.group` are in one batch, and shuffling moves them together. Batches then vary in size: they have
+            about `batch_size - group_rows + 1` rows, and at most `batch_size`. A longer group is an error. 0, the
+            default, cuts groups where a batch is full.
         require_labels: True by default. If False, a source without the label columns gives `labels` of shape
             `[batch, 0]`.
     """
@@ -129,7 +134,7 @@ def order_of(batch_size: int, **options: Unpack[ReaderOptions]) -> Order:
     Raises:
         ConfigError: an option is invalid.
     """
-    return Order(batch_size, **_selected(options, "shuffle_rows", "seed", "drop_last", "shard"))
+    return Order(batch_size, **_selected(options, "shuffle_rows", "seed", "drop_last", "shard", "group_rows"))
 
 
 def conversion_of(schema: Schema, rules: InputRules = NO_RULES, **options: Unpack[ReaderOptions]) -> Conversion:
