@@ -1,5 +1,6 @@
-"""Losses of the next event are means over rows: the same for any number of NN workers, and under accumulation."""
+"""Losses of the next event, and learned weights of labels: the same for any number of NN workers, and accumulated."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -7,7 +8,9 @@ import torch
 import persia
 from persia.modes import Sync
 from persia.nn.models import DIEN, SASRec
+from persia.nn.models.registry import build
 from persia.optim import SGD
+from persia.types import ModelDescription
 from support.nn_processes import Remote, Services, parameters
 from support.processes import TIMEOUT, Processes
 
@@ -20,15 +23,22 @@ SCHEMA = persia.Schema(
     ],
     labels=["click"],
 )
+TWO_LABELS = msgspec.structs.replace(SCHEMA, labels=["click", "buy"])
+
+
+def schema_of(kind):
+    return TWO_LABELS if kind == "uncertain" else SCHEMA
 
 
 def make_model(kind):
     torch.manual_seed(0)
+    if kind == "uncertain":
+        return build(ModelDescription("ffnn", {"hidden": (8,), "task_weights": "uncertainty"}), TWO_LABELS)
     options = {"history": [("history", "item")], "negatives": ["not_clicked"]}
     return SASRec(SCHEMA, **options) if kind == "sasrec" else DIEN(SCHEMA, hidden=(8,), **options)
 
 
-def make_batches(sizes):
+def make_batches(sizes, kind):
     rng = np.random.default_rng(0)
     batches = []
     for size in sizes:
@@ -38,15 +48,16 @@ def make_batches(sizes):
             "history": [rng.integers(0, IDS, length) for length in lengths],
             "not_clicked": [rng.integers(0, IDS, length) for length in lengths],
             "click": rng.integers(0, 2, size),
+            "buy": rng.integers(0, 2, size),
         }
-        batches.append(persia.Batch.from_columns(SCHEMA, columns))
+        batches.append(persia.Batch.from_columns(schema_of(kind), columns))
     return batches
 
 
 def fit(data, kind, cluster=None, mode=None, **options):
     trainer = persia.Trainer(
         make_model(kind),
-        SCHEMA,
+        schema_of(kind),
         optimizer=lambda p: torch.optim.SGD(p, 0.2),
         embedding_optimizer=SGD(lr=0.1),
         mode=mode or Sync(),
@@ -83,10 +94,10 @@ def assert_equal(found, model):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["dien", "sasrec"])
+@pytest.mark.parametrize("kind", ["dien", "sasrec", "uncertain"])
 def test_two_nn_workers_equal_one_with_batches_twice_as_large(two, kind):
-    batches = make_batches([5 + i % 3 for i in range(8)])
-    with Services(SCHEMA, batches, 2, Sync("global")) as services:
+    batches = make_batches([5 + i % 3 for i in range(8)], kind)
+    with Services(schema_of(kind), batches, 2, Sync("global")) as services:
         first, second = two.run(worker, services.addresses, kind)
         rows = services.rows("item", IDS)
     one = fit(in_pairs(batches), kind)
@@ -95,9 +106,9 @@ def test_two_nn_workers_equal_one_with_batches_twice_as_large(two, kind):
     np.testing.assert_allclose(rows, rows_of(one), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["dien", "sasrec"])
+@pytest.mark.parametrize("kind", ["dien", "sasrec", "uncertain"])
 def test_accumulation_equals_batches_twice_as_large(kind):
-    batches = make_batches([6] * 8)
+    batches = make_batches([6] * 8, kind)
     accumulated, one = fit(batches, kind, accumulation_steps=2), fit(in_pairs(batches), kind)
     assert_equal(parameters(accumulated.model), one.model)
     np.testing.assert_allclose(rows_of(accumulated), rows_of(one), rtol=1e-4, atol=1e-6)

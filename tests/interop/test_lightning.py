@@ -5,6 +5,7 @@ import os
 import threading
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -104,6 +105,25 @@ def test_lightning_takes_the_steps_of_a_loop_of_ones_own(tmp_path, accumulate):
     assert metrics["val_auc"] > 0.6
     assert metrics["persia/rows_applied"] > 100
     assert metrics["persia/staleness"] == 0
+
+
+def test_the_loss_of_a_step_is_weighted_and_masked():
+    label = persia.Label("click", missing="mask")
+    schema = msgspec.structs.replace(READER.schema, labels=[label], sample_weight="weight")
+    embeddings = persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.Adagrad(lr=0.05), mode=Sync())
+    model = persia.nn.models.FFNN(schema, hidden=(8,))
+    module = RecommenderModule(model, embeddings, optimizer=lambda params: torch.optim.Adam(params, 1e-2))
+    module.log = lambda *args, **kwargs: None
+    plain = next(iter(READER))
+    labels, weights = plain.labels.copy(), np.random.default_rng(0).random(len(plain), np.float32)
+    labels[::3] = np.nan
+    known = torch.from_numpy(np.where(np.isnan(labels[:, 0]), 0, weights))
+    for batch in embeddings.prefetch([dataclasses.replace(plain, labels=labels, weights=weights)]):
+        found = module.training_step(batch, 0)
+        by_row = torch.nn.functional.binary_cross_entropy_with_logits(
+            module(batch)[:, 0], batch.labels[:, 0].nan_to_num(), reduction="none"
+        )
+        torch.testing.assert_close(found, (by_row * known).sum() / known.sum())
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")

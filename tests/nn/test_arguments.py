@@ -258,7 +258,9 @@ WRONG_SHAPES = {
 def test_a_model_must_return_logits_by_batch_and_label(wrong, model, mode):
     shape, found = WRONG_SHAPES[wrong]
     trainer = make_trainer(model=model(shape), mode=mode)
-    message = rf"The model returned {found}; expected \[batch, labels\] = \[4, 2\]. Return one column per label, here 2"
+    message = (
+        rf"The model returned {found}; expected \[batch, outputs\] = \[4, 2\]. Return one column per label, here 2"
+    )
     with pytest.raises(ConfigError, match=message) as raised:
         trainer.fit([batch()])
     assert raised.value.fields == {"field": "model"}
@@ -272,7 +274,7 @@ def test_predictions_of_unlabelled_data_have_rows_and_columns():
     unlabelled = persia.Batch.from_columns(SCHEMA, {"a": np.arange(4)}, require_labels=False)
     assert next(make_trainer().predict([unlabelled])).shape == (4, 2)
     with pytest.raises(
-        ConfigError, match=r"returned logits of shape \[4\]; expected \[batch, labels\] = \[4, labels\]"
+        ConfigError, match=r"returned logits of shape \[4\]; expected \[batch, outputs\] = \[4, outputs\]"
     ):
         next(make_trainer(model=Net(lambda logits: logits[:, 0])).predict([unlabelled]))
 

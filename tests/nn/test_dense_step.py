@@ -5,9 +5,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from persia import IdFeature, Schema
 from persia.errors import ConfigError
 from persia.nn.dense_step import DenseStep, StepOptions
 from persia.nn.output import ModelOutput
+
+SCHEMA = Schema([IdFeature("user", 4)], dense_features=["a", "b"])
+
+
+def samples(value, labels=1):
+    return SimpleNamespace(
+        dense=torch.full((4, 2), value), labels=torch.ones(4, labels), weights=None, groups=None, samples=4, dummy=False
+    )
 
 
 class Net(torch.nn.Module):
@@ -20,15 +29,16 @@ class Net(torch.nn.Module):
 
 
 def train(network, value):
-    batch = SimpleNamespace(dense=torch.full((4, 2), value), labels=torch.ones(4, 1), samples=4, dummy=False)
-    network.forward_backward(batch, {}, all_reduce=True)
+    network.forward_backward(samples(value), {}, all_reduce=True)
     return network.apply()
 
 
 def test_discarded_gradients_are_in_no_update():
     torch.manual_seed(0)
     networks = [
-        DenseStep(Net(), lambda p: torch.optim.SGD(p, 0.1), torch.device("cpu"), StepOptions(accumulation_steps=2))
+        DenseStep(
+            Net(), lambda p: torch.optim.SGD(p, 0.1), torch.device("cpu"), StepOptions(accumulation_steps=2), SCHEMA
+        )
         for _ in range(2)
     ]
     networks[1].model.load_state_dict(networks[0].model.state_dict())
@@ -51,8 +61,8 @@ class WithLoss(WithExtra):
 
 def test_the_loss_gets_what_the_model_returned_beside_logits():
     model = WithLoss()
-    step = DenseStep(model, lambda p: torch.optim.SGD(p, 0.1), torch.device("cpu"), StepOptions())
-    batch = SimpleNamespace(dense=torch.ones(4, 2), labels=torch.ones(4, 1), samples=4, dummy=False)
+    step = DenseStep(model, lambda p: torch.optim.SGD(p, 0.1), torch.device("cpu"), StepOptions(), SCHEMA)
+    batch = samples(1.0)
     logits, loss = step.forward_backward(batch, {}, all_reduce=False)
     expected = (logits - 1).square().mean() + model.head.weight.square().sum()
     torch.testing.assert_close(loss, expected.detach())
@@ -60,10 +70,11 @@ def test_the_loss_gets_what_the_model_returned_beside_logits():
 
 
 def test_a_model_output_without_a_loss_that_uses_it_is_refused():
-    step = DenseStep(WithExtra(), lambda p: torch.optim.SGD(p, 0.1), torch.device("cpu"), StepOptions())
-    batch = SimpleNamespace(dense=torch.ones(4, 2), labels=torch.ones(4, 1), samples=4, dummy=False)
-    with pytest.raises(ConfigError, match=r"WithExtra returned a ModelOutput.*loss\(logits, labels, extra\)"):
+    step = DenseStep(WithExtra(), lambda p: torch.optim.SGD(p, 0.1), torch.device("cpu"), StepOptions(), SCHEMA)
+    batch = samples(1.0)
+    with pytest.raises(ConfigError, match=r"WithExtra returned a ModelOutput.*loss\(logits, targets, extra\)"):
         step.forward_backward(batch, {}, all_reduce=True)
-    batch.labels = torch.ones(4, 2)
+    two = Schema(SCHEMA.id_features, ["a", "b"], ["click", "buy"])
+    step = DenseStep(WithExtra(), lambda p: torch.optim.SGD(p, 0.1), torch.device("cpu"), StepOptions(), two)
     with pytest.raises(ConfigError, match=r"logits of shape \[4, 1\]"):
-        step.logits(batch, {})
+        step.logits(samples(1.0, 2), {})

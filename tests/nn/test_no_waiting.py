@@ -87,6 +87,7 @@ def steps(device, precision, around):
         lambda parameters: torch.optim.SGD(parameters, 0.1),
         torch.device(device),
         StepOptions(precision=precision),
+        SCHEMA,
     )
     embeddings = persia.nn.EmbeddingCollection(
         SCHEMA,

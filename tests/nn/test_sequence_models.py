@@ -464,7 +464,7 @@ def test_hstu_puts_the_candidate_behind_the_history(heads, newest_first):
 @pytest.mark.parametrize(
     ("build", "match"),
     [
-        (lambda: SASRec(history_schema(labels=("a", "b"))), "one logit, but the schema 2 labels"),
+        (lambda: SASRec(history_schema(labels=("a", "b"))), "one logit, but the schema has 2 labels"),
         (lambda: SASRec(history_schema(), heads=4), "heads = 4 does not divide the width of an event, 6"),
         (lambda: SASRec(history_schema(), blocks=0), "blocks"),
         (lambda: SASRec(history_schema(), next_item=-1), "next_item"),

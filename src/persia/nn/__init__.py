@@ -1,6 +1,6 @@
 """The NN worker: embeddings as torch tensors, prefetching, models."""
 
-from persia.nn import models
+from persia.nn import losses, models
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.gate import Staleness
 from persia.nn.options import CollectionOptions
@@ -9,6 +9,7 @@ from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.nn.prepared import PreparedBatch
 from persia.nn.ranking import RankingModel
 from persia.nn.regularization import embedding_l2
+from persia.nn.targets import Targets
 from persia.types import RowsSet, RowState, StoredRows
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "SequenceEmbedding",
     "Staleness",
     "StoredRows",
+    "Targets",
     "embedding_l2",
+    "losses",
     "models",
 ]

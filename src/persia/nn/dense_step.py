@@ -12,11 +12,11 @@ import torch
 
 from persia.dense.torch_threads import TorchThreads
 from persia.errors import ConfigError
-from persia.nn.output import logits_of, loss_of
+from persia.nn.objective import Objective
 from persia.nn.pooling import Embeddings
 from persia.nn.prepared import PreparedBatch, loss_scale
 from persia.nn.replicas import Replicas, SingleReplica
-from persia.schema import Schedule
+from persia.schema import Schedule, Schema
 from persia.telemetry.metrics import Histogram
 from persia.telemetry.tracing import Tracer
 
@@ -57,12 +57,12 @@ class DenseStep:
     """The dense network with its optimizer: computes gradients batch by batch, and applies them.
 
     Args:
-        model: `model(dense, embeddings)` gives logits `[batch, labels]`. A method `loss(logits, labels)` of the
-            model is used where it has one, else the mean binary cross-entropy over all labels. A model that gives a
-            `ModelOutput` has a method `loss(logits, labels, extra)`.
+        model: `model(dense, embeddings)` gives logits `[batch, Schema.outputs]`, or a `ModelOutput`; `Objective` says
+            which loss trains it.
         optimizer: makes the optimizer from the model's parameters.
         device: where the network runs.
         options: the rest.
+        schema: the labels, and their losses.
 
     Attributes:
         replicas: the replicas of this network on all NN workers; set it before the first batch.
@@ -76,9 +76,11 @@ class DenseStep:
         optimizer: OptimizerFactory,
         device: torch.device,
         options: StepOptions,
+        schema: Schema,
     ) -> None:
         self._device = device
         self.model = model.to(device)
+        self._objective = Objective(model, schema)
         self.make_optimizer = optimizer
         self.replicas: Replicas = SingleReplica(self.model)
         self.tracer = Tracer()
@@ -126,7 +128,7 @@ class DenseStep:
                 over all NN workers. Otherwise they stay here, for dense PSs.
 
         Returns:
-            Logits float32 `[batch, labels]` and the loss, both before the update, and detached.
+            Logits float32 `[batch, Schema.outputs]` and the loss, both before the update, and detached.
         """
         self._began = time.perf_counter()
         if not all_reduce:
@@ -147,7 +149,7 @@ class DenseStep:
         with self.tracer.span("forward"):
             with self._autocast():
                 output = model(batch.dense, embeddings)
-            logits, loss = loss_of(self.model, output, batch.labels)
+            logits, loss = self._objective(output, batch.labels, batch.weights, batch.groups)
         scaled = loss if self._accumulation == 1 else loss / self._accumulation
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
@@ -208,10 +210,10 @@ class DenseStep:
 
     @torch.no_grad()
     def logits(self, batch: PreparedBatch, embeddings: Embeddings) -> torch.Tensor:
-        """Logits float32 `[batch, labels]`, without training."""
+        """Logits float32 `[batch, Schema.outputs]`, without training."""
         with self._autocast():
             output = self.model(batch.dense, embeddings)
-        return logits_of(output, batch.labels)
+        return self._objective.logits(output, batch.labels)
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -212,4 +212,6 @@ def dummy_batch(schema: Schema, rows: int, device: torch.device) -> PreparedBatc
         starts: dict[str, torch.Tensor | None] = {name: nowhere.new_zeros(rows + 1) for name in names}
         batch = PreparedBatch(dense, labels, None, tables, dict.fromkeys(names, nowhere), starts)
     batch.dummy = True
+    if schema.group is not None:  # A loss may need them.
+        batch.groups = torch.zeros(rows, dtype=torch.int64, device=device)
     return batch

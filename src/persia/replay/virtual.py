@@ -19,7 +19,7 @@ from persia.batching.batch import Batch
 from persia.dense import partition, spec_of
 from persia.errors import DataError
 from persia.modes import Hybrid
-from persia.nn.output import logits_of, loss_of
+from persia.nn.objective import Objective
 from persia.nn.pooling import Expander
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.shares import divide_here
@@ -67,8 +67,8 @@ class VirtualTraining:
     Not thread-safe. Networks whose buffers change in training (BatchNorm) are trained as if by one NN worker.
 
     Args:
-        model: `model(dense, embeddings)` returns logits `[batch, labels]`, or a `ModelOutput`. The loss is the model's
-            own method `loss`, or else the mean binary cross-entropy.
+        model: `model(dense, embeddings)` returns logits `[batch, Schema.outputs]`, or a `ModelOutput`. The loss is the
+            model's own method `loss`, or else that of the schema's labels.
         schema: the input of the model.
         batches: returns a batch by its number.
         optimizer: makes the optimizer of the dense parameters from a list of them.
@@ -90,6 +90,7 @@ class VirtualTraining:
     ) -> None:
         check_replayable(schema)
         self.model = model
+        self._objective = Objective(model, schema)
         self._batches = batches
         self._schema, self._embedding_optimizer, self._seed = schema, embedding_optimizer, seed
         self._expander = Expander(schema, torch.device("cpu"))
@@ -181,7 +182,7 @@ class VirtualTraining:
                 rows = batching.plain_packed(stored, None, self._tables, self._scratch)
                 embeddings = self._expander(_tensors(rows), entry.inverse, _offsets(entry))
                 output = self.model(torch.from_numpy(batch.dense), embeddings)
-                logits.append(logits_of(output, torch.from_numpy(batch.labels)).numpy())
+                logits.append(self._objective.logits(output, torch.from_numpy(batch.labels)).numpy())
         return np.concatenate(logits)
 
     # --- for the servers ----------------------------------------------------------------------------------------
@@ -214,7 +215,9 @@ class VirtualTraining:
             leaf.requires_grad_()
         embeddings = self._expander(leaves, entry.inverse, _offsets(entry))
         output = self.model(torch.from_numpy(batch.dense), embeddings)
-        logits, loss = loss_of(self.model, output, torch.from_numpy(batch.labels))
+        weights = None if batch.weights is None else torch.from_numpy(batch.weights)
+        groups = None if batch.groups is None else torch.from_numpy(batch.groups.view(np.int64))
+        logits, loss = self._objective(output, torch.from_numpy(batch.labels), weights, groups)
         loss.backward()
         self.logits[number] = logits.detach().numpy()
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._used]

@@ -15,7 +15,7 @@ from persia.schema.checks import check_dtype, check_name
 from persia.schema.dense import DenseFeature, dense_feature
 from persia.schema.derivations import Buckets, TimePart, Tokens
 from persia.schema.labels import Label, label
-from persia.schema.losses import EntireSpace
+from persia.schema.losses import BPR, EntireSpace, Hinge, ListwiseSoftmax
 from persia.schema.mappings import IdMapping
 from persia.schema.tables import MAX_DIM, Table
 from persia.types.values import Dtype
@@ -283,6 +283,28 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"the labels are {', '.join(kinds)}.",
                     field=f"Label({each.name!r}).loss",
                 )
+            if isinstance(loss, EntireSpace):
+                self._check_through(each.name, loss.through)
+
+    def _check_through(self, name: str, through: str) -> None:
+        """Raises ConfigError unless labels that conversions go through end at one with a probability of its own."""
+        losses = {each.name: each.effective_loss for each in self.targets}
+        seen = [name]
+        while isinstance(loss := losses.get(through), EntireSpace) and through not in seen:
+            seen.append(through)
+            through = loss.through
+        if through in seen:
+            raise ConfigError(
+                f"Label({name!r}).loss goes through {', '.join(map(repr, seen[1:]))} back to {through!r}; let one of "
+                "them have another loss.",
+                field=f"Label({name!r}).loss",
+            )
+        if isinstance(loss, (BPR, Hinge, ListwiseSoftmax)):
+            raise ConfigError(
+                f"Label({name!r}).loss goes through {through!r}, whose loss only ranks and gives no probability; give "
+                "it another loss, such as BinaryCrossEntropy or JRC.",
+                field=f"Label({name!r}).loss",
+            )
 
     @property
     def dense(self) -> tuple[DenseFeature, ...]:

@@ -54,7 +54,7 @@ class Label(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             probability for each. "ordinal": one of `classes`, which are in order; likewise.
         classes: number of classes, whose labels are 0, 1, ...; or their names, in order, as the column has them.
         missing: "mask": rows without a value of this label are left out of its loss and metrics. "error" refuses them.
-        weight: factor of this label's loss in the sum over labels.
+        weight: factor of this label's loss in the mean over labels.
         loss: None for the default of the kind.
         rule: expression over columns of the data in place of a column: "rating >= 4"; see `persia.data.csv`.
         unit: unit of a regression or count, which answers and reports name: "s", "EUR".

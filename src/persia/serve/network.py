@@ -41,6 +41,7 @@ class Network:
         self.input_rules = builder.input_rules
         """Rules of the training data's reader, for missing values and lists."""
         self._autocast = builder.autocast
+        self._outputs = builder.outputs
 
     def logits(self, dense: torch.Tensor, embeddings: Embeddings, labels: torch.Tensor) -> torch.Tensor:
         """Returns logits float32 `[batch, labels]`, with the same operations as `Trainer.predict`."""
@@ -51,7 +52,7 @@ class Network:
         with torch.no_grad():
             with self._autocast():
                 output = compute()
-            return logits_of(output, labels)
+            return logits_of(output, labels, self._outputs)
 
 
 class NetworkBuilder:
@@ -73,6 +74,7 @@ class NetworkBuilder:
         self._device = device
         self.autocast = autocast_for(description.precision, device)
         self.input_rules = description.input_rules
+        self.outputs = description.schema.outputs
         try:
             network = _build_network(source, description, imports)
         except Exception as error:  # The code of a model may raise anything.

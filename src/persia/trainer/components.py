@@ -84,6 +84,7 @@ def assemble(
         optimizer,
         staging.device,
         StepOptions(options.schedule, options.precision, options.accumulation_steps, options.clip_norm),
+        declared.schema,
     )
     embeddings = EmbeddingCollection(
         declared.schema,

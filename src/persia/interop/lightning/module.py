@@ -14,7 +14,8 @@ from persia.interop.lightning.rows import KEY, RowsCheckpointIO
 from persia.metrics import Metrics
 from persia.nn import EmbeddingCollection, PreparedBatch
 from persia.nn.arguments import DENSE_OPTIMIZER, MODEL, Expected, check_arguments
-from persia.nn.output import are_log_odds, logits_of, loss_of
+from persia.nn.objective import Objective
+from persia.nn.output import are_log_odds
 
 __all__ = ["RecommenderModule"]
 
@@ -26,7 +27,7 @@ COLLECTION = Expected(
 class RecommenderModule(LightningModule):  # type: ignore[misc]
     """Trains a network and embeddings with a Lightning `Trainer`, in one process, by automatic optimization.
 
-    The loss is the same as in `persia.Trainer`: the model's own method `loss`, or else the mean binary cross-entropy.
+    The loss is the same as in `persia.Trainer`: the model's own method `loss`, or else that of the schema's labels.
     `backward` pushes the gradients of rows; Lightning's optimizer gets the network's parameters. Batches come from
     `PrefetchLoader`. Logs `train_loss`, in validation `val_auc` and `val_log_loss`, and in tests `test_auc` and
     `test_log_loss`. `trainer.predict` returns probabilities `[batch, labels]`, or logits that are not log-odds.
@@ -35,7 +36,7 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
     `PrefetchLoader` and `PersiaCallback` to its Trainer.
 
     Args:
-        model: `forward(dense, embeddings)` returns logits `[batch, labels]` or a `ModelOutput`, as for a
+        model: `forward(dense, embeddings)` returns logits `[batch, Schema.outputs]` or a `ModelOutput`, as for a
             `persia.Trainer`.
         embeddings: tables of the model. Rows are not parameters, so Lightning does not clip their gradients.
         optimizer: makes the optimizer of the network from its parameters.
@@ -57,6 +58,7 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
         )
         self.model = model
         self.embeddings = embeddings
+        self._objective = Objective(model, embeddings.schema)
         self._make_optimizer = optimizer
         self._metrics = Metrics(embeddings.schema.label_names)
 
@@ -66,13 +68,13 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
 
     def training_step(self, batch: PreparedBatch, batch_idx: int) -> torch.Tensor:
         """Returns the loss, and logs it."""
-        _, loss = loss_of(self.model, self(batch), batch.labels)
+        _, loss = self._objective(self(batch), batch.labels, batch.weights, batch.groups)
         self.log("train_loss", loss, batch_size=len(batch), prog_bar=True)
         return loss
 
     def validation_step(self, batch: PreparedBatch, batch_idx: int) -> None:
         """Adds a batch to the metrics."""
-        self._metrics.update(logits_of(self(batch), batch.labels), batch.labels)
+        self._metrics.update(self._objective.logits(self(batch), batch.labels), batch.labels)
 
     def test_step(self, batch: PreparedBatch, batch_idx: int) -> None:
         """Adds a batch to the metrics."""
@@ -80,7 +82,7 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
 
     def predict_step(self, batch: PreparedBatch, batch_idx: int) -> torch.Tensor:
         """Returns probabilities `[batch, labels]`, or logits that are not log-odds."""
-        logits = logits_of(self(batch), batch.labels)
+        logits = self._objective.logits(self(batch), batch.labels)
         return torch.sigmoid(logits) if are_log_odds(self.model) else logits
 
     def on_validation_epoch_end(self) -> None:

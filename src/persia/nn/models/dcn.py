@@ -27,7 +27,7 @@ class DCNv2(nn.Module):
         cross_layers: number of cross layers; the degree of the crosses is one more.
         low_rank: W = U V with this many rows in V (paper: a quarter of the width loses little); None: full rank.
         dropout: share of each hidden layer that is dropped in training.
-        outputs: logits per sample; one for each label by default.
+        outputs: logits per sample; `Schema.outputs` by default.
 
     Raises:
         ConfigError: no ID-type feature, a bad width, rank or number of layers.

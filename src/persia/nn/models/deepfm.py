@@ -27,7 +27,7 @@ class DeepFM(nn.Module):
         hidden: widths of the deep network's hidden layers.
         dim: common dimension of the interactions, by default the most frequent one; other features are projected.
         dropout: share of each hidden layer that is dropped in training.
-        outputs: logits per sample; one for each label by default.
+        outputs: logits per sample; `Schema.outputs` by default.
 
     Raises:
         ConfigError: no ID-type feature, or a bad width.

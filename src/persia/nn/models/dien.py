@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from persia.checks import check_number, plain
+from persia.nn.losses import SchemaLoss
 from persia.nn.models.history import HistoryInput, NextItem, masked_softmax, next_item_loss
 from persia.nn.models.layers import feature_names, mlp, output_count
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
+from persia.nn.targets import Targets
 from persia.schema import Schema
 
 __all__ = ["DIEN"]
@@ -40,7 +41,7 @@ class DIEN(nn.Module):
         auxiliary: weight of the auxiliary loss; 0 for none.
         hidden: widths of the deep network's hidden layers.
         dropout: share of each hidden layer that is dropped in training.
-        outputs: logits per sample; one for each label by default.
+        outputs: logits per sample; `Schema.outputs` by default.
 
     Raises:
         ConfigError: the schema has no history, a pair or negatives do not fit, or a width or weight is bad.
@@ -62,6 +63,7 @@ class DIEN(nn.Module):
         self.input = HistoryInput(schema, history, newest_first, feature_names("negatives", negatives or ()))
         self.next_item = NextItem(schema, self.input, negatives)
         self.auxiliary = plain(auxiliary)
+        self._label_loss = SchemaLoss(schema)
         check_number("auxiliary", self.auxiliary, 0)
         width = self.input.dim  # Of the states too, as the auxiliary loss is of dot products of states and events.
         self.extractor = nn.GRU(width, width, batch_first=True)
@@ -86,15 +88,15 @@ class DIEN(nn.Module):
             return logits
         return ModelOutput(logits, next_item_loss(states, events, self.next_item.sample(embeddings, events)))
 
-    def loss(self, logits: Tensor, labels: Tensor, extra: Tensor | None = None) -> Tensor:
-        """Returns the mean binary cross-entropy, plus the weighted auxiliary loss.
+    def loss(self, logits: Tensor, targets: Targets | Tensor, extra: Tensor | None = None) -> Tensor:
+        """Returns the loss of the schema's labels, plus the weighted auxiliary loss.
 
         Args:
-            logits: `[batch, labels]`.
-            labels: `[batch, labels]`.
+            logits: `[batch, Schema.outputs]`.
+            targets: of the batch; or labels `[batch, labels]`, if none is missing.
             extra: the auxiliary loss, if there is one.
         """
-        loss = F.binary_cross_entropy_with_logits(logits, labels)
+        loss = self._label_loss(logits, targets, getattr(self, "task_weights", None))
         return loss if extra is None else loss + self.auxiliary * extra
 
 

@@ -49,7 +49,7 @@ class DIN(nn.Module):
         attention: widths of the attention network's hidden layers.
         hidden: widths of the deep network's hidden layers.
         dropout: share of each hidden layer that is dropped in training.
-        outputs: logits per sample; one for each label by default.
+        outputs: logits per sample; `Schema.outputs` by default.
 
     Raises:
         ConfigError: the schema has no history, a pair does not fit, or a width is bad.

@@ -27,7 +27,7 @@ class DLRM(nn.Module):
         hidden: widths of the top network's hidden layers.
         bottom: widths of the bottom network's hidden layers.
         dim: common dimension of the vectors, by default the most frequent one; other features are projected.
-        outputs: logits per sample; one for each label by default.
+        outputs: logits per sample; `Schema.outputs` by default.
 
     Raises:
         ConfigError: no ID-type feature, no pair (a single one and no dense features), or a bad width.

@@ -27,7 +27,7 @@ class FFNN(nn.Module):
         products: pairs of ID-type features of one dimension whose element-wise product is an input too.
         batch_norm: normalises each hidden layer before its ReLU.
         dropout: share of each hidden layer that is dropped in training.
-        outputs: logits per sample; one for each label by default.
+        outputs: logits per sample; `Schema.outputs` by default.
 
     Raises:
         ConfigError: no ID-type feature, a product of unknown features or of different dimensions, a bad width.

@@ -32,7 +32,7 @@ class FinalMLP(nn.Module):
         gate_hidden: width of the gates' hidden layer.
         heads: of the fusion; divides the last width of both streams.
         dropout: share of each hidden layer that is dropped in training.
-        outputs: logits per sample; one for each label by default.
+        outputs: logits per sample; `Schema.outputs` by default.
 
     Raises:
         ConfigError: no ID-type feature, an unknown one in a gate, a bad width, or `heads` that do not divide the last

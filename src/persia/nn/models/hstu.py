@@ -47,7 +47,7 @@ class HSTU(nn.Module):
         heads: of the attention; divides the width of an event.
         hidden: widths of the deep network's hidden layers.
         dropout: share of each hidden layer of it that is dropped in training.
-        outputs: logits per sample; one for each label by default.
+        outputs: logits per sample; `Schema.outputs` by default.
 
     Raises:
         ConfigError: the schema has no history, a pair does not fit, or a width or number is bad.

@@ -84,7 +84,7 @@ def layer_widths(option: str, value: Any) -> tuple[int, ...]:
 
 
 def output_count(schema: Schema, outputs: int | None) -> int:
-    """Returns the number of logits per sample: `outputs`, or one for each label.
+    """Returns the number of logits per sample: `outputs`, or `Schema.outputs`.
 
     Raises:
         ConfigError: there is none, or `outputs` is no whole number.
@@ -98,7 +98,7 @@ def output_count(schema: Schema, outputs: int | None) -> int:
             "A model needs at least one output, but the schema has no label; pass `outputs`, or declare labels.",
             field="outputs",
         )
-    return len(schema.label_names)
+    return schema.outputs
 
 
 def pooled(embedding: Tensor | SequenceEmbedding) -> Tensor:

@@ -32,7 +32,7 @@ class MaskNet(nn.Module):
         reduction: width of a mask's hidden layer, as a multiple of the width of all embeddings.
         hidden: widths of the layers behind the blocks; the paper has them in the parallel model only.
         dropout: share of these layers that is dropped in training.
-        outputs: logits per sample; one for each label by default.
+        outputs: logits per sample; `Schema.outputs` by default.
 
     Raises:
         ConfigError: no ID-type feature, an unknown `kind`, or a bad width or number.

@@ -28,7 +28,8 @@ class MMoE(nn.Module):
         expert_hidden: widths of an expert's layers.
         hidden: widths of a tower's hidden layers.
         dropout: share of each layer that is dropped in training.
-        outputs: logits per sample, each with a gate and a tower; one for each label by default.
+        outputs: number of logits, each with a gate and a tower of its own. By default each label has a gate, and a
+            tower with the logits of its kind.
 
     Raises:
         ConfigError: no ID-type feature, or a bad width or number.
@@ -52,10 +53,10 @@ class MMoE(nn.Module):
         check_integer("experts", experts, 1)
         expert_hidden = _expert_widths(expert_hidden)
         width = expert_hidden[-1]
-        tasks = output_count(schema, outputs)
+        widths = _tower_widths(schema, outputs)
         self.experts = nn.ModuleList(mlp(inputs, expert_hidden, None, dropout=dropout) for _ in range(experts))
-        self.gates = nn.ModuleList(nn.Linear(inputs, experts, bias=False) for _ in range(tasks))
-        self.towers = nn.ModuleList(mlp(width, hidden, 1, dropout=dropout) for _ in range(tasks))
+        self.gates = nn.ModuleList(nn.Linear(inputs, experts, bias=False) for _ in widths)
+        self.towers = nn.ModuleList(mlp(width, hidden, count, dropout=dropout) for count in widths)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
@@ -80,7 +81,8 @@ class PLE(nn.Module):
         expert_hidden: widths of an expert's layers.
         hidden: widths of a tower's hidden layers.
         dropout: share of each layer that is dropped in training.
-        outputs: logits per sample, each with experts, gates and a tower; one for each label by default.
+        outputs: number of logits, each with experts, gates and a tower of its own. By default each label has these, and
+            the logits of its kind.
 
     Raises:
         ConfigError: no ID-type feature, or a bad width or number.
@@ -108,13 +110,13 @@ class PLE(nn.Module):
         check_integer("shared_experts", shared_experts, 1)
         expert_hidden = _expert_widths(expert_hidden)
         width = expert_hidden[-1]
-        tasks = output_count(schema, outputs)
-        counts = [experts] * tasks + [shared_experts]
+        widths = _tower_widths(schema, outputs)
+        counts = [experts] * len(widths) + [shared_experts]
         self.levels = nn.ModuleList(
             _Extraction(width if level else inputs, counts, expert_hidden, dropout, feeds_next=level < levels - 1)
             for level in range(levels)
         )
-        self.towers = nn.ModuleList(mlp(width, hidden, 1, dropout=dropout) for _ in range(tasks))
+        self.towers = nn.ModuleList(mlp(width, hidden, count, dropout=dropout) for count in widths)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
@@ -173,3 +175,9 @@ def _expert_widths(hidden: Sequence[int]) -> tuple[int, ...]:
     if not widths:
         raise ConfigError("An expert needs a layer; give expert_hidden a width.", field="expert_hidden")
     return widths
+
+
+def _tower_widths(schema: Schema, outputs: int | None) -> list[int]:
+    """Returns the number of logits of each tower: one tower for each label, or one for each of `outputs` logits."""
+    count = output_count(schema, outputs)
+    return [label.outputs for label in schema.targets] if outputs is None else [1] * count

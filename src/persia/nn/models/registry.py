@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from persia.checks import check_choice
 from persia.config import call
 from persia.errors import ConfigError
 from persia.nn import models
+from persia.nn.losses import UncertaintyWeights
 from persia.schema import Schema
 from persia.types import ModelDescription
 
@@ -42,13 +44,17 @@ def build(description: ModelDescription, schema: Schema) -> torch.nn.Module:
 
     Args:
         description: a model of `persia.nn.models`; or "module:Class" of a module that is imported, and that the caller
-            trusts. The class takes the schema, then the options.
+            trusts. The class takes the schema, then the options. The option `task_weights = "uncertainty"` of any kind
+            makes `UncertaintyWeights`.
         schema: the input of the network.
 
     Raises:
         ConfigError: the kind or its class is unknown, the class is no network, or an option is unknown or invalid.
     """
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in description.options.items()}
+    task_weights = options.pop("task_weights", None)
+    if task_weights is not None:
+        check_choice("model.options.task_weights", task_weights, ("uncertainty",))
     network = call(_maker(description.kind), options, "model.options", schema)
     if not isinstance(network, torch.nn.Module):
         raise ConfigError(
@@ -56,6 +62,8 @@ def build(description: ModelDescription, schema: Schema) -> torch.nn.Module:
             "torch.nn.Module.",
             field="model.kind",
         )
+    if task_weights is not None:
+        network.task_weights = UncertaintyWeights(schema)
     setattr(network, _ATTRIBUTE, description)
     return network
 

@@ -11,10 +11,12 @@ from torch.nn import functional as F
 
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
+from persia.nn.losses import SchemaLoss
 from persia.nn.models.history import Events, HistoryInput, NextItem, check_heads, next_item_loss
 from persia.nn.models.layers import feature_names
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
+from persia.nn.targets import Targets
 from persia.schema import Schema
 
 __all__ = ["SASRec"]
@@ -29,7 +31,7 @@ class SASRec(nn.Module):
     candidate are read. In training, each state also predicts the item after it, the paper's loss (section 3.5).
 
     Args:
-        schema: the input, with one label.
+        schema: the input, with one label, of a kind and loss with one logit.
         history: pairs of an un-pooled feature and the candidate's feature, such as `[("history", "item")]`; by default
             the un-pooled feature of each table with its first pooled one.
         newest_first: whether the data list the newest event first.
@@ -41,7 +43,7 @@ class SASRec(nn.Module):
         dropout: share of embeddings, attention outputs and hidden units that is dropped in training.
 
     Raises:
-        ConfigError: the schema has no history or not one label, a pair or negatives do not fit, or a number is bad.
+        ConfigError: the schema has no history or not one logit, a pair or negatives do not fit, or a number is bad.
     """
 
     def __init__(
@@ -60,10 +62,13 @@ class SASRec(nn.Module):
         self.input = HistoryInput(schema, history, newest_first, feature_names("negatives", negatives or ()))
         self.input.check_same_dim()
         self.negatives = NextItem(schema, self.input, negatives)
-        if len(schema.label_names) != 1:
+        if len(schema.label_names) != 1 or schema.outputs != 1:
             raise ConfigError(
-                f"SASRec has one logit, but the schema {len(schema.label_names)} labels; declare one.", field="labels"
+                f"SASRec has one logit, but the schema has {len(schema.label_names)} labels with {schema.outputs} "
+                "logits; declare one label, whose kind and loss have one logit.",
+                field="labels",
             )
+        self._label_loss = SchemaLoss(schema)
         self.next_item, blocks, heads, dropout = map(plain, (next_item, blocks, heads, dropout))
         check_number("next_item", self.next_item, 0)
         check_integer("blocks", blocks, 1)
@@ -98,15 +103,15 @@ class SASRec(nn.Module):
         index = torch.arange(length, device=events.mask.device) - events.lengths.unsqueeze(1)
         return F.embedding(index % length, self.positions)  # Padding has some vector, which no event attends to.
 
-    def loss(self, logits: Tensor, labels: Tensor, extra: Tensor | None = None) -> Tensor:
-        """Returns the binary cross-entropy of the candidate, plus the weighted loss over all positions.
+    def loss(self, logits: Tensor, targets: Targets | Tensor, extra: Tensor | None = None) -> Tensor:
+        """Returns the loss of the label of the candidate, plus the weighted loss over all positions.
 
         Args:
             logits: `[batch, 1]`.
-            labels: `[batch, 1]`.
+            targets: of the batch; or labels `[batch, 1]`, if none is missing.
             extra: the loss over all positions, if there is one.
         """
-        loss = F.binary_cross_entropy_with_logits(logits, labels)
+        loss = self._label_loss(logits, targets)
         return loss if extra is None else loss + self.next_item * extra
 
 

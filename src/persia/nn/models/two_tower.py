@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
+from persia.nn.losses import weighted_mean
 from persia.nn.models.layers import feature_dims, feature_names, mlp, pooled
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
+from persia.nn.targets import Targets
 from persia.schema import Schema
 
 __all__ = ["TwoTower"]
@@ -41,8 +43,9 @@ class TwoTower(nn.Module):
     are the logits. Un-pooled sequences enter as the mean over their ids.
 
     Args:
-        schema: the input, with one label, which weighs samples: 1 for what the user chose, 0 for other rows, whose
-            items are negatives only.
+        schema: the input, with one binary label, which weighs samples: 1 for what the user chose, 0 for other rows,
+            whose items are negatives only. The mean over samples is weighted by `Schema.sample_weight`; samples whose
+            label is missing are left out of it, and their items are negatives too.
         item: ID-type and dense features of the item; all others are the user's.
         log_q: dense feature with log(q) of the sample's item; None for no correction. No tower reads it. An item whose
             value is log(0) counts as the rarest of the batch.
@@ -72,10 +75,17 @@ class TwoTower(nn.Module):
         super().__init__()
         dims = feature_dims(schema)
         dense = list(schema.dense_names)
-        if len(schema.label_names) != 1:
+        if len(schema.targets) != 1:
             raise ConfigError(
                 f"TwoTower needs one label, but the schema has {len(schema.label_names)}; declare the one that says if "
                 "the user chose the item.",
+                field="labels",
+            )
+        label = schema.targets[0]
+        if label.kind != "binary" or label.loss is not None or label.weight != 1:
+            raise ConfigError(
+                f"TwoTower has a loss of its own, of a binary label; declare {label.name!r} without another kind, loss "
+                "or weight.",
                 field="labels",
             )
         item = feature_names("item", item)
@@ -155,16 +165,17 @@ class TwoTower(nn.Module):
         same = _same_items([pooled(embeddings[name]).detach() for name in self.features[1]])
         return ModelOutput(logits, scores.masked_fill(same, -math.inf))
 
-    def loss(self, logits: Tensor, labels: Tensor, extra: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, targets: Targets | Tensor, extra: Tensor) -> Tensor:
         """Returns the in-batch softmax loss, mean over the batch.
 
         Args:
             logits: `[batch, 1]`; not used.
-            labels: weights of the samples, `[batch, 1]`.
+            targets: of the batch, whose labels weigh samples; or the labels `[batch, 1]`, if none is missing.
             extra: corrected scores of each user with all items, `[batch, batch]`.
         """
-        loss: Tensor = -(labels.squeeze(1) * F.log_softmax(extra, 1).diagonal()).mean()
-        return loss
+        targets = targets if isinstance(targets, Targets) else Targets(targets)
+        losses = -(targets.labels.squeeze(1) * F.log_softmax(extra, 1).diagonal())
+        return weighted_mean(losses, targets.weights_of(0))
 
 
 def _finite(log_q: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class YouTubeDNN(nn.Module):
         schema: the input; names features, dimensions, labels.
         hidden: widths of the hidden layers; the paper's largest network has 1024, 512, 256.
         dropout: share of each hidden layer that is dropped in training.
-        outputs: logits per sample; one for each label by default.
+        outputs: logits per sample; `Schema.outputs` by default.
 
     Raises:
         ConfigError: no ID-type feature, or a bad width.
