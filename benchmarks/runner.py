@@ -44,7 +44,7 @@ MODULES = (
     "convergence", "modes_runtime", "traffic", "roles", "cluster", "recovery", "ssd", "ssd_rates", "plan",
     "plan_seconds", "capacity", "capacity_measured", "capacity_simulated", "threads", "apmsqueeze", "apms_learning",
     "wheel", "zoo", "interop", "ui", "init", "publish", "publish_ray", "kafka", "serve_rows", "serve_predict",
-    "serve_updates", "serve_http", "online", "exactly_once",
+    "serve_updates", "serve_http", "online", "exactly_once", "targets",
 )  # fmt: skip
 UNITS = ("ratio", "fraction", "s", "rows/s", "calls/s", "rows", "bytes", "MB", "bytes/s", "AUC", "loss", "norm", "bool")
 MIN_ROUNDS = 5

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
-from persia.nn.output import loss_of
+from persia.nn.objective import Objective
 from persia.nn.pooling import SequenceEmbedding
 from persia.schema import Adagrad, Schema
 
@@ -110,6 +110,7 @@ def embedding_share(
     torch.sparse.check_sparse_tensor_invariants.disable()
     embeddings, network, tables = _made(model, schema, values, rows, lr)
     model.train()
+    objective = Objective(model, schema)
     shares = []
     for batch in inputs:
         times = [time.perf_counter()]
@@ -122,7 +123,7 @@ def embedding_share(
             else each.detach().requires_grad_()
             for name, each in looked_up.items()
         }
-        _, loss = loss_of(model, model(batch.dense, leaves), batch.labels)
+        _, loss = objective(model(batch.dense, leaves), batch.labels)
         network.zero_grad()
         loss.backward()
         network.step()
@@ -165,10 +166,11 @@ def run(
     torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, or torch warns
     embeddings, network, tables = _made(model, schema, values, rows, lr)
     model.train()
+    objective = Objective(model, schema)
     scores = []
     begin = time.perf_counter()
     for batch in inputs:
-        logits, loss = loss_of(model, model(batch.dense, embeddings(batch)), batch.labels)
+        logits, loss = objective(model(batch.dense, embeddings(batch)), batch.labels)
         network.zero_grad()
         tables.zero_grad()
         loss.backward()
