@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia.batching import columns as columns_module
+from persia.batching import dense_columns
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.errors import DataError
@@ -236,7 +236,7 @@ EXACT: dict[str, Any] = {
 def test_digits_that_float32_loses_are_named_once_by_column(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns_module, "_ROUNDED", set())
+    monkeypatch.setattr(dense_columns, "_ROUNDED", set())
     values = ROUNDED.get(name, EXACT.get(name))
     schema = Schema([], dense_features=["when", "other"], labels=[])
     for _ in range(2):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching import ThreadPool, hash_cross
+from persia.batching.dense_columns import dense_column, dense_values
 from persia.batching.frames import as_mapping, from_frame, is_arrow
 from persia.batching.id_column import IdColumn
 from persia.batching.ids import ids_of_list, ids_of_numbers, is_list, is_missing, offsets_of_present
-from persia.batching.texts import TextBuffers, numbers_of_texts
+from persia.batching.label_columns import group_column, label_column, weight_column
+from persia.batching.numbers import as_array, is_pair
 from persia.batching.times import magnitudes, seconds_of_list, seconds_of_timestamps
 from persia.batching.validation import check_aligned, check_complete, check_finite, check_labels, check_offsets
 from persia.errors import DataError
@@ -20,15 +22,11 @@ from persia.schema import HashTo, IdFeature, IdKind, IdMapping, Quotient, Schema
 from persia.telemetry.logs import get_logger
 from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array
 
-__all__ = ["add_computed", "from_columns", "id_column", "is_pair", "mapped_ids"]
+__all__ = ["add_computed", "from_columns", "id_column", "mapped_ids"]
 
 LOG = get_logger("persia.data")
 
 _INT32 = np.iinfo(np.int32)
-_EXACT = 1 << 24
-"""Up to here float32 represents every whole number."""
-_ROUNDED: set[str] = set()
-"""Dense features whose loss of digits has been logged."""
 
 
 class Columns(NamedTuple):
@@ -38,12 +36,15 @@ class Columns(NamedTuple):
     dense: Floats
     labels: Floats
     day: Int32Array | None
+    weights: Floats | None
+    groups: Ids | None
 
 
 def from_columns(
     schema: Schema, columns: Mapping[str, Any], day: Any = None, *, require_labels: bool = True
 ) -> Columns:
     """Converts columns to the fields of a batch; see `Batch.from_columns`."""
+    schema.check_fitted()
     columns = as_mapping(columns)
     length = _Length()
     ids: dict[str, IdColumn] = {}
@@ -64,15 +65,23 @@ def from_columns(
             length.check(feature.name, len(ids[feature.name]))
     add_computed(schema, ids)
     check_aligned(schema, ids)
-    dense_columns = {n: dense_column(n, _get(columns, n, "dense feature")) for n in schema.dense_names}
+    dense_columns = {
+        n: dense_column(n, column) if isinstance(feature, str) else dense_values(feature, column)
+        for n, feature in zip(schema.dense_names, schema.dense_features, strict=True)
+        for column in (_get(columns, n, "dense feature"),)
+    }
     has_labels = require_labels or all(name in columns for name in schema.label_names)
-    label_columns = {n: float_column(n, _get(columns, n, "label")) for n in schema.label_names} if has_labels else {}
+    targets = schema.targets if has_labels else ()
+    label_columns = {each.name: label_column(each, _get(columns, each.name, "label")) for each in targets}
     for name, values in {**dense_columns, **label_columns}.items():
         length.check(name, len(values))
     for name, values in dense_columns.items():
-        check_finite(name, values, "Dense feature")
-    for label in schema.targets if has_labels else ():
+        if values.ndim == 1:
+            check_finite(name, values, "Dense feature")
+    for label in targets:
         check_labels(label, label_columns[label.name])
+    weights = _optional(schema.sample_weight, columns, length, require_labels, "sample_weight", weight_column)
+    groups = _optional(schema.group, columns, length, require_labels, "group", group_column)
     if not length.rows:
         raise DataError("The batch is empty: its columns have no rows; leave it out.")
     days = _days(day, length)
@@ -81,6 +90,8 @@ def from_columns(
         _matrix(list(dense_columns.values()), length.rows),
         _matrix(list(label_columns.values()), length.rows),
         days,
+        weights,
+        groups,
     )
 
 
@@ -112,10 +123,34 @@ def _get(columns: Mapping[str, Any], name: str, kind: str) -> Any:
     return columns[name]
 
 
+def _optional(
+    name: str | None,
+    columns: Mapping[str, Any],
+    length: _Length,
+    required: bool,
+    use: str,
+    convert: Callable[[str, Any], NDArray[Any]],
+) -> Any:
+    """Converts a column that is not an input of the model, if the schema names it and it is there or required."""
+    if name is None or (not required and name not in columns):
+        return None
+    values = convert(name, _get(columns, name, use))
+    length.check(name, len(values))
+    return values
+
+
 def _matrix(columns: list[Floats], rows: int) -> Floats:
-    matrix = np.empty((rows, len(columns)), np.float32)
-    for i, values in enumerate(columns):
-        matrix[:, i] = values
+    """Returns columns `[rows]` and blocks `[rows, n]`, one after another."""
+    width = sum(1 if values.ndim == 1 else values.shape[1] for values in columns)
+    matrix = np.empty((rows, width), np.float32)
+    at = 0
+    for values in columns:
+        if values.ndim == 1:
+            matrix[:, at] = values
+            at += 1
+        else:
+            matrix[:, at : at + values.shape[1]] = values
+            at += values.shape[1]
     return matrix
 
 
@@ -182,11 +217,6 @@ def _jagged(name: str, flat: IdColumn, offsets: Any) -> IdColumn:
     bounds = bounds.astype(np.int64, copy=False)
     # `flat` lacks the missing values, so its offsets map positions in the given values to positions in the ids.
     return IdColumn(flat.values, bounds if flat.offsets is None else flat.offsets[bounds])
-
-
-def is_pair(column: Any) -> bool:
-    """Whether a column is given as values and offsets."""
-    return isinstance(column, tuple) and len(column) == 2 and all(map(_is_array_like, column))
 
 
 def add_computed(schema: Schema, ids: dict[str, IdColumn]) -> None:
@@ -327,105 +357,6 @@ def _times(name: str, column: Any) -> tuple[IdColumn, str]:
         ) from error
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------
-
-
-def float_column(name: str, column: Any) -> Floats:
-    """A dense or label column as float32 [batch]; see `number_column`."""
-    with np.errstate(over="ignore"):
-        return number_column(name, column).astype(np.float32, copy=False)
-
-
-def dense_column(name: str, column: Any) -> Floats:
-    """A dense feature as float32 [batch]. Logs one warning per column if float32 changes a number by 0.5 or more."""
-    numbers = number_column(name, column)
-    with np.errstate(over="ignore"):
-        values: Floats = numbers.astype(np.float32, copy=False)
-    if numbers.dtype.itemsize < 4 or numbers.dtype == np.float32 or not len(values) or name in _ROUNDED:
-        return values
-    if max(values.max(), -values.min()) >= _EXACT and np.isfinite(values).all():
-        inexact = np.abs(values - numbers.astype(np.float64)) >= 0.5
-        if inexact.any():
-            _ROUNDED.add(name)
-            row = int(inexact.argmax())
-            LOG.warning(
-                "Dense feature %r has %s, which becomes %.0f: float32 has about 7 digits. If it is an id or a code, "
-                "declare an ID-type feature. If it is a time or an amount, subtract an offset, or divide it.",
-                name,
-                numbers[row] if numbers.dtype.kind in "iu" else f"{numbers[row]:.15g}",
-                values[row],
-            )
-    return values
-
-
-def number_column(name: str, column: Any, fill: float | None = None) -> NDArray[Any]:
-    """A column [batch] of numbers, in its own type; texts are read as float64, booleans are 1 and 0.
-
-    Args:
-        name: name of the column, for messages.
-        column: a column of any kind.
-        fill: replaces missing values; None makes them an error.
-
-    Raises:
-        DataError: a value is missing or not a number; names the row and the remedy.
-    """
-    column = from_frame(name, column)
-    if is_arrow(column):
-        from persia.batching.arrow_columns import arrow_floats
-
-        array, missing = arrow_floats(name, column)
-    elif isinstance(column, (list, tuple)):
-        array, missing = _list_floats(name, column)
-    else:
-        array, missing = as_array(name, column), None
-        if array.dtype.kind in "OUST" and array.ndim == 1:
-            array, missing = _list_floats(name, array.tolist())
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.ndim != 1:
-        raise DataError(
-            f"Column {name!r} has shape {list(array.shape)}; dense features and labels are columns of shape [batch].",
-            column=name,
-        )
-    if array.dtype.kind not in "buif":
-        raise DataError(f"Column {name!r} is {array.dtype}; it must be numeric: convert it.", column=name)
-    if fill is not None and array.dtype.kind == "f":
-        missing = np.isnan(array) if missing is None else missing | np.isnan(array)
-    if missing is not None and missing.any():
-        if fill is None:
-            row = int(missing.argmax())
-            raise DataError(
-                f"Column {name!r} has a missing value at row {row}; give a number there, or let the reader, "
-                f"such as persia.data.csv, fill it in: fill={{{name!r}: 0.0}}.",
-                column=name,
-                row=row,
-            )
-        array = np.where(missing, fill, array)
-    return array
-
-
-def _list_floats(name: str, column: Sequence[Any]) -> tuple[NDArray[Any], BoolArray | None]:
-    """The numbers of a list, and a mask of the missing ones."""
-    if any(isinstance(x, (str, bytes)) for x in column):
-        texts = [
-            "" if is_missing(x) else x.decode(errors="replace") if isinstance(x, bytes) else str(x) for x in column
-        ]
-        return numbers_of_texts(name, TextBuffers.of([text.encode() for text in texts]))
-    missing = np.array([is_missing(x) for x in column], np.bool_)
-    for row, x in enumerate(column):
-        if not missing[row] and not isinstance(x, (int, float, np.integer, np.floating, np.bool_)):
-            raise DataError(
-                f"Column {name!r} has {type(x).__name__} {x!r} at row {row}; it must be numeric.",
-                column=name,
-                row=row,
-                value=repr(x),
-            )
-    try:
-        return np.array([np.nan if is_missing(x) else float(x) for x in column], np.float64), missing
-    except OverflowError as error:
-        raise DataError(f"Column {name!r} has a number beyond the range of float64; scale it.", column=name) from error
-
-
 def _days(day: Any, length: _Length) -> Int32Array | None:
     if day is None:
         return None
@@ -448,28 +379,3 @@ def _days(day: Any, length: _Length) -> Int32Array | None:
     if array.min() < _INT32.min or array.max() > _INT32.max:
         raise DataError("The day does not fit int32; count periods, not seconds.", column="day")
     return array.astype(np.int32, copy=False)
-
-
-# --- any array --------------------------------------------------------------------------------------------------
-
-
-def _is_array_like(x: Any) -> bool:
-    return is_list(x) or is_arrow(x) or (hasattr(x, "__array__") and not isinstance(x, np.generic))
-
-
-def as_array(name: str, column: Any) -> NDArray[Any]:
-    """Converts a list, or an object with `__array__` (torch tensor of any device, pandas series), to a numpy array."""
-    for method in ("detach", "cpu"):
-        if hasattr(column, method):
-            column = getattr(column, method)()
-    if not isinstance(column, (list, tuple)) and not hasattr(column, "__array__"):
-        raise DataError(
-            f"Column {name!r} is a {type(column).__name__}; give a numpy array, torch tensor, pyarrow array or list.",
-            column=name,
-        )
-    try:
-        return np.asarray(column)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise DataError(
-            f"Column {name!r} cannot be read as an array ({error}); convert it to numpy first.", column=name
-        ) from error

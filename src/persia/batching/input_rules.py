@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from persia.batching.columns import as_array, is_pair, number_column
 from persia.batching.frames import as_mapping, from_frame, is_arrow
 from persia.batching.id_column import IdColumn
+from persia.batching.numbers import as_array, is_pair, number_column
 from persia.schema import NO_RULES, InputRules
 
 __all__ = ["apply_rules", "split_count"]

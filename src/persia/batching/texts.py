@@ -15,9 +15,13 @@ from persia.errors import DataError
 from persia.schema import IdKind
 from persia.types import BoolArray, Ids, Int32Array, Int64Array
 
-__all__ = ["TextBuffers", "TextIds", "TextNumbers", "numbers_of_texts", "text_ids", "text_numbers"]
+__all__ = ["MISSING", "TextBuffers", "TextIds", "TextNumbers", "numbers_of_texts", "text_ids", "text_numbers"]
 
 _AMOUNT = re.compile(r"\s*[+-]?\s*(?:([^\d\s.,'+-]{1,4})\s*[+-]?\d[\d.,'\s]*|\d[\d.,'\s]*?\s*([^\d\s.,'+-]{1,4}))\s*")
+MISSING = (
+    "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "Null", "null", "NaN", "nan", "NAN", "None", "none", "\\N",
+)  # fmt: skip
+"""Texts that mean a missing number."""
 _KINDS: dict[IdKind, int] = {"auto": 0, "number": 1, "text": 2}
 
 

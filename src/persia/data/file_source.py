@@ -10,7 +10,7 @@ from persia.batching.batch import Batch
 from persia.data.files import File
 from persia.data.fingerprints import fingerprint_of_files
 from persia.data.rows import Conversion, require_rows
-from persia.schema import InputRules
+from persia.schema import InputRules, Schema
 from persia.types import SourceFingerprint
 
 __all__ = ["FileSource"]
@@ -39,6 +39,14 @@ class FileSource:
     def input_rules(self) -> InputRules:
         """See `Conversion.input_rules`."""
         return self.conversion.input_rules
+
+    def with_schema(self, schema: Schema) -> Self:
+        """See `InputSource.with_schema`."""
+        return replace(self, conversion=replace(self.conversion, schema=schema))
+
+    def reading(self, names: Sequence[str]) -> Self:
+        """Returns a source of the same rows that reads these columns of the schema only."""
+        return replace(self, conversion=replace(self.conversion, only=frozenset(names)))
 
     def fingerprint(self) -> SourceFingerprint:
         """Returns the fingerprint of the files and the selection."""

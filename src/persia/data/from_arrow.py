@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Unpack
 from weakref import WeakSet
 
@@ -97,9 +97,27 @@ class ArrowSource:
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`."""
-        file = File(f"{_root(self.source)}.{type(self.source).__name__}")
+        file = self._file
         selection = self.conversion.selection
         return require_rows(self.conversion.batches(self._pieces(file), skip), (file,), skip, selection)
+
+    def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """See `ColumnSource.columns`."""
+        source = ArrowSource(self.source, replace(self.conversion, passthrough=tuple(names)))
+        return source.conversion.passthrough_columns(source._pieces(source._file))
+
+    def inputs(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """See `InputSource.inputs`."""
+        source = ArrowSource(self.source, replace(self.conversion, only=frozenset(names)))
+        return source.conversion.inputs(source._pieces(source._file))
+
+    def with_schema(self, schema: Schema) -> ArrowSource:
+        """See `InputSource.with_schema`."""
+        return ArrowSource(self.source, replace(self.conversion, schema=schema))
+
+    @property
+    def _file(self) -> File:
+        return File(f"{_root(self.source)}.{type(self.source).__name__}")
 
     def _pieces(self, file: File) -> Iterator[Piece]:
         row, rows = 0, 0

@@ -63,7 +63,7 @@ def csv(
         decimal: `","` if numbers are written 0,5: in dense features, labels, and columns that rules read.
         thousands: separator of thousands in these numbers, such as `"."` in 1.234,50; one of `.`, `,`, `'`, `_` and
             space, which is also a no-break space; none by default.
-        units: text to remove before or after the numbers of a column, by dense feature, label or column of a rule:
+        units: text to remove before or after the numbers of a column, by name of a column of numbers or of a rule:
             {"price": "$", "discount": "%"} reads $12.30 as 12.3 and 17 % as 17. With the unit "%", a number without
             the sign is an error, as it may be a fraction.
         **options: see `RowOptions` and `ColumnOptions`. Functions in `labels` get texts.
@@ -100,9 +100,10 @@ def _units(conversion: Conversion, units: Mapping[str, str]) -> dict[str, str]:
     unit_of_column: dict[str, str] = {}
     for name, unit in units.items():
         column = conversion.source_columns.get(name, name)
-        if column not in _number_columns(conversion):
+        if column not in conversion.number_columns:
             raise ConfigError(
-                f"Invalid key {name!r} in units; expected a dense feature, a label or a column of a rule.",
+                f"Invalid key {name!r} in units; expected a dense feature, a label, a weight, or a column of buckets "
+                "or of a rule.",
                 field="units",
             )
         if not isinstance(unit, str) or not set(unit) - set("., +-'_") or any(map(str.isdigit, unit)):
@@ -111,14 +112,6 @@ def _units(conversion: Conversion, units: Mapping[str, str]) -> dict[str, str]:
             )
         unit_of_column[column] = unit.strip()
     return unit_of_column
-
-
-def _number_columns(conversion: Conversion) -> list[str]:
-    """Returns the columns of the file that may hold numbers other than ids."""
-    schema = conversion.schema
-    columns = conversion.source_columns
-    names = [columns[name] for name in (*schema.dense_names, *schema.label_names) if name in columns]
-    return [*names, *conversion.rule_columns, *(conversion.selection.columns if conversion.selection else ())]
 
 
 @dataclass(frozen=True)
@@ -186,6 +179,12 @@ class CsvSource(FileSource):
         )
         return self.checked(self.conversion.batches(pieces, skip, self.format.transform), skip)
 
+    def inputs(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """See `InputSource.inputs`."""
+        source = self.reading(names)
+        pieces = (piece for file in self.files for piece in source.pieces(file))
+        return source.conversion.inputs(pieces, self.format.transform)
+
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """See `ColumnSource.columns`. Values are bytes."""
         conversion = replace(self.conversion, passthrough=tuple(names))
@@ -240,7 +239,7 @@ class CsvSource(FileSource):
         form = self.format
         if form.numerals.plain and not form.units:
             return {}
-        names = [name for name in _number_columns(self.conversion) if name in columns]
+        names = [name for name in self.conversion.number_columns if name in columns]
         for name in names:
             if form.units.get(name) == "%":
                 self._check_percent(file, row, name, columns[name])

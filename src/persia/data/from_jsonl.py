@@ -59,6 +59,11 @@ class JsonlSource(FileSource):
         """See `RowSource.chunks`. Skipped rows are parsed but not converted."""
         return self.checked(self.conversion.batches(self.pieces(), skip), skip)
 
+    def inputs(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """See `InputSource.inputs`."""
+        source = self.reading(names)
+        return source.conversion.inputs(source.pieces())
+
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """See `ColumnSource.columns`."""
         conversion = replace(self.conversion, passthrough=tuple(names))
@@ -70,7 +75,11 @@ class JsonlSource(FileSource):
 
         columns_of_features = self.conversion.source_columns
         features = self.conversion.schema.id_features
-        ids = {columns_of_features[feature.name]: feature.kind for feature in features if not feature.computed}
+        ids = {
+            columns_of_features[feature.name]: feature.kind
+            for feature in features
+            if not feature.computed and feature.column == feature.name in columns_of_features
+        }
         for place, file in enumerate(self.files):
             decoder = JsonDecoder(file, ids)
             columns: list[str] | None = None

@@ -65,6 +65,11 @@ class ParquetSource(FileSource):
             batches = (b for p, left in self._pieces(skip) for b in self.conversion.batches(iter([p]), left))
         return self.checked(batches, skip)
 
+    def inputs(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """See `InputSource.inputs`."""
+        source = self.reading(names)
+        return source.conversion.inputs(piece for piece, _ in source._pieces(0))
+
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """See `ColumnSource.columns`."""
         conversion = replace(self.conversion, passthrough=tuple(names))

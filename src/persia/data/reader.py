@@ -18,7 +18,7 @@ from persia.schema import InputRules, Schema, input_rules_of
 from persia.services import Divisible, fingerprint_of
 from persia.types import Int64Array, SourceFingerprint
 
-__all__ = ["ColumnSource", "Order", "Reader", "RowSource", "StreamReader", "canonical", "cut", "share_of"]
+__all__ = ["ColumnSource", "InputSource", "Order", "Reader", "RowSource", "StreamReader", "canonical", "cut", "share_of"]
 
 
 @runtime_checkable
@@ -61,6 +61,19 @@ class ColumnSource(RowSource, Protocol):
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yields pyarrow arrays by name for all rows of `chunks(0)`, in pieces of any size."""
+        ...
+
+
+@runtime_checkable
+class InputSource(RowSource, Protocol):
+    """A row source that can return the columns of the schema before the rules of features are applied."""
+
+    def inputs(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yields columns of the schema by name, as `Batch.from_columns` gets them, for all rows of `chunks(0)`."""
+        ...
+
+    def with_schema(self, schema: Schema) -> InputSource:
+        """Returns a source of the same rows for another schema."""
         ...
 
 
@@ -183,6 +196,34 @@ class StreamReader:
                 field="keep",
             )
         return self.source.columns(names)
+
+    def inputs(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yields columns of the schema before the rules of features are applied, in pieces of any size.
+
+        Args:
+            names: columns among `Schema.feature_columns`.
+
+        Raises:
+            ConfigError: the source has no such columns, as each sample is built from several rows.
+        """
+        return self._source_of_inputs().inputs(names)
+
+    def with_schema(self, schema: Schema) -> StreamReader:
+        """Returns a reader of the same rows for another schema, such as one that `persia.fit_features` has returned.
+
+        Raises:
+            ConfigError: the schema does not fit the options of the reader, or samples are built from several rows.
+        """
+        return replace(self, schema=schema, source=self._source_of_inputs().with_schema(schema))
+
+    def _source_of_inputs(self) -> InputSource:
+        if not isinstance(self.source, InputSource):
+            raise ConfigError(
+                "Samples of this reader are built from several rows of a file, so its schema is fixed; write them to "
+                "Parquet to declare other features.",
+                field="schema",
+            )
+        return self.source
 
     def shard(self, index: int, count: int) -> StreamReader:
         """Returns a reader of the batches with number % count == index; see `persia.services.Sharded`.

@@ -63,6 +63,7 @@ class Conversion:
         selection: rows to read; None for all.
         rules: lists and missing values, besides `fill`.
         passthrough: further columns of the file, for `passthrough_columns`.
+        only: columns of the schema to read, for `inputs`; None for all.
     """
 
     schema: Schema
@@ -75,14 +76,13 @@ class Conversion:
     selection: Selection | None = None
     rules: InputRules = NO_RULES
     passthrough: tuple[str, ...] = ()
+    only: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if self.day_unit not in _PER_DAY:
             raise ConfigError(f"day_unit = {self.day_unit!r}; use one of {', '.join(_PER_DAY)}.", field="day_unit")
         check_flag("require_labels", self.require_labels)
-        known = [f.name for f in self.schema.id_features if not f.computed]
-        known += [f.age_since for f in self.schema.id_features if f.age_since is not None]
-        known += [*self.schema.dense_names, *self.schema.label_names]
+        known = [*self.schema.feature_columns, *self.schema.label_names, *self._sample_columns]
         for name in self.rename:
             if name not in known:
                 raise ConfigError(
@@ -102,16 +102,38 @@ class Conversion:
                 raise ConfigError(
                     f"Invalid key {name!r} in fill; expected a dense feature or label of the schema.", field="fill"
                 )
+        for feature in self.schema.dense:
+            if feature.name in self.fill and feature.size != 1:
+                raise ConfigError(
+                    f"fill has {feature.name!r}, which has {feature.values} values per row; declare it instead: "
+                    f"DenseFeature({feature.name!r}, size=..., fill=...).",
+                    field="fill",
+                )
         self._rules()
         self._applied_rules()
 
     @property
     def source_columns(self) -> dict[str, str]:
-        """Returns the column of the file for each column of the schema, except crossed features and rules."""
-        names = [f.name for f in self.schema.id_features if not f.computed]
-        names += [f.age_since for f in self.schema.id_features if f.age_since is not None]
-        names += [*self.schema.dense_names, *(n for n in self.schema.label_names if n not in self.labels)]
-        return {name: self.rename.get(name, name) for name in names}
+        """Returns the column of the file for each column that the schema reads, except labels by rules."""
+        labels = (name for name in self.schema.label_names if name not in {*self._schema_rules, *self.labels})
+        names = [*self.schema.feature_columns, *labels, *self._sample_columns]
+        return {name: self.rename.get(name, name) for name in names if self.only is None or name in self.only}
+
+    @property
+    def number_columns(self) -> list[str]:
+        """Returns the columns of the file that may hold numbers other than ids."""
+        schema, columns = self.schema, self.source_columns
+        names = [each.name for each in schema.dense if each.size == 1]
+        names += [each.bucketize.column for each in schema.id_features if each.bucketize is not None]
+        names += [each.weights for each in schema.id_features if each.weights is not None]
+        names += [*schema.label_names, schema.sample_weight or ""]
+        read = [columns[name] for name in dict.fromkeys(names) if name in columns]
+        return [*read, *self.rule_columns, *(self.selection.columns if self.selection else ())]
+
+    @property
+    def _sample_columns(self) -> tuple[str, ...]:
+        """The columns of weights and groups of samples."""
+        return tuple(name for name in (self.schema.sample_weight, self.schema.group) if name is not None)
 
     @property
     def input_rules(self) -> InputRules:
@@ -139,7 +161,8 @@ class Conversion:
         needed += [(name, column) for name, rule in self._rules().items() for column in rule.columns]
         needed += [("where or split", column) for column in (self.selection.columns if self.selection else ())]
         needed += [(column, column) for column in self.passthrough]
-        return present_columns(file, present, needed, self.schema.label_names, self.require_labels, hint)
+        targets = (*self.schema.label_names, *self._sample_columns)
+        return present_columns(file, present, needed, targets, self.require_labels, hint)
 
     def batches(self, pieces: Iterator[Piece], skip: int, prepare: Prepare | None = None) -> Iterator[Batch]:
         """Converts the selected rows of the pieces to batches, without the first `skip`.
@@ -152,6 +175,30 @@ class Conversion:
         Raises:
             DataError: a value is invalid; the message names file, row, column and remedy.
         """
+        for piece, positions, computed in self._selected(pieces, skip):
+            with self._located(piece, positions, self.rename):
+                yield self._batch(piece._replace(columns=prepare(piece.columns)) if prepare else piece, computed)
+
+    def inputs(self, pieces: Iterator[Piece], prepare: Prepare | None = None) -> Iterator[dict[str, Any]]:
+        """Yields the columns `only` of the selected rows, as `Batch.from_columns` would get them.
+
+        Args:
+            pieces: as for `batches`, from the first row of the first file on.
+            prepare: as for `batches`.
+
+        Raises:
+            DataError: as `batches` does, but for the values of other columns.
+        """
+        for piece, positions, computed in self._selected(pieces, 0):
+            with self._located(piece, positions, self.rename):
+                prepared = piece._replace(columns=prepare(piece.columns)) if prepare else piece
+                columns = dict(self._inputs(prepared, computed))
+            yield columns
+
+    def _selected(
+        self, pieces: Iterator[Piece], skip: int
+    ) -> Iterator[tuple[Piece, Int64Array | None, dict[str, Any]]]:
+        """Yields the selected rows of pieces without the first `skip`, their positions, and the labels by rules."""
         first = 0
         for piece in pieces:
             if piece.counted:
@@ -179,8 +226,7 @@ class Conversion:
                 piece = Piece(piece.file, piece.row, rest, count - begin)
             with self._located(piece, positions, {}):
                 computed = self._computed_labels(piece)
-            with self._located(piece, positions, self.rename):
-                yield self._batch(piece._replace(columns=prepare(piece.columns)) if prepare else piece, computed)
+            yield piece, positions, computed
 
     def passthrough_columns(self, pieces: Iterator[Piece]) -> Iterator[dict[str, Any]]:
         """Yields the columns `passthrough` of the selected rows, unconverted.
@@ -225,18 +271,32 @@ class Conversion:
         return labels
 
     def _batch(self, piece: Piece, computed: dict[str, Any]) -> Batch:
-        texts = {feature.name for feature in self.schema.id_features if feature.kind == "text"}
+        columns = self._inputs(piece, computed)
+        return Batch.from_columns(self.schema, columns, self._day(piece), require_labels=self.require_labels)
+
+    def _inputs(self, piece: Piece, computed: dict[str, Any]) -> Mapping[str, Any]:
+        texts = {feature.column for feature in self.schema.id_features if feature.kind == "text"}
         named = {name: self._read(piece, column, name in texts) for name, column in self.source_columns.items()}
         present = {name: column for name, column in (named | computed).items() if column is not None}
-        columns = apply_rules(self._applied_rules(), present)
-        return Batch.from_columns(self.schema, columns, self._day(piece), require_labels=self.require_labels)
+        return apply_rules(self._applied_rules(), present)
 
     def _applied_rules(self) -> InputRules:
         """Returns the rules of this reader, with `fill` of labels and dense features."""
         return msgspec.structs.replace(self.rules, fill=dict(self.fill))
 
     def _rules(self) -> dict[str, Expression]:
-        return {name: Expression(f"labels[{name!r}]", rule) for name, rule in self.labels.items()}
+        """Returns the rules of labels: those of the schema, unless the reader gives another one or renames the label."""
+        if self.only is not None:
+            return {}
+        own = {name: Expression(f"labels[{name!r}]", rule) for name, rule in self.labels.items()}
+        declared = self._schema_rules
+        return {name: Expression(f"Label({name!r}).rule", rule) for name, rule in declared.items()} | own
+
+    @property
+    def _schema_rules(self) -> dict[str, str]:
+        """The rules of labels in the schema."""
+        targets = (each for each in self.schema.labels if not isinstance(each, str))
+        return {each.name: each.rule for each in targets if each.rule is not None and each.name not in self.rename}
 
     def _read(self, piece: Piece, column: str, as_text: bool = False) -> Any:
         """Returns a column of the file, or its hive key as a constant column, or None.

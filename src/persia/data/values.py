@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from persia.batching.columns import number_column
+from persia.batching.numbers import number_column
 from persia.errors import DataError
 
 __all__ = ["Values", "times_of_text", "without_views"]

@@ -9,6 +9,7 @@ from persia.schema.dense import DenseFeature, DenseStatistics
 from persia.schema.derivations import Buckets, TimePart, Tokens
 from persia.schema.dims import dims_by_frequency
 from persia.schema.features import IdFeature, IdKind, Pooling, Schema
+from persia.schema.fitted import FittedValue, fitted_values, with_values_of, without_values
 from persia.schema.input_rules import NO_RULES, InputRules, input_rules_of
 from persia.schema.labels import Label
 from persia.schema.losses import (
@@ -73,6 +74,7 @@ __all__ = [
     "DenseStatistics",
     "EmbeddingOptimizer",
     "EntireSpace",
+    "FittedValue",
     "Focal",
     "Ftrl",
     "HashTo",
@@ -105,5 +107,8 @@ __all__ = [
     "Uniform",
     "Zeros",
     "dims_by_frequency",
+    "fitted_values",
     "input_rules_of",
+    "with_values_of",
+    "without_values",
 ]

@@ -27,7 +27,8 @@ class DenseStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         mean: mean of the values that are present, before any rule; for `fill="mean"`.
         centre: number that is subtracted after `clip` and `log`.
         width: positive number that the difference is divided by.
-        quantiles: rising values at equal ranks from 0 to 1, after `clip` and `log`; for `scale="quantile"`.
+        quantiles: values at equally distant ranks from 0 to 1, which never fall, after `clip` and `log`; for
+            `scale="quantile"`.
         rows: rows that were read.
     """
 
@@ -45,7 +46,9 @@ class DenseStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise ConfigError(
                 f"Invalid DenseStatistics.width = {self.width!r}; expected a positive number.", field="width"
             )
-        check_rising("DenseStatistics.quantiles", self.quantiles)
+        check_rising("DenseStatistics.quantiles", self.quantiles, equal=True)
+        if len(self.quantiles) == 1:
+            raise ConfigError("DenseStatistics.quantiles has one value; give two or more, or none.", field="quantiles")
 
 
 class DenseFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -94,6 +97,7 @@ class DenseFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         check_flag(f"{owner}.log", self.log)
         if self.clip is not None:
             low, high = _pair(f"{owner}.clip", self.clip)
+            msgspec.structs.force_setattr(self, "clip", (low, high))
             if not low < high:
                 raise ConfigError(
                     f"Invalid {owner}.clip = {self.clip!r}; expected (lowest, highest).", field=f"{owner}.clip"
@@ -101,7 +105,8 @@ class DenseFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         if isinstance(self.scale, str):
             check_choice(f"{owner}.scale", self.scale, ("standard", "minmax", "quantile"))
         elif self.scale is not None:
-            _, width = _pair(f"{owner}.scale", self.scale)
+            centre, width = _pair(f"{owner}.scale", self.scale)
+            msgspec.structs.force_setattr(self, "scale", (centre, width))
             if not width > 0:
                 raise ConfigError(
                     f"Invalid {owner}.scale = {self.scale!r}; expected (centre, width) with a positive width.",
@@ -145,11 +150,11 @@ def dense_feature(name: str) -> DenseFeature:
     return DenseFeature(name)
 
 
-def check_rising(owner: str, values: Sequence[float]) -> None:
-    """Raises ConfigError unless the numbers are finite and rise."""
+def check_rising(owner: str, values: Sequence[float], *, equal: bool = False) -> None:
+    """Raises ConfigError unless the numbers are finite and rise; neighbours may be equal if `equal` is set."""
     for number, value in enumerate(values):
         check_number(owner, plain(value), -math.inf)
-        if number and not values[number - 1] < value:
+        if number and not (values[number - 1] < value or (equal and values[number - 1] == value)):
             raise ConfigError(f"Invalid {owner}; expected rising numbers, not {value!r} after {values[number - 1]!r}.")
 
 

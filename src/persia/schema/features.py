@@ -386,6 +386,15 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         features: list[IdFeature | DenseFeature] = [*self.id_features, *self.dense]
         return tuple(each.name for each in features if each.needs_fit)
 
+    def check_fitted(self) -> None:
+        """Raises ConfigError if a rule still needs `persia.fit_features`."""
+        if names := self.needs_fit:
+            raise ConfigError(
+                f"The rules of {', '.join(map(repr, names))} need statistics of the data; call persia.fit_features, and "
+                "use the schema that it returns, also for readers: reader.with_schema(schema).",
+                field="schema",
+            )
+
     def _check_aligned(self, feature: IdFeature, other: IdFeature) -> None:
         for field in ("max_length", "keep"):
             own_value, other_value = getattr(feature, field), getattr(other, field)

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.batching.columns import number_column
+from persia.batching.numbers import number_column
 from persia.data.values import times_of_text
 from persia.errors import DataError
 

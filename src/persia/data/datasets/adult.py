@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 
-from persia.batching.columns import number_column
+from persia.batching.numbers import number_column
 from persia.data.files import Paths, dataset_path, expand
 from persia.data.from_csv import CsvFormat, CsvSource
 from persia.data.reader import StreamReader

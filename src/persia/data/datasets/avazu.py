@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from persia.batching.columns import number_column
+from persia.batching.numbers import number_column
 from persia.data.files import Paths, expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
 from persia.data.reader import StreamReader

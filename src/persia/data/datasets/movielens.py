@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Unpack
 
-from persia.batching.columns import number_column
+from persia.batching.numbers import number_column
 from persia.data.files import expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
 from persia.data.reader import StreamReader
