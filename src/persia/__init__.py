@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from persia import cluster, data, dense, modes, nn, optim
     from persia.batching.batch import Batch
     from persia.batching.id_column import IdColumn
+    from persia.data.fit import fit_features
     from persia.errors import PersiaError
     from persia.schema import (
         AdmitAll,
@@ -46,6 +47,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "persia.batching.batch": ("Batch",),
     "persia.batching.id_column": ("IdColumn",),
+    "persia.data.fit": ("fit_features",),
     "persia.errors": ("PersiaError",),
     "persia.trainer.options": ("TrainerOptions",),
     "persia.schema": (
@@ -130,6 +132,7 @@ __all__ = [
     "data",
     "dense",
     "dims_by_frequency",
+    "fit_features",
     "modes",
     "nn",
     "optim",

@@ -144,18 +144,20 @@ def transformed(feature: DenseFeature, values: NDArray[np.float64], *, scale: bo
 def _ranks(values: NDArray[np.float64], quantiles: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the ranks of values, from 0 to 1, by linear interpolation between quantiles of equally distant ranks.
 
-    A value that several quantiles equal has the mean of their ranks, as scikit-learn's QuantileTransformer returns.
+    The first and the last quantile, and values beyond, are 0 and 1; another value that several quantiles equal has the
+    mean of their ranks. So scikit-learn's QuantileTransformer maps them, too.
     """
     last = len(quantiles) - 1
     left = np.searchsorted(quantiles, values, "left")
     right = np.searchsorted(quantiles, values, "right")
     ranks = (left + right - 1) / 2
     between = (left == right) & (left > 0) & (left <= last)
-    if between.any():
-        above = left[between]
-        low, high = quantiles[above - 1], quantiles[above]
-        ranks[between] = (above - 1) + (values[between] - low) / (high - low)
-    return np.clip(ranks, 0, last) / last
+    above = left[between]
+    low, high = quantiles[above - 1], quantiles[above]
+    ranks[between] = (above - 1) + (values[between] - low) / (high - low)
+    ranks[values >= quantiles[-1]] = last
+    ranks[values <= quantiles[0]] = 0
+    return ranks / last
 
 
 def _may_round(numbers: NDArray[Any]) -> bool:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from persia.checkpoint.format import Manifest
 from persia.errors import CheckpointError
-from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
+from persia.schema import (
+    SGD,
+    DenseFeature,
+    EmbeddingOptimizer,
+    IdFeature,
+    Label,
+    Schema,
+    with_values_of,
+    without_values,
+)
 from persia.types.values import LARGEST, Dtype, largest_finite
 
 __all__ = ["NEW_OPTIMIZER", "check_values", "differences", "id_difference", "same_rule", "schema_differences"]
 
 NEW_OPTIMIZER = "reset its state with new_optimizer=True (`--new-optimizer` of persia train and continual)"
 """Remedy for another optimizer, for errors."""
+
+_MAY_DIFFER = ("name", "fitted", "missing", "weight", "rule", "unit")
+"""Fields of dense features and labels that a continued run may change; `fitted` is compared by itself."""
 
 
 def differences(
@@ -25,6 +39,7 @@ def differences(
     optimizer: EmbeddingOptimizer | None,
     *,
     new_optimizer: bool = False,
+    refit: bool = False,
 ) -> list[str]:
     """Lists the reasons why a model cannot use the rows or the dense model of a checkpoint, one sentence each.
 
@@ -34,11 +49,13 @@ def differences(
         schema: schema of the model.
         optimizer: optimizer of the model's tables that declare none.
         new_optimizer: whether tables may change their optimizer.
+        refit: whether fitted values of features may differ.
     """
     return [
         *_tables(manifest, schema, optimizer, new_optimizer),
         *_features(saved, schema),
         *_columns(saved, schema),
+        *([] if refit else _fitted(saved, schema)),
     ]
 
 
@@ -47,7 +64,7 @@ def schema_differences(
 ) -> list[str]:
     """Lists why rows and networks of one schema do not fit another one, one sentence each.
 
-    Initialisers, optimizers, capacities, dtypes and admission may differ.
+    Initialisers, optimizers, capacities, dtypes, admission and fitted values may differ.
 
     Args:
         theirs: what rows and networks were trained with.
@@ -60,7 +77,7 @@ def schema_differences(
     for name in tables.keys() & other.keys():
         if tables[name].dim != other[name].dim:
             found.append(f"table {name!r} has dim {tables[name].dim}, in {there} {other[name].dim}")
-    return [*sorted(found), *_features(theirs, mine, there, here), *_columns(theirs, mine)]
+    return [*sorted(found), *_features(theirs, mine, there, here), *_columns(theirs, mine, there)]
 
 
 def id_difference(saved: Schema, schema: Schema, table: str) -> str:
@@ -179,14 +196,49 @@ def _meaning(feature: IdFeature) -> dict[str, Any]:
         "age_since": feature.age_since,
         "of": feature.of,
         "mapping": feature.mapping,
+        "bucketize": feature.bucketize and msgspec.structs.replace(feature.bucketize, fitted=None),
+        "time": feature.time,
+        "tokens": feature.tokens,
+        "split": feature.split,
+        "fill": feature.fill,
+        "weights": feature.weights,
     }
 
 
-def _columns(saved: Schema, schema: Schema) -> list[str]:
-    found: list[str] = []
-    for field in ("dense_features", "labels"):
-        mine, theirs = list(getattr(schema, field)), list(getattr(saved, field))
-        if mine != theirs:
-            only = [f"{name!r}" for name in mine if name not in theirs] + [f"{n!r}" for n in theirs if n not in mine]
-            found.append(f"{field} differ in {', '.join(only[:8])}" if only else f"{field} are in another order")
-    return found
+def _columns(saved: Schema, schema: Schema, there: str = "the checkpoint") -> list[str]:
+    return [
+        *_records("dense_features", "dense feature", saved.dense, schema.dense, there),
+        *_records("labels", "label", saved.targets, schema.targets, there),
+    ]
+
+
+def _records(
+    field: str, kind: str, saved: Sequence[DenseFeature | Label], own: Sequence[DenseFeature | Label], there: str
+) -> list[str]:
+    """Lists differences of dense features or labels, apart from fitted values and what only affects the loss."""
+    theirs, mine = {each.name: each for each in saved}, {each.name: each for each in own}
+    only = [f"{name!r}" for name in [*mine, *theirs] if name not in theirs or name not in mine]
+    if only:
+        return [f"{field} differ in {', '.join(only[:8])}"]
+    if list(theirs) != list(mine):
+        return [f"{field} are in another order"]
+    return [
+        f"{kind} {name!r} has {rule} {getattr(mine[name], rule)!r}, in {there} {getattr(other, rule)!r}"
+        for name, other in theirs.items()
+        for rule in other.__struct_fields__
+        if rule not in _MAY_DIFFER and getattr(mine[name], rule) != getattr(other, rule)
+    ]
+
+
+def _fitted(saved: Schema, schema: Schema) -> list[str]:
+    """Lists features with the same rules, but other fitted values."""
+    if without_values(saved) == saved:
+        return []
+    taken = with_values_of(schema, saved)
+    dense = [one.name for one, other in zip(schema.dense, taken.dense, strict=True) if one != other]
+    ids = [one.name for one, other in zip(schema.id_features, taken.id_features, strict=True) if one != other]
+    return [
+        f"feature {name!r} has other fitted values (persia.schema.with_values_of takes the checkpoint's; refit=True, or "
+        "--refit, continues with the new ones)"
+        for name in [*dense, *ids]
+    ]

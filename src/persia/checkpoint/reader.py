@@ -102,7 +102,12 @@ class CheckpointReader:
         return self.manifest.extra
 
     def check_schema(
-        self, schema: Schema, optimizer: EmbeddingOptimizer | None = None, *, new_optimizer: bool = False
+        self,
+        schema: Schema,
+        optimizer: EmbeddingOptimizer | None = None,
+        *,
+        new_optimizer: bool = False,
+        refit: bool = False,
     ) -> None:
         """Checks that a model can continue from this checkpoint.
 
@@ -112,11 +117,12 @@ class CheckpointReader:
             schema: schema of the model.
             optimizer: optimizer of tables that declare none.
             new_optimizer: whether tables may change their optimizer, which resets their optimizer state.
+            refit: whether fitted values of features may differ.
 
         Raises:
             CheckpointError: the model cannot continue; the message lists all differences.
         """
-        found = differences(self.manifest, self.schema, schema, optimizer, new_optimizer=new_optimizer)
+        found = differences(self.manifest, self.schema, schema, optimizer, new_optimizer=new_optimizer, refit=refit)
         if found:
             other_optimizer = not differences(self.manifest, self.schema, schema, optimizer, new_optimizer=True)
             remedy = NEW_OPTIMIZER if other_optimizer else "start a new run in another directory"

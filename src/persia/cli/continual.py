@@ -21,7 +21,7 @@ from persia.trainer import Trainer
 from persia.trainer.progress import FitResult
 from persia.types.decoding import decode_hook
 
-__all__ = ["DayRecord", "Recipe", "parse_days", "table"]
+__all__ = ["DayRecord", "Recipe", "continued", "parse_days", "table"]
 
 FILE = "continual.json"
 
@@ -65,6 +65,11 @@ class DayRecord(msgspec.Struct, frozen=True):
     dropped_batches: int = 0
     staleness_mean: float = 0.0
     lost_tokens: int = 0
+
+
+def continued(output: str, inherit: str | None) -> str | None:
+    """Returns the directory whose latest checkpoint a recipe starts from; None for a new model."""
+    return output if list_checkpoints(output) else inherit
 
 
 def parse_days(text: str) -> range:

@@ -116,12 +116,14 @@ def _resume_obstacle(
 ) -> tuple[str | None, CheckpointReader | None]:
     """Returns what prevents resuming a run with a configuration, and the run's checkpoint if it can be read."""
     from persia.checkpoint import CheckpointReader
+    from persia.schema import with_values_of
     from persia.trainer.loading import check_resumable
     from persia.trainer.options import Declared
 
     reader = None
     try:
         reader = CheckpointReader(directory)
+        schema = with_values_of(schema, reader.schema)
         model = run.model.build(schema)
         optimizer = run.optimizer.factory()(model.parameters())
         declared = Declared(schema, run.embedding_optimizer, run.mode, run.trainer)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from persia.cli.configured_run import Checkpoint, Config, Set, closing_cluster, read_config
+from persia.cli.fitted import fitted_as_checkpoint
 from persia.printable import say
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def _source(run: RunConfig, data: str | None, labels: bool) -> DataConfig:
 
 def _restored(run: RunConfig, source: DataConfig, checkpoint: str) -> tuple[Trainer, Any]:
     """Returns a trainer with the checkpoint, and the reader of a source."""
+    run = fitted_as_checkpoint(run, checkpoint)
     schema = run.schema if run.schema is not None or run.eval_data is None else run.reader().schema
     reader = source.reader(schema, "eval_data" if run.eval_data else "data")
     trainer = run.build_trainer(reader.schema)

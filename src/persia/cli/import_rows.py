@@ -10,6 +10,7 @@ import typer
 
 from persia.cli.configured_run import Config, Set, closing_cluster, command_line, read_config
 from persia.cli.earlier_run import check_unused
+from persia.cli.fitted import fitted_run
 from persia.printable import say
 
 __all__ = ["import_"]
@@ -50,6 +51,7 @@ def import_(
         with contextlib.suppress(OSError):  # Leaves no directory if the rows do not match. A URL is no path.
             os.rmdir(output)
     read = import_dcp if (Path(source) / ".metadata").exists() else import_rows
+    run = fitted_run(run)
     trainer = run.build_trainer(run.reader().schema)
     with closing_cluster(trainer):
         done = read(trainer.embeddings, source, tables=table)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from persia.cli.configured_run import Set, closing_cluster, read_config
+from persia.cli.fitted import fitted_run
 from persia.errors import ConfigError
 from persia.printable import say
 
@@ -165,6 +166,7 @@ def _rates_of(run: RunConfig, name: str) -> Rates:
     from persia.plan import Rates, planned_tables, row_key
     from persia.plan.measure import measure_rows, measure_wire
 
+    run = fitted_run(run)
     reader = run.reader()
     schema = reader.schema
     tables = planned_tables(schema, run.embedding_optimizer, dict.fromkeys(schema.resolved_tables(), 1), False)

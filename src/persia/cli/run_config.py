@@ -20,7 +20,7 @@ from persia.modes import Hybrid, Mode, ModeSetting
 from persia.nn.dense_step import OptimizerFactory
 from persia.nn.models.registry import MODELS, build
 from persia.optim import APMSqueeze, APMSqueezeOptions
-from persia.schema import Adagrad, EmbeddingOptimizer, Schema
+from persia.schema import Adagrad, EmbeddingOptimizer, Schema, with_values_of
 from persia.services import Cluster
 from persia.telemetry.process import check_port
 from persia.trainer import Trainer
@@ -297,10 +297,16 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         epochs: passes over the data in total, including passes before a resume.
         max_steps: maximum number of global steps; null for no limit.
+        fit_rows: rows that rules of features are fitted to, from the beginning of `data`; null for all.
     """
 
     epochs: int = 1
     max_steps: int | None = None
+    fit_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fit_rows is not None:
+            check_integer("train.fit_rows", self.fit_rows, 1)
 
 
 class ContinualConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -418,6 +424,14 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Returns a copy that saves checkpoints to a directory."""
         trainer = msgspec.structs.replace(self.trainer, checkpoint_dir=directory)
         return msgspec.structs.replace(self, trainer=trainer)
+
+    def fitted_as(self, saved: Schema) -> RunConfig:
+        """Returns a copy with the fitted values of a saved schema, for features that both declare in the same way."""
+        return self if self.schema is None else self.of_schema(with_values_of(self.schema, saved))
+
+    def of_schema(self, schema: Schema) -> RunConfig:
+        """Returns a copy with another schema."""
+        return msgspec.structs.replace(self, schema=schema)
 
     def reader(self) -> Any:
         """Opens the training reader; its `schema` is the run's."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optuna
 
 from persia.cli import ui
+from persia.cli.fitted import fitted_run
 from persia.cli.run_config import Range, RunConfig, SweepConfig
 from persia.config import convert, dump
 from persia.errors import ConfigError, DataError, DivergedError
@@ -163,6 +164,7 @@ class Sweep:
         unsaved = with_values(tree, {"trainer.checkpoint_dir": None, "trainer.keep_best": None})
         for name in ("checkpoint_every_steps", "checkpoint_every_seconds"):
             unsaved["trainer"].pop(name, None)
+        run = fitted_run(run)
         reader = run.reader()
         trainer = convert(unsaved, RunConfig, f"trial {number}").build_trainer(reader.schema)
         with self._close(trainer):

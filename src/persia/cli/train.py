@@ -59,6 +59,12 @@ def train(
             help="With --resume, allow another optimizer than the checkpoint's, and reset its state.",
         ),
     ] = False,
+    refit: Annotated[
+        bool,
+        typer.Option(
+            "--refit", help="With --resume, fit the rules of features to these data, not as the checkpoint has them."
+        ),
+    ] = False,
     ui: Annotated[
         bool, typer.Option("--ui", help="Show the run on a page at 127.0.0.1, while it trains; see `observe.ui_port`.")
     ] = False,
@@ -77,6 +83,8 @@ def train(
     With --resume, the same data continue at the next batch, and other data at their first one. Data of which some files
     were trained continue with the new files. Where nothing is left to train, the last line says so; the exit status is
     0, so the command may be repeated as data come.
+
+    Rules of features that need statistics are fitted to the data first. A continued run keeps those of its checkpoint.
     """
     from persia.cli import ui as out
 
@@ -98,7 +106,7 @@ def train(
         if folder is not None:
             run = run.saving_to(str(folder.path))
         command = Command(config, overrides, json)
-        options = _TrainOptions(ui, overwrite, again, restart_data, new_optimizer)
+        options = _TrainOptions(ui, overwrite, again, restart_data, new_optimizer, refit)
         _train(run, command, resume, folder, options)
 
 
@@ -110,6 +118,7 @@ class _TrainOptions(NamedTuple):
     again: bool
     restart_data: bool
     new_optimizer: bool
+    refit: bool
 
 
 def _train(
@@ -121,6 +130,7 @@ def _train(
 ) -> None:
     """Trains one run, and prints its result."""
     from persia.cli import ui as out
+    from persia.cli.fitted import fitted_run
     from persia.trainer.fit_checks import check_outputs
 
     if run.cluster.kind == "embedded":  # With Ray, the process that writes checks, perhaps on another host.
@@ -131,13 +141,16 @@ def _train(
     step = earlier_run.existing_step(directory, resume)
     if step is not None and not options.overwrite:
         raise earlier_run.refusal(directory, step, command, run, reader.schema)
+    fitted = fitted_run(run, resume, refit=options.refit)
+    if fitted is not run:
+        run, reader = fitted, fitted.reader()
     trainer = run.build_trainer(reader.schema)
     with closing_cluster(trainer, trains=True):
         if run.cluster.kind == "ray":
             address = _control_address(trainer)
             say(f"Control address for `persia top`, `health`, `trace` and `control`: {address}", error=True)
         if resume is not None:
-            _load(trainer, resume, command, run, new_optimizer=options.new_optimizer)
+            _load(trainer, resume, command, run, options)
         trainer.resume_line = _resume_line(trainer.global_step, run.train.max_steps, command)
         evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
         if step is not None:
@@ -168,12 +181,14 @@ def _resolve_link(directory: str | None) -> str | None:
     return os.path.realpath(directory)
 
 
-def _load(trainer: Trainer, resume: str, command: Command, run: RunConfig, *, new_optimizer: bool) -> None:
+def _load(trainer: Trainer, resume: str, command: Command, run: RunConfig, options: _TrainOptions) -> None:
     """Loads a checkpoint. If it does not match, the error lists commands that work."""
     try:
-        trainer.load(resume, new_optimizer=new_optimizer)
+        trainer.load(resume, new_optimizer=options.new_optimizer, refit=options.refit)
     except CheckpointError as error:
-        remedy = earlier_run.ways_to_resume(resume, command, run, trainer.schema, new_optimizer=new_optimizer)
+        remedy = earlier_run.ways_to_resume(
+            resume, command, run, trainer.schema, new_optimizer=options.new_optimizer
+        )
         raise CheckpointError(f"{error.message}\n{remedy}" if remedy else error.message, **error.fields) from error
 
 

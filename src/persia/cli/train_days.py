@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from persia.cli.configured_run import Config, Set, closing_cluster, command_line, read_config
+from persia.cli.fitted import fitted_run
 from persia.printable import say
 
 __all__ = ["continual"]
@@ -54,6 +55,7 @@ def continual(
     requested = recipe.parse_days(days)
     run = read_config(config, overrides, output)
     out.check_writable(json)
+    run = fitted_run(run, recipe.continued(output, inherit))
     todo = recipe.Recipe(run, output)
     trainer = run.build_trainer(run.reader().schema)
     words = ["continual", config, "--days", days, "--output", output, *(["--inherit", inherit] if inherit else [])]

@@ -15,6 +15,7 @@ import msgspec
 from persia.errors import ConfigError
 from persia.metrics import Figures, MetricsResult
 from persia.printable import say
+from persia.schema import FittedValue
 from persia.telemetry.terminal import DataConsole, Grid
 from persia.trainer import FitResult
 
@@ -24,6 +25,7 @@ __all__ = [
     "fit_record",
     "metrics_record",
     "print_fit",
+    "print_fitted",
     "print_metrics",
     "print_toml",
     "write_json",
@@ -92,6 +94,14 @@ def print_metrics(title: str, result: MetricsResult) -> None:
         ranks = [f"recall@{k} {share:.4f}" for k, share in grouped.recall.items()]
         ranks += [f"NDCG@{k} {gain:.4f}" for k, gain in grouped.ndcg.items()]
         say(f"{label}, {grouped.groups:,} groups: GAUC {grouped.auc:.4f}, {', '.join(ranks)}")
+
+
+def print_fitted(values: list[FittedValue]) -> None:
+    """Prints the fitted values of features."""
+    table = Grid("feature", "rule", "found", text=["feature", "rule", "found"], title="fitted")
+    for value in values:
+        table.add_row(*value)
+    CONSOLE.print(table)
 
 
 def metrics_record(result: MetricsResult) -> dict[str, Any]:

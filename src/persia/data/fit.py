@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from persia.batching.dense_columns import raw_numbers, transformed
 from persia.checks import check_integer
+from persia.data.reader import InputReader
 from persia.errors import ConfigError, DataError
 from persia.schema import DenseFeature, DenseStatistics, IdFeature, Schema, with_values_of, without_values
 
-__all__ = ["InputReader", "fit_features"]
+__all__ = ["fit_features"]
 
 RANKS = 257
 """Quantiles of `scale="quantile"`, whose distance in rank is 1/256."""
@@ -23,15 +24,6 @@ SAMPLE_VALUES = 1 << 17
 """Values of a feature that quantiles are computed from: all of fewer, else a uniform sample, so that a rank is off by
 0.14 % (standard deviation) at most."""
 SEED = 0
-
-
-@runtime_checkable
-class InputReader(Protocol):
-    """A reader whose columns can be read before the rules of features are applied: CSV, Parquet, JSON lines, Arrow."""
-
-    def inputs(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yields columns by name, in pieces of any size."""
-        ...
 
 
 def fit_features(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from persia.batching.batch import Batch
 from persia.batching.columns import add_computed
 from persia.batching.id_column import IdColumn
 from persia.checks import MAX_SEED, check_choice, check_integer, check_number
-from persia.data.reader import Reader, share_of
+from persia.data.reader import InputReader, Reader, share_of
 from persia.errors import ConfigError, DataError
 from persia.schema import InputRules, Schema, input_rules_of
 from persia.services import Divisible, Seekable, Sharded, fingerprint_of
@@ -160,6 +160,27 @@ class NegativeSampling:
     def input_rules(self) -> InputRules | None:
         """The rules of the other reader for missing values and lists."""
         return input_rules_of(self.reader)
+
+    def inputs(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yields columns of the other reader before the rules of features are applied, without negatives."""
+        return self._input_reader().inputs(names)
+
+    def with_schema(self, schema: Schema) -> NegativeSampling:
+        """Returns a reader of the same samples for another schema, such as one that is fitted.
+
+        Raises:
+            ConfigError: the schema of the other reader is fixed.
+        """
+        return replace(self, reader=self._input_reader().with_schema(schema))
+
+    def _input_reader(self) -> InputReader:
+        if not isinstance(self.reader, InputReader):
+            raise ConfigError(
+                f"The schema of {type(self.reader).__name__} is fixed; give a reader of persia.data.csv, parquet, jsonl "
+                "or arrow.",
+                field="reader",
+            )
+        return self.reader
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """See `Reader.batches`."""

@@ -18,7 +18,7 @@ from persia.schema import InputRules, Schema, input_rules_of
 from persia.services import Divisible, fingerprint_of
 from persia.types import Int64Array, SourceFingerprint
 
-__all__ = ["ColumnSource", "InputSource", "Order", "Reader", "RowSource", "StreamReader", "canonical", "cut", "share_of"]
+__all__ = ["ColumnSource", "InputReader", "InputSource", "Order", "Reader", "RowSource", "StreamReader", "canonical", "cut", "share_of"]
 
 
 @runtime_checkable
@@ -44,6 +44,19 @@ class Reader(Protocol):
 
     def __iter__(self) -> Iterator[Batch]:
         """The first pass, from its beginning."""
+        ...
+
+
+@runtime_checkable
+class InputReader(Reader, Protocol):
+    """A reader whose columns can be read before the rules of features are applied, and which takes another schema."""
+
+    def inputs(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yields columns of the schema by name, as `Batch.from_columns` gets them, in pieces of any size."""
+        ...
+
+    def with_schema(self, schema: Schema) -> InputReader:
+        """Returns a reader of the same rows for another schema."""
         ...
 
 

@@ -136,7 +136,14 @@ class DenseFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     @property
     def needs_fit(self) -> bool:
         """Whether a rule still needs `persia.fit_features`."""
-        return self.fitted is None and (self.fill == "mean" or isinstance(self.scale, str))
+        if self.fill != "mean" and not isinstance(self.scale, str):
+            return False
+        found = self.fitted or DenseStatistics()
+        if self.fill == "mean" and found.mean is None:
+            return True
+        if self.scale == "quantile":
+            return not found.quantiles
+        return isinstance(self.scale, str) and (found.centre is None or found.width is None)
 
     @property
     def plain(self) -> bool:

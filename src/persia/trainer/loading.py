@@ -55,11 +55,13 @@ class LoadOptions(NamedTuple):
         new_optimizer: let the optimizers of the network and of tables differ from the checkpoint's. The state of
             those that do is reset, and a warning says so.
         trains_in_other_processes: whether other processes train; see `TrainingState.load_state_dict`.
+        refit: let fitted values of features differ from the checkpoint's.
     """
 
     step: int | None = None
     new_optimizer: bool = False
     trains_in_other_processes: bool = False
+    refit: bool = False
 
 
 class LoadedTable(NamedTuple):
@@ -113,7 +115,8 @@ def load(
     if state.global_step or (first and any(t["rows"] for t in embeddings.statistics().values())):
         raise PersiaError("load() needs a fresh Trainer; this one has trained. Make a new one.")
     reader = CheckpointReader(directory, options.step)
-    reader.check_schema(resolved(declared.schema, connection.servers), new_optimizer=options.new_optimizer)
+    schema = resolved(declared.schema, connection.servers)
+    reader.check_schema(schema, new_optimizer=options.new_optimizer, refit=options.refit)
     reader.verify()
     training = reader.state("training")
     tensors = reader.tensors("model")

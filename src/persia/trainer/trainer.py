@@ -87,6 +87,7 @@ class Trainer:
             cluster=(cluster, CLUSTER),
             options=(options, options_of(TrainerOptions)),
         )
+        schema.check_fitted()
         self.schema = schema
         self.cluster = cluster
         self.options = options = options or TrainerOptions()
@@ -339,7 +340,9 @@ class Trainer:
         """
         return self.checkpointing.save(os.fspath(directory))
 
-    def load(self, directory: str, *, step: int | None = None, new_optimizer: bool = False) -> None:
+    def load(
+        self, directory: str, *, step: int | None = None, new_optimizer: bool = False, refit: bool = False
+    ) -> None:
         """Loads everything from a checkpoint of `directory`, its mode included; all is checked before anything changes.
 
         The number of embedding PSs, their capacities and their admission may be others than those that wrote it. So may
@@ -353,13 +356,15 @@ class Trainer:
             step: the step to load instead of the latest.
             new_optimizer: let the optimizer of the network, or of tables, differ from the checkpoint's; its state
                 is reset, and a warning says so.
+            refit: let fitted values of features differ from the checkpoint's: the network goes on with inputs of
+                another scale.
 
         Raises:
             CheckpointError: it is damaged, or of another schema, model or optimizer, or has values beyond the dtype of
                 a table.
         """
         replicas = self.step.replicas
-        options = loading.LoadOptions(step, new_optimizer, self._trains_in_other_processes)
+        options = loading.LoadOptions(step, new_optimizer, self._trains_in_other_processes, refit)
 
         def load() -> None:
             loading.load(directory, options, self.declared, self.step, self.state, self.embeddings)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["init"]
 
+_FITTED_ROWS = 65_536
+"""Rows that rules are fitted to here, for batches whose labels are looked at."""
 _TRIED_BATCHES = 100
 
 
@@ -164,9 +166,11 @@ def _reads_both_labels(config: str) -> bool:
 
     from persia.cli.run_config import RunConfig
     from persia.config import convert
+    from persia.data.fit import fit_features
 
     run = convert(tomllib.loads(config), RunConfig, "config.toml")
-    assert run.eval_data is not None
+    assert run.eval_data is not None and run.schema is not None
+    run = run.of_schema(fit_features(run.schema, run.reader(), _FITTED_ROWS))
     parts = []
     for section, name in ((run.data.in_order(), "data"), (run.eval_data, "eval_data")):
         seen: set[bool] = set()

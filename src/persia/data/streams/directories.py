@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -159,6 +160,11 @@ class DirectoryReader(LocalStream[_FileRecord]):
     def schema(self) -> Schema:
         """The schema of the batches."""
         return self._conversion.schema
+
+    def with_schema(self, schema: Schema) -> DirectoryReader:
+        """Returns a reader of the same rows for another schema, without a record."""
+        conversion = dataclasses.replace(self._conversion, schema=schema)
+        return DirectoryReader(conversion, self.batch_size, self._options)
 
     @property
     def input_rules(self) -> InputRules:

@@ -175,6 +175,11 @@ class KafkaReader(LoggedStream):
         """The schema of the batches."""
         return self._conversion.schema
 
+    def with_schema(self, schema: Schema) -> KafkaReader:
+        """Returns a reader of the same rows for another schema, without a record."""
+        conversion = dataclasses.replace(self._conversion, schema=schema)
+        return KafkaReader(conversion, self.batch_size, self._options)
+
     @property
     def input_rules(self) -> InputRules:
         """See `Conversion.input_rules`."""

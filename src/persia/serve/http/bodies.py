@@ -12,7 +12,7 @@ from persia.batching.batch import Batch
 from persia.batching.columns import add_computed, id_column
 from persia.batching.input_rules import apply_rules, split_count
 from persia.errors import DataError
-from persia.schema import NO_RULES, InputRules, Schema
+from persia.schema import NO_RULES, DenseFeature, InputRules, Schema
 from persia.serve.http.codecs.arrow_codec import value_count
 from persia.serve.http.codecs.codec import Codec, Records, Samples
 from persia.serve.http.codecs.messages import MessageCodec
@@ -62,10 +62,9 @@ class Bodies:
         self._schema = schema
         self._limits = limits
         self._rules = rules
-        self._ids = {f.name: f for f in schema.id_features if not f.computed}
-        times = {f.age_since for f in schema.id_features if f.age_since is not None}
-        self._names = frozenset({*self._ids, *times, *schema.dense_names})
-        self._ignored = frozenset(schema.label_names)
+        self._names = frozenset(schema.feature_columns)
+        of_samples = {name for name in (schema.sample_weight, schema.group) if name is not None}
+        self._ignored = frozenset({*schema.label_names, *of_samples}) - self._names
 
     def samples(self, codec: Codec, body: bytes) -> Batch:
         """Returns the samples of a `/predict` request.
@@ -78,7 +77,7 @@ class Bodies:
             MalformedBodyError: the body does not match its type or its form.
             DataError: the samples do not fit the schema or the limits; names the feature, the row and the remedy.
         """
-        columns = self._columns(codec.samples(body, self._limits), self._schema.dense_names)
+        columns = self._columns(codec.samples(body, self._limits), self._schema.dense)
         return self._batch(columns, self._schema, "the body")
 
     def user_and_items(self, codec: MessageCodec, body: bytes) -> tuple[Batch, Batch]:
@@ -153,9 +152,11 @@ class Bodies:
     def _part(self, columns: Mapping[str, Any], part: str) -> Batch:
         """Returns a part of the features, with all dense features; dense features of the other part are NaN."""
         batch = self._batch(columns, schema_of_columns(self._schema, columns), f"the part {part!r}")
-        names = list(self._schema.dense_names)
-        dense = np.full((len(batch), len(names)), np.nan, np.float32)
-        dense[:, [i for i, name in enumerate(names) if name in columns]] = batch.dense
+        places = self._schema.dense_slices
+        dense = np.full((len(batch), self._schema.dense_width), np.nan, np.float32)
+        dense[:, [at for name in places if name in columns for at in range(*places[name].indices(dense.shape[1]))]] = (
+            batch.dense
+        )
         return Batch(batch.id_features, dense, batch.labels)
 
     def ids(self, codec: MessageCodec, body: bytes) -> IdsOfTable:
@@ -180,12 +181,12 @@ class Bodies:
             raise DataError(f"Column 'ids' has no id, or several, at row {row}; give one each.", column="ids", row=row)
         return IdsOfTable(request.table, made.values)
 
-    def _columns(self, samples: Samples | Records, dense_names: Sequence[str] | None) -> dict[str, Any]:
+    def _columns(self, samples: Samples | Records, dense_features: Sequence[DenseFeature] | None) -> dict[str, Any]:
         """Returns columns by name; checks their numbers of values.
 
         Args:
             samples: samples as columns or records.
-            dense_names: names of the columns of `dense`; None if `dense` must have columns by name.
+            dense_features: features of the columns of `dense`; None if `dense` must have columns by name.
         """
         if isinstance(samples, list):
             return self._of_records(samples)
@@ -196,27 +197,37 @@ class Bodies:
             dense = samples.dense
             for name, column in dense.items():
                 self._check_values(name, column)
-        elif dense_names is None:
+        elif dense_features is None:
             raise DataError("'dense' has no names of features; give it as columns by name.", column="dense")
         else:
             self._check_values("dense", samples.dense)
-            dense = self._matrix(samples.dense, dense_names)
+            dense = self._matrix(samples.dense, dense_features)
         for name in dense.keys() & columns.keys():
             raise DataError(f"Column {name!r} is in 'features' and in 'dense'; leave it out of one.", column=name)
         return {**columns, **dense}
 
-    def _matrix(self, values: Any, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the columns of a matrix `[rows, dense features]`."""
-        expected = f"values of {len(names)} dense features in each row, in the order of the schema"
+    def _matrix(self, values: Any, features: Sequence[DenseFeature]) -> dict[str, Any]:
+        """Returns the columns of a matrix `[rows, values of dense features]`."""
+        width = sum(feature.values for feature in features)
+        expected = f"values of {len(features)} dense features in each row, in the order of the schema"
+        expected += f": {width} numbers" if width != len(features) else ""
+        stops = np.cumsum([feature.values for feature in features])
+        places = [slice(stop - each.values, stop) for each, stop in zip(features, stops, strict=True)]
         if isinstance(values, np.ndarray):
-            if values.ndim != 2 or values.shape[1] != len(names):
+            if values.ndim != 2 or values.shape[1] != width:
                 raise DataError(f"'dense' has shape {list(values.shape)}; expected {expected}.", column="dense")
-            return {name: values[:, i] for i, name in enumerate(names)}
+            return {
+                each.name: values[:, place.start] if each.size == 1 else values[:, place]
+                for each, place in zip(features, places, strict=True)
+            }
         self._check_rows("dense", _length(values))
         for row, value in enumerate(values):
-            if not isinstance(value, list) or len(value) != len(names):
+            if not isinstance(value, list) or len(value) != width:
                 raise DataError(f"'dense' has another form at row {row}; expected {expected}.", column="dense", row=row)
-        return {name: [value[i] for value in values] for i, name in enumerate(names)}
+        return {
+            each.name: [value[place.start] if each.size == 1 else value[place] for value in values]
+            for each, place in zip(features, places, strict=True)
+        }
 
     def _of_records(self, records: list[dict[str, Any]]) -> dict[str, Any]:
         self._check_rows("records", len(records))

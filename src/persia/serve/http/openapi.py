@@ -10,7 +10,7 @@ from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK
 from persia.serve.schema_parts import columns_of
 
 if TYPE_CHECKING:
-    from persia.schema import IdFeature, InputRules, Schema
+    from persia.schema import DenseFeature, IdFeature, InputRules, Schema
     from persia.serve.catalogue import TowerFeatures
     from persia.serve.http.limits import ServeLimits
 
@@ -46,9 +46,8 @@ def openapi(
         rules: rules for missing values and lists.
     """
     read = [f for f in schema.id_features if not f.computed]
-    times = dict.fromkeys(f.age_since for f in read if f.age_since is not None)
-    ids = {**{f.name: _ids(f, limits, rules) for f in read}, **{name: _column(_WHOLE, limits) for name in times}}
-    dense = {name: _column(_number(name, rules), limits) for name in schema.dense_names}
+    dense = {each.name: _column(_number(each, rules), limits) for each in schema.dense}
+    ids = {name: column for name, column in _raw(read, limits, rules).items() if name not in dense}
     samples = _samples(ids, dense, list(ids), list(dense))
     part = {**_samples(ids, dense, [], []), "description": "A part of the features; the other part has the others."}
     record = _object({**{n: c["items"] for n, c in ids.items()}, **{n: c["items"] for n, c in dense.items()}}, [])
@@ -185,20 +184,46 @@ def _column(items: dict[str, Any], limits: ServeLimits) -> dict[str, Any]:
 
 
 def _ids(feature: IdFeature, limits: ServeLimits, rules: InputRules) -> dict[str, Any]:
-    one = _WHOLE if feature.kind == "number" or feature.age_since else _TEXT if feature.kind == "text" else _ID
+    if feature.bucketize is not None:
+        return _column({"anyOf": [*_NUMBER["anyOf"], {"enum": [None, "", *rules.null_values]}]}, limits)
+    if feature.time is not None:
+        forms: list[dict[str, Any]] = [{"type": ["integer", "string", "null"], "description": "A time."}]
+        return _column({"anyOf": forms}, limits)
+    one = _TEXT if feature.tokens is not None else _WHOLE if feature.kind == "number" or feature.age_since else _TEXT if feature.kind == "text" else _ID
     several = {"type": "array", "items": one}
     others: list[dict[str, Any]] = [{"enum": list(rules.null_values)}] if rules.null_values else []
-    if feature.name in rules.lists:
-        others.append({"type": "string", "description": f"Several, separated by {rules.lists[feature.name]!r}."})
+    separator = feature.split or rules.lists.get(feature.name)
+    if separator is not None:
+        others.append({"type": "string", "description": f"Several, separated by {separator!r}."})
     return _column({"anyOf": [one, {"type": "null"}, several, *others]}, limits)
 
 
-def _number(name: str, rules: InputRules) -> dict[str, Any]:
+def _raw(read: list[IdFeature], limits: ServeLimits, rules: InputRules) -> dict[str, Any]:
+    """Returns the schemas of the columns that ID-type features are made from, by name, in their order."""
+    columns: dict[str, Any] = {}
+    for feature in read:
+        columns.setdefault(feature.column, _ids(feature, limits, rules))
+        if feature.age_since is not None:
+            columns.setdefault(feature.age_since, _column(_WHOLE, limits))
+        if feature.weights is not None:
+            numbers = {"type": "array", "items": _NUMBER}
+            columns.setdefault(feature.weights, _column({"anyOf": [*_NUMBER["anyOf"], numbers]}, limits))
+    return columns
+
+
+def _number(feature: DenseFeature, rules: InputRules) -> dict[str, Any]:
     """Returns the schema of a value of a dense feature. The value may be missing if a rule fills it in."""
-    if name not in rules.fill:
+    name, size = feature.name, feature.values
+    forms = list(_NUMBER["anyOf"])
+    if feature.size != 1:
+        text = {"type": "string", "description": f"{size} numbers, such as '[1, 2]'."}
+        forms = [{"type": "array", "items": _NUMBER, "minItems": size, "maxItems": size}, text]
+    elif feature.fill is None and name not in rules.fill:
         return _NUMBER
-    filled = {"enum": [None, "", *rules.null_values], "description": f"Missing: {rules.fill[name]:g} in its place."}
-    return {"anyOf": [*_NUMBER["anyOf"], filled]}
+    if feature.fill is not None or name in rules.fill:
+        by = f"{rules.fill[name]:g}" if name in rules.fill else f"{feature.fill}"
+        forms.append({"enum": [None, "", *rules.null_values], "description": f"Missing: {by} in its place."})
+    return {"anyOf": forms}
 
 
 def _samples(ids: dict[str, Any], dense: dict[str, Any], features: list[str], numbers: list[str]) -> dict[str, Any]:
@@ -211,24 +236,34 @@ def _samples(ids: dict[str, Any], dense: dict[str, Any], features: list[str], nu
 def _examples(read: list[IdFeature], schema: Schema) -> dict[str, Any]:
     """Returns examples by name: two where features take both numbers and texts, as the schema has no column types."""
     numbers, texts = [7, 8], ["a", "b"]
-
-    def sample(auto: list[Any]) -> dict[str, Any]:
-        ids = {f.name: texts if f.kind == "text" else auto if _takes_both(f) else numbers for f in read}
-        features = {f.name: [ids[f.name]] if f.pooling is None else ids[f.name][:1] for f in read}
-        features.update({f.age_since: [9] for f in read if f.age_since is not None})
-        dense = {name: [0.5] for name in schema.dense_names}
-        return {"features": features, **({"dense": dense} if dense else {})}
-
     if not any(_takes_both(f) for f in read):
-        return {"sample": {"summary": "One sample", "value": sample(numbers)}}
+        return {"sample": {"summary": "One sample", "value": _example(read, schema, numbers)}}
+    of_numbers, of_texts = _example(read, schema, numbers), _example(read, schema, texts)
     return {
-        "numbers": {"summary": "One sample, for columns that were numbers in training", "value": sample(numbers)},
-        "texts": {"summary": "One sample, for columns that were texts in training", "value": sample(texts)},
+        "numbers": {"summary": "One sample, for columns that were numbers in training", "value": of_numbers},
+        "texts": {"summary": "One sample, for columns that were texts in training", "value": of_texts},
     }
 
 
+def _example(read: list[IdFeature], schema: Schema, auto: list[Any]) -> dict[str, Any]:
+    """Returns a sample whose features of kind "auto" have these ids."""
+    features: dict[str, Any] = {}
+    for feature in read:
+        ids = ["a", "b"] if feature.kind == "text" else auto if _takes_both(feature) else [7, 8]
+        if feature.column == feature.name:
+            features[feature.name] = [ids] if feature.pooling is None else ids[:1]
+        else:
+            made = "some words" if feature.tokens else "2024-05-01 12:30:00" if feature.time else 0.5
+            features.setdefault(feature.column, [made])
+    features.update({f.age_since: [9] for f in read if f.age_since is not None})
+    features.update({f.weights: [1.0] for f in read if f.weights is not None})
+    dense = {each.name: [0.5 if each.size == 1 else [0.5] * each.values] for each in schema.dense}
+    features = {name: column for name, column in features.items() if name not in dense}
+    return {"features": features, **({"dense": dense} if dense else {})}
+
+
 def _takes_both(feature: IdFeature) -> bool:
-    return feature.kind == "auto" and feature.age_since is None
+    return feature.kind == "auto" and feature.age_since is None and feature.column == feature.name
 
 
 def _content(description: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,56 @@
+"""Fits the rules of a configuration's features before training, or takes what an earlier run has fitted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from persia.printable import say
+
+if TYPE_CHECKING:
+    from persia.cli.run_config import RunConfig
+
+__all__ = ["fitted_as_checkpoint", "fitted_run"]
+
+
+def fitted_as_checkpoint(run: RunConfig, directory: str) -> RunConfig:
+    """Returns a configuration whose features have the fitted values of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    if run.schema is None or not run.schema.needs_fit:
+        return run
+    from persia.checkpoint import CheckpointReader
+
+    return run.fitted_as(CheckpointReader(directory).schema)
+
+
+def fitted_run(run: RunConfig, resume: str | None = None, *, refit: bool = False) -> RunConfig:
+    """Returns a configuration whose features are fitted; prints what was found. Reads the training data once if needed.
+
+    Args:
+        run: the configuration.
+        resume: directory of the checkpoint that is continued, whose values are kept.
+        refit: whether to fit all features to the data, in place of the checkpoint's values.
+
+    Raises:
+        ConfigError: the training data are not files, to whose columns rules can be fitted.
+    """
+    if run.schema is None:
+        return run
+    from persia.cli import ui as out
+    from persia.data.fit import fit_features
+    from persia.schema import fitted_values, without_values
+
+    if refit:
+        run = run.of_schema(without_values(run.schema))
+    elif resume is not None:
+        run = fitted_as_checkpoint(run, resume)
+    assert run.schema is not None
+    names = run.schema.needs_fit
+    if not names:
+        return run
+    say(f"Fitting the rules of {len(names)} features to {run.data.path}", error=True)
+    schema = fit_features(run.schema, run.reader(), run.train.fit_rows)
+    out.print_fitted([each for each in fitted_values(schema) if each.feature in names])
+    return run.of_schema(schema)
