@@ -38,7 +38,7 @@ __all__ = [
 
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
-    "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "checkpoint", "rpc", "step",
+    "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "features", "checkpoint", "rpc", "step",
     "sync", "gpu", "reuse",
     "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "paper", "paper_figures",
     "convergence", "modes_runtime", "traffic", "roles", "cluster", "recovery", "ssd", "ssd_rates", "plan",
@@ -208,9 +208,10 @@ def ratio(
     of: str,
     rounds: int = MIN_ROUNDS,
     at_least: float | None = None,
+    at_most: float | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> Measure:
-    """Returns the median over rounds of ours / theirs, both rates (larger is better), measured in alternating order."""
+    """Returns the median over rounds of ours / theirs, both rates or both times, measured in alternating order."""
     pairs = []
     for number in range(rounds):
         if number % 2:
@@ -224,7 +225,7 @@ def ratio(
         "theirs": statistics.median(b for _, b in pairs),
         **(details or {}),
     }
-    return quantity(name, [a / b for a, b in pairs], "ratio", at_least=at_least, details=record)
+    return quantity(name, [a / b for a, b in pairs], "ratio", at_least=at_least, at_most=at_most, details=record)
 
 
 def quantity(
