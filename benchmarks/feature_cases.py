@@ -67,7 +67,9 @@ def _number(random: Random, most: float) -> float | int:
 def dense(random: Random, name: str, rows: int) -> Drawn:
     """A feature of one number with any rules."""
     fill = random.choice([None, 0, -1.5, "mean"])
-    scale = random.choice([None, None, "standard", "minmax", "quantile", (random.uniform(-9, 9), 10 ** random.uniform(-2, 2))])
+    scale = random.choice(
+        [None, None, "standard", "minmax", "quantile", (random.uniform(-9, 9), 10 ** random.uniform(-2, 2))]
+    )
     log = random.random() < 0.4
     feature = persia.DenseFeature(
         name,
@@ -147,11 +149,7 @@ def random_case(random: Random, rows: int) -> Case:
         columns["g"] = [f"s{random.randrange(9)}" for _ in range(rows)]
     schema = persia.Schema(
         [each.feature for each in drawn if isinstance(each.feature, persia.IdFeature)],
-        dense_features=[
-            each.feature
-            for each in drawn[:-1]
-            if isinstance(each.feature, (str, persia.DenseFeature))
-        ],
+        dense_features=[each.feature for each in drawn[:-1] if isinstance(each.feature, (str, persia.DenseFeature))],
         labels=[drawn[-1].feature],  # type: ignore[list-item]
         **options,
     )
@@ -279,7 +277,7 @@ WAYS: list[Callable[[Case, Path], persia.Batch]] = [
 
 
 def different_rows(one: persia.Batch, other: persia.Batch, *, labels: bool) -> int:
-    """Returns the number of rows whose bits differ in ids, weights of ids, or numbers, and with `labels` in the rest."""
+    """Returns the number of rows whose bits differ in ids, weights of ids or numbers, or with `labels` in the rest."""
     different = np.zeros(len(one), np.bool_)
     for name, column in one.id_features.items():
         different |= _different_ids(column, other.id_features[name])

@@ -3,8 +3,8 @@
     python -m benchmarks 'features.*' [--preset smoke|laptop|full] [--json FILE]
 
 features.equal       rows that differ between the ways of `feature_cases.WAYS`, for random schemas.
-features.rate.*      rows/s with 13 log-scaled numbers, 4 bucketised, 2 parts of times and 1 split, over reading the same
-                     columns without rules; and of a pass of fitting over reading without rules.
+features.rate.*      rows/s with 13 log-scaled numbers, 4 bucketised, 2 parts of times and 1 split, over reading the
+                     same columns without rules; and of a pass of fitting over reading without rules.
 features.serve_p99   99th percentile of converting and predicting 256 rows from raw columns, over prepared ones.
 features.adult       test AUC of adult from its CSV by declaration alone; needs the data.
 features.vector      AUC that a pretrained vector gains on cold items of generated data.
@@ -168,11 +168,13 @@ def serve_p99(preset: str) -> runner.Measure:
     )
 
 
-ADULT = (
-    "age workclass fnlwgt education education_num marital_status occupation relationship race sex capital_gain "
-    "capital_loss hours_per_week native_country income"
-).split()
-ADULT_SLOTS = ("workclass education marital_status occupation relationship race sex native_country").split()
+ADULT_SLOTS = (
+    "workclass", "education", "marital_status", "occupation", "relationship", "race", "sex", "native_country",
+)  # fmt: skip
+ADULT = [
+    "age", "workclass", "fnlwgt", "education", "education_num", "marital_status", "occupation", "relationship", "race",
+    "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country", "income",
+]  # fmt: skip
 
 
 def adult_schema() -> persia.Schema:
@@ -195,7 +197,9 @@ def adult(preset: str) -> runner.Measure | None:
         for name in ("data", "test"):  # The test file begins with a line that is a comment.
             lines = Path(folder, f"adult.{name}").read_text().splitlines()
             Path(copies, f"{name}.csv").write_text("\n".join(line for line in lines if line.count(",") == 14) + "\n")
-        aucs = [_adult_auc(copies, seed, 1 if preset == "smoke" else 12) for seed in range(1 if preset == "smoke" else 3)]
+        aucs = [
+            _adult_auc(copies, seed, 1 if preset == "smoke" else 12) for seed in range(1 if preset == "smoke" else 3)
+        ]
     target = None if preset == "smoke" else 0.899
     return runner.Measure(
         "features.adult", statistics.mean(aucs), "AUC", at_least=target, details={"aucs": [round(a, 5) for a in aucs]}
@@ -229,7 +233,7 @@ def _trained_auc(
 
 @runner.measures("features.vector")
 def vector(preset: str) -> runner.Measure:
-    """Users and items have hidden vectors; a third of the items is only in the test. The item's vector is pretrained."""
+    """Users and items have hidden vectors; a third of the items is only in the test. Item vectors are pretrained."""
     rows = 20_000 if preset == "smoke" else 200_000
     rng = np.random.default_rng(0)
     users, items, size = 300, 600, 8
@@ -243,7 +247,9 @@ def vector(preset: str) -> runner.Measure:
 
     def auc(dense: list[persia.DenseFeature]) -> float:
         schema = persia.Schema(features, dense_features=dense)
-        parts = [persia.Batch.from_columns(schema, {n: c[chosen] for n, c in columns.items()}) for chosen in (~cold, cold)]
+        parts = [
+            persia.Batch.from_columns(schema, {n: c[chosen] for n, c in columns.items()}) for chosen in (~cold, cold)
+        ]
         train, test = ([part.slice(at, at + 512) for at in range(0, len(part), 512)] for part in parts)
         return _trained_auc(schema, train, test, 0, 1 if preset == "smoke" else 5, lr=3e-3, rows_lr=0.1)
 

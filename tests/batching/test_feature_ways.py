@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.feature_cases import WAYS, different_rows, from_lists, random_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.feature_cases import WAYS, different_rows, from_lists, random_case
 from support.twins.features import dense_row, label_value
 
 SEEN_LABELS = ("from_lists", "from_numpy", "from_arrow", "from_parquet", "from_csv", "from_jsonl", "from_kafka_json",

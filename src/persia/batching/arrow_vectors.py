@@ -22,8 +22,8 @@ def arrow_vectors(name: str, column: Any) -> tuple[Any, Int64Array, BoolArray]:
 
     Args:
         name: name of the column, for messages.
-        column: lists, nested lists or tensors of numbers; bytes of fixed size, which are numbers from 0 to 255; or texts
-            such as "[1, 2]" or "1;2".
+        column: lists, nested lists or tensors of numbers; bytes of fixed size, which are numbers from 0 to 255; or
+            texts such as "[1, 2]" or "1;2".
 
     Returns:
         A flat arrow array, int64 `[batch + 1]`, bool `[batch]`.

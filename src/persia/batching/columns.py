@@ -20,7 +20,7 @@ from persia.batching.validation import check_aligned, check_complete, check_fini
 from persia.errors import DataError
 from persia.schema import HashTo, IdFeature, IdKind, IdMapping, Quotient, Schema
 from persia.telemetry.logs import get_logger
-from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array
+from persia.types import Floats, Ids, Int32Array, Int64Array
 
 __all__ = ["add_computed", "from_columns", "id_column", "mapped_ids"]
 

@@ -125,20 +125,27 @@ def transformed(feature: DenseFeature, values: NDArray[np.float64], *, scale: bo
         np.copysign(np.log1p(magnitude, out=magnitude), values, out=values)
     if not scale:
         return values
-    fitted = feature.fitted
     if feature.scale == "quantile":
-        assert fitted is not None
-        values = _ranks(values, np.array(fitted.quantiles))
+        assert feature.fitted is not None
+        values = _ranks(values, np.array(feature.fitted.quantiles))
     elif feature.scale is not None:
-        centre, width = feature.scale if isinstance(feature.scale, tuple) else (None, None)
-        if fitted is not None and isinstance(feature.scale, str):
-            centre, width = fitted.centre, fitted.width
+        centre, width = _centre_and_width(feature)
         values -= centre
         values /= width
     elif not feature.log:
         _refuse_rounding(feature, values)
     values += 0.0  # -0.0 becomes 0.0.
     return values
+
+
+def _centre_and_width(feature: DenseFeature) -> tuple[float, float]:
+    if isinstance(feature.scale, tuple):
+        return feature.scale
+    fitted = feature.fitted
+    assert fitted is not None
+    assert fitted.centre is not None
+    assert fitted.width is not None
+    return fitted.centre, fitted.width
 
 
 def _ranks(values: NDArray[np.float64], quantiles: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -148,16 +155,18 @@ def _ranks(values: NDArray[np.float64], quantiles: NDArray[np.float64]) -> NDArr
     mean of their ranks. So scikit-learn's QuantileTransformer maps them, too.
     """
     last = len(quantiles) - 1
-    left = np.searchsorted(quantiles, values, "left")
-    right = np.searchsorted(quantiles, values, "right")
-    ranks = (left + right - 1) / 2
-    between = (left == right) & (left > 0) & (left <= last)
-    above = left[between]
+    values = np.clip(values, quantiles[0], quantiles[-1])
+    above = np.maximum(np.searchsorted(quantiles, values, "left"), 1)
     low, high = quantiles[above - 1], quantiles[above]
-    ranks[between] = (above - 1) + (values[between] - low) / (high - low)
-    ranks[values >= quantiles[-1]] = last
-    ranks[values <= quantiles[0]] = 0
-    return ranks / last
+    width = high - low
+    ranks = (above - 1) + np.divide(values - low, width, out=np.zeros_like(values), where=width > 0)
+    if (quantiles[1:] == quantiles[:-1]).any():
+        last_equal = np.searchsorted(quantiles, quantiles, "right") - 1
+        ranks = np.where(values == high, (above + last_equal[above]) / 2, ranks)
+    ranks[values == quantiles[-1]] = last
+    ranks[values == quantiles[0]] = 0
+    result: NDArray[np.float64] = ranks / last
+    return result
 
 
 def _may_round(numbers: NDArray[Any]) -> bool:

@@ -83,8 +83,7 @@ def group_column(name: str, column: Any) -> Ids:
     if not present.all():
         row = int(present.argmin())
         raise DataError(
-            f"Column {name!r}, the group, has no value at row {row}; give one, such as a group of its own, or leave the "
-            "row out.",
+            f"Column {name!r}, the group, has no value at row {row}; give one, such as its own, or leave the row out.",
             column=name,
             row=row,
         )

@@ -238,7 +238,7 @@ def _fitted(saved: Schema, schema: Schema) -> list[str]:
     dense = [one.name for one, other in zip(schema.dense, taken.dense, strict=True) if one != other]
     ids = [one.name for one, other in zip(schema.id_features, taken.id_features, strict=True) if one != other]
     return [
-        f"feature {name!r} has other fitted values (persia.schema.with_values_of takes the checkpoint's; refit=True, or "
-        "--refit, continues with the new ones)"
+        f"feature {name!r} has other fitted values (persia.schema.with_values_of takes the checkpoint's; refit=True, "
+        "or --refit, continues with the new ones)"
         for name in [*dense, *ids]
     ]

@@ -50,8 +50,8 @@ def fit_features(
         refit: whether to fit all features anew, also those that are fitted.
 
     Returns:
-        The schema with fitted values, which `persia.schema.fitted_values` lists. Pass it to the trainer, and to readers:
-        `reader.with_schema(schema)`.
+        The schema with fitted values, which `persia.schema.fitted_values` lists. Pass it to the trainer, and to
+        readers: `reader.with_schema(schema)`.
 
     Raises:
         ConfigError: the reader has no columns of features, or an argument is invalid.
@@ -126,10 +126,10 @@ class _Moments:
     def add(self, values: NDArray[np.float64]) -> None:
         count = len(values)
         mean = float(values.mean())
-        deviations = values - mean
+        squares = np.square(values - mean).sum()  # Not `np.dot`, which sums by threads in any order.
         total = self.count + count
         delta = mean - self.mean
-        self.squares += float(np.dot(deviations, deviations)) + delta * delta * self.count * count / total
+        self.squares += float(squares) + delta * delta * self.count * count / total
         self.mean += delta * count / total
         self.count = total
         self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))

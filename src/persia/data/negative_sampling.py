@@ -176,8 +176,8 @@ class NegativeSampling:
     def _input_reader(self) -> InputReader:
         if not isinstance(self.reader, InputReader):
             raise ConfigError(
-                f"The schema of {type(self.reader).__name__} is fixed; give a reader of persia.data.csv, parquet, jsonl "
-                "or arrow.",
+                f"The schema of {type(self.reader).__name__} is fixed; give a reader of persia.data.csv, parquet, "
+                "jsonl or arrow.",
                 field="reader",
             )
         return self.reader

@@ -18,7 +18,18 @@ from persia.schema import InputRules, Schema, input_rules_of
 from persia.services import Divisible, fingerprint_of
 from persia.types import Int64Array, SourceFingerprint
 
-__all__ = ["ColumnSource", "InputReader", "InputSource", "Order", "Reader", "RowSource", "StreamReader", "canonical", "cut", "share_of"]
+__all__ = [
+    "ColumnSource",
+    "InputReader",
+    "InputSource",
+    "Order",
+    "Reader",
+    "RowSource",
+    "StreamReader",
+    "canonical",
+    "cut",
+    "share_of",
+]
 
 
 @runtime_checkable

@@ -285,7 +285,7 @@ class Conversion:
         return msgspec.structs.replace(self.rules, fill=dict(self.fill))
 
     def _rules(self) -> dict[str, Expression]:
-        """Returns the rules of labels: those of the schema, unless the reader gives another one or renames the label."""
+        """Returns the rules of labels: the schema's, unless the reader gives another one or renames the label."""
         if self.only is not None:
             return {}
         own = {name: Expression(f"labels[{name!r}]", rule) for name, rule in self.labels.items()}

@@ -390,8 +390,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raises ConfigError if a rule still needs `persia.fit_features`."""
         if names := self.needs_fit:
             raise ConfigError(
-                f"The rules of {', '.join(map(repr, names))} need statistics of the data; call persia.fit_features, and "
-                "use the schema that it returns, also for readers: reader.with_schema(schema).",
+                f"The rules of {', '.join(map(repr, names))} need statistics of the data; call persia.fit_features, "
+                "and use the schema that it returns, also for readers: reader.with_schema(schema).",
                 field="schema",
             )
 

@@ -169,8 +169,9 @@ def _reads_both_labels(config: str) -> bool:
     from persia.data.fit import fit_features
 
     run = convert(tomllib.loads(config), RunConfig, "config.toml")
-    assert run.eval_data is not None and run.schema is not None
+    assert run.schema is not None
     run = run.of_schema(fit_features(run.schema, run.reader(), _FITTED_ROWS))
+    assert run.eval_data is not None
     parts = []
     for section, name in ((run.data.in_order(), "data"), (run.eval_data, "eval_data")):
         seen: set[bool] = set()

@@ -189,7 +189,15 @@ def _ids(feature: IdFeature, limits: ServeLimits, rules: InputRules) -> dict[str
     if feature.time is not None:
         forms: list[dict[str, Any]] = [{"type": ["integer", "string", "null"], "description": "A time."}]
         return _column({"anyOf": forms}, limits)
-    one = _TEXT if feature.tokens is not None else _WHOLE if feature.kind == "number" or feature.age_since else _TEXT if feature.kind == "text" else _ID
+    one = (
+        _TEXT
+        if feature.tokens is not None
+        else _WHOLE
+        if feature.kind == "number" or feature.age_since
+        else _TEXT
+        if feature.kind == "text"
+        else _ID
+    )
     several = {"type": "array", "items": one}
     others: list[dict[str, Any]] = [{"enum": list(rules.null_values)}] if rules.null_values else []
     separator = feature.split or rules.lists.get(feature.name)
