@@ -161,7 +161,7 @@ def serve_p99(preset: str) -> runner.Measure:
     return runner.ratio(
         "features.serve_p99",
         ours=server(raw, {name: values.tolist() for name, values in numbers.items()}),
-        theirs=server(prepared, {name: ((np.log1p(x) - 1) / 2).tolist() for name, x in numbers.items()}),
+        theirs=server(prepared, {name: np.round((np.log1p(x) - 1) / 2, 6).tolist() for name, x in numbers.items()}),
         of="p99 of raw over prepared columns",
         rounds=ROUNDS[preset],
         at_most=1.1,

@@ -17,7 +17,7 @@ SHOWN = 4
 
 
 class FittedValue(NamedTuple):
-    """What was found for a feature, for people.
+    """Description of the fitted values of a feature, for people.
 
     Attributes:
         feature: name of the feature.
