@@ -376,3 +376,32 @@ def test_booleans_are_one_and_zero_as_in_files(kind, encode):
     for name in IDS[::2]:
         np.testing.assert_array_equal(found.id_features[name].values, wanted.id_features[name].values)
     np.testing.assert_array_equal(found.dense, wanted.dense)
+
+
+def test_dense_matrices_have_the_values_of_vectors():
+    schema = persia.Schema(
+        [persia.IdFeature("user", dim=4)],
+        dense_features=["a", persia.DenseFeature("v", size=2, fill=7), persia.DenseFeature("b", log=True)],
+        sample_weight="w",
+    )
+    bodies = Bodies(schema, LIMITS)
+    columns = {"user": [1, 2], "a": [0, 1], "v": [[2, 3], [4, 5]], "b": [0, 0]}
+    expected = persia.Batch.from_columns(schema, columns, require_labels=False)
+    matrix = [[0, 2, 3, 0], [1, 4, 5, 0]]
+    for codec, body in (
+        (CODEC[JSON], as_json({"features": {"user": [1, 2]}, "dense": matrix})),
+        (CODEC[JSON], as_json({"features": columns | {"w": [1, 1], "label": [0, 1]}})),
+        (CODEC[MSGPACK], as_msgpack({"features": {"user": [1, 2]}, "dense_array": array_of(np.array(matrix, float))})),
+    ):
+        assert (bodies.samples(codec, body).dense == expected.dense).all()
+    with pytest.raises(DataError, match=r"3 dense features in each row, in the order of the schema: 4 numbers"):
+        bodies.samples(CODEC[JSON], as_json({"features": {"user": [1]}, "dense": [[0, 1, 2]]}))
+    user, items = bodies.user_and_items(
+        CODEC[JSON],
+        as_json(
+            {"user": {"features": {"user": [1]}, "dense": {"v": [None]}}, "items": {"features": {"a": [1], "b": [2]}}}
+        ),
+    )
+    assert user.dense[0, 1:3].tolist() == [7, 7]
+    assert np.isnan(user.dense[0, [0, 3]]).all()
+    assert np.isnan(items.dense[0, 1:3]).all()

@@ -383,8 +383,9 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def needs_fit(self) -> tuple[str, ...]:
         """The names of features with a rule that still needs `persia.fit_features`."""
-        features: list[IdFeature | DenseFeature] = [*self.id_features, *self.dense]
-        return tuple(each.name for each in features if each.needs_fit)
+        names = [each.name for each in self.id_features if each.bucketize is not None and each.needs_fit]
+        names += [each.name for each in self.dense_features if not isinstance(each, str) and each.needs_fit]
+        return tuple(names)
 
     def check_fitted(self) -> None:
         """Raises ConfigError if a rule still needs `persia.fit_features`."""
