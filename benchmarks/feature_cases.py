@@ -60,7 +60,7 @@ def _number(random: Random, most: float) -> float | int:
     if kind == 1:
         return random.randint(-int(most), int(most))
     if kind == 2:
-        return 0.0
+        return random.choice([0.0, -0.0])
     return random.uniform(-1, 1) * 10.0 ** random.uniform(-5, math.log10(most))
 
 

@@ -56,6 +56,16 @@ def test_moments_are_exact_and_quantiles_are_numpys(tmp_path):
         assert age.fitted.rows == 1000
 
 
+def test_moments_of_many_pieces_are_merged():
+    values = np.sort(RNG.lognormal(size=1000))
+    pieces = pa.concat_tables(
+        [pa.table({"user": values[at : at + 100], "x": values[at : at + 100]}) for at in range(0, 1000, 100)]
+    )
+    schema = Schema([IdFeature("user", dim=4)], [DenseFeature("x", scale="standard")], labels=[])
+    found = persia.fit_features(schema, persia.data.arrow(pieces, schema)).dense[0].fitted
+    np.testing.assert_allclose([found.centre, found.width], [values.mean(), values.std()])
+
+
 def test_all_readers_take_the_fitted_schema(tmp_path):
     batches = []
     for reader in readers(DENSE, tmp_path):
