@@ -102,8 +102,8 @@ class Plans {
   explicit Plans(nb::list plans) {
     for (std::size_t f = 0; f < plans.size(); ++f) {
       nb::tuple fields;
-      if (!nb::try_cast(plans[f], fields, false) || fields.size() != 5) {
-        Where{"feature", f}.fail("must be (table, inverse, offsets, pooling, max_length)");
+      if (!nb::try_cast(plans[f], fields, false) || fields.size() != 6) {
+        Where{"feature", f}.fail("must be (table, inverse, offsets, pooling, max_length, weights)");
       }
       persia::FeaturePlan plan;
       tables.push_back(take_size(fields[0], {"feature", f, ", table"}));
@@ -133,6 +133,12 @@ class Plans {
         if (plan.max_length == 0) Where{"feature", f, ", max_length"}.fail("must be >= 1 or None");
       } else if (plan.pooling == persia::Pooling::sequence) {
         Where{"feature", f, ", max_length"}.fail("an un-pooled sequence needs one");
+      }
+      if (!fields[5].is_none()) {
+        const Where where{"feature", f, ", weights"};
+        held_.push_back(take_dense<const float>(fields[5], 1, where, "None or a contiguous float32 array [n]"));
+        if (held_.back().size() != plan.positions) where.fail("must have one entry per value");
+        plan.weights = held_.back().data<const float>();
       }
       plans_.push_back(plan);
     }

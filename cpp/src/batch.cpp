@@ -196,6 +196,9 @@ void check(const FeaturePlan& plan, const std::string& where) {
   if (plan.pooling == Pooling::sequence && plan.max_length == 0) {
     throw std::invalid_argument(where + ": a sequence needs a max_length");
   }
+  if (plan.pooling == Pooling::sequence && plan.weights != nullptr) {
+    throw std::invalid_argument(where + ": a sequence has no weights");
+  }
 }
 
 struct Bag {
@@ -224,6 +227,16 @@ inline float divisor(Pooling pooling, std::size_t length) {
   return 1.0F;
 }
 
+// Sums in float64, where a sum of squares neither underflows nor overflows. With weights of 1 it is `divisor`.
+inline float weighted_divisor(Pooling pooling, const float* weights, std::size_t length) {
+  double sum = 0;
+  for (std::size_t p = 0; p < length; ++p) {
+    const double weight = weights[p];
+    sum += pooling == Pooling::mean ? weight : weight * weight;
+  }
+  return static_cast<float>(pooling == Pooling::mean ? sum : std::sqrt(sum));
+}
+
 // Rows are short: with the usual dims known to the compiler, a row costs a few instructions instead of a call.
 template <std::size_t kDim>
 struct Row {
@@ -233,6 +246,12 @@ struct Row {
   }
   static void add(float* to, const float* from, std::size_t dim) {
     each(to, to, from, dim, [](auto a, auto b) { return a + b; });
+  }
+  static void scale(float* to, const float* from, float by, std::size_t dim) {
+    each(to, from, from, dim, [by](auto a, auto) { return a * by; });
+  }
+  static void add_scaled(float* to, const float* from, float by, std::size_t dim) {
+    each(to, to, from, dim, [by](auto a, auto b) { return a + b * by; });
   }
   static void divide(float* to, const float* from, float by, std::size_t dim) {
     each(to, from, from, dim, [by](auto a, auto) { return a / by; });
@@ -304,7 +323,7 @@ Fault pool_sequences(const PoolFeature& feature, std::size_t first, std::size_t 
   return Fault::none;
 }
 
-template <class Inverse, class RowOps>
+template <bool kWeighted, class Inverse, class RowOps>
 Fault pool_bags(const PoolFeature& feature, std::size_t first, std::size_t last) {
   const auto [rows, count, dim] = feature.table;
   const auto* inverse = static_cast<const Inverse*>(feature.plan.inverse);
@@ -319,13 +338,28 @@ Fault pool_bags(const PoolFeature& feature, std::size_t first, std::size_t last)
     for (std::size_t p = 0; p < bag.length; ++p) {
       const std::size_t row = inverse[bag.begin + p];
       if (row >= count) return Fault::inverse;
-      if (p == 0) {
+      if constexpr (kWeighted) {
+        const float weight = feature.plan.weights[bag.begin + p];
+        if (p == 0) {
+          RowOps::scale(out, rows + row * dim, weight, dim);
+        } else {
+          RowOps::add_scaled(out, rows + row * dim, weight, dim);
+        }
+      } else if (p == 0) {
         RowOps::copy(out, rows + row * dim, dim);
       } else {
         RowOps::add(out, rows + row * dim, dim);
       }
     }
-    if (bag.length > 1 && feature.plan.pooling != Pooling::sum) {
+    if constexpr (kWeighted) {
+      if (feature.plan.pooling == Pooling::sum) continue;
+      const float by = weighted_divisor(feature.plan.pooling, feature.plan.weights + bag.begin, bag.length);
+      if (by == 0) {
+        std::memset(out, 0, dim * sizeof(float));
+      } else {
+        RowOps::divide(out, out, by, dim);
+      }
+    } else if (bag.length > 1 && feature.plan.pooling != Pooling::sum) {
       const float by = divisor(feature.plan.pooling, bag.length);
       RowOps::divide(out, out, by, dim);
     }
@@ -365,9 +399,12 @@ void pool_forward(std::span<const PoolFeature> features, ThreadPool& pool) {
     const auto& feature = features[task.feature];
     faults.add(task.feature,
                with_types(feature.plan.wide, feature.table.dim, [&]<class Inverse, class RowOps>(Inverse, RowOps) {
-                 return feature.plan.pooling == Pooling::sequence
-                            ? pool_sequences<Inverse, RowOps>(feature, task.first, task.last)
-                            : pool_bags<Inverse, RowOps>(feature, task.first, task.last);
+                 if (feature.plan.pooling == Pooling::sequence) {
+                   return pool_sequences<Inverse, RowOps>(feature, task.first, task.last);
+                 }
+                 return feature.plan.weights == nullptr
+                            ? pool_bags<false, Inverse, RowOps>(feature, task.first, task.last)
+                            : pool_bags<true, Inverse, RowOps>(feature, task.first, task.last);
                }));
   };
   if (work <= kSmallest) {
@@ -389,7 +426,7 @@ struct Columns {
   std::size_t table, first, width;
 };
 
-template <class Inverse, class RowOps>
+template <bool kWeighted, class Inverse, class RowOps>
 Fault add_gradient(const GradientFeature& feature, const GradientTable& table, const Columns& columns, float* scaled) {
   const std::size_t width = columns.width;
   const auto* inverse = static_cast<const Inverse*>(feature.plan.inverse);
@@ -406,7 +443,14 @@ Fault add_gradient(const GradientFeature& feature, const GradientTable& table, c
     if (sample + kAhead < feature.plan.batch) {
       __builtin_prefetch(gradient + static_cast<std::ptrdiff_t>(kAhead) * feature.sample_stride);
     }
-    if (bag.length > 1 && !sequence && feature.plan.pooling != Pooling::sum) {
+    if constexpr (kWeighted) {
+      if (feature.plan.pooling != Pooling::sum) {
+        const float by = weighted_divisor(feature.plan.pooling, feature.plan.weights + bag.begin, bag.length);
+        if (by == 0) continue;
+        RowOps::divide(scaled, gradient, by, width);
+        gradient = scaled;
+      }
+    } else if (bag.length > 1 && !sequence && feature.plan.pooling != Pooling::sum) {
       RowOps::divide(scaled, gradient, divisor(feature.plan.pooling, bag.length), width);
       gradient = scaled;
     }
@@ -417,7 +461,11 @@ Fault add_gradient(const GradientFeature& feature, const GradientTable& table, c
         const std::size_t later = inverse[bag.begin + p + kAhead];
         if (later < count) __builtin_prefetch(out + later * dim, 1);
       }
-      RowOps::add(out + row * dim, gradient, width);
+      if constexpr (kWeighted) {
+        RowOps::add_scaled(out + row * dim, gradient, feature.plan.weights[bag.begin + p], width);
+      } else {
+        RowOps::add(out + row * dim, gradient, width);
+      }
       if (sequence) gradient += feature.position_stride;
     }
   }
@@ -437,7 +485,9 @@ void backward(const GradientTable& table, const Columns& columns, Arena& arena, 
     if (feature.gradient == nullptr) continue;
     faults.add(feature.name,
                with_types(feature.plan.wide, columns.width, [&]<class Inverse, class RowOps>(Inverse, RowOps) {
-                 return add_gradient<Inverse, RowOps>(feature, table, columns, scaled.as<float>());
+                 return feature.plan.weights == nullptr
+                            ? add_gradient<false, Inverse, RowOps>(feature, table, columns, scaled.as<float>())
+                            : add_gradient<true, Inverse, RowOps>(feature, table, columns, scaled.as<float>());
                }));
   }
 }

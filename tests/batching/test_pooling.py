@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -28,7 +30,10 @@ def calls(draw):
         inverse = rng.integers(0, len(rows[table]), n).astype(draw(st.sampled_from([np.uint16, np.uint32])))
         pooling = draw(st.sampled_from(["sum", "mean", "sqrtn", None]))
         max_length = draw(st.integers(1, 6) if pooling is None else st.none() | st.integers(1, 6))
-        plans.append(FeaturePlan(table, inverse, offsets, pooling, max_length))
+        weights = None
+        if pooling is not None and draw(st.booleans()):
+            weights = rng.integers(-4 if pooling == "sum" else 0, 5, n).astype(np.float32) / np.float32(3)
+        plans.append(FeaturePlan(table, inverse, offsets, pooling, max_length, weights))
     return rows, plans
 
 
@@ -56,6 +61,33 @@ def test_forward_is_the_reference(threads, call):
     expected = reference.pool_forward(*call)
     assert_equal_arrays(pooled.values, expected.values)
     assert_equal_arrays(pooled.masks, expected.masks)
+
+
+@given(call=calls())
+def test_weights_of_one_change_no_bit(call):
+    rows, plans = call
+    plain = [dataclasses.replace(plan, weights=None) for plan in plans]
+    ones = [
+        plan if plan.pooling is None else dataclasses.replace(plan, weights=np.ones(len(plan.inverse), np.float32))
+        for plan in plain
+    ]
+    gradients, shapes = gradients_of(rows, plain), [r.shape for r in rows]
+    for found, expected in (
+        (batching.pool_forward(rows, ones, POOLS[1]).values, batching.pool_forward(rows, plain, POOLS[1]).values),
+        (
+            batching.pool_backward(shapes, ones, gradients, POOLS[1]),
+            batching.pool_backward(shapes, plain, gradients, POOLS[1]),
+        ),
+    ):
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_squares_of_weights_neither_underflow_nor_overflow(scale):
+    weighted = plan(weights=np.full(3, scale, np.float32), pooling="sqrtn", offsets=offsets(0, 2, 3))
+    (found,) = batching.pool_forward([np.array([[1.0], [3.0]], np.float32)], [weighted], POOLS[1]).values
+    np.testing.assert_allclose(found, [[4 / 2**0.5], [3.0]], rtol=1e-6)
 
 
 @threads
@@ -152,6 +184,10 @@ HOSTILE = {
     "max_length": plan(max_length=0),
     "negative max_length": plan(max_length=-1),
     "sequence without max_length": plan(pooling=None),
+    "weights dtype": plan(weights=np.ones(3)),
+    "weights length": plan(weights=np.ones(2, np.float32)),
+    "weights stride": plan(weights=np.ones(6, np.float32)[::2]),
+    "weighted sequence": plan(pooling=None, max_length=2, weights=np.ones(3, np.float32)),
     "hostile sequence": plan(pooling=None, max_length=2, inverse=np.array([0, 1, 2], np.uint16)),
 }
 

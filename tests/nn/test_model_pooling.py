@@ -20,7 +20,7 @@ def cases(draw):
     batch = draw(st.integers(1, 6))
     dim = draw(st.integers(1, 5))
     unique = draw(st.integers(1, 7))
-    features, inverse, offsets = [], {}, {}
+    features, inverse, offsets, weights = [], {}, {}, {}
     for i in range(draw(st.integers(1, 4))):
         name = f"f{i}"
         pooling = draw(st.sampled_from(["sum", "mean", "sqrtn", None]))
@@ -32,26 +32,31 @@ def cases(draw):
             draw(st.lists(st.integers(0, unique - 1), min_size=count, max_size=count)), dtype=np.uint16
         )
         offsets[name] = None if single else np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
-    return features, unique, dim, inverse, offsets
+        if pooling is not None and draw(st.booleans()):
+            quarters = st.integers(-8 if pooling == "sum" else 0, 8)
+            drawn = draw(st.lists(quarters, min_size=count, max_size=count))
+            weights[name] = np.array(drawn, np.float32) / 4
+    return features, unique, dim, inverse, offsets, weights
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(cases())
 def test_native_equals_torch(case):
-    features, unique, dim, inverse, offsets = case
+    features, unique, dim, inverse, offsets, weights = case
     schema = persia.Schema(features)
     values = torch.randn(unique, dim)
     results = []
     for native in (True, False):
         leaf = values.clone().requires_grad_()
         if native:
-            found = Expander(schema, torch.device("cpu"), 2)({"t": leaf}, inverse, offsets)
+            found = Expander(schema, torch.device("cpu"), 2)({"t": leaf}, inverse, offsets, weights)
         else:
             found = expand_with_torch(
                 {f.name: ("t", f.pooling, f.max_length) for f in features},
                 {"t": leaf},
                 {n: torch.from_numpy(a.astype(np.int64)) for n, a in inverse.items()},
                 {n: None if o is None else torch.from_numpy(o) for n, o in offsets.items()},
+                {n: torch.from_numpy(w) for n, w in weights.items()},
             )
         tensors = [f.values if isinstance(f, persia.nn.SequenceEmbedding) else f for f in found.values()]
         (0 * leaf.sum() + sum((t * (i + 1)).square().sum() for i, t in enumerate(tensors))).backward()
@@ -114,6 +119,36 @@ def test_rows_of_samples_equal_those_of_the_native_path(case):
             torch.testing.assert_close(mine, their_gradients[name])
 
 
+@pytest.mark.parametrize("pooling", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_weights_are_those_of_embedding_bag(pooling, on_host):
+    """Values and gradients of float64 bags: `per_sample_weights` of torch, divided as TensorFlow does."""
+    torch.manual_seed(0)
+    expander = Expander(persia.Schema([persia.IdFeature("f", dim=8, table="t", pooling=pooling)]), torch.device("cpu"))
+    expander.on_host = on_host
+    offsets = torch.tensor([0, 3, 3, 4, 9])
+    inverse, weights = torch.tensor([2, 0, 2, 1, 3, 3, 0, 1, 2]), torch.rand(9)
+    weights[3] = 0  # A sample whose weights add up to 0.
+    rows, target = torch.randn(4, 8), torch.randn(4, 8)
+    ours = rows.clone().requires_grad_()
+    arrays = [inverse.short().numpy().view(np.uint16), offsets.numpy(), weights.numpy()]
+    given = [{"f": one} for one in (arrays if on_host else [inverse, offsets, weights])]
+    found = expander({"t": ours}, *given)["f"]
+    (found * target).sum().backward()
+    exact = rows.double().requires_grad_()
+    bags = torch.nn.functional.embedding_bag(
+        inverse, exact, offsets, mode="sum", per_sample_weights=weights.double(), include_last_offset=True
+    )
+    parts = [part.double() for part in weights.tensor_split(offsets[1:-1])]
+    sums = {"sum": [1.0] * 4, "mean": [p.sum() for p in parts], "sqrtn": [p.square().sum().sqrt() for p in parts]}
+    divided = torch.stack([bag / by if by else 0 * bag for bag, by in zip(bags, sums[pooling], strict=True)])
+    (divided * target).sum().backward()
+    torch.testing.assert_close(found, divided.float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours.grad, exact.grad.float(), rtol=1e-6, atol=1e-6)
+    assert not found[1].any()
+    assert not found[2].any()
+
+
 def values_of(found):
     return [f.values if isinstance(f, persia.nn.SequenceEmbedding) else f for f in found.values()]
 
@@ -137,13 +172,13 @@ class NoGradient(torch.autograd.Function):
 @settings(max_examples=examples(60), deadline=None)
 @given(cases(), st.sampled_from([1.0, 0.3]), st.integers(1, 3), st.sets(st.integers(0, 3)), st.booleans())
 def test_pooled_ahead_is_pooled_in_place_bit_for_bit(case, factor, calls, leave_out, in_time):
-    features, unique, dim, inverse, offsets = case
+    features, unique, dim, inverse, offsets, weights = case
     expander = Expander(persia.Schema(features), torch.device("cpu"), 2)
     leaf = torch.randn(unique, dim).requires_grad_()
-    ahead = expander.ahead({"t": leaf.detach().numpy()}, inverse, offsets)
+    ahead = expander.ahead({"t": leaf.detach().numpy()}, inverse, offsets, weights)
     if in_time:
         ahead.pool()
-    found = [expander({"t": leaf}, inverse, offsets) for _ in range(calls)]
+    found = [expander({"t": leaf}, inverse, offsets, weights) for _ in range(calls)]
     taken = [ahead.embeddings() for _ in range(calls)]
     for ours, theirs in zip(taken, found, strict=True):
         for name, mine in ours.items():

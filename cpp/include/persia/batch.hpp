@@ -94,6 +94,7 @@ struct FeaturePlan {
   std::size_t batch = 0;
   Pooling pooling = Pooling::sum;
   std::size_t max_length = 0;  // maximum values per sample, 0: all; required for a sequence
+  const float* weights = nullptr;  // [positions], factors of the rows, or null; not for a sequence
 };
 
 struct PoolTable {
@@ -113,7 +114,8 @@ struct PoolFeature {
   std::ptrdiff_t mask_stride = 0;
 };
 
-// Pools the rows of each feature. Empty bags and the padding of sequences become zeros.
+// Pools the rows of each feature. Empty bags and the padding of sequences become zeros. With weights, mean divides by
+// their sum, and sqrtn by the root of the sum of their squares; a bag for which that is 0 becomes zeros.
 void pool_forward(std::span<const PoolFeature> features, ThreadPool& pool);
 
 struct GradientFeature {

@@ -18,7 +18,16 @@ from persia.errors import DataError
 from persia.schema import IdKind
 from persia.types import BoolArray, Int64Array
 
-__all__ = ["arrow_entries", "arrow_floats", "arrow_ids", "arrow_lists", "arrow_parts", "arrow_seconds", "arrow_without"]
+__all__ = [
+    "arrow_entries",
+    "arrow_flat",
+    "arrow_floats",
+    "arrow_ids",
+    "arrow_lists",
+    "arrow_parts",
+    "arrow_seconds",
+    "arrow_without",
+]
 
 
 def arrow_ids(name: str, column: Any, kind: IdKind) -> IdColumn:
@@ -41,6 +50,12 @@ def arrow_seconds(column: Any) -> IdColumn | None:
 def arrow_entries(column: Any) -> Int64Array | None:
     """Number of entries in each list of an arrow array, including nulls; None if the array has no lists."""
     return np.diff(_list_offsets(_combine(column))) if _is_list(column.type) else None
+
+
+def arrow_flat(column: Any) -> Any:
+    """The entries of an arrow array of lists, including nulls, as one array; another array as it is."""
+    array = _combine(column)
+    return array.flatten() if _is_list(array.type) else array
 
 
 def arrow_lists(column: Any, separator: str) -> Any:

@@ -16,13 +16,20 @@ from persia.batching.ids import ids_of_list, ids_of_numbers, is_list, is_missing
 from persia.batching.label_columns import group_column, label_column, weight_column
 from persia.batching.numbers import as_array, is_pair
 from persia.batching.times import magnitudes, seconds_of_list, seconds_of_timestamps
-from persia.batching.validation import check_aligned, check_complete, check_finite, check_labels, check_offsets
+from persia.batching.validation import (
+    check_aligned,
+    check_complete,
+    check_finite,
+    check_id_weights,
+    check_labels,
+    check_offsets,
+)
 from persia.errors import DataError
 from persia.schema import HashTo, IdFeature, IdKind, IdMapping, Quotient, Schema
 from persia.telemetry.logs import get_logger
 from persia.types import Floats, Ids, Int32Array, Int64Array
 
-__all__ = ["add_computed", "from_columns", "id_column", "mapped_ids"]
+__all__ = ["add_computed", "entries_of", "from_columns", "id_column", "mapped_ids"]
 
 LOG = get_logger("persia.data")
 
@@ -60,7 +67,14 @@ def from_columns(
             if feature.name in divided and feature.age_since is None:
                 _check_undivided(feature, divided[feature.name], source, column)
             if feature.name in aligned:
-                check_complete(feature.name, column, _entries(source))
+                check_complete(feature.name, column, entries_of(source))
+            if feature.weights is not None and column.weights is None:
+                from persia.batching.id_weights import with_weights
+
+                weights = _get(columns, feature.weights, f"weights of {feature.name!r}")
+                column = with_weights(feature, column, source, weights)
+            elif column.weights is not None:
+                check_id_weights(feature, column)
             ids[feature.name] = column
             length.check(feature.name, len(ids[feature.name]))
     add_computed(schema, ids)
@@ -188,7 +202,7 @@ def id_column(name: str, column: Any, kind: IdKind = "auto") -> IdColumn:
     return ids_of_numbers(name, array, None, kind)
 
 
-def _entries(column: Any) -> Int64Array | None:
+def entries_of(column: Any) -> Int64Array | None:
     """Returns the number of entries in each list of a column, including missing ones; None if it has no lists."""
     if isinstance(column, IdColumn):
         return None

@@ -163,5 +163,6 @@ def _sum_rows(
     """Sums, part after part, the rows whose inverse is i into row i."""
     merged = np.empty((rows, dim), np.float32)
     with as_data_error:
-        core.pool_backward([(0, inverse, None, 0, None) for inverse in inverses], list(parts), [merged], pool, scratch)
+        plans = [(0, inverse, None, 0, None, None) for inverse in inverses]
+        core.pool_backward(plans, list(parts), [merged], pool, scratch)
     return merged

@@ -32,6 +32,11 @@ class IdColumn:
     def __len__(self) -> int:
         return len(self.values) if self.offsets is None else max(len(self.offsets) - 1, 0)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(part.nbytes for part in (self.values, self.offsets, self.weights) if part is not None)
+
     def slice(self, start: int, stop: int) -> IdColumn:
         """The ids of samples `start` to `stop` (0 <= start <= stop <= len); values are a view."""
         if self.offsets is None:

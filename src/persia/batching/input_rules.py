@@ -12,7 +12,7 @@ from persia.batching.id_column import IdColumn
 from persia.batching.numbers import as_array, is_pair, number_column
 from persia.schema import NO_RULES, InputRules
 
-__all__ = ["apply_rules", "split_count"]
+__all__ = ["apply_rules", "split_count", "split_texts"]
 
 
 def apply_rules(rules: InputRules, columns: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -37,7 +37,7 @@ def apply_rules(rules: InputRules, columns: Mapping[str, Any]) -> Mapping[str, A
             result[name] = nulls.removed(name, from_frame(name, column))
     for name, separator in rules.lists.items():
         if name in result:
-            result[name] = _split(name, from_frame(name, result[name]), separator)
+            result[name] = split_texts(name, from_frame(name, result[name]), separator)
     for name, value in rules.fill.items():
         if name in result:
             result[name] = number_column(name, result[name], value)
@@ -110,7 +110,7 @@ def _listed(name: str, column: Any) -> Sequence[Any] | None:
     return values
 
 
-def _split(name: str, column: Any, separator: str) -> Any:
+def split_texts(name: str, column: Any, separator: str) -> Any:
     """Splits the texts of a column into lists of their parts; values of other kinds are unchanged."""
     if is_arrow(column):
         from persia.batching.arrow_columns import arrow_lists

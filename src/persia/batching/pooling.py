@@ -30,6 +30,9 @@ class FeaturePlan:
             sample i. None when each sample has exactly one value (n = batch).
         pooling: "sum", "mean" or "sqrtn" (sum / sqrt(count)) of a sample's rows; None keeps them as a sequence.
         max_length: number of values of a sample that count, from the first; None for all. Required for a sequence.
+        weights: float32 `[n]`, the factor of each value's row; None for 1, and for a sequence. "mean" then divides by
+            the sum of a sample's weights, "sqrtn" by the root of the sum of their squares; a sample for which that is 0
+            has zeros.
     """
 
     table: int
@@ -37,6 +40,7 @@ class FeaturePlan:
     offsets: Int64Array | None = None
     pooling: Literal["sum", "mean", "sqrtn"] | None = "sum"
     max_length: int | None = None
+    weights: Floats | None = None
 
     @property
     def batch(self) -> int:
@@ -56,12 +60,12 @@ class Pooled(NamedTuple):
     masks: list[BoolArray | None]
 
 
-_Fields = tuple[int, Inverse, Int64Array | None, int, int | None]
+_Fields = tuple[int, Inverse, Int64Array | None, int, int | None, Floats | None]
 
 
 def _fields(plans: Sequence[FeaturePlan]) -> list[_Fields]:
     try:
-        return [(p.table, p.inverse, p.offsets, _POOLINGS[p.pooling], p.max_length) for p in plans]
+        return [(p.table, p.inverse, p.offsets, _POOLINGS[p.pooling], p.max_length, p.weights) for p in plans]
     except KeyError as error:
         raise DataError(f"Unknown pooling {error}: use 'sum', 'mean', 'sqrtn' or None.") from error
 
@@ -84,8 +88,8 @@ def pool_forward(
 ) -> Pooled:
     """Expands and pools the rows of a batch, for all features in one call.
 
-    A bag is summed in its order, in float32; mean and sqrtn divide the sum. An empty bag and the padding of a
-    sequence are zeros.
+    A bag is summed in its order, in float32, each row times its weight if there are weights; mean and sqrtn divide the
+    sum. An empty bag and the padding of a sequence are zeros.
 
     Args:
         rows: for each table its unique rows, contiguous float32 `[u, dim]`.
@@ -144,7 +148,12 @@ class Pooler:
         self._layout: tuple[int, list[tuple[int, int, tuple[int, ...]]], int] = (-1, [], 0)
 
     def __call__(
-        self, rows: list[Floats], inverse: Sequence[Inverse], offsets: Sequence[Int64Array | None], samples: int
+        self,
+        rows: list[Floats],
+        inverse: Sequence[Inverse],
+        offsets: Sequence[Int64Array | None],
+        weights: Sequence[Floats | None],
+        samples: int,
     ) -> Pooled:
         """Returns the same as `pool_forward`, in the same places relative to cache lines.
 
@@ -152,6 +161,7 @@ class Pooler:
             rows: for each table its unique rows, contiguous float32 `[u, dim]`.
             inverse: for each feature uint16 or uint32 `[n]`.
             offsets: for each feature int64 `[samples + 1]`, or None if each sample has one value.
+            weights: for each feature float32 `[n]`, or None; see `FeaturePlan`.
             samples: size of the batch.
 
         Raises:
@@ -165,8 +175,8 @@ class Pooler:
         values = [block[begin:end].reshape(shape) for begin, end, shape in places]
         masks = [None if most is None else np.empty((samples, most), np.bool_) for _, _, most in self._features]
         fields = [
-            (table, index, ends, code, most)
-            for (table, code, most), index, ends in zip(self._features, inverse, offsets, strict=True)
+            (table, index, ends, code, most, factors)
+            for (table, code, most), index, ends, factors in zip(self._features, inverse, offsets, weights, strict=True)
         ]
         with as_data_error:
             core.pool_forward(rows, fields, values, masks, self._pool)

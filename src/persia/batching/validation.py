@@ -9,16 +9,18 @@ import numpy as np
 
 from persia.batching.id_column import IdColumn
 from persia.errors import DataError
-from persia.schema import Label, Schema
+from persia.schema import IdFeature, Label, Schema
 from persia.types import Floats, Ids, Int32Array, Int64Array
 
 __all__ = [
     "check_aligned",
     "check_complete",
     "check_finite",
+    "check_id_weights",
     "check_labels",
     "check_offsets",
     "check_weights",
+    "counts_of",
     "validate",
 ]
 
@@ -59,7 +61,7 @@ def check_aligned(schema: Schema, columns: Mapping[str, IdColumn]) -> None:
     for feature in schema.id_features:
         if feature.aligned_with is None:
             continue
-        own, other = _counts(columns[feature.name]), _counts(columns[feature.aligned_with])
+        own, other = counts_of(columns[feature.name]), counts_of(columns[feature.aligned_with])
         if len(own) == len(other) and (own != other).any():  # The number of rows is checked elsewhere.
             row = int((own != other).argmax())
             raise DataError(
@@ -80,7 +82,7 @@ def check_complete(name: str, column: IdColumn, entries: Int64Array | None) -> N
     """
     if entries is None:
         return
-    missing = _counts(column) != entries
+    missing = counts_of(column) != entries
     if missing.any():
         row = int(missing.argmax())
         raise DataError(
@@ -91,9 +93,34 @@ def check_complete(name: str, column: IdColumn, entries: Int64Array | None) -> N
         )
 
 
-def _counts(column: IdColumn) -> Int64Array:
+def counts_of(column: IdColumn) -> Int64Array:
     """Returns the number of ids of each sample."""
     return np.ones(len(column.values), np.int64) if column.offsets is None else np.diff(column.offsets)
+
+
+def check_id_weights(feature: IdFeature, column: IdColumn) -> None:
+    """Raises DataError unless a feature takes the weights of a column: finite, and >= 0 where they are divided by."""
+    weights = column.weights
+    if weights is None:
+        return
+    if feature.weights is None:
+        raise DataError(
+            f"Feature {feature.name!r} has weights of its ids, which the schema does not declare; leave them out, or "
+            f"declare IdFeature({feature.name!r}, weights=...), the column that has them.",
+            feature=feature.name,
+        )
+    valid, remedy = np.isfinite(weights), "give a finite number for each id (float32 is the range)"
+    if valid.all() and feature.pooling != "sum":
+        valid, remedy = weights >= 0, f"{feature.pooling!r} divides by them: give numbers from 0 on, or use 'sum'"
+    if not valid.all():
+        at = int(valid.argmin())
+        row = at if column.offsets is None else int(np.searchsorted(column.offsets, at, "right")) - 1
+        raise DataError(
+            f"Column {feature.weights!r}, the weights of {feature.name!r}, has {weights[at]} at row {row}; {remedy}.",
+            column=feature.weights,
+            feature=feature.name,
+            row=row,
+        )
 
 
 def check_finite(name: str, values: Any, kind: str) -> None:
@@ -176,13 +203,15 @@ def validate(
                 f"(the schema has {', '.join(names)}).",
                 feature=name,
             )
-    for name in names:
+    for feature in schema.id_features:
+        name = feature.name
         if name not in id_features:
             raise DataError(
                 f"The batch lacks feature {name!r} of the schema; add it, or build the batch with Batch.from_columns.",
                 feature=name,
             )
         _check_column(name, id_features[name], rows)
+        check_id_weights(feature, id_features[name])
     check_aligned(schema, id_features)
     _check_matrix("dense", dense, rows, schema.dense_width)
     if dense.size and not np.isfinite(dense).all():

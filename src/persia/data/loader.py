@@ -446,6 +446,6 @@ class Loader:
 
 def _bytes(batch: Batch) -> int:
     columns = batch.id_features.values()
-    ids = sum(c.values.nbytes + (0 if c.offsets is None else c.offsets.nbytes) for c in columns)
+    ids = sum(c.nbytes for c in columns)
     parts = (batch.dense, batch.labels, batch.day, batch.weights, batch.groups)
     return ids + sum(part.nbytes for part in parts if part is not None)

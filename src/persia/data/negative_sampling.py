@@ -303,6 +303,12 @@ def _positive(batch: Batch, number: int) -> BoolArray:
 def _single(batch: Batch, name: str, number: int) -> Ids:
     """Returns the ids of a feature that has one for each sample."""
     column = batch.id_features[name]
+    if column.weights is not None:
+        raise DataError(
+            f"Feature {name!r} of the item has weights of its ids, which a negative would lack; declare it without "
+            "weights.",
+            feature=name,
+        )
     if column.offsets is None:
         return column.values
     lengths = np.diff(column.offsets)

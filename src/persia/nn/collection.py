@@ -247,7 +247,7 @@ class EmbeddingCollection(torch.nn.Module):
                 self._pass.check_others()
             if batch.pooled is not None:
                 return batch.pooled.embeddings()
-            return self._expander(batch.rows, batch.inverse, batch.offsets)
+            return self._expander(batch.rows, batch.inverse, batch.offsets, batch.id_weights)
 
     def looked_up_again(self, batch: PreparedBatch) -> PreparedBatch:
         """Returns the batch whose gradient was pushed last, with its rows as they are now; read-only. Blocks.

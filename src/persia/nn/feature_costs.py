@@ -27,7 +27,7 @@ def feature_costs(schema: Schema, expander: Expander, batch: PreparedBatch) -> l
 
     def seconds(name: str) -> float:
         began = time.perf_counter()
-        expander.pool_one(name, rows, batch.inverse, batch.offsets)
+        expander.pool_one(name, rows, batch.inverse, batch.offsets, batch.id_weights)
         return time.perf_counter() - began
 
     costs = [

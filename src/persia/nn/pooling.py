@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from persia import batching
 from persia.errors import PersiaError
-from persia.nn.joining import joined, of_one_width
+from persia.nn.torch_pooling import SequenceEmbedding, expand_with_torch
 from persia.schema import Pooling, Schema
 from persia.types import Floats, Int64Array, Inverse, Packed
 
 __all__ = [
+    "UNWEIGHTED",
     "Embeddings",
     "Expander",
     "PooledAhead",
     "SequenceEmbedding",
+    "Weights",
     "expand_with_torch",
-    "pool_bags",
-    "sequence_of",
 ]
-
-
-class SequenceEmbedding(NamedTuple):
-    """An un-pooled feature.
-
-    Attributes:
-        values: `[batch, max_length, dim]`, zero where `mask` is False.
-        mask: bool `[batch, max_length]`, True where there is an id.
-    """
-
-    values: torch.Tensor
-    mask: torch.Tensor
 
 
 Embeddings: TypeAlias = Mapping[str, torch.Tensor | SequenceEmbedding]
 """By feature name: `[batch, dim]` if pooled, else a SequenceEmbedding."""
 
+
+Weights: TypeAlias = Mapping[str, Floats] | Mapping[str, torch.Tensor]
+"""Weights of ids by feature, float32 `[n]`; without features whose ids all have weight 1."""
+
+UNWEIGHTED: Mapping[str, Floats] = {}
 
 MOST_AHEAD = 256 << 20
 """Most bytes of pooled features that wait for the training thread, and of gradients that wait to be summed.
@@ -73,6 +65,7 @@ class Expander:
         rows: Mapping[str, torch.Tensor],
         inverse: Mapping[str, Inverse] | Mapping[str, torch.Tensor],
         offsets: Mapping[str, Int64Array | None] | Mapping[str, torch.Tensor | None],
+        weights: Weights = UNWEIGHTED,
     ) -> dict[str, torch.Tensor | SequenceEmbedding]:
         """Returns by feature `[batch, dim]`, or a SequenceEmbedding if it is not pooled.
 
@@ -80,6 +73,7 @@ class Expander:
             rows: by table, `[unique, dim]`.
             inverse: by feature; arrays when `on_host`, else tensors.
             offsets: by feature, int64 `[batch + 1]` or None.
+            weights: by feature with weights of its ids, float32 `[n]`.
         """
         if not self.on_host:
             return expand_with_torch(
@@ -87,8 +81,9 @@ class Expander:
                 rows,
                 cast("Mapping[str, torch.Tensor]", inverse),
                 cast("Mapping[str, torch.Tensor | None]", offsets),
+                cast("Mapping[str, torch.Tensor]", weights),
             )
-        plans, tables = self._plans(inverse, offsets), [rows[table] for table in self._tables]
+        plans, tables = self._plans(inverse, offsets, weights), [rows[table] for table in self._tables]
         return self.by_feature(_NativePool.apply(self, plans, *tables))  # type: ignore[no-untyped-call]
 
     def pool_one(
@@ -97,6 +92,7 @@ class Expander:
         rows: Mapping[str, torch.Tensor],
         inverse: Mapping[str, Inverse] | Mapping[str, torch.Tensor],
         offsets: Mapping[str, Int64Array | None] | Mapping[str, torch.Tensor | None],
+        weights: Weights = UNWEIGHTED,
     ) -> None:
         """Pools one feature, waits until that is done, and drops the result: to measure it.
 
@@ -105,13 +101,14 @@ class Expander:
             rows: by table, without gradients; see `__call__`, as for the others.
             inverse: by feature.
             offsets: by feature.
+            weights: by feature with weights.
         """
         if self.on_host:
-            plan = self._plans(inverse, offsets)[list(self._features).index(name)]
+            plan = self._plans(inverse, offsets, weights)[list(self._features).index(name)]
             self.pool_rows([plan], [rows[table].numpy() for table in self._tables])
             return
         tensors = cast("Mapping[str, torch.Tensor]", inverse), cast("Mapping[str, torch.Tensor | None]", offsets)
-        expand_with_torch({name: self._features[name]}, rows, *tensors)
+        expand_with_torch({name: self._features[name]}, rows, *tensors, cast("Mapping[str, torch.Tensor]", weights))
         torch.cuda.synchronize()
 
     def ahead(
@@ -119,6 +116,7 @@ class Expander:
         rows: Mapping[str, Floats],
         inverse: Mapping[str, Inverse] | Mapping[str, torch.Tensor],
         offsets: Mapping[str, Int64Array | None] | Mapping[str, torch.Tensor | None],
+        weights: Weights = UNWEIGHTED,
     ) -> PooledAhead:
         """Returns the features of a batch for a training thread that takes them later. Only `on_host`.
 
@@ -126,8 +124,9 @@ class Expander:
             rows: by table, float32 `[unique, dim]`. They must not change while the result is in use.
             inverse: by feature.
             offsets: by feature, or None if each sample has one id.
+            weights: by feature with weights.
         """
-        return PooledAhead(self, self._plans(inverse, offsets), {table: rows[table] for table in self._tables})
+        return PooledAhead(self, self._plans(inverse, offsets, weights), {table: rows[table] for table in self._tables})
 
     def pool_rows(self, plans: Sequence[batching.FeaturePlan], rows: Sequence[Floats]) -> batching.Pooled:
         """Returns the values and masks of all features. Thread-safe."""
@@ -173,6 +172,7 @@ class Expander:
         self,
         inverse: Mapping[str, Inverse] | Mapping[str, torch.Tensor],
         offsets: Mapping[str, Int64Array | None] | Mapping[str, torch.Tensor | None],
+        weights: Weights,
     ) -> list[batching.FeaturePlan]:
         return [
             batching.FeaturePlan(
@@ -181,6 +181,7 @@ class Expander:
                 cast("Int64Array | None", offsets[name]),
                 pooling,
                 max_length if pooling is None else None,
+                cast("Floats | None", weights.get(name)),
             )
             for name, (table, pooling, max_length) in self._features.items()
         ]
@@ -353,134 +354,3 @@ class _TakePooled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
         ctx.kept.append(_Kept(_of_values(ctx, gradients)))
         return torch.zeros(()), None, None
-
-
-class _RowsOfSamples(torch.autograd.Function):
-    """The rows at places `[features, batch]` of all tables, one behind the other, which have one width.
-
-    As in the native path, a table none of whose features has a gradient gets none.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, places: torch.Tensor, of_features: list[int], *rows: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(places)
-        ctx.of_features, ctx.counts = of_features, [len(part) for part in rows]
-        ctx.set_materialize_grads(False)
-        values = torch.cat(rows).index_select(0, places.view(-1))
-        return tuple(torch.unsafe_split(values, places.shape[1]))  # Not views: a model may change them in place.
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        given = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
-        if not given:
-            return (None,) * (2 + len(ctx.counts))
-        if len(given) < len(gradients):
-            places = torch.stack([places[number] for number in given])
-        joint = torch.cat(list(given.values()))
-        sums = joint.new_zeros(sum(ctx.counts), joint.shape[1]).index_add_(0, places.view(-1), joint)
-        used = {ctx.of_features[number] for number in given}
-        parts = sums.split(ctx.counts)  # One behind the other in one storage, as they are to be sent.
-        return None, None, *(part if number in used else None for number, part in enumerate(parts))
-
-
-def pool_bags(
-    rows: torch.Tensor, inverse: torch.Tensor, offsets: torch.Tensor | None, pooling: Pooling
-) -> torch.Tensor:
-    """Pools the rows of each sample's ids.
-
-    Args:
-        rows: `[unique, dim]`.
-        inverse: integer `[n]`.
-        offsets: int64 `[batch + 1]`, or None where each sample has one id.
-        pooling: "sum", "mean" or "sqrtn" (sum / sqrt(count)).
-
-    Returns:
-        `[batch, dim]`; zeros for a sample without ids.
-    """
-    index = inverse.to(torch.int64)
-    if offsets is None:
-        return rows.index_select(0, index)
-    mode = "mean" if pooling == "mean" else "sum"
-    pooled = torch.nn.functional.embedding_bag(index, rows, offsets, mode=mode, include_last_offset=True)
-    if pooling == "sqrtn":
-        counts = offsets.diff().clamp(min=1).to(rows.dtype)
-        pooled = pooled * counts.rsqrt().unsqueeze(1)
-    return pooled
-
-
-def sequence_of(
-    rows: torch.Tensor, inverse: torch.Tensor, offsets: torch.Tensor | None, max_length: int
-) -> SequenceEmbedding:
-    """Returns the first `max_length` rows of each sample, padded with zeros.
-
-    Returns:
-        values `[batch, max_length, dim]` and mask bool `[batch, max_length]`.
-    """
-    index = inverse.to(torch.int64)
-    if offsets is None:
-        offsets = torch.arange(len(index) + 1, device=rows.device)
-    position = torch.arange(max_length, device=rows.device)
-    mask = position < offsets.diff().unsqueeze(1)
-    if not len(index):
-        return SequenceEmbedding(rows.new_zeros(len(mask), max_length, rows.shape[1]), mask)
-    # Padding reads row 0 of the sequence buffer and is zeroed: no data-dependent shape, so no device sync.
-    where = torch.where(mask, offsets[:-1].unsqueeze(1) + position, 0)
-    values = rows.index_select(0, index[where.reshape(-1)]).reshape(*where.shape, rows.shape[1])
-    return SequenceEmbedding(values * mask.unsqueeze(2), mask)
-
-
-def expand_with_torch(
-    features: Mapping[str, tuple[str, Pooling | None, int | None]],
-    rows: Mapping[str, torch.Tensor],
-    inverse: Mapping[str, torch.Tensor],
-    offsets: Mapping[str, torch.Tensor | None],
-) -> dict[str, torch.Tensor | SequenceEmbedding]:
-    """Pools all features with torch operations: the path of a GPU, and the readable twin of the native path.
-
-    Args:
-        features: by name: table, pooling, max_length.
-        rows: by table.
-        inverse: by feature.
-        offsets: by feature.
-    """
-    pooled: dict[str, torch.Tensor | SequenceEmbedding] = {}
-    single: dict[str, str] = {}
-    for name, (table, pooling, max_length) in features.items():
-        if pooling is None:
-            assert max_length is not None
-            pooled[name] = sequence_of(rows[table], inverse[name], offsets[name], max_length)
-        elif offsets[name] is None and len(inverse[name]):
-            single[name] = table
-        else:
-            pooled[name] = pool_bags(rows[table], inverse[name], offsets[name], pooling)
-    for names in of_one_width({name: rows[table] for name, table in single.items()}):
-        pooled.update(rows_of_samples({name: single[name] for name in names}, rows, inverse))
-    return {name: pooled[name] for name in features}
-
-
-def rows_of_samples(
-    features: Mapping[str, str], rows: Mapping[str, torch.Tensor], inverse: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Returns the row of each sample's id by feature, `[batch, dim]`: a few kernels for any number of features.
-
-    Args:
-        features: their tables, by name. Samples have one id in each; the rows of all tables have one width.
-        rows: by table, `[unique, dim]`.
-        inverse: by feature, integer `[batch]`.
-    """
-    names = sorted(features, key=lambda name: inverse[name].element_size())
-    if len(names) == 1:
-        return {name: pool_bags(rows[table], inverse[name], None, "sum") for name, table in features.items()}
-    tables = list(dict.fromkeys(features.values()))
-    first = dict(zip(tables, itertools.accumulate((len(rows[table]) for table in tables), initial=0), strict=False))
-    of_sizes = itertools.groupby((inverse[name] for name in names), torch.Tensor.element_size)
-    places = torch.cat([joined(list(group)).to(torch.int64) for _, group in of_sizes]).view(len(names), -1)
-    starts = torch.tensor([[first[features[name]]] for name in names], pin_memory=places.is_cuda)
-    places = places + starts.to(places.device, non_blocking=True)
-    of_features = [tables.index(features[name]) for name in names]
-    values = _RowsOfSamples.apply(places, of_features, *(rows[table] for table in tables))  # type: ignore[no-untyped-call]
-    return dict(zip(names, values, strict=True))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from persia.errors import StaleBatchError
-from persia.nn.pooling import PooledAhead
+from persia.nn.pooling import UNWEIGHTED, PooledAhead, Weights
 from persia.nn.token_client import DrawnToken
 from persia.schema import Schema
 from persia.types import Floats, Int32Array, Int64Array, Inverse, Packed, RegisteredBatch
@@ -32,6 +32,7 @@ class PreparedBatch:
     Attributes:
         weights: weight of each sample, float32 `[batch]`; None weighs all 1.
         groups: group of each sample, int64 `[batch]`; None without groups.
+        id_weights: weights of ids, by feature with weights, float32; arrays or tensors, as `inverse`.
         batch_id: its key at the embedding worker; None if no gradient is awaited.
         pooled: its features on the host, which keep their own gradients: the rows then get only the gradients of
             loss terms that use them directly. Else None.
@@ -61,6 +62,7 @@ class PreparedBatch:
         self.offsets = offsets
         self.weights: torch.Tensor | None = None
         self.groups: torch.Tensor | None = None
+        self.id_weights: Weights = UNWEIGHTED
         self.batch_id: int | None = None
         self.pooled: PooledAhead | None = None
         self.compressed = False

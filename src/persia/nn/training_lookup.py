@@ -105,7 +105,8 @@ class TrainingLookup:
         if plan is not None:
             self._gate.aged(plan.oldest)
         if self._expander.on_host:
-            prepared.pooled = self._expander.ahead(prepared.host_rows(), prepared.inverse, prepared.offsets)
+            index = prepared.inverse, prepared.offsets, prepared.id_weights
+            prepared.pooled = self._expander.ahead(prepared.host_rows(), *index)
             if prepared.pooled.fits(ready):
                 with self._tracer.span("pool", batch=batch.batch_id):
                     prepared.pooled.pool()

@@ -16,6 +16,7 @@ from persia.errors import ConfigError
 from persia.memory import host_memory
 from persia.nn.joining import joined, of_one_width, together
 from persia.nn.options import check_device
+from persia.nn.pooling import UNWEIGHTED, Weights
 from persia.nn.prepared import PreparedBatch
 from persia.nn.row_cache import CachePlan
 from persia.schema import Table
@@ -319,10 +320,11 @@ class Transfer:
                 rows = cached.assemble(looked_up, unpacked(tensors["places"].long(), cached.places))
             ends = cast("Mapping[str, Int64Array]", lookup.offsets)
             offsets = {name: ends.get(name) for name in inverse}
+            id_weights: Weights = UNWEIGHTED if lookup.weights is None else dict(lookup.weights.items())
         else:
             packs = {"rows": lookup.rows, "narrow": lookup.narrow, "wide": lookup.wide, "offsets": lookup.offsets}
-            scales = {} if lookup.scales is None else {"scales": lookup.scales}
-            packed: dict[str, Packed[Any]] = {**packs, **scales}
+            optional = {"scales": lookup.scales, "id_weights": lookup.weights}
+            packed: dict[str, Packed[Any]] = {**packs, **{k: pack for k, pack in optional.items() if pack is not None}}
             arrays.update({kind: pack.buffer for kind, pack in packed.items()})
             # Made on the device, in the stream that has copied the rest.
             made: dict[str, dict[str, torch.Tensor]] = {}
@@ -337,8 +339,10 @@ class Transfer:
             tensors, ready = self._staging.to_device(arrays, unpack)
             rows, inverse = made["rows"], {**made["narrow"], **made["wide"]}
             offsets = {name: made["offsets"].get(name) for name in inverse}
+            id_weights = made.get("id_weights", UNWEIGHTED)
         prepared = PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets)
         prepared.weights, prepared.groups = tensors.get("weights"), tensors.get("groups")
+        prepared.id_weights = id_weights
         return prepared, ready
 
     def begin_beside_network(self) -> None:

@@ -20,7 +20,7 @@ from persia.dense import partition, spec_of
 from persia.errors import DataError
 from persia.modes import Hybrid
 from persia.nn.objective import Objective
-from persia.nn.pooling import Expander
+from persia.nn.pooling import UNWEIGHTED, Expander
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.shares import divide_here
 from persia.replay import (
@@ -180,7 +180,7 @@ class VirtualTraining:
                 answers = [s.lookup(self._router.ids_of(entry, n), train=False) for n, s in enumerate(self.stores)]
                 stored = self._router.join(entry, answers)
                 rows = batching.plain_packed(stored, None, self._tables, self._scratch)
-                embeddings = self._expander(_tensors(rows), entry.inverse, _offsets(entry))
+                embeddings = self._expander(_tensors(rows), entry.inverse, _offsets(entry), entry.weights or UNWEIGHTED)
                 output = self.model(torch.from_numpy(batch.dense), embeddings)
                 logits.append(self._objective.logits(output, torch.from_numpy(batch.labels)).numpy())
         return np.concatenate(logits)
@@ -213,7 +213,7 @@ class VirtualTraining:
         leaves = _tensors({table: np.concatenate([part[table][1] for part in parts]) for table in parts[0]})
         for leaf in leaves.values():
             leaf.requires_grad_()
-        embeddings = self._expander(leaves, entry.inverse, _offsets(entry))
+        embeddings = self._expander(leaves, entry.inverse, _offsets(entry), entry.weights or UNWEIGHTED)
         output = self.model(torch.from_numpy(batch.dense), embeddings)
         weights = None if batch.weights is None else torch.from_numpy(batch.weights)
         groups = None if batch.groups is None else torch.from_numpy(batch.groups.view(np.int64))

@@ -62,7 +62,9 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fill: value in place of a missing one, converted to an id as `kind` says. None gives a sample without ids.
         weights: column with a weight for each id (one number per id of a list), by which embeddings are multiplied
             before pooling: "sum" is the weighted sum, "mean" divides it by the sum of the weights, "sqrtn" by the root
-            of the sum of their squares, as in TensorFlow and, for "sum", `per_sample_weights` of PyTorch.
+            of the sum of their squares, as in TensorFlow and, for "sum", `per_sample_weights` of PyTorch. Weights are
+            finite, and 0 or more where they are divided by; a sample whose weights are all 0 then has zeros. The
+            weight of a missing id is left out; that of an id in whose place `fill` is may be missing, and is then 1.
     """
 
     name: str

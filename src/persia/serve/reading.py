@@ -73,7 +73,7 @@ class EmbeddingReader:
         whole = source.whole
         if self._on_host and self._pools_all and whole is not None:
             columns = [batch.id_features[name] for name in self._names]
-            if all(column.offsets is None for column in columns):
+            if all(column.offsets is None and column.weights is None for column in columns):
                 return _tensor(batch.dense), _tensor(batch.labels), self._rows_of_single_ids(columns, whole)
         entry = self._router.entry(batch.id_features)
         rows = self._rows(entry, source)
@@ -81,9 +81,10 @@ class EmbeddingReader:
             return _tensor(batch.dense), _tensor(batch.labels), self._pooled(entry, rows, len(batch))
         _, _, narrow, wide = entry.packed
         wire = cast("Packed[np.float32 | np.float16]", rows)
-        prepared, ready = self._transfer.rows(batch, LookedUp(wire, narrow, wide, entry.offsets))
+        prepared, ready = self._transfer.rows(batch, LookedUp(wire, narrow, wide, entry.offsets, weights=entry.weights))
         ready()
-        return prepared.dense, prepared.labels, self._expander(prepared.rows, prepared.inverse, prepared.offsets)
+        index = prepared.inverse, prepared.offsets, prepared.id_weights
+        return prepared.dense, prepared.labels, self._expander(prepared.rows, *index)
 
     def _rows_of_single_ids(self, columns: Sequence[IdColumn], rows: Rows) -> Embeddings:
         """Returns the embeddings of features with one id per sample, which are the rows, by one lookup."""
@@ -100,8 +101,13 @@ class EmbeddingReader:
     def _pooled(self, entry: Entry, rows: Packed[np.float32], samples: int) -> Embeddings:
         """Returns the embeddings, as `Expander` does for a batch without gradients, with less overhead."""
         inverse, ends = entry.inverse, dict(entry.offsets.items())
+        weights = {} if entry.weights is None else dict(entry.weights.items())
         values, masks = self._pooler(
-            rows.arrays(), [inverse[name] for name in self._names], [ends.get(name) for name in self._names], samples
+            rows.arrays(),
+            [inverse[name] for name in self._names],
+            [ends.get(name) for name in self._names],
+            [weights.get(name) for name in self._names],
+            samples,
         )
         return {
             name: torch.from_numpy(array)

@@ -145,6 +145,8 @@ class LookedUp(NamedTuple):
         wide: the same for all other tables.
         offsets: offsets into the index, by feature, int64 `[batch + 1]`; without features that have one id per sample.
         scales: scales by float32 table, float32 `[unique ids]`: a row is `rows * scale`. None without compression.
+        weights: weight of each id by which its row is multiplied in pooling, by feature with weights, float32, as long
+            as its index. None if no feature has weights.
     """
 
     rows: Packed[np.float32 | np.float16]
@@ -152,6 +154,7 @@ class LookedUp(NamedTuple):
     wide: Packed[np.uint32]
     offsets: Packed[np.int64]
     scales: Packed[np.float32] | None = None
+    weights: Packed[np.float32] | None = None
 
     @property
     def inverse(self) -> dict[str, Inverse]:
@@ -220,7 +223,6 @@ class RegisteredBatch(NamedTuple):
             batches.
         weights: weight of each sample, float32 `[batch]`, or None.
         groups: group of each sample, uint64 `[batch]`, or None.
-        id_weights: weight of each id that is looked up, in their order, float32, by feature with weights; or None.
     """
 
     batch_id: int
@@ -230,7 +232,6 @@ class RegisteredBatch(NamedTuple):
     id_counts: Int64Array | None = None
     weights: Floats | None = None
     groups: Ids | None = None
-    id_weights: dict[str, Floats] | None = None
 
 
 class Delivery(NamedTuple):

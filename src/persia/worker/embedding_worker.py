@@ -260,10 +260,10 @@ class Worker:
         _, _, narrow, wide = entry.packed
         if not self._compresses:
             plain = cast("Packed[np.float32 | np.float16]", rows)
-            return LookedUp(plain, narrow, wide, entry.offsets)
+            return LookedUp(plain, narrow, wide, entry.offsets, weights=entry.weights)
         halves, scales = batching.encode_packed(rows, self._tables)
         short = cast("Packed[np.float32 | np.float16]", halves)
-        return LookedUp(short, narrow, wide, entry.offsets, scales)
+        return LookedUp(short, narrow, wide, entry.offsets, scales, entry.weights)
 
     def _carried(self, what: str, rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None) -> None:
         """Counts bytes to or from an NN worker."""

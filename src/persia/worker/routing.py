@@ -24,10 +24,12 @@ class Entry(NamedTuple):
     Attributes:
         packed: distinct ids, sorted by the PS that owns them, and inverse indices.
         offsets: offsets by feature, for features whose samples have any number of ids.
+        weights: weights of the ids, by feature with weights; None if there are none.
     """
 
     packed: batching.PackedBatch
     offsets: Packed[np.int64]
+    weights: Packed[np.float32] | None = None
 
     @property
     def ids(self) -> Packed[np.uint64]:
@@ -68,7 +70,8 @@ class Router:
         values = [[columns[name].values for name in features] for _, features in self._features]
         packed = batching.pack_batch(self._features, values, self._servers, self._pool, self._scratch)
         ends = {name: column.offsets for name, column in columns.items() if column.offsets is not None}
-        return Entry(packed, Packed.of(ends, np.int64))
+        weights = {name: column.weights for name, column in columns.items() if column.weights is not None}
+        return Entry(packed, Packed.of(ends, np.int64), Packed.of(weights, np.float32) if weights else None)
 
     def part_of(self, entry: Entry, wanted: Packed[np.bool_]) -> Entry:
         """Returns an entry with some of the distinct ids; the inverse indices are unchanged.
@@ -91,7 +94,7 @@ class Router:
         starts = np.concatenate(([0], np.cumsum(ids.counts)))[:-1, None].astype(np.int64)
         part_bounds = np.ascontiguousarray(before[starts + bounds] - before[starts])
         part = Packed(ids.names, part_bounds[:, -1].tolist(), ids.buffer[wanted.buffer])
-        return Entry(batching.PackedBatch(part, part_bounds, narrow, wide), entry.offsets)
+        return Entry(batching.PackedBatch(part, part_bounds, narrow, wide), entry.offsets, entry.weights)
 
     def ids_of(self, entry: Entry, server: int) -> Packed[np.uint64]:
         """Returns the ids to request from one PS."""
@@ -168,7 +171,10 @@ class Router:
 
 
 def _truncated(column: IdColumn, most: int | None, last: bool) -> IdColumn:
-    """Returns the first or last `most` ids of each sample; other ids are neither looked up nor admitted."""
+    """Returns the first or last `most` ids of each sample, with their weights.
+
+    Other ids are neither looked up nor admitted.
+    """
     if most is None or column.offsets is None:
         return column
     lengths = np.diff(column.offsets)
@@ -180,4 +186,5 @@ def _truncated(column: IdColumn, most: int | None, last: bool) -> IdColumn:
     else:
         included = index < np.repeat(column.offsets[:-1] + most, lengths)
     offsets = np.concatenate(([0], np.cumsum(np.minimum(lengths, most)))).astype(np.int64)
-    return IdColumn(column.values[included], offsets)
+    weights = None if column.weights is None else column.weights[included]
+    return IdColumn(column.values[included], offsets, weights)

@@ -146,18 +146,20 @@ def average_gradients(
     return np.array(list(average), np.uint64), np.array(list(average.values()), np.float32)
 
 
-def _bags(plan: FeaturePlan) -> Iterator[list[int]]:
-    """For each sample the rows of its values, truncated."""
+def _bags(plan: FeaturePlan) -> Iterator[tuple[list[int], list[np.float32]]]:
+    """For each sample the rows of its values, truncated, and their weights."""
     offsets = plan.offsets if plan.offsets is not None else np.arange(len(plan.inverse) + 1)
+    weights = np.ones(len(plan.inverse), np.float32) if plan.weights is None else plan.weights
     for begin, end in itertools.pairwise(offsets):
-        yield [int(row) for row in plan.inverse[begin:end][: plan.max_length]]
+        bag = [int(row) for row in plan.inverse[begin:end][: plan.max_length]]
+        yield bag, list(weights[begin : begin + len(bag)])
 
 
-def _divisor(plan: FeaturePlan, length: int) -> np.float32:
+def _divisor(plan: FeaturePlan, weights: list[np.float32]) -> np.float32:
     if plan.pooling == "mean":
-        return np.float32(length)
+        return np.float32(sum(map(float, weights)))
     if plan.pooling == "sqrtn":
-        return np.float32(np.sqrt(np.float32(length)))
+        return np.float32(math.sqrt(sum(float(w) ** 2 for w in weights)))
     return np.float32(1)
 
 
@@ -171,19 +173,20 @@ def pool_forward(rows: Sequence[Floats], plans: Sequence[FeaturePlan]) -> Pooled
             values = np.zeros((plan.batch, plan.max_length, table.shape[1]), np.float32)
             mask: BoolArray | None = np.zeros((plan.batch, plan.max_length), np.bool_)
             assert mask is not None
-            for sample, bag in enumerate(_bags(plan)):
+            for sample, (bag, _) in enumerate(_bags(plan)):
                 values[sample, : len(bag)] = table[bag]
                 mask[sample, : len(bag)] = True
         else:
             values = np.zeros((plan.batch, table.shape[1]), np.float32)
             mask = None
-            for sample, bag in enumerate(_bags(plan)):
-                if not bag:
+            for sample, (bag, weights) in enumerate(_bags(plan)):
+                divisor = _divisor(plan, weights)
+                if not bag or divisor == 0:
                     continue
-                total = table[bag[0]].copy()
-                for row in bag[1:]:
-                    total += table[row]
-                values[sample] = total / _divisor(plan, len(bag))
+                total = table[bag[0]] * weights[0]
+                for row, weight in zip(bag[1:], weights[1:], strict=True):
+                    total += table[row] * weight
+                values[sample] = total / divisor
         pooled.values.append(values)
         pooled.masks.append(mask)
     return pooled
@@ -197,12 +200,13 @@ def pool_backward(
     for plan, gradient in zip(plans, gradients, strict=True):
         if gradient is None:
             continue
-        for sample, bag in enumerate(_bags(plan)):
-            for position, row in enumerate(bag):
+        for sample, (bag, weights) in enumerate(_bags(plan)):
+            divisor = _divisor(plan, weights)
+            for position, (row, weight) in enumerate(zip(bag, weights, strict=True)):
                 if plan.pooling is None:
                     out[plan.table][row] += gradient[sample, position]
-                else:
-                    out[plan.table][row] += gradient[sample] / _divisor(plan, len(bag))
+                elif divisor != 0:
+                    out[plan.table][row] += gradient[sample] / divisor * weight
     return out
 
 

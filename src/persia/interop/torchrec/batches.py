@@ -15,6 +15,7 @@ from torch import Tensor
 from persia.batching.batch import Batch
 from persia.batching.columns import add_computed
 from persia.batching.id_column import IdColumn
+from persia.batching.validation import check_id_weights
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.nn import Embeddings
 from persia.schema import IdFeature, Schema, Table, Uniform
@@ -44,16 +45,27 @@ class TorchRecBatch(NamedTuple):
 
 
 def schema_of(
-    configs: Sequence[EmbeddingBagConfig], dense_features: Sequence[str] = (), labels: Sequence[str] = ("label",)
+    configs: Sequence[EmbeddingBagConfig],
+    dense_features: Sequence[str] = (),
+    labels: Sequence[str] = ("label",),
+    *,
+    is_weighted: bool = False,
 ) -> Schema:
     """Returns the schema of an `EmbeddingBagCollection`: `schema_of(ebc.embedding_bag_configs())`.
 
     New ids get values in the range of the configuration, +-1/sqrt(num_embeddings) by default. Tables have no capacity:
     declare one to bound memory.
 
+    Args:
+        configs: configurations of the tables.
+        dense_features: names of the dense features.
+        labels: names of the labels.
+        is_weighted: whether ids have weights, as `ebc.is_weighted()` says. Those of feature `f` are then the column
+            `f_weights` where batches are read from columns; `to_batch` takes them from the KeyedJaggedTensor.
+
     Raises:
         ConfigError: two tables have a feature of the same name, or a table has position weights, or a pooling or
-            dtype that persia lacks.
+            dtype that persia lacks, or weights with another pooling than SUM.
     """
     features: list[IdFeature] = []
     tables: list[Table] = []
@@ -71,9 +83,17 @@ def schema_of(
                 "support; train it without need_pos.",
                 field=config.name,
             )
+        if is_weighted and pooling != "sum":
+            raise ConfigError(
+                f"Table {config.name!r} has pooling {config.pooling.name}, but weights of ids need SUM in TorchRec; "
+                "pass is_weighted=False, or declare the features yourself: persia divides by the sum of the weights.",
+                field=config.name,
+            )
         initializer = Uniform(config.get_weight_init_min(), config.get_weight_init_max())
         tables.append(Table(config.name, config.embedding_dim, initializer=initializer, dtype=dtype))  # type: ignore[arg-type]
-        features += [IdFeature(name, table=config.name, pooling=pooling) for name in config.feature_names]  # type: ignore[arg-type]
+        for name in config.feature_names:
+            weights = f"{name}_weights" if is_weighted else None
+            features.append(IdFeature(name, table=config.name, pooling=pooling, weights=weights))  # type: ignore[arg-type]
     return Schema(features, dense_features, labels, tables)
 
 
@@ -90,7 +110,8 @@ def to_batch(
 
     Args:
         schema: schema of the model. Crosses and mapped features are computed as readers do, unless `ids` has them.
-        ids: the ID-type features and possibly others, int64 or int32. Ids are their bits: -1 is 2^64 - 1.
+        ids: the ID-type features and possibly others, int64 or int32. Ids are their bits: -1 is 2^64 - 1. Its weights
+            are those of features that declare `IdFeature.weights`; those of other features must be 1.
         dense: dense features, float `[batch, dense features]` in the order of the schema, or a KeyedTensor; None if the
             schema has none.
         labels: labels, float `[batch]` or `[batch, labels]`; None for prediction.
@@ -98,12 +119,12 @@ def to_batch(
 
     Raises:
         ConfigError: a feature of the schema has `age_since` or `kind="text"`: readers do not use its numbers as ids.
-        DataError: a feature of the schema is missing, `ids` have weights or a stride for each key, or shapes differ.
+        DataError: a feature of the schema is missing, `ids` lack declared weights, have others than 1 where none are
+            declared, or have a stride for each key; or shapes differ.
     """
-    if ids.weights_or_none() is not None or ids.variable_stride_per_key():
+    if ids.variable_stride_per_key():
         raise DataError(
-            "The KeyedJaggedTensor has weights, or a stride for each key, which batches do not support; convert one "
-            "without."
+            "The KeyedJaggedTensor has a stride for each key, which batches do not support; convert one without."
         )
     for feature in schema.id_features:
         if feature.age_since is not None or feature.kind == "text":
@@ -123,6 +144,9 @@ def to_batch(
             "its keys.",
             feature=missing[0],
         )
+    for feature in schema.id_features:
+        if not feature.computed:
+            columns[feature.name] = _with_declared_weights(feature, columns[feature.name])
     add_computed(schema, columns)
     rows = ids.stride()
     return Batch(
@@ -150,7 +174,7 @@ def keyed_jagged_tensor(schema: Schema, batch: Batch) -> KeyedJaggedTensor:
 
     A KeyedJaggedTensor has the values of all features in one array. They are shared if they are adjacent in memory,
     as in a batch from `to_batch` with this order of features, and copied otherwise. Lists are not truncated:
-    `max_length` limits lookups.
+    `max_length` limits lookups. It has weights if a feature has; those of others are 1.
 
     Raises:
         DataError: the batch lacks a feature of the schema.
@@ -170,7 +194,7 @@ def keyed_jagged_tensor(schema: Schema, batch: Batch) -> KeyedJaggedTensor:
     values = torch.from_numpy(_joined([column.values for column in columns]).view(np.int64))
     names = [feature.name for feature in schema.id_features]
     tensor: KeyedJaggedTensor = _torchrec().KeyedJaggedTensor(
-        names, values, lengths=torch.from_numpy(lengths.reshape(-1)), stride=rows
+        names, values, _joined_weights(columns), lengths=torch.from_numpy(lengths.reshape(-1)), stride=rows
     )
     return tensor
 
@@ -198,8 +222,41 @@ def keyed_tensor(embeddings: Embeddings) -> KeyedTensor:
     return tensor
 
 
+def _with_declared_weights(feature: IdFeature, column: IdColumn) -> IdColumn:
+    """Returns a column with weights if the feature declares them.
+
+    Raises:
+        DataError: declared weights are missing, or others than 1 are not declared.
+    """
+    if feature.weights is not None:
+        if column.weights is None:
+            raise DataError(
+                f"IdFeature({feature.name!r}) has weights, but the KeyedJaggedTensor has none; pass one with weights.",
+                feature=feature.name,
+            )
+        check_id_weights(feature, column)
+        return column
+    if column.weights is not None and (column.weights != 1).any():
+        raise DataError(
+            f"The KeyedJaggedTensor has weights for {feature.name!r}, which the schema does not declare; declare "
+            f"IdFeature({feature.name!r}, weights=...), or pass weights of 1.",
+            feature=feature.name,
+        )
+    return IdColumn(column.values, column.offsets)
+
+
+def _joined_weights(columns: Sequence[IdColumn]) -> Tensor | None:
+    """Returns the weights of all ids, 1 for those without; None if no column has weights."""
+    if all(column.weights is None for column in columns):
+        return None
+    parts = [np.ones(len(c.values), np.float32) if c.weights is None else c.weights for c in columns]
+    return torch.from_numpy(np.concatenate(parts))
+
+
 def _id_columns(ids: KeyedJaggedTensor) -> list[IdColumn]:
     values = _ids(ids.values())
+    given = ids.weights_or_none()
+    weights: Floats | None = None if given is None else given.detach().cpu().float().contiguous().numpy()
     lengths: NDArray[Any] = ids.lengths().cpu().numpy().reshape(len(ids.keys()), ids.stride())
     columns: list[IdColumn] = []
     start = 0
@@ -210,7 +267,7 @@ def _id_columns(ids: KeyedJaggedTensor) -> list[IdColumn]:
             offsets = np.zeros(len(counts) + 1, np.int64)
             np.cumsum(counts, out=offsets[1:])
             end = start + int(offsets[-1])
-        columns.append(IdColumn(values[start:end], offsets))
+        columns.append(IdColumn(values[start:end], offsets, None if weights is None else weights[start:end]))
         start = end
     if start != len(values):
         raise DataError(

@@ -206,6 +206,14 @@ def _ids(feature: IdFeature, limits: ServeLimits, rules: InputRules) -> dict[str
     return _column({"anyOf": [one, {"type": "null"}, several, *others]}, limits)
 
 
+def _weights(feature: IdFeature, limits: ServeLimits) -> dict[str, Any]:
+    """Returns the schema of the weights of a feature's ids."""
+    separated = feature.split is not None
+    texts = [{"type": "string", "description": f"Several, separated by {feature.split!r}."}] if separated else []
+    forms = [*_NUMBER["anyOf"], {"type": "null"}, {"type": "array", "items": _NUMBER}, *texts]
+    return _column({"anyOf": forms, "description": f"One for each id of {feature.name!r}."}, limits)
+
+
 def _raw(read: list[IdFeature], limits: ServeLimits, rules: InputRules) -> dict[str, Any]:
     """Returns the schemas of the columns that ID-type features are made from, by name, in their order."""
     columns: dict[str, Any] = {}
@@ -214,8 +222,7 @@ def _raw(read: list[IdFeature], limits: ServeLimits, rules: InputRules) -> dict[
         if feature.age_since is not None:
             columns.setdefault(feature.age_since, _column(_WHOLE, limits))
         if feature.weights is not None:
-            numbers = {"type": "array", "items": _NUMBER}
-            columns.setdefault(feature.weights, _column({"anyOf": [*_NUMBER["anyOf"], numbers]}, limits))
+            columns.setdefault(feature.weights, _weights(feature, limits))
     return columns
 
 
