@@ -69,6 +69,9 @@ def with_weights(feature: IdFeature, column: IdColumn, source: Any, weights: Any
 def _of_present(feature: IdFeature, column: IdColumn, source: Any, values: Any, counts: Int64Array) -> Any:
     """Returns the weights of the ids that are not missing, or that `fill` has filled in."""
     present, entries = _present(feature, source)
+    if feature.fill is not None:  # A sample whose ids are missing has one entry, if a weight says so.
+        filled = (entries == 0) & (counts == 1) & (counts_of(column) == 1)
+        present, entries = np.insert(present, np.cumsum(entries)[filled], False), entries + filled
     given = ~np.isnan(values)
     # A sample without ids and without weights, however it says so: None, an empty list, an empty text.
     absent = (_sums(present, entries) == 0) & (_sums(given, counts) == 0)
