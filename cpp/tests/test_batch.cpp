@@ -156,6 +156,34 @@ TEST(pooling_and_its_gradient) {
   CHECK((mask == std::vector<std::uint8_t>{1, 1, 0, 0, 1, 0}));
 }
 
+TEST(weighted_pooling_and_its_gradient) {
+  // Samples: 0.5 x row 1 + 1.5 x row 0 (and a third value, truncated), [], 0 x row 2.
+  const std::vector<std::uint16_t> inverse = {1, 0, 1, 2};
+  const std::vector<std::int64_t> offsets = {0, 3, 3, 4};
+  const std::vector<float> weights = {0.5F, 1.5F, 9.0F, 0.0F};
+  const std::vector<float> rows = {1, 10, 2, 20, 4, 40};
+  FeaturePlan plan{inverse.data(), false, 4, offsets.data(), 3, Pooling::sum, 2, weights.data()};
+  ThreadPool pool(2);
+  Arena arena;
+  const auto check = [&](Pooling pooling, const std::vector<float>& pooled, const std::vector<float>& gradients) {
+    plan.pooling = pooling;
+    std::vector<float> out(6, -1.0F);
+    PoolFeature feature{plan, {rows.data(), 3, 2}, out.data(), 2, 0, nullptr, 0};
+    pool_forward({&feature, 1}, pool);
+    CHECK(out == pooled);
+    const std::vector<float> ones(6, 1.0F);
+    std::vector<float> gradient(6, -1.0F);
+    GradientTable table{{{plan, ones.data(), 2, 0, 0}}, gradient.data(), 3, 2};
+    pool_backward({&table, 1}, pool, arena);
+    CHECK(gradient == gradients);
+  };
+  const float root = std::sqrt(2.5F);
+  check(Pooling::sum, {2.5F, 25.0F, 0, 0, 0, 0}, {1.5F, 1.5F, 0.5F, 0.5F, 0, 0});
+  check(Pooling::mean, {1.25F, 12.5F, 0, 0, 0, 0}, {0.75F, 0.75F, 0.25F, 0.25F, 0, 0});
+  check(Pooling::sqrtn, {2.5F / root, 25.0F / root, 0, 0, 0, 0},
+        {1.0F / root * 1.5F, 1.0F / root * 1.5F, 1.0F / root * 0.5F, 1.0F / root * 0.5F, 0, 0});
+}
+
 TEST(gradient_does_not_depend_on_threads) {
   constexpr std::size_t kBatch = 5000;
   constexpr std::size_t kRows = 600;
@@ -211,6 +239,7 @@ TEST(hostile_contents_are_refused) {
     refused({good.data(), true, 4, nullptr, 2, pooling, 2});
   }
   refused({good.data(), true, 4, offsets.data(), 2, Pooling::sequence, 0});
+  refused({good.data(), true, 4, offsets.data(), 2, Pooling::sequence, 2, rows.data()});
 }
 
 TEST(ids_are_grouped_by_owner_and_inverses_follow) {

@@ -1,6 +1,7 @@
 """TorchRec's jagged tensors as batches, also where TorchRec is not installed."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_features_whose_numbers_are_no_ids_are_refused(kind, option):
         to_batch(schema, ids)
 
 
-ONE = torch.ones(1, dtype=torch.int64)
+THREE = torch.ones(3, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +111,7 @@ ONE = torch.ones(1, dtype=torch.int64)
         (jagged, None, None, "dense has shape"),
         (jagged, torch.zeros(3, 2), torch.zeros(4), "labels has shape"),
         (lambda kind: jagged(kind, torch.float32), torch.zeros(3, 2), None, "torch.float32"),
-        (lambda kind: kind(["a"], ONE, torch.ones(1), lengths=ONE), None, None, "weights"),
+        (lambda kind: kind(list("abc"), THREE, torch.rand(3), lengths=THREE), None, None, "weights for 'a'"),
         (lambda kind: kind(["a", "b", "a"], torch.arange(3), lengths=torch.ones(3).long()), None, None, "a key twice"),
     ],
 )
@@ -139,3 +140,34 @@ def test_without_torchrec_its_tensors_cannot_be_made(monkeypatch):
     batch = Batch({"a": one, "b": one, "c": one}, np.zeros((1, 2), np.float32), np.zeros((1, 1), np.float32))
     with pytest.raises(MissingExtraError, match=r"pip install torchrec"):
         keyed_jagged_tensor(SCHEMA, batch)
+
+
+WEIGHTED = Schema([IdFeature("a", dim=4, weights="a_weights"), IdFeature("b", dim=4)], labels=[])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_the_jagged_tensor(kind):
+    lengths, weights = torch.tensor([2, 0, 1, 1]), torch.tensor([0.5, -2.0, 1.0, 1.0])
+    batch = to_batch(WEIGHTED, kind(["a", "b"], torch.arange(4), weights, lengths=lengths))
+    batch.validate(WEIGHTED)
+    assert batch.id_features["a"].weights.tolist() == [0.5, -2.0]
+    assert batch.id_features["b"].weights is None
+    with pytest.raises(DataError, match="has weights, but the KeyedJaggedTensor has none"):
+        to_batch(WEIGHTED, kind(["a", "b"], torch.arange(4), lengths=lengths))
+    with pytest.raises(DataError, match="has nan at row 0"):
+        bad = torch.tensor([torch.nan, 1, 1, 1])
+        to_batch(WEIGHTED, kind(["a", "b"], torch.arange(4), bad, lengths=lengths))
+
+
+def test_a_jagged_tensor_has_the_weights_of_a_batch(monkeypatch):
+    lengths, weights = torch.tensor([2, 0, 1, 1]), torch.tensor([0.5, -2.0, 1.0, 1.0])
+    batch = to_batch(WEIGHTED, Jagged(["a", "b"], torch.arange(4), weights, lengths=lengths))
+
+    def made(keys, values, weights=None, *, lengths, stride):
+        assert stride == len(batch)
+        return Jagged(keys, values, weights, lengths=lengths)
+
+    monkeypatch.setitem(sys.modules, "torchrec", SimpleNamespace(KeyedJaggedTensor=made))
+    assert keyed_jagged_tensor(WEIGHTED, batch).weights_or_none().tolist() == weights.tolist()
+    unweighted = Batch.from_columns(SCHEMA, {"a": [1], "b": [2], "c": [3], "price": [1], "age": [1], "label": [1]})
+    assert keyed_jagged_tensor(SCHEMA, unweighted).weights_or_none() is None

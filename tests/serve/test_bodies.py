@@ -18,6 +18,7 @@ from persia.serve.http.bodies import Bodies
 from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK, MalformedBodyError
 from persia.serve.http.codecs.msgpack_codec import array_of
 from persia.serve.http.limits import ServeLimits
+from persia.serve.http.openapi import openapi
 from support.old_arrow import old_compressed
 from support.served import CODEC, SCHEMA
 
@@ -405,3 +406,69 @@ def test_dense_matrices_have_the_values_of_vectors():
     assert user.dense[0, 1:3].tolist() == [7, 7]
     assert np.isnan(user.dense[0, [0, 3]]).all()
     assert np.isnan(items.dense[0, 1:3]).all()
+
+
+WEIGHTED = persia.Schema(
+    [persia.IdFeature("user", dim=2, weights="trust"), persia.IdFeature("tags", dim=2, weights="scores")],
+    labels=["click"],
+)
+WEIGHTED_COLUMNS = {"user": [5, 6], "trust": [0.5, 2], "tags": [[1, 2], []], "scores": [[0.25, -1], []]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (JSON, as_json({"features": WEIGHTED_COLUMNS})),
+        (
+            JSON,
+            as_json(
+                [dict(zip(WEIGHTED_COLUMNS, row, strict=True)) for row in zip(*WEIGHTED_COLUMNS.values(), strict=True)]
+            ),
+        ),
+        (MSGPACK, as_msgpack({"features": WEIGHTED_COLUMNS})),
+        (
+            MSGPACK,
+            as_msgpack(
+                _samples(
+                    {
+                        "user": np.array([5, 6]),
+                        "trust": np.array([0.5, 2]),
+                        "tags": (np.array([1, 2]), np.array([0, 2, 2])),
+                        "scores": (np.array([0.25, -1]), np.array([0, 2, 2])),
+                    }
+                )
+            ),
+        ),
+        (ARROW, as_arrow(pa.table(WEIGHTED_COLUMNS))),
+    ],
+    ids=str,
+)
+def test_weights_come_with_their_ids(kind, body):
+    found = Bodies(WEIGHTED, LIMITS).samples(CODEC[kind], body).id_features
+    expected = persia.Batch.from_columns(WEIGHTED, WEIGHTED_COLUMNS, require_labels=False).id_features
+    for name, column in expected.items():
+        np.testing.assert_array_equal(found[name].values, column.values)
+        np.testing.assert_array_equal(found[name].weights, column.weights, strict=True)
+
+
+def test_weights_are_given_in_the_part_of_their_ids():
+    body = {
+        "user": {"features": {"user": [5], "trust": [0.5]}},
+        "items": {"features": {"tags": [[1]], "scores": [[2]]}},
+    }
+    user, items = Bodies(WEIGHTED, LIMITS).user_and_items(CODEC[JSON], as_json(body))
+    assert user.id_features["user"].weights.tolist() == [0.5]
+    assert items.id_features["tags"].weights.tolist() == [2]
+    body["items"]["features"]["trust"] = body["user"]["features"].pop("trust")
+    with pytest.raises(DataError, match=r"'trust' \(weights of 'user'"):
+        Bodies(WEIGHTED, LIMITS).user_and_items(CODEC[JSON], as_json(body))
+
+
+def test_weights_are_documented():
+    jsonschema = pytest.importorskip("jsonschema")
+    post = openapi(WEIGHTED, LIMITS, False)["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]
+    jsonschema.validate({"features": WEIGHTED_COLUMNS}, post["schema"])
+    jsonschema.validate(post["example"], post["schema"])
+    Bodies(WEIGHTED, LIMITS).samples(CODEC[JSON], as_json(post["example"]))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"features": {**WEIGHTED_COLUMNS, "scores": [[{}], []]}}, post["schema"])

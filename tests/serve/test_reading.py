@@ -19,6 +19,7 @@ SCHEMA = persia.Schema(
         persia.IdFeature("history", table="items", pooling=None, max_length=4, keep="last"),
         persia.IdFeature("tags", 4, pooling="mean"),
         persia.IdFeature("words", 4, pooling="sqrtn", max_length=2),
+        persia.IdFeature("scored", 4, pooling="mean", max_length=3, keep="last", weights="scores"),
     ],
     ["age"],
     tables=[persia.Table("items", 8, dtype="bfloat16")],
@@ -51,15 +52,29 @@ def test_both_paths_read_the_same(servers):
     for samples in (7, 7, 20):
         columns = {
             name: [random.integers(0, 300, random.integers(0, 6)) for _ in range(samples)]
-            for name in ("history", "tags", "words")
+            for name in ("history", "tags", "words", "scored")
         }
+        columns["scores"] = [random.random(len(each)) for each in columns["scored"]]
         columns |= {"item": random.integers(0, 300, samples), "age": random.random(samples)}
         batch = persia.Batch.from_columns(SCHEMA, columns, require_labels=False)
         (dense, labels, mine), (others, _, theirs) = (reader.read(batch, rows) for reader in readers)
         assert labels.shape == (samples, 0)
         torch.testing.assert_close(dense, others, rtol=0, atol=0)
-        for name in ("item", "tags", "words"):
+        for name in ("item", "tags", "words", "scored"):
             torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-6)
         torch.testing.assert_close(mine["history"].values, theirs["history"].values, rtol=0, atol=0)
         assert (mine["history"].mask == theirs["history"].mask).all()
         assert mine["item"].abs().sum() > 0
+
+
+def test_single_ids_are_multiplied_by_their_weights():
+    """As quick as rows of single ids are, those with weights are not read that way."""
+    schema = persia.Schema([persia.IdFeature("tags", 4, weights="scores"), persia.IdFeature("words", 4)], labels=[])
+    plain = persia.Schema([persia.IdFeature("tags", 4), persia.IdFeature("words", 4)], labels=[])
+    scores = np.array([0.5, 1, -2, 0], np.float32)
+    columns = {"tags": [1, 2, 4, 5], "words": [4, 4, 5, 8], "scores": scores}
+    rows = served(1)
+    _, _, found = EmbeddingReader(schema, 1, CpuStaging(), 1).read(persia.Batch.from_columns(schema, columns), rows)
+    _, _, expected = EmbeddingReader(plain, 1, CpuStaging(), 1).read(persia.Batch.from_columns(plain, columns), rows)
+    assert torch.equal(found["tags"], expected["tags"] * torch.from_numpy(scores)[:, None])
+    assert torch.equal(found["words"], expected["words"])
