@@ -11,6 +11,7 @@
 #include <string>
 
 #include "persia/memory.hpp"
+#include "persia/pooling.hpp"
 
 namespace persia {
 
@@ -155,8 +156,6 @@ void unique(std::span<UniqueGroup> groups, ThreadPool& pool, Arena& arena) {
 
 namespace {
 
-enum class Fault : std::uint8_t { none, inverse, offsets };
-
 std::string feature_name(std::size_t feature) { return "feature " + std::to_string(feature); }
 
 // Keeps the fault of the first feature, so that the message does not depend on the order of threads.
@@ -201,105 +200,6 @@ void check(const FeaturePlan& plan, const std::string& where) {
   }
 }
 
-struct Bag {
-  std::size_t begin;
-  std::size_t length;  // after truncation
-};
-
-// Contents are checked where they are used, not in a pass before: that costs less, and an array that somebody changes
-// meanwhile cannot lead outside of its neighbours either.
-inline bool find_bag(const FeaturePlan& plan, std::size_t sample, Bag& bag) {
-  if (plan.offsets == nullptr) {
-    bag = {sample, 1};
-    return true;
-  }
-  const std::int64_t begin = plan.offsets[sample];
-  const std::int64_t end = plan.offsets[sample + 1];
-  if (begin < 0 || end < begin || end > static_cast<std::int64_t>(plan.positions)) return false;
-  bag = {static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin)};
-  if (plan.max_length != 0 && bag.length > plan.max_length) bag.length = plan.max_length;
-  return true;
-}
-
-inline float divisor(Pooling pooling, std::size_t length) {
-  if (pooling == Pooling::mean) return static_cast<float>(length);
-  if (pooling == Pooling::sqrtn) return std::sqrt(static_cast<float>(length));
-  return 1.0F;
-}
-
-// Sums in float64, where a sum of squares neither underflows nor overflows. With weights of 1 it is `divisor`.
-inline float weighted_divisor(Pooling pooling, const float* weights, std::size_t length) {
-  double sum = 0;
-  for (std::size_t p = 0; p < length; ++p) {
-    const double weight = weights[p];
-    sum += pooling == Pooling::mean ? weight : weight * weight;
-  }
-  return static_cast<float>(pooling == Pooling::mean ? sum : std::sqrt(sum));
-}
-
-// Rows are short: with the usual dims known to the compiler, a row costs a few instructions instead of a call.
-template <std::size_t kDim>
-struct Row {
-  static std::size_t size(std::size_t dim) { return kDim == 0 ? dim : kDim; }
-  static void copy(float* __restrict to, const float* __restrict from, std::size_t dim) {
-    std::memcpy(to, from, size(dim) * sizeof(float));
-  }
-  static void add(float* to, const float* from, std::size_t dim) {
-    each(to, to, from, dim, [](auto a, auto b) { return a + b; });
-  }
-  static void scale(float* to, const float* from, float by, std::size_t dim) {
-    each(to, from, from, dim, [by](auto a, auto) { return a * by; });
-  }
-  static void add_scaled(float* to, const float* from, float by, std::size_t dim) {
-    each(to, to, from, dim, [by](auto a, auto b) { return a + b * by; });
-  }
-  static void divide(float* to, const float* from, float by, std::size_t dim) {
-    each(to, from, from, dim, [by](auto a, auto) { return a / by; });
-  }
-
- private:
-  // Four at a time, spelled out: compilers unroll the short loop first and then find nothing to vectorise. All `to`
-  // of a step are written after its `a` and `b` are read, so that they may be the same.
-  template <class Operation>
-  static void each(float* to, const float* a, const float* b, std::size_t dim, Operation operation) {
-    using Four = float __attribute__((vector_size(4 * sizeof(float))));
-    std::size_t d = 0;
-    for (; d + 4 <= size(dim); d += 4) {
-      Four x;
-      Four y;
-      std::memcpy(&x, a + d, sizeof(x));
-      std::memcpy(&y, b + d, sizeof(y));
-      x = operation(x, y);
-      std::memcpy(to + d, &x, sizeof(x));
-    }
-    for (; d < size(dim); ++d) to[d] = operation(a[d], b[d]);
-  }
-};
-
-// Calls body(Inverse{}, Row<dim>{}).
-template <class Inverse, class Body>
-auto with_row(std::size_t dim, Body&& body) {
-  switch (dim) {
-    case 4:
-      return body(Inverse{}, Row<4>{});
-    case 8:
-      return body(Inverse{}, Row<8>{});
-    case 16:
-      return body(Inverse{}, Row<16>{});
-    case 32:
-      return body(Inverse{}, Row<32>{});
-    case 64:
-      return body(Inverse{}, Row<64>{});
-    default:
-      return body(Inverse{}, Row<0>{});
-  }
-}
-
-template <class Body>
-auto with_types(bool wide, std::size_t dim, Body&& body) {
-  return wide ? with_row<std::uint32_t>(dim, body) : with_row<std::uint16_t>(dim, body);
-}
-
 template <class Inverse, class RowOps>
 Fault pool_sequences(const PoolFeature& feature, std::size_t first, std::size_t last) {
   const auto [rows, count, dim] = feature.table;
@@ -323,7 +223,7 @@ Fault pool_sequences(const PoolFeature& feature, std::size_t first, std::size_t 
   return Fault::none;
 }
 
-template <bool kWeighted, class Inverse, class RowOps>
+template <class Inverse, class RowOps>
 Fault pool_bags(const PoolFeature& feature, std::size_t first, std::size_t last) {
   const auto [rows, count, dim] = feature.table;
   const auto* inverse = static_cast<const Inverse*>(feature.plan.inverse);
@@ -338,28 +238,13 @@ Fault pool_bags(const PoolFeature& feature, std::size_t first, std::size_t last)
     for (std::size_t p = 0; p < bag.length; ++p) {
       const std::size_t row = inverse[bag.begin + p];
       if (row >= count) return Fault::inverse;
-      if constexpr (kWeighted) {
-        const float weight = feature.plan.weights[bag.begin + p];
-        if (p == 0) {
-          RowOps::scale(out, rows + row * dim, weight, dim);
-        } else {
-          RowOps::add_scaled(out, rows + row * dim, weight, dim);
-        }
-      } else if (p == 0) {
+      if (p == 0) {
         RowOps::copy(out, rows + row * dim, dim);
       } else {
         RowOps::add(out, rows + row * dim, dim);
       }
     }
-    if constexpr (kWeighted) {
-      if (feature.plan.pooling == Pooling::sum) continue;
-      const float by = weighted_divisor(feature.plan.pooling, feature.plan.weights + bag.begin, bag.length);
-      if (by == 0) {
-        std::memset(out, 0, dim * sizeof(float));
-      } else {
-        RowOps::divide(out, out, by, dim);
-      }
-    } else if (bag.length > 1 && feature.plan.pooling != Pooling::sum) {
+    if (bag.length > 1 && feature.plan.pooling != Pooling::sum) {
       const float by = divisor(feature.plan.pooling, bag.length);
       RowOps::divide(out, out, by, dim);
     }
@@ -397,14 +282,15 @@ void pool_forward(std::span<const PoolFeature> features, ThreadPool& pool) {
   const auto run = [&](std::size_t t) {
     const auto& task = tasks[t];
     const auto& feature = features[task.feature];
+    if (feature.plan.weights != nullptr) {
+      faults.add(task.feature, pool_weighted(feature, task.first, task.last));
+      return;
+    }
     faults.add(task.feature,
                with_types(feature.plan.wide, feature.table.dim, [&]<class Inverse, class RowOps>(Inverse, RowOps) {
-                 if (feature.plan.pooling == Pooling::sequence) {
-                   return pool_sequences<Inverse, RowOps>(feature, task.first, task.last);
-                 }
-                 return feature.plan.weights == nullptr
-                            ? pool_bags<false, Inverse, RowOps>(feature, task.first, task.last)
-                            : pool_bags<true, Inverse, RowOps>(feature, task.first, task.last);
+                 return feature.plan.pooling == Pooling::sequence
+                            ? pool_sequences<Inverse, RowOps>(feature, task.first, task.last)
+                            : pool_bags<Inverse, RowOps>(feature, task.first, task.last);
                }));
   };
   if (work <= kSmallest) {
@@ -419,14 +305,7 @@ void pool_forward(std::span<const PoolFeature> features, ThreadPool& pool) {
 
 namespace {
 
-constexpr std::size_t kAhead = 12;  // positions to prefetch
-
-// Some columns of the gradient of a table. Nothing but the order of the batch decides the order of a sum.
-struct Columns {
-  std::size_t table, first, width;
-};
-
-template <bool kWeighted, class Inverse, class RowOps>
+template <class Inverse, class RowOps>
 Fault add_gradient(const GradientFeature& feature, const GradientTable& table, const Columns& columns, float* scaled) {
   const std::size_t width = columns.width;
   const auto* inverse = static_cast<const Inverse*>(feature.plan.inverse);
@@ -443,14 +322,7 @@ Fault add_gradient(const GradientFeature& feature, const GradientTable& table, c
     if (sample + kAhead < feature.plan.batch) {
       __builtin_prefetch(gradient + static_cast<std::ptrdiff_t>(kAhead) * feature.sample_stride);
     }
-    if constexpr (kWeighted) {
-      if (feature.plan.pooling != Pooling::sum) {
-        const float by = weighted_divisor(feature.plan.pooling, feature.plan.weights + bag.begin, bag.length);
-        if (by == 0) continue;
-        RowOps::divide(scaled, gradient, by, width);
-        gradient = scaled;
-      }
-    } else if (bag.length > 1 && !sequence && feature.plan.pooling != Pooling::sum) {
+    if (bag.length > 1 && !sequence && feature.plan.pooling != Pooling::sum) {
       RowOps::divide(scaled, gradient, divisor(feature.plan.pooling, bag.length), width);
       gradient = scaled;
     }
@@ -461,11 +333,7 @@ Fault add_gradient(const GradientFeature& feature, const GradientTable& table, c
         const std::size_t later = inverse[bag.begin + p + kAhead];
         if (later < count) __builtin_prefetch(out + later * dim, 1);
       }
-      if constexpr (kWeighted) {
-        RowOps::add_scaled(out + row * dim, gradient, feature.plan.weights[bag.begin + p], width);
-      } else {
-        RowOps::add(out + row * dim, gradient, width);
-      }
+      RowOps::add(out + row * dim, gradient, width);
       if (sequence) gradient += feature.position_stride;
     }
   }
@@ -483,11 +351,13 @@ void backward(const GradientTable& table, const Columns& columns, Arena& arena, 
   Arena::Lease scaled(arena, columns.width * sizeof(float));
   for (const auto& feature : table.features) {
     if (feature.gradient == nullptr) continue;
+    if (feature.plan.weights != nullptr) {
+      faults.add(feature.name, add_weighted_gradient(feature, table, columns, scaled.as<float>()));
+      continue;
+    }
     faults.add(feature.name,
                with_types(feature.plan.wide, columns.width, [&]<class Inverse, class RowOps>(Inverse, RowOps) {
-                 return feature.plan.weights == nullptr
-                            ? add_gradient<false, Inverse, RowOps>(feature, table, columns, scaled.as<float>())
-                            : add_gradient<true, Inverse, RowOps>(feature, table, columns, scaled.as<float>());
+                 return add_gradient<Inverse, RowOps>(feature, table, columns, scaled.as<float>());
                }));
   }
 }

@@ -211,7 +211,8 @@ def validate(
                 feature=name,
             )
         _check_column(name, id_features[name], rows)
-        check_id_weights(feature, id_features[name])
+        if id_features[name].weights is not None:
+            check_id_weights(feature, id_features[name])
     check_aligned(schema, id_features)
     _check_matrix("dense", dense, rows, schema.dense_width)
     if dense.size and not np.isfinite(dense).all():
