@@ -163,7 +163,7 @@ def test_weights_that_do_not_fit_are_refused(name):
 
 
 def test_the_column_of_weights_is_required():
-    with pytest.raises(DataError, match=r"Column 'w' \(weights of 'tags' of the schema\) is missing"):
+    with pytest.raises(DataError, match=r"Column 'w' \(weights of 'tags'\) is missing"):
         Batch.from_columns(schema_of(), {"tags": [5]})
 
 

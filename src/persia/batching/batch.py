@@ -76,8 +76,12 @@ class Batch:
             DataError: a column is missing or invalid; names the column, the first bad row and the remedy.
         """
         from persia.batching.columns import from_columns
+        from persia.batching.id_weights import with_id_weights
 
-        return Batch(*from_columns(schema, columns, day, require_labels=require_labels))
+        made = from_columns(schema, columns, day, require_labels=require_labels)
+        if any(feature.weights is not None for feature in schema.id_features):
+            made = made._replace(id_features=with_id_weights(schema, columns, made.id_features))
+        return Batch(*made)
 
     def validate(self, schema: Schema, *, require_labels: bool = True) -> None:
         """Checks a batch that was built by hand, in a few vectorised passes without copies.

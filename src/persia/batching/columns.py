@@ -68,12 +68,7 @@ def from_columns(
                 _check_undivided(feature, divided[feature.name], source, column)
             if feature.name in aligned:
                 check_complete(feature.name, column, entries_of(source))
-            if feature.weights is not None and column.weights is None:
-                from persia.batching.id_weights import with_weights
-
-                weights = _get(columns, feature.weights, f"weights of {feature.name!r}")
-                column = with_weights(feature, column, source, weights)
-            elif column.weights is not None:
+            if column.weights is not None:
                 check_id_weights(feature, column)
             ids[feature.name] = column
             length.check(feature.name, len(ids[feature.name]))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from persia.batching.columns import as_array, entries_of, id_column, is_pair, number_column
-from persia.batching.frames import from_frame, is_arrow
+from persia.batching.frames import as_mapping, from_frame, is_arrow
 from persia.batching.id_column import IdColumn
 from persia.batching.ids import is_list, is_missing, row_of
 from persia.batching.input_rules import split_texts
 from persia.batching.validation import check_id_weights, check_offsets, counts_of
 from persia.errors import DataError
-from persia.schema import IdFeature
+from persia.schema import IdFeature, Schema
 from persia.types import BoolArray, Int64Array
 
-__all__ = ["with_weights"]
+__all__ = ["with_id_weights", "with_weights"]
 
 
 class _Lists(NamedTuple):
@@ -29,6 +30,35 @@ class _Lists(NamedTuple):
 
     flat: Any
     counts: Int64Array
+
+
+def with_id_weights(
+    schema: Schema, columns: Mapping[str, Any], id_features: Mapping[str, IdColumn]
+) -> dict[str, IdColumn]:
+    """Returns ID-type features with the weights that the schema declares, unless they have weights already.
+
+    Args:
+        schema: the schema that they were made with.
+        columns: the columns that they were made of; see `Batch.from_columns`.
+        id_features: ids by feature.
+
+    Raises:
+        DataError: a column of weights is missing, or does not fit its ids; see `with_weights`.
+    """
+    columns = as_mapping(columns)
+    result = dict(id_features)
+    for feature in schema.id_features:
+        if feature.weights is not None and result[feature.name].weights is None:
+            if feature.weights not in columns:
+                known = ", ".join(map(repr, columns))
+                raise DataError(
+                    f"Column {feature.weights!r} (weights of {feature.name!r}) is missing; rename or add it (columns: "
+                    f"{known}).",
+                    column=feature.weights,
+                )
+            source = from_frame(feature.name, columns[feature.column])
+            result[feature.name] = with_weights(feature, result[feature.name], source, columns[feature.weights])
+    return result
 
 
 def with_weights(feature: IdFeature, column: IdColumn, source: Any, weights: Any) -> IdColumn:
