@@ -186,9 +186,7 @@ def _load(trainer: Trainer, resume: str, command: Command, run: RunConfig, optio
     try:
         trainer.load(resume, new_optimizer=options.new_optimizer, refit=options.refit)
     except CheckpointError as error:
-        remedy = earlier_run.ways_to_resume(
-            resume, command, run, trainer.schema, new_optimizer=options.new_optimizer
-        )
+        remedy = earlier_run.ways_to_resume(resume, command, run, trainer.schema, new_optimizer=options.new_optimizer)
         raise CheckpointError(f"{error.message}\n{remedy}" if remedy else error.message, **error.fields) from error
 
 
