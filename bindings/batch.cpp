@@ -1,4 +1,5 @@
-// `persia._core.batch`: turns lists of arrays into the records of persia/batch.hpp, codec.hpp, hash.hpp and texts.hpp.
+// `persia._core.batch`: turns lists of arrays into the records of persia/batch.hpp, codec.hpp, hash.hpp,
+// texts.hpp, times.hpp and words.hpp.
 //
 // Arrays are never converted or copied: an unsuitable one is a ValueError that names it. Every array is held for the
 // duration of the call, and the GIL is released while the core works.
@@ -21,6 +22,8 @@
 #include "persia/half.hpp"
 #include "persia/hash.hpp"
 #include "persia/texts.hpp"
+#include "persia/times.hpp"
+#include "persia/words.hpp"
 
 namespace nb = nanobind;
 
@@ -294,6 +297,64 @@ std::int64_t text_numbers(nb::handle data, nb::handle offsets, nb::handle validi
                               flags.span<std::uint8_t>());
 }
 
+std::int64_t text_times(nb::handle data, nb::handle offsets, nb::handle validity, std::size_t validity_start,
+                        std::int64_t per_second, nb::handle out, nb::handle present) {
+  const Buffer times = take_dense<std::int64_t>(out, 1, {"output", 0}, "a contiguous int64 array [n]");
+  const Buffer flags = take_dense<std::uint8_t>(present, 1, {"output", 1}, "a contiguous uint8 array [n]");
+  if (flags.size() != times.size()) throw nb::value_error("present: must have one entry per text");
+  const TextBuffers taken(data, offsets, validity, validity_start, times.size());
+  const nb::gil_scoped_release release;
+  if (taken.offsets.itemsize() == sizeof(std::int32_t)) {
+    return persia::text_times(taken.texts, taken.offsets.span<const std::int32_t>(), per_second,
+                              times.span<std::int64_t>(), flags.span<std::uint8_t>());
+  }
+  return persia::text_times(taken.texts, taken.offsets.span<const std::int64_t>(), per_second,
+                            times.span<std::int64_t>(), flags.span<std::uint8_t>());
+}
+
+nb::bytes non_ascii_texts(nb::handle data, nb::handle offsets, nb::handle validity, std::size_t validity_start,
+                          std::size_t count) {
+  const TextBuffers taken(data, offsets, validity, validity_start, count);
+  std::string joined;
+  {
+    const nb::gil_scoped_release release;
+    joined = taken.offsets.itemsize() == sizeof(std::int32_t)
+                 ? persia::non_ascii_texts(taken.texts, taken.offsets.span<const std::int32_t>())
+                 : persia::non_ascii_texts(taken.texts, taken.offsets.span<const std::int64_t>());
+  }
+  return nb::bytes(joined.data(), joined.size());
+}
+
+template <class T>
+nb::object as_array(std::vector<T>&& values) {
+  auto* kept = new std::vector<T>(std::move(values));
+  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
+}
+
+nb::tuple text_words(nb::handle data, nb::handle offsets, nb::handle validity, std::size_t validity_start,
+                     std::size_t count, nb::bytes lengths, bool lower, nb::bytes lowered) {
+  const TextBuffers taken(data, offsets, validity, validity_start, count);
+  const std::span<const std::uint8_t> sizes(static_cast<const std::uint8_t*>(lengths.data()), lengths.size());
+  const std::string_view lower_texts(static_cast<const char*>(lowered.data()), lowered.size());
+  persia::Words words;
+  {
+    const nb::gil_scoped_release release;
+    words = taken.offsets.itemsize() == sizeof(std::int32_t)
+                ? persia::text_words(taken.texts, taken.offsets.span<const std::int32_t>(), sizes, lower, lower_texts)
+                : persia::text_words(taken.texts, taken.offsets.span<const std::int64_t>(), sizes, lower, lower_texts);
+  }
+  return nb::make_tuple(as_array(std::move(words.ids)), as_array(std::move(words.offsets)));
+}
+
+void decimal_doubles(nb::handle floats, nb::handle out) {
+  const Buffer values = take_dense<const float>(floats, 1, {"argument", 0}, "a contiguous float32 array [n]");
+  const Buffer doubles = take_dense<double>(out, 1, {"output", 0}, "a contiguous float64 array [n]");
+  if (doubles.size() != values.size()) throw nb::value_error("out: must have one entry per float");
+  const nb::gil_scoped_release release;
+  persia::decimal_doubles(values.span<const float>(), doubles.span<double>());
+}
+
 void hash_cross(nb::list columns, std::uint64_t seed, nb::handle out, ThreadPool& pool) {
   const Buffer hashes = take_dense<std::uint64_t>(out, 1, {"output", 0}, "a contiguous uint64 array [n]");
   std::vector<Buffer> held;
@@ -392,5 +453,12 @@ void register_batch(nb::module_& parent) {
         arg("out"), arg("present"));
   m.def("text_numbers", &text_numbers, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
         arg("out"), arg("present"));
+  m.def("text_times", &text_times, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
+        arg("per_second"), arg("out"), arg("present"));
+  m.def("non_ascii_texts", &non_ascii_texts, arg("data"), arg("offsets"), arg("validity").none(),
+        arg("validity_start"), arg("count"));
+  m.def("text_words", &text_words, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
+        arg("count"), arg("lengths"), arg("lower"), arg("lowered"));
+  m.def("decimal_doubles", &decimal_doubles, arg("floats"), arg("out"));
   m.def("hash_cross", &hash_cross, arg("columns"), arg("seed"), arg("out"), arg("pool"));
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -10,31 +11,17 @@
 #include <system_error>
 
 #include "persia/hash.hpp"
+#include "persia/text_parts.hpp"
 
 namespace persia {
 
 namespace {
-
-std::string_view trimmed(std::string_view text) {
-  while (!text.empty() && (text.front() == ' ' || text.front() == '\t')) text.remove_prefix(1);
-  while (!text.empty() && (text.back() == ' ' || text.back() == '\t')) text.remove_suffix(1);
-  return text;
-}
-
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
 // 1 or 0 for `true` and `false` as Python, JSON and SQL write them, else -1.
 int truth(std::string_view text) {
   if (text == "true" || text == "True" || text == "TRUE") return 1;
   if (text == "false" || text == "False" || text == "FALSE") return 0;
   return -1;
-}
-
-// What other programs write where a number is missing.
-bool is_missing(std::string_view text) {
-  static constexpr std::string_view kMarkers[] = {"NA",   "N/A", "n/a", "#N/A", "<NA>", "NULL", "Null",
-                                                  "null", "NaN", "nan", "NAN",  "None", "none", "\\N"};
-  return text.empty() || std::ranges::find(kMarkers, text) != std::end(kMarkers);
 }
 
 struct Whole {
@@ -74,33 +61,6 @@ Whole whole(std::string_view text) {
   return found;
 }
 
-// body(i, text) for each text that is there, until it returns false; for the others present[i] = 0.
-// Returns the text at which it stopped, or -1.
-template <class Offset, class Body>
-std::int64_t for_each(const Texts& texts, std::span<const Offset> offsets, std::span<std::uint8_t> present,
-                      Body&& body) {
-  if (offsets.size() != present.size() + 1) {
-    throw std::invalid_argument("texts: there must be one more offset than texts");
-  }
-  const auto size = static_cast<std::int64_t>(texts.data.size());
-  const auto* data = reinterpret_cast<const char*>(texts.data.data());
-  for (std::size_t i = 0; i < present.size(); ++i) {
-    const std::int64_t begin = offsets[i];
-    const std::int64_t end = offsets[i + 1];
-    if (begin < 0 || end < begin || end > size) {
-      throw std::invalid_argument("texts: offsets must not decrease and must stay inside the data");
-    }
-    const std::size_t bit = texts.validity_start + i;
-    const bool valid = texts.validity == nullptr || ((texts.validity[bit / 8] >> (bit % 8)) & 1) != 0;
-    present[i] = valid && end > begin;
-    if (present[i] == 0) continue;
-    if (!body(i, std::string_view(data + begin, static_cast<std::size_t>(end - begin)))) {
-      return static_cast<std::int64_t>(i);
-    }
-  }
-  return -1;
-}
-
 // What a byte may be part of, to tell most texts from numbers and truths without a branch per byte.
 enum : std::uint8_t { kDigit = 1, kAround = 2, kTruth = 4, kOther = 8 };
 
@@ -132,7 +92,7 @@ std::int64_t ids(const Texts& texts, std::span<const Offset> offsets, IdKind kin
                  std::span<std::uint8_t> present) {
   if (out.size() != present.size()) throw std::invalid_argument("texts: out and present must be of one length");
   std::ranges::fill(out, 0);
-  return for_each(texts, offsets, present, [&](std::size_t i, std::string_view text) {
+  return for_each_text(texts, offsets, present, [&](std::size_t i, std::string_view text) {
     if (kind == IdKind::number || (kind == IdKind::automatic && may_be_number(text))) {
       const std::string_view core = trimmed(text);
       const Whole number = whole(core);
@@ -161,7 +121,7 @@ std::int64_t numbers(const Texts& texts, std::span<const Offset> offsets, std::s
                      std::span<std::uint8_t> present) {
   if (out.size() != present.size()) throw std::invalid_argument("texts: out and present must be of one length");
   std::ranges::fill(out, std::numeric_limits<double>::quiet_NaN());
-  return for_each(texts, offsets, present, [&](std::size_t i, std::string_view text) {
+  return for_each_text(texts, offsets, present, [&](std::size_t i, std::string_view text) {
     text = trimmed(text);
     const std::string_view number = !text.empty() && text.front() == '+' ? text.substr(1) : text;
     const std::size_t first = !number.empty() && number.front() == '-' ? 1 : 0;
@@ -200,6 +160,19 @@ std::int64_t text_numbers(const Texts& texts, std::span<const std::int32_t> offs
 std::int64_t text_numbers(const Texts& texts, std::span<const std::int64_t> offsets, std::span<double> out,
                           std::span<std::uint8_t> present) {
   return numbers(texts, offsets, out, present);
+}
+
+void decimal_doubles(std::span<const float> floats, std::span<double> out) {
+  if (floats.size() != out.size()) throw std::invalid_argument("floats and out must be of one length");
+  for (std::size_t i = 0; i < floats.size(); ++i) {
+    const float value = floats[i];
+    out[i] = static_cast<double>(value);
+    // Whole numbers below 2^24 are their own shortest texts.
+    if (!std::isfinite(value) || (std::abs(value) < 16777216.0F && value == std::trunc(value))) continue;
+    std::array<char, 32> text;
+    const auto end = std::to_chars(text.data(), text.data() + text.size(), value);
+    std::from_chars(text.data(), end.ptr, out[i]);
+  }
 }
 
 }  // namespace persia

@@ -41,4 +41,7 @@ std::int64_t text_numbers(const Texts& texts, std::span<const std::int32_t> offs
 std::int64_t text_numbers(const Texts& texts, std::span<const std::int64_t> offsets, std::span<double> out,
                           std::span<std::uint8_t> present);
 
+// Converts floats to the doubles nearest to their shortest decimal texts: 0.1f becomes 0.1, as from a file of texts.
+void decimal_doubles(std::span<const float> floats, std::span<double> out);
+
 }  // namespace persia

@@ -26,6 +26,7 @@ __all__ = [
     "arrow_lists",
     "arrow_parts",
     "arrow_seconds",
+    "arrow_values",
     "arrow_without",
 ]
 
@@ -45,6 +46,31 @@ def arrow_seconds(column: Any) -> IdColumn | None:
     if not (pa.types.is_timestamp(flat.type) or pa.types.is_date(flat.type)):
         return None
     return seconds_of_timestamps(flat.to_numpy(zero_copy_only=False), offsets)
+
+
+def arrow_values(column: Any) -> tuple[NDArray[Any] | TextBuffers, BoolArray | None, Int64Array | None]:
+    """Returns the values of an arrow array, or of its lists: numbers, times or texts `[n]`.
+
+    Also returns a mask of the present ones (None if complete or if the values tell), and offsets (None without lists).
+    """
+    array = _combine(column)
+    offsets = None
+    if _is_list(array.type):
+        array, offsets = array.flatten(), _list_offsets(array)
+    if pa.types.is_null(array.type):
+        array = array.cast(pa.float64())
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_decimal(array.type):
+        array = array.cast(pa.string())
+    if _is_text(array.type):
+        return _buffers(array), None, offsets
+    present = _present(array) if array.null_count else None
+    if present is not None and pa.types.is_boolean(array.type):
+        array = array.cast(pa.uint8())
+    if present is not None and (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+        array = array.fill_null(0)
+    return array.to_numpy(zero_copy_only=False), present, offsets
 
 
 def arrow_entries(column: Any) -> Int64Array | None:

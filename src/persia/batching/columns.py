@@ -8,28 +8,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.batching import ThreadPool, hash_cross
+from persia.batching.computed_ids import add_computed
 from persia.batching.dense_columns import dense_column, dense_values
+from persia.batching.derived_ids import derived_ids, filled
 from persia.batching.frames import as_mapping, from_frame, is_arrow
 from persia.batching.id_column import IdColumn
-from persia.batching.ids import ids_of_list, ids_of_numbers, is_list, is_missing, offsets_of_present
+from persia.batching.id_columns import id_column, jagged, list_entries
 from persia.batching.label_columns import group_column, label_column, weight_column
 from persia.batching.numbers import as_array, is_pair
 from persia.batching.times import magnitudes, seconds_of_list, seconds_of_timestamps
-from persia.batching.validation import (
-    check_aligned,
-    check_complete,
-    check_finite,
-    check_id_weights,
-    check_labels,
-    check_offsets,
-)
+from persia.batching.validation import check_aligned, check_complete, check_finite, check_id_weights, check_labels
 from persia.errors import DataError
-from persia.schema import HashTo, IdFeature, IdKind, IdMapping, Quotient, Schema
+from persia.schema import IdFeature, Quotient, Schema
 from persia.telemetry.logs import get_logger
 from persia.types import Floats, Ids, Int32Array, Int64Array
 
-__all__ = ["add_computed", "entries_of", "from_columns", "id_column", "mapped_ids"]
+__all__ = ["from_columns"]
 
 LOG = get_logger("persia.data")
 
@@ -59,19 +53,23 @@ def from_columns(
     divided = {f.of: f for f in schema.id_features if isinstance(f.mapping, Quotient)}
     for feature in schema.id_features:
         if not feature.computed:
-            source = from_frame(feature.name, _get(columns, feature.name, "feature"))
-            if feature.age_since is None:
-                column = id_column(feature.name, source, feature.kind)
-            else:
+            source = from_frame(feature.column, _get(columns, feature.column, "feature"))
+            if feature.age_since is not None:
                 column = _ages(feature, source, _get(columns, feature.age_since, f"age_since of {feature.name!r}"))
-            if feature.name in divided and feature.age_since is None:
+            elif feature.derived:
+                source, column = derived_ids(feature, source)
+            else:
+                column = id_column(feature.name, source, feature.kind)
+            if feature.name in divided and feature.reads_ids:
                 _check_undivided(feature, divided[feature.name], source, column)
             if feature.name in aligned:
-                check_complete(feature.name, column, entries_of(source))
+                check_complete(feature.name, column, list_entries(source))
+            if feature.fill is not None:
+                column = filled(feature, column)
             if column.weights is not None:
                 check_id_weights(feature, column)
             ids[feature.name] = column
-            length.check(feature.name, len(ids[feature.name]))
+            length.check(feature.column, len(column))
     add_computed(schema, ids)
     check_aligned(schema, ids)
     dense_columns = {
@@ -166,116 +164,6 @@ def _matrix(columns: list[Floats], rows: int) -> Floats:
 # --- ids --------------------------------------------------------------------------------------------------------
 
 
-def id_column(name: str, column: Any, kind: IdKind = "auto") -> IdColumn:
-    """Ids of a feature from a column of any kind; see `IdFeature.kind`.
-
-    Raises:
-        DataError: a value is not an id of this kind, or the column cannot be read as ids.
-    """
-    if isinstance(column, IdColumn):  # Ids already.
-        return column
-    column = from_frame(name, column)
-    if is_arrow(column):
-        from persia.batching.arrow_columns import arrow_ids
-
-        return arrow_ids(name, column, kind)
-    if is_pair(column):
-        return _jagged(name, id_column(name, column[0], kind), column[1])
-    if isinstance(column, (list, tuple)):
-        return ids_of_list(name, column, kind)
-    array = as_array(name, column)
-    if array.dtype.kind in "OUST" and array.ndim >= 1:
-        return ids_of_list(name, array.tolist(), kind)
-    if array.ndim == 2:
-        offsets = np.arange(len(array) + 1, dtype=np.int64) * array.shape[1]
-        return ids_of_numbers(name, array.reshape(-1), offsets, kind)
-    if array.ndim != 1:
-        raise DataError(
-            f"Feature {name!r} has shape {list(array.shape)}; give [batch], [batch, k], or (values, offsets).",
-            feature=name,
-        )
-    return ids_of_numbers(name, array, None, kind)
-
-
-def entries_of(column: Any) -> Int64Array | None:
-    """Returns the number of entries in each list of a column, including missing ones; None if it has no lists."""
-    if isinstance(column, IdColumn):
-        return None
-    if is_arrow(column):
-        from persia.batching.arrow_columns import arrow_entries
-
-        return arrow_entries(column)
-    if is_pair(column):
-        return np.diff(as_array("offsets", column[1])).astype(np.int64)
-    if not isinstance(column, (list, tuple)):
-        array = as_array("list", column)
-        if array.dtype.kind != "O":
-            return None if array.ndim == 1 else np.full(len(array), array.shape[1], np.int64)
-        column = array.tolist()
-    if not any(map(is_list, column)):
-        return None
-    return np.array([len(row) if is_list(row) else int(not is_missing(row)) for row in column], np.int64)
-
-
-def _jagged(name: str, flat: IdColumn, offsets: Any) -> IdColumn:
-    bounds = as_array(name, offsets)
-    if bounds.dtype.kind not in "iu":
-        raise DataError(f"Offsets of feature {name!r} are {bounds.dtype}; they must be whole numbers.", feature=name)
-    count = len(flat)
-    check_offsets(name, bounds, count)
-    bounds = bounds.astype(np.int64, copy=False)
-    # `flat` lacks the missing values, so its offsets map positions in the given values to positions in the ids.
-    return IdColumn(flat.values, bounds if flat.offsets is None else flat.offsets[bounds])
-
-
-def add_computed(schema: Schema, ids: dict[str, IdColumn]) -> None:
-    """Adds the missing features that are computed from others: crossed and mapped features.
-
-    Args:
-        schema: schema of the model.
-        ids: columns by feature, with all features that are not computed.
-
-    Raises:
-        DataError: a sample has several ids of a crossed feature.
-    """
-    for feature in schema.id_features:
-        if feature.cross and feature.name not in ids:
-            ids[feature.name] = _cross(feature, [ids[part] for part in feature.cross])
-    for feature in schema.id_features:
-        if feature.of is not None and feature.mapping is not None and feature.name not in ids:
-            column = ids[feature.of]
-            ids[feature.name] = IdColumn(mapped_ids(feature.mapping, column.values), column.offsets)
-
-
-def _cross(feature: IdFeature, parts: list[IdColumn]) -> IdColumn:
-    rows = len(parts[0])
-    present = np.ones(rows, np.bool_)
-    for name, part in zip(feature.cross, parts, strict=True):
-        if part.offsets is not None:
-            lengths = np.diff(part.offsets)
-            if (lengths > 1).any():
-                row = int((lengths > 1).argmax())
-                raise DataError(
-                    f"Feature {feature.name!r} crosses {name!r}, which has {lengths[row]} ids at row {row}; only "
-                    "single-valued features can be crossed.",
-                    feature=feature.name,
-                    row=row,
-                )
-            present &= lengths == 1
-    if present.all():
-        return IdColumn(hash_cross([part.values for part in parts], ThreadPool(1)))
-    complete = [p.values[present] if p.offsets is None else p.values[p.offsets[:-1][present]] for p in parts]
-    return IdColumn(hash_cross(complete, ThreadPool(1)), offsets_of_present(present, None))
-
-
-def mapped_ids(mapping: IdMapping, ids: Ids) -> Ids:
-    """Applies a mapping to ids."""
-    if isinstance(mapping, HashTo):
-        return hash_cross([np.ascontiguousarray(ids)], ThreadPool(1), seed=mapping.seed) % np.uint64(mapping.buckets)
-    by = np.uint64(mapping.by)
-    return ids // by if isinstance(mapping, Quotient) else ids % by
-
-
 def _check_undivided(feature: IdFeature, divided: IdFeature, values: Any, column: IdColumn) -> None:
     """Raises DataError if a value of the kind "auto" is hashed, so that the hash would be divided, not the value."""
     if feature.kind != "auto":
@@ -337,7 +225,7 @@ def _times(name: str, column: Any) -> tuple[IdColumn, str]:
     column = from_frame(name, column)
     if is_pair(column):
         flat, kind = _times(name, column[0])
-        return _jagged(name, flat, column[1]), kind
+        return jagged(name, flat, column[1]), kind
     seconds: IdColumn | None = None
     if is_arrow(column):
         from persia.batching.arrow_columns import arrow_seconds

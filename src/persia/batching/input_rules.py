@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from persia.batching.derived_ids import split_texts
 from persia.batching.frames import as_mapping, from_frame, is_arrow
 from persia.batching.id_column import IdColumn
 from persia.batching.numbers import as_array, is_pair, number_column
 from persia.schema import NO_RULES, InputRules
 
-__all__ = ["apply_rules", "split_count", "split_texts"]
+__all__ = ["apply_rules"]
 
 
 def apply_rules(rules: InputRules, columns: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -37,22 +38,11 @@ def apply_rules(rules: InputRules, columns: Mapping[str, Any]) -> Mapping[str, A
             result[name] = nulls.removed(name, from_frame(name, column))
     for name, separator in rules.lists.items():
         if name in result:
-            result[name] = split_texts(name, from_frame(name, result[name]), separator)
+            result[name] = split_texts(name, result[name], separator)
     for name, value in rules.fill.items():
         if name in result:
             result[name] = number_column(name, result[name], value)
     return result
-
-
-def split_count(column: Any, separator: str) -> int:
-    """Counts the parts of the texts of a column, without splitting them; 0 for a column of other values."""
-    if is_arrow(column):
-        from persia.batching.arrow_columns import arrow_parts
-
-        return arrow_parts(column, separator)
-    if not isinstance(column, list):
-        return 0
-    return sum(value.count(separator) + 1 for value in column if isinstance(value, str))
 
 
 class _Nulls:
@@ -108,21 +98,3 @@ def _listed(name: str, column: Any) -> Sequence[Any] | None:
     array = as_array(name, column)
     values: list[Any] | None = array.tolist() if array.dtype.kind in "OUST" else None
     return values
-
-
-def split_texts(name: str, column: Any, separator: str) -> Any:
-    """Splits the texts of a column into lists of their parts; values of other kinds are unchanged."""
-    if is_arrow(column):
-        from persia.batching.arrow_columns import arrow_lists
-
-        return arrow_lists(column, separator)
-    if isinstance(column, IdColumn) or is_pair(column):
-        return column
-    values = _listed(name, column)
-    return column if values is None else [_parts(value, separator) for value in values]
-
-
-def _parts(value: Any, separator: str) -> Any:
-    if isinstance(value, bytes):
-        return value.split(separator.encode())
-    return value.split(separator) if isinstance(value, str) else value

@@ -96,7 +96,7 @@ def _single_ids(name: str, column: Any) -> tuple[Ids, Any]:
     Raises:
         DataError: a row has several values.
     """
-    from persia.batching.columns import id_column
+    from persia.batching.id_columns import id_column
 
     ids = id_column(name, column)
     if ids.offsets is None:

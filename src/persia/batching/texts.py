@@ -15,7 +15,19 @@ from persia.errors import DataError
 from persia.schema import IdKind
 from persia.types import BoolArray, Ids, Int32Array, Int64Array
 
-__all__ = ["MISSING", "TextBuffers", "TextIds", "TextNumbers", "numbers_of_texts", "text_ids", "text_numbers"]
+__all__ = [
+    "MISSING",
+    "TextBuffers",
+    "TextIds",
+    "TextNumbers",
+    "TextTimes",
+    "decimal_doubles",
+    "numbers_of_texts",
+    "text_ids",
+    "text_numbers",
+    "text_times",
+    "text_words",
+]
 
 _AMOUNT = re.compile(r"\s*[+-]?\s*(?:([^\d\s.,'+-]{1,4})\s*[+-]?\d[\d.,'\s]*|\d[\d.,'\s]*?\s*([^\d\s.,'+-]{1,4}))\s*")
 MISSING = (
@@ -94,6 +106,20 @@ class TextNumbers(NamedTuple):
     bad: int
 
 
+class TextTimes(NamedTuple):
+    """Times in texts.
+
+    Attributes:
+        seconds: int64 `[n]` since 1970 in UTC, rounded down; 0 for a missing time.
+        present: bool `[n]`: whether there is a time; False for a null, an empty text or a marker of a missing value.
+        bad: position of the first text that is neither a time nor missing, or -1; the arrays are set up to it.
+    """
+
+    seconds: Int64Array
+    present: BoolArray
+    bad: int
+
+
 def _checked(texts: TextBuffers) -> int:
     """Checks the buffers; returns the number of texts."""
     for name, array, sizes in (("data", texts.data, (1,)), ("offsets", texts.offsets, (4, 8))):
@@ -154,6 +180,62 @@ def text_numbers(texts: TextBuffers) -> TextNumbers:
     with as_data_error:
         bad = core.text_numbers(*_arguments(texts), numbers, present)
     return TextNumbers(numbers, present.view(np.bool_), bad)
+
+
+def text_times(texts: TextBuffers, per_second: int = 1) -> TextTimes:
+    """The times in texts.
+
+    A text is an ISO date, perhaps with a time and an offset from UTC (2024-05-01, 2024-05-01T12:30:00.5+02:00), a date
+    with the day first and points, perhaps with a time (1.5.2024 12:30), or a decimal number of units since 1970.
+    Without an offset a time is in UTC. Missing: as in `text_numbers`.
+
+    Args:
+        texts: `[n]`.
+        per_second: number of units in a second.
+
+    Raises:
+        DataError: dtypes, offsets or the bitmap are invalid.
+
+    Blocks until done, without the GIL. Thread-safe.
+    """
+    count = _checked(texts)
+    seconds, present = np.empty(count, np.int64), np.empty(count, np.uint8)
+    with as_data_error:
+        bad = core.text_times(*_arguments(texts), per_second, seconds, present)
+    return TextTimes(seconds, present.view(np.bool_), bad)
+
+
+def text_words(texts: TextBuffers, lengths: Sequence[int], *, lower: bool) -> tuple[Ids, Int64Array]:
+    """The ids of the words of texts, and of sequences of words; see `Tokens`.
+
+    Args:
+        texts: `[n]` in UTF-8. Bytes that are not UTF-8 are outside words.
+        lengths: numbers of words of the sequences.
+        lower: whether to convert texts to lower case first, as `str.lower` does.
+
+    Returns:
+        ids, uint64 `[m]`, by first word, then in the order of `lengths`; and offsets, int64 `[n + 1]`.
+
+    Raises:
+        DataError: dtypes, offsets or the bitmap are invalid.
+
+    Blocks until done. Holds the GIL only to convert texts that are not ASCII to lower case. Thread-safe.
+    """
+    count = _checked(texts)
+    with as_data_error:
+        lowered = b""
+        if lower:
+            others: bytes = core.non_ascii_texts(*_arguments(texts), count)
+            lowered = others.decode(errors="replace").lower().encode()
+        ids, offsets = core.text_words(*_arguments(texts), count, bytes(lengths), lower, lowered)
+    return ids, offsets
+
+
+def decimal_doubles(floats: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Converts float32 `[n]` to the float64 nearest to their shortest decimal texts: 0.1 stays 0.1."""
+    doubles = np.empty(len(floats), np.float64)
+    core.decimal_doubles(np.ascontiguousarray(floats), doubles)
+    return doubles
 
 
 def numbers_of_texts(name: str, texts: TextBuffers) -> tuple[NDArray[np.float64], BoolArray]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
-from persia.batching.columns import add_computed
+from persia.batching.computed_ids import add_computed
 from persia.batching.id_column import IdColumn
 from persia.checks import MAX_SEED, check_choice, check_integer, check_number
 from persia.data.reader import InputReader, Reader, share_of

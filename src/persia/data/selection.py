@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from persia.batching import ThreadPool, hash_cross
-from persia.batching.columns import id_column
+from persia.batching.id_columns import id_column
 from persia.checks import MAX_SEED, check_choice, check_integer, plain_fields
 from persia.config import convert
 from persia.data.expressions import Expression, Rule

@@ -159,10 +159,7 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.fill is not None and set(sources) - {"bucketize", "time"}:
             raise ConfigError(f"{owner}.fill does not go with {sources[0]}; leave it out.", field=f"{owner}.fill")
-        if self.fill is not None and sources and not isinstance(self.fill, int):
-            raise ConfigError(
-                f"{owner}.fill = {self.fill!r}, but its ids are numbers; give a whole number.", field=f"{owner}.fill"
-            )
+        self._check_fill(owner)
         if self.weights is not None and (sources or self.pooling is None):
             raise ConfigError(
                 f"{owner}.weights weighs ids that are read and pooled; set pooling, or leave weights out.",
@@ -171,11 +168,33 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if sources and sources[0] in kinds and self.kind != "auto":
             raise ConfigError(f"{owner}.{sources[0]} computes ids; leave kind out.", field=f"{owner}.kind")
 
+    def _check_fill(self, owner: str) -> None:
+        if self.fill is None:
+            return
+        text = str(self.fill)
+        number = text.isascii() and text.isdecimal() and str(int(text)) == text and int(text) < 1 << 64
+        if isinstance(self.fill, bool) or not text or not (number or (self.reads_ids and self.kind != "number")):
+            expected = "a text or a whole number" if self.reads_ids else "the number of an id"
+            if self.kind == "number" or not self.reads_ids:
+                expected += ", from 0 to 2**64 - 1"
+            raise ConfigError(f"Invalid {owner}.fill = {self.fill!r}; expected {expected}.", field=f"{owner}.fill")
+
     @property
     def column(self) -> str:
         """The column that is read for it; its own name, unless the ids are derived from another column."""
         derivation = self.bucketize or self.time or self.tokens
         return self.name if derivation is None else derivation.column
+
+    @property
+    def derived(self) -> bool:
+        """Whether the ids are derived from raw values: buckets, parts of times, words, or parts of texts."""
+        return not (self.bucketize is None and self.time is None and self.tokens is None and self.split is None)
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether the values of its column, or their parts, are the ids, converted as `kind` says."""
+        derivation = self.bucketize or self.time or self.tokens or self.age_since
+        return derivation is None and not self.computed
 
     @property
     def needs_fit(self) -> bool:
@@ -254,6 +273,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if feature.aligned_with is not None:
                 self._check_aligned(feature, self.feature(feature.aligned_with))
         single = {f.name for f in self.id_features if not f.computed}
+        lists = {f.name for f in self.id_features if f.tokens is not None or f.split is not None}
         for feature in self.id_features:
             if feature.of is not None and self.feature(feature.of).of is not None:
                 raise ConfigError(
@@ -262,11 +282,17 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     field=f"IdFeature({feature.name!r}).of",
                 )
         for feature in self.id_features:
+            if len(both := [part for part in feature.cross if part in lists]) > 1:
+                raise ConfigError(
+                    f"IdFeature({feature.name!r}).cross names {' and '.join(map(repr, both))}, which have lists; at "
+                    "most one feature of a cross may have several ids in a sample.",
+                    field=f"IdFeature({feature.name!r}).cross",
+                )
             for part in feature.cross:
                 if part not in single:
                     raise ConfigError(
-                        f"IdFeature({feature.name!r}).cross names {part!r}, which is not an uncrossed ID-type feature; "
-                        "name features of the schema that are not crosses themselves.",
+                        f"IdFeature({feature.name!r}).cross names {part!r}, which is not an ID-type feature that is "
+                        "read; name features of the schema that are neither crosses nor maps (`of`) themselves.",
                         field=f"IdFeature({feature.name!r}).cross",
                     )
 
@@ -399,6 +425,13 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def _check_aligned(self, feature: IdFeature, other: IdFeature) -> None:
+        for each in (feature, other):
+            if rule := "tokens" if each.tokens is not None else "fill" if each.fill is not None else "":
+                raise ConfigError(
+                    f"IdFeature({feature.name!r}).aligned_with = {other.name!r}, but {each.name!r} has {rule}, which "
+                    "changes the number of its ids; leave one of them out.",
+                    field=f"IdFeature({feature.name!r}).aligned_with",
+                )
         for field in ("max_length", "keep"):
             own_value, other_value = getattr(feature, field), getattr(other, field)
             if own_value != other_value or feature.name == other.name:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from persia.batching.batch import Batch
-from persia.batching.columns import add_computed
+from persia.batching.computed_ids import add_computed
 from persia.batching.id_column import IdColumn
 from persia.batching.validation import check_id_weights
 from persia.errors import ConfigError, DataError, MissingExtraError

@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
-from persia.batching.columns import add_computed, id_column
-from persia.batching.input_rules import apply_rules, split_count
+from persia.batching.computed_ids import add_computed
+from persia.batching.derived_ids import part_count
+from persia.batching.id_columns import id_column
+from persia.batching.input_rules import apply_rules
 from persia.errors import DataError
 from persia.schema import NO_RULES, DenseFeature, InputRules, Schema
 from persia.serve.http.codecs.arrow_codec import value_count
@@ -277,7 +279,7 @@ class Bodies:
         inputs = {name: column for name, column in columns.items() if name not in self._ignored}
         for name, separator in self._rules.lists.items():
             if name in inputs:
-                self._check_count(name, split_count(inputs[name], separator))
+                self._check_count(name, part_count(inputs[name], separator))
         return Batch.from_columns(schema, apply_rules(self._rules, inputs), require_labels=False)
 
 
