@@ -47,10 +47,10 @@ class Reader {
     return true;
   }
 
-  // A point and 1 to `most` digits, whose value a time in seconds does not need.
+  // Nothing, or a point and 1 to `most` digits, whose value a time in seconds does not need.
   bool fraction(std::size_t most) {
     int ignored = 0;
-    return take('.') && digits(1, most, ignored);
+    return !take('.') || digits(1, most, ignored);
   }
 
  private:
@@ -65,19 +65,13 @@ bool to_days(int year, int month, int day, std::int64_t& days) {
   return true;
 }
 
-// hh, hh:mm, hhmm, hh:mm:ss or hhmmss, perhaps with a fraction of a second.
+// hh, hh:mm or hh:mm:ss, perhaps with a fraction of a second.
 bool clock(Reader& reader, std::int64_t& seconds) {
   int hour = 0, minute = 0, second = 0;
   if (!reader.digits(2, 2, hour)) return false;
-  const bool colons = reader.take(':');
-  if (reader.digits(2, 2, minute)) {
-    if (colons ? reader.take(':') : true) {
-      const bool has_seconds = reader.digits(2, 2, second);
-      if (colons && !has_seconds) return false;
-      if (has_seconds) reader.fraction(9);
-    }
-  } else if (colons) {
-    return false;
+  if (reader.take(':')) {
+    if (!reader.digits(2, 2, minute)) return false;
+    if (reader.take(':') && (!reader.digits(2, 2, second) || !reader.fraction(9))) return false;
   }
   seconds = hour * 3600 + minute * 60 + second;
   return hour < 24 && minute < 60 && second < 60;
@@ -125,7 +119,7 @@ bool day_first(std::string_view text, std::int64_t& seconds) {
     while (reader.take(' ')) {
     }
     if (!reader.digits(1, 2, hour) || !reader.take(':') || !reader.digits(2, 2, minute)) return false;
-    if (reader.take(':') && (!reader.digits(2, 2, second) || !(reader.done() || reader.fraction(6)))) return false;
+    if (reader.take(':') && (!reader.digits(2, 2, second) || !reader.fraction(6))) return false;
   }
   seconds = days * 86400 + hour * 3600 + minute * 60 + second;
   return reader.done() && hour < 24 && minute < 60 && second < 60;

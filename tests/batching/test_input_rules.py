@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import persia
-from persia.batching.input_rules import apply_rules, split_count
+from persia.batching.derived_ids import split_count
+from persia.batching.input_rules import apply_rules
 from persia.errors import ConfigError, DataError
 from persia.schema import InputRules
 from support.examples import examples

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.batching.computed_ids import add_computed
-from persia.batching.derived_ids import part_count
+from persia.batching.derived_ids import split_count
 from persia.batching.id_columns import id_column
 from persia.batching.input_rules import apply_rules
 from persia.errors import DataError
@@ -279,7 +279,7 @@ class Bodies:
         inputs = {name: column for name, column in columns.items() if name not in self._ignored}
         for name, separator in self._rules.lists.items():
             if name in inputs:
-                self._check_count(name, part_count(inputs[name], separator))
+                self._check_count(name, split_count(inputs[name], separator))
         return Batch.from_columns(schema, apply_rules(self._rules, inputs), require_labels=False)
 
 
