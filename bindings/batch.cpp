@@ -455,8 +455,8 @@ void register_batch(nb::module_& parent) {
         arg("out"), arg("present"));
   m.def("text_times", &text_times, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
         arg("per_second"), arg("out"), arg("present"));
-  m.def("non_ascii_texts", &non_ascii_texts, arg("data"), arg("offsets"), arg("validity").none(),
-        arg("validity_start"), arg("count"));
+  m.def("non_ascii_texts", &non_ascii_texts, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
+        arg("count"));
   m.def("text_words", &text_words, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
         arg("count"), arg("lengths"), arg("lower"), arg("lowered"));
   m.def("decimal_doubles", &decimal_doubles, arg("floats"), arg("out"));

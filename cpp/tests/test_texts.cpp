@@ -113,6 +113,18 @@ TEST(numbers_in_texts) {
   }
 }
 
+TEST(floats_are_their_decimal_texts) {
+  const std::vector<float> floats = {0.1F, 0.7F, -0.3F, 5.0F, 16777216.0F, 1e30F, 1e-45F, -0.0F};
+  std::vector<double> doubles(floats.size());
+  persia::decimal_doubles(floats, doubles);
+  CHECK((doubles == std::vector<double>{0.1, 0.7, -0.3, 5.0, 16777216.0, 1e30, 1e-45, 0.0}));
+  const std::vector<float> odd = {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()};
+  doubles.resize(2);
+  persia::decimal_doubles(odd, doubles);
+  CHECK(std::isnan(doubles[0]) && doubles[1] == -std::numeric_limits<double>::infinity());
+  CHECK_THROWS(persia::decimal_doubles(floats, doubles), std::invalid_argument);
+}
+
 TEST(nulls_and_slices) {
   const std::vector<std::uint8_t> data = {'a', '1', '2'};
   const std::uint8_t validity = 0b1010;

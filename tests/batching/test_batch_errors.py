@@ -115,10 +115,10 @@ def test_bad_day(day: Any, message: str) -> None:
         Batch.from_columns(SCHEMA, GOOD, day=day)
 
 
-def test_crossing_a_list() -> None:
+def test_crossing_two_lists() -> None:
     schema = Schema([IdFeature("c", dim=2, cross=("a", "b")), IdFeature("a", dim=2), IdFeature("b", dim=2)])
-    with pytest.raises(DataError, match="'c' crosses 'b', which has 2 ids at row 1"):
-        Batch.from_columns(schema, {"a": [1, 2], "b": [[1], [1, 2]], "label": [0, 1]})
+    with pytest.raises(DataError, match="'c' crosses lists: row 1 has 2 of 'a' and 3 of 'b' ids"):
+        Batch.from_columns(schema, {"a": [1, [2, 3]], "b": [[1], [1, 2, 3]], "label": [0, 1]})
 
 
 def good() -> Batch:

@@ -24,8 +24,8 @@ std::string non_ascii_texts(const Texts& texts, std::span<const std::int64_t> of
 
 // Returns the words of texts, and sequences of them. A word is a sequence of ASCII letters, digits, `_` and all
 // characters from U+0080 on but spaces, punctuation and symbols (kOutside in words.cpp). The joiners U+200C and U+200D
-// are inside words, but begin none. Bytes that are not UTF-8 are outside. The id of a sequence is the XXH64 of its words
-// with single spaces between them. The ids of a text are in the order of their first word, then of `lengths`.
+// are inside words, but begin none. Bytes that are not UTF-8 are outside. The id of a sequence is the XXH64 of its
+// words with single spaces between them. The ids of a text are in the order of their first word, then of `lengths`.
 //
 // lengths: numbers of words of the sequences, each at least 1.
 // lower: whether to convert to lower case: ASCII texts here; for the others, `lowered` has the result of

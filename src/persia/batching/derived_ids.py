@@ -139,8 +139,8 @@ def _present(raw: Raw) -> BoolArray:
 def _error(feature: IdFeature, value: Any, position: int, offsets: Int64Array | None, takes: str) -> DataError:
     row = row_of(position, offsets)
     return DataError(
-        f"Column {feature.column!r} has {value!r} at row {row}, but feature {feature.name!r} needs {takes}. Correct the "
-        "value, or leave it empty.",
+        f"Column {feature.column!r} has {value!r} at row {row}, but feature {feature.name!r} needs {takes}. Correct "
+        "the value, or leave it empty.",
         column=feature.column,
         feature=feature.name,
         row=row,
@@ -280,7 +280,7 @@ def _is_exact(values: NDArray[Any]) -> BoolArray:
 
 
 def _seconds_of_list(
-    values: Sequence[Any], per_second: int, error: Callable[[Any, int], DataError]
+    values: Sequence[Any], per_second: int, error: Callable[..., DataError]
 ) -> tuple[Int64Array, BoolArray]:
     """Returns seconds of values of any kinds, and which are present."""
     seconds, present = np.zeros(len(values), np.int64), np.ones(len(values), np.bool_)

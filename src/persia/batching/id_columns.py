@@ -70,6 +70,11 @@ def list_entries(column: Any) -> Int64Array | None:
 
 
 def jagged(name: str, flat: IdColumn, offsets: Any) -> IdColumn:
+    """Returns ids with the offsets of given values, some of which are missing in `flat`.
+
+    Raises:
+        DataError: the offsets are invalid.
+    """
     bounds = as_array(name, offsets)
     if bounds.dtype.kind not in "iu":
         raise DataError(f"Offsets of feature {name!r} are {bounds.dtype}; they must be whole numbers.", feature=name)
