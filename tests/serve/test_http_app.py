@@ -198,16 +198,17 @@ def test_health_tells_until_and_after_it_is_ready(caplog, monkeypatch):
         while (answer := await client.get("/health")).status_code != 200:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
-        predictor.current = State(problem="The log is damaged.", drift={"user": 0.3})
+        predictor.current = State(problem="The log is damaged.", drift={"user": 0.3}, inputs={"user": {"missing": 0.5}})
         found = (await client.get("/health")).json()
         assert found == {
             "status": "ready", "epoch": 3, "network_step": 12, "row_step": 13, "rows_age_seconds": 0.5,
             "network_age_seconds": 0.25, "rows": 26, "problem": "The log is damaged.",
-            "psi": {"user": 0.3},
+            "psi": {"user": 0.3}, "inputs": {"user": {"missing": 0.5}},
         }  # fmt: skip
 
         metrics = (await client.get("/metrics")).text
         assert 'persia_serve_psi{feature="user",rank="0",role="server"} 0.3' in metrics
+        assert 'persia_serve_input_share{column="user",rank="0",role="server",what="missing"} 0.5' in metrics
 
     with caplog.at_level(logging.INFO, "persia.serve"):
         run(test, predictor, wait=False)

@@ -53,6 +53,7 @@ class State(NamedTuple):
     rows: int = 26
     problem: str = ""
     drift: Mapping[str, float] = MappingProxyType({})
+    inputs: Mapping[str, Mapping[str, float]] = MappingProxyType({})
 
 
 def expected(users, prices):
@@ -158,6 +159,9 @@ class FakePredictor:
         self.closed = False
         self.current = State()
         self.are_log_odds = True
+
+    def note_columns(self, columns: Mapping[str, Any]) -> None:
+        """Does not count."""
 
     def start(self, timeout):
         if self.may_start:

@@ -7,6 +7,7 @@ frame and a request. tests/support/twins/derived.py has a slow, readable twin.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
@@ -32,8 +33,8 @@ __all__ = ["derived_ids", "filled", "split_count", "split_texts"]
 _PER_SECOND = {"s": 1, "ms": 1000, "us": 1_000_000, "ns": 1_000_000_000}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND = timedelta(seconds=1)
-_MOST_BUCKET = 1 << 53
-"""Bound of |value / width|; float64 does not tell larger buckets apart."""
+_EXACT = 1 << 53
+"""Below it float64 represents every whole number."""
 
 
 class Raw(NamedTuple):
@@ -164,16 +165,11 @@ def _numbers(feature: IdFeature, raw: Raw) -> tuple[NDArray[np.float64], BoolArr
     """
     values, present = raw.values, _present(raw)
     if isinstance(values, list):
-        if all(type(value) in (int, float, bool) for value in values):
-            try:
-                values = np.array(values, np.float64)
-            except OverflowError:
-                values = _as_texts(values)
-        else:
-            for at, value in enumerate(values):
-                if not isinstance(value, (str, bytes, int, float, Decimal, np.number, np.bool_)):
-                    raise _error(feature, value, at, raw.offsets, _NUMBERS)
-            values = _as_texts(values)
+        for at, value in enumerate(values):
+            if not isinstance(value, (str, bytes, int, float, Decimal, np.number, np.bool_)):
+                raise _error(feature, value, at, raw.offsets, _NUMBERS)
+        plain = all(type(value) is float or (type(value) in (int, bool) and abs(value) < _EXACT) for value in values)
+        values = np.array(values, np.float64) if plain else _as_texts(values)
     if isinstance(values, TextBuffers):
         result = text_numbers(values)
         if result.bad >= 0:
@@ -212,7 +208,7 @@ def _buckets(
         found: Ids = np.searchsorted(_edges(edges), values, side="right").astype(np.uint64)
         return found
     floors = np.floor(values / buckets.width)
-    large = ~(np.abs(floors) < _MOST_BUCKET)
+    large = ~(np.abs(floors) < _EXACT)
     if large.any():
         at = int(np.flatnonzero(present)[large.argmax()])
         takes = f"numbers below 2**53 times the width of its buckets, {buckets.width:g}"
@@ -296,10 +292,10 @@ def _seconds_of_list(
         elif isinstance(value, np.datetime64):
             seconds[at] = value.astype("datetime64[s]").astype(np.int64)
         elif isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
-            limit = 2 ** (int(np.finfo(type(value)).nmant) + 1) if isinstance(value, (float, np.floating)) else 2**63
-            if not abs(value) < limit:
+            exact = int(np.finfo(type(value)).nmant) + 1 if isinstance(value, (float, np.floating)) else 63
+            if not abs(value) < 2**exact:
                 raise error(value, at)
-            seconds[at] = int(np.floor(value)) // per_second
+            seconds[at] = math.floor(value) // per_second
         else:
             raise error(value, at)
     if texts:

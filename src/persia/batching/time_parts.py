@@ -57,23 +57,27 @@ def _hour(seconds: Int64Array) -> Int64Array:
 
 
 def _year_of_days(days: Int64Array) -> Int64Array:
-    return days.view("datetime64[D]").astype("datetime64[Y]").astype(np.int64) + 1970
+    years: Int64Array = days.view("datetime64[D]").astype("datetime64[Y]").astype(np.int64) + 1970
+    return years
 
 
 def _month(seconds: Int64Array) -> Int64Array:
-    return _days(seconds).view("datetime64[D]").astype("datetime64[M]").astype(np.int64) % 12 + 1
+    months: Int64Array = _days(seconds).view("datetime64[D]").astype("datetime64[M]").astype(np.int64) % 12 + 1
+    return months
 
 
 def _day(seconds: Int64Array) -> Int64Array:
     dates = _days(seconds).view("datetime64[D]")
-    return (dates - dates.astype("datetime64[M]")).astype(np.int64) + 1
+    days: Int64Array = (dates - dates.astype("datetime64[M]")).astype(np.int64) + 1
+    return days
 
 
 def _week(seconds: Int64Array) -> Int64Array:
     """Returns ISO weeks: the week belongs to the year of its Thursday."""
     days = _days(seconds)
     thursdays = (days - (days + 3) % 7 + 3).view("datetime64[D]")
-    return (thursdays - thursdays.astype("datetime64[Y]")).astype(np.int64) // 7 + 1
+    weeks: Int64Array = (thursdays - thursdays.astype("datetime64[Y]")).astype(np.int64) // 7 + 1
+    return weeks
 
 
 _PARTS: Mapping[Part, Callable[[Int64Array], Int64Array]] = {

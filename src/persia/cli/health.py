@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,11 @@ __all__ = ["health"]
 
 def health(
     address: Annotated[
-        str, typer.Argument(help="Control address that `persia train` prints: tcp://host:port.", metavar="ADDRESS")
+        str,
+        typer.Argument(
+            help="Control address that `persia train` prints: tcp://host:port. Or http://host:port of `persia serve`.",
+            metavar="ADDRESS",
+        ),
     ],
     json: Annotated[str | None, typer.Option(help="Write all metrics to this file as JSON.", metavar="FILE")] = None,
     targets: Annotated[
@@ -25,16 +30,19 @@ def health(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each process.")] = 5.0,
 ) -> None:
-    """Show the health of every process in a running cluster.
+    """Show the health of every process in a running cluster, or of a prediction server.
 
     Exits with status 1 if a process is dead and not replaced, or does not answer, so it can serve as a liveness probe.
     An embedding PS that waits for its disk answers, with its last metrics.
-    If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does.
+    If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does; for a server with keys, PERSIA_API_KEY.
     """
     from persia.cli import ui as out
     from persia.membership.observing import ask_members
 
     out.check_writable(json, targets)
+    if address.startswith(("http://", "https://")):
+        _show_server(address, json, timeout)
+        return
     answers = ask_members(address, timeout)
     out.CONSOLE.print(_table(answers))
     if json is not None:
@@ -45,6 +53,41 @@ def health(
         out.write_json(targets, [{"targets": names, "labels": {"job": "persia"}}])
     if any(answer.health is None for answer in answers):
         raise typer.Exit(1)
+
+
+def _show_server(url: str, json: str | None, timeout: float) -> None:
+    """Prints what a prediction server serves, and what arrives unlike in training.
+
+    Raises:
+        typer.Exit: the server is not ready.
+    """
+    from persia.cli import ui as out
+    from persia.serve.client import Client
+
+    with Client(url, os.environ.get("PERSIA_API_KEY"), timeout=timeout) as client:
+        state = client.health()
+    if json is not None:
+        out.write_json(json, state)
+    out.CONSOLE.print(_server_table(state))
+    if state["status"] != "ready":
+        raise typer.Exit(1)
+
+
+def _server_table(state: dict[str, Any]) -> Any:
+    """Returns the state of a server by name, then its inputs by column."""
+    from persia.telemetry.terminal import Grid, plain
+
+    table = Grid("what", "value", text=("what", "value"))
+    for name, value in state.items():
+        if isinstance(value, dict):
+            continue
+        table.add_row(name.replace("_", " "), plain(f"{value:,.1f}" if isinstance(value, float) else str(value)))
+    for name, index in state.get("psi", {}).items():
+        table.add_row(plain(f"drift of {name}"), f"PSI {index:.2f}")
+    for column, shares in state.get("inputs", {}).items():
+        found = [f"{what.replace('_', ' ')} {share:.1%}" for what, share in shares.items()]
+        table.add_row(plain(f"column {column}"), ", ".join(found))
+    return table
 
 
 def _table(answers: list[Answer]) -> Any:

@@ -100,6 +100,9 @@ class ServeState(NamedTuple):
         problem: why something newer in the log is not served; empty if everything is.
         drift: PSI of recent requests against training, by feature; see `DriftCounts.compared`. Empty while there are
             too few rows on either side, or if the log lacks the distributions of training.
+        inputs: what arrives unlike in training, by column: shares of values that are "missing" (and
+            "missing_in_training", where it is known), of texts with a "separator" in a feature without `split`, and of
+            distinct ids that are "unseen": they have no row. Shares of 0 are left out.
     """
 
     epoch: int
@@ -112,3 +115,4 @@ class ServeState(NamedTuple):
     snapshots: int
     problem: str
     drift: Mapping[str, float] = MappingProxyType({})
+    inputs: Mapping[str, Mapping[str, float]] = MappingProxyType({})

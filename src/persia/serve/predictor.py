@@ -191,7 +191,7 @@ class Predictor:
             DataError: a column is missing or does not fit; names the column, the first bad row and the remedy.
             ClosedError: the predictor has not started, or is closed.
         """
-        return _batch_of(columns, self._view())
+        return self._batch_of(columns, self._view())
 
     def predict(self, batch: Batch | Mapping[str, Any]) -> Prediction:
         """Returns the predictions for a batch, whose labels are not needed. Blocks for the computation only.
@@ -210,11 +210,13 @@ class Predictor:
         """
         view = self._view()
         with view.in_use():
-            batch = batch if isinstance(batch, Batch) else _batch_of(batch, view)
+            batch = batch if isinstance(batch, Batch) else self._batch_of(batch, view)
             batch.validate(view.schema, require_labels=False)
             logits = view.logits(batch).cpu().numpy()
         if self._updater.drift is not None:
             self._updater.drift.note(batch, logits)
+        if self._updater.inputs is not None:
+            self._updater.inputs.note_batch(batch)
         return Prediction(logits, view.network.step, view.epoch, are_log_odds(view.network.module))
 
     def embeddings(self, table: str, ids: Ids) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
@@ -316,6 +318,13 @@ class Predictor:
         state = "is closed" if self._stop.is_set() else "has not started; call start(), or use it in a with statement"
         return ClosedError(f"The predictor of {self._url} {state}.")
 
+    def note_columns(self, columns: Mapping[str, Any]) -> None:
+        """Records raw columns, which have been converted, for `ServeState.inputs`. Does not block."""
+        if self._updater.inputs is not None:
+            self._updater.inputs.note_columns(columns)
 
-def _batch_of(columns: Mapping[str, Any], view: View) -> Batch:
-    return Batch.from_columns(view.schema, apply_rules(view.network.input_rules, columns), require_labels=False)
+    def _batch_of(self, columns: Mapping[str, Any], view: View) -> Batch:
+        rules = view.network.input_rules
+        batch = Batch.from_columns(view.schema, apply_rules(rules, columns), require_labels=False)
+        self.note_columns(columns)
+        return batch

@@ -18,6 +18,7 @@ from persia.publish.epoch_reader import EpochReader, Update
 from persia.serve.cache import SnapshotCache
 from persia.serve.compiling import Compiler, CompilerOptions
 from persia.serve.drift import ServingDrift
+from persia.serve.inputs import InputCounts
 from persia.serve.network import ModelSource, Network, NetworkBuilder
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.remote_rows import RemoteEpoch, RowServers
@@ -126,6 +127,8 @@ class ViewUpdater:
         self.view: View | None = None
         self.drift: ServingDrift | None = None
         """Compares requests with training; None before the first epoch."""
+        self.inputs: InputCounts | None = None
+        """Counts what arrives unlike in training; None before the first epoch."""
         self._drift_due = 0.0
         self._compiler: tuple[tuple[ModelDescription | None, str], Compiler] | None = None
         """Description and precision of the networks, and their compiler."""
@@ -174,6 +177,7 @@ class ViewUpdater:
             self._snapshots,
             self._problem,
             {} if self.drift is None else self.drift.result,
+            {} if self.inputs is None else self.inputs.result,
         )
 
     def _poll(self, servers: RowServers) -> None:
@@ -198,15 +202,18 @@ class ViewUpdater:
 
     def _compare(self) -> None:
         """Compares requests with the distributions of training, which are read every `DRIFT_SECONDS`."""
-        if self.drift is None or self.view is None:
+        if self.drift is None or self.inputs is None or self.view is None:
             return
         if time.monotonic() >= self._drift_due:
             self._drift_due = time.monotonic() + DRIFT_SECONDS
             try:
-                self.drift.load(self._follower.drift())
+                reference = self._follower.drift()
+                self.drift.load(reference)
+                self.inputs.load(reference)
             except (PublishError, CheckpointError) as error:
                 LOG.warning("Drift is measured against older data, or not at all: %s", error.message)
         self.drift.count()
+        self.inputs.count(self.view.rows if self._servers is None else None)
 
     @property
     def problem(self) -> str:
@@ -255,6 +262,7 @@ class ViewUpdater:
             self._compiler = key, Compiler(description.schema, compiler_options)
         if self.drift is None:
             self.drift = ServingDrift(description.schema)
+            self.inputs = InputCounts(description.schema)
         return _Epoch(run, update.epoch, rows, builder, readers, self._compiler[1])
 
     def _adopt(self, epoch: _Epoch) -> None:

@@ -153,6 +153,9 @@ CATALOGUE: dict[str, MetricKind] = {
     "serve_items_step": MetricKind("gauge", "global step of the network that made the vectors of items"),
     "serve_items_waiting": MetricKind("gauge", "items whose vectors are to be computed again"),
     "serve_items_failing": MetricKind("gauge", "1 while the index of items cannot be kept up to date"),
+    "serve_input_share": MetricKind(
+        "gauge", "share of values of a column that are missing, have a separator, or are ids without a row"
+    ),
     "serve_psi": MetricKind("gauge", "PSI of requests against training, by feature; 0.25 or more is drift"),
     # Compressing optimizer.
     "apmsqueeze_steps": MetricKind("counter", "updates of the network"),

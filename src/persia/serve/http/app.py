@@ -259,7 +259,7 @@ class PredictionServer:
             users = None if self._search is None else self._search.user_features
             rules = self._predictor.input_rules
             document = openapi(schema, self._limits, self._secured, users, rules)
-            self._model = _Model(schema, Bodies(schema, self._limits, rules), document)
+            self._model = _Model(schema, Bodies(schema, self._limits, rules, self._predictor.note_columns), document)
         return self._model
 
     async def _answer(
@@ -409,6 +409,7 @@ class PredictionServer:
             "rows": state.rows,
             "problem": state.problem,
             "psi": dict(state.drift),
+            "inputs": {name: dict(shares) for name, shares in state.inputs.items()},
             **({} if self._search is None else {"index": self._search.details()}),
         }
 

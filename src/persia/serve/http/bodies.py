@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -58,12 +58,21 @@ class Bodies:
         schema: schema of the model.
         limits: limits of rows and values.
         rules: rules of the reader of the training data, for missing values and lists.
+        note: called with the raw columns of each batch; see `Predictor.note_columns`.
     """
 
-    def __init__(self, schema: Schema, limits: ServeLimits, rules: InputRules = NO_RULES) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        limits: ServeLimits,
+        rules: InputRules = NO_RULES,
+        note: Callable[[Mapping[str, Any]], None] = lambda columns: None,
+    ) -> None:
         self._schema = schema
         self._limits = limits
         self._rules = rules
+        self._note = note
+        self._separators = {f.column: f.split for f in schema.id_features if f.split is not None} | dict(rules.lists)
         self._names = frozenset(schema.feature_columns)
         of_samples = {name for name in (schema.sample_weight, schema.group) if name is not None}
         self._ignored = frozenset({*schema.label_names, *of_samples}) - self._names
@@ -277,10 +286,12 @@ class Bodies:
         if not columns:
             raise DataError(f"There are no columns in {part}; give the features of the model.")
         inputs = {name: column for name, column in columns.items() if name not in self._ignored}
-        for name, separator in self._rules.lists.items():
+        for name, separator in self._separators.items():
             if name in inputs:
                 self._check_count(name, split_count(inputs[name], separator))
-        return Batch.from_columns(schema, apply_rules(self._rules, inputs), require_labels=False)
+        batch = Batch.from_columns(schema, apply_rules(self._rules, inputs), require_labels=False)
+        self._note(inputs)
+        return batch
 
 
 def _length(column: Any) -> int:

@@ -84,7 +84,13 @@ def _of_state(state: ServeState) -> list[Metric]:
         "failing": bool(state.problem),
     }
     psi = [Metric("serve_psi", index, {"feature": name}) for name, index in state.drift.items()]
-    return [*figures("serve", {name: float(value) for name, value in values.items() if math.isfinite(value)}), *psi]
+    shares = [
+        Metric("serve_input_share", share, {"column": name, "what": what})
+        for name, found in state.inputs.items()
+        for what, share in found.items()
+    ]
+    numbers = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+    return [*figures("serve", numbers), *psi, *shares]
 
 
 def _of_index(index: RetrieverState) -> list[Metric]:
