@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from persia.cli.app import app
-from persia.cli.health import _doing, _table
+from persia.cli.health import _doing, _server_table, _table
 from persia.membership.observing import Answer
 from persia.modes import Hybrid
 from persia.ps import EmbeddingServer
@@ -42,6 +42,19 @@ def test_a_ps_with_rows_on_disk_says_what_is_there():
     expected = "on disk 700 rows, 2.0 GiB, 75.0% of hits in memory, 250 read, write amplification 1.30"
     assert expected in _doing(health)
     assert "on disk" not in _doing(health._replace(figures=figures[:3]))
+
+
+def test_a_server_says_what_arrives_unlike_in_training():
+    text = io.StringIO()
+    state = {
+        "status": "ready", "epoch": 3, "rows_age_seconds": 0.5, "psi": {"user": 0.3},
+        "inputs": {"[user]": {"missing": 0.5, "missing_in_training": 0.0}},
+    }  # fmt: skip
+    Console(file=text, width=200).print(_server_table(state))
+    lines = [" ".join(line.replace("│", " ").split()) for line in text.getvalue().splitlines()]
+    for line in ("status ready", "epoch 3", "rows age seconds 0.5", "drift of user PSI 0.30"):
+        assert line in lines
+    assert "column [user] missing 50.0%, missing in training 0.0%" in lines
 
 
 def ps_on_disk(spill):

@@ -34,7 +34,7 @@ def health(
 
     Exits with status 1 if a process is dead and not replaced, or does not answer, so it can serve as a liveness probe.
     An embedding PS that waits for its disk answers, with its last metrics.
-    If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does; for a server with keys, PERSIA_API_KEY.
+    If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does; for a server with keys, PERSIA_SERVE_KEYS.
     """
     from persia.cli import ui as out
     from persia.membership.observing import ask_members
@@ -64,7 +64,8 @@ def _show_server(url: str, json: str | None, timeout: float) -> None:
     from persia.cli import ui as out
     from persia.serve.client import Client
 
-    with Client(url, os.environ.get("PERSIA_API_KEY"), timeout=timeout) as client:
+    keys = os.environ.get("PERSIA_SERVE_KEYS", "").replace(",", " ").split()
+    with Client(url, keys[0] if keys else None, timeout=timeout) as client:
         state = client.health()
     if json is not None:
         out.write_json(json, state)

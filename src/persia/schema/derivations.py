@@ -67,15 +67,16 @@ class Buckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class TimePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A part of a time, as a number.
+    """A part of a time, as a number. The same instant has the same id, however the column writes it.
 
     Args:
-        column: column with timestamps, dates, texts of these, or whole numbers since 1970 in `unit`.
+        column: column with timestamps, dates, texts of these (2024-05-01, 2024-05-01T12:30:00+02:00, 1.5.2024 12:30), or
+            numbers since 1970 in `unit`. Times without a time zone, and dates, which begin at midnight, count as UTC.
         part: "minute" 0 to 59, "hour" 0 to 23, "weekday" 0 (Monday) to 6, "hour_of_week" 0 to 167, "day" 1 to 31,
             "week" 1 to 53 (ISO), "month" 1 to 12, "year".
-        zone: time zone in which the part is taken, such as "Europe/Berlin"; None takes times as they are written: UTC
-            for times with a zone and for numbers.
-        unit: unit of whole numbers.
+        zone: time zone in which the part is taken, such as "Europe/Berlin". None for UTC, and for times that are
+            written in local time without a zone.
+        unit: unit of numbers.
     """
 
     column: str
@@ -104,13 +105,15 @@ class TimePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The words of a text, and sequences of words, as ids.
 
-    A word is a sequence of letters, digits and "_" (as Unicode has them). The id of a sequence is that of the text with
-    single spaces between its words, so "york" is the same id as in a feature of kind "text".
+    A word is a sequence of ASCII letters, digits, "_", and all characters beyond ASCII except spaces, punctuation,
+    symbols and emoji of common blocks of Unicode (listed in docs/guide/features.md). The id of a sequence is that of the
+    text with single spaces between its words, so "york" is the same id as in a feature of kind "text". The ids of a
+    text are in the order of their first word, then of `ngrams`.
 
     Args:
         column: column with texts.
         ngrams: lengths of the sequences of words: (1,) takes words, (1, 2) also pairs of neighbours.
-        lower: whether to convert the text to lower case first.
+        lower: whether to convert the text to lower case first, as `str.lower` does.
     """
 
     column: str

@@ -59,7 +59,8 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         time: the ids are parts of the times in a column.
         tokens: the ids are the words of the texts in a column.
         split: separator of the ids within a text: "|" reads "a|b" as two ids. Lists stay as they are.
-        fill: value in place of a missing one, converted to an id as `kind` says. None gives a sample without ids.
+        fill: value whose id a sample gets that has none: its value is missing, or its list is empty. It is converted
+            to an id as `kind` says; with `bucketize` and `time` it is the id. None gives a sample without ids.
         weights: column with a weight for each id (one number per id of a list), by which embeddings are multiplied
             before pooling: "sum" is the weighted sum, "mean" divides it by the sum of the weights, "sqrtn" by the root
             of the sum of their squares, as in TensorFlow and, for "sum", `per_sample_weights` of PyTorch. Weights are
