@@ -34,7 +34,8 @@ def health(
 
     Exits with status 1 if a process is dead and not replaced, or does not answer, so it can serve as a liveness probe.
     An embedding PS that waits for its disk answers, with its last metrics.
-    If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does; for a server with keys, PERSIA_SERVE_KEYS.
+    If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does. For a server with keys, set
+    PERSIA_SERVE_KEYS.
     """
     from persia.cli import ui as out
     from persia.membership.observing import ask_members
