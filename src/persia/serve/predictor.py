@@ -191,7 +191,7 @@ class Predictor:
             DataError: a column is missing or does not fit; names the column, the first bad row and the remedy.
             ClosedError: the predictor has not started, or is closed.
         """
-        return self._batch_of(columns, self._view())
+        return self._noted(columns, self._view())
 
     def predict(self, batch: Batch | Mapping[str, Any]) -> Prediction:
         """Returns the predictions for a batch, whose labels are not needed. Blocks for the computation only.
@@ -210,7 +210,7 @@ class Predictor:
         """
         view = self._view()
         with view.in_use():
-            batch = batch if isinstance(batch, Batch) else self._batch_of(batch, view)
+            batch = batch if isinstance(batch, Batch) else self._noted(batch, view)
             batch.validate(view.schema, require_labels=False)
             logits = view.logits(batch).cpu().numpy()
         if self._updater.drift is not None:
@@ -323,8 +323,11 @@ class Predictor:
         if self._updater.inputs is not None:
             self._updater.inputs.note_columns(columns)
 
-    def _batch_of(self, columns: Mapping[str, Any], view: View) -> Batch:
-        rules = view.network.input_rules
-        batch = Batch.from_columns(view.schema, apply_rules(rules, columns), require_labels=False)
+    def _noted(self, columns: Mapping[str, Any], view: View) -> Batch:
+        batch = _batch_of(columns, view)
         self.note_columns(columns)
         return batch
+
+
+def _batch_of(columns: Mapping[str, Any], view: View) -> Batch:
+    return Batch.from_columns(view.schema, apply_rules(view.network.input_rules, columns), require_labels=False)
