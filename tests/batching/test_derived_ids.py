@@ -1,6 +1,7 @@
 """Ids derived from raw columns: the same from every kind of column, and as the slow twin."""
 
 from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -70,6 +71,8 @@ def test_buckets_of_every_kind_of_column(buckets, values, fill):
 
 
 @given(BUCKETS, st.lists(st.decimals(-1000, 1000, places=2), min_size=1))
+@example(Buckets("x", edges=EDGES), [Decimal("0.7")])
+@example(Buckets("x", width=0.1), [Decimal("0.3")])
 def test_float32_is_the_decimal_number_it_prints(buckets, values):
     f = feature(bucketize=buckets)
     expected = rows(f, [float(x) for x in values])
