@@ -160,7 +160,7 @@ class FakePredictor:
         self.current = State()
         self.are_log_odds = True
 
-    def note_columns(self, columns: Mapping[str, Any]) -> None:
+    def note_columns(self, columns):
         """Does not count."""
 
     def start(self, timeout):

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from persia import batching
-from persia.batching.id_columns import id_column
 from persia.batching.computed_ids import mapped_ids
+from persia.batching.id_columns import id_column
 from persia.errors import ConfigError, DataError
 from persia.rpc.fan_out import call_all
 from persia.schema import IdFeature, IdKind, IdMapping, Quotient, Schema, Table

@@ -70,8 +70,8 @@ class TimePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """A part of a time, as a number. The same instant has the same id, however the column writes it.
 
     Args:
-        column: column with timestamps, dates, texts of these (2024-05-01, 2024-05-01T12:30:00+02:00, 1.5.2024 12:30), or
-            numbers since 1970 in `unit`. Times without a time zone, and dates, which begin at midnight, count as UTC.
+        column: column with timestamps, dates, texts of these (2024-05-01, 2024-05-01T12:30:00+02:00, 1.5.2024 12:30),
+            or numbers since 1970 in `unit`. Times without a time zone, and dates, which begin at midnight, are in UTC.
         part: "minute" 0 to 59, "hour" 0 to 23, "weekday" 0 (Monday) to 6, "hour_of_week" 0 to 167, "day" 1 to 31,
             "week" 1 to 53 (ISO), "month" 1 to 12, "year".
         zone: time zone in which the part is taken, such as "Europe/Berlin". None for UTC, and for times that are
@@ -106,8 +106,8 @@ class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """The words of a text, and sequences of words, as ids.
 
     A word is a sequence of ASCII letters, digits, "_", and all characters beyond ASCII except spaces, punctuation,
-    symbols and emoji of common blocks of Unicode (listed in docs/guide/features.md). The id of a sequence is that of the
-    text with single spaces between its words, so "york" is the same id as in a feature of kind "text". The ids of a
+    symbols and emoji of common blocks of Unicode (listed in docs/guide/features.md). The id of a sequence is that of
+    the text with single spaces between its words, so "york" is the same id as in a feature of kind "text". The ids of a
     text are in the order of their first word, then of `ngrams`.
 
     Args:

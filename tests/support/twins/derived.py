@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime, timedelta, timezone
 from fractions import Fraction
 from typing import Any
@@ -103,8 +102,8 @@ OUTSIDE = """
 061B-061F 066A-066D 06D4 0964-0965 1361-1368 1680 2000-200B 200E-206F 20A0-20CF 2190-2BFF 2E00-2E7F 3000-3004
 3008-3020 3030 D800-DFFF FE00-FE1F FE30-FE6F FEFF FF00-FF0F FF1A-FF20 FF3B-FF3E FF40 FF5B-FF65 FFE0-FFFF 1F000-1FAFF
 E0000-E0FFF
-""".split()
-_BLOCKS = "".join("-".join(rf"\U{int(end, 16):08x}" for end in block.split("-")) for block in OUTSIDE)
+"""
+_BLOCKS = "".join("-".join(rf"\U{int(end, 16):08x}" for end in block.split("-")) for block in OUTSIDE.split())
 _INSIDE = rf"[A-Za-z0-9_\u200c\u200d]|[^\x00-\x7f{_BLOCKS}]"
 WORD = re.compile(rf"(?![\u200c\u200d])(?:{_INSIDE})+")
 
@@ -122,23 +121,23 @@ def words(tokens: Tokens, value: str | bytes | int) -> list[int]:
 
 
 def ids_of_row(feature: IdFeature, value: Any) -> list[int]:
-    """Returns the ids of a sample of a feature with `bucketize`, `time` or `tokens`, given its value or list of values."""
-    values: Sequence[Any] = value if isinstance(value, list) else [value]
+    """Returns the ids of a sample of a feature with `bucketize`, `time` or `tokens`.
+
+    Args:
+        feature: the feature.
+        value: the value of the sample, or a list of its values.
+    """
     ids: list[int] = []
-    for each in values:
+    for each in value if isinstance(value, list) else [value]:
         if feature.tokens is not None:
             ids += [] if each is None else words(feature.tokens, each)
             continue
-        one: Callable[[Any], int | None]
         if feature.time is not None:
-            part = feature.time
-            one = lambda x: time_part(part, x)  # noqa: E731
+            id_ = time_part(feature.time, each)
         else:
             assert feature.bucketize is not None
-            buckets = feature.bucketize
-            one = lambda x: bucket(buckets, x)  # noqa: E731
-        if (id_ := one(each)) is not None:
-            ids.append(id_)
+            id_ = bucket(feature.bucketize, each)
+        ids += [] if id_ is None else [id_]
     if not ids and feature.fill is not None:
         ids = [int(feature.fill)]
     return ids

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
-from persia.batching.id_columns import id_column
 from persia.batching.id_column import IdColumn
+from persia.batching.id_columns import id_column
 from persia.data.files import File
 from persia.data.rows import Conversion, Piece
 from persia.data.streams.broker import client
