@@ -97,7 +97,7 @@ def test_a_cluster_day_is_replayed(tmp_path):
 
 def test_control_asks_for_a_switch():
     tokens = TokenScheduler(5.0)
-    with rpc.serve(tokens, protocol=services.Tokens) as server:
+    with rpc.serve(tokens, protocol=services.TokenService) as server:
         done = CliRunner().invoke(app, ["control", "switch", server.address, "gba", "--set", "global_batch_size=64"])
         assert done.exit_code == 0, done.output
         assert tokens.requested() == Gba(64)

@@ -130,7 +130,7 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, text, 
 
 def test_control_switches_to_a_mode_of_a_users_module(persia):
     tokens = TokenScheduler(5.0)
-    with rpc.serve(tokens, protocol=services.Tokens) as server:
+    with rpc.serve(tokens, protocol=services.TokenService) as server:
         arguments = ("control", "switch", server.address, "every_other", "--set", "limit=7")
         tests = Path(__file__).parents[1]
         persia(MODULE_RUN, *arguments, "--import", "support.toy_mode", folder=tests)

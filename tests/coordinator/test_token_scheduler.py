@@ -85,8 +85,8 @@ def tokens(request, tmp_path):
         yield made
         return
     with ExitStack() as stack:
-        server = stack.enter_context(rpc.serve(made, protocol=services.Tokens))
-        stub = rpc.connect(server.address, services.Tokens, peer="tokens", timeout=DEADLINE)
+        server = stack.enter_context(rpc.serve(made, protocol=services.TokenService))
+        stub = rpc.connect(server.address, services.TokenService, peer="tokens", timeout=DEADLINE)
         stack.callback(rpc.close, stub)
         yield stub
 
@@ -558,8 +558,8 @@ def test_nn_workers_waiting_for_the_first_batch_do_not_block_it():
     nn_workers = 5
     tokens = TokenScheduler(DEADLINE)
     with ExitStack() as open_:
-        server = open_.enter_context(rpc.serve(tokens, protocol=services.Tokens, limits=rpc.Limits(threads=2)))
-        stub = rpc.connect(server.address, services.Tokens, timeout=DEADLINE / 2)
+        server = open_.enter_context(rpc.serve(tokens, protocol=services.TokenService, limits=rpc.Limits(threads=2)))
+        stub = rpc.connect(server.address, services.TokenService, timeout=DEADLINE / 2)
         open_.callback(rpc.close, stub)
         stub.begin(phase(Gba(ROWS), nn_workers, steps=3)._replace(local_batch=0))
         first = Worker(stub, 0)

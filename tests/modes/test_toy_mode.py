@@ -10,7 +10,7 @@ from persia.config import convert
 from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError, WireError
 from persia.modes import Async, Asynchronous, Auto, Bsp, ModeSetting, Sync, decode, encode, modules, register
-from persia.services import Tokens
+from persia.services import TokenService
 from persia.testing import Threads
 from persia.trainer.options import TrainerOptions
 from support.switching_samples import DEADLINE, ROWS, assert_same, batches, trainer
@@ -67,8 +67,8 @@ def test_a_name_is_given_once():
 
 
 def test_roles_send_it_as_itself():
-    with rpc.serve(TokenScheduler(DEADLINE), protocol=Tokens) as server:
-        tokens = rpc.connect(server.address, Tokens, timeout=DEADLINE)
+    with rpc.serve(TokenScheduler(DEADLINE), protocol=TokenService) as server:
+        tokens = rpc.connect(server.address, TokenService, timeout=DEADLINE)
         tokens.request(EveryOther(7))
         assert tokens.requested() == EveryOther(7)
         tokens.resolve(EveryOther(7))

@@ -28,7 +28,7 @@ from persia.services import (
     RowsVersion,
     ServedRows,
     StatePiece,
-    Tokens,
+    TokenService,
     TrainingPhase,
 )
 from persia.store import NativeStore
@@ -310,7 +310,7 @@ CALLS = {
         "export": (),
         "statistics": (),
     },
-    Tokens: {
+    TokenService: {
         "begin": (TrainingPhase(1, 1, Async(), 1, 0, 0, 0, None),),
         "take": (Caller(1, 1, 0), 1),
         "end": (Caller(1, 1, 0), 1),

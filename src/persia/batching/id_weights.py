@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from persia.batching.id_columns import id_column, list_entries
+from persia.batching.derived_ids import split_texts
 from persia.batching.frames import as_mapping, from_frame, is_arrow
 from persia.batching.id_column import IdColumn
+from persia.batching.id_columns import id_column, list_entries
 from persia.batching.ids import is_list, is_missing, row_of
-from persia.batching.derived_ids import split_texts
 from persia.batching.numbers import as_array, is_pair, number_column
 from persia.batching.validation import check_id_weights, check_offsets, counts_of
 from persia.errors import DataError

@@ -46,7 +46,7 @@ def switch(
     from persia import rpc
     from persia.cli.imports import import_modules
     from persia.modes import decode
-    from persia.services import Tokens
+    from persia.services import TokenService
 
     arguments: dict[str, Any] = {"kind": kind}
     for override in overrides or []:
@@ -59,7 +59,7 @@ def switch(
             arguments[name] = value
     import_modules(modules or [])
     mode = decode(jsonlib.dumps(arguments))
-    tokens = rpc.connect(address, Tokens, peer="the run", timeout=CONTROL_SECONDS)
+    tokens = rpc.connect(address, TokenService, peer="the run", timeout=CONTROL_SECONDS)
     try:
         tokens.request(mode)
     finally:

@@ -34,7 +34,7 @@ LOG = get_logger("persia.modes")
 
 
 class TokenScheduler(RecordedArrivals):
-    """Implements `persia.services.Tokens`. Safe to call from several threads; some calls wait for other NN workers.
+    """Implements `persia.services.TokenService`. Safe to call from several threads; some calls wait for other NN workers.
 
     Args:
         timeout: maximum number of seconds that a call waits.
@@ -66,7 +66,7 @@ class TokenScheduler(RecordedArrivals):
     # --- a phase ----------------------------------------------------------------------------------------------
 
     def begin(self, phase: TrainingPhase) -> None:
-        """Begins a phase; see `persia.services.Tokens`."""
+        """Begins a phase; see `persia.services.TokenService`."""
         group = phase.mode.group(phase.nn_workers, phase.local_batch or 1)
         with self._changed:
             state, old = self._state, self._state.phase
@@ -108,7 +108,7 @@ class TokenScheduler(RecordedArrivals):
             self._save()
 
     def take(self, caller: Caller, request: int) -> int | None:
-        """Hands out the next batch of the pass; see `persia.services.Tokens`."""
+        """Hands out the next batch of the pass; see `persia.services.TokenService`."""
         with self._changed:
             worker = self._enter(caller)
             if request <= worker.requests:
@@ -147,7 +147,7 @@ class TokenScheduler(RecordedArrivals):
             return worker.answer
 
     def end(self, caller: Caller, number: int) -> None:
-        """Sets the end of the pass; see `persia.services.Tokens`."""
+        """Sets the end of the pass; see `persia.services.TokenService`."""
         with self._changed:
             worker = self._enter(caller)
             state = self._state
@@ -158,7 +158,7 @@ class TokenScheduler(RecordedArrivals):
             self._save()
 
     def stop(self) -> None:
-        """Stops handing out batches in this phase; see `persia.services.Tokens`."""
+        """Stops handing out batches in this phase; see `persia.services.TokenService`."""
         with self._changed:
             self._state.stopped = True
             self._save()
@@ -166,7 +166,7 @@ class TokenScheduler(RecordedArrivals):
     def draw(
         self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int, lost: Losses = NO_LOSSES
     ) -> Token:
-        """Draws the token of a batch; see `persia.services.Tokens`."""
+        """Draws the token of a batch; see `persia.services.TokenService`."""
         with self._changed:
             worker = self._enter(caller)
             self._state.confirm(worker, done, filled, lost)
@@ -209,7 +209,7 @@ class TokenScheduler(RecordedArrivals):
             return Token(drawn.value, drawn.least, [])
 
     def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
-        """Decides what happens to a gradient; see `persia.services.Tokens`."""
+        """Decides what happens to a gradient; see `persia.services.TokenService`."""
         with self._changed:
             worker = self._enter(caller)
             if worker.ticket is not None and worker.ticket.header.sequence == sequence:
@@ -250,7 +250,7 @@ class TokenScheduler(RecordedArrivals):
             return worker.ticket
 
     def abandoned(self, caller: Caller, filled: int) -> list[PushHeader]:
-        """Returns abandoned pushes to fill; see `persia.services.Tokens`."""
+        """Returns abandoned pushes to fill; see `persia.services.TokenService`."""
         with self._changed:
             worker = self._enter(caller)
             self._state.confirm(worker, 0, filled)
@@ -259,7 +259,7 @@ class TokenScheduler(RecordedArrivals):
             return assigned
 
     def quiesce(self, caller: Caller, done: int, filled: int, lost: Losses = NO_LOSSES) -> QuiesceResult:
-        """Waits until all NN workers have finished the phase; see `persia.services.Tokens`."""
+        """Waits until all NN workers have finished the phase; see `persia.services.TokenService`."""
         with self._changed:
             worker = self._enter(caller)
             self._state.confirm(worker, done, filled, lost)
@@ -294,7 +294,7 @@ class TokenScheduler(RecordedArrivals):
             )
 
     def drained(self, caller: Caller, step: int) -> int:
-        """Ends a phase; see `persia.services.Tokens`."""
+        """Ends a phase; see `persia.services.TokenService`."""
         with self._changed:
             self._enter(caller)
             if step >= 0:
@@ -321,13 +321,13 @@ class TokenScheduler(RecordedArrivals):
     # --- mode switches ------------------------------------------------------------------------------------------
 
     def announce(self, nn_workers: int, local_batch: int) -> None:
-        """Records the sizes of a phase without tokens; see `persia.services.Tokens`."""
+        """Records the sizes of a phase without tokens; see `persia.services.TokenService`."""
         with self._changed:
             self._state.nn_workers, self._state.local_batch = nn_workers, local_batch
             self._save()
 
     def request(self, mode: Mode) -> None:
-        """Requests another mode at the next boundary; see `persia.services.Tokens`."""
+        """Requests another mode at the next boundary; see `persia.services.TokenService`."""
         with self._changed:
             state = self._state
             if state.requested == mode:
@@ -349,14 +349,14 @@ class TokenScheduler(RecordedArrivals):
             return self._state.requested
 
     def resolve(self, mode: Mode) -> None:
-        """Clears a request; see `persia.services.Tokens`."""
+        """Clears a request; see `persia.services.TokenService`."""
         with self._changed:
             if self._state.requested == mode:
                 self._state.requested = None
                 self._save()
 
     def begin_auto(self, auto: Auto, nn_workers: int, asynchronous: bool) -> None:
-        """Chooses the mode by step times; see `persia.services.Tokens`."""
+        """Chooses the mode by step times; see `persia.services.TokenService`."""
         with self._changed:
             if self._policy is None or self._policy.auto != auto:
                 self._policy, self._choosing = SwitchPolicy(auto, nn_workers, asynchronous), True
@@ -365,7 +365,7 @@ class TokenScheduler(RecordedArrivals):
             self._policy.begin(asynchronous if self._state.requested is None else self._policy.asynchronous)
 
     def report_timings(self, rank: int, timings: list[StepTiming]) -> bool:
-        """Records step timings of an NN worker; see `persia.services.Tokens`."""
+        """Records step timings of an NN worker; see `persia.services.TokenService`."""
         with self._changed:
             if self._policy is None:
                 return False
@@ -390,7 +390,7 @@ class TokenScheduler(RecordedArrivals):
     # --- deaths and counts ------------------------------------------------------------------------------------
 
     def cancel(self, generation: int, rank: int) -> bool:
-        """Cancels a dead NN worker; see `persia.services.Tokens`."""
+        """Cancels a dead NN worker; see `persia.services.TokenService`."""
         with self._changed:
             state = self._state
             if state.phase is None or state.phase.generation != generation or state.quiesced is not None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from persia.services import Tokens
+from persia.services import TokenService
 from persia.types import StepTiming
 
 __all__ = ["StepTimings"]
@@ -22,7 +22,7 @@ class StepTimings:
         resend: sends the coordinator the rule of Auto again, after it has restarted.
     """
 
-    def __init__(self, tokens: Tokens, rank: int, every: float, resend: Callable[[], object]) -> None:
+    def __init__(self, tokens: TokenService, rank: int, every: float, resend: Callable[[], object]) -> None:
         self._tokens = tokens
         self._rank = rank
         self._every = every

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from persia.errors import DeadlineError
-from persia.services import EmbeddingWorker, Tokens
+from persia.services import EmbeddingWorker, TokenService
 from persia.types import Caller, Contribution, Losses, PushHeader, QuiesceResult, Ticket, UpdateCounts
 
 __all__ = ["DenseParameters", "DrawnToken", "TokenClient"]
@@ -72,7 +72,7 @@ class TokenClient:
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: TokenService,
         caller: Caller,
         worker: EmbeddingWorker,
         dense: DenseParameters,

@@ -9,7 +9,7 @@ from persia.batching.batch import Batch
 from persia.errors import RoleDiedError
 from persia.modes import Mode
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services.control import Tokens
+from persia.services.control import TokenService
 from persia.services.data import DataLoader, Seekable
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker
@@ -58,7 +58,7 @@ class Connection(NamedTuple):
     rank: int = 0
     nn_workers: int = 1
     generation: int = 1
-    tokens: Tokens | None = None
+    tokens: TokenService | None = None
     dense: Callable[[DenseMaker], Sequence[DensePS]] | None = None
     replicas: Callable[[Any, float], Any] | None = None
     observe: Callable[[Callable[[], Readings]], None] | None = None

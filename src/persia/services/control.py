@@ -25,7 +25,7 @@ from persia.types import (
     TokenReport,
 )
 
-__all__ = ["ControlPlane", "Coordinator", "Observable", "Tokens", "TrainingPhase"]
+__all__ = ["ControlPlane", "Coordinator", "Observable", "TokenService", "TrainingPhase"]
 
 
 class TrainingPhase(NamedTuple):
@@ -80,7 +80,7 @@ class Coordinator(Protocol):
         """Returns the last report of every member by "role-rank", with its `age` in seconds."""
 
 
-class Tokens(Protocol):
+class TokenService(Protocol):
     """The token scheduler: hands out batches and tokens, and orders arrivals (GBA paper, section 4.1).
 
     docs/reference/protocol.md, section 12.
@@ -210,7 +210,7 @@ class Tokens(Protocol):
         """Returns the counts of all asynchronous phases so far."""
 
 
-class ControlPlane(Coordinator, Tokens, RecordableTokens, StreamLog, Protocol):
+class ControlPlane(Coordinator, TokenService, RecordableTokens, StreamLog, Protocol):
     """All calls that the process of the coordinator serves."""
 
 

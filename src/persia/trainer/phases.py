@@ -22,7 +22,7 @@ from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
 from persia.optim import APMSqueeze
 from persia.optim.averaged import Averaged
-from persia.services import Connection, DenseMaker, Tokens, TrainingPhase
+from persia.services import Connection, DenseMaker, TokenService, TrainingPhase
 from persia.telemetry.logs import get_logger
 from persia.trainer.loop import TrainingLoop, advise
 from persia.trainer.options import Declared, TrainerOptions
@@ -395,7 +395,7 @@ class Phases:
             )  # fmt: skip
 
     @property
-    def _tokens(self) -> Tokens:
+    def _tokens(self) -> TokenService:
         tokens = self._connection.tokens
         assert tokens is not None  # See `check`.
         return tokens

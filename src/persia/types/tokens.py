@@ -94,7 +94,7 @@ NO_LOSSES = Losses()
 
 
 class Token(NamedTuple):
-    """Result of `Tokens.draw`.
+    """Result of `TokenService.draw`.
 
     Attributes:
         value: the token; None if abandoned pushes must be filled before a token is drawn.
@@ -108,7 +108,7 @@ class Token(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """Result of `Tokens.arrive`.
+    """Result of `TokenService.arrive`.
 
     Attributes:
         dropped: whether the gradient is too late and must not be pushed.
@@ -122,7 +122,7 @@ class Ticket(NamedTuple):
 
 
 class QuiesceResult(NamedTuple):
-    """Result of `Tokens.quiesce`: the point at which a phase has ended.
+    """Result of `TokenService.quiesce`: the point at which a phase has ended.
 
     Attributes:
         leader: rank of the NN worker that drains the PSs.

@@ -23,7 +23,7 @@ from persia.services import (
     EmbeddingWorker,
     LoaderStream,
     StreamLog,
-    Tokens,
+    TokenService,
 )
 from persia.types import TITLES, Feed, Member, Membership, Offsets
 
@@ -55,10 +55,10 @@ def reach_coordinator(plan: Plan) -> Coordinator:
     return rpc.connect(plan.coordinator, Coordinator, peer="coordinator", timeout=timeout, keys=plan.keys)
 
 
-def reach_tokens(plan: Plan) -> Tokens:
+def reach_tokens(plan: Plan) -> TokenService:
     """Returns a stub of the token scheduler, which is at the coordinator."""
     return rpc.connect(
-        plan.coordinator, Tokens, peer="coordinator", timeout=plan.options.timeout + GRACE_SECONDS, keys=plan.keys
+        plan.coordinator, TokenService, peer="coordinator", timeout=plan.options.timeout + GRACE_SECONDS, keys=plan.keys
     )
 
 

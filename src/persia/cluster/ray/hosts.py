@@ -44,7 +44,7 @@ from persia.services import (
     RecordableWorker,
     SharedStream,
     StreamLog,
-    Tokens,
+    TokenService,
 )
 from persia.telemetry.logs import get_logger, log_to_stderr
 from persia.telemetry.metrics import Readings, figures
@@ -241,7 +241,7 @@ class _ControlPlane:
     def __init__(self, coordinator: Coordinator, tokens: TokenScheduler, stream: StreamLog) -> None:
         servants: dict[type, object] = {
             Coordinator: coordinator,
-            Tokens: tokens,
+            TokenService: tokens,
             RecordableTokens: tokens,
             StreamLog: stream,
         }

@@ -24,7 +24,7 @@ from persia.cluster.ray.runs import RESTARTED
 from persia.errors import ClosedError, ConfigError, RoleDiedError
 from persia.ps.regions import remove_leftovers
 from persia.ps.shares import Shares
-from persia.services import Coordinator, DenseMaker, StreamLog, Tokens
+from persia.services import Coordinator, DenseMaker, StreamLog, TokenService
 from persia.types import Feed
 
 __all__ = ["DEPART_SECONDS", "Roles"]
@@ -67,7 +67,7 @@ class Roles:
         self.service: Service | None = None
         self.plan: Plan | None = None
         self.coordinator: Coordinator | None = None
-        self.tokens: Tokens | None = None
+        self.tokens: TokenService | None = None
         self.stream_log: StreamLog | None = None
         self.processes: Processes | None = None
         self.feed = LoaderFeed(options.timeout, counts["nn_worker"])

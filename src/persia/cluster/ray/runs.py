@@ -13,7 +13,7 @@ from persia.cluster.ray.nn_worker import CLUSTER, Outcome
 from persia.cluster.ray.processes import Process, Processes
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.retry import Deadline
-from persia.services import Tokens
+from persia.services import TokenService
 from persia.telemetry.logs import get_logger
 from persia.types import TITLES
 
@@ -53,7 +53,12 @@ class Replacement:
     """
 
     def __init__(
-        self, processes: Processes, tokens: Tokens, generation: int, start: Callable[[int], Process], timeout: float
+        self,
+        processes: Processes,
+        tokens: TokenService,
+        generation: int,
+        start: Callable[[int], Process],
+        timeout: float,
     ) -> None:
         self._processes = processes
         self._tokens = tokens
