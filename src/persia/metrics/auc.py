@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from persia.errors import ConfigError
 from persia.metrics.bins import Bins, Cells, SortedRows, sorted_rows
-from persia.metrics.checks import State, check, column, sigmoid
+from persia.metrics.checks import State, check, check_weights, column, sigmoid
 from persia.types import Floats
 
 __all__ = ["AUC", "BLOCK"]
@@ -51,6 +51,8 @@ class AUC:
         self.bins = bins
         self._logits = np.empty(0, np.float32)
         self._labels = np.empty(0, np.float32)
+        self._weights: Floats | None = None
+        """Weights of the buffered rows; None until a row has one other than 1."""
         self._filled = 0
         self._clear()
 
@@ -62,18 +64,22 @@ class AUC:
         self._complete: Bins | None = None
         """`_counted` with the waiting rows, if computed."""
 
-    def update(self, logits: ArrayLike, labels: ArrayLike) -> None:
+    def update(self, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> None:
         """Adds rows.
 
         Args:
             logits: `[rows]`, finite.
             labels: `[rows]`, each in [0, 1].
+            weights: `[rows]`, from 0 on; a row of weight 2 counts as two rows. None weighs each 1.
 
         Raises:
             DataError: an argument is invalid; nothing has been added.
         """
         x, y = column(logits, "logits"), column(labels, "labels")
         check(x, y)
+        w = check_weights(weights, len(x))
+        if w is not None and self._weights is None:
+            self._weights = np.ones(BLOCK, np.float32)
         if len(self._logits) == 0:
             self._logits, self._labels = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
         start = 0
@@ -81,6 +87,8 @@ class AUC:
             take = min(BLOCK - self._filled, len(x) - start)
             self._logits[self._filled : self._filled + take] = x[start : start + take]
             self._labels[self._filled : self._filled + take] = y[start : start + take]
+            if self._weights is not None:
+                self._weights[self._filled : self._filled + take] = 1 if w is None else w[start : start + take]
             self._filled += take
             start += take
             if self._filled == BLOCK:
@@ -88,19 +96,29 @@ class AUC:
 
     def _flush(self) -> None:
         if self._filled:
-            self.add(self._logits[: self._filled], self._labels[: self._filled])
+            weights = None if self._weights is None else self._weights[: self._filled]
+            self.add(self._logits[: self._filled], self._labels[: self._filled], weights)
             self._filled = 0
 
-    def add(self, logits: Floats, labels: Floats) -> None:
+    def add(self, logits: Floats, labels: Floats, weights: Floats | None = None) -> None:
         """Adds copies of rows without checks or buffering, for callers that have done both."""
         while len(logits):  # In chunks, so that results do not depend on the sizes of batches.
             chunk = max(1, WAITING * self.bins - self._waiting)
-            self._wait(logits[:chunk], labels[:chunk])
+            self._wait(logits[:chunk], labels[:chunk], None if weights is None else weights[:chunk])
             self._waiting += min(chunk, len(logits))
             logits, labels = logits[chunk:], labels[chunk:]
+            weights = None if weights is None else weights[chunk:]
             self._count()
 
-    def _wait(self, logits: Floats, labels: Floats) -> None:
+    def _wait(self, logits: Floats, labels: Floats, weights: Floats | None) -> None:
+        if weights is not None:
+            positive_weights = labels.astype(np.float64) * weights
+            for side, shares in (
+                (self._negatives, weights - positive_weights),
+                (self._positives, positive_weights),
+            ):
+                side.add(logits[shares > 0], shares[shares > 0])
+            return
         negative, positive = np.flatnonzero(labels == 0), np.flatnonzero(labels == 1)  # `take` is faster than a mask.
         if len(negative) + len(positive) == len(labels):
             self._negatives.add(logits.take(negative))

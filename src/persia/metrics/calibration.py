@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from persia.metrics.checks import State, check, column, loss_terms
+from persia.metrics.checks import State, check, check_weights, column, loss_terms
 
 __all__ = ["Calibration"]
 
@@ -20,11 +20,11 @@ class Calibration:
         self.predicted = 0.0
         self.observed = 0.0
 
-    def update(self, logits: ArrayLike, labels: ArrayLike) -> None:
-        """Adds rows: logits and labels `[rows]`, as for :meth:`AUC.update`."""
+    def update(self, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> None:
+        """Adds rows: logits, labels and weights `[rows]`, as for :meth:`AUC.update`."""
         x, y = column(logits, "logits"), column(labels, "labels")
         check(x, y)
-        _, predicted, observed = loss_terms(x, y)
+        _, predicted, observed = loss_terms(x, y, check_weights(weights, len(x)))
         self.predicted += predicted
         self.observed += observed
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from persia.errors import DataError
 from persia.types import Floats
 
-__all__ = ["State", "check", "column", "loss_terms", "sigmoid"]
+__all__ = ["State", "check", "check_logits", "check_weights", "column", "loss_terms", "sigmoid", "total_weight"]
 
 State = dict[str, Any]
 """State of a metric: numpy arrays and numbers by name."""
@@ -28,8 +28,13 @@ def check(logits: Floats, labels: Floats) -> None:
     """Raises DataError unless shapes agree, logits are finite, and labels lie in [0, 1]."""
     if logits.shape != labels.shape:
         raise DataError(f"Logits have shape {logits.shape}, labels {labels.shape}; they must agree.", field="labels")
-    if not logits.size:
-        return
+    check_logits(logits)
+    if logits.size and not (labels.min() >= 0 and labels.max() <= 1):  # In this form, NaN fails the check.
+        raise DataError("A label lies outside [0, 1]; correct the data.", field="labels")
+
+
+def check_logits(logits: Floats) -> None:
+    """Raises DataError unless logits are finite."""
     finite = np.isfinite(logits)
     if not finite.all():
         bad = logits.size - int(np.count_nonzero(finite))
@@ -38,12 +43,31 @@ def check(logits: Floats, labels: Floats) -> None:
             field="logits",
             count=bad,
         )
-    if not (labels.min() >= 0 and labels.max() <= 1):  # In this form, NaN fails the check.
-        raise DataError("A label lies outside [0, 1]; correct the data.", field="labels")
 
 
-def loss_terms(logits: Floats, labels: Floats) -> tuple[float, float, float]:
-    """Returns the sums of log-loss, prediction and label. Numerically stable for logits of any size."""
+def check_weights(weights: ArrayLike | None, rows: int) -> Floats | None:
+    """Returns weights float32 `[rows]`; None if each is 1, as None itself says.
+
+    Raises:
+        DataError: they have another shape, or one is negative or not finite.
+    """
+    if weights is None:
+        return None
+    array = np.asarray(weights, dtype=np.float32)
+    if array.shape != (rows,):
+        raise DataError(f"weights have shape {array.shape}; pass one for each of {rows} rows.", field="weights")
+    if rows and not (array.min() >= 0 and array.max() < np.inf):  # In this form, NaN fails the check.
+        raise DataError("A weight is negative or not finite; correct the data.", field="weights")
+    return None if (array == 1).all() else array
+
+
+def total_weight(rows: int, weights: Floats | None) -> float:
+    """Returns the sum of weights `[rows]`; None weighs each row 1."""
+    return float(rows) if weights is None else float(weights.sum(dtype=np.float64))
+
+
+def loss_terms(logits: Floats, labels: Floats, weights: Floats | None = None) -> tuple[float, float, float]:
+    """Returns the weighted sums of log-loss, prediction and label. Numerically stable for logits of any size."""
     x = logits.astype(np.float64)
     small = np.abs(x)
     np.exp(np.negative(small, out=small), out=small)
@@ -53,6 +77,10 @@ def loss_terms(logits: Floats, labels: Floats) -> tuple[float, float, float]:
     np.subtract(loss, x, out=loss)
     np.add(loss, np.log1p(small, out=x), out=loss)
     np.divide(prediction, np.add(small, 1.0, out=small), out=prediction)
+    if weights is not None:
+        np.multiply(loss, weights, out=loss)
+        np.multiply(prediction, weights, out=prediction)
+        return float(loss.sum()), float(prediction.sum()), float((labels.astype(np.float64) * weights).sum())
     return float(loss.sum()), float(prediction.sum()), float(labels.sum(dtype=np.float64))
 
 

@@ -81,7 +81,7 @@ class DriftReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ids: by ID-type feature, ids by bucket of a hash.
         lengths: by ID-type feature, rows by their number of ids.
         dense: distribution of values, by dense feature.
-        predictions: distribution of logits, by label.
+        predictions: distribution of predictions, by label: of logits, or as `single_values` of labels of other kinds.
     """
 
     rows: Count
@@ -132,7 +132,7 @@ class DriftCounts:
             self.rows >>= 1
 
     def add_logits(self, logits: Floats) -> None:
-        """Counts predictions, logits float32 `[rows, labels]`."""
+        """Counts predictions, float32 `[rows, labels]`: see `single_values`."""
         _add(self._logits, logits)
         self._scored += len(logits)
         if self._scored >= SCORES_HALVED_AT:

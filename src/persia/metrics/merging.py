@@ -24,9 +24,9 @@ def merged_metrics(metrics: Metrics, gather: Callable[[bytes], list[bytes]]) -> 
     payloads = gather(safetensors.numpy.save(state))
     if len(payloads) == 1:
         return metrics
-    total = Metrics(metrics.labels, max_days=metrics.max_days)
+    total = Metrics(metrics.targets, max_days=metrics.max_days)
     for payload in payloads:
-        part = Metrics(metrics.labels, max_days=metrics.max_days)
+        part = Metrics(metrics.targets, max_days=metrics.max_days)
         part.load_state_dict({**safetensors.numpy.load(payload), "labels": metrics.labels})
         total.merge(part)
     return total
@@ -37,9 +37,9 @@ def merged_grouped(metrics: GroupedMetrics, gather: Callable[[bytes], list[bytes
     payloads = gather(safetensors.numpy.save(metrics.state_dict()))
     if len(payloads) == 1:
         return metrics
-    total = GroupedMetrics(metrics.at)
+    total = GroupedMetrics(metrics.at, binary=metrics.binary)
     for payload in payloads:
-        part = GroupedMetrics(metrics.at)
+        part = GroupedMetrics(metrics.at, binary=metrics.binary)
         part.load_state_dict(safetensors.numpy.load(payload))
         total.merge(part)
     return total

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, NamedTuple, TypeAlias
 
+from persia.errors import ConfigError
 from persia.metrics.buckets import CalibrationBucket
 from persia.metrics.grouped import GroupedFigures
 
-__all__ = ["Figures", "MetricsResult", "mean"]
+__all__ = [
+    "METRICS",
+    "ClassFigures",
+    "Figures",
+    "LabelFigures",
+    "MetricKind",
+    "MetricsResult",
+    "ValueFigures",
+    "headlines",
+    "known",
+    "mean",
+    "mean_of",
+    "titled",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Metrics of one label over some rows; nan where undefined (see the classes of these names).
+    """Metrics of a binary label over some rows; nan where undefined (see the classes of these names).
 
     Attributes:
         rows: number of rows.
@@ -35,6 +50,76 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
+class ValueFigures:
+    """Metrics of a regression or count over some rows, in its unit; nan without rows, or if its loss only ranks.
+
+    Attributes:
+        rows: number of rows.
+        rmse: root of the mean squared error.
+        mae: mean absolute error.
+        mean_ratio: sum of predictions over sum of labels: 1 is ideal.
+    """
+
+    rows: int
+    rmse: float
+    mae: float
+    mean_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFigures:
+    """Metrics of a label with classes over some rows; nan without rows.
+
+    Attributes:
+        rows: number of rows.
+        accuracy: share of rows whose class has the highest probability.
+        top_5_accuracy: share of rows whose class is among the five with the highest probability; nan with five classes
+            or fewer.
+        log_loss: mean negative logarithm of the probability of the right class.
+    """
+
+    rows: int
+    accuracy: float
+    top_5_accuracy: float
+    log_loss: float
+
+
+LabelFigures: TypeAlias = Figures | ValueFigures | ClassFigures
+
+
+class MetricKind(NamedTuple):
+    """How a metric is shown.
+
+    Attributes:
+        title: name in tables.
+        form: format of the value.
+        better: 1 if higher is better, -1 if lower is, 0 if 1 is ideal.
+    """
+
+    title: str
+    form: str
+    better: int
+
+    def text(self, value: float) -> str:
+        """Formats a value."""
+        return format(value, self.form)
+
+
+METRICS: Final[Mapping[str, MetricKind]] = {
+    "auc": MetricKind("AUC", ".4f", 1),
+    "log_loss": MetricKind("log-loss", ".4f", -1),
+    "normalized_entropy": MetricKind("NE", ".4f", -1),
+    "calibration": MetricKind("calibration", ".3f", 0),
+    "rmse": MetricKind("RMSE", ".5g", -1),
+    "mae": MetricKind("MAE", ".5g", -1),
+    "mean_ratio": MetricKind("mean ratio", ".3f", 0),
+    "accuracy": MetricKind("accuracy", ".4f", 1),
+    "top_5_accuracy": MetricKind("top-5 accuracy", ".4f", 1),
+}
+"""All metrics by name, in the order of tables."""
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsResult:
     """Metrics of a model.
 
@@ -44,10 +129,11 @@ class MetricsResult:
         log_loss: mean log-loss over the labels.
         calibration: mean calibration over the labels.
         normalized_entropy: mean normalized entropy over the labels.
-        labels: metrics of each label over all rows.
+        labels: metrics of each label over all rows: `Figures` of a binary one, `ValueFigures` or `ClassFigures`.
         per_day: metrics of each label by day, in ascending order of days. Excludes rows without a day.
-        buckets: calibration of each label in ten buckets of equal size, lowest predictions first.
+        buckets: calibration of each binary label in ten buckets of equal size, lowest predictions first.
         grouped: by label, ranking quality within groups, if an evaluation requested groups.
+        by: metrics by the values of a column, most frequent first, if an evaluation requested them.
     """
 
     rows: int
@@ -55,23 +141,98 @@ class MetricsResult:
     log_loss: float
     calibration: float
     normalized_entropy: float
-    labels: Mapping[str, Figures]
-    per_day: Mapping[int, Mapping[str, Figures]] = field(default_factory=dict)
+    labels: Mapping[str, LabelFigures]
+    per_day: Mapping[int, Mapping[str, LabelFigures]] = field(default_factory=dict)
     buckets: Mapping[str, tuple[CalibrationBucket, ...]] = field(default_factory=dict)
     grouped: Mapping[str, GroupedFigures] = field(default_factory=dict)
+    by: Mapping[str, MetricsResult] = field(default_factory=dict)
+
+    @property
+    def binary(self) -> bool:
+        """Whether all labels are binary."""
+        return all(isinstance(figures, Figures) for figures in self.labels.values())
+
+    def summary(self) -> str:
+        """Returns the metrics to watch, on one line: means if all labels are binary, else by label."""
+        if self.binary:
+            return f"AUC {self.auc:.4f}, log loss {self.log_loss:.4f}"
+        aucs = {f"{name}:auc": each.auc for name, each in self.labels.items() if isinstance(each, Figures)}
+        values = {**aucs, **headlines(self.labels)}
+        return ", ".join(f"{titled(name)} {METRICS[name.rpartition(':')[2]].text(v)}" for name, v in values.items())
 
     @property
     def auc_per_day(self) -> dict[int, float]:
         """The AUC by day, as the mean over labels."""
-        return {day: mean(f.auc for f in figures.values()) for day, figures in self.per_day.items()}
+        return {day: mean_of("auc", figures) for day, figures in self.per_day.items()}
 
     @property
     def auc_mean_of_days(self) -> float:
         """The mean of the AUCs of all days; nan without days."""
         return mean(self.auc_per_day.values())
 
+    def value(self, metric: str) -> float:
+        """Returns a metric by name.
+
+        Args:
+            metric: one of `METRICS`, "gauc", "recall@K" or "ndcg@K", as the mean over the labels that have it; or of
+                one label, "LABEL:METRIC".
+
+        Raises:
+            ConfigError: no label has it.
+        """
+        label, _, name = metric.rpartition(":")
+        values = {each: known(figures) | _ranking(self.grouped.get(each)) for each, figures in self.labels.items()}
+        found = [of[name] for each, of in values.items() if name in of and label in ("", each)]
+        if not found:
+            names = [f"{each}:{name}" for each, of in values.items() for name in of]
+            raise ConfigError(f"There is no metric {metric!r}; there are {', '.join(names)}.", field="metric")
+        return mean(found)
+
+
+def known(figures: LabelFigures) -> dict[str, float]:
+    """Returns the metrics that a label has, by name: undefined ones of too few rows included, as nan.
+
+    A label whose loss only ranks has no log-loss or error, and one with few classes no top-5 accuracy.
+    """
+    values = {name: float(value) for name, value in dataclasses.asdict(figures).items() if name != "rows"}
+    main = "rmse" if isinstance(figures, ValueFigures) else "log_loss"
+    if figures.rows and math.isnan(values[main]):
+        return {"auc": values["auc"]} if "auc" in values else {}
+    if isinstance(figures, ClassFigures) and math.isnan(figures.top_5_accuracy):
+        del values["top_5_accuracy"]
+    return values
+
+
+def headlines(labels: Mapping[str, LabelFigures]) -> dict[str, float]:
+    """Returns the metric to watch of each label that is not binary, by "LABEL:METRIC": its RMSE, or its accuracy."""
+    found = {}
+    for label, figures in labels.items():
+        of = known(figures)
+        name = next((each for each in ("rmse", "accuracy") if each in of), None)
+        if name is not None:
+            found[f"{label}:{name}"] = of[name]
+    return found
+
+
+def titled(metric: str) -> str:
+    """Returns the title of "LABEL:METRIC": "LABEL RMSE"."""
+    label, _, name = metric.rpartition(":")
+    return f"{label} {METRICS[name].title if name in METRICS else name}"
+
+
+def mean_of(metric: str, figures: Mapping[str, LabelFigures]) -> float:
+    """Returns the mean of a metric over the labels that have it; nan if none has."""
+    return mean(getattr(each, metric) for each in figures.values() if hasattr(each, metric))
+
 
 def mean(values: Any) -> float:
     """Returns the mean of the values that are not nan; nan if there are none."""
-    known = [v for v in values if not math.isnan(v)]
-    return math.fsum(known) / len(known) if known else math.nan
+    numbers = [v for v in values if not math.isnan(v)]
+    return math.fsum(numbers) / len(numbers) if numbers else math.nan
+
+
+def _ranking(figures: GroupedFigures | None) -> dict[str, float]:
+    if figures is None:
+        return {}
+    ranks = {f"recall@{k}": share for k, share in figures.recall.items()}
+    return {"gauc": figures.auc, **ranks, **{f"ndcg@{k}": gain for k, gain in figures.ndcg.items()}}
