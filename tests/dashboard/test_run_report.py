@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -64,6 +65,18 @@ def test_a_report_shows_what_the_record_has():
         assert shown in page.text, shown
     assert page.tags.count("svg") == 6  # Without AUC: it was never a number.
     assert page.text.count("No data.") == 1
+
+
+def test_a_regression_has_its_own_curve_and_no_auc():
+    run = record()
+    run.curve = [msgspec.structs.replace(p, others={"watch:rmse": 1 + 1 / p.step, HOSTILE: None}) for p in run.curve]
+    run.evaluation = {"watch": {"rmse": 1234.5678, "mean_ratio": 1.01, HOSTILE: 1.0}}
+    page = Reader(report(run, "run"))
+    for shown in ("progressive watch RMSE of the last samples", "1.0112", "evaluation RMSE", "1234.6", "1.010"):
+        assert shown in page.text, shown
+    assert "AUC" not in page.text
+    assert "watch RMSE of the samples since the previous point" in page.text
+    assert "script" not in page.tags
 
 
 def test_names_are_text():

@@ -7,10 +7,11 @@ import pytest
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from persia.dashboard import view as views
+from persia.dashboard.top import _headline
 from persia.dashboard.view import ClusterView, ProcessView, Watch, view
 from persia.errors import DeadlineError
 from persia.membership.observing import Answer, ask_members
-from persia.telemetry.metrics import Health, Latency, figures
+from persia.telemetry.metrics import Health, Latency, Metric, figures
 from persia.types import Member
 from support.observed_cluster import Trained, observed_cluster
 
@@ -105,3 +106,16 @@ def test_the_auc_is_calculated_only_while_somebody_looks(seconds, monkeypatch):
     trainer.fit(reader(3))
     names = [figure.name for figure in trainer.monitor.observe().figures]
     assert ("nn_auc" in names) == (seconds > 0)
+
+
+def test_metrics_of_other_labels_have_their_names():
+    figures = [Metric("nn_metric", value, {"label": "watch", "metric": "rmse"}) for value in (2.0, 4.0)]
+    answers = [
+        Answer(Member("nn_worker", rank, 1, "tcp://h:1"), Health("nn_worker", rank, 1, 7, "host", 9.0, "", [each], []))
+        for rank, each in enumerate(figures)
+    ]
+    seen = ClusterView(0.0, view([], answers, 1.0))
+    assert [process.others for process in seen.processes] == [{"watch RMSE": 2.0}, {"watch RMSE": 4.0}]
+    headline = str(_headline(seen, 200))
+    assert "watch RMSE 3" in headline
+    assert "AUC" not in headline

@@ -196,11 +196,11 @@ def test_windows_have_each_row_once():
     x, y = rng.normal(size=(40, 1)).astype(np.float32), (rng.random((40, 1)) < 0.5).astype(np.float32)
     scores.update(x[:20], y[:20], None, 0)
     scores.update(x[20:30], y[20:30], None, 0)
-    assert scores.end_window() == exact_auc(x[:30, 0], y[:30, 0])
+    assert scores.end_window().auc == exact_auc(x[:30, 0], y[:30, 0])
     scores.update(x[30:35], y[30:35], None, 0)
     scores.update(x[35:], y[35:], None, 1)
     assert scores.seen
-    assert scores.end_window() == pytest.approx(exact_auc(x[35:, 0], y[35:, 0]), nan_ok=True)
+    assert scores.end_window().auc == pytest.approx(exact_auc(x[35:, 0], y[35:, 0]), nan_ok=True)
 
 
 def test_a_call_continues_after_a_restart_of_nn_workers():

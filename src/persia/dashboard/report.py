@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib import resources
 from statistics import median
 
 from persia.dashboard.charts import Series, bars, lines, short
-from persia.telemetry.run_record import RunRecord
+from persia.metrics.result import METRICS, MetricKind, titled
+from persia.telemetry.run_record import CurvePoint, RunRecord
 
 __all__ = ["report", "style"]
 
@@ -66,13 +67,18 @@ def _tiles(record: RunRecord) -> Iterable[tuple[str, str]]:
         last = record.curve[-1]
         yield "samples/s of NN worker 0, median", short(median(point.rows_per_second for point in record.curve))
         kind = "training" if last.seen else "progressive"
-        yield f"{kind} AUC of the last call, at step {last.step:,}", "none" if last.auc is None else f"{last.auc:.4f}"
+        if last.auc is not None or not last.others:
+            auc = "none" if last.auc is None else f"{last.auc:.4f}"
+            yield f"{kind} AUC of the last call, at step {last.step:,}", auc
+        for name, value in last.others.items():
+            yield f"{kind} {titled(name)} of the last samples", "none" if value is None else f"{value:.5g}"
     for label, metrics in record.evaluation.items():
         for name, value in metrics.items():
-            what = f"evaluation {name.replace('_', '-').replace('auc', 'AUC')}"
+            metric = METRICS.get(name, MetricKind(name, ".4f", 0))
+            what = f"evaluation {metric.title}"
             if len(record.evaluation) > 1:
                 what += f", {label}"
-            yield what, "none" if value is None else f"{value:.4f}"
+            yield what, "none" if value is None else metric.text(value)
     if record.tables:
         yield "rows stored", short(sum(table["rows"] for table in record.tables.values()))
         yield "memory of tables", f"{sum(table['bytes'] for table in record.tables.values()) / 2**20:,.0f} MiB"
@@ -83,12 +89,21 @@ def _charts(record: RunRecord) -> Iterable[str]:
         return {name: [(point.step, getattr(point, name)) for point in record.curve]}
 
     yield lines("Loss of single batches", curve("loss"), "step")
-    aucs: dict[str, Series] = {
-        name: [(p.step, p.window_auc) for p in record.curve if p.seen == seen]
-        for name, seen in (("progressive", False), ("training: rows seen in an earlier pass", True))
-    }
-    aucs = {name: points for name, points in aucs.items() if points}
-    yield lines("AUC of the samples since the previous point", aucs, "step")
+    seen_parts = (("progressive", False), ("training: rows seen in an earlier pass", True))
+
+    def windows(value: Callable[[CurvePoint], float | None]) -> dict[str, Series]:
+        parts: dict[str, Series] = {
+            name: [(p.step, value(p)) for p in record.curve if p.seen == seen] for name, seen in seen_parts
+        }
+        return {name: points for name, points in parts.items() if points}
+
+    others = dict.fromkeys(name for point in record.curve for name in point.others)
+    if not others or any(point.window_auc is not None for point in record.curve):
+        aucs = windows(lambda point: point.window_auc)
+        yield lines("AUC of the samples since the previous point", aucs, "step")
+    for other in others:
+        title = f"{titled(other)} of the samples since the previous point"
+        yield lines(title, windows(lambda point, name=other: point.others.get(name)), "step")  # type: ignore[misc]
     yield lines("Samples/s of NN worker 0", curve("rows_per_second"), "step")
     yield lines("Hit rate: share of looked-up ids that had a row", curve("hit_rate"), "step")
     yield lines("Rows in the store", curve("stored_rows"), "step")

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from persia.dashboard.charts import short
-from persia.dashboard.view import ClusterView, ProcessView, Watch
+from persia.dashboard.view import ClusterView, ProcessView, Watch, mean_others
 from persia.membership.observing import Answer
 from persia.telemetry.terminal import UNLIMITED, Grid, fitting, plain
 
@@ -78,11 +78,13 @@ def frame(
 
 
 def _headline(seen: ClusterView, width: int) -> Text:
+    auc, others = seen.mean("auc"), mean_others(seen)
     parts = [
         ("samples/s", _text(seen.total("rate"))),
         ("step", _text(seen.mean("step"), ",.0f")),
         ("loss", _text(seen.mean("loss"), ".4f")),
-        ("AUC", _text(seen.mean("auc"), ".4f")),
+        *([] if auc is None and others else [("AUC", _text(auc, ".4f"))]),
+        *((name, f"{value:.5g}") for name, value in others.items()),
         ("waiting", _text(seen.mean("wait"), ".0%")),
         ("staleness", _text(seen.mean("staleness"), ".2f")),
     ]

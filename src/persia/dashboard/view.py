@@ -14,11 +14,12 @@ import msgspec
 from persia.cluster.embedded import Embedded
 from persia.errors import ConfigError, PersiaError
 from persia.membership.observing import Answer, ask_members
+from persia.metrics.result import titled
 from persia.services import Cluster
 from persia.telemetry.metrics import Health
 from persia.types import TITLES, Member
 
-__all__ = ["ClusterView", "ProcessView", "Watch", "asking", "view"]
+__all__ = ["ClusterView", "ProcessView", "Watch", "asking", "mean_others", "view"]
 
 ANSWER_SECONDS = 5.0
 """Seconds within which a process must answer."""
@@ -63,6 +64,7 @@ class ProcessView(msgspec.Struct, frozen=True):
         step: global step.
         loss: loss of the last batch.
         auc: progressive AUC of this `fit` call; in later passes over the data, training AUC.
+        others: metrics of labels that are not binary, by title: "watch RMSE".
         staleness: mean staleness over all lookups so far.
         hit_rate: share of ids looked up since the last view that had a row.
     """
@@ -83,6 +85,7 @@ class ProcessView(msgspec.Struct, frozen=True):
     auc: float | None = None
     staleness: float | None = None
     hit_rate: float | None = None
+    others: dict[str, float] = {}
 
 
 class ClusterView(msgspec.Struct, frozen=True):
@@ -138,6 +141,13 @@ def view(before: Sequence[Answer], now: Sequence[Answer], seconds: float) -> lis
     return [_process(answer, earlier.get((answer.member.role, answer.member.rank)), seconds) for answer in now]
 
 
+def mean_others(seen: ClusterView) -> dict[str, float]:
+    """Returns the means of `ProcessView.others` over the processes that train."""
+    names = dict.fromkeys(name for process in seen.processes for name in process.others)
+    found = {name: [p.others[name] for p in seen.processes if name in p.others] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
 def _process(answer: Answer, before: Health | None, seconds: float) -> ProcessView:
     member, health, problem = answer
     name = f"{TITLES.get(member.role, member.role)} {member.rank}"
@@ -175,6 +185,11 @@ def _process(answer: Answer, before: Health | None, seconds: float) -> ProcessVi
         auc=gauge("nn_auc"),
         staleness=staleness if _has(health, "nn_staleness_lookups") else None,
         hit_rate=hits / lookups if lookups and hits is not None else None,
+        others={
+            titled(f"{figure.labels['label']}:{figure.labels['metric']}"): figure.value
+            for figure in health.figures
+            if figure.name == "nn_metric" and math.isfinite(figure.value)
+        },
     )
 
 

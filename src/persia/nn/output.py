@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError
+from persia.metrics.answers import probabilities_of
 
 __all__ = ["ModelOutput", "are_log_odds", "logits_of", "predictions_of", "probabilities_of"]
 
@@ -47,15 +48,6 @@ def logits_of(output: object, labels: torch.Tensor, outputs: int | None = None) 
     _check_logits(logits, rows, 0 if not count else count if outputs is None else outputs)
     assert isinstance(logits, torch.Tensor)
     return logits.float()
-
-
-def probabilities_of(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns probabilities float32 `[batch, labels]` from log-odds float32 `[batch, labels]`.
-
-    They do not keep the order: all log-odds above 17 give 1.
-    """
-    with np.errstate(over="ignore"):  # exp(-logit) of a large negative logit: the probability is 0.
-        return (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
 
 
 def are_log_odds(model: torch.nn.Module) -> bool:

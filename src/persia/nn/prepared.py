@@ -12,7 +12,7 @@ from persia.errors import StaleBatchError
 from persia.nn.pooling import UNWEIGHTED, PooledAhead, Weights
 from persia.nn.token_client import DrawnToken
 from persia.schema import Schema
-from persia.types import Floats, Int32Array, Int64Array, Inverse, Packed, RegisteredBatch
+from persia.types import Floats, Ids, Int32Array, Int64Array, Inverse, Packed, RegisteredBatch
 
 __all__ = ["PreparedBatch", "dummy_batch", "loss_scale"]
 
@@ -101,8 +101,11 @@ class PreparedBatch:
         assert self.batch_id is not None
         dense, labels = self.dense.detach().cpu().numpy(), self.labels.cpu().numpy()
         weights = None if self.weights is None else self.weights.cpu().numpy()
-        groups = None if self.groups is None else self.groups.cpu().numpy().view(np.uint64)
-        return RegisteredBatch(self.batch_id, dense, labels, self.day, None, weights, groups)
+        return RegisteredBatch(self.batch_id, dense, labels, self.day, None, weights, self.host_groups())
+
+    def host_groups(self) -> Ids | None:
+        """Returns the groups as an array, uint64 `[batch]`; None without groups."""
+        return None if self.groups is None else self.groups.cpu().numpy().view(np.uint64)
 
     @property
     def samples(self) -> int:

@@ -92,6 +92,9 @@ CATALOGUE: dict[str, MetricKind] = {
     "nn_auc": MetricKind(
         "gauge", "AUC of this NN worker in this call of fit, some seconds old; in later passes training AUC"
     ),
+    "nn_metric": MetricKind(
+        "gauge", "by label that is not binary, its RMSE or accuracy in this call of fit, by metric: rmse, accuracy"
+    ),
     "nn_ready": MetricKind("gauge", "batches looked up that wait for the network"),
     "nn_torch_threads": MetricKind("gauge", "threads that torch computes with"),
     "nn_staleness_sum": MetricKind("counter", "own steps between lookup and applied gradient, over all lookups"),

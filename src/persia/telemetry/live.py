@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from persia.metrics.result import titled
 from persia.telemetry.terminal import UNLIMITED, fitting
 
 __all__ = ["LiveLine", "Snapshot"]
@@ -33,6 +35,7 @@ class Snapshot(NamedTuple):
         staleness: mean measured staleness in steps.
         hit_rate: fraction of ids looked up since the last snapshot that had a row; nan without any.
         seen: whether the rows were trained in an earlier pass over the data, so that the AUC is a training AUC.
+        others: metric to watch of each label that is not binary, by "LABEL:METRIC".
     """
 
     step: int
@@ -44,12 +47,16 @@ class Snapshot(NamedTuple):
     staleness: float
     hit_rate: float = math.nan
     seen: bool = False
+    others: Mapping[str, float] = {}
 
     def text(self, width: int = UNLIMITED) -> str:
         """Formats the snapshot as one line, with as many metrics as fit into the width."""
+        prefix = "training " if self.seen else ""
+        aucs = () if self.others and math.isnan(self.auc) else (f"{prefix}AUC {self.auc:.4f}",)
         figures = (
             f"step {self.step:>7,}", f"{self.rows:>11,} rows", f"{self.rows_per_second:>9,.0f} rows/s",
-            f"loss {self.loss:.4f}", f"{'training ' if self.seen else ''}AUC {self.auc:.4f}",
+            f"loss {self.loss:.4f}", *aucs,
+            *(f"{prefix}{titled(name)} {value:.4g}" for name, value in self.others.items()),
             f"store {self.stored_rows:,} rows",
             f"staleness {self.staleness:.2f}",
         )  # fmt: skip

@@ -40,6 +40,7 @@ class CurvePoint(msgspec.Struct, frozen=True):
         stored_rows: rows in the embedding store.
         window_auc: AUC of the rows since the previous point; None if unknown.
         seen: whether the last rows were trained in an earlier pass over the data, so that these are training AUCs.
+        others: of the rows since the previous point, a metric of each label that is not binary, by "LABEL:METRIC".
     """
 
     step: int
@@ -52,6 +53,7 @@ class CurvePoint(msgspec.Struct, frozen=True):
     stored_rows: int
     window_auc: float | None = None
     seen: bool = False
+    others: dict[str, float | None] = {}
 
 
 class CalibrationBin(msgspec.Struct, frozen=True):
@@ -117,7 +119,7 @@ class RunRecord(msgspec.Struct):
         tables: counters of each table, such as `rows`, `bytes`, `hits` and `evicted`.
         features: costs of features, most expensive first.
         non_finite: rows that the last `fit` call left unchanged, by table.
-        evaluation: AUC and log-loss by label on `eval_data`.
+        evaluation: by label, metrics on `eval_data`: AUC and log-loss of binary ones.
         complete: whether `fit` returned.
         calibration_seen: whether the rows of `calibration` were trained in an earlier pass over the data.
     """

@@ -96,7 +96,7 @@ def assemble(
     )
     _connect_replicas(network, embeddings, staging.device, options.timeout)
     servers = embeddings.connection.servers
-    state = TrainingState(network, embeddings, declared.schema.label_names, options.seed)
+    state = TrainingState(network, embeddings, declared.schema.labels, options.seed)
     phases = Phases(state, network, embeddings, declared, trains_in_other_processes=trains_in_other_processes)
     evaluator = Evaluator(network, embeddings)
     finite = FiniteState(network, state, evaluator)

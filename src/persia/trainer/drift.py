@@ -8,6 +8,7 @@ from collections.abc import Callable
 from persia.batching.batch import Batch
 from persia.batching.sampling import is_sampled, sampled_ids, sampled_rows
 from persia.errors import DataError
+from persia.metrics.answers import single_values
 from persia.metrics.drift import DriftCounts, DriftReference, merged_drift
 from persia.schema import Schema
 from persia.types import Floats, RegisteredBatch
@@ -27,6 +28,7 @@ class DriftRecorder:
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
         self._ids = [feature.name for feature in schema.id_features]
+        self._labels = schema.targets
         self._counts = DriftCounts(self._ids, schema.dense_names, schema.label_names)
         self._lock = threading.Lock()
         self._scored = 0
@@ -49,11 +51,11 @@ class DriftRecorder:
             self._counts.add_rows(sampled_rows(batch.dense), counts)
 
     def scored(self, logits: Floats) -> None:
-        """Counts the logits of a batch, `[batch, labels]`, if it is its turn."""
+        """Counts the predictions of a batch, from its logits `[batch, Schema.outputs]`, if it is its turn."""
         self._scored += 1
         if is_sampled(self._scored - 1):
             with self._lock:
-                self._counts.add_logits(sampled_rows(logits))
+                self._counts.add_logits(single_values(self._labels, sampled_rows(logits)))
 
     def reference(self) -> DriftReference | None:
         """Returns the distributions; None while there are too few rows."""

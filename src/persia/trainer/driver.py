@@ -23,6 +23,7 @@ from persia.metrics import Metrics
 from persia.nn.dense_step import DenseStep
 from persia.nn.push_log import PushCounts
 from persia.nn.replicas import SingleReplica
+from persia.schema import Label
 from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster, StreamPosition
 from persia.telemetry.logs import get_logger
 from persia.trainer import loading
@@ -200,7 +201,7 @@ class Driver:
             if not attempt.deaths:
                 break
             restarted = True
-            state, how = _after_deaths(attempt, state, self._declared.schema.label_names)
+            state, how = _after_deaths(attempt, state, self._declared.schema.labels)
             log.add(attempt.deaths, how)
             self._reload_servers(attempt.deaths)
             before = _sum(before, state.trained)
@@ -284,7 +285,7 @@ class _FailureLog:
         LOG.warning("%s\nTraining continues: %s", "\n".join(death.message for death in deaths), how)
 
 
-def _after_deaths(attempt: Attempt, state: RunState, labels: Sequence[str]) -> tuple[RunState, str]:
+def _after_deaths(attempt: Attempt, state: RunState, labels: Sequence[str | Label]) -> tuple[RunState, str]:
     """Returns the state to restart with, and a message that says where it is from."""
     survived = {rank: result.state for rank, result in attempt.results.items() if isinstance(result, _Survived)}
     if survived:
@@ -294,7 +295,7 @@ def _after_deaths(attempt: Attempt, state: RunState, labels: Sequence[str]) -> t
     return last, f"all NN workers restart at step {last.step}, from the last recovery point; rows stay as they are."
 
 
-def _merged(base: RunState, survived: dict[int, RunState], labels: Sequence[str]) -> RunState:
+def _merged(base: RunState, survived: dict[int, RunState], labels: Sequence[str | Label]) -> RunState:
     """Merges the states of NN workers that quiesced without the others.
 
     Of the counts of the dead since all started from `base` only their losses are kept, by one of the survivors.
@@ -323,7 +324,7 @@ def _merged(base: RunState, survived: dict[int, RunState], labels: Sequence[str]
     return first._replace(training=training, scores={**first.scores, **scores}, trained=total)
 
 
-def _merged_metrics(states: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
+def _merged_metrics(states: Sequence[Mapping[str, Any]], labels: Sequence[str | Label]) -> dict[str, Any]:
     """Merges states of metrics."""
     total = Metrics(labels)
     for state in states:

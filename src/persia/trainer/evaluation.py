@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from persia.batching.batch import Batch
 from persia.batching.items import check_data, checked_items
 from persia.errors import ConfigError, DataError, DivergedError
-from persia.metrics import GroupedFigures, GroupedMetrics, Metrics, MetricsResult, merged_grouped, merged_metrics
+from persia.metrics import GroupedFigures, LabelGroups, Metrics, MetricsByValue, MetricsResult, merged_metrics
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.prepared import PreparedBatch
 from persia.schema import Schema
+from persia.trainer.column_values import ColumnValues, single_ids
 from persia.types import Floats, Ids, RegisteredBatch
 
 __all__ = ["Evaluator", "check_finite", "no_rows"]
@@ -55,6 +56,8 @@ class Evaluator:
         data: Iterable[Batch],
         group_by: str | None = None,
         at: Sequence[int] = (10,),
+        metrics_by: str | None = None,
+        max_values: int = 20,
         *,
         may_be_empty: bool = False,
     ) -> MetricsResult:
@@ -63,10 +66,17 @@ class Evaluator:
         connection = self._embeddings.connection
         rank, nn_workers = connection.rank, connection.nn_workers
         schema = self._embeddings.schema
-        metrics = Metrics(schema.label_names)
-        groups = _Groups(schema, group_by, at) if group_by is not None else None
-        own_batches = itertools.islice(checked_items(iter(data)), rank, None, nn_workers) if nn_workers > 1 else data
-        for number, (batch, logits) in enumerate(self.scored(groups.of(own_batches) if groups else own_batches)):
+        metrics = Metrics(schema.labels)
+        ids = _GroupIds(schema, group_by) if group_by not in (None, schema.group) else None
+        groups = LabelGroups(schema.targets, at) if ids or schema.group is not None else None
+        by = ColumnValues(schema, metrics_by, data) if metrics_by is not None else None
+        by_value = MetricsByValue(schema.targets, max_values, at)
+        own_batches: Iterable[Batch | RegisteredBatch] = data
+        if by is not None:
+            own_batches = by.of(data, rank, nn_workers)
+        elif nn_workers > 1:
+            own_batches = itertools.islice(checked_items(iter(data)), rank, None, nn_workers)
+        for number, (batch, logits) in enumerate(self.scored(ids.of(own_batches) if ids else own_batches)):
             number = rank + number * nn_workers
             if not batch.labels.shape[1]:
                 raise DataError(
@@ -76,14 +86,20 @@ class Evaluator:
                 )
             check_finite(f"Batch {number} of the data to evaluate", logits, batch=number)
             labels = batch.labels.cpu().numpy()
-            metrics.update(logits, labels, batch.day)
-            if groups is not None:
-                groups.update(logits, labels)
+            weights = None if batch.weights is None else batch.weights.cpu().numpy()
+            metrics.update(logits, labels, batch.day, weights)
+            own_groups = ids.next() if ids is not None else batch.host_groups()
+            if groups is not None and own_groups is not None:
+                groups.update(own_groups, logits, labels, weights)
+            if by is not None:
+                by_value.update(*by.next(), logits, labels, weights, own_groups)
         gather = self._network.replicas.gather
         result = merged_metrics(metrics, gather).result()
         if not result.rows and not may_be_empty:
             raise no_rows()
-        return result if groups is None else dataclasses.replace(result, grouped=groups.result(gather))
+        if groups is not None:
+            result = dataclasses.replace(result, grouped=_of_groups(groups.result(gather)))
+        return result if by is None else dataclasses.replace(result, by=by_value.merged(gather).result())
 
     def scored(self, data: Iterable[Batch | RegisteredBatch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
         """Yields batches and their logits. In between, model and collection are back in the mode that they had."""
@@ -124,16 +140,20 @@ def no_rows() -> DataError:
     )
 
 
-class _Groups:
-    """Metrics within groups of samples, by label.
+def _of_groups(grouped: dict[str, GroupedFigures]) -> dict[str, GroupedFigures]:
+    """Returns the metrics of labels with rows in groups; batches that were built by hand may have no groups."""
+    return {label: figures for label, figures in grouped.items() if figures.groups}
+
+
+class _GroupIds:
+    """Groups of samples by the ids of a feature.
 
     Args:
         schema: of the batches.
         feature: ID-type feature whose ids are the groups.
-        at: see `GroupedMetrics`.
     """
 
-    def __init__(self, schema: Schema, feature: str, at: Sequence[int]) -> None:
+    def __init__(self, schema: Schema, feature: str) -> None:
         names = [each.name for each in schema.id_features]
         if feature not in names:
             raise ConfigError(
@@ -141,11 +161,10 @@ class _Groups:
                 field="group_by",
             )
         self._feature = feature
-        self._metrics = {label: GroupedMetrics(at) for label in schema.label_names}
         self._waiting: collections.deque[Ids] = collections.deque()
 
     def of(self, data: Iterable[Batch | RegisteredBatch]) -> Iterator[Batch]:
-        """Yields the batches, and keeps the groups of each until its `update`. Another thread may draw them."""
+        """Yields the batches, and keeps the groups of each until its `next`. Another thread may draw them."""
         for position, batch in enumerate(checked_items(iter(data))):
             if not isinstance(batch, Batch):
                 raise DataError(
@@ -153,23 +172,9 @@ class _Groups:
                     "leave `group_by` out.",
                     batch=position,
                 )
-            column = batch.id_features[self._feature]
-            lengths = np.diff(column.offsets) if column.offsets is not None else np.ones(len(batch))
-            if (lengths != 1).any():
-                raise DataError(
-                    f"Feature {self._feature!r} cannot group samples: some have no id, or several. Group by a feature "
-                    "that has one id for each sample.",
-                    feature=self._feature,
-                )
-            self._waiting.append(column.values)
+            self._waiting.append(single_ids(self._feature, batch, "group samples", "Group"))
             yield batch
 
-    def update(self, logits: Floats, labels: Floats) -> None:
-        """Adds the scores of the oldest batch of `of` that has none yet: `[batch, labels]`."""
-        ids = self._waiting.popleft()
-        for k, metrics in enumerate(self._metrics.values()):
-            metrics.update(ids, logits[:, k], labels[:, k])
-
-    def result(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, GroupedFigures]:
-        """Returns the metrics of all NN workers, by label."""
-        return {label: merged_grouped(metrics, gather).result() for label, metrics in self._metrics.items()}
+    def next(self) -> Ids:
+        """Returns the groups of the oldest batch of `of` whose groups were not returned yet."""
+        return self._waiting.popleft()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ class Monitor:
         self._rows = 0
         self._loss: float | None = None
         self._auc = math.nan
+        self._others: Mapping[str, float] = {}
+        """Metrics of labels that are not binary, by "LABEL:METRIC"."""
         self._scored_at = 0.0
         self._observed_at = -math.inf
 
@@ -64,6 +67,7 @@ class Monitor:
         if now - self._observed_at < WATCHED_SECONDS and now - self._scored_at > AUC_SECONDS:
             self._scored_at = now
             self._auc = self._state.scores.of_call.auc()
+            self._others = self._state.scores.of_call.headlines()
 
     def observe(self) -> Readings:
         """Returns all metrics. Takes no lock that training holds for long, and asks no other process."""
@@ -93,6 +97,10 @@ class Monitor:
             readings.append(Metric("nn_loss", self._loss, {}))
         if not math.isnan(self._auc):
             readings.append(Metric("nn_auc", self._auc, {}))
+        for name, value in self._others.items():
+            if not math.isnan(value):
+                label, _, metric = name.rpartition(":")
+                readings.append(Metric("nn_metric", value, {"label": label, "metric": metric}))
         for reason, rows in (("absent", pushed.absent), ("non_finite", pushed.non_finite)):
             readings.append(Metric("nn_dropped_rows", rows, {"reason": reason}))
         reasons = {"released": pushed.released, "lost": pushed.lost_batches, "lost_gradient": pushed.lost_gradients}

@@ -13,7 +13,8 @@ import torch
 
 from persia.coordinator import TokenReport
 from persia.errors import DataError, DivergedError
-from persia.metrics import MetricsResult, merged_metrics
+from persia.metrics import Figures, MetricsResult, merged_metrics
+from persia.metrics.result import known
 from persia.modes import ModeChoice
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
@@ -29,6 +30,7 @@ from persia.trainer.finite_state import FiniteState
 from persia.trainer.monitor import Monitor
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.run_recorder import RunRecorder
+from persia.trainer.scores import WindowScores
 from persia.trainer.state import TrainingState
 from persia.types import Floats, Int32Array
 
@@ -112,21 +114,17 @@ class FitResult(msgspec.Struct, frozen=True):
         lines = [
             f"Trained {self.rows} rows in {self.seconds:.1f} s ({self.rows_per_second:.0f} rows/s), "
             f"{self.steps} steps; global step {self.global_step}",
-            "; ".join(f"{name} {_scores(metrics)}" for name, metrics in self.scored),
+            "; ".join(f"{name} {metrics.summary()}" for name, metrics in self.scored),
             f"{self.stored_rows} embedding rows stored ({self.stored_bytes / 1e6:.1f} MB)",
         ]
         if self.evaluation is not None:
-            lines[1] += f"; evaluation {_scores(self.evaluation)}"
+            lines[1] += f"; evaluation {self.evaluation.summary()}"
         for name in ("non_finite_rows", "released_batches", "lost_batches", "lost_gradients", "failures"):
             if count := getattr(self, name):
                 lines[2] += f"; {name} {count}"
         if self.non_finite:
             lines.append(f"not finite in this call: {named(self.non_finite)}")
         return "\n".join(lines)
-
-
-def _scores(metrics: MetricsResult) -> str:
-    return f"AUC {metrics.auc:.4f}, log loss {metrics.log_loss:.4f}"
 
 
 class TrainedRows(NamedTuple):
@@ -199,6 +197,8 @@ class FitProgress:
         """Lookups and hits until the last snapshot."""
         self._auc, self._auc_seen, self._auc_until = math.nan, False, 0.0
         """The last AUC of the call, whether it is of rows seen before, and the time until which it is shown."""
+        self._others: Mapping[str, float] = {}
+        """The last metrics of labels that are not binary."""
         self._recorder = RunRecorder(options, state, embeddings)
         self._on_rank0 = embeddings.connection.rank == 0
         self._trackers = trackers if self._on_rank0 else ()
@@ -294,7 +294,10 @@ class FitProgress:
         self._batches += 1
         self._finite.trained(batch, self._state.epoch)
         self.score_rest()
-        arrays = self._staging.to_host({"logits": logits, "labels": batch.labels, "loss": loss.float()})
+        tensors = {"logits": logits, "labels": batch.labels, "loss": loss.float()}
+        if batch.weights is not None:
+            tensors["weights"] = batch.weights
+        arrays = self._staging.to_host(tensors)
         self._unscored = _Unscored(arrays, batch.day, step, self._state.epoch, batch.number, batch.looked_up)
         if logits.device.type == "cpu":
             self.score_rest()
@@ -318,7 +321,7 @@ class FitProgress:
         where = f"Global step {done.step} (batch {done.number} of epoch {done.epoch}, counted from 0)"
         check_finite(where, arrays["logits"], self._loss, step=done.step, epoch=done.epoch, batch=done.number)
         self._finite.scored(done.looked_up)
-        self._state.scores.update(arrays["logits"], arrays["labels"], done.day, done.epoch)
+        self._state.scores.update(arrays["logits"], arrays["labels"], done.day, done.epoch, arrays.get("weights"))
         if self.on_scored is not None:
             self.on_scored(arrays["logits"])
         self._monitor.trained(len(arrays["labels"]), self._loss)
@@ -390,6 +393,7 @@ class FitProgress:
             staleness=self._embeddings.staleness.mean,
             hit_rate=(hits - before_hits) / (lookups - before_lookups) if lookups > before_lookups else math.nan,
             seen=self._state.scores.seen,
+            others=self._others,
         )
 
     def _auc_of_call(self) -> float:
@@ -397,6 +401,7 @@ class FitProgress:
         began, scores = time.monotonic(), self._state.scores
         if began >= self._auc_until or scores.seen != self._auc_seen:
             self._auc, self._auc_seen = scores.of_call.auc(), scores.seen
+            self._others = scores.of_call.headlines()
             now = time.monotonic()
             self._auc_until = now + 100 * (now - began)
         return self._auc
@@ -407,11 +412,16 @@ class FitProgress:
         if self._trackers:
             self._track(snapshot, window)
 
-    def _track(self, snapshot: Snapshot, window: float) -> None:
+    def _track(self, snapshot: Snapshot, window: WindowScores) -> None:
         names = ("rows_per_second", "loss", "stored_rows", "staleness")
         values = {f"train/{name}": float(getattr(snapshot, name)) for name in names}
         kind = "training" if snapshot.seen else "progressive"
-        values |= {f"train/{kind}_auc": snapshot.auc, f"train/{kind}_auc_of_window": window}
+        if not snapshot.others or not math.isnan(snapshot.auc):
+            values |= {f"train/{kind}_auc": snapshot.auc, f"train/{kind}_auc_of_window": window.auc}
+        for suffix, others in (("", snapshot.others), ("_of_window", window.others)):
+            for metric, value in others.items():
+                label, _, name = metric.rpartition(":")
+                values[f"train/{kind}_{name}{suffix}/{label}"] = value
         # APMSqueeze has statistics of its communication.
         statistics: dict[str, Any] = getattr(self._network.optimizer, "statistics", dict)()
         for name, value in statistics.items():
@@ -428,8 +438,7 @@ class FitProgress:
         """Returns the result of the call. Blocks until all NN workers have called it."""
         step = self._state.global_step
         if evaluation is not None:
-            names = ("auc", "log_loss", "calibration")
-            self._log({f"eval/{name}": float(getattr(evaluation, name)) for name in names}, step)
+            self._log(_tracked(evaluation), step)
         rows, seconds = self.trained_by_all()
         so_far = self._state.totals()
         pushed = so_far.pushed
@@ -468,6 +477,16 @@ class FitProgress:
             nothing_left=self._nothing_left,
             non_finite=non_finite,
         )
+
+
+def _tracked(evaluation: MetricsResult) -> dict[str, float]:
+    """Returns the values that trackers get: means over binary labels, and metrics of each other label."""
+    labels = evaluation.labels
+    names = ("auc", "log_loss", "calibration") if any(isinstance(each, Figures) for each in labels.values()) else ()
+    others = {label: known(each) for label, each in labels.items() if not isinstance(each, Figures)}
+    return {f"eval/{name}": float(getattr(evaluation, name)) for name in names} | {
+        f"eval/{name}/{label}": value for label, of in others.items() for name, value in of.items()
+    }
 
 
 def _due(batches: int) -> bool:

@@ -8,17 +8,22 @@ from collections.abc import Mapping
 
 from persia.errors import DataError
 from persia.metrics import Metrics, MetricsResult
+from persia.metrics.result import known
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
 from persia.telemetry.live import Snapshot
 from persia.telemetry.logs import get_logger
 from persia.telemetry.run_record import CalibrationBin, CurvePoint, NonFiniteRows, RunRecord, read_run, write_run
 from persia.trainer.options import TrainerOptions
+from persia.trainer.scores import WindowScores
 from persia.trainer.state import TrainingState
 
 __all__ = ["RunRecorder"]
 
 LOG = get_logger("persia.trainer")
+
+_UNRECORDED = ("calibration", "normalized_entropy")
+"""Metrics of binary labels that the record has in other forms, or that follow from others."""
 
 
 class RunRecorder:
@@ -56,8 +61,8 @@ class RunRecorder:
         if self._directory is not None:
             self._last = batch
 
-    def add(self, snapshot: Snapshot, window_auc: float) -> None:
-        """Adds a point to the curves; `window_auc` is of the rows since the point before."""
+    def add(self, snapshot: Snapshot, window: WindowScores) -> None:
+        """Adds a point to the curves; `window` is of the rows since the point before."""
         self._record.add(
             CurvePoint(
                 snapshot.step,
@@ -68,8 +73,9 @@ class RunRecorder:
                 _number(snapshot.hit_rate),
                 snapshot.staleness,
                 snapshot.stored_rows,
-                _number(window_auc),
+                _number(window.auc),
                 snapshot.seen,
+                {name: _number(value) for name, value in window.others.items()},
             )
         )
 
@@ -115,7 +121,7 @@ class RunRecorder:
         record.tables = {name: dict(counters) for name, counters in tables.items()}
         if evaluation is not None:
             record.evaluation = {
-                label: {"auc": _number(scores.auc), "log_loss": _number(scores.log_loss)}
+                label: {name: _number(value) for name, value in known(scores).items() if name not in _UNRECORDED}
                 for label, scores in evaluation.labels.items()
             }
         if self._last is not None:

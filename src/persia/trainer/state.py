@@ -21,7 +21,7 @@ from persia.modes import encode as encode_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.push_log import PushCounts
-from persia.schema import NO_RULES, InputRules
+from persia.schema import NO_RULES, InputRules, Label
 from persia.services import StreamPosition, fingerprint_of
 from persia.telemetry.logs import get_logger
 from persia.trainer.data_progress import Begun, DataProgress, begin_source, begin_stream, fingerprint_of_object
@@ -121,11 +121,13 @@ class TrainingState:
     Args:
         network: the dense network with its optimizer, schedule and loss scale; its replicas gather.
         embeddings: the collection, which has the global step, the depth of the gate, and counts of its own.
-        labels: names of the labels, for the metrics.
+        labels: the labels, for the metrics.
         seed: of the run.
     """
 
-    def __init__(self, network: DenseStep, embeddings: EmbeddingCollection, labels: Sequence[str], seed: int) -> None:
+    def __init__(
+        self, network: DenseStep, embeddings: EmbeddingCollection, labels: Sequence[str | Label], seed: int
+    ) -> None:
         self._network = network
         self._embeddings = embeddings
         self._seed = seed

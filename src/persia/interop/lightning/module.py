@@ -11,7 +11,8 @@ from lightning.pytorch import LightningModule
 from persia.batching.batch import Batch
 from persia.errors import CheckpointError, ConfigError
 from persia.interop.lightning.rows import KEY, RowsCheckpointIO
-from persia.metrics import Metrics
+from persia.metrics import Metrics, answers_of
+from persia.metrics.result import headlines
 from persia.nn import EmbeddingCollection, PreparedBatch
 from persia.nn.arguments import DENSE_OPTIMIZER, MODEL, Expected, check_arguments
 from persia.nn.objective import Objective
@@ -30,7 +31,8 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
     The loss is the same as in `persia.Trainer`: the model's own method `loss`, or else that of the schema's labels.
     `backward` pushes the gradients of rows; Lightning's optimizer gets the network's parameters. Batches come from
     `PrefetchLoader`. Logs `train_loss`, in validation `val_auc` and `val_log_loss`, and in tests `test_auc` and
-    `test_log_loss`. `trainer.predict` returns probabilities `[batch, labels]`, or logits that are not log-odds.
+    `test_log_loss`; for labels that are not binary `val_LABEL_rmse` or `val_LABEL_accuracy`. `trainer.predict` returns
+    probabilities `[batch, labels]`, or logits that are not log-odds; of other labels the answers of `persia.Trainer`.
 
     Your own LightningModule needs no base class: hold the collection as a submodule, call it with the batch, and pass
     `PrefetchLoader` and `PersiaCallback` to its Trainer.
@@ -60,7 +62,7 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
         self.embeddings = embeddings
         self._objective = Objective(model, embeddings.schema)
         self._make_optimizer = optimizer
-        self._metrics = Metrics(embeddings.schema.label_names)
+        self._metrics = Metrics(embeddings.schema.labels)
 
     def forward(self, batch: PreparedBatch) -> Any:
         """Returns what the model returns."""
@@ -74,16 +76,19 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
 
     def validation_step(self, batch: PreparedBatch, batch_idx: int) -> None:
         """Adds a batch to the metrics."""
-        self._metrics.update(self._objective.logits(self(batch), batch.labels), batch.labels)
+        self._metrics.update(self._objective.logits(self(batch), batch.labels), batch.labels, None, batch.weights)
 
     def test_step(self, batch: PreparedBatch, batch_idx: int) -> None:
         """Adds a batch to the metrics."""
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: PreparedBatch, batch_idx: int) -> torch.Tensor:
-        """Returns probabilities `[batch, labels]`, or logits that are not log-odds."""
+        """Returns answers `[batch, columns]`: probabilities, or logits that are not log-odds; see `persia.Trainer`."""
         logits = self._objective.logits(self(batch), batch.labels)
-        return torch.sigmoid(logits) if are_log_odds(self.model) else logits
+        answers = answers_of(self.embeddings.schema, log_odds=are_log_odds(self.model))
+        if answers.name == "predictions":
+            return torch.from_numpy(answers.answers(logits.cpu().numpy()))
+        return torch.sigmoid(logits) if answers.name == "probabilities" else logits
 
     def on_validation_epoch_end(self) -> None:
         """Logs the metrics of the pass."""
@@ -125,5 +130,9 @@ class RecommenderModule(LightningModule):  # type: ignore[misc]
 
     def _log_metrics(self, prefix: str) -> None:
         result = self._metrics.result()
-        self.log_dict({f"{prefix}_auc": result.auc, f"{prefix}_log_loss": result.log_loss}, batch_size=1)
-        self._metrics = Metrics(self.embeddings.schema.label_names)
+        labels = result.labels.values()
+        names = [name for name in ("auc", "log_loss") if any(hasattr(each, name) for each in labels)]
+        others = {name.replace(":", "_"): value for name, value in headlines(result.labels).items()}
+        means = {name: getattr(result, name) for name in names}
+        self.log_dict({f"{prefix}_{name}": value for name, value in (means | others).items()}, batch_size=1)
+        self._metrics = Metrics(self.embeddings.schema.labels)
