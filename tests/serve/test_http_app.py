@@ -448,7 +448,7 @@ def test_no_answer_lacks_its_numbers(accept, value):
     class Overflowing(FakePredictor):
         def predict(self, batch):
             found = super().predict(batch)
-            found.probabilities[batch.dense[:, 0] > 1e38, 1] = value
+            found.values[batch.dense[:, 0] > 1e38, 1] = value
             return found
 
         def rank(self, user, items):

@@ -213,7 +213,7 @@ def test_many_clients_are_joined_and_get_their_own_answers():
             for user in range(start, start + 10):
                 found = client.predict(columns(user, user + 1))
                 np.testing.assert_array_equal(found.probabilities, expected([user, user + 1], [0.5] * 2), strict=True)
-                assert found[1:] == ("probabilities", ("click", "buy"), 12, 3)
+                assert found[1:] == ("probabilities", ("click", "buy"), 12, 3, ())
 
         with ThreadPoolExecutor(12) as threads:
             list(threads.map(ask, range(0, 1200, 100)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 
@@ -17,10 +18,11 @@ from persia.batching.sampling import EVERY, ROWS, is_sampled, sampled_ids, sampl
 from persia.errors import PublishError
 from persia.metrics import SIGNIFICANT, DriftCounts, count_ids
 from persia.publish import PublishOptions, follow
-from persia.schema import IdFeature, Schema
+from persia.schema import IdFeature, Label, Schema
 from persia.serve import Predictor, ServeOptions
 from persia.serve.drift import MAX_WAITING, ServingDrift
 from persia.serve.ranking import expanded
+from persia.trainer.drift import DriftRecorder
 from support.several_ps import Several
 
 SCHEMA = Schema([IdFeature("item", dim=4), IdFeature("tags", dim=4)], dense_features=["age"], labels=["click"])
@@ -234,3 +236,30 @@ def test_distributions_and_changes_are_there_while_a_run_goes_on(tmp_path):
     options, predictor = ServeOptions(poll_seconds=0.05), Started()
     trained(url, batches(predictor))
     predictor.current.close()
+
+
+def test_predictions_of_other_kinds_drift_by_their_values():
+    labels = ["click", Label("watch", "count"), Label("genre", "multiclass", classes=3)]
+    schema = msgspec.structs.replace(SCHEMA, labels=labels)
+    rng = np.random.default_rng(0)
+    trained_logits = rng.normal(size=(3000, 5)).astype(np.float32)
+    recorder = DriftRecorder(schema)
+    counted = batch(3000)
+    recorder.read(0, dataclasses.replace(counted, labels=np.zeros((3000, 3), np.float32)))
+    recorder.scored(trained_logits)
+    reference = recorder.reference()
+    assert min(reference.predictions["watch"].edges) > 0  # Values, not their logarithms.
+    assert reference.predictions["genre"].edges[0] == 0
+
+    def drift(logits):
+        serving = ServingDrift(schema)
+        serving.load(reference)
+        serving.note(counted, logits)
+        serving.count()
+        return {label: serving.result[f"{label}.prediction"] for label in ("click", "watch", "genre")}
+
+    assert max(drift(trained_logits[::-1]).values()) < 0.1
+    moved = trained_logits + np.array([0, 0, 0, 0, 3], np.float32)
+    found = drift(moved)
+    assert found["genre"] > SIGNIFICANT
+    assert max(found["click"], found["watch"]) < 0.1

@@ -11,6 +11,7 @@ import numpy as np
 
 import persia
 from persia.errors import ClosedError
+from persia.metrics import answers_of
 from persia.schema import NO_RULES
 from persia.serve.http.codecs.choice import CODECS
 from persia.serve.table_embeddings import TableEmbeddings
@@ -39,9 +40,16 @@ class Scored(NamedTuple):
     are_log_odds: bool = True
 
     @property
-    def probabilities(self):
-        assert self.are_log_odds
+    def answers(self):
+        return answers_of(SCHEMA, log_odds=self.are_log_odds)
+
+    @property
+    def values(self):
         return self.scores
+
+    @property
+    def ranking(self):
+        return self._replace(are_log_odds=False)
 
 
 class State(NamedTuple):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from persia.checks import check_seconds
 from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, OverloadedError, PersiaError, ServeError
+from persia.metrics.answers import Answer
 from persia.retry import Backoff, Deadline, retry
 from persia.serve.http.codecs.codec import JSON, MSGPACK
 from persia.serve.http.codecs.msgpack_codec import (
@@ -42,11 +43,13 @@ class Scores(NamedTuple):
     """Predictions.
 
     Attributes:
-        values: the predictions, float32 `[rows, labels]`.
-        name: kind of the values: "probabilities", or "scores" of a ranking or of a model without probabilities.
+        values: the predictions, float32 `[rows, columns]`: one for each label, or for each class of it.
+        name: kind of the values: "probabilities", or "scores" of a ranking or of a model without probabilities;
+            "predictions" if labels are of several kinds.
         labels: names of the labels.
         step: global step of the network that computed them.
         epoch: epoch of the network in the log of changes.
+        answers: kind, unit and classes of each label, and its columns; empty unless they are predictions.
     """
 
     values: NDArray[np.float32]
@@ -54,6 +57,17 @@ class Scores(NamedTuple):
     labels: tuple[str, ...]
     step: int
     epoch: int
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def by_label(self) -> dict[str, NDArray[np.float32]]:
+        """The values of each label: `[rows]`, or of one with classes `[rows, classes]`."""
+        if not self.answers:
+            return {label: self.values[:, k] for k, label in enumerate(self.labels)}
+        return {
+            each.label: self.values[:, each.columns] if each.classes else self.values[:, each.columns.start]
+            for each in self.answers
+        }
 
     @property
     def probabilities(self) -> NDArray[np.float32]:
@@ -75,7 +89,8 @@ class Scores(NamedTuple):
 
     def _values_as(self, name: str) -> NDArray[np.float32]:
         if name != self.name:
-            raise ServeError(f"The answer has {self.name}, not {name}; use `{self.name}`.")
+            use = "by_label" if self.name == "predictions" else self.name
+            raise ServeError(f"The answer has {self.name}, not {name}; use `{use}`.")
         return self.values
 
 
@@ -204,6 +219,8 @@ class Client:
 
     def _scores(self, path: str, content: Any) -> Scores:
         answer = self._call(path, content, PredictionsAnswer)
+        if answer.predictions:
+            return _predictions(answer)
         name = "probabilities" if answer.scores is None else "scores"
         predictions = getattr(answer, name)
         if predictions is None:
@@ -328,6 +345,18 @@ class _Problem(msgspec.Struct):
     error: str
     message: str
     fields: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+def _predictions(answer: PredictionsAnswer) -> Scores:
+    """Returns the answers for labels of several kinds."""
+    parts, answers, start = [], [], 0
+    for label, of in (answer.predictions or {}).items():
+        values = values_of(label, of.values)
+        parts.append(values if values.ndim == 2 else values[:, None])
+        answers.append(Answer(label, of.kind, of.unit, of.classes, slice(start, start + parts[-1].shape[1])))
+        start += parts[-1].shape[1]
+    labels = tuple(each.label for each in answers)
+    return Scores(np.hstack(parts), "predictions", labels, answer.step, answer.epoch, tuple(answers))
 
 
 def _samples(columns: Columns) -> dict[str, Any]:

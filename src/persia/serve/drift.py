@@ -12,6 +12,7 @@ import numpy as np
 
 from persia.batching.batch import Batch
 from persia.batching.sampling import sampled_ids, sampled_rows
+from persia.metrics.answers import single_values
 from persia.metrics.drift import DriftCounts, DriftReference
 from persia.schema import Schema
 from persia.serve.ranking import expanded
@@ -27,7 +28,7 @@ MAX_WAITING = 64
 
 
 class _Recorded(NamedTuple):
-    """A batch and its logits `[batch, labels]`; `user` has the features that the batch of a ranking lacks."""
+    """A batch and its logits `[batch, Schema.outputs]`; `user` has the features that the batch of a ranking lacks."""
 
     batch: Batch
     logits: Floats
@@ -67,7 +68,7 @@ class ServingDrift:
             self._reference = reference
 
     def note(self, batch: Batch, logits: Floats) -> None:
-        """Records a batch with its logits `[batch, labels]` for `count`. Does not block."""
+        """Records a batch with its logits `[batch, Schema.outputs]` for `count`. Does not block."""
         self._recorded.append(_Recorded(batch, logits))
 
     def note_ranking(self, user: Batch, items: Batch, logits: Floats) -> None:
@@ -79,7 +80,7 @@ class ServingDrift:
         Args:
             user: valid user, as in `Predictor.rank`.
             items: valid items, as in `Predictor.rank`.
-            logits: `[items, labels]`.
+            logits: `[items, Schema.outputs]`.
         """
         row = random.randrange(len(items))  # Items may be sorted, for example by an earlier stage.
         self._recorded.append(_Recorded(items.slice(row, row + 1), logits[row : row + 1], user))
@@ -94,8 +95,8 @@ class ServingDrift:
                 if self._current.rows >= self._window:
                     self._current, self._previous = DriftCounts(*self._names), self._current
                 self._current.add_rows(sampled_rows(batch.dense), sampled_ids(batch, self._ids))
-                if logits.shape[1] == len(self._names[2]) and np.isfinite(logits).all():
-                    self._current.add_logits(sampled_rows(logits))
+                if logits.shape[1] == self._schema.outputs and np.isfinite(logits).all():
+                    self._current.add_logits(single_values(self._schema.targets, sampled_rows(logits)))
             if self._reference is None:
                 return
             total = DriftCounts(*self._names)

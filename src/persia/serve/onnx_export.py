@@ -30,8 +30,9 @@ def export_onnx(model: nn.Module, schema: Schema, path: str | os.PathLike[str]) 
     - for each un-pooled feature, its name: float32 `[batch, max_length, dim]`, zero where there is no id; and
       `<name>.mask`: bool `[batch, max_length]`, True where there is an id.
 
-    The output `logits` is float32 `[batch, outputs]`; predictions are their sigmoid. Inputs that the network does not
-    read are included.
+    The output `logits` is float32 `[batch, Schema.outputs]`. Predictions of binary labels are their sigmoid; of other
+    labels `persia.metrics.answers_of(schema).answers(logits)`, which needs NumPy alone. Inputs that the network does
+    not read are included.
 
     Args:
         model: the network. It is not modified; a copy in evaluation mode is exported.

@@ -15,6 +15,7 @@ from persia.batching.batch import Batch
 from persia.batching.input_rules import apply_rules
 from persia.checks import without_userinfo
 from persia.errors import ClosedError, ConfigError, DeadlineError, PublishError
+from persia.metrics import Answers, answers_of
 from persia.nn.arguments import check_arguments, options_of
 from persia.nn.output import are_log_odds, probabilities_of
 from persia.schema import InputRules, Schema
@@ -37,30 +38,66 @@ class Prediction(NamedTuple):
     """Scores of samples, with the versions that they were computed with.
 
     Attributes:
-        scores: logits, float32 `[n, labels]`. Rank by them.
+        scores: logits, float32 `[n, Schema.outputs]`, for binary labels a column each. Rank by them.
         step: global step of the network; the rows contain at least this step.
         epoch: number of the epoch in the log.
         are_log_odds: whether the scores have probabilities; scores of a `TwoTower` have none.
+        schema: of the network, which says what its logits stand for; None for binary labels.
     """
 
     scores: NDArray[np.float32]
     step: int
     epoch: int
     are_log_odds: bool = True
+    schema: Schema | None = None
 
     @property
     def probabilities(self) -> NDArray[np.float32]:
-        """Sigmoids of the scores, float32 `[n, labels]`. They do not preserve the order: all high scores become 1.
+        """Probabilities of binary labels, float32 `[n, labels]`. They do not preserve the order: high ones become 1.
 
         Raises:
-            ConfigError: the scores are not log-odds.
+            ConfigError: the scores are not log-odds, or there are labels of other kinds.
         """
         if not self.are_log_odds:
             raise ConfigError(
                 "The logits of this model are not log-odds, so there are no probabilities; use `scores`, which rank.",
                 field="probabilities",
             )
-        return probabilities_of(self.scores)
+        if self.schema is None:
+            return probabilities_of(self.scores)
+        if self.answers.name != "probabilities":
+            raise ConfigError(
+                f"The answers of this model are {', '.join(f'{a.label}: {a.kind}' for a in self.answers.of)}, so they "
+                "are not all probabilities; use `by_label`.",
+                field="probabilities",
+            )
+        return self.values
+
+    @property
+    def answers(self) -> Answers:
+        """Label, kind, unit and classes of the columns of `values`.
+
+        Raises:
+            ConfigError: the prediction has no schema.
+        """
+        if self.schema is None:
+            raise ConfigError("The prediction has no schema; use `scores` or `probabilities`.", field="schema")
+        return answers_of(self.schema, log_odds=self.are_log_odds)
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """The answers, float32 `[n, columns]`; see `answers`."""
+        return self.answers.answers(self.scores)
+
+    @property
+    def by_label(self) -> dict[str, NDArray[np.float32]]:
+        """The answers of each label: `[n]`, or `[n, classes]`."""
+        return self.answers.by_label(self.values)
+
+    @property
+    def ranking(self) -> Prediction:
+        """The same with scores in place of probabilities, which keep the order."""
+        return self._replace(are_log_odds=False)
 
 
 class Predictor:
@@ -217,7 +254,7 @@ class Predictor:
             self._updater.drift.note(batch, logits)
         if self._updater.inputs is not None:
             self._updater.inputs.note_batch(batch)
-        return Prediction(logits, view.network.step, view.epoch, are_log_odds(view.network.module))
+        return Prediction(logits, view.network.step, view.epoch, are_log_odds(view.network.module), view.schema)
 
     def embeddings(self, table: str, ids: Ids) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
         """Returns whether each id has a row, bool `[n]`, and the rows, float32 `[n, dim]`; zeros where there is none.
@@ -268,7 +305,7 @@ class Predictor:
             logits = rank(view, user, items).cpu().numpy()
         if self._updater.drift is not None:
             self._updater.drift.note_ranking(user, items, logits)
-        return Prediction(logits, view.network.step, view.epoch, are_log_odds(view.network.module))
+        return Prediction(logits, view.network.step, view.epoch, are_log_odds(view.network.module), view.schema)
 
     def state(self) -> ServeState:
         """Returns what is currently served, and how old it is.

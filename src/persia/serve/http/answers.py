@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,14 +34,14 @@ class AnswerBody(NamedTuple):
     epoch: int | None
 
 
-def predictions_answer(codec: Codec, labels: Sequence[str], predictions: JobResult) -> AnswerBody:
-    """Returns the answer with the probabilities or scores `[rows, labels]`.
+def predictions_answer(codec: Codec, predictions: JobResult) -> AnswerBody:
+    """Returns the answer with the answers for each label.
 
     Raises:
         DataError: a value is not a number.
     """
     _check_numbers(predictions.values, "prediction")
-    body = codec.predictions(labels, predictions)
+    body = codec.predictions(predictions)
     return AnswerBody(codec.media_type, body, predictions.step, predictions.epoch)
 
 

@@ -309,14 +309,14 @@ class PredictionServer:
         user, items = await self._converted(deadline, model.bodies.user_and_items, codec, body)
 
         def ranked() -> JobResult:
-            prediction = self._predictor.rank(user, items)
-            return JobResult(prediction.scores, "scores", prediction.step, prediction.epoch)
+            prediction = self._predictor.rank(user, items).ranking
+            return JobResult(prediction.values, prediction.answers, prediction.step, prediction.epoch)
 
         return await self._scores(model, answer_codec, PredictionJob(len(items), ranked, deadline))
 
     async def _scores(self, model: _Model, answer_codec: Codec, job: PredictionJob) -> AnswerBody:
         result: JobResult = await self._computed(job)
-        arguments = answer_codec, model.schema.label_names, result
+        arguments = answer_codec, result
         size = 16 * result.values.size
         if size <= INLINE_BYTES:
             return predictions_answer(*arguments)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from persia.metrics import Answers
     from persia.serve.http.limits import ServeLimits
     from persia.serve.predictor import Prediction
 
@@ -32,14 +33,14 @@ class JobResult(NamedTuple):
     """Predictions of the samples of one request.
 
     Attributes:
-        values: probabilities or scores, float32 `[rows, labels]`.
-        name: kind of the values: "probabilities" or "scores".
+        values: the answers, float32 `[rows, columns]`.
+        answers: label, kind, unit and classes of the columns.
         step: global step of the network.
         epoch: epoch of the log of changes.
     """
 
     values: NDArray[np.float32]
-    name: str
+    answers: Answers
     step: int
     epoch: int
 
@@ -259,11 +260,10 @@ class Batcher:
             for job in jobs:
                 job.future.set_exception(error)
         else:
-            start, name = 0, "probabilities" if scored.are_log_odds else "scores"
-            values = getattr(scored, name)
+            start, values, answers = 0, scored.values, scored.answers
             for job in jobs:
                 part = values[start : start + job.rows]
-                job.future.set_result(JobResult(part, name, scored.step, scored.epoch))
+                job.future.set_result(JobResult(part, answers, scored.step, scored.epoch))
                 start += job.rows
 
 

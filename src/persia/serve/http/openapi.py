@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from persia import __version__
+from persia.metrics import answers_of
 from persia.schema import NO_RULES
 from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK
 from persia.serve.schema_parts import columns_of
 
 if TYPE_CHECKING:
+    from persia.metrics import Answers
     from persia.schema import DenseFeature, IdFeature, InputRules, Schema
     from persia.serve.catalogue import TowerFeatures
     from persia.serve.http.limits import ServeLimits
@@ -52,13 +54,21 @@ def openapi(
     part = {**_samples(ids, dense, [], []), "description": "A part of the features; the other part has the others."}
     record = _object({**{n: c["items"] for n, c in ids.items()}, **{n: c["items"] for n, c in dense.items()}}, [])
     records = {"type": "array", "items": record, "minItems": 1, "maxItems": limits.max_rows}
-    numbers = {"type": "array", "items": {"type": "number"}}
+    numbers: dict[str, Any] = {"type": "array", "items": {"type": "number"}}
     versions = {"step": {"type": "integer"}, "epoch": {"type": "integer"}}
     of_labels = _object(dict.fromkeys(schema.label_names, numbers), list(schema.label_names))
     probabilities, scores = (
         _object({name: of_labels, **versions}, [name, *versions]) for name in ("probabilities", "scores")
     )
     predictions = {"oneOf": [probabilities, scores]}  # Scores of a model whose logits are no log-odds.
+    ranking = scores
+    if answers_of(schema).name == "predictions":
+        predictions = _object(
+            {"predictions": _labels(answers_of(schema), numbers), **versions}, ["predictions", *versions]
+        )
+        ranks = answers_of(schema, log_odds=False)
+        if ranks.name == "predictions":
+            ranking = _object({"predictions": _labels(ranks, numbers), **versions}, ["predictions", *versions])
     embeddings = _object(
         {
             "table": {"type": "string"},
@@ -79,7 +89,7 @@ def openapi(
         "/predict": _post(
             "predict", "Predict samples", {"oneOf": [samples, records]}, predictions, secured, examples, arrow=True
         ),
-        "/rank": _post("rank", "Rank many items for one user", user_and_items, scores, secured),
+        "/rank": _post("rank", "Rank many items for one user", user_and_items, ranking, secured),
         "/embeddings": _post(
             "embeddings", "Rows of a table by id; zeros for ids without a row", embeddings_request, embeddings, secured
         ),
@@ -171,6 +181,37 @@ _HEALTH: dict[str, Any] = {
     "type": "object",
     "properties": {"status": {"enum": ["ready", "loading", "stopping"]}},
     "required": ["status"],
+}
+
+
+def _labels(answers: Answers, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of answers of several kinds.
+
+    A model whose logits are no log-odds has scores in place of probabilities.
+    """
+    labels = {}
+    for each in answers.of:
+        kinds = ["probability", "score"] if each.kind == "probability" else [each.kind]
+        fields: dict[str, Any] = {"kind": {"enum": kinds}}
+        values = numbers
+        if each.unit is not None:
+            fields["unit"] = {"const": each.unit}
+        if each.classes:
+            fields["classes"] = {"const": list(each.classes)}
+            count = len(each.classes)
+            values = {"type": "array", "items": {**numbers, "minItems": count, "maxItems": count}}
+        labels[each.label] = {
+            **_object({**fields, "values": values}, [*fields, "values"]),
+            "description": _MEANINGS[each.kind],
+        }
+    return _object(labels, list(labels))
+
+
+_MEANINGS = {
+    "probability": "Probability of the label.",
+    "score": "Score, which ranks.",
+    "value": "Predicted value.",
+    "classes": "Probability of each class.",
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +19,9 @@ from persia.errors import DataError
 from persia.serve.http.codecs.codec import ARROW, Codec, MalformedBodyError, Samples
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
+    from persia.metrics import Answer
     from persia.serve.http.batcher import JobResult
     from persia.serve.http.limits import ServeLimits
     from persia.serve.item_index import Retrieved
@@ -38,10 +41,20 @@ class ArrowCodec(Codec):
         table = _read_table(body, limits)
         return Samples({name: table.column(name) for name in table.column_names}, {})
 
-    def predictions(self, labels: Sequence[str], predictions: JobResult) -> bytes:
-        """See `Codec.predictions`. Each label has a column."""
-        columns = {label: np.ascontiguousarray(predictions.values[:, i]) for i, label in enumerate(labels)}
-        return _stream(columns, predictions.step, predictions.epoch)
+    def predictions(self, predictions: JobResult) -> bytes:
+        """See `Codec.predictions`. Each label has a column: numbers, or with classes lists of fixed size.
+
+        If the answers are predictions, the metadata of a column has its kind, unit and classes.
+        """
+        answers = predictions.answers
+        columns: dict[str, Any] = {
+            label: _lists(np.ascontiguousarray(part)) if part.ndim == 2 else np.ascontiguousarray(part)
+            for label, part in answers.by_label(predictions.values).items()
+        }
+        described = answers.of if answers.name == "predictions" else ()
+        return _stream(
+            columns, predictions.step, predictions.epoch, {each.label: _metadata(each) for each in described}
+        )
 
     def embeddings(self, table: str, embeddings: TableEmbeddings) -> bytes:
         """See `Codec.embeddings`. The columns are `found` and `row`, lists of fixed size."""
@@ -130,10 +143,31 @@ def _lists(values: NDArray[Any]) -> Any:
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
-def _stream(columns: dict[str, Any], step: int, epoch: int | None = None) -> bytes:
-    """Returns a stream of one batch."""
+def _metadata(answer: Answer) -> dict[str, str]:
+    """Describes a column of answers."""
+    metadata: dict[str, str] = {"persia.kind": answer.kind}
+    if answer.unit is not None:
+        metadata["persia.unit"] = answer.unit
+    if answer.classes:
+        metadata["persia.classes"] = json.dumps(answer.classes, ensure_ascii=False)
+    return metadata
+
+
+def _stream(
+    columns: dict[str, Any],
+    step: int,
+    epoch: int | None = None,
+    described: Mapping[str, dict[str, str]] = MappingProxyType({}),
+) -> bytes:
+    """Returns a stream of one batch; `described` has metadata of columns."""
     metadata = {"persia.step": str(step), **({} if epoch is None else {"persia.epoch": str(epoch)})}
-    batch = pa.record_batch(columns).replace_schema_metadata(metadata)
+    batch = pa.record_batch(columns)
+    for number, field in enumerate(batch.schema):
+        if field.name in described:
+            batch = pa.RecordBatch.from_arrays(
+                batch.columns, schema=batch.schema.set(number, field.with_metadata(described[field.name]))
+            )
+    batch = batch.replace_schema_metadata(metadata)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from persia.errors import DataError
@@ -66,8 +66,8 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def predictions(self, labels: Sequence[str], predictions: JobResult) -> bytes:
-        """Returns the body of an answer with probabilities or scores `[rows, labels]`."""
+    def predictions(self, predictions: JobResult) -> bytes:
+        """Returns the body of an answer with probabilities or scores, or, for labels of several kinds, predictions."""
 
     @abstractmethod
     def embeddings(self, table: str, embeddings: TableEmbeddings) -> bytes:

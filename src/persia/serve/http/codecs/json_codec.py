@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from persia.serve.http.codecs.codec import JSON, Samples
-from persia.serve.http.codecs.messages import MessageCodec, TableColumn, Value
+from persia.serve.http.codecs.messages import MessageCodec, TableColumn, Value, described
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from persia.serve.http.batcher import JobResult
     from persia.serve.item_index import Retrieved
     from persia.serve.table_embeddings import TableEmbeddings
@@ -49,11 +47,14 @@ class JsonCodec(MessageCodec):
         request = self._decoded(self._embeddings, body)
         return TableColumn(request.table, request.ids)
 
-    def predictions(self, labels: Sequence[str], predictions: JobResult) -> bytes:
-        """See `Codec.predictions`. Each label has a list."""
-        values = {label: predictions.values[:, i].tolist() for i, label in enumerate(labels)}
+    def predictions(self, predictions: JobResult) -> bytes:
+        """See `Codec.predictions`."""
+        answers, by_label = predictions.answers, predictions.answers.by_label(predictions.values)
+        values: dict[str, Any] = {label: part.tolist() for label, part in by_label.items()}
+        if answers.name == "predictions":
+            values = {each.label: {**described(each), "values": values[each.label]} for each in answers.of}
         versions = {"step": predictions.step, "epoch": predictions.epoch}
-        return msgspec.json.encode({predictions.name: values, **versions})
+        return msgspec.json.encode({answers.name: values, **versions})
 
     def embeddings(self, table: str, embeddings: TableEmbeddings) -> bytes:
         """See `Codec.embeddings`."""

@@ -13,9 +13,10 @@ from persia.serve.http.codecs.codec import Codec, MalformedBodyError, Records, S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from persia.metrics import Answer
     from persia.serve.http.limits import ServeLimits
 
-__all__ = ["MessageCodec", "TableColumn", "UserSamples", "Value"]
+__all__ = ["MessageCodec", "TableColumn", "UserSamples", "Value", "described"]
 
 Scalar: TypeAlias = bool | int | float | str | None
 Value: TypeAlias = Scalar | list[Scalar]
@@ -67,6 +68,12 @@ class TableColumn(NamedTuple):
 
     table: str
     ids: Any
+
+
+def described(answer: Answer) -> dict[str, Any]:
+    """Returns kind, unit and classes of the answers for a label, without what it lacks."""
+    fields = {"kind": answer.kind, "unit": answer.unit, "classes": answer.classes}
+    return {name: value for name, value in fields.items() if value}
 
 
 class MessageCodec(Codec):

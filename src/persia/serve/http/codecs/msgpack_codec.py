@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import DataError
+from persia.metrics.answers import AnswerKind
 from persia.serve.http.codecs.codec import MSGPACK, Samples
-from persia.serve.http.codecs.messages import MessageCodec, TableColumn, Value
+from persia.serve.http.codecs.messages import MessageCodec, TableColumn, Value, described
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from persia.serve.http.batcher import JobResult
     from persia.serve.item_index import Retrieved
     from persia.serve.table_embeddings import TableEmbeddings
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Array",
     "EmbeddingsAnswer",
+    "LabelAnswer",
     "LabelValues",
     "MsgpackCodec",
     "NearestAnswer",
@@ -83,11 +83,21 @@ class LabelValues(msgspec.Struct):
     values: Array
 
 
+class LabelAnswer(msgspec.Struct, omit_defaults=True):
+    """Answers for one label, `[rows]`, or with classes `[rows, classes]`; see `persia.metrics.Answer`."""
+
+    kind: AnswerKind
+    values: Array
+    unit: str | None = None
+    classes: tuple[str, ...] = ()
+
+
 class PredictionsAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Answer of `/predict` and `/rank`, with either probabilities or scores."""
+    """Answer of `/predict` and `/rank`, with either probabilities or scores, or, of several kinds, predictions."""
 
     probabilities: LabelValues | None = None
     scores: LabelValues | None = None
+    predictions: dict[str, LabelAnswer] | None = None
     step: int
     epoch: int
 
@@ -126,9 +136,16 @@ class MsgpackCodec(MessageCodec):
         request = self._decoded(self._embeddings, body)
         return TableColumn(request.table, _received("ids", request.ids))
 
-    def predictions(self, labels: Sequence[str], predictions: JobResult) -> bytes:
-        """See `Codec.predictions`. All labels are one array."""
-        values = {predictions.name: LabelValues(tuple(labels), array_of(predictions.values))}
+    def predictions(self, predictions: JobResult) -> bytes:
+        """See `Codec.predictions`. Probabilities or scores of all labels are one array."""
+        answers = predictions.answers
+        values: dict[str, Any]
+        if answers.name == "predictions":
+            parts = answers.by_label(predictions.values)
+            of = {each.label: LabelAnswer(values=array_of(parts[each.label]), **described(each)) for each in answers.of}
+            values = {answers.name: of}
+        else:
+            values = {answers.name: LabelValues(answers.labels, array_of(predictions.values))}
         answer = PredictionsAnswer(step=predictions.step, epoch=predictions.epoch, **values)
         return msgspec.msgpack.encode(answer)
 
