@@ -15,6 +15,7 @@ from persia.cli.run_config import RunConfig
 from persia.coordinator import TokenReport
 from persia.data import Span, days
 from persia.errors import CheckpointError, ConfigError
+from persia.metrics.result import headlines, titled
 from persia.modes import Auto, Mode
 from persia.telemetry.terminal import Grid
 from persia.trainer import Trainer
@@ -44,6 +45,7 @@ class DayRecord(msgspec.Struct, frozen=True):
         auc: AUC on `test_day`, before training on it; None if undefined.
         log_loss: log-loss on `test_day`; None if undefined.
         calibration: calibration on `test_day`; None if undefined.
+        others: metrics on `test_day` of labels that are not binary, by "LABEL:METRIC".
         dropped_batches: gradients dropped or weighted 0 (asynchronous modes).
         staleness_mean: mean number of steps between the parameters that a gradient was computed with and those that
             it was applied to (asynchronous modes).
@@ -65,6 +67,7 @@ class DayRecord(msgspec.Struct, frozen=True):
     dropped_batches: int = 0
     staleness_mean: float = 0.0
     lost_tokens: int = 0
+    others: dict[str, float | None] = {}
 
 
 def continued(output: str, inherit: str | None) -> str | None:
@@ -227,6 +230,7 @@ class Recipe:
                 "auc": _known(scores.auc),
                 "log_loss": _known(scores.log_loss),
                 "calibration": _known(scores.calibration),
+                "others": {name: _known(value) for name, value in headlines(scores.labels).items()},
             }
         record = msgspec.structs.replace(record, global_step=trainer.global_step, **changes)
         self._write([*self.records[:-1], record])
@@ -270,7 +274,10 @@ class Recipe:
 
 def table(records: list[DayRecord]) -> Grid:
     """Formats one row per day."""
-    columns = ("day", "mode", "rows", "rows/s", "progressive AUC", "tested on", "AUC", "log-loss", "calibration")
+    others = list(dict.fromkeys(name for record in records for name in record.others))
+    binary = not others or any(record.auc is not None for record in records)
+    columns = ["day", "mode", "rows", "rows/s", *(["progressive AUC"] if binary else []), "tested on"]
+    columns += [*(["AUC", "log-loss", "calibration"] if binary else []), *map(titled, others)]
     grid = Grid(*columns, "dropped", "staleness", "lost tokens", text=["mode"], title="continual training")
     for r in records:
         grid.add_row(
@@ -278,11 +285,10 @@ def table(records: list[DayRecord]) -> Grid:
             type(r.mode).__name__,
             f"{r.rows:,}",
             _text(r.rows_per_second, ",.0f"),
-            _text(r.progressive_auc, ".4f"),
+            *([_text(r.progressive_auc, ".4f")] if binary else []),
             _text(r.test_day, "d"),
-            _text(r.auc, ".4f"),
-            _text(r.log_loss, ".4f"),
-            _text(r.calibration, ".3f"),
+            *([_text(r.auc, ".4f"), _text(r.log_loss, ".4f"), _text(r.calibration, ".3f")] if binary else []),
+            *(_text(r.others.get(name), ".5g") for name in others),
             f"{r.dropped_batches:,}",
             f"{r.staleness_mean:.2f}",
             f"{r.lost_tokens:,}",

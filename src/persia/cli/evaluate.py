@@ -32,6 +32,11 @@ def evaluate(
         typer.Option(help="Also GAUC, recall@k and NDCG@k within each id of this feature.", metavar="FEATURE"),
     ] = None,
     at: Annotated[list[int] | None, typer.Option(help="k of these (repeatable; 10 by default).", metavar="K")] = None,
+    by: Annotated[
+        str | None,
+        typer.Option("--by", help="Also all metrics for each value of this column of the source.", metavar="COLUMN"),
+    ] = None,
+    max_values: Annotated[int, typer.Option(help="Most frequent values with a line of their own.", metavar="N")] = 20,
     json: Annotated[str | None, typer.Option(help="Write the result to this file as JSON.", metavar="FILE")] = None,
 ) -> None:
     """Evaluate a checkpoint on `eval_data`, or on `data` if there is none.
@@ -45,7 +50,7 @@ def evaluate(
     run = read_config(config, overrides)
     trainer, reader = _restored(run, _source(run, data, labels=True), checkpoint)
     with closing_cluster(trainer):
-        result = trainer.evaluate(reader, group_by=group_by, at=at or (10,))
+        result = trainer.evaluate(reader, group_by=group_by, at=at or (10,), metrics_by=by, max_values=max_values)
     out.print_metrics("evaluation", result)
     if json is not None:
         out.write_json(json, out.metrics_record(result))
@@ -62,11 +67,13 @@ def predict(
         typer.Option("--keep", help="Also write this column of the source, first. Repeatable.", metavar="COLUMN"),
     ] = None,
 ) -> None:
-    """Write predicted probabilities for `eval_data`, or for `data` if there is none.
+    """Write predictions for `eval_data`, or for `data` if there is none.
 
-    For a model without probabilities, such as `two_tower`, they are logits, which rank.
-    The file has a column per label, named by its rule if it has one, and a row per sample, in the order of the source:
-    `drop_last` and `shuffle_rows` are ignored, and with --data `split` and `where`, too. That file needs no labels.
+    They are probabilities of binary labels, or for a model without probabilities, such as `two_tower`, logits, which
+    rank; values of regressions and counts; and a probability for each class of other labels.
+    The file has a column per label, named by its rule if it has one, or one per class, `LABEL:CLASS`; and a row per
+    sample, in the order of the source: `drop_last` and `shuffle_rows` are ignored, and with --data `split` and `where`,
+    too. That file needs no labels.
 
         persia predict run.toml --checkpoint runs/a --data new.csv --keep user_id --output p.csv
     """
@@ -79,7 +86,11 @@ def predict(
     check_output(output)
     out.check_writable(output)
     trainer, reader = _restored(run, source, checkpoint)
-    names = [rules.get(name, name) for name in trainer.schema.label_names]
+    names = [
+        name if answer.classes else rules.get(name, name)
+        for answer in trainer.answers.of
+        for name in trainer.answers.columns[answer.columns]
+    ]
     check_keep(keep or [], names)
     with closing_cluster(trainer):
         rows = write_predictions(output, names, trainer.predict(reader), reader.columns(keep) if keep else None)

@@ -47,12 +47,12 @@ def write_predictions(
     batches: Iterator[NDArray[np.float32]],
     source_columns: Iterator[dict[str, Any]] | None = None,
 ) -> int:
-    """Streams probabilities to a CSV or Parquet file, which appears once it is complete; returns the number of samples.
+    """Streams predictions to a CSV or Parquet file, which appears once it is complete; returns the number of samples.
 
     Args:
         path: path of the file.
         names: names of the columns with predictions.
-        batches: probabilities `[batch, names]`.
+        batches: predictions `[batch, names]`.
         source_columns: pyarrow arrays by column, which are written before the predictions of the same rows.
 
     Raises:
@@ -63,10 +63,10 @@ def write_predictions(
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     rows = 0
     with replaced([path]) as (draft,), _WRITERS[Path(path).suffix](draft, schema) as writer:
-        for probabilities in batches:
-            columns = [pa.array(np.ascontiguousarray(column)) for column in probabilities.T]
-            writer.write_table(pa.table([*copied.next_rows(len(probabilities)), *columns], schema=schema))
-            rows += len(probabilities)
+        for predictions in batches:
+            columns = [pa.array(np.ascontiguousarray(column)) for column in predictions.T]
+            writer.write_table(pa.table([*copied.next_rows(len(predictions)), *columns], schema=schema))
+            rows += len(predictions)
     return rows
 
 

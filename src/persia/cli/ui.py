@@ -7,13 +7,15 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from persia.errors import ConfigError
-from persia.metrics import Figures, MetricsResult
+from persia.metrics import METRICS, Figures, LabelFigures, MetricsResult
+from persia.metrics.result import known
 from persia.printable import say
 from persia.schema import FittedValue
 from persia.telemetry.terminal import DataConsole, Grid
@@ -45,12 +47,17 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
     table.add_row("rows/s", f"{result.rows_per_second:,.0f}")
     table.add_row("global step", f"{result.global_step:,}")
     for name, metrics in result.scored:
+        if not metrics.binary:
+            for label, figures in metrics.labels.items():
+                for metric, value in known(figures).items():
+                    table.add_row(f"{name} {METRICS[metric].title} of {label}", METRICS[metric].text(value))
+            continue
         table.add_row(f"{name} AUC", f"{metrics.auc:.4f}")
         if metrics.per_day:
             table.add_row(f"{name} AUC, mean of days", f"{metrics.auc_mean_of_days:.4f}")
         table.add_row(f"{name} log-loss", f"{metrics.log_loss:.4f}")
         table.add_row(f"{name} calibration", f"{metrics.calibration:.3f}")
-    if result.history.rows != result.progressive.rows:
+    if result.history.binary and result.history.rows != result.progressive.rows:
         table.add_row("progressive AUC since the first run", f"{result.history.auc:.4f}")
     table.add_row("staleness mean / max", f"{result.staleness_mean:.2f} / {result.staleness_max}")
     table.add_row("rows stored", f"{result.stored_rows:,}")
@@ -81,19 +88,39 @@ def _near(path: str) -> str:
 
 
 def print_metrics(title: str, result: MetricsResult) -> None:
-    """Prints metrics by label, and by day if the data have days."""
-    table = Grid("", "rows", "AUC", "log-loss", "NE", "calibration", text=[""], title=title)
-    lines: list[tuple[str, Figures]] = list(result.labels.items())
+    """Prints metrics by label, by day if the data have days, and by the values of a column."""
+    lines: list[tuple[str, LabelFigures]] = list(result.labels.items())
     for day, figures in result.per_day.items():
         lines += [(f"{label}, day {day}", f) for label, f in figures.items()]
-    for name, f in lines:
-        figures_of = (f"{f.auc:.4f}", f"{f.log_loss:.4f}", f"{f.normalized_entropy:.4f}", f"{f.calibration:.3f}")
-        table.add_row(name, f"{f.rows:,}", *figures_of)
-    CONSOLE.print(table)
+    _print_figures(title, lines)
     for label, grouped in result.grouped.items():
-        ranks = [f"recall@{k} {share:.4f}" for k, share in grouped.recall.items()]
-        ranks += [f"NDCG@{k} {gain:.4f}" for k, gain in grouped.ndcg.items()]
-        say(f"{label}, {grouped.groups:,} groups: GAUC {grouped.auc:.4f}, {', '.join(ranks)}")
+        ranks = [f"NDCG@{k} {gain:.4f}" for k, gain in grouped.ndcg.items()]
+        if isinstance(result.labels[label], Figures):
+            shares = [f"recall@{k} {share:.4f}" for k, share in grouped.recall.items()]
+            ranks = [f"GAUC {grouped.auc:.4f}", *shares, *ranks]
+        elif all(math.isnan(gain) for gain in grouped.ndcg.values()):
+            continue  # Labels below 0 are no gains.
+        say(f"{label}, {grouped.groups:,} groups: {', '.join(ranks)}")
+    if result.by:
+        several = len(result.labels) > 1
+        values = [
+            (f"{value}, {label}" if several else value, f)
+            for value, of in result.by.items()
+            for label, f in of.labels.items()
+        ]
+        _print_figures(f"{title} by value", values)
+
+
+def _print_figures(title: str, lines: Sequence[tuple[str, LabelFigures]]) -> None:
+    """Prints a line for each label or part of it, with the metrics that any of them has."""
+    metrics = [name for name in METRICS if any(name in known(figures) for _, figures in lines)]
+    table = Grid("", "rows", *(METRICS[name].title for name in metrics), text=[""], title=title)
+    for line, figures in lines:
+        of = known(figures)
+        if not of:
+            continue  # A loss that only ranks values has metrics within groups alone.
+        table.add_row(line, f"{figures.rows:,}", *(METRICS[n].text(of[n]) if n in of else "" for n in metrics))
+    CONSOLE.print(table)
 
 
 def print_fitted(values: list[FittedValue]) -> None:
@@ -105,24 +132,24 @@ def print_fitted(values: list[FittedValue]) -> None:
 
 
 def metrics_record(result: MetricsResult) -> dict[str, Any]:
-    """Converts metrics to plain data."""
+    """Converts metrics to plain data: those of its kind for each label, and means of metrics that any label has."""
 
-    def plain(f: Figures) -> dict[str, Any]:
+    def plain(f: LabelFigures) -> dict[str, Any]:
         return dataclasses.asdict(f)
 
+    names = ("auc", "auc_mean_of_days", "log_loss", "calibration", "normalized_entropy")
+    labels = result.labels.values()
+    by = {"by": {value: metrics_record(of) for value, of in result.by.items()}} if result.by else {}
     return {
         "rows": result.rows,
-        "auc": result.auc,
-        "auc_mean_of_days": result.auc_mean_of_days,
-        "log_loss": result.log_loss,
-        "calibration": result.calibration,
-        "normalized_entropy": result.normalized_entropy,
+        **{n: getattr(result, n) for n in names if any(hasattr(f, n.removesuffix("_mean_of_days")) for f in labels)},
         "labels": {name: plain(f) for name, f in result.labels.items()},
         "per_day": {
             str(day): {name: plain(f) for name, f in figures.items()} for day, figures in result.per_day.items()
         },
         "buckets": {name: [bucket._asdict() for bucket in buckets] for name, buckets in result.buckets.items()},
         "grouped": {name: dataclasses.asdict(grouped) for name, grouped in result.grouped.items()},
+        **by,
     }
 
 
