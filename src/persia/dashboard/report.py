@@ -9,7 +9,7 @@ from importlib import resources
 from statistics import median
 
 from persia.dashboard.charts import Series, bars, lines, short
-from persia.metrics.result import METRICS, MetricKind, titled
+from persia.metrics.result import METRICS, MetricFormat, titled
 from persia.telemetry.run_record import CurvePoint, RunRecord
 
 __all__ = ["report", "style"]
@@ -74,7 +74,7 @@ def _tiles(record: RunRecord) -> Iterable[tuple[str, str]]:
             yield f"{kind} {titled(name)} of the last samples", "none" if value is None else f"{value:.5g}"
     for label, metrics in record.evaluation.items():
         for name, value in metrics.items():
-            metric = METRICS.get(name, MetricKind(name, ".4f", 0))
+            metric = METRICS.get(name, MetricFormat(name, ".4f", 0))
             what = f"evaluation {metric.title}"
             if len(record.evaluation) > 1:
                 what += f", {label}"

@@ -5,7 +5,7 @@ bit-identical results. Torch is not needed; CPU tensors without gradient are acc
 the values of inputs and predictions, and `psi` measures the distance of two distributions.
 """
 
-from persia.metrics.answers import Answer, AnswerKind, Answers, answers_of
+from persia.metrics.answers import AnswerColumns, AnswerKind, Answers, answers_of
 from persia.metrics.auc import AUC, BLOCK
 from persia.metrics.buckets import CalibrationBucket, calibration_buckets
 from persia.metrics.by_value import OTHER, LabelGroups, MetricsByValue
@@ -15,7 +15,15 @@ from persia.metrics.grouped import GroupedFigures, GroupedMetrics
 from persia.metrics.log_loss import LogLoss
 from persia.metrics.merging import merged_grouped, merged_metrics
 from persia.metrics.psi import MODERATE, SIGNIFICANT, psi
-from persia.metrics.result import METRICS, ClassFigures, Figures, LabelFigures, MetricKind, MetricsResult, ValueFigures
+from persia.metrics.result import (
+    METRICS,
+    ClassFigures,
+    Figures,
+    LabelFigures,
+    MetricFormat,
+    MetricsResult,
+    ValueFigures,
+)
 from persia.metrics.streaming import Metrics
 
 __all__ = [
@@ -25,7 +33,7 @@ __all__ = [
     "MODERATE",
     "OTHER",
     "SIGNIFICANT",
-    "Answer",
+    "AnswerColumns",
     "AnswerKind",
     "Answers",
     "Calibration",
@@ -39,7 +47,7 @@ __all__ = [
     "LabelFigures",
     "LabelGroups",
     "LogLoss",
-    "MetricKind",
+    "MetricFormat",
     "Metrics",
     "MetricsByValue",
     "MetricsResult",

@@ -15,7 +15,7 @@ from persia.schema.losses import BPR, JRC, EntireSpace, Hinge, ListwiseSoftmax, 
 from persia.types import Floats
 
 __all__ = [
-    "Answer",
+    "AnswerColumns",
     "AnswerKind",
     "Answers",
     "answers_of",
@@ -32,7 +32,7 @@ AnswerKind: TypeAlias = Literal["probability", "score", "value", "classes"]
 Doubles = NDArray[np.float64]
 
 
-class Answer(NamedTuple):
+class AnswerColumns(NamedTuple):
     """Description of the answers for one label.
 
     Attributes:
@@ -70,13 +70,13 @@ class Answers:
         self._slices = _slices(self._labels)
         self._plain = all(each.kind == "binary" and not _combines(each) for each in self._labels)
         columns: list[str] = []
-        of: list[Answer] = []
+        of: list[AnswerColumns] = []
         for each in self._labels:
             kind = _kind(each, log_odds)
             names = each.class_names if kind == "classes" else ()
             place = slice(len(columns), len(columns) + max(1, len(names)))
             columns += [f"{each.name}:{name}" for name in names] or [each.name]
-            of.append(Answer(each.name, kind, each.unit, names, place))
+            of.append(AnswerColumns(each.name, kind, each.unit, names, place))
         self.of = tuple(of)
         self.columns = tuple(columns)
         kinds = {answer.kind for answer in of}

@@ -17,7 +17,7 @@ __all__ = [
     "ClassFigures",
     "Figures",
     "LabelFigures",
-    "MetricKind",
+    "MetricFormat",
     "MetricsResult",
     "ValueFigures",
     "headlines",
@@ -87,7 +87,7 @@ class ClassFigures:
 LabelFigures: TypeAlias = Figures | ValueFigures | ClassFigures
 
 
-class MetricKind(NamedTuple):
+class MetricFormat(NamedTuple):
     """How a metric is shown.
 
     Attributes:
@@ -105,16 +105,16 @@ class MetricKind(NamedTuple):
         return format(value, self.form)
 
 
-METRICS: Final[Mapping[str, MetricKind]] = {
-    "auc": MetricKind("AUC", ".4f", 1),
-    "log_loss": MetricKind("log-loss", ".4f", -1),
-    "normalized_entropy": MetricKind("NE", ".4f", -1),
-    "calibration": MetricKind("calibration", ".3f", 0),
-    "rmse": MetricKind("RMSE", ".5g", -1),
-    "mae": MetricKind("MAE", ".5g", -1),
-    "mean_ratio": MetricKind("mean ratio", ".3f", 0),
-    "accuracy": MetricKind("accuracy", ".4f", 1),
-    "top_5_accuracy": MetricKind("top-5 accuracy", ".4f", 1),
+METRICS: Final[Mapping[str, MetricFormat]] = {
+    "auc": MetricFormat("AUC", ".4f", 1),
+    "log_loss": MetricFormat("log-loss", ".4f", -1),
+    "normalized_entropy": MetricFormat("NE", ".4f", -1),
+    "calibration": MetricFormat("calibration", ".3f", 0),
+    "rmse": MetricFormat("RMSE", ".5g", -1),
+    "mae": MetricFormat("MAE", ".5g", -1),
+    "mean_ratio": MetricFormat("mean ratio", ".3f", 0),
+    "accuracy": MetricFormat("accuracy", ".4f", 1),
+    "top_5_accuracy": MetricFormat("top-5 accuracy", ".4f", 1),
 }
 """All metrics by name, in the order of tables."""
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from persia.checks import check_seconds
 from persia.errors import ClosedError, ConfigError, DataError, DeadlineError, OverloadedError, PersiaError, ServeError
-from persia.metrics.answers import Answer
+from persia.metrics.answers import AnswerColumns
 from persia.retry import Backoff, Deadline, retry
 from persia.serve.http.codecs.codec import JSON, MSGPACK
 from persia.serve.http.codecs.msgpack_codec import (
@@ -57,7 +57,7 @@ class Scores(NamedTuple):
     labels: tuple[str, ...]
     step: int
     epoch: int
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[AnswerColumns, ...] = ()
 
     @property
     def by_label(self) -> dict[str, NDArray[np.float32]]:
@@ -353,7 +353,7 @@ def _predictions(answer: PredictionsAnswer) -> Scores:
     for label, of in (answer.predictions or {}).items():
         values = values_of(label, of.values)
         parts.append(values if values.ndim == 2 else values[:, None])
-        answers.append(Answer(label, of.kind, of.unit, of.classes, slice(start, start + parts[-1].shape[1])))
+        answers.append(AnswerColumns(label, of.kind, of.unit, of.classes, slice(start, start + parts[-1].shape[1])))
         start += parts[-1].shape[1]
     labels = tuple(each.label for each in answers)
     return Scores(np.hstack(parts), "predictions", labels, answer.step, answer.epoch, tuple(answers))

@@ -21,7 +21,7 @@ from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.prepared import PreparedBatch
 from persia.schema import Schema
-from persia.trainer.column_values import ColumnValues, single_ids
+from persia.trainer.sample_values import SampleValues, single_ids
 from persia.types import Floats, Ids, RegisteredBatch
 
 __all__ = ["Evaluator", "check_finite", "no_rows"]
@@ -69,7 +69,7 @@ class Evaluator:
         metrics = Metrics(schema.labels)
         ids = _GroupIds(schema, group_by) if group_by not in (None, schema.group) else None
         groups = LabelGroups(schema.targets, at) if ids or schema.group is not None else None
-        by = ColumnValues(schema, metrics_by, data) if metrics_by is not None else None
+        by = SampleValues(schema, metrics_by, data) if metrics_by is not None else None
         by_value = MetricsByValue(schema.targets, max_values, at)
         own_batches: Iterable[Batch | RegisteredBatch] = data
         if by is not None:

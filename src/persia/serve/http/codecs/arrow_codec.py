@@ -21,7 +21,7 @@ from persia.serve.http.codecs.codec import ARROW, Codec, MalformedBodyError, Sam
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from persia.metrics import Answer
+    from persia.metrics import AnswerColumns
     from persia.serve.http.batcher import JobResult
     from persia.serve.http.limits import ServeLimits
     from persia.serve.item_index import Retrieved
@@ -143,7 +143,7 @@ def _lists(values: NDArray[Any]) -> Any:
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
-def _metadata(answer: Answer) -> dict[str, str]:
+def _metadata(answer: AnswerColumns) -> dict[str, str]:
     """Describes a column of answers."""
     metadata: dict[str, str] = {"persia.kind": answer.kind}
     if answer.unit is not None:

@@ -13,7 +13,7 @@ from persia.serve.http.codecs.codec import Codec, MalformedBodyError, Records, S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from persia.metrics import Answer
+    from persia.metrics import AnswerColumns
     from persia.serve.http.limits import ServeLimits
 
 __all__ = ["MessageCodec", "TableColumn", "UserSamples", "Value", "described"]
@@ -70,7 +70,7 @@ class TableColumn(NamedTuple):
     ids: Any
 
 
-def described(answer: Answer) -> dict[str, Any]:
+def described(answer: AnswerColumns) -> dict[str, Any]:
     """Returns kind, unit and classes of the answers for a label, without what it lacks."""
     fields = {"kind": answer.kind, "unit": answer.unit, "classes": answer.classes}
     return {name: value for name, value in fields.items() if value}

@@ -84,7 +84,7 @@ class LabelValues(msgspec.Struct):
 
 
 class LabelAnswer(msgspec.Struct, omit_defaults=True):
-    """Answers for one label, `[rows]`, or with classes `[rows, classes]`; see `persia.metrics.Answer`."""
+    """Answers for one label, `[rows]`, or with classes `[rows, classes]`; see `persia.metrics.AnswerColumns`."""
 
     kind: AnswerKind
     values: Array

@@ -15,13 +15,13 @@ from persia.errors import ConfigError, DataError
 from persia.schema import Label, Schema
 from persia.types import Floats, Ids, Int64Array, RegisteredBatch
 
-__all__ = ["ColumnValues", "single_ids"]
+__all__ = ["SampleValues", "single_ids"]
 
 MISSING = "(missing)"
 """Name of missing values."""
 
 
-class ColumnValues:
+class SampleValues:
     """Values of a column, batch by batch: of the source of a reader, which may have others than the schema.
 
     Of batches without a reader it is an ID-type feature with one id for each sample, or a label.
