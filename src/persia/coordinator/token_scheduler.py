@@ -34,7 +34,7 @@ LOG = get_logger("persia.modes")
 
 
 class TokenScheduler(RecordedArrivals):
-    """Implements `persia.services.TokenService`. Safe to call from several threads; some calls wait for other NN workers.
+    """Implements `persia.services.TokenService`. Thread-safe; some calls wait for other NN workers.
 
     Args:
         timeout: maximum number of seconds that a call waits.
