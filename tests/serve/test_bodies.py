@@ -468,7 +468,8 @@ def test_weights_are_documented():
     jsonschema = pytest.importorskip("jsonschema")
     post = openapi(WEIGHTED, LIMITS, False)["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]
     jsonschema.validate({"features": WEIGHTED_COLUMNS}, post["schema"])
-    jsonschema.validate(post["example"], post["schema"])
-    Bodies(WEIGHTED, LIMITS).samples(CODEC[JSON], as_json(post["example"]))
+    for example in post["examples"].values():
+        jsonschema.validate(example["value"], post["schema"])
+        Bodies(WEIGHTED, LIMITS).samples(CODEC[JSON], as_json(example["value"]))
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"features": {**WEIGHTED_COLUMNS, "scores": [[{}], []]}}, post["schema"])
