@@ -25,6 +25,7 @@ from persia.metrics.result import (
     ValueFigures,
 )
 from persia.metrics.streaming import Metrics
+from persia.metrics.watching import WatchedMetric, check_metric_name, figure, watched_metric
 
 __all__ = [
     "AUC",
@@ -54,10 +55,14 @@ __all__ = [
     "ValueBuckets",
     "ValueFigures",
     "answers_of",
+    "WatchedMetric",
     "calibration_buckets",
+    "check_metric_name",
     "count_ids",
+    "figure",
     "merged_drift",
     "merged_grouped",
     "merged_metrics",
     "psi",
+    "watched_metric",
 ]

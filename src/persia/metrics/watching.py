@@ -1,0 +1,162 @@
+"""`WatchedMetric`: the held-out metric that decides which state of a run is the best."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from persia.errors import ConfigError
+from persia.metrics.result import MetricsResult, mean
+from persia.schema import Label, Schema
+
+__all__ = ["BETTER", "WatchedMetric", "check_metric_name", "figure", "metrics_of", "watched_metric"]
+
+BETTER: Final[Mapping[str, int]] = {
+    "auc": 1,
+    "log_loss": -1,
+    "normalized_entropy": -1,
+    "calibration": 0,
+    "rmse": -1,
+    "mae": -1,
+    "mean_ratio": 0,
+    "accuracy": 1,
+    "top_5_accuracy": 1,
+    "gauc": 1,
+    "ndcg": 1,
+    "recall": 1,
+}
+"""1 if higher is better, -1 if lower is, 0 if the value closest to 1 is."""
+
+_TITLES: Final[Mapping[str, str]] = {
+    "auc": "AUC", "log_loss": "log-loss", "normalized_entropy": "NE", "rmse": "RMSE", "mae": "MAE",
+    "mean_ratio": "mean ratio", "top_5_accuracy": "top-5 accuracy", "gauc": "GAUC", "ndcg": "NDCG",
+}  # fmt: skip
+_BINARY = ("auc", "log_loss", "normalized_entropy", "calibration")
+_VALUE = ("rmse", "mae", "mean_ratio")
+_CLASSES = ("log_loss", "accuracy", "top_5_accuracy")
+_OF_KIND: Final[Mapping[str, Sequence[str]]] = {
+    "binary": _BINARY, "regression": _VALUE, "count": _VALUE, "multiclass": _CLASSES, "ordinal": _CLASSES,
+}  # fmt: skip
+"""Metrics by kind of label, the default first."""
+
+_GROUPED = ("gauc", "ndcg", "recall")
+"""Metrics within the groups of `Schema.group`."""
+
+_AT = 10
+"""k of "ndcg" and "recall" without "@k"."""
+
+_FORM = re.compile(r"(?:(?P<label>.+)\.)?(?P<metric>[a-z_0-9]+)(?:@(?P<at>[1-9][0-9]{0,3}))?", re.DOTALL)
+
+
+class WatchedMetric(NamedTuple):
+    """A metric of held-out data by name.
+
+    Attributes:
+        name: as it was declared: "auc", "LABEL.auc", "ndcg@10".
+        label: the label; None for the mean over all labels that have the metric.
+        metric: one of `BETTER`.
+        at: k of "ndcg" and "recall".
+    """
+
+    name: str
+    label: str | None
+    metric: str
+    at: int
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it needs groups."""
+        return self.metric in _GROUPED
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        title = _TITLES.get(self.metric, self.metric)
+        title += f"@{self.at}" if self.metric in ("ndcg", "recall") else ""
+        return title if self.label is None else f"{title} of {self.label}"
+
+    def figure(self, result: MetricsResult) -> float:
+        """Returns its value; nan if the result has none."""
+        labels = result.labels if self.label is None else [self.label]
+        return mean(float(value) for label in labels if (value := self._of_label(result, label)) is not None)
+
+    def _of_label(self, result: MetricsResult, label: str) -> float | None:
+        if not self.grouped:
+            return getattr(result.labels.get(label), self.metric, None)
+        grouped = result.grouped.get(label)
+        if grouped is None or self.metric == "gauc":
+            return getattr(grouped, "auc", None)
+        ranks: Mapping[int, float] = getattr(grouped, self.metric)
+        return ranks.get(self.at)
+
+    def score(self, value: float) -> float:
+        """Returns a number that is higher for a better value."""
+        better = BETTER[self.metric]
+        return better * value if better else -abs(value - 1)
+
+
+def figure(result: MetricsResult, name: str) -> float:
+    """Returns a metric of a result by name, such as "auc" or "LABEL.rmse"; nan if the result has none."""
+    return _parsed(name).figure(result)
+
+
+def check_metric_name(field: str, name: Any) -> None:
+    """Checks the form of a metric's name, without a schema.
+
+    Raises:
+        ConfigError: it is no name of a metric.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f'Invalid {field} = {name!r}; expected the name of a metric, such as "auc".', field=field)
+    _parsed(name, field)
+
+
+def watched_metric(schema: Schema, name: str | None = None, field: str = "keep_best") -> WatchedMetric:
+    """Returns the metric of a name, or the default for the kind of the first label.
+
+    Args:
+        schema: has the labels.
+        name: None for "auc" of binary labels, "rmse" of regressions and counts, "log_loss" of classes.
+        field: option that has the name, for the error.
+
+    Raises:
+        ConfigError: no label has it; the message lists what the labels have.
+    """
+    if name is None:
+        name = _OF_KIND[schema.targets[0].kind][0]
+    watched = _parsed(name, field)
+    labels = {label.name: metrics_of(label, schema.group) for label in schema.targets}
+    of = labels if watched.label is None else {watched.label: labels.get(watched.label, [])}
+    if not any(watched.metric in metrics for metrics in of.values()):
+        known = "; ".join(f"{label} has {', '.join(metrics)}" for label, metrics in labels.items())
+        group = " gauc, ndcg@k and recall@k need Schema(group=...)." if watched.grouped and not schema.group else ""
+        raise ConfigError(
+            f"Invalid {field} = {name!r}: {known}. Name one of these, or LABEL.METRIC for one label.{group}",
+            field=field,
+        )
+    return watched
+
+
+def metrics_of(label: Label, group: str | None) -> list[str]:
+    """Returns the names of the metrics that a label has, the default first.
+
+    Args:
+        label: the label.
+        group: column of the groups; None without groups.
+    """
+    return [*_OF_KIND[label.kind], *(_GROUPED if group is not None else ())]
+
+
+def _parsed(name: str, field: str = "name") -> WatchedMetric:
+    match = _FORM.fullmatch(name)
+    metric = match["metric"] if match else None
+    ranked = metric in ("ndcg", "recall")
+    if match is None or metric not in BETTER or (match["at"] is not None and not ranked):
+        raise ConfigError(
+            f"Invalid {field} = {name!r}; expected one of: {', '.join(BETTER)}; or LABEL.METRIC for one label, and "
+            "ndcg@k or recall@k.",
+            field=field,
+        )
+    assert metric is not None
+    return WatchedMetric(name, match["label"], metric, int(match["at"] or _AT))
