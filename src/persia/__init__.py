@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from persia.telemetry.tracking import MLflow, Wandb
     from persia.trainer import FitResult, Trainer
+    from persia.trainer.callbacks import Callback
     from persia.trainer.options import TrainerOptions
 
 __version__ = "0.2.0"
@@ -76,6 +77,7 @@ _HOMES = {
     ),
     "persia.telemetry.tracking": ("MLflow", "Wandb"),
     "persia.trainer": ("FitResult", "Trainer"),
+    "persia.trainer.callbacks": ("Callback",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _PACKAGES = frozenset(
@@ -104,6 +106,7 @@ __all__ = [
     "AdmitProbability",
     "Batch",
     "Buckets",
+    "Callback",
     "Days",
     "DenseFeature",
     "FitResult",

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia.checkpoint import CheckpointReader, CheckpointWriter, compact, inspect, list_checkpoints
+from persia.checkpoint import CheckpointReader, CheckpointWriter, Score, compact, inspect, list_checkpoints
 from persia.checkpoint.format import _signed
 from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError
@@ -177,9 +177,11 @@ def test_what_kept_ones_add_to_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_best_is_kept(tmp_path: Path) -> None:
-    for step, score in enumerate([0.5, 0.9, None, 0.7, 0.9, 0.1, 0.2], 1):
+    """The first of two equal ones, as `patience` counts the second as no improvement."""
+    for step, value in enumerate([0.5, 0.9, None, 0.7, 0.9, 0.1, 0.2], 1):
+        score = None if value is None else Score("auc", value, value)
         write_link(tmp_path, step, {1: 1.0}, score=score, keep_last=2, keep_best=True)
-    assert [entry.step for entry in list_checkpoints(tmp_path)] == [5, 6, 7]
+    assert [(entry.step, entry.best) for entry in list_checkpoints(tmp_path)] == [(2, True), (6, False), (7, False)]
 
 
 def test_a_link_cannot_add_to_itself(tmp_path: Path) -> None:

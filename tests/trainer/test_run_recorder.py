@@ -51,6 +51,27 @@ def test_line_and_record_show_the_same_rate(tmp_path, monkeypatch):
     assert all(p.rows_per_second == rates[p.step] for p in read_run(tmp_path).curve)
 
 
+def test_evaluations_are_shown_and_recorded(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(LiveLine, "show", lambda self, snapshot: shown.append(snapshot.text()))
+    options = {"checkpoint_dir": str(tmp_path), "eval_every_steps": 4}
+    trainer = make_trainer(None, **options)
+    monkeypatch.setattr(LiveLine, "shown", True)
+    result = trainer.fit(reader(9), reader(3))
+    points = read_run(tmp_path).held_out
+    assert [point.step for point in points] == [4, 8, 9]
+    assert points[-1].value == result.evaluation.auc
+    assert {point.step for point in points if point.best and point.value == result.best} == {result.best_step}
+    assert f"held-out AUC {points[0].value:.4f} at step 4, best" in shown[0]
+    assert f"held-out AUC {points[1].value:.4f} at step 8" in shown[1]
+    found = {m.name: m for m in trainer.monitor.observe().figures}["nn_held_out"]
+    assert (found.value, found.labels) == (points[-1].value, {"metric": "auc"})
+    again = make_trainer(None, **options)
+    again.load(str(tmp_path))
+    again.fit(reader(9), reader(3), epochs=2, max_steps=4)
+    assert [point.step for point in read_run(tmp_path).held_out] == [4, 8, 9, 12, 13]
+
+
 def test_the_curves_continue_over_a_resume(tmp_path):
     pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia-recsys[tensorboard]"')
     trainer = make_trainer(None, checkpoint_dir=str(tmp_path))

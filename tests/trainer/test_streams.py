@@ -73,6 +73,19 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_does(kafka, tmp_path):
     assert torch.equal(parameters(resumed), parameters(whole))
 
 
+def test_evaluations_do_not_change_what_a_stream_trains(kafka, tmp_path):
+    kafka.write(clicks(range(60)))
+    held_out = list(kafka.reader(5))[:3]
+    whole = trainer()
+    whole.fit(kafka.reader(5))
+    steered = trainer(eval_every_steps=3, patience=1, checkpoint_dir=str(tmp_path), keep_best="log_loss")
+    result = steered.fit(kafka.reader(5), held_out)
+    assert (result.global_step, result.stopped_early) == (12, "")
+    assert result.best_step in (3, 6, 9, 12)
+    assert steered.state.offsets == whole.state.offsets
+    assert torch.equal(parameters(steered), parameters(whole))
+
+
 @pytest.mark.slow
 def test_a_repeatedly_killed_run_ends_as_an_undisturbed_one(kafka, tmp_path):
     kafka.write(clicks(range(400)))

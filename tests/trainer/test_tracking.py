@@ -23,7 +23,7 @@ def reader():
     return persia.data.synthetic(ROWS, id_features=2, ids_per_feature=30, batch_size=20)
 
 
-def trainer(schema, *trackers):
+def trainer(schema, *trackers, **options):
     torch.manual_seed(0)
     return persia.Trainer(
         persia.nn.models.FFNN(schema, hidden=(8,)),
@@ -31,7 +31,7 @@ def trainer(schema, *trackers):
         optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
         embedding_optimizer=persia.optim.Adagrad(lr=0.05),
         mode=persia.modes.Sync(),
-        options=TrainerOptions(progress=False, trackers=list(trackers)),
+        options=TrainerOptions(progress=False, trackers=list(trackers), **options),
     )
 
 
@@ -74,6 +74,16 @@ def test_a_tracker_gets_parameters_metrics_and_the_end(recorded):
     assert set(logged[0][2]) == {f"train/{n}" for n in NAMES}
     assert logged[-2][2]["train/progressive_auc"] == result.progressive.auc
     assert logged[-1][2]["eval/auc"] == result.evaluation.auc
+
+
+def test_a_tracker_gets_each_evaluation(recorded, tmp_path):
+    data = reader()
+    t = trainer(data.schema, MLflow(), eval_every_steps=40, keep_best="log_loss", checkpoint_dir=str(tmp_path))
+    result = t.fit(data, data)
+    values = {step: values for _, step, values in recorded.calls[1:-1] if "eval/auc" in values}
+    assert list(values) == [40, 80, 100]
+    assert values[100]["eval/log_loss"] == result.evaluation.log_loss
+    assert min(each["eval/log_loss"] for each in values.values()) == result.best
 
 
 def test_a_failed_run_is_marked(recorded):

@@ -3,10 +3,21 @@
 The format is specified in `docs/reference/checkpoint.md`. Torch is imported only for torch tensors.
 """
 
+from persia.checkpoint.best import BestCheckpoint, Score
 from persia.checkpoint.comparing import TableDifference, diff
 from persia.checkpoint.compatibility import check_values, same_rule
 from persia.checkpoint.exporting import export
-from persia.checkpoint.format import Base, Manifest, Part, RemovedPart, RowsPart, StatePart, TableRecord, TensorsPart
+from persia.checkpoint.format import (
+    Base,
+    Manifest,
+    Part,
+    RemovedPart,
+    RowsPart,
+    StatePart,
+    StepChoice,
+    TableRecord,
+    TensorsPart,
+)
 from persia.checkpoint.inspection import Inspection, format_inspection, inspect
 from persia.checkpoint.listing import CheckpointEntry, list_checkpoints
 from persia.checkpoint.reader import CheckpointReader
@@ -22,6 +33,7 @@ from persia.checkpoint.writer import CheckpointWriter
 __all__ = [
     "MOST_SHARDS",
     "Base",
+    "BestCheckpoint",
     "Checkpoint",
     "CheckpointEntry",
     "CheckpointReader",
@@ -32,7 +44,9 @@ __all__ = [
     "RemovedPart",
     "ReshardOptions",
     "RowsPart",
+    "Score",
     "StatePart",
+    "StepChoice",
     "TableDifference",
     "TableRecord",
     "TableRows",

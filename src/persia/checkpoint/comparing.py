@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.checkpoint.format import StepChoice
 from persia.checkpoint.view import Checkpoint, TableRows, open
 from persia.errors import CheckpointError
 
@@ -43,7 +44,7 @@ def diff(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
     *,
-    steps: tuple[int | None, int | None] = (None, None),
+    steps: tuple[StepChoice, StepChoice] = (None, None),
     progress: Callable[[int], object] = lambda _: None,
 ) -> list[TableDifference]:
     """Compares the embeddings of two checkpoints.
@@ -53,7 +54,7 @@ def diff(
     Args:
         first: directory of checkpoints, or of one step.
         second: directory of checkpoints, or of one step; may be the same directory.
-        steps: steps to compare; None stands for the latest.
+        steps: steps to compare, or "best" or "latest"; None stands for the latest.
         progress: called with the number of rows after each part. The numbers of several passes add up to all rows.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from persia.checkpoint.exporting_dcp import write_dcp
-from persia.checkpoint.format import file_name
+from persia.checkpoint.format import StepChoice, file_name
 from persia.checkpoint.tensors import encode_header
 from persia.checkpoint.view import TableRows, open
 from persia.checks import check_choice
@@ -31,7 +31,7 @@ def export(
     kind: ExportFormat = "parquet",
     *,
     tables: Sequence[str] | None = None,
-    step: int | None = None,
+    step: StepChoice = None,
     state: bool = False,
     progress: Progress = lambda _: None,
 ) -> list[str]:
@@ -50,7 +50,7 @@ def export(
             with `ids` and `embeddings`, and with `state` also `state`, `update_count` and `last_step`; or "dcp": one
             checkpoint of `torch.distributed.checkpoint`, as described above.
         tables: tables to export; None for all.
-        step: step to read; None for the latest.
+        step: step to read, "best" or "latest"; None for the latest.
         state: also write the optimizer state.
         progress: called with the number of rows after each part.
 

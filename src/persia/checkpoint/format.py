@@ -10,7 +10,7 @@ import re
 import zlib
 from collections import Counter
 from datetime import datetime
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -32,6 +32,7 @@ __all__ = [
     "RemovedPart",
     "RowsPart",
     "StatePart",
+    "StepChoice",
     "TableRecord",
     "TensorsPart",
     "checksum_text",
@@ -53,6 +54,9 @@ MAX_PART_BYTES = 64 << 30
 MAX_STEP = 10**12
 
 _STEP = re.compile(r"step-([0-9]{12})")
+
+StepChoice: TypeAlias = int | Literal["best", "latest"] | None
+"""Which checkpoint of a directory: its step, the best one, which `BEST` names, or the latest one. None: the latest."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Dim = Annotated[int, msgspec.Meta(ge=1, le=4096)]

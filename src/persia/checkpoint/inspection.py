@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from persia.checkpoint.format import RowsPart, StatePart, TensorsPart
+from persia.checkpoint.best import BestCheckpoint, read_best
+from persia.checkpoint.format import RowsPart, StatePart, StepChoice, TensorsPart
 from persia.checkpoint.reader import CheckpointReader
+from persia.checkpoint.storage import Storage
+from persia.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -46,7 +49,8 @@ class Inspection(msgspec.Struct, frozen=True):
     """Contents of a checkpoint.
 
     `states` lists names and bytes. `span` holds the first and last step at which rows were captured. `adds_to` lists
-    the steps that an incremental checkpoint builds on, newest first; `tables` and `bytes` exclude these.
+    the steps that an incremental checkpoint builds on, newest first; `tables` and `bytes` exclude these. `best` is the
+    best checkpoint of the directory, and `score` the held-out metric of this one, by name; None where not known.
     """
 
     path: str
@@ -61,14 +65,16 @@ class Inspection(msgspec.Struct, frozen=True):
     states: tuple[tuple[str, int], ...]
     parts: int
     bytes: int
+    best: BestCheckpoint | None = None
+    score: tuple[str, float] | None = None
 
 
-def inspect(url: str | os.PathLike[str], step: int | None = None) -> Inspection:
+def inspect(url: str | os.PathLike[str], step: StepChoice = None) -> Inspection:
     """Summarises a checkpoint without reading its rows.
 
     Args:
         url: directory of checkpoints, or of one step.
-        step: step to inspect; None for the latest.
+        step: step to inspect, "best" or "latest"; None for the latest.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
@@ -84,6 +90,7 @@ def inspect(url: str | os.PathLike[str], step: int | None = None) -> Inspection:
                 name, table.rows, table.dim, table.dtype, rule, table.state_width, table.shards, len(sizes), sum(sizes)
             )
         )
+    metric, value = reader.extra.get("metric"), reader.extra.get("value")
     tensors = [
         TensorInspection(part.name, name, dtype, shape, size)
         for part in manifest.parts
@@ -103,7 +110,16 @@ def inspect(url: str | os.PathLike[str], step: int | None = None) -> Inspection:
         states=tuple((part.name, part.bytes) for part in manifest.parts if isinstance(part, StatePart)),
         parts=len(manifest.parts),
         bytes=sum(part.bytes for part in manifest.parts),
+        best=_best(reader),
+        score=(metric, value) if isinstance(metric, str) and isinstance(value, float | int) else None,
     )
+
+
+def _best(reader: CheckpointReader) -> BestCheckpoint | None:
+    try:
+        return read_best(Storage(reader.root))
+    except CheckpointError:  # A damaged BEST does not concern this checkpoint.
+        return None
 
 
 def format_inspection(inspection: Inspection) -> Group:
@@ -119,7 +135,7 @@ def format_inspection(inspection: Inspection) -> Group:
         step += f", adds to steps {', '.join(map(str, inspection.adds_to))}"
     about = plain(
         f"{inspection.path}\n{step}, created {inspection.created:%Y-%m-%d %H:%M:%S %Z} by persia {inspection.persia}\n"
-        f"{inspection.parts} parts, {_bytes(inspection.bytes)}"
+        f"{inspection.parts} parts, {_bytes(inspection.bytes)}{_scores(inspection)}"
     )
     text, sizes = ("table", "dtype", "optimizer"), ("rows", "shards", "parts", "size")
     tables = Grid("table", "dim", "dtype", "optimizer", *sizes, text=text, title="Embedding tables")
@@ -133,6 +149,17 @@ def format_inspection(inspection: Inspection) -> Group:
     for name, size in inspection.states:
         dense.add_row(name, "", "", "", _bytes(size))
     return Group(about, tables, dense)
+
+
+def _scores(inspection: Inspection) -> str:
+    """Formats the held-out metric of a checkpoint, and which one of its directory is the best."""
+    lines = []
+    if inspection.score is not None:
+        lines.append(f"held-out {inspection.score[0]} {inspection.score[1]:.6g}")
+    if (best := inspection.best) is not None:
+        this = ": this one" if best.step == inspection.global_step else ""
+        lines.append(f"best: step {best.step}, {best.metric} {best.value:.6g}{this}")
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _bytes(count: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from persia.checkpoint.best import read_best
 from persia.checkpoint.format import LATEST, MANIFEST, parse_step, step_name
 from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError
@@ -13,15 +14,16 @@ __all__ = ["CheckpointEntry", "complete_steps", "latest_step", "list_checkpoints
 
 
 class CheckpointEntry(NamedTuple):
-    """A complete checkpoint in a directory: its step, its path, and whether LATEST names it."""
+    """A complete checkpoint in a directory: its step, its path, and whether LATEST, and BEST, name it."""
 
     step: int
     path: str
     latest: bool
+    best: bool = False
 
 
 def list_checkpoints(url: str | os.PathLike[str]) -> list[CheckpointEntry]:
-    """Lists the complete checkpoints of a directory by step. If LATEST is damaged or missing, none is marked latest.
+    """Lists the complete checkpoints of a directory by step. None is marked if LATEST, or BEST, is damaged or missing.
 
     Raises:
         CheckpointError: the directory cannot be listed.
@@ -31,7 +33,12 @@ def list_checkpoints(url: str | os.PathLike[str]) -> list[CheckpointEntry]:
         latest = latest_step(storage)
     except CheckpointError:
         latest = None
-    return [CheckpointEntry(s, storage.full(step_name(s)), s == latest) for s in complete_steps(storage)]
+    try:
+        best = read_best(storage)
+    except CheckpointError:
+        best = None
+    marked = best.step if best is not None else None
+    return [CheckpointEntry(s, storage.full(step_name(s)), s == latest, s == marked) for s in complete_steps(storage)]
 
 
 def complete_steps(storage: Storage) -> list[int]:

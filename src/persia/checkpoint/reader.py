@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.checkpoint.best import BEST, read_best
 from persia.checkpoint.compatibility import NEW_OPTIMIZER, differences
 from persia.checkpoint.format import (
     LATEST,
@@ -21,6 +22,7 @@ from persia.checkpoint.format import (
     RemovedPart,
     RowsPart,
     StatePart,
+    StepChoice,
     TensorsPart,
     parse_step,
     step_name,
@@ -52,7 +54,7 @@ class CheckpointReader:
 
     Args:
         url: directory of checkpoints with a LATEST file, or directory of one step.
-        step: step to read; None for the latest.
+        step: step to read, or "best", or "latest"; None for the latest.
 
     Attributes:
         path: directory of the step.
@@ -65,7 +67,7 @@ class CheckpointReader:
             missing or has been replaced.
     """
 
-    def __init__(self, url: str | os.PathLike[str], step: int | None = None) -> None:
+    def __init__(self, url: str | os.PathLike[str], step: StepChoice = None) -> None:
         self._storage = Storage(url)
         self._prefix = self._resolve(step)
         self.links: list[CheckpointReader] = [self]
@@ -318,12 +320,24 @@ class CheckpointReader:
             if isinstance(part, RowsPart | RemovedPart)
         ]
 
-    def _resolve(self, step: int | None) -> str:
+    def _resolve(self, step: StepChoice) -> str:
         """Returns the path prefix of the step directory, relative to the given directory."""
+        if step == "latest":
+            step = None
         if step is None and self._storage.size(MANIFEST) is not None:
             return ""
         found = complete_steps(self._storage)
         have = f"Complete steps are {', '.join(map(str, found[-8:]))}: name one by step=." if found else ""
+        if step == "best":
+            best = read_best(self._storage)
+            if best is None:
+                where = self._storage.full()
+                raise CheckpointError(
+                    f"{where} names no best checkpoint: there is no {BEST}. Training writes it with "
+                    f"trainer.keep_best or trainer.patience; leave step out for the latest. {have}".strip(),
+                    path=where,
+                )
+            step = best.step
         if step is None:
             step = latest_step(self._storage)
             if step is None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from persia import batching
 from persia.checkpoint.compatibility import check_values
-from persia.checkpoint.format import RemovedPart, RowsPart, StatePart
+from persia.checkpoint.format import RemovedPart, RowsPart, StatePart, StepChoice
 from persia.checkpoint.reader import CheckpointReader
 from persia.checkpoint.servers import MOST_SHARDS, clock_gaps
 from persia.checkpoint.storage import ahead
@@ -54,7 +54,7 @@ def reshard(
     target: str | os.PathLike[str],
     options: ReshardOptions,
     *,
-    step: int | None = None,
+    step: StepChoice = None,
     progress: Progress = lambda _: None,
 ) -> str:
     """Rewrites a checkpoint as a full one, with separate parts for each embedding PS.
@@ -66,7 +66,7 @@ def reshard(
         source: directory of checkpoints, or of one step.
         target: another directory of checkpoints, to add the result to.
         options: properties of the result.
-        step: step to read; None for the latest.
+        step: step to read, "best" or "latest"; None for the latest.
         progress: called with the number of rows after each part.
 
     Returns:
@@ -105,12 +105,12 @@ def reshard(
         )
 
 
-def compact(url: str | os.PathLike[str], step: int | None = None, *, progress: Progress = lambda _: None) -> str:
+def compact(url: str | os.PathLike[str], step: StepChoice = None, *, progress: Progress = lambda _: None) -> str:
     """Replaces an incremental checkpoint by a full one. Checkpoints that build on it remain valid.
 
     Args:
         url: directory of checkpoints.
-        step: step to read; None for the latest.
+        step: step to read, "best" or "latest"; None for the latest.
         progress: called with the number of rows after each part.
 
     Returns:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
-from persia.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, decode_manifest, parse_step, step_name
+from persia.checkpoint.best import best_of, read_best, read_manifest
+from persia.checkpoint.format import MANIFEST, Manifest, parse_step, step_name
 from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError
 
@@ -19,7 +21,7 @@ class Retention(NamedTuple):
 
     Attributes:
         last: number of newest checkpoints to keep; None keeps all.
-        best: also keep the checkpoint with the highest score.
+        best: also keep the checkpoint with the highest score. The checkpoint that `BEST` names is always kept.
     """
 
     last: int | None = None
@@ -40,8 +42,8 @@ class Retention(NamedTuple):
         complete = [step for step in steps if MANIFEST in storage.names(step_name(step))]
         retained = set(complete[: self.last])
         if len(complete) > self.last:
-            manifests = {step: _manifest(storage, step) for step in complete}
-            retained |= self._best(manifests)
+            manifests = {step: read_manifest(storage, step) for step in complete}
+            retained |= self._best(storage, manifests)
             retained |= {base for step in retained for base in _bases(manifests, step)}
         for step in steps:
             if step in retained or step == newest:
@@ -52,11 +54,11 @@ class Retention(NamedTuple):
                 )  # First: a partially removed checkpoint must not be complete.
             storage.remove(step_name(step))
 
-    def _best(self, manifests: dict[int, _Manifest | None]) -> set[int]:
-        if not self.best:
-            return set()
-        scores = {s: m.extra["score"] for s, m in manifests.items() if m and _is_number(m.extra.get("score"))}
-        return {max(scores, key=lambda step: (scores[step], step))} if scores else set()
+    def _best(self, storage: Storage, manifests: dict[int, _Manifest | None]) -> set[int]:
+        best = best_of(manifests) if self.best else None
+        with suppress(CheckpointError):  # A damaged one names nothing.
+            best = read_best(storage) or best
+        return {best.step} & manifests.keys() if best is not None else set()
 
 
 def _bases(manifests: dict[int, _Manifest | None], step: int) -> Iterator[int]:
@@ -74,24 +76,3 @@ def _bases(manifests: dict[int, _Manifest | None], step: int) -> Iterator[int]:
             return
         step = manifest.base.step
         yield step
-
-
-def _manifest(storage: Storage, step: int) -> _Manifest | None:
-    """Reads the manifest of a step; None if it is damaged.
-
-    Raises:
-        CheckpointError: the storage failed.
-    """
-    path = f"{step_name(step)}/{MANIFEST}"
-    size = storage.size(path)
-    if not size or size > MAX_MANIFEST_BYTES:
-        return None
-    data = storage.head(path, 0, size)
-    try:
-        return decode_manifest(data, path)
-    except CheckpointError:
-        return None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

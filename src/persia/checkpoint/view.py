@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.checkpoint.format import StepChoice
 from persia.checkpoint.reader import CheckpointReader
 
 if TYPE_CHECKING:
@@ -125,12 +126,12 @@ class Checkpoint:
         return self.tables[table]
 
 
-def open(url: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
+def open(url: str | os.PathLike[str], step: StepChoice = None) -> Checkpoint:
     """Opens a checkpoint to read its rows. Reads only the manifest.
 
     Args:
         url: directory of checkpoints with a LATEST file, or directory of one step.
-        step: step to read; None for the latest.
+        step: step to read, "best" or "latest"; None for the latest.
 
     Raises:
         CheckpointError: there is no such checkpoint, or its manifest is invalid.

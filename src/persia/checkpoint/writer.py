@@ -1,7 +1,7 @@
 """Writes one checkpoint, part by part. It becomes valid with `commit`.
 
-The order of writes is: parts, each synced; their directories; `manifest.json`; `LATEST`. Older checkpoints are removed
-last. A crash between any two leaves the previous checkpoint valid.
+The order of writes is: parts, each synced; their directories; `manifest.json`; `BEST`; `LATEST`. Older checkpoints are
+removed last. A crash between any two leaves the previous checkpoint valid.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.checkpoint.best import Score, best_of, read_manifest, write_best
 from persia.checkpoint.format import (
     FORMAT,
     LATEST,
@@ -39,6 +40,7 @@ from persia.checkpoint.format import (
     file_name,
     step_name,
 )
+from persia.checkpoint.listing import complete_steps
 from persia.checkpoint.packing import pack
 from persia.checkpoint.retention import Retention
 from persia.checkpoint.storage import Storage
@@ -75,7 +77,7 @@ class CheckpointWriter:
             it. Incomplete files of an interrupted writer are removed.
         keep_last: number of newest checkpoints to keep at `commit`, with the checkpoints that they build on; None keeps
             all.
-        keep_best: also keep the checkpoint with the highest `score`.
+        keep_best: point `BEST` to the checkpoint with the highest score, and keep it.
 
     Attributes:
         content: random identifier of the contents, for checkpoints that build on this one.
@@ -211,7 +213,7 @@ class CheckpointWriter:
         optimizer: EmbeddingOptimizer | None = None,
         span: tuple[int, int] | None = None,
         base: Base | None = None,
-        score: float | None = None,
+        score: Score | None = None,
         content: str | None = None,
     ) -> str:
         """Completes the checkpoint and makes it the latest.
@@ -224,7 +226,7 @@ class CheckpointWriter:
             optimizer: optimizer of tables that declare none.
             span: first and last global step at which rows were captured; defaults to `global_step` for both.
             base: checkpoint of this directory that this one builds on.
-            score: score that `keep_best` compares; higher is better. Stored as `extra["score"]`.
+            score: held-out metric that `keep_best` compares. Stored as `score`, `metric` and `value` of `extra`.
             content: identifier of the checkpoint of this step that this one replaces with equal contents; LATEST does
                 not change. None for a new identifier.
 
@@ -249,7 +251,7 @@ class CheckpointWriter:
             parts=self._parts,
             schema=_builtins(schema, "schema"),
             config=_builtins({} if config is None else config, "config"),
-            extra=_builtins({} if extra is None else extra, "extra") | ({} if score is None else {"score": score}),
+            extra=_builtins({} if extra is None else extra, "extra") | _score_fields(score),
             content=content or self.content,
         )
         self.content = manifest.content
@@ -263,10 +265,23 @@ class CheckpointWriter:
             raise
         finally:
             self._open = False  # From here on the files stay, as a failed call may have taken effect.
+        if score is not None and self._retention.best:
+            self._mark_best()
         if content is None:  # Otherwise the contents are not newer.
             self._storage.put(LATEST, f"{self._name}\n".encode())
         self._prune()
         return self.path
+
+    def _mark_best(self) -> None:
+        """Points `BEST` to the best checkpoint up to this one.
+
+        Manifests decide, so a crash before this call leaves `BEST` at an older, complete checkpoint, and the next
+        checkpoint corrects it.
+        """
+        steps = [step for step in complete_steps(self._storage) if step <= self._step]
+        best = best_of({step: read_manifest(self._storage, step) for step in steps})
+        if best is not None:
+            write_best(self._storage, best)
 
     def abort(self) -> None:
         """Removes the files written so far, unless committed. Does not raise."""
@@ -417,6 +432,10 @@ def _builtins(value: Any, field: str) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise CheckpointError(f"{field} is a {type(value).__name__}; give a dict or a record.", field=field)
     return result
+
+
+def _score_fields(score: Score | None) -> dict[str, Any]:
+    return {} if score is None else {"score": score.score, "metric": score.metric, "value": score.value}
 
 
 def _version() -> str:

@@ -79,6 +79,9 @@ def _tiles(record: RunRecord) -> Iterable[tuple[str, str]]:
             if len(record.evaluation) > 1:
                 what += f", {label}"
             yield what, "none" if value is None else metric.text(value)
+    best = next((point for point in reversed(record.held_out) if point.best), None)
+    if best is not None and best.value is not None and len(record.held_out) > 1:
+        yield f"best held-out {best.metric}, at step {best.step:,}", f"{best.value:.4f}"
     if record.tables:
         yield "rows stored", short(sum(table["rows"] for table in record.tables.values()))
         yield "memory of tables", f"{sum(table['bytes'] for table in record.tables.values()) / 2**20:,.0f} MiB"
@@ -104,6 +107,10 @@ def _charts(record: RunRecord) -> Iterable[str]:
     for other in others:
         title = f"{titled(other)} of the samples since the previous point"
         yield lines(title, windows(lambda point, name=other: point.others.get(name)), "step")  # type: ignore[misc]
+    held_out = [point for point in record.held_out if point.metric == record.held_out[-1].metric]
+    if len(held_out) > 1:
+        points: dict[str, Series] = {"held-out": [(point.step, point.value) for point in held_out]}
+        yield lines(f"{held_out[-1].metric} of held-out samples", points, "step")
     yield lines("Samples/s of NN worker 0", curve("rows_per_second"), "step")
     yield lines("Hit rate: share of looked-up ids that had a row", curve("hit_rate"), "step")
     yield lines("Rows in the store", curve("stored_rows"), "step")

@@ -85,6 +85,7 @@ def _headline(seen: ClusterView, width: int) -> Text:
         ("loss", _text(seen.mean("loss"), ".4f")),
         *([] if auc is None and others else [("AUC", _text(auc, ".4f"))]),
         *((name, f"{value:.5g}") for name, value in others.items()),
+        *((("held-out", _text(held_out, ".4f")),) if (held_out := seen.mean("held_out")) is not None else ()),
         ("waiting", _text(seen.mean("wait"), ".0%")),
         ("staleness", _text(seen.mean("staleness"), ".2f")),
     ]

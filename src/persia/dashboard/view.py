@@ -65,6 +65,7 @@ class ProcessView(msgspec.Struct, frozen=True):
         loss: loss of the last batch.
         auc: progressive AUC of this `fit` call; in later passes over the data, training AUC.
         others: metrics of labels that are not binary, by title: "watch RMSE".
+        held_out: last value of the watched metric of the data for evaluation.
         staleness: mean staleness over all lookups so far.
         hit_rate: share of ids looked up since the last view that had a row.
     """
@@ -83,6 +84,7 @@ class ProcessView(msgspec.Struct, frozen=True):
     step: float | None = None
     loss: float | None = None
     auc: float | None = None
+    held_out: float | None = None
     staleness: float | None = None
     hit_rate: float | None = None
     others: dict[str, float] = {}
@@ -183,6 +185,7 @@ def _process(answer: Answer, before: Health | None, seconds: float) -> ProcessVi
         step=gauge("nn_step"),
         loss=gauge("nn_loss"),
         auc=gauge("nn_auc"),
+        held_out=gauge("nn_held_out"),
         staleness=staleness if _has(health, "nn_staleness_lookups") else None,
         hit_rate=hits / lookups if lookups and hits is not None else None,
         others={

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.checkpoint.format import StepChoice
 from persia.checkpoint.reader import CheckpointReader
 from persia.checks import check_choice
 from persia.errors import CheckpointError, ConfigError
@@ -30,7 +31,7 @@ def publish_checkpoint(
     checkpoint: str | os.PathLike[str],
     url: str | os.PathLike[str],
     *,
-    step: int | None = None,
+    step: StepChoice = None,
     dtype: PublishDtype = "float32",
     model: ModelDescription | None = None,
     progress: Callable[[int], object] = lambda _: None,
@@ -42,7 +43,7 @@ def publish_checkpoint(
     Args:
         checkpoint: directory of checkpoints, or of one step.
         url: URL of the log, as in `PublishOptions`. Nothing else may publish there.
-        step: step to publish; None for the latest.
+        step: step to publish, "best" or "latest"; None for the latest.
         dtype: type of published values; see `PublishOptions`.
         model: how to build the network; None for the description that `persia train` recorded in the checkpoint.
         progress: called with the number of rows after each part.

@@ -95,6 +95,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "nn_metric": MetricKind(
         "gauge", "by label that is not binary, its RMSE or accuracy in this call of fit, by metric: rmse, accuracy"
     ),
+    "nn_held_out": MetricKind("gauge", "last value of the metric of `keep_best` on eval_data, by metric"),
     "nn_ready": MetricKind("gauge", "batches looked up that wait for the network"),
     "nn_torch_threads": MetricKind("gauge", "threads that torch computes with"),
     "nn_staleness_sum": MetricKind("counter", "own steps between lookup and applied gradient, over all lookups"),

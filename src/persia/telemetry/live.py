@@ -36,6 +36,7 @@ class Snapshot(NamedTuple):
         hit_rate: fraction of ids looked up since the last snapshot that had a row; nan without any.
         seen: whether the rows were trained in an earlier pass over the data, so that the AUC is a training AUC.
         others: metric to watch of each label that is not binary, by "LABEL:METRIC".
+        held_out: the last evaluation on held-out data; empty without one.
     """
 
     step: int
@@ -48,6 +49,7 @@ class Snapshot(NamedTuple):
     hit_rate: float = math.nan
     seen: bool = False
     others: Mapping[str, float] = {}
+    held_out: str = ""
 
     def text(self, width: int = UNLIMITED) -> str:
         """Formats the snapshot as one line, with as many metrics as fit into the width."""
@@ -57,6 +59,7 @@ class Snapshot(NamedTuple):
             f"step {self.step:>7,}", f"{self.rows:>11,} rows", f"{self.rows_per_second:>9,.0f} rows/s",
             f"loss {self.loss:.4f}", *aucs,
             *(f"{prefix}{titled(name)} {value:.4g}" for name, value in self.others.items()),
+            *((self.held_out,) if self.held_out else ()),
             f"store {self.stored_rows:,} rows",
             f"staleness {self.staleness:.2f}",
         )  # fmt: skip
@@ -72,11 +75,13 @@ class LiveLine:
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
+        self._inside = False
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False) if enabled and self._console.is_terminal else None
         self._next = time.monotonic() + (REFRESH_SECONDS if self._live else PLAIN_SECONDS)
 
     def __enter__(self) -> LiveLine:
+        self._inside = True
         if self._live:
             self._live.start()
         return self
@@ -84,8 +89,14 @@ class LiveLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._inside = False
         if self._live:
             self._live.stop()
+
+    @property
+    def shown(self) -> bool:
+        """Whether lines are shown now."""
+        return self._enabled and self._inside
 
     def due(self) -> bool:
         """Whether it is time for the next snapshot. Cheap."""

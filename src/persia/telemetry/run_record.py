@@ -14,6 +14,7 @@ __all__ = [
     "CalibrationBin",
     "CurvePoint",
     "FeatureCost",
+    "HeldOutPoint",
     "NonFiniteRows",
     "RunRecord",
     "read_run",
@@ -54,6 +55,22 @@ class CurvePoint(msgspec.Struct, frozen=True):
     window_auc: float | None = None
     seen: bool = False
     others: dict[str, float | None] = {}
+
+
+class HeldOutPoint(msgspec.Struct, frozen=True):
+    """An evaluation on held-out data during training.
+
+    Attributes:
+        step: global step.
+        metric: name of the metric that decides which state is the best.
+        value: its value; None if it was not finite.
+        best: whether it was the best one so far.
+    """
+
+    step: int
+    metric: str
+    value: float | None
+    best: bool = False
 
 
 class CalibrationBin(msgspec.Struct, frozen=True):
@@ -121,6 +138,7 @@ class RunRecord(msgspec.Struct):
         non_finite: rows that the last `fit` call left unchanged, by table.
         evaluation: by label, metrics on `eval_data`: AUC and log-loss of binary ones.
         complete: whether `fit` returned.
+        held_out: evaluations on `eval_data` by step; continues like `curve`.
         calibration_seen: whether the rows of `calibration` were trained in an earlier pass over the data.
     """
 
@@ -137,6 +155,15 @@ class RunRecord(msgspec.Struct):
     evaluation: dict[str, dict[str, float | None]] = {}
     complete: bool = False
     calibration_seen: bool = False
+    held_out: list[HeldOutPoint] = []
+
+    def add_held_out(self, point: HeldOutPoint) -> None:
+        """Adds an evaluation. Replaces those of later steps, which an earlier attempt left."""
+        while self.held_out and self.held_out[-1].step >= point.step:
+            self.held_out.pop()
+        self.held_out.append(point)
+        if len(self.held_out) > MOST_POINTS:
+            del self.held_out[1:-1:2]
 
     def add(self, point: CurvePoint) -> None:
         """Adds a point to the curves. Replaces points of later steps, which an earlier attempt left."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import secrets
 import threading
@@ -16,11 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
+from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter, Score
 from persia.checkpoint.storage import ahead
 from persia.config import dump
 from persia.errors import CheckpointError, PeerRestartedError, PersiaError, StoreError, WireError
-from persia.metrics import MetricsResult
 from persia.modes import Sync
 from persia.nn.dense_step import DenseStep
 from persia.nn.models.registry import description_of
@@ -53,12 +51,12 @@ class CheckpointState(NamedTuple):
 
     Attributes:
         training: `TrainingState.state_dict`, which all NN workers call.
-        score: the highest decides which checkpoint is the best.
+        score: held-out metric of the state, if it was evaluated; decides which checkpoint is the best.
         consistent: whether rows are written as they were at the time of capture, though training continues.
     """
 
     training: dict[str, Any]
-    score: float | None = None
+    score: Score | None = None
     consistent: bool = True
 
 
@@ -110,7 +108,7 @@ class Throttle:
 class Checkpointing:
     """Writes the checkpoints of a run, one at a time. Used by the training thread; NN worker 0 writes for all.
 
-    All NN workers call `save`, `save_last`, `begin_periodic` and `await_periodic`, between two phases.
+    All NN workers call `save`, `save_last`, `begin_periodic`, `begin_best` and `await_periodic`, between two phases.
 
     Args:
         network: the dense network, whose replicas run functions on NN worker 0.
@@ -144,6 +142,8 @@ class Checkpointing:
         self._warned_of_skips = False
         self._diverged = False
         """Whether the model has diverged since the last checkpoint was begun."""
+        self.on_written: Callable[[str], object] = lambda _: None
+        """Receives the path of each complete checkpoint, on NN worker 0, in whichever thread has written it."""
         self._hurry = threading.Event()  # Set while the training thread waits for what is being written.
 
     @property
@@ -176,9 +176,9 @@ class Checkpointing:
         captured = self.capture()
         return self._network.replicas.run_on_rank0(lambda: self.write(directory, captured), str)
 
-    def save_last(self, evaluation: MetricsResult | None) -> str:
+    def save_last(self) -> str:
         """Writes the checkpoint at the end of `fit`. As none comes after it, transient failures are retried."""
-        captured, directory = self.capture(evaluation), self._directory
+        captured, directory = self.capture(), self._directory
 
         def transient(error: Exception) -> bool:
             full = isinstance(error, CheckpointError) and error.fields.get("errno") in (errno.ENOSPC, errno.EDQUOT)
@@ -198,11 +198,8 @@ class Checkpointing:
 
         return self._network.replicas.run_on_rank0(write, str)
 
-    def begin_periodic(self, evaluate: Callable[[], MetricsResult | None]) -> bool:
+    def begin_periodic(self) -> bool:
         """Begins a checkpoint that is written while training continues, unless one is still being written.
-
-        Args:
-            evaluate: called where the best checkpoint is kept.
 
         Returns:
             Whether it was begun.
@@ -213,8 +210,16 @@ class Checkpointing:
         replicas = self._network.replicas
         if replicas.run_on_rank0(self._still_writing, bool):
             return False
-        captured = self.capture(evaluate() if self._options.keep_best is not None else None)
+        captured = self.capture()
         return replicas.run_on_rank0(lambda: self.begin(self._directory, captured), bool)
+
+    def begin_best(self) -> bool:
+        """Begins a checkpoint of a state that is the best so far; see `begin_periodic`.
+
+        Waits for a checkpoint that is still being written, as this one must not be left out.
+        """
+        captured = self.capture()
+        return self._network.replicas.run_on_rank0(lambda: self.begin(self._directory, captured), bool)
 
     def await_periodic(self) -> bool:
         """Waits for the last checkpoint that was begun. Returns whether it has failed, so that another is needed."""
@@ -229,11 +234,8 @@ class Checkpointing:
 
         return self._network.replicas.run_on_rank0(failed, bool)
 
-    def capture(self, evaluation: MetricsResult | None = None) -> CheckpointState:
+    def capture(self) -> CheckpointState:
         """Captures the state of training. All NN workers call it.
-
-        Args:
-            evaluation: decides which checkpoint is the best.
 
         Raises:
             DivergedError: the state does not give finite logits.
@@ -241,7 +243,7 @@ class Checkpointing:
         self._finite.check()
         self._network.replicas.settle()
         consistent = self._options.checkpoint_consistent or isinstance(self._state.mode, Sync)
-        return CheckpointState(self._state.state_dict(), self._score(evaluation), consistent)
+        return CheckpointState(self._state.state_dict(), self._score(), consistent)
 
     def give_up_live(self) -> None:
         """Gives up a checkpoint that is being written, if its rows are the current ones: the model has diverged."""
@@ -300,12 +302,13 @@ class Checkpointing:
         self._warned_of_skips = True
         return True
 
-    def _score(self, evaluation: MetricsResult | None) -> float | None:
-        """Returns the score of a checkpoint, the higher the better; None if no score is kept."""
-        if evaluation is None or self._options.keep_best is None:
+    def _score(self) -> Score | None:
+        """Returns the score of the state, if it was evaluated and the best checkpoint is kept."""
+        seen = self._state.evaluations
+        if not self._options.keeps_best or seen.last is None or seen.last_step != self._state.global_step:
             return None
-        score = evaluation.auc if self._options.keep_best == "auc" else -evaluation.log_loss
-        return score if math.isfinite(score) else None
+        watched = self._declared.watched
+        return Score(watched.name, seen.last, watched.score(seen.last)) if watched.name == seen.metric else None
 
     def _tolerate_once(self, error: CheckpointError) -> None:
         """Logs the error of a checkpoint; raises it if the checkpoint before has failed, too."""
@@ -331,7 +334,7 @@ class Checkpointing:
         chain = self._chain if self._may_add_increment(directory, step, options.checkpoint_increments) else None
         self._chain = None
         self._diverged = False
-        writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None)
+        writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keeps_best)
         try:
             with _as_checkpoint_error(step):
                 # The state of PSs besides rows changes with every batch: read it before training continues.
@@ -393,6 +396,7 @@ class Checkpointing:
             now = time.monotonic()
             self._last = _Written(now, step, now - began)
             self._chain = _Chain(directory, Base(step, writer.content), [info.numbers for info in infos], increments)
+            self.on_written(path)
             return path
 
         return write

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from persia.nn.transfer import Staging, staging_for
 from persia.optim import APMSqueeze
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.tracking import Tracker
+from persia.trainer.callbacks import Callback, Callbacks
 from persia.trainer.checkpointing import Checkpointing
 from persia.trainer.evaluation import Evaluator
 from persia.trainer.finite_state import FiniteState
@@ -43,6 +45,7 @@ class Components(NamedTuple):
         evaluator: scores data without training.
         finite: finds out whether the state of training gives finite logits.
         trackers: receive metrics.
+        callbacks: the user's callbacks.
     """
 
     declared: Declared
@@ -57,10 +60,15 @@ class Components(NamedTuple):
     evaluator: Evaluator
     finite: FiniteState
     trackers: list[Tracker]
+    callbacks: Callbacks
 
 
 def assemble(
-    model: torch.nn.Module, optimizer: OptimizerFactory, declared: Declared, cluster: Cluster | None
+    model: torch.nn.Module,
+    optimizer: OptimizerFactory,
+    declared: Declared,
+    cluster: Cluster | None,
+    callbacks: Sequence[Callback] = (),
 ) -> Components:
     """Makes the components of a run, and connects this process to the cluster.
 
@@ -69,6 +77,7 @@ def assemble(
         optimizer: makes the dense optimizer.
         declared: the declarations of the run.
         cluster: where the roles run; None for this process.
+        callbacks: the user's callbacks; those of NN worker 0 are called.
 
     Raises:
         ConfigError: the cluster or the device cannot run what is declared.
@@ -101,6 +110,8 @@ def assemble(
     evaluator = Evaluator(network, embeddings)
     finite = FiniteState(network, state, evaluator)
     checkpointing = Checkpointing(network, state, finite, servers, declared)
+    events = Callbacks(callbacks if embeddings.connection.rank == 0 else ())
+    checkpointing.on_written = events.written.append
     publishing = Publishing(declared, network, state, finite, servers)
     monitor = Monitor(state, network, embeddings, checkpointing, publishing)
     if embeddings.connection.observe is not None:
@@ -118,6 +129,7 @@ def assemble(
         evaluator=evaluator,
         finite=finite,
         trackers=options.make_trackers(),
+        callbacks=events,
     )
 
 

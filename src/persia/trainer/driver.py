@@ -179,7 +179,9 @@ class Driver:
         """
         options = self._declared.options
         stream = isinstance(train_data, StreamPosition)
-        self._state.begin_source(train_data, stream=stream, again=again, restart=restart_data)
+        self._state.begin_source(
+            train_data, stream=stream, again=again, restart=restart_data, patience=options.patience
+        )
         self._state.loaded = False
         set_local_batch(train_data, self._state)
         set_input_rules(train_data, self._state)

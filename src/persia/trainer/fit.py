@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, DivergedError
-from persia.metrics import MetricsResult
 from persia.services import StreamPosition
 from persia.trainer.components import Components
 from persia.trainer.driver import save_recovery_point
-from persia.trainer.evaluation import no_rows
 from persia.trainer.intervals import Bounds
 from persia.trainer.loop import TrainingLoop
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
 from persia.trainer.sources import set_input_rules, set_local_batch, source_of
+from persia.trainer.steering import Steering
 
 __all__ = ["FitCall"]
 
@@ -35,8 +33,8 @@ class FitCall:
         restart_data: see `Trainer.fit`.
 
     Raises:
-        ConfigError: the best checkpoint is to be kept, and there are no data to evaluate; or the position in the data
-            has no meaning any more.
+        ConfigError: an option evaluates, and there are no data to evaluate; or the position in the data has no meaning
+            any more.
     """
 
     def __init__(
@@ -55,30 +53,35 @@ class FitCall:
         self._components = components
         self._connection = connection
         self._directory = options.checkpoint_dir
-        self._keep_best = options.keep_best is not None
         self._train_data = train_data
-        self._eval_data = eval_data
         self._epochs = epochs
         self._max_steps = max_steps
-        self._should_stop = should_stop
+        callbacks = components.callbacks
+
+        def stopping() -> bool:
+            return should_stop() or callbacks.failed
+
         self._raises = options.nonfinite == "raise"
         self._saved_step: int | None = None
         """Step of the last checkpoint of this call."""
-        if self._keep_best and eval_data is None:
-            raise ConfigError("keep_best needs eval_data.", field="eval_data")
+        for name in ("keep_best", "eval_every_steps", "eval_every_epochs"):
+            if getattr(options, name) is not None and eval_data is None:
+                raise ConfigError(f"{name} needs eval_data.", field="eval_data")
         self._loader_stream = connection.stream(train_data) if connection.stream is not None else None
         stream = train_data if self._loader_stream is None else self._loader_stream.stream
         position = stream if isinstance(stream, StreamPosition) else None
-        state.begin_source(train_data, stream=position is not None, again=again, restart=restart_data)
+        state.begin_source(
+            train_data, stream=position is not None, again=again, restart=restart_data, patience=options.patience
+        )
         set_local_batch(train_data, state)
         set_input_rules(train_data, state)
-        state.begin_data(position, should_stop)
+        state.begin_data(position, stopping)
         self._keeps_recovery_points = connection.save_recovery_point is not None
         if self._keeps_recovery_points:
             state.record_covered_by = "recovery point"
         else:
             state.record_covered_by = "checkpoint" if self._directory else "training"
-        self._bounds = Bounds(state, network, options, max_steps, self._keeps_recovery_points, should_stop)
+        self._bounds = Bounds(state, network, options, max_steps, self._keeps_recovery_points, stopping)
         self._progress = FitProgress(
             state,
             network,
@@ -88,14 +91,16 @@ class FitCall:
             components.staging,
             options,
             components.trackers,
+            callbacks,
         )
+        self._steering = Steering(components, eval_data, self._bounds, self._progress, stopping)
         if publishing.drift is not None:
             self._progress.on_scored = publishing.drift.scored
 
         progress, raises = self._progress, self._raises
 
         def ends() -> bool:  # Without `self`: no cycle keeps the rows of a Trainer that is dropped.
-            return should_stop() or (raises and progress.has_non_finite)
+            return stopping() or (raises and progress.has_non_finite)
 
         self._loop = TrainingLoop(state, network, embeddings, self._progress, ends, publishing)
 
@@ -113,7 +118,7 @@ class FitCall:
         with self._progress.tracked(components.declared):
             with self._publishing():
                 self._train()
-            self._progress.check_trained(self._epochs, self._max_steps)
+            self._progress.data_checks.check_trained(self._epochs, self._max_steps, self._steering.stopped_early)
             return self._finish()
 
     def _train(self) -> None:
@@ -122,7 +127,9 @@ class FitCall:
         A phase ends with the pass, at a checkpoint, or at a switch of mode.
         """
         components, state, bounds = self._components, self._components.state, self._bounds
-        phases = components.phases
+        phases, steering = components.phases, self._steering
+        if state.data.left(self._epochs) and not bounds.reached() and steering.missed() and steering.evaluate_now():
+            self._saved_step = state.global_step
         while state.data.left(self._epochs) and not bounds.reached():
             state.data = state.data.begin_pass()
             source = source_of(
@@ -141,15 +148,22 @@ class FitCall:
                 ended = phases.train(self._loop, source, bounds.steps_left(phases.next_switch))
                 ended = ended and not state.interrupted
                 if ended:
-                    self._progress.check_pass()
+                    self._progress.data_checks.check_pass()
                     state.end_pass()
                 phases.raise_if_nn_workers_died()
                 if self._raises:
                     self._progress.check_gradients()
-                if bounds.stop_requested() or ended:
-                    break
-                if bounds.checkpoints.due() and components.checkpointing.begin_periodic(self._evaluate):
+                stopped = bounds.stop_requested()
+                if not stopped and steering.after_phase(pass_ended=ended):
                     self._saved_step = state.global_step
+                components.callbacks.deliver(state.global_step)
+                if stopped or ended:
+                    break
+                saved = self._saved_step == state.global_step
+                if bounds.checkpoints.due() and not saved:
+                    steering.before_checkpoint()
+                    if components.checkpointing.begin_periodic():
+                        self._saved_step = state.global_step
                 if bounds.recovery_points.due():
                     self._save_recovery_point()
 
@@ -186,30 +200,19 @@ class FitCall:
         save_recovery_point(components.network, components.state, self._connection, self._progress)
 
     def _finish(self) -> FitResult:
-        """Writes the last checkpoint, unless a periodic one has the same step, and evaluates."""
+        """Writes the last checkpoint, unless one of the same step was begun, and evaluates."""
         state, phases, checkpointing = self._components.state, self._components.phases, self._components.checkpointing
+        steering = self._steering
         if checkpointing.await_periodic():
             self._saved_step = None
-        evaluation = None
         try:
-            if self._keep_best:
-                evaluation = self._evaluate()
+            if steering.scores_checkpoints:
+                steering.evaluate()
         finally:  # Also if the evaluation has failed.
             if self._directory is not None and self._saved_step != state.global_step:
-                checkpointing.save_last(evaluation)
+                checkpointing.save_last()
         # Set only after the save: if that fails, the next call saves again, rather than train from epoch 0.
         state.finished = not state.data.left(self._epochs)
         self._components.network.replicas.settle()
-        return self._progress.result(evaluation or self._evaluate(), phases.report(), phases.mode_choices())
-
-    def _evaluate(self) -> MetricsResult | None:
-        """Evaluates on `eval_data`; returns None if there are none, or the call was asked to stop."""
-        if self._eval_data is None or self._bounds.stop_requested():
-            return None
-        data = itertools.takewhile(lambda _: not self._should_stop(), self._eval_data)
-        result = self._components.evaluator.evaluate(data, may_be_empty=True)
-        if self._bounds.stop_requested():
-            return None
-        if not result.rows and not self._components.declared.options.allow_empty:
-            raise no_rows()
-        return result
+        evaluation, early = steering.evaluate(), steering.stopped_early
+        return self._progress.result(evaluation, phases.report(), phases.mode_choices(), early)

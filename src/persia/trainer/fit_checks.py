@@ -66,16 +66,19 @@ def check_eval_data(data: Iterable[Batch] | None, options: TrainerOptions) -> No
     """Checks that `fit` can evaluate on data as often as it is going to.
 
     Raises:
-        ConfigError: each checkpoint needs a score, and the data can be read only once.
+        ConfigError: `fit` evaluates more than once, and the data can be read only once.
         DataError: the data are not iterable, or empty.
     """
     if data is None:
         return
     check_data("eval_data", data)
-    if options.keep_best is not None and isinstance(data, Iterator):
+    often = [
+        name for name in ("keep_best", "eval_every_steps", "eval_every_epochs") if getattr(options, name) is not None
+    ]
+    if often and isinstance(data, Iterator):
+        what = "evaluates each checkpoint" if often == ["keep_best"] else "evaluates again and again"
         raise ConfigError(
-            "eval_data is an iterator, which can be read only once, and keep_best evaluates each checkpoint; give a "
-            "reader or a list.",
+            f"eval_data is an iterator, which can be read only once, and {often[-1]} {what}; give a reader or a list.",
             field="eval_data",
         )
     used_up = isinstance(data, GeneratorType) and data.gi_frame is None

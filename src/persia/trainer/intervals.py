@@ -1,4 +1,4 @@
-"""Bounds of the phases of a `fit` call: checkpoints and recovery points by steps or by time, and its end."""
+"""Bounds of the phases of a `fit` call: checkpoints, recovery points, evaluations, and its end."""
 
 from __future__ import annotations
 
@@ -29,15 +29,24 @@ class Interval:
         replicas: the first NN worker's time counts.
         every_steps: None for no bound in steps.
         every_seconds: None for no bound in seconds.
+        aligned: whether intervals in steps end at multiples of `every_steps`, in whatever calls of `fit`; otherwise
+            they are counted from the last time that it was due.
     """
 
     def __init__(
-        self, step: Callable[[], int], replicas: Replicas, every_steps: int | None, every_seconds: float | None
+        self,
+        step: Callable[[], int],
+        replicas: Replicas,
+        every_steps: int | None,
+        every_seconds: float | None,
+        *,
+        aligned: bool = False,
     ) -> None:
         self._step = step
         self._replicas = replicas
         self._every_steps = every_steps
         self._every_seconds = every_seconds
+        self._aligned = aligned
         self._began = self._last = time.monotonic()
         self._first_step = step()
         self._next_step = self._step_after()
@@ -61,7 +70,10 @@ class Interval:
 
     def _step_after(self) -> int | None:
         """Returns the step at which the next interval in steps ends."""
-        return None if self._every_steps is None else self._step() + self._every_steps
+        if self._every_steps is None:
+            return None
+        step = self._step()
+        return step + self._every_steps - (step % self._every_steps if self._aligned else 0)
 
     def _steps_left(self) -> int:
         """Predicts how many steps fit into the rest of the interval in seconds; 1 at least."""
@@ -80,7 +92,7 @@ class Bounds:
     Args:
         state: has the global step.
         network: its replicas agree.
-        options: has the intervals of checkpoints and recovery points.
+        options: has the intervals of checkpoints, recovery points and evaluations.
         max_steps: most global steps of this call; None for no bound.
         recovery: whether recovery points are kept.
         should_stop: whether this NN worker was asked to stop.
@@ -100,6 +112,7 @@ class Bounds:
         self._should_stop = should_stop
         self._last_step = None if max_steps is None else state.global_step + max_steps
         self._stopped = False
+        self._ended_early = False
 
         def step() -> int:
             return state.global_step
@@ -109,6 +122,11 @@ class Bounds:
         )
         seconds = options.recovery_point_every_seconds if recovery else None
         self.recovery_points = Interval(step, self._replicas, None, seconds)
+        self.evaluations = Interval(step, self._replicas, options.eval_every_steps, None, aligned=True)
+
+    def end_early(self) -> None:
+        """Ends the call between two phases. All NN workers call it."""
+        self._ended_early = True
 
     def stop_requested(self) -> bool:
         """Returns whether any NN worker was asked to stop. Blocks until all have called it."""
@@ -116,8 +134,8 @@ class Bounds:
         return self._stopped
 
     def reached(self) -> bool:
-        """Returns whether `max_steps` is reached, or the call was asked to stop."""
-        if self._stopped:
+        """Returns whether `max_steps` is reached, or the call was asked to stop, or ends early."""
+        if self._stopped or self._ended_early:
             return True
         return self._last_step is not None and self._state.global_step >= self._last_step
 
@@ -127,6 +145,7 @@ class Bounds:
         Args:
             next_switch: global step at which the schedule changes the mode, if it does.
         """
-        candidates = (self._last_step, self.checkpoints.boundary(), self.recovery_points.boundary(), next_switch)
+        intervals = (self.checkpoints, self.recovery_points, self.evaluations)
+        candidates = (self._last_step, *(interval.boundary() for interval in intervals), next_switch)
         bounds = [step for step in candidates if step is not None]
         return min(bounds) - self._state.global_step if bounds else None

@@ -13,6 +13,7 @@ import torch
 from persia import batching
 from persia.checkpoint import (
     CheckpointReader,
+    StepChoice,
     check_values,
     clock_gaps,
     same_rule,
@@ -51,14 +52,14 @@ class LoadOptions(NamedTuple):
     """How a checkpoint is loaded.
 
     Attributes:
-        step: which one; None for the latest.
+        step: which one, by its step, or "best" or "latest"; None for the latest.
         new_optimizer: let the optimizers of the network and of tables differ from the checkpoint's. The state of
             those that do is reset, and a warning says so.
         trains_in_other_processes: whether other processes train; see `TrainingState.load_state_dict`.
         refit: let fitted values of features differ from the checkpoint's.
     """
 
-    step: int | None = None
+    step: StepChoice = None
     new_optimizer: bool = False
     trains_in_other_processes: bool = False
     refit: bool = False
@@ -76,9 +77,9 @@ class LoadedTable(NamedTuple):
     state: bool
 
 
-def recorded(directory: str) -> Declared:
-    """Returns the declarations in the latest checkpoint of a directory."""
-    config = CheckpointReader(directory).config
+def recorded(directory: str, step: StepChoice = None) -> Declared:
+    """Returns the declarations in a checkpoint of a directory, by default the latest."""
+    config = CheckpointReader(directory, step).config
     origin = f"the checkpoint in {directory}"
     return Declared(
         convert(config.get("schema"), Schema, origin),
@@ -177,7 +178,7 @@ def load_rows(
     schema: Schema,
     directory: str,
     tables: Iterable[str] | None,
-    step: int | None,
+    step: StepChoice,
     state: bool,
 ) -> dict[str, LoadedTable]:
     """Loads rows of some tables into PSs; see `Trainer.load_rows`."""

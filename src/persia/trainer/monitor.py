@@ -55,6 +55,7 @@ class Monitor:
         self._auc = math.nan
         self._others: Mapping[str, float] = {}
         """Metrics of labels that are not binary, by "LABEL:METRIC"."""
+        self._held_out: Metric | None = None
         self._scored_at = 0.0
         self._observed_at = -math.inf
 
@@ -68,6 +69,10 @@ class Monitor:
             self._scored_at = now
             self._auc = self._state.scores.of_call.auc()
             self._others = self._state.scores.of_call.headlines()
+
+    def evaluated(self, metric: str, value: float) -> None:
+        """Keeps the last value of the watched metric of held-out data, of all NN workers."""
+        self._held_out = Metric("nn_held_out", value, {"metric": metric}) if math.isfinite(value) else None
 
     def observe(self) -> Readings:
         """Returns all metrics. Takes no lock that training holds for long, and asks no other process."""
@@ -101,6 +106,8 @@ class Monitor:
             if not math.isnan(value):
                 label, _, metric = name.rpartition(":")
                 readings.append(Metric("nn_metric", value, {"label": label, "metric": metric}))
+        if self._held_out is not None:
+            readings.append(self._held_out)
         for reason, rows in (("absent", pushed.absent), ("non_finite", pushed.non_finite)):
             readings.append(Metric("nn_dropped_rows", rows, {"reason": reason}))
         reasons = {"released": pushed.released, "lost": pushed.lost_batches, "lost_gradient": pushed.lost_gradients}

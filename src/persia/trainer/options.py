@@ -23,6 +23,7 @@ from persia.checks import (
     plain_paths,
 )
 from persia.errors import ConfigError
+from persia.metrics import WatchedMetric, check_metric_name, watched_metric
 from persia.modes import Auto, Mode
 from persia.nn.arguments import NEW_MODE, check_arguments
 from persia.nn.dense_step import Precision
@@ -56,7 +57,17 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             background. A smaller share slows training less, and the checkpoint takes longer.
         checkpoint_increments: checkpoints between two full ones that hold only the rows that have changed.
         keep_last: checkpoints kept, with those that they add to; older ones are removed.
-        keep_best: keep the best one of `fit` too, by this metric of `eval_data`, evaluated at each checkpoint.
+        keep_best: keep the best checkpoint too, by this metric of `eval_data`: "auc", "log_loss", "normalized_entropy",
+            "calibration" (closest to 1), "rmse", "mae", "accuracy", ...; with `Schema(group=...)` also "gauc", "ndcg@k"
+            and "recall@k"; or "LABEL.METRIC" for one label. The file `BEST` names it. Without `eval_every_steps` and
+            `eval_every_epochs`, each checkpoint is evaluated.
+        eval_every_steps: evaluate `eval_data` at every global step that is a multiple of this. Training does not
+            change by it: in `Sync` it gives the same bits.
+        eval_every_epochs: evaluate `eval_data` after every n-th pass over the data.
+        patience: end `fit` when the metric of `keep_best` has not improved for this many of those evaluations in a
+            row; without `keep_best`, AUC for a binary first label, RMSE for a value, log-loss for classes. With a
+            `checkpoint_dir`, each evaluation that improves writes a checkpoint, and the best one is kept. Ignored on
+            streams, which have no end to come before.
         log_dir: TensorBoard directory (needs the extra `tensorboard`).
         trackers: `persia.MLflow` and `persia.Wandb`, which receive the metrics of the run.
         progress: whether to show a live line.
@@ -91,7 +102,10 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_share: float = 0.1
     checkpoint_increments: int = 0
     keep_last: int = 2
-    keep_best: Literal["auc", "log_loss"] | None = None
+    keep_best: str | None = None
+    eval_every_steps: int | None = None
+    eval_every_epochs: int | None = None
+    patience: int | None = None
     log_dir: str | None = None
     trackers: list[MLflow | Wandb] = msgspec.field(default_factory=list)
     progress: bool = True
@@ -162,7 +176,24 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"Invalid mode_schedule with the steps {steps}; expected rising numbers.", field="mode_schedule"
             )
         if self.keep_best is not None:
-            check_choice("keep_best", self.keep_best, ("auc", "log_loss"))
+            check_metric_name("keep_best", self.keep_best)
+        for name in ("eval_every_steps", "eval_every_epochs", "patience"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1, MAX_STEPS)
+        if self.patience is not None and not self.evaluates:
+            raise ConfigError(
+                "patience counts evaluations: set eval_every_steps or eval_every_epochs too.", field="patience"
+            )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether `fit` evaluates at intervals of steps or passes."""
+        return self.eval_every_steps is not None or self.eval_every_epochs is not None
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best checkpoint is kept, if there are checkpoints."""
+        return self.keep_best is not None or self.patience is not None
 
     def make_trackers(self) -> list[Tracker]:
         """Makes the trackers; they open nothing before the first `Trainer.fit`."""
@@ -189,6 +220,15 @@ class Declared(NamedTuple):
     def auto(self) -> Auto | None:
         """The rule that changes the mode; None without one."""
         return self.mode if isinstance(self.mode, Auto) else None
+
+    @property
+    def watched(self) -> WatchedMetric:
+        """The held-out metric that decides which state is the best.
+
+        Raises:
+            ConfigError: no label has it.
+        """
+        return watched_metric(self.schema, self.options.keep_best)
 
     @property
     def first_mode(self) -> Mode:

@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from persia.coordinator import TokenReport
-from persia.errors import DataError, DivergedError
-from persia.metrics import Figures, MetricsResult, merged_metrics
+from persia.errors import DivergedError
+from persia.metrics import Figures, MetricsResult, WatchedMetric, merged_metrics
 from persia.metrics.result import known
 from persia.modes import ModeChoice
 from persia.nn.collection import EmbeddingCollection
@@ -22,9 +22,10 @@ from persia.nn.non_finite import merged, named
 from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Staging
 from persia.telemetry.live import LiveLine, Snapshot
-from persia.telemetry.logs import get_logger
 from persia.telemetry.run_record import NonFiniteRows
 from persia.telemetry.tracking import Tracker
+from persia.trainer.callbacks import Callbacks
+from persia.trainer.data_checks import DataChecks
 from persia.trainer.evaluation import check_finite
 from persia.trainer.finite_state import FiniteState
 from persia.trainer.monitor import Monitor
@@ -35,8 +36,6 @@ from persia.trainer.state import TrainingState
 from persia.types import Floats, Int32Array
 
 __all__ = ["FitProgress", "FitResult", "TrainedRows"]
-
-LOG = get_logger("persia.data")
 
 LOG_EVERY = 50
 """Batches between two points of trackers and of `run.json`; more points at the start of a call."""
@@ -75,6 +74,10 @@ class FitResult(msgspec.Struct, frozen=True):
         failures: restarts of NN workers in this call, after one of them, a dense PS or a host had died. `rows` and
             `steps` count repeated training once; `seconds` do not count what was lost.
         non_finite: the non-finite rows of this call by table, with the features to blame.
+        watched: name of the metric of `eval_data` that decides which state is the best; empty without evaluations.
+        best: its best value in the run so far; None if there is none.
+        best_step: global step of that.
+        stopped_early: why training ended before its data, by `TrainerOptions.patience`; empty if it did not.
     """
 
     rows: int
@@ -102,6 +105,10 @@ class FitResult(msgspec.Struct, frozen=True):
     failures: int = 0
     nothing_left: str = ""
     non_finite: list[NonFiniteRows] = []
+    watched: str = ""
+    best: float | None = None
+    best_step: int | None = None
+    stopped_early: str = ""
 
     @property
     def scored(self) -> list[tuple[str, MetricsResult]]:
@@ -110,7 +117,7 @@ class FitResult(msgspec.Struct, frozen=True):
         return scored or [("progressive", self.progressive)]
 
     def __str__(self) -> str:
-        """Returns a summary of three lines, and one more if rows were not finite; `repr` has all fields."""
+        """Returns a summary of three lines, and more if rows were not finite or it stopped early; `repr` has all."""
         lines = [
             f"Trained {self.rows} rows in {self.seconds:.1f} s ({self.rows_per_second:.0f} rows/s), "
             f"{self.steps} steps; global step {self.global_step}",
@@ -124,6 +131,8 @@ class FitResult(msgspec.Struct, frozen=True):
                 lines[2] += f"; {name} {count}"
         if self.non_finite:
             lines.append(f"not finite in this call: {named(self.non_finite)}")
+        if self.stopped_early:
+            lines.append(self.stopped_early)
         return "\n".join(lines)
 
 
@@ -157,6 +166,7 @@ class FitProgress:
         staging: moves logits to the host.
         options: has the live line.
         trackers: receive metrics; the first NN worker has them.
+        callbacks: receive events; the first NN worker has them.
     """
 
     def __init__(
@@ -169,6 +179,7 @@ class FitProgress:
         staging: Staging,
         options: TrainerOptions,
         trackers: Sequence[Tracker] = (),
+        callbacks: Callbacks | None = None,
     ) -> None:
         self._state = state
         self._network = network
@@ -179,18 +190,13 @@ class FitProgress:
         self._options = options
         self._first_step = state.global_step
         embeddings.push_log.non_finite.clear()
-        self._resumed = state.loaded
         self._began = time.monotonic()
         self._rows = 0
         self._batches = 0
         self._loss = float("nan")
         self._seconds = 0.0
         self._unscored: _Unscored | None = None
-        self._goes_on = state.goes_on
-        """Whether a stream was read before, so that there may be nothing new."""
-        self._nothing_left = ""
-        self._empty = False
-        """Whether a pass had no batch, which `allow_empty` permits."""
+        self.data_checks = DataChecks(state, allow_empty=options.allow_empty)
         self._shown = (self._began, 0)
         """Time of the last snapshot, and the rows trained until then."""
         self._found = (0, 0)
@@ -202,8 +208,12 @@ class FitProgress:
         self._recorder = RunRecorder(options, state, embeddings)
         self._on_rank0 = embeddings.connection.rank == 0
         self._trackers = trackers if self._on_rank0 else ()
-        if self._trackers or self._recorder.active:
+        self._callbacks = callbacks or Callbacks(())
+        self._records = bool(self._trackers or self._callbacks or self._recorder.active)
+        if self._records:
             state.scores.begin_window()
+        self._held_out = ""
+        """The last evaluation, for the live line."""
         self.line = LiveLine(options.progress and self._on_rank0)
         self.on_scored: Callable[[Floats], None] | None = None
         """Receives the logits of each batch, `[batch, labels]`."""
@@ -237,49 +247,6 @@ class FitProgress:
             for tracker in started:
                 tracker.end(failed)
 
-    def check_pass(self) -> None:
-        """Checks that a pass that has ended had any batch.
-
-        Raises:
-            DataError: it had none, and that was not expected.
-        """
-        epoch, current = self._state.epoch, self._state.data.current
-        if self._state.position or self._empty:
-            return
-        if (current is not None and current.read is not None) or self._goes_on:
-            return  # New files without rows, or a stream in which nothing has come.
-        what = f"train_data are empty: epoch {epoch} has no batch, so nothing was trained."
-        if not self._options.allow_empty:
-            raise DataError(
-                f"{what} Check the path, the filter and `drop_last` of the reader. If there may be no data, set "
-                "TrainerOptions(allow_empty=True).",
-                epoch=epoch,
-            )
-        self._empty = True
-        LOG.warning("%s", what)
-
-    def check_trained(self, epochs: int, max_steps: int | None) -> None:
-        """Warns if the call has ended its data and had nothing left to train.
-
-        A loop of calls with `max_steps` cannot know beforehand that one of them ended at the end of the data.
-        """
-        state = self._state
-        if state.global_step != self._first_step or state.data.left(epochs) or self._empty:
-            return
-        if self._goes_on:
-            self._nothing_left = (
-                f"Nothing was left to train: at step {state.global_step} the stream has nothing behind its offsets. "
-                "The next call goes on with what has come until then."
-            )
-        else:
-            self._nothing_left = (
-                f"Nothing was left to train: at step {state.global_step}, {state.epoch} of {epochs} passes over these "
-                "data are done. To train on, raise `epochs` (`train.epochs`), which counts all of them; or begin again "
-                "with again=True (`persia train --again`)."
-            )
-        if self._on_rank0 and (max_steps is None or self._resumed):
-            LOG.warning("%s", self._nothing_left)
-
     def trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
         """Counts a batch of global step `step`, scores it, and shows progress when that is due.
 
@@ -302,7 +269,7 @@ class FitProgress:
         if logits.device.type == "cpu":
             self.score_rest()
         self._recorder.trained(batch)
-        recorded = _due(self._batches) and (self._trackers or self._recorder.active)
+        recorded = _due(self._batches) and self._records
         shown = self.line.due()
         if recorded or shown:
             snapshot = self._snapshot()  # One for both: its rate is that since the last one.
@@ -310,6 +277,20 @@ class FitProgress:
                 self._record(snapshot)
             if shown:
                 self.line.show(snapshot)
+
+    def evaluated(self, result: MetricsResult, watched: WatchedMetric, value: float) -> None:
+        """Shows and records an evaluation on held-out data, once `TrainingState.evaluations` has it."""
+        step = self._state.global_step
+        best = self._state.evaluations.is_best(step)
+        self._held_out = f"held-out {watched.title} {value:.4f} at step {step:,}{', best' if best else ''}"
+        self._monitor.evaluated(watched.name, value)
+        if not self._on_rank0:
+            return
+        self._log({**_tracked(result), f"eval/{watched.name}": value}, step)
+        self._recorder.evaluated(watched.name, value, best=best)
+        if self.line.shown:
+            self.line.show(self._snapshot())
+        self._callbacks.call(lambda callback: callback.on_evaluation(step, result), "on_evaluation", step=step)
 
     def score_rest(self) -> None:
         """Scores the batch whose logits are still on their way to the host, if there is one."""
@@ -369,7 +350,7 @@ class FitProgress:
     def close(self) -> None:
         """Stops the clock, tells trackers the last metrics, and writes the record of the run so far."""
         self._seconds = time.monotonic() - self._began
-        if self._trackers:
+        if self._trackers or self._callbacks:
             self._auc_until = 0.0
             self._record(self._snapshot())
         scores = self._state.scores
@@ -394,6 +375,7 @@ class FitProgress:
             hit_rate=(hits - before_hits) / (lookups - before_lookups) if lookups > before_lookups else math.nan,
             seen=self._state.scores.seen,
             others=self._others,
+            held_out=self._held_out,
         )
 
     def _auc_of_call(self) -> float:
@@ -409,7 +391,7 @@ class FitProgress:
     def _record(self, snapshot: Snapshot) -> None:
         window = self._state.scores.end_window()
         self._recorder.add(snapshot, window)
-        if self._trackers:
+        if self._trackers or self._callbacks:
             self._track(snapshot, window)
 
     def _track(self, snapshot: Snapshot, window: WindowScores) -> None:
@@ -427,18 +409,23 @@ class FitProgress:
         for name, value in statistics.items():
             values[f"optimizer/{name}"] = float(value == "compressed") if name == "phase" else float(value)
         self._log(values, snapshot.step)
+        step = snapshot.step
+        self._callbacks.deliver(step)
+        self._callbacks.call(lambda callback: callback.on_progress(step, values), "on_progress", step=step)
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         for tracker in self._trackers:
             tracker.log(values, step)
 
     def result(
-        self, evaluation: MetricsResult | None, asynchronous: TokenReport | None, mode_choices: list[ModeChoice]
+        self,
+        evaluation: MetricsResult | None,
+        asynchronous: TokenReport | None,
+        mode_choices: list[ModeChoice],
+        stopped_early: str = "",
     ) -> FitResult:
         """Returns the result of the call. Blocks until all NN workers have called it."""
-        step = self._state.global_step
-        if evaluation is not None:
-            self._log(_tracked(evaluation), step)
+        step, seen_by = self._state.global_step, self._state.evaluations
         rows, seconds = self.trained_by_all()
         so_far = self._state.totals()
         pushed = so_far.pushed
@@ -474,8 +461,12 @@ class FitProgress:
             row_staleness_max=max(s.staleness_max for s in per_ps),
             asynchronous=asynchronous,
             mode_choices=mode_choices,
-            nothing_left=self._nothing_left,
+            nothing_left=self.data_checks.nothing_left,
             non_finite=non_finite,
+            watched=seen_by.metric,
+            best=seen_by.best,
+            best_step=seen_by.best_step,
+            stopped_early=stopped_early,
         )
 
 

@@ -13,7 +13,15 @@ from persia.nn.collection import EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
 from persia.telemetry.live import Snapshot
 from persia.telemetry.logs import get_logger
-from persia.telemetry.run_record import CalibrationBin, CurvePoint, NonFiniteRows, RunRecord, read_run, write_run
+from persia.telemetry.run_record import (
+    CalibrationBin,
+    CurvePoint,
+    HeldOutPoint,
+    NonFiniteRows,
+    RunRecord,
+    read_run,
+    write_run,
+)
 from persia.trainer.options import TrainerOptions
 from persia.trainer.scores import WindowScores
 from persia.trainer.state import TrainingState
@@ -47,7 +55,8 @@ class RunRecorder:
         self._record = RunRecord("", embeddings.connection.nn_workers, time.time(), 0)
         if self._directory is not None and state.global_step:
             try:
-                self._record.curve = read_run(self._directory).curve
+                earlier = read_run(self._directory)
+                self._record.curve, self._record.held_out = earlier.curve, earlier.held_out
             except DataError:
                 LOG.debug("The curves begin at step %d.", state.global_step)
 
@@ -78,6 +87,10 @@ class RunRecorder:
                 {name: _number(value) for name, value in window.others.items()},
             )
         )
+
+    def evaluated(self, metric: str, value: float, *, best: bool) -> None:
+        """Adds an evaluation on held-out data to the curves."""
+        self._record.add_held_out(HeldOutPoint(self._state.global_step, metric, _number(value), best))
 
     def save(self, metrics: Metrics, *, seen: bool) -> None:
         """Writes what is known without asking another process. A failure is logged.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -25,10 +26,19 @@ from persia.schema import NO_RULES, InputRules, Label
 from persia.services import StreamPosition, fingerprint_of
 from persia.telemetry.logs import get_logger
 from persia.trainer.data_progress import Begun, DataProgress, begin_source, begin_stream, fingerprint_of_object
+from persia.trainer.evaluations import Evaluations
 from persia.trainer.scores import TrainingScores
 from persia.types import Offsets, SourceFingerprint, SourcePart
 
-__all__ = ["RandomState", "RecordCover", "RunTotals", "TrainingState", "random_states", "set_random_state"]
+__all__ = [
+    "RandomState",
+    "RecordCover",
+    "RunTotals",
+    "TrainingState",
+    "random_states",
+    "same_random_state",
+    "set_random_state",
+]
 
 LOG = get_logger("persia.data")
 
@@ -45,14 +55,27 @@ def random_states(gather: Callable[[bytes], list[bytes]]) -> list[RandomState]:
     Args:
         gather: of `persia.nn.replicas.Replicas`.
     """
-    mine: RandomState = {
+    payloads = gather(b"".join(encode(pack(_random_state(), "random"))))
+    return [unpack(decode(memoryview(bytearray(payload)), "random"), "random") for payload in payloads]
+
+
+def _random_state() -> RandomState:
+    return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "numpy": np.random.get_state(),
         "python": random.getstate(),
     }
-    payloads = gather(b"".join(encode(pack(mine, "random"))))
-    return [unpack(decode(memoryview(bytearray(payload)), "random"), "random") for payload in payloads]
+
+
+@contextlib.contextmanager
+def same_random_state() -> Iterator[None]:
+    """Restores the generators of this process after the block."""
+    state = _random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
 
 
 def set_random_state(state: RandomState) -> None:
@@ -145,6 +168,8 @@ class TrainingState:
         """Rules of the reader for missing values and lists, which go into checkpoints and the log of changes."""
         self.scores = TrainingScores(labels)
         """Metrics of the logits of training, of this NN worker."""
+        self.evaluations = Evaluations()
+        """Evaluations on held-out data so far."""
         self.earlier = RunTotals()
         """Counts of all NN workers from before this process counted: up to a resume, or in earlier calls of `fit`."""
         self.other_random: list[RandomState] = []
@@ -196,7 +221,9 @@ class TrainingState:
             return self._offsets
         return self._offsets | self.stream.offsets(self.position)
 
-    def begin_source(self, data: object, *, stream: bool, again: bool = False, restart: bool = False) -> None:
+    def begin_source(
+        self, data: object, *, stream: bool, again: bool = False, restart: bool = False, patience: int | None = None
+    ) -> None:
         """Decides where a call of `fit` begins in its source. Blocks until all NN workers have called it.
 
         Args:
@@ -204,6 +231,7 @@ class TrainingState:
             stream: whether the data are a stream.
             again: see `Trainer.fit`.
             restart: see `restart_data` of `Trainer.fit`.
+            patience: see `TrainerOptions`; once it is used up, the count begins again on other data.
 
         Raises:
             ConfigError: a pass is under way, and the source has changed so that its position has no meaning.
@@ -220,6 +248,9 @@ class TrainingState:
             return begun
 
         begun = self._network.replicas.run_on_rank0(begin, Begun)
+        other = again or self.data.source != begun.progress.source
+        if other and patience is not None and self.evaluations.unimproved >= patience:
+            self.evaluations = self.evaluations.waiting_again()
         self.data, self.position = begun.progress, begun.position
         if again or restart:
             self.scores.again = begun.repeated
@@ -309,6 +340,7 @@ class TrainingState:
             "position": self.position,
             "data": msgspec.to_builtins(self.data),
             "offsets": self.offsets,
+            "evaluations": msgspec.to_builtins(self.evaluations),
             "random": [*random_states(gather), *self.other_random],
             "metrics": merged_metrics(self.scores.history(), gather).state_dict(),
             "counts": msgspec.to_builtins(self.totals()),
@@ -339,6 +371,7 @@ class TrainingState:
         self.position = state["position"]
         self.data = msgspec.convert(state["data"], DataProgress)
         self._offsets = state["offsets"]
+        self.evaluations = msgspec.convert(state.get("evaluations", {}), Evaluations)  # Older ones have none.
         self.earlier = msgspec.convert(state["counts"], RunTotals)
         if rank == 0:
             self.scores.load_history(state["metrics"])

@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
+from persia.checkpoint import StepChoice
 from persia.checks import MAX_STEPS, check_integer, plain
 from persia.errors import ConfigError
-from persia.metrics import Answers, Metrics, MetricsResult, answers_of
+from persia.metrics import Answers, Metrics, MetricsResult, answers_of, watched_metric
 from persia.modes import Auto, Hybrid, Mode
 from persia.nn.arguments import (
     CLUSTER,
@@ -34,6 +35,7 @@ from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.trace_events import tracing_to
 from persia.trainer import driver, loading, signals
+from persia.trainer.callbacks import Callback, check_callbacks
 from persia.trainer.components import assemble
 from persia.trainer.fit import FitCall
 from persia.trainer.fit_checks import check_begin, check_eval_data, check_outputs, check_train_data
@@ -62,6 +64,7 @@ class Trainer:
             `persia.modes.Auto` to switch between two.
         cluster: where the roles run; this process by default.
         options: the rest.
+        callbacks: called at the events of `fit`, on NN worker 0; see `persia.Callback`.
 
     Raises:
         ConfigError: an argument is not valid; the message names it.
@@ -77,6 +80,7 @@ class Trainer:
         mode: Mode | Auto | None = None,
         cluster: Cluster | None = None,
         options: TrainerOptions | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         check_arguments(
             model=(model, MODEL),
@@ -88,15 +92,18 @@ class Trainer:
             options=(options, options_of(TrainerOptions)),
         )
         schema.check_fitted()
+        self.callbacks = check_callbacks(callbacks)
         self.schema = schema
         self.cluster = cluster
         self.options = options = options or TrainerOptions()
         self.declared = Declared(schema, embedding_optimizer, mode or Hybrid(), options)
-        for name in ("checkpoint_every_steps", "checkpoint_every_seconds", "keep_best"):
+        for name in ("checkpoint_every_steps", "checkpoint_every_seconds"):
             if getattr(options, name) is not None and options.checkpoint_dir is None:
                 raise ConfigError(f"{name} needs checkpoint_dir.", field="checkpoint_dir")
+        if options.keeps_best or options.evaluates:
+            watched_metric(schema, options.keep_best)  # Before anything is started.
         self._trains_in_other_processes = isinstance(cluster, ProcessCluster)
-        self._components = components = assemble(model, optimizer, self.declared, cluster)
+        self._components = components = assemble(model, optimizer, self.declared, cluster, self.callbacks)
         self.step = components.network
         self.model = self.step.model
         self.embeddings = components.embeddings
@@ -208,8 +215,8 @@ class Trainer:
         Args:
             train_data: a reader of `persia.data`, or any iterable of `persia.Batch` (not a one-shot iterator when
                 there are several epochs, or several NN workers). None where the cluster has data loaders, which read.
-            eval_data: evaluated at the end, and with `TrainerOptions.keep_best` for each checkpoint: then not a
-                one-shot iterator.
+            eval_data: evaluated at the end, and as often as `eval_every_steps`, `eval_every_epochs` and `keep_best` of
+                `TrainerOptions` say: then not a one-shot iterator.
             epochs: passes over these data in all, passes of earlier calls and before a resume included. A call that has
                 nothing left to do warns and returns.
             max_steps: most global steps of this call.
@@ -224,6 +231,7 @@ class Trainer:
             DivergedError: logits or loss are not finite: of a batch, whose gradient, on a GPU one more, is
                 applied; or of the state that was to be saved or published, which is not. Or gradients are not
                 finite, and `TrainerOptions.nonfinite` is "raise".
+            PersiaError: a callback has failed; the last checkpoint is written.
             CheckpointError: a checkpoint could not be written; training state is unharmed.
             DeadlineError: another role or NN worker was late; it says which.
             RoleDiedError: processes of the cluster died more often than `TrainerOptions.max_failures`. The message says
@@ -263,13 +271,23 @@ class Trainer:
         restart_data: bool = False,
     ) -> FitResult:
         """Trains on this NN worker; the arguments of `fit` have been checked."""
+        events, replicas = self._components.callbacks, self.step.replicas
+        events.written.clear()
+        if self.callbacks:
+            events.call(lambda callback: callback.on_fit_begin(self), "on_fit_begin", step=self.global_step)
+            replicas.run_on_rank0(events.raise_failure, NoneType)
         call = FitCall(
             self._components, train_data, eval_data, epochs, max_steps, lambda: self.stopping, again, restart_data
         )
         try:
-            return call.run()
+            result = call.run()
         finally:
             self.trained_here = call.trained_here
+        if self.callbacks:
+            events.deliver(self.global_step)
+            events.call(lambda callback: callback.on_fit_end(result), "on_fit_end", step=self.global_step)
+            replicas.run_on_rank0(events.raise_failure, NoneType)
+        return result
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -361,7 +379,7 @@ class Trainer:
         return self.checkpointing.save(os.fspath(directory))
 
     def load(
-        self, directory: str, *, step: int | None = None, new_optimizer: bool = False, refit: bool = False
+        self, directory: str, *, step: StepChoice = None, new_optimizer: bool = False, refit: bool = False
     ) -> None:
         """Loads everything from a checkpoint of `directory`, its mode included; all is checked before anything changes.
 
@@ -373,7 +391,7 @@ class Trainer:
 
         Args:
             directory: where `save` wrote.
-            step: the step to load instead of the latest.
+            step: the step to load instead of the latest, or "best" or "latest".
             new_optimizer: let the optimizer of the network, or of tables, differ from the checkpoint's; its state
                 is reset, and a warning says so.
             refit: let fitted values of features differ from the checkpoint's: the network goes on with inputs of
@@ -395,7 +413,7 @@ class Trainer:
         replicas.gather(b"")
 
     def load_rows(
-        self, directory: str, tables: Iterable[str] | None = None, *, step: int | None = None, state: bool = True
+        self, directory: str, tables: Iterable[str] | None = None, *, step: StepChoice = None, state: bool = True
     ) -> dict[str, loading.LoadedTable]:
         """Loads embedding rows from a checkpoint, to begin with the rows of another model; nothing else changes.
 
@@ -405,7 +423,7 @@ class Trainer:
         Args:
             directory: where a checkpoint is.
             tables: which tables; None for those that both the checkpoint and this model have.
-            step: the step to load instead of the latest.
+            step: the step to load instead of the latest, or "best" or "latest".
             state: also load the optimizer's state, where the table has the same optimizer in the checkpoint; otherwise
                 it is reset.
 
@@ -427,6 +445,8 @@ class Trainer:
         optimizer: OptimizerFactory,
         cluster: Cluster | None = None,
         options: TrainerOptions | None = None,
+        callbacks: Sequence[Callback] = (),
+        step: StepChoice = None,
         new_optimizer: bool = False,
     ) -> Trainer:
         """Returns a trainer that continues from a checkpoint, which has schema, mode, embedding optimizer and options.
@@ -437,12 +457,14 @@ class Trainer:
             optimizer: as for the constructor; it gets the saved state. Arguments that have changed since take effect.
             cluster: where the roles run.
             options: instead of the saved ones, of which `checkpoint_dir`, if it is set, becomes `directory`.
+            callbacks: as for the constructor; checkpoints do not have them.
+            step: see `load`.
             new_optimizer: see `load`.
 
         Raises:
             CheckpointError: it is damaged, or of another model or optimizer.
         """
-        recorded = loading.recorded(directory)
+        recorded = loading.recorded(directory, step)
         if options is None:
             options = recorded.options
             if options.checkpoint_dir is not None:  # The saved one may be relative, or a copied run's.
@@ -455,8 +477,9 @@ class Trainer:
             mode=recorded.mode,
             cluster=cluster,
             options=options,
+            callbacks=callbacks,
         )
-        trainer.load(directory, new_optimizer=new_optimizer)
+        trainer.load(directory, step=step, new_optimizer=new_optimizer)
         return trainer
 
     # --- inside -----------------------------------------------------------------------------------------------
@@ -472,6 +495,7 @@ class Trainer:
             mode=self.declared.mode,
             cluster=cluster,
             options=self.options,
+            callbacks=self.callbacks,
         )
         servers = self.embeddings.connection.servers
         return driver.Driver(cluster, make, self.step, self.state, servers, self.declared)
