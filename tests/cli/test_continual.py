@@ -253,7 +253,6 @@ def test_days_are_two_whole_numbers(text):
     ("changes", "field"),
     [
         ({"trainer": {"mode_schedule": [[3, {"kind": "sync"}]]}}, "trainer.mode_schedule"),
-        ({"trainer": {"keep_best": "auc"}}, "trainer.keep_best"),
         ({"data": CONFIG["data"] | {"options": {"shuffle_rows": 10}}}, "data.options.shuffle_rows"),
         ({"continual": {"modes": {"tuesday": {"kind": "sync"}}}}, "continual.modes.tuesday"),
     ],

@@ -58,6 +58,22 @@ def test_lists_are_tried_in_all_combinations(folder):
     assert "out is not empty" in persia("train", "run.toml", "--sweep", "--output", "out", ok=False)
 
 
+def test_trials_stop_early_and_keep_their_best(folder):
+    steered = 'eval_every_steps = 2\npatience = 2\nkeep_best = "log_loss"\n\n[train]\nepochs = 20\n'
+    held_out = '[eval_data]\nkind = "synthetic"\noptions = { rows = 200, seed = 3 }\n'
+    sweep = 'metric = "log_loss"\n[sweep.values]\n"embedding_optimizer.lr" = [1.0, 5.0]\n'
+    (folder / "run.toml").write_text(CONFIG.rstrip() + "\n" + steered + held_out + "[sweep]\n" + sweep)
+    persia("train", "run.toml", "--sweep", "--output", "out", "--json", "all.json")
+    records = json.loads((folder / "all.json").read_text())
+    assert all(record["rows"] < 20 * 800 for record in records)
+    best = min(records, key=lambda record: record["metric"])
+    checkpoint = f"out/trial-{best['number']:03}/checkpoint"
+    assert (folder / checkpoint / "BEST").read_text().endswith(f" {best['metric']!r} log_loss\n")
+    words = ("evaluate", "out/best.toml", "--checkpoint", checkpoint, "--step", "best", "--json", "scores.json")
+    persia(*words)
+    assert json.loads((folder / "scores.json").read_text())["log_loss"] == pytest.approx(best["metric"], abs=1e-6)
+
+
 def test_a_user_model_is_copied_next_to_the_best_configuration(folder):
     (folder / "mine").mkdir()
     (folder / "mine" / "swept_model.py").write_text(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from persia.cli.configured_run import Step, step_choice
 from persia.errors import ConfigError
 from persia.printable import say
 from persia.types.values import DTYPES, Dtype
@@ -22,7 +23,6 @@ checkpoint_app = typer.Typer(no_args_is_help=True, help="Inspect, verify, conver
 
 Directory = Annotated[str, typer.Argument(help="Checkpoint directory, or one step-N inside it.", metavar="DIR")]
 Target = Annotated[str, typer.Argument(help="Directory to write to.", metavar="TARGET")]
-Step = Annotated[int | None, typer.Option(help="Step to read. Defaults to the latest.", metavar="N")]
 Tables = Annotated[
     list[str] | None, typer.Option("--table", help="Table to include. Repeatable. Defaults to all.", metavar="NAME")
 ]
@@ -38,7 +38,7 @@ def inspect(directory: Directory, step: Step = None) -> None:
     from persia.checkpoint import inspect as inspect_checkpoint
     from persia.cli import ui as out
 
-    out.CONSOLE.print(format_inspection(inspect_checkpoint(directory, step)))
+    out.CONSOLE.print(format_inspection(inspect_checkpoint(directory, step_choice(step))))
 
 
 @checkpoint_app.command()
@@ -49,7 +49,7 @@ def verify(directory: Directory, step: Step = None) -> None:
     """
     from persia.checkpoint import CheckpointReader
 
-    reader = CheckpointReader(directory, step)
+    reader = CheckpointReader(directory, step_choice(step))
     with _bar("verifying", sum(part.bytes for _, part in reader.all_parts())) as progress:
         checked = reader.verify(progress)
     say(f"{reader.path} is intact: {len(reader.all_parts()):,} parts, {checked:,} bytes")
@@ -79,8 +79,8 @@ def reshard(
         raise ConfigError(f"Invalid --dtype {dtype}; expected one of: table, {', '.join(DTYPES)}.", field="dtype")
     kind = None if dtype == "table" else cast("Dtype", dtype)
     options = ReshardOptions(ps, tuple(table) if table else None, kind, not rows_only)
-    with _bar("resharding", _rows(CheckpointReader(directory, step), table)) as progress:
-        path = reshard_checkpoint(directory, target, options, step=step, progress=progress)
+    with _bar("resharding", _rows(CheckpointReader(directory, step_choice(step)), table)) as progress:
+        path = reshard_checkpoint(directory, target, options, step=step_choice(step), progress=progress)
     say(path)
 
 
@@ -90,8 +90,8 @@ def compact(directory: Directory, step: Step = None) -> None:
     from persia.checkpoint import CheckpointReader
     from persia.checkpoint import compact as compact_checkpoint
 
-    with _bar("compacting", _rows(CheckpointReader(directory, step), None)) as progress:
-        path = compact_checkpoint(directory, step, progress=progress)
+    with _bar("compacting", _rows(CheckpointReader(directory, step_choice(step)), None)) as progress:
+        path = compact_checkpoint(directory, step_choice(step), progress=progress)
     say(path)
 
 
@@ -99,10 +99,8 @@ def compact(directory: Directory, step: Step = None) -> None:
 def diff(
     first: Annotated[str, typer.Argument(help="Checkpoint directory, or one step-N inside it.", metavar="FIRST")],
     second: Annotated[str, typer.Argument(help="Checkpoint to compare with; may be FIRST.", metavar="SECOND")],
-    step: Annotated[int | None, typer.Option(help="Step of FIRST. Defaults to the latest.", metavar="N")] = None,
-    second_step: Annotated[
-        int | None, typer.Option(help="Step of SECOND. Defaults to the latest.", metavar="N")
-    ] = None,
+    step: Annotated[str | None, typer.Option(help="Checkpoint of FIRST.", metavar="N|best|latest")] = None,
+    second_step: Annotated[str | None, typer.Option(help="Checkpoint of SECOND.", metavar="N|best|latest")] = None,
 ) -> None:
     """Compare the embeddings of two checkpoints.
 
@@ -113,9 +111,10 @@ def diff(
     from persia.cli import ui as out
     from persia.telemetry.terminal import Grid
 
-    total = _rows(CheckpointReader(first, step), None) + _rows(CheckpointReader(second, second_step), None)
+    one, two = step_choice(step), step_choice(second_step, "--second-step")
+    total = _rows(CheckpointReader(first, one), None) + _rows(CheckpointReader(second, two), None)
     with _bar("comparing", total) as progress:
-        differences = diff_checkpoints(first, second, steps=(step, second_step), progress=progress)
+        differences = diff_checkpoints(first, second, steps=(one, two), progress=progress)
     columns = ("only first", "only second", "same", "changed", "largest", "mean distance")
     table = Grid("table", *columns, text=["table"], title="Embeddings")
     for t in differences:
@@ -143,13 +142,13 @@ def export(
 
     if kind not in EXPORT_FORMATS:
         raise ConfigError(f"Invalid --format {kind}; expected {', '.join(EXPORT_FORMATS)}.", field="format")
-    with _bar("exporting", _rows(CheckpointReader(directory, step), table)) as progress:
+    with _bar("exporting", _rows(CheckpointReader(directory, step_choice(step)), table)) as progress:
         files = export_checkpoint(
             directory,
             target,
             kind,
             tables=table,
-            step=step,
+            step=step_choice(step),
             state=state,
             progress=progress,
         )
@@ -178,9 +177,14 @@ def publish(
 
     model = None if config is None else load(config, []).get("model", {})
     description = None if model is None else convert(model, ModelDescription, config or "")
-    with _bar("publishing", _rows(CheckpointReader(directory, step), None)) as progress:
+    with _bar("publishing", _rows(CheckpointReader(directory, step_choice(step)), None)) as progress:
         epoch = publish_checkpoint(
-            directory, output, step=step, dtype=cast("PublishDtype", dtype), model=description, progress=progress
+            directory,
+            output,
+            step=step_choice(step),
+            dtype=cast("PublishDtype", dtype),
+            model=description,
+            progress=progress,
         )
     say(f"published to {output} as epoch {epoch}")
 

@@ -6,15 +6,28 @@ import contextlib
 import json as jsonlib
 import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from persia.errors import ConfigError
+
 if TYPE_CHECKING:
+    from persia.checkpoint import StepChoice
     from persia.cli.run_config import RunConfig
     from persia.trainer import Trainer
 
-__all__ = ["Checkpoint", "Config", "Set", "closing_cluster", "command_line", "load_config", "read_config"]
+__all__ = [
+    "Checkpoint",
+    "Config",
+    "Set",
+    "Step",
+    "closing_cluster",
+    "command_line",
+    "load_config",
+    "read_config",
+    "step_choice",
+]
 
 Config = Annotated[str, typer.Argument(help="TOML file; see examples/*.toml.", metavar="CONFIG")]
 Set = Annotated[
@@ -26,6 +39,29 @@ Set = Annotated[
 Checkpoint = Annotated[
     str, typer.Option(help="Checkpoint directory written by `train --output` or `trainer.save`.", metavar="DIR")
 ]
+
+Step = Annotated[
+    str | None,
+    typer.Option(
+        help="Which checkpoint: a step, `best` (by trainer.keep_best), or `latest`, the default.",
+        metavar="N|best|latest",
+    ),
+]
+
+
+def step_choice(step: str | None, option: str = "--step") -> StepChoice:
+    """Converts the value of --step.
+
+    Raises:
+        ConfigError: it is no step, nor "best" or "latest".
+    """
+    if step is None:
+        return None
+    if step in ("best", "latest"):
+        return cast("StepChoice", step)
+    if not (step.isascii() and step.isdecimal()):
+        raise ConfigError(f"Invalid {option} {step}; expected a step, best or latest.", field="step")
+    return int(step)
 
 
 def load_config(config: str, overrides: list[str] | None, output: str | None = None) -> dict[str, Any]:

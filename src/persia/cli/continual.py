@@ -22,9 +22,12 @@ from persia.trainer import Trainer
 from persia.trainer.progress import FitResult
 from persia.types.decoding import decode_hook
 
-__all__ = ["DayRecord", "Recipe", "continued", "parse_days", "table"]
+__all__ = ["STEERING", "DayRecord", "Recipe", "continued", "parse_days", "table"]
 
 FILE = "continual.json"
+
+STEERING = ("keep_best", "eval_every_steps", "eval_every_epochs", "patience")
+"""Options of the trainer that do not apply: each day is evaluated before it is trained, and none ends early."""
 
 
 class DayRecord(msgspec.Struct, frozen=True):
@@ -101,14 +104,11 @@ class Recipe:
                 "data.options.shuffle_rows mixes days, but continual training needs them in order; remove the option.",
                 field="data.options.shuffle_rows",
             )
-        for name, remedy in (
-            ("mode_schedule", "give modes by day, as continual.modes"),
-            ("keep_best", "the table shows which day was best"),
-        ):
-            if getattr(config.trainer, name):
-                raise ConfigError(
-                    f"trainer.{name} is not supported in continual training; {remedy}.", field=f"trainer.{name}"
-                )
+        if config.trainer.mode_schedule:
+            raise ConfigError(
+                "trainer.mode_schedule is not supported in continual training; give modes by day, as continual.modes.",
+                field="trainer.mode_schedule",
+            )
         if isinstance(config.mode, Auto):
             raise ConfigError(
                 "mode.kind = 'auto' is not supported in continual training; give modes by day, as continual.modes.",

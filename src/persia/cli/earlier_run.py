@@ -101,13 +101,14 @@ def remove(directory: str) -> None:
     Raises:
         CheckpointError: one cannot be removed.
     """
+    from persia.checkpoint.best import BEST
     from persia.checkpoint.format import LATEST, parse_step
     from persia.checkpoint.storage import Storage
     from persia.telemetry.run_record import RUN_FILE
 
     storage = Storage(directory)
     steps = [name for name in storage.names() if parse_step(name) is not None]
-    for name in (LATEST, RUN_FILE, *steps):  # The pointers to the steps first.
+    for name in (LATEST, BEST, RUN_FILE, *steps):  # The pointers to the steps first.
         storage.remove(name)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from persia.cli.configured_run import Checkpoint, Config, Set, closing_cluster, read_config
+from persia.cli.configured_run import Checkpoint, Config, Set, Step, closing_cluster, read_config, step_choice
 from persia.cli.fitted import fitted_as_checkpoint
 from persia.printable import say
 
@@ -25,6 +25,7 @@ Data = Annotated[
 def evaluate(
     config: Config,
     checkpoint: Checkpoint,
+    step: Step = None,
     overrides: Set = None,
     data: Data = None,
     group_by: Annotated[
@@ -48,7 +49,7 @@ def evaluate(
 
     out.check_writable(json)
     run = read_config(config, overrides)
-    trainer, reader = _restored(run, _source(run, data, labels=True), checkpoint)
+    trainer, reader = _restored(run, _source(run, data, labels=True), checkpoint, step)
     with closing_cluster(trainer):
         result = trainer.evaluate(reader, group_by=group_by, at=at or (10,), metrics_by=by, max_values=max_values)
     out.print_metrics("evaluation", result)
@@ -60,6 +61,7 @@ def predict(
     config: Config,
     checkpoint: Checkpoint,
     output: Annotated[str, typer.Option(help="File for the predictions: .csv or .parquet.", metavar="FILE")],
+    step: Step = None,
     overrides: Set = None,
     data: Data = None,
     keep: Annotated[
@@ -85,7 +87,7 @@ def predict(
     rules = source.options.get("labels", {})
     check_output(output)
     out.check_writable(output)
-    trainer, reader = _restored(run, source, checkpoint)
+    trainer, reader = _restored(run, source, checkpoint, step)
     names = [
         name if answer.classes else rules.get(name, name)
         for answer in trainer.answers.of
@@ -106,11 +108,12 @@ def _source(run: RunConfig, data: str | None, labels: bool) -> DataConfig:
     return source if labels else source.unlabelled(run.schema.label_names if run.schema is not None else ())
 
 
-def _restored(run: RunConfig, source: DataConfig, checkpoint: str) -> tuple[Trainer, Any]:
+def _restored(run: RunConfig, source: DataConfig, checkpoint: str, step: str | None) -> tuple[Trainer, Any]:
     """Returns a trainer with the checkpoint, and the reader of a source."""
-    run = fitted_as_checkpoint(run, checkpoint)
+    which = step_choice(step)
+    run = fitted_as_checkpoint(run, checkpoint, which)
     schema = run.schema if run.schema is not None or run.eval_data is None else run.reader().schema
     reader = source.reader(schema, "eval_data" if run.eval_data else "data")
     trainer = run.build_trainer(reader.schema)
-    trainer.load(checkpoint)
+    trainer.load(checkpoint, step=which)
     return trainer, reader

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from persia.printable import say
 
 if TYPE_CHECKING:
+    from persia.checkpoint import StepChoice
     from persia.cli.run_config import RunConfig
 
 __all__ = ["fitted_as_checkpoint", "fitted_run"]
 
 
-def fitted_as_checkpoint(run: RunConfig, directory: str) -> RunConfig:
-    """Returns a configuration whose features have the fitted values of a checkpoint.
+def fitted_as_checkpoint(run: RunConfig, directory: str, step: StepChoice = None) -> RunConfig:
+    """Returns a configuration whose features have the fitted values of a checkpoint, by default the latest.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
@@ -22,15 +23,18 @@ def fitted_as_checkpoint(run: RunConfig, directory: str) -> RunConfig:
         return run
     from persia.checkpoint import CheckpointReader
 
-    return run.fitted_as(CheckpointReader(directory).schema)
+    return run.fitted_as(CheckpointReader(directory, step).schema)
 
 
-def fitted_run(run: RunConfig, resume: str | None = None, *, refit: bool = False) -> RunConfig:
+def fitted_run(
+    run: RunConfig, resume: str | None = None, *, step: StepChoice = None, refit: bool = False
+) -> RunConfig:
     """Returns a configuration whose features are fitted; prints what was found. Reads the training data once if needed.
 
     Args:
         run: the configuration.
         resume: directory of the checkpoint that is continued, whose values are kept.
+        step: which checkpoint; None for the latest.
         refit: whether to fit all features to the data, in place of the checkpoint's values.
 
     Raises:
@@ -45,7 +49,7 @@ def fitted_run(run: RunConfig, resume: str | None = None, *, refit: bool = False
     if refit:
         run = run.of_schema(without_values(run.schema))
     elif resume is not None:
-        run = fitted_as_checkpoint(run, resume)
+        run = fitted_as_checkpoint(run, resume, step)
     assert run.schema is not None
     names = run.schema.needs_fit
     if not names:

@@ -277,7 +277,8 @@ def _workload(run: RunConfig, name: str, schema: Schema, reader: Any) -> Workloa
     trainers: dict[int, Trainer] = {}
     options = msgspec.structs.replace(
         run.trainer, progress=False, checkpoint_dir=None, checkpoint_every_steps=None, checkpoint_every_seconds=None,
-        keep_best=None, log_dir=None, trackers=[], record_dir=None, mode_schedule=[],
+        keep_best=None, eval_every_steps=None, eval_every_epochs=None, patience=None,
+        log_dir=None, trackers=[], record_dir=None, mode_schedule=[],
     )  # fmt: skip
     device = options.device
     if device == "auto":

@@ -16,6 +16,7 @@ from persia.cluster import Embedded, Placement, RayOptions
 from persia.cluster.ray.placement import PlacedRole
 from persia.config import call, convert, dump
 from persia.errors import ConfigError
+from persia.metrics import check_metric_name
 from persia.modes import Hybrid, Mode, ModeSetting
 from persia.nn.dense_step import OptimizerFactory
 from persia.nn.models.registry import MODELS, build
@@ -359,7 +360,9 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         values: by path, as in `--set`: a list of values, or a range `{ low = 1e-4, high = 1e-2, log = true }`.
         trials: number of trials, which Optuna's TPE sampler draws. By default all combinations if all values are
             lists, else 20.
-        metric: metric to optimise, on `eval_data`; progressive if there is no `eval_data`.
+        metric: metric to optimise, named as in `trainer.keep_best`; null for the default of the first label. It is of
+            `eval_data`, or progressive if there is none. Where `trainer.keep_best` or `trainer.patience` watches this
+            metric, that of the best checkpoint of a trial.
         prune_every_steps: interval in steps at which a trial stops if its progressive metric is worse than the median
             of earlier trials at that step. Not set: no trial stops early.
         seed: seed of the sampler.
@@ -367,7 +370,7 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     values: dict[str, Range | list[Any]] = {}
     trials: int | None = None
-    metric: Literal["auc", "log_loss"] = "auc"
+    metric: str | None = None
     prune_every_steps: int | None = None
     seed: int = 0
 
@@ -375,6 +378,8 @@ class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("trials", "prune_every_steps"):
             if (value := getattr(self, name)) is not None:
                 check_integer(f"sweep.{name}", value, 1)
+        if self.metric is not None:
+            check_metric_name("sweep.metric", self.metric)
         for path, values in self.values.items():
             if isinstance(values, list) and not values:
                 raise ConfigError(f"sweep.values.{path!r} is an empty list; give values.", field="sweep.values")

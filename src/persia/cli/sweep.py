@@ -20,6 +20,7 @@ from persia.cli.fitted import fitted_run
 from persia.cli.run_config import Range, RunConfig, SweepConfig
 from persia.config import convert, dump
 from persia.errors import ConfigError, DataError, DivergedError
+from persia.metrics import watched_metric
 from persia.telemetry.terminal import Grid
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Sweep:
         if self._output.exists() and any(self._output.iterdir()):
             raise ConfigError(f"{output} is not empty; give another directory as --output.", field="output")
         self._close = close
-        self._minimize = config.metric == "log_loss"
+        self._watched = watched_metric(run.reader().schema, config.metric, "sweep.metric")
         self.records: list[TrialRecord] = []
         for path, values in config.values.items():
             for value in [values.low, values.high] if isinstance(values, Range) else values:
@@ -88,8 +89,7 @@ class Sweep:
     def best(self) -> TrialRecord | None:
         """The best trial that is done; None without any."""
         done = [record for record in self.records if record.state == "done" and not math.isnan(record.metric)]
-        sign = 1 if self._minimize else -1
-        return min(done, key=lambda record: sign * record.metric, default=None)
+        return max(done, key=lambda record: self._watched.score(record.metric), default=None)
 
     def run(self, report: Callable[[TrialRecord], object]) -> None:
         """Runs all trials; keeps the checkpoint of the best one, and its configuration as `best.toml`."""
@@ -103,7 +103,7 @@ class Sweep:
             sampler = optuna.samplers.GridSampler(choices, seed=config.seed)
         trials = math.prod(map(len, grid.values())) if complete else config.trials or 20
         study = optuna.create_study(
-            direction="minimize" if self._minimize else "maximize",
+            direction="maximize",  # Of scores, which are higher for better values.
             sampler=sampler,
             pruner=optuna.pruners.MedianPruner(STARTUP_TRIALS) if config.prune_every_steps else None,
         )
@@ -115,16 +115,15 @@ class Sweep:
             report(record)
             if record.state == "pruned":
                 raise optuna.TrialPruned
-            return record.metric  # NaN marks the trial as failed.
+            return self._watched.score(record.metric)  # NaN marks the trial as failed.
 
         study.optimize(objective, n_trials=trials)
 
     def table(self) -> Grid:
         """Formats the trials, the best first."""
-        sign = 1 if self._minimize else -1
-        table = Grid("trial", *self._config.values, self._config.metric, "rows", "", text=[""], title="sweep")
+        table = Grid("trial", *self._config.values, self._watched.name, "rows", "", text=[""], title="sweep")
         order = {"done": 0, "pruned": 1, "diverged": 2}
-        for record in sorted(self.records, key=lambda r: (order[r.state], sign * r.metric)):
+        for record in sorted(self.records, key=lambda r: (order[r.state], -self._watched.score(r.metric))):
             shown = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in record.values.values()]
             state = "best" if record is self.best else record.state
             table.add_row(str(record.number), *shown, f"{record.metric:.4f}", f"{record.rows:,}", state)
@@ -160,16 +159,18 @@ class Sweep:
         folder = self.folder(number)
         folder.mkdir(parents=True)
         _write_toml(folder / "config.toml", tree)
-        # Checkpoints of a trial that may be pruned are not worth their time.
-        unsaved = with_values(tree, {"trainer.checkpoint_dir": None, "trainer.keep_best": None})
-        for name in ("checkpoint_every_steps", "checkpoint_every_seconds"):
-            unsaved["trainer"].pop(name, None)
+        # Checkpoints of a trial that may be pruned are not worth their time, except its best one.
+        saved = str(folder / "checkpoint") if run.trainer.keeps_best and run.eval_data is not None else None
+        own = with_values(tree, {"trainer.checkpoint_dir": saved})
+        steers = ("keep_best", "patience", "eval_every_steps", "eval_every_epochs") if run.eval_data is None else ()
+        for name in ("checkpoint_every_steps", "checkpoint_every_seconds", *steers):
+            own["trainer"].pop(name, None)
         run = fitted_run(run)
         reader = run.reader()
-        trainer = convert(unsaved, RunConfig, f"trial {number}").build_trainer(reader.schema)
+        trainer = convert(own, RunConfig, f"trial {number}").build_trainer(reader.schema)
         with self._close(trainer):
             state, metric, rows = self._train(run, trainer, reader, trial)
-            if state == "done":
+            if state == "done" and saved is None:
                 trainer.save(folder / "checkpoint")
         record = TrialRecord(number, values, state, metric, rows)
         ui.write_json(str(folder / "result.json"), record._asdict())
@@ -177,27 +178,33 @@ class Sweep:
 
     def _train(self, run: RunConfig, trainer: Trainer, reader: Any, trial: optuna.Trial) -> tuple[str, float, int]:
         """Trains in parts, after each of which the trial may be pruned; returns its state, its metric and its rows."""
-        metric, every = self._config.metric, self._config.prune_every_steps
+        watched, every = self._watched, self._config.prune_every_steps
         remaining = run.train.max_steps
         progressive, rows = math.nan, 0
+        steered = trainer.options.evaluates or trainer.options.keeps_best
+        held_out = None
+        if run.eval_data is not None:
+            held_out = run.eval_data.in_order().reader(reader.schema, "eval_data")
         while True:
             steps = min((n for n in (every, remaining) if n is not None), default=None)
             try:
-                result = trainer.fit(reader, epochs=run.train.epochs, max_steps=steps)
+                result = trainer.fit(reader, held_out if steered else None, epochs=run.train.epochs, max_steps=steps)
             except DivergedError:
                 return "diverged", math.nan, rows + trainer.trained_here.rows
-            progressive = float(getattr(result.history, metric))  # Over all parts.
+            progressive = watched.figure(result.history)  # Over all parts.
             rows += result.rows
             remaining = None if remaining is None else remaining - result.steps
-            if trainer.finished or remaining == 0:
+            if trainer.finished or remaining == 0 or result.stopped_early:
                 break
-            trial.report(progressive, trainer.global_step)
+            trial.report(watched.score(progressive), trainer.global_step)
             if trial.should_prune():
                 return "pruned", progressive, rows
-        if run.eval_data is None:
+        if held_out is None:
             return "done", progressive, rows
-        evaluation = trainer.evaluate(run.eval_data.in_order().reader(reader.schema, "eval_data"))
-        return "done", float(getattr(evaluation, metric)), rows
+        if trainer.options.keeps_best and result.watched == watched.name and result.best is not None:
+            return "done", result.best, rows  # Its checkpoint is kept.
+        groups = reader.schema.group if watched.grouped else None
+        return "done", watched.figure(trainer.evaluate(held_out, group_by=groups, at=(watched.at,))), rows
 
     def _keep_best(self) -> None:
         best = self.best

@@ -13,13 +13,23 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from persia.cli import earlier_run
-from persia.cli.configured_run import Config, Set, closing_cluster, load_config, read_config
+from persia.cli.configured_run import (
+    Config,
+    Set,
+    Step,
+    closing_cluster,
+    command_line,
+    load_config,
+    read_config,
+    step_choice,
+)
 from persia.cli.earlier_run import Command
 from persia.cli.run_folder import RunFolder
 from persia.errors import CheckpointError, ConfigError, MissingExtraError
 from persia.printable import say
 
 if TYPE_CHECKING:
+    from persia.checkpoint import StepChoice
     from persia.cli.run_config import RunConfig
     from persia.trainer import Trainer
 
@@ -41,8 +51,9 @@ def train(
     ] = False,
     json: Annotated[str | None, typer.Option(help="Write the result to this file as JSON.", metavar="FILE")] = None,
     resume: Annotated[
-        str | None, typer.Option(help="Continue from the latest checkpoint in this directory.", metavar="DIR")
+        str | None, typer.Option(help="Continue from a checkpoint in this directory.", metavar="DIR")
     ] = None,
+    step: Step = None,
     again: Annotated[
         bool, typer.Option("--again", help="With --resume, train the data as if none of them had been trained.")
     ] = False,
@@ -94,19 +105,23 @@ def train(
         out.print_toml(run.dump())
         return
     out.check_writable(json)
+    if step is not None and resume is None:
+        raise ConfigError("--step names the checkpoint of --resume; give --resume DIR too.", field="step")
+    which = step_choice(step)
     if sweep:
         _sweep(config, overrides, output, resume, json, overwrite)
         return
     saved = run.trainer.checkpoint_dir or ""
     if overwrite and resume is not None and os.path.realpath(saved) == os.path.realpath(resume):
         raise ConfigError("--overwrite would remove the run of --resume; give another --output.", field="overwrite")
-    if run.trainer.keep_best is not None and run.eval_data is None:
-        raise ConfigError("trainer.keep_best needs a section [eval_data] to evaluate on.", field="eval_data")
+    for name in ("keep_best", "eval_every_steps", "eval_every_epochs"):
+        if getattr(run.trainer, name) is not None and run.eval_data is None:
+            raise ConfigError(f"trainer.{name} needs a section [eval_data] to evaluate on.", field="eval_data")
     with RunFolder(config) if run.trainer.checkpoint_dir is None else contextlib.nullcontext() as folder:
         if folder is not None:
             run = run.saving_to(str(folder.path))
         command = Command(config, overrides, json)
-        options = _TrainOptions(ui, overwrite, again, restart_data, new_optimizer, refit)
+        options = _TrainOptions(ui, overwrite, again, restart_data, new_optimizer, refit, which)
         _train(run, command, resume, folder, options)
 
 
@@ -119,6 +134,7 @@ class _TrainOptions(NamedTuple):
     restart_data: bool
     new_optimizer: bool
     refit: bool
+    step: StepChoice
 
 
 def _train(
@@ -141,7 +157,7 @@ def _train(
     step = earlier_run.existing_step(directory, resume)
     if step is not None and not options.overwrite:
         raise earlier_run.refusal(directory, step, command, run, reader.schema)
-    fitted = fitted_run(run, resume, refit=options.refit)
+    fitted = fitted_run(run, resume, step=options.step, refit=options.refit)
     if fitted is not run:
         run, reader = fitted, fitted.reader()
     trainer = run.build_trainer(reader.schema)
@@ -170,8 +186,22 @@ def _train(
     out.print_fit(result, directory)
     if command.json is not None:
         out.write_json(command.json, out.fit_record(result))
-    if result.nothing_left:
-        say(result.nothing_left)
+    if result.best is not None and run.trainer.keeps_best:
+        words = [
+            "predict",
+            command.config,
+            "--checkpoint",
+            out.near_path(directory),
+            "--step",
+            "best",
+            "--output",
+            "predictions.csv",
+        ]
+        best = f"step {result.best_step:,}, {result.watched} {result.best:.4f}"
+        say(f"Best on held-out rows: {best}. To predict with it:")
+        say(f"    {command_line(words, list(command.overrides or []), None)}")
+    if result.nothing_left or result.stopped_early:
+        say(result.nothing_left or result.stopped_early)
 
 
 def _resolve_link(directory: str | None) -> str | None:
@@ -184,7 +214,7 @@ def _resolve_link(directory: str | None) -> str | None:
 def _load(trainer: Trainer, resume: str, command: Command, run: RunConfig, options: _TrainOptions) -> None:
     """Loads a checkpoint. If it does not match, the error lists commands that work."""
     try:
-        trainer.load(resume, new_optimizer=options.new_optimizer, refit=options.refit)
+        trainer.load(resume, step=options.step, new_optimizer=options.new_optimizer, refit=options.refit)
     except CheckpointError as error:
         remedy = earlier_run.ways_to_resume(resume, command, run, trainer.schema, new_optimizer=options.new_optimizer)
         raise CheckpointError(f"{error.message}\n{remedy}" if remedy else error.message, **error.fields) from error

@@ -54,6 +54,12 @@ def continual(
 
     requested = recipe.parse_days(days)
     run = read_config(config, overrides, output)
+    ignored = [name for name in recipe.STEERING if getattr(run.trainer, name) is not None]
+    if ignored:
+        names = ", ".join(f"trainer.{name}" for name in ignored)
+        say(f"Continual training scores each day before it trains on it, and ignores {names}.", error=True)
+        trainer_options = msgspec.structs.replace(run.trainer, **dict.fromkeys(ignored))
+        run = msgspec.structs.replace(run, trainer=trainer_options)
     out.check_writable(json)
     run = fitted_run(run, recipe.continued(output, inherit))
     todo = recipe.Recipe(run, output)

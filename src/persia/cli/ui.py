@@ -26,6 +26,7 @@ __all__ = [
     "check_writable",
     "fit_record",
     "metrics_record",
+    "near_path",
     "print_fit",
     "print_fitted",
     "print_metrics",
@@ -78,10 +79,10 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
     CONSOLE.print(table)
     if result.evaluation is not None:
         print_metrics("evaluation", result.evaluation)
-    say(f"Saved in {_near(checkpoint)}")
+    say(f"Saved in {near_path(checkpoint)}")
 
 
-def _near(path: str) -> str:
+def near_path(path: str) -> str:
     """Returns a path relative to the working directory, if it is inside."""
     here = os.getcwd()
     return os.path.relpath(path, here) if path.startswith(f"{here}/") else path

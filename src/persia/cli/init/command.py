@@ -217,8 +217,8 @@ def _report(guess: Guess, config: str, folder: Path) -> None:
     say(f"Wrote {', '.join(FILES)} to {folder}. Next:\n")
     config, program, run = (_shown(folder, name) for name in ("config.toml", "train.py", "runs/config/latest"))
     say(f"  persia train {config}")
-    say(f"  persia evaluate {config} --checkpoint {run}")
-    say(f"  persia predict {config} --checkpoint {run} --data NEW_FILE --output predictions.csv")
+    say(f"  persia evaluate {config} --checkpoint {run} --step best")
+    say(f"  persia predict {config} --checkpoint {run} --step best --data NEW_FILE --output predictions.csv")
     say(f"  python {program}\n")
 
 

@@ -20,14 +20,15 @@ _SHUFFLE_ROWS = 100_000
 _SMALL_ROWS = 10_000
 _STEPS_OF_AN_EPOCH = 200
 _MAX_BATCH = 1024
-_TRAINED_ROWS = 100_000
-_MAX_EPOCHS = 3
+_TRAINED_ROWS = 300_000
+_MAX_EPOCHS = 10
+_PATIENCE = 2
 _SMALL_DIM, _DIM = 8, 16
 _FEW_IDS = 1_000
 
 _CONFIG = """\
 # Predicts `{label}` of {name}: `persia train {config}`.
-# Written by `persia init` from {rows}; change what it guessed wrong. train.py reads [data], [schema] and [train], too.
+# Written by `persia init` from {rows}; change what it guessed wrong. train.py reads it, too.
 
 [data]
 kind = "{kind}"
@@ -66,7 +67,12 @@ kind = "adagrad"
 lr = 0.05
 
 [train]
-epochs = {epochs}
+epochs = {epochs}{epochs_comment}
+
+[trainer]  # Stops early: scores the held-out rows after each pass, and keeps the best checkpoint next to the last.
+keep_best = {watched}{watched_comment}
+eval_every_epochs = 1
+patience = {patience}  # Passes in a row without an improvement after which training ends.
 """
 
 _TRAIN = '''\
@@ -94,16 +100,19 @@ def reader(section):
 
 def main():
     torch.manual_seed(0)
+    output = HERE / "runs" / f"{{datetime.now():%Y-%m-%d_%H-%M-%S}}"
     trainer = persia.Trainer(
         Model(SCHEMA),
         SCHEMA,
         optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
         embedding_optimizer=persia.optim.Adagrad(lr=0.05),
+        options=msgspec.convert(CONFIG["trainer"] | {{"checkpoint_dir": str(output)}}, persia.TrainerOptions),
     )
     result = trainer.fit(reader("data"), reader("eval_data"), epochs=CONFIG["train"]["epochs"])
     print(result)
     print(f"AUC on held-out rows: {{result.evaluation.auc:.4f}}")
-    print("saved in", trainer.save(HERE / "runs" / f"{{datetime.now():%Y-%m-%d_%H-%M-%S}}"))
+    print(f"best: step {{result.best_step}}, {{result.watched}} {{result.best:.4f}}")
+    print("saved in", output)
 
 
 if __name__ == "__main__":
@@ -161,6 +170,7 @@ def file_texts(guess: Guess, folder: Path) -> dict[str, str]:
     dense = [column for column in guess.columns if column.role == "number"]
     remote = "://" in sample.path
     batch_size, epochs = _length(guess)
+    watched, why = _watched(guess)
     split = guess.split if "by" in guess.split or sample.rows >= _SMALL_ROWS else {**guess.split, "test": 0.2}
     rows = f"its {sample.rows:,} rows" if sample.complete else f"the first {sample.rows:,} rows"
     config = _CONFIG.format(
@@ -180,6 +190,10 @@ def file_texts(guess: Guess, folder: Path) -> dict[str, str]:
         features="\n".join(_features(guess, names)),
         unused=_unused(guess, split),
         epochs=epochs,
+        epochs_comment="  # At most: [trainer] ends training earlier." if epochs > _PATIENCE else "",
+        watched=_toml(watched),
+        watched_comment=f"  # {why}",
+        patience=_PATIENCE,
     )
     config = re.sub(r"\n{3,}", "\n\n", config.replace("options]\n\n", "options]\n"))
     where = "" if sample.complete else f", of the first {sample.rows:,} rows"
@@ -224,6 +238,16 @@ def _length(guess: Guess) -> tuple[int, int]:
     while size < _MAX_BATCH and 2 * size * _STEPS_OF_AN_EPOCH <= rows:
         size *= 2
     return size, min(_MAX_EPOCHS, max(1, round(_TRAINED_ROWS / rows)))
+
+
+def _watched(guess: Guess) -> tuple[str, str]:
+    """Returns the metric of held-out rows that decides which state is the best, and why."""
+    kind = getattr(guess.label, "kind", "binary")
+    if kind == "binary":
+        return "auc", "How well rows are ordered; log_loss where predictions are used as probabilities."
+    if kind in ("regression", "count"):
+        return "rmse", "The label is a value; mae where large errors are no worse than several small ones."
+    return "log_loss", "The label is a class; accuracy where only the first class counts."
 
 
 def _schema_names(columns: list[str]) -> dict[str, str]:
