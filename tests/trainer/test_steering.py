@@ -1,5 +1,6 @@
 """Evaluations during `fit`: what they change, the best checkpoint, and training that ends early."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import persia
 from persia import Label, TrainerOptions
 from persia.checkpoint import CheckpointReader, CheckpointWriter, list_checkpoints
 from persia.errors import CheckpointError, ConfigError
-from persia.metrics import MetricsResult
+from persia.metrics import Figures, MetricsResult, ValueFigures
 from persia.modes import Async, Bsp, Gba, HopBw, Hybrid, Sync
 from persia.telemetry.run_record import read_run
 from persia.trainer.evaluation import Evaluator
@@ -39,20 +40,14 @@ def of_reader(seed=0, **options):
 @pytest.fixture
 def script(monkeypatch):
     """Values of the held-out metric by global step, in place of real ones; `seen` has the steps of evaluations."""
-    made = SimpleNamespace(values={}, seen=[], metric="auc", label="click")
+    made = SimpleNamespace(values={}, seen=[], kind=Figures)
 
     def evaluate(self, data, *_, **__):
         step = self._embeddings.global_step
         made.seen.append(step)
         value = made.values.get(step, 0.1)
-        return MetricsResult(
-            7,
-            value,
-            value,
-            value,
-            value,
-            {made.label: SimpleNamespace(**{made.metric: value, "log_loss": value, "auc": value})},
-        )
+        figures = made.kind(7, *[value] * (len(dataclasses.fields(made.kind)) - 1))
+        return MetricsResult(7, value, value, value, value, {"click": figures})
 
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)
     return made
@@ -176,7 +171,7 @@ def test_a_signal_between_training_and_evaluation_loses_none(tmp_path, script):
 
 
 def test_lower_may_be_better(tmp_path, script):
-    script.metric, script.values = "rmse", {4: 3.0, 8: 2.0, 12: 2.5, 16: 2.5}
+    script.kind, script.values = ValueFigures, {4: 3.0, 8: 2.0, 12: 2.5, 16: 2.5}
     schema = persia.Schema(SCHEMA.id_features, SCHEMA.dense_features, [Label("click", kind="regression")])
     t = persia.Trainer(
         Net(torch.float32), schema, optimizer=adam, embedding_optimizer=persia.optim.Adagrad(lr=0.05), mode=Sync(),

@@ -26,9 +26,7 @@ def fitted_as_checkpoint(run: RunConfig, directory: str, step: StepChoice = None
     return run.fitted_as(CheckpointReader(directory, step).schema)
 
 
-def fitted_run(
-    run: RunConfig, resume: str | None = None, *, step: StepChoice = None, refit: bool = False
-) -> RunConfig:
+def fitted_run(run: RunConfig, resume: str | None = None, *, step: StepChoice = None, refit: bool = False) -> RunConfig:
     """Returns a configuration whose features are fitted; prints what was found. Reads the training data once if needed.
 
     Args:

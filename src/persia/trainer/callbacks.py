@@ -89,6 +89,26 @@ class Callbacks:
         """Whether a callback has failed since the last `raise_failure`."""
         return self._failure is not None
 
+    def begin(self, trainer: object, step: int) -> None:
+        """Begins a call of `fit`.
+
+        Raises:
+            PersiaError: a callback has failed.
+        """
+        self.written.clear()
+        self.call(operator.methodcaller("on_fit_begin", trainer), "on_fit_begin", step=step)
+        self.raise_failure()
+
+    def end(self, result: object, step: int) -> None:
+        """Ends a call of `fit`, whose last checkpoint is written.
+
+        Raises:
+            PersiaError: a callback has failed, now or before.
+        """
+        self.deliver(step)
+        self.call(operator.methodcaller("on_fit_end", result), "on_fit_end", step=step)
+        self.raise_failure()
+
     def call(self, call: Callable[[Callback], None], event: str, *, step: int) -> None:
         """Calls each callback. An exception is kept, and `fit` is going to end.
 

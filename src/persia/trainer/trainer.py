@@ -272,10 +272,7 @@ class Trainer:
     ) -> FitResult:
         """Trains on this NN worker; the arguments of `fit` have been checked."""
         events, replicas = self._components.callbacks, self.step.replicas
-        events.written.clear()
-        if self.callbacks:
-            events.call(lambda callback: callback.on_fit_begin(self), "on_fit_begin", step=self.global_step)
-            replicas.run_on_rank0(events.raise_failure, NoneType)
+        replicas.run_on_rank0(lambda: events.begin(self, self.global_step), NoneType)
         call = FitCall(
             self._components, train_data, eval_data, epochs, max_steps, lambda: self.stopping, again, restart_data
         )
@@ -283,10 +280,7 @@ class Trainer:
             result = call.run()
         finally:
             self.trained_here = call.trained_here
-        if self.callbacks:
-            events.deliver(self.global_step)
-            events.call(lambda callback: callback.on_fit_end(result), "on_fit_end", step=self.global_step)
-            replicas.run_on_rank0(events.raise_failure, NoneType)
+        replicas.run_on_rank0(lambda: events.end(result, self.global_step), NoneType)
         return result
 
     @contextlib.contextmanager
