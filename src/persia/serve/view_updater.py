@@ -229,7 +229,7 @@ class ViewUpdater:
         assert description is not None
         if self.view is not None:
             differences = schema_differences(
-                description.schema, self.view.schema, there="the new epoch", here="what is served"
+                description.schema, self.view.schema, saved_in="the new epoch", used_in="what is served"
             )
             if differences:
                 raise PublishError(
