@@ -206,8 +206,9 @@ class ReferenceShard:
         return admission_draw(self.config, id_, occurrence) < self.config.admission_value
 
     def _insert(self, row: ReferenceRow) -> None:
+        """Inserts a row. In a full shard it evicts the least recently used one, as `MemoryRows::acquire` in C++."""
         own = self.index.get(row.id)
-        if own is not None:  # It has left.
+        if own is not None:  # It has expired.
             self.rows[own] = row
             return
         place = self._left()
