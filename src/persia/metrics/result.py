@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from persia.metrics.buckets import CalibrationBucket
+from persia.metrics.calibration_by_bucket import CalibrationBucket
 from persia.metrics.grouped import GroupedFigures
 
 __all__ = ["Figures", "MetricsResult", "mean"]

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from persia.errors import ConfigError, DataError
 from persia.metrics.auc import BLOCK
-from persia.metrics.buckets import calibration_buckets
+from persia.metrics.calibration_by_bucket import calibration_buckets
 from persia.metrics.checks import State, check, loss_terms
 from persia.metrics.counts import LabelMetrics
 from persia.metrics.result import Figures, MetricsResult, mean
