@@ -12,7 +12,7 @@ import torch
 
 from persia import batching
 from persia.errors import PersiaError
-from persia.nn.joining import joined, of_one_width
+from persia.nn.joined_tensors import joined, of_one_width
 from persia.schema import Pooling, Schema
 from persia.types import Floats, Int64Array, Inverse, Packed
 
