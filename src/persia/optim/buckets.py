@@ -1,6 +1,6 @@
 """Buckets: ranges of a flat array of parameters, and the parts of a step on them; in torch, on any device.
 
-:mod:`persia.optim.native` does the same on CPUs with fewer passes over memory.
+:mod:`persia.optim.native_buckets` does the same on CPUs with fewer passes over memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Signs, eight to a byte, with a scale per block. Runs on any device; `optim/native.py` is the fast path for CPUs."""
+"""Signs, eight to a byte, and a scale per block, on any device; `optim/native_buckets.py` is the fast path for CPUs."""
 
 from __future__ import annotations
 
