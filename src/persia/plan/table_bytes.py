@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from persia.errors import ConfigError
-from persia.ps.tables import table_config
+from persia.ps.table_configs import table_config
 from persia.schema import EmbeddingOptimizer, Schema, Table
 from persia.store import TableConfig
 from persia.types.values import words_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from persia.ps.tables import table_config
+from persia.ps.table_configs import table_config
 from persia.schema import EmbeddingOptimizer, Table
 from persia.store import COLD_ROW_BYTES, ROW_OVERHEAD, TableConfig
 from persia.types.values import Dtype
