@@ -18,8 +18,8 @@ from persia.nn.dense_step import DenseStep
 from persia.nn.models.registry import description_of
 from persia.publish.epochs import begin_epoch, remove_older_epochs, write_drift
 from persia.publish.format import NETWORK, Epoch
+from persia.publish.log_storage import open_storage
 from persia.publish.publisher import reason
-from persia.publish.storage import open_storage
 from persia.publish.stream import StreamWriter
 from persia.retry import Deadline, retry
 from persia.rpc.fan_out import call_all
