@@ -11,8 +11,8 @@ from persia.serve.schema_parts import columns_of
 
 if TYPE_CHECKING:
     from persia.schema import IdFeature, InputRules, Schema
-    from persia.serve.catalogue import TowerFeatures
     from persia.serve.http.limits import ServeLimits
+    from persia.serve.item_catalogue import TowerFeatures
 
 __all__ = ["openapi"]
 
