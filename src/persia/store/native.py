@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError, StoreError
-from persia.store.config import TTL_UNITS, TableConfig, check_spill
 from persia.store.core_errors import StoreErrors
 from persia.store.protocol import EmbeddingStore, RowChanges, Rows, ShardState, Spill
+from persia.store.table_config import TTL_UNITS, TableConfig, check_spill
 from persia.types import UpdateCounts
 
 __all__ = ["NativeStore"]

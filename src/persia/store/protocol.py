@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.store.config import TableConfig
+from persia.store.table_config import TableConfig
 from persia.types import UpdateCounts
 
 __all__ = ["EmbeddingStore", "RowChanges", "Rows", "ShardState", "Spill"]

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError, StoreError
-from persia.store.config import TableConfig, check_spill
 from persia.store.protocol import EmbeddingStore, RowChanges, Rows, ShardState, Spill
+from persia.store.table_config import TableConfig, check_spill
 from persia.types import UpdateCounts
 from persia.types.values import words_of
 from support.twins.random_rows import shard_of

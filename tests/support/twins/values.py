@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.store.config import TableConfig
+from persia.store.table_config import TableConfig
 from persia.types.values import LARGEST, Dtype
 from support.twins.random_rows import GOLDEN, MASK, mix64, random_bits, row_key
 
