@@ -25,7 +25,7 @@ from persia.retry import Deadline, retry
 from persia.rpc.fan_out import call_all
 from persia.services import EmbeddingPS
 from persia.telemetry.logs import get_logger
-from persia.trainer.drift import DriftRecorder
+from persia.trainer.drift_recorder import DriftRecorder
 from persia.trainer.finite_state import FiniteState
 from persia.trainer.options import Declared
 from persia.trainer.state import TrainingState
