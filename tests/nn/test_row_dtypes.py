@@ -23,7 +23,7 @@ from persia.replay.virtual import VirtualTraining
 from persia.rpc.array_encoding import Decoder, encode
 from persia.services import Connection, RowChunk
 from persia.types import LookedUp, Packed
-from persia.types.values import DTYPES, from_halves, to_halves, words_of
+from persia.types.half_floats import DTYPES, from_halves, to_halves, words_of
 from persia.worker import Worker, WorkerOptions
 from support.examples import examples
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from persia.checkpoint.format import Manifest
 from persia.errors import CheckpointError
 from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
-from persia.types.values import LARGEST, Dtype, largest_finite
+from persia.types.half_floats import LARGEST, Dtype, largest_finite
 
 __all__ = ["NEW_OPTIMIZER", "check_values", "differences", "id_difference", "same_rule", "schema_differences"]
 

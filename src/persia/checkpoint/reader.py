@@ -33,7 +33,7 @@ from persia.checkpoint.tensors import TensorView
 from persia.errors import CheckpointError, PersiaError
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.telemetry.logs import get_logger
-from persia.types.values import from_halves
+from persia.types.half_floats import from_halves
 
 __all__ = ["CheckpointReader"]
 

@@ -13,7 +13,7 @@ from persia.errors import ConfigError
 from persia.ps.table_configs import table_config
 from persia.schema import EmbeddingOptimizer, Schema, Table
 from persia.store import TableConfig
-from persia.types.values import words_of
+from persia.types.half_floats import words_of
 
 __all__ = [
     "PlannedTable",

@@ -14,7 +14,7 @@ from persia.errors import ConfigError
 from persia.schema.checks import check_dtype, check_name
 from persia.schema.mappings import IdMapping
 from persia.schema.tables import MAX_DIM, Table
-from persia.types.values import Dtype
+from persia.types.half_floats import Dtype
 
 __all__ = ["IdFeature", "IdKind", "Pooling", "Schema"]
 

@@ -111,7 +111,7 @@ class NativeStore(EmbeddingStore):
             out: per table, float32 [n, row_words] to write to, instead of new arrays.
 
         Returns:
-            Per table, rows as stored, float32 [n, row_words]: see `persia.types.values`.
+            Per table, rows as stored, float32 [n, row_words]: see `persia.types.half_floats`.
         """
         if out is None:
             out = [np.empty((len(i), self.config(t).row_words), np.float32) for t, i in zip(tables, ids, strict=False)]
