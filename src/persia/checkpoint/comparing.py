@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.view import Checkpoint, TableRows, open
+from persia.checkpoint.row_view import Checkpoint, TableRows, open
 from persia.errors import CheckpointError
 
 __all__ = ["TableDifference", "diff"]
