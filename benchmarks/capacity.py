@@ -25,11 +25,11 @@ from persia import IdFeature, Schema
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.plan import PlannedTable, Topology, bytes_of, planned_tables
-from persia.plan.cache import distinct_ids, missing_share
+from persia.plan.distinct_ids import distinct_ids, missing_share
 from persia.plan.load import batch_traffic
 from persia.plan.measure import measure_checkpoint, measure_disk, measure_rows, measure_wire
+from persia.plan.queue_simulation import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
 from persia.plan.rates import BatchShape
-from persia.plan.simulate import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
 from persia.plan.workload import measure_server, measure_worker
 from persia.schema import SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad, Table
 

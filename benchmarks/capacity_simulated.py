@@ -1,4 +1,4 @@
-"""The simulation of `persia.plan.simulate` against what `capacity.flat` measured on one machine, size by size.
+"""The simulation of `persia.plan.queue_simulation` against what `capacity.flat` measured on one machine, size by size.
 
     python -m benchmarks 'plan.simulated.capacity*' [--preset smoke|laptop|full] [--json FILE]
 
@@ -31,11 +31,11 @@ from benchmarks.ssd import ssd
 from persia import Batch, Schema
 from persia.modes import Hybrid
 from persia.plan import PlannedTable, Topology, planned_tables
-from persia.plan.cache import missing_share
+from persia.plan.distinct_ids import missing_share
 from persia.plan.load import batch_traffic
 from persia.plan.measure import measure_disk, measure_rows, measure_wire
+from persia.plan.queue_simulation import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
 from persia.plan.rates import BatchShape, DiskRate, RowRate, StepRate, WireRate
-from persia.plan.simulate import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
 from persia.plan.workload import FakeCluster, measure_workload
 from persia.ps.sizes import water_level
 from persia.schema import RowwiseAdagrad

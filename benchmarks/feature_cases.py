@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 import persia
 from persia.data.rows import Conversion
 from persia.data.streams.broker import BrokerOptions
+from persia.data.streams.message_rows import MessageConverter
 from persia.data.streams.options import KafkaOptions, StreamCounts
-from persia.data.streams.rows import MessageConverter
 from persia.schema import NO_RULES
 from persia.serve.http.bodies import Bodies
 from persia.serve.http.codecs.arrow_codec import ArrowCodec

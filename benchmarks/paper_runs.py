@@ -22,7 +22,7 @@ from persia.replay import Setting, Summary, phases, simulate
 from persia.replay.virtual import VirtualTraining
 from persia.schema import EmbeddingOptimizer, IdFeature
 from persia.types import Int64Array
-from persia.types.values import Dtype
+from persia.types.half_floats import Dtype
 
 __all__ = ["FILES", "LOCAL", "NETWORKS", "SOURCES", "WORKERS", "Dataset", "Outcome", "Run", "dataset", "train_and_test"]
 

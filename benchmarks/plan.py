@@ -50,8 +50,8 @@ from persia.plan import (
     this_host,
 )
 from persia.plan.load import batch_traffic
+from persia.plan.queue_simulation import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
 from persia.plan.rates import BatchShape, RowRate, StepRate, WireRate, WorkloadRate
-from persia.plan.simulate import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
 from persia.ps import EmbeddingServer
 from persia.schema import Adagrad, Adam, EmbeddingOptimizer, RowwiseAdagrad, Table
 from persia.store import NativeStore, TableConfig

@@ -28,7 +28,7 @@ from benchmarks.paper_runs import FILES, NETWORKS, SOURCES, Outcome, Run, train_
 from benchmarks.public_data import is_here
 from persia.modes import Hybrid
 from persia.optim import Adam
-from persia.types.values import Dtype
+from persia.types.half_floats import Dtype
 
 SEEDS = {"smoke": range(1), "laptop": range(20), "full": range(5)}
 ROWS = {"smoke": 2_048, "laptop": 1_000_000, "full": 12_000_000}

@@ -26,7 +26,7 @@ from persia.modes import Hybrid, Mode
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.schema import Adagrad, EmbeddingOptimizer, RowwiseAdagrad
 from persia.services import Cluster
-from persia.types.values import Dtype
+from persia.types.half_floats import Dtype
 
 WORK = {"smoke": Workload(rows=2_000, batch=128, batches=2), "laptop": Workload(), "full": Workload()}
 STEPS = {"smoke": 5, "laptop": 20, "full": 50}

@@ -28,7 +28,7 @@ import torch
 from benchmarks import runner
 from benchmarks.store import BATCH, DIM, filled, ids_of
 from persia.store import NativeStore, TableConfig
-from persia.store.config import EvictionKind
+from persia.store.table_config import EvictionKind
 
 REQUEST = 8192
 SHARE_NEW = 0.1

@@ -22,7 +22,7 @@ from persia.nn.models import FFNN
 from persia.optim import SGD, Adagrad, Adam, Ftrl, RowwiseAdagrad
 from persia.schema import EmbeddingOptimizer
 from persia.services import Connection
-from persia.types.values import Dtype
+from persia.types.half_floats import Dtype
 
 OPTIMIZERS: tuple[EmbeddingOptimizer, ...] = (
     SGD(lr=0.1),

@@ -26,7 +26,7 @@ from persia.nn import transfer
 from persia.nn.models import DeepFM
 from persia.optim import Adagrad
 from persia.ps import EmbeddingServer
-from persia.rpc.arrays import encode
+from persia.rpc.array_encoding import encode
 from persia.rpc.limits import Limits
 from persia.services import Connection
 from persia.types import Contribution, LookedUp, Packed, PushHeader

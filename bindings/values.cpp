@@ -1,4 +1,4 @@
-// `persia._core.values`: 16-bit values of any shape; use persia.types.values, which documents.
+// `persia._core.values`: 16-bit values of any shape; use persia.types.half_floats, which documents.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 

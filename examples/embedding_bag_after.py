@@ -1,4 +1,4 @@
-"""The click model of `embedding_bag_before.py` in persia: it goes on where that one was saved."""
+"""The click model of `embedding_bag_before.py` in persia: it continues from the saved state."""
 
 import os
 
@@ -29,7 +29,7 @@ SCHEMA = persia.Schema([persia.IdFeature("visited", dim=DIM, pooling="mean")], [
 
 
 def batches(first, steps):
-    """Yields batches of the items' names themselves: any name gets a row when it is met."""
+    """Yields batches of the items' names themselves: any name gets a row when training first sees it."""
     for visited, dense, labels in clicks(first, steps, items=ITEMS + 1_000):  # 1,000 are new.
         columns = {"visited": visited, "price": dense[:, 0], "age": dense[:, 1], "click": labels[:, 0]}
         yield persia.Batch.from_columns(SCHEMA, columns)

@@ -1,4 +1,4 @@
-"""A click model with `nn.EmbeddingBag`, in plain PyTorch; `embedding_bag_after.py` goes on with it in persia."""
+"""A click model with `nn.EmbeddingBag`, in plain PyTorch; `embedding_bag_after.py` continues it in persia."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Trains on a Kafka topic while clicks arrive, is stopped, and goes on at the offsets of its checkpoint.
+"""Trains on a Kafka topic while clicks arrive, is stopped, and continues at the offsets of its checkpoint.
 
 Set KAFKA_BOOTSTRAP to use brokers of your own; without it, librdkafka's mock cluster runs in this process.
 """

@@ -1,4 +1,4 @@
-"""The click model of `torchrec_before.py` in persia: it goes on where that one was saved. TorchRec is not needed."""
+"""The click model of `torchrec_before.py` in persia: it continues from the saved state. TorchRec is not needed."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A click model with TorchRec's fused tables; `torchrec_after.py` goes on with it in persia."""
+"""A click model with TorchRec's fused tables; `torchrec_after.py` continues it in persia."""
 
 import os
 import sys

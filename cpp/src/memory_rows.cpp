@@ -22,7 +22,8 @@ void MemoryRows::tick() {
   ++header.clock;
 }
 
-// Whatever may fail comes first.
+// Evicts: in a full table, the new row gets the place of the least recently used one (`eviction.front`, then
+// `eviction.pop`), unless a row has expired. Everything that may fail comes first.
 std::uint32_t MemoryRows::acquire(std::uint64_t id) {
   const std::uint32_t reused = expiry.reusable();
   if (reused == Index::kNone && header.rows_used < header.capacity) return next_place();

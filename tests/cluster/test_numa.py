@@ -83,7 +83,7 @@ def test_threads_that_start_later_are_pinned_too():
 def test_a_ps_is_pinned_before_it_starts_threads(monkeypatch):
     """Its own seat, and as many threads as it will have; a thread that is there already would stay where it is."""
     hosts = pytest.importorskip("persia.cluster.ray.hosts", reason="Ray is not installed")
-    from persia.cluster.ray.plan import ServerSeat
+    from persia.cluster.ray.process_plan import ServerSeat
 
     done = []
     monkeypatch.setattr(hosts.Host, "__init__", lambda self, plan, rank: vars(self).update(plan=plan, rank=rank))

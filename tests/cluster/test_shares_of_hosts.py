@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from persia.cluster.ray import capacities, placing, processes
 from persia.cluster.ray.cluster import Ray
 from persia.cluster.ray.options import RayOptions
-from persia.cluster.ray.plan import Service
+from persia.cluster.ray.process_plan import Service
 from persia.cluster.ray.roles import Roles
 from persia.errors import ConfigError, DeadlineError, PersiaError
 from persia.memory import Memory

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import persia
 from persia.data.rows import Conversion
-from persia.data.streams import decoding as module
+from persia.data.streams import message_decoding as module
 from persia.data.streams.broker import BrokerOptions, Buffer
-from persia.data.streams.decoding import MAX_BYTES, MAX_OBJECT_BYTES, MAX_ROWS, MessageDecoder
+from persia.data.streams.message_decoding import MAX_BYTES, MAX_OBJECT_BYTES, MAX_ROWS, MessageDecoder
+from persia.data.streams.message_rows import MAX_REASON, Converted, MessageConverter
 from persia.data.streams.options import EventTime, KafkaOptions, StreamCounts
-from persia.data.streams.rows import MAX_REASON, Converted, MessageConverter
 from persia.errors import DataError
 from persia.types import Partition
 from support.examples import examples

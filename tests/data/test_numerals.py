@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 import persia
+from persia.data.column_values import times_of_text
 from persia.data.numerals import Numerals
-from persia.data.values import times_of_text
 from persia.errors import ConfigError, DataError
 
 

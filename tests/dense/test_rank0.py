@@ -11,7 +11,7 @@ from persia.dense import AllReduce
 from persia.errors import PersiaError
 from persia.modes import Gba, Mode
 from persia.nn.replicas import SingleReplica
-from persia.testing.replicas import Meeting, ThreadReplicas
+from persia.testing.thread_replicas import Meeting, ThreadReplicas
 from support.processes import Processes
 
 pytestmark = pytest.mark.processes

@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as loss_of
 import persia
 from persia import Batch, IdColumn, IdFeature, Schema, Table
 from persia.errors import ConfigError, DataError
-from persia.interop import embedding_optimizer, export_embedding, import_embedding, rows, table_ids
+from persia.interop import embedding_optimizer, export_embedding, import_embedding, row_transfer, table_ids
 from persia.modes import Sync
 from persia.nn import EmbeddingCollection, RowsSet
 from persia.optim import SGD, Adagrad, Adam, RowwiseAdagrad
@@ -109,7 +109,7 @@ def test_training_continues_as_in_torch(name):
 
 
 def test_rows_are_moved_in_parts(monkeypatch):
-    monkeypatch.setattr(rows, "PART_VALUES", 5 * DIM)
+    monkeypatch.setattr(row_transfer, "PART_VALUES", 5 * DIM)
     optimizer = torch.optim.Adam((bag := bag_of()).parameters(), lr=0.02)
     train_torch(bag, network(), [optimizer], range(3))
     collection = collection_of(Adam(0.02))

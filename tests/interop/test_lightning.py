@@ -320,7 +320,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
 
 
 def test_the_directory_of_rows():
-    from persia.interop.lightning.rows import rows_directory
+    from persia.interop.lightning.row_checkpoints import rows_directory
 
     assert rows_directory(Path("a/last.ckpt")) == "a/last.rows"
     assert rows_directory("s3://b/x") == "s3://b/x.rows"

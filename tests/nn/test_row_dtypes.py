@@ -20,10 +20,10 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.sizes import declared_sizes
 from persia.replay import Setting, simulate, steady
 from persia.replay.virtual import VirtualTraining
-from persia.rpc.arrays import Decoder, encode
+from persia.rpc.array_encoding import Decoder, encode
 from persia.services import Connection, RowChunk
 from persia.types import LookedUp, Packed
-from persia.types.values import DTYPES, from_halves, to_halves, words_of
+from persia.types.half_floats import DTYPES, from_halves, to_halves, words_of
 from persia.worker import Worker, WorkerOptions
 from support.examples import examples
 

@@ -11,7 +11,7 @@ from persia.batching.native import ThreadPool
 from persia.errors import ConfigError
 from persia.optim import Compressor, OneBit, StochasticTernary, TopK, Uncompressed
 from persia.optim.compressors import AnyCompressor
-from persia.optim.native import _core, sum_of_squares
+from persia.optim.native_buckets import _core, sum_of_squares
 from support.examples import examples
 from support.twins.apmsqueeze import reference_compress
 

@@ -25,7 +25,6 @@ from persia.plan import (
     plan_deployment,
     planned_tables,
 )
-from persia.plan.placement import PLACE_ROLES
 from persia.plan.rates import (
     BatchShape,
     CheckpointRate,
@@ -36,7 +35,8 @@ from persia.plan.rates import (
     WireRate,
     WorkloadRate,
 )
-from persia.plan.tables import PAGE_BYTES
+from persia.plan.ray_launcher import PLACE_ROLES
+from persia.plan.table_bytes import PAGE_BYTES
 from persia.schema import Adagrad
 
 ONE = {"embedding_ps": 1, "embedding_worker": 1, "data_loader": 1, "nn_worker": 1}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from persia.data.zipf import Zipf
-from persia.plan.cache import distinct_ids, missing_share
+from persia.plan.distinct_ids import distinct_ids, missing_share
 
 
 @pytest.mark.parametrize("zipf", [0.0, 1.05])

@@ -60,7 +60,7 @@ def started(tables, plan, kind, placed):
     pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
     from persia.cluster.ray import capacities
     from persia.cluster.ray.options import RayOptions
-    from persia.cluster.ray.plan import Service
+    from persia.cluster.ray.process_plan import Service
 
     servers = servers_of(plan)
     nodes = [f"n{rank % min(servers, plan.hosts[0].number)}" for rank in range(servers)]

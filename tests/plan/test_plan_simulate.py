@@ -6,7 +6,7 @@ import pytest
 
 from persia.errors import ConfigError
 from persia.plan.load import BatchTraffic
-from persia.plan.simulate import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
+from persia.plan.queue_simulation import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
 
 NOTHING = BatchTraffic(0, 0, 0, 0, 0, 0, 0, 0)
 COSTS = BatchCosts(100, NOTHING, 0.0, 0.0, 0.0, 0.0, 0.0, 0.01, 0.0, 0.0)

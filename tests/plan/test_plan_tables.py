@@ -5,7 +5,7 @@ import pytest
 
 from persia import IdFeature, Schema
 from persia.errors import ConfigError
-from persia.plan.tables import PAGE_BYTES, bytes_of, disk_row_bytes, index_slots, planned_tables
+from persia.plan.table_bytes import PAGE_BYTES, bytes_of, disk_row_bytes, index_slots, planned_tables
 from persia.schema import SGD, Adagrad, Adam, RowwiseAdagrad, Table
 from persia.store import NativeStore, TableConfig
 

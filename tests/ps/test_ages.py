@@ -12,7 +12,7 @@ from persia.nn.models import FFNN
 from persia.optim import Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.ages import RowAges
-from persia.ps.row_access import set_rows
+from persia.ps.row_chunks import set_rows
 from persia.replay import check_replayable
 from persia.replay.virtual import VirtualTraining
 from persia.schema import IdFeature

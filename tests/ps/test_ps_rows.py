@@ -14,7 +14,7 @@ from persia.schema import AdmitMinFrequency, Table
 from persia.services import EmbeddingPS, RowChunk
 from persia.store import NativeStore
 from persia.types import Gradients, Packed, PushHeader, RowsSet, RowState
-from persia.types.values import LARGEST, to_halves
+from persia.types.half_floats import LARGEST, to_halves
 from support.twins.store import ReferenceStore
 
 DEADLINE = 20.0

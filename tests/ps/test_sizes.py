@@ -21,7 +21,7 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.memory_checks import check_free, check_share
 from persia.ps.shares import ADDRESS_SPACE, LEAST_ROWS, Shares, divide, divide_here, rows_of_undeclared
 from persia.ps.sizes import MIN_SHARE, TableSize, declared_sizes, size_of, text_of_bytes
-from persia.ps.tables import table_config
+from persia.ps.table_configs import table_config
 from persia.schema import IdFeature, Schema, Table
 from persia.store import MAX_ROWS, ROW_OVERHEAD
 from persia.testing import Threads

@@ -21,13 +21,13 @@ from persia.errors import ConfigError, MissingExtraError, PublishError
 from persia.publish import Publisher, PublishOptions, PublishOrder, Replica, follow
 from persia.publish.epochs import begin_epoch
 from persia.publish.format import NETWORK
-from persia.publish.storage import open_storage
+from persia.publish.log_storage import open_storage
 from persia.publish.stream import StreamWriter
-from persia.publish.topic import client, storage
+from persia.publish.topic import client, topic_storage
 from persia.publish.topic.address import parse_address
 from persia.publish.topic.client import TopicClient
+from persia.publish.topic.file_records import CHUNK, FileRecord, RemovalRecord
 from persia.publish.topic.index import TopicIndex
-from persia.publish.topic.records import CHUNK, FileRecord, RemovalRecord
 from support.change_log import ChangeLog, advance, assert_equal_rows, begun, outgrow, replica_of
 from support.kafka import Outages, until
 
@@ -39,8 +39,8 @@ SCHEMA = persia.Schema([persia.IdFeature("item", 3)])
 @pytest.fixture
 def eager(monkeypatch):
     """Writers look at the topic before each record, so that new readers begin as late as possible."""
-    monkeypatch.setattr(storage, "REFRESH_SECONDS", 0.0)
-    monkeypatch.setattr(storage, "RENEW_SECONDS", 0.0)
+    monkeypatch.setattr(topic_storage, "REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(topic_storage, "RENEW_SECONDS", 0.0)
 
 
 def flood(log, partition):
@@ -186,7 +186,7 @@ def test_a_late_reader_begins_at_the_newest_snapshot(topic, eager, monkeypatch):
         return messages(self, partition, begin, end)
 
     monkeypatch.setattr(TopicClient, "messages", counted)
-    monkeypatch.setattr(storage, "TAIL", 1)
+    monkeypatch.setattr(topic_storage, "TAIL", 1)
     late = replica_of(log)
     assert_equal_rows(late, log)
     assert not late.problem

@@ -16,8 +16,8 @@ from persia.checkpoint.format import checksum_text
 from persia.checkpoint.storage import crc32
 from persia.publish import Replica, follow
 from persia.publish.epochs import begin_epoch
-from persia.publish.storage import open_storage
-from persia.publish.topic.records import CHUNK, HEADER, RECORD, decode_record, encode_record
+from persia.publish.log_storage import open_storage
+from persia.publish.topic.file_records import CHUNK, HEADER, RECORD, decode_record, encode_record
 from support.change_log import advance, assert_equal_rows, begun, replica_of
 
 pytestmark = pytest.mark.processes

@@ -23,7 +23,7 @@ from persia.replay import Records, load_timeline, recorded
 from persia.replay.virtual import VirtualTraining
 from persia.testing import Threads
 from persia.types import JournalRecord, PushHeader, ReadRecord
-from persia.types.values import from_halves
+from persia.types.half_floats import from_halves
 from support.examples import examples
 from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, batches, leave_batches_to, rows_of, trainer
 

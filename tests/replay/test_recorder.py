@@ -29,7 +29,7 @@ from persia.types import Contribution, LookedUp, PushHeader
 from persia.worker import Worker
 from support.switching_samples import DEADLINE, ROWS, SCHEMA, batches, trainer
 
-RECORDING = ("persia/replay/", "persia/pushes/journal.py", "persia/coordinator/recording.py")
+RECORDING = ("persia/replay/", "persia/pushes/journal.py", "persia/coordinator/recorded_arrivals.py")
 
 
 def test_the_interfaces_of_roles_have_no_recording():

@@ -25,7 +25,7 @@ from persia.replay import (
     steady,
 )
 from persia.replay.plain import PlainOptimizer
-from persia.store.config import TableConfig
+from persia.store.table_config import TableConfig
 from persia.testing.logistic import IDS, LOCAL, Problem, lock_step
 from support.examples import examples
 from support.twins import optimizers as reference_optim

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from persia import rpc
-from persia.rpc.arrays import DTYPES, MAX_NDIM
+from persia.rpc.array_encoding import DTYPES, MAX_NDIM
 from persia.rpc.messages import Kind
 from support.examples import examples
 from support.rpc_samples import DEADLINE, Sample, Service

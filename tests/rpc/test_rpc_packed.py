@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 
 from persia import rpc
 from persia.errors import WireError
-from persia.rpc.arrays import Decoder, encode
+from persia.rpc.array_encoding import Decoder, encode
 from persia.types.packed import Gradients, Packed, PackedGradients
 
 LIMIT = 100

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 
 from persia import rpc
 from persia.errors import ConfigError, WireError
-from persia.rpc.arrays import DTYPES, Decoder, encode
+from persia.rpc.array_encoding import DTYPES, Decoder, encode
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, header_bytes, parse
 from persia.rpc.port import Port

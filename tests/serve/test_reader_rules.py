@@ -19,12 +19,12 @@ from persia.errors import CheckpointError, ClosedError, DataError
 from persia.publish import PublishOptions, follow, publish_checkpoint
 from persia.schema import InputRules, input_rules_of
 from persia.serve import Predictor, Retriever, ServeOptions
-from persia.serve.catalogue import TowerFeatures
 from persia.serve.http.app import create_app
 from persia.serve.http.bodies import Bodies
 from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.openapi import openapi
+from persia.serve.item_catalogue import TowerFeatures
 from persia.serve.item_files import read_items
 from support.served import CODEC
 from support.trained_logs import TOWERS

@@ -20,9 +20,9 @@ from persia.metrics import SIGNIFICANT, DriftCounts, count_ids
 from persia.publish import PublishOptions, follow
 from persia.schema import IdFeature, Label, Schema
 from persia.serve import Predictor, ServeOptions
-from persia.serve.drift import MAX_WAITING, ServingDrift
 from persia.serve.ranking import expanded
-from persia.trainer.drift import DriftRecorder
+from persia.serve.serving_drift import MAX_WAITING, ServingDrift
+from persia.trainer.drift_recorder import DriftRecorder
 from support.several_ps import Several
 
 SCHEMA = Schema([IdFeature("item", dim=4), IdFeature("tags", dim=4)], dense_features=["age"], labels=["click"])

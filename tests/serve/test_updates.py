@@ -19,7 +19,7 @@ from persia.checks import without_userinfo
 from persia.errors import ClosedError, DeadlineError, PublishError
 from persia.publish.format import MODEL_FILE, epoch_name
 from persia.serve import Predictor, ServeOptions
-from persia.serve.drift import ServingDrift
+from persia.serve.serving_drift import ServingDrift
 from persia.store.served import ServedTable
 from support.written_log import IDS, SCHEMA, Steps, WrittenLog, batch
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia.ps.row_access import set_rows
+from persia.ps.row_chunks import set_rows
 from persia.store import NativeStore, Spill, TableConfig
-from persia.types.values import DTYPES
+from persia.types.half_floats import DTYPES
 from support.examples import examples
 from support.stores import contents, lookup, update
 from support.twins.store import ReferenceStore

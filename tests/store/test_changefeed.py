@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import StoreError
-from persia.ps.row_access import set_rows
+from persia.ps.row_chunks import set_rows
 from persia.store import Spill, TableConfig
 from support.examples import examples
 from support.stores import STORES, contents, lookup, update

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_against_reference import compare, configs
 
-from persia.ps.row_access import set_rows
+from persia.ps.row_chunks import set_rows
 from persia.store import NativeStore
 from persia.types import RowState
 from support.examples import examples

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from test_against_reference import INITIALIZERS, OPTIMIZERS
 
 from persia.errors import ConfigError, StoreError
-from persia.ps.row_access import set_rows
+from persia.ps.row_chunks import set_rows
 from persia.store import COLD_ROW_BYTES, NativeStore, Spill, TableConfig
-from persia.types.values import DTYPES
+from persia.types.half_floats import DTYPES
 from support.examples import examples
 from support.stores import lookup, update
 from support.twins.rocks import RocksStore

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from persia.errors import ConfigError, StoreError
 from persia.store import ROW_OVERHEAD, NativeStore, TableConfig
-from persia.types.values import (
+from persia.types.half_floats import (
     DTYPES,
     LARGEST,
     from_halves,

@@ -11,8 +11,8 @@ import pytest
 
 from persia.publish import PublishOptions, PublishOrder, Replica, follow
 from persia.publish.format import EPOCH_FILE, FORMAT, NETWORK, VERSION, Epoch, epoch_name
+from persia.publish.log_storage import open_storage
 from persia.publish.publisher import Publisher
-from persia.publish.storage import open_storage
 from persia.publish.stream import StreamWriter
 from persia.store import NativeStore, TableConfig
 from support.stores import contents, lookup, update

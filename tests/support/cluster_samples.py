@@ -184,7 +184,7 @@ def bare_host() -> type:
         def info(self) -> Any:
             import ray
 
-            from persia.cluster.ray.plan import ProcessInfo
+            from persia.cluster.ray.process_plan import ProcessInfo
 
             node = ray.get_runtime_context().get_node_id()
             logs = [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)]

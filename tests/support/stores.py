@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from persia.store import NativeStore
-from persia.types.values import from_halves
+from persia.types.half_floats import from_halves
 from support.twins.store import ReferenceStore
 
 STORES = {"native": NativeStore, "reference": ReferenceStore}

@@ -11,7 +11,7 @@ import persia
 from persia import Batch, IdColumn, IdFeature, Schema
 from persia.coordinator import TokenScheduler
 from persia.optim import Adagrad
-from persia.types.values import from_halves
+from persia.types.half_floats import from_halves
 from support.listed import Listed
 
 DEADLINE = 30.0

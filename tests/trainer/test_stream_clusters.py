@@ -154,7 +154,7 @@ def test_unreadable_data_in_a_data_loader_end_training(kafka, poison):
 @pytest.mark.parametrize("mode", [Sync(), Gba(20)], ids=lambda m: type(m).__name__)
 def test_an_unexpected_exception_in_a_data_loader_ends_training(kafka, mode, monkeypatch):
     kafka.write(clicks(range(40)))
-    monkeypatch.setattr("persia.data.streams.rows.MessageConverter.convert", lambda *_: 1 / 0)
+    monkeypatch.setattr("persia.data.streams.message_rows.MessageConverter.convert", lambda *_: 1 / 0)
     with pytest.raises(DataError, match=r"loader .: ZeroDivisionError while waiting for messages: division by zero"):
         Threads(2, data_loaders=2).run(lambda member: trainer(member, mode).fit(kafka.reader(10)))
 

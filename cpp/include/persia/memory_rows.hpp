@@ -64,8 +64,9 @@ struct MemoryRows {
     renew(number);
   }
   // Returns the place of a new row of an id, to be written and then published: that of an expired row, the next unused
-  // one, or that of the least recently used row, whose place in the index goes to the new id. For tables without a
-  // tier. Throws RegionFull, or std::runtime_error if the row is damaged; then nothing has changed.
+  // one, or, in a full table, that of the least recently used row, which this call evicts: its place in the index goes
+  // to the new id. For tables without a tier. Throws RegionFull, or std::runtime_error if the row is damaged; then
+  // nothing has changed.
   std::uint32_t acquire(std::uint64_t id);
   // Returns the next unused place, with memory. Throws RegionFull.
   std::uint32_t next_place();

@@ -3,13 +3,12 @@
 `tests/support/twins/batching.py` has a slow, readable twin of every function here.
 """
 
-from persia.batching.codec import decode_rows, encode_rows
 from persia.batching.copying import copy_array
 from persia.batching.duplicates import average_gradients, merge_gradients, unique
 from persia.batching.hashing import hash_cross
 from persia.batching.native import RowSums, Scratch, ThreadPool, borrow, default_threads
 from persia.batching.owners import group_by_owner, owners
-from persia.batching.packing import (
+from persia.batching.packed_batch import (
     PackedBatch,
     check_rows,
     decode_packed,
@@ -20,6 +19,7 @@ from persia.batching.packing import (
     take_part,
 )
 from persia.batching.pooling import FeaturePlan, Pooled, Pooler, pool_backward, pool_forward
+from persia.batching.row_codec import decode_rows, encode_rows
 from persia.batching.row_copies import CopiedTable, plan_copies
 from persia.batching.texts import TextBuffers, TextIds, TextNumbers, text_ids, text_numbers
 

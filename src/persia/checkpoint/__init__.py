@@ -22,12 +22,12 @@ from persia.checkpoint.inspection import Inspection, format_inspection, inspect
 from persia.checkpoint.listing import CheckpointEntry, list_checkpoints
 from persia.checkpoint.reader import CheckpointReader
 from persia.checkpoint.resharding import ReshardOptions, compact, reshard
+from persia.checkpoint.row_view import Checkpoint, TableRows, open
 from persia.checkpoint.servers import (
     MOST_SHARDS,
     clock_gaps,
     server_pieces,
 )
-from persia.checkpoint.view import Checkpoint, TableRows, open
 from persia.checkpoint.writer import CheckpointWriter
 
 __all__ = [

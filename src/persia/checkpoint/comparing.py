@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.checkpoint.format import StepChoice
-from persia.checkpoint.view import Checkpoint, TableRows, open
+from persia.checkpoint.row_view import Checkpoint, TableRows, open
 from persia.errors import CheckpointError
 
 __all__ = ["TableDifference", "diff"]

@@ -21,7 +21,7 @@ from persia.schema import (
     with_values_of,
     without_values,
 )
-from persia.types.values import LARGEST, Dtype, largest_finite
+from persia.types.half_floats import LARGEST, Dtype, largest_finite
 
 __all__ = ["NEW_OPTIMIZER", "check_values", "differences", "id_difference", "same_rule", "schema_differences"]
 
@@ -54,53 +54,55 @@ def differences(
     return [
         *_tables(manifest, schema, optimizer, new_optimizer),
         *_features(saved, schema),
-        *_columns(saved, schema),
+        *_columns(saved, schema, "the checkpoint"),
         *([] if refit else _fitted(saved, schema)),
     ]
 
 
 def schema_differences(
-    theirs: Schema, mine: Schema, *, there: str = "the checkpoint", here: str = "the model"
+    saved: Schema, schema: Schema, *, saved_in: str = "the checkpoint", used_in: str = "the model"
 ) -> list[str]:
-    """Lists why rows and networks of one schema do not fit another one, one sentence each.
+    """Lists the reasons why rows and networks of one schema cannot be used with another one, one sentence each.
 
     Initialisers, optimizers, capacities, dtypes, admission and fitted values may differ.
 
     Args:
-        theirs: what rows and networks were trained with.
-        mine: what they are to be used with.
-        there: name of the place with `theirs`.
-        here: name of the place with `mine`.
+        saved: schema that the rows and networks were trained with.
+        schema: schema that they will be used with.
+        saved_in: what has the schema `saved`, for the sentences.
+        used_in: what has the schema `schema`, for the sentences.
     """
-    found: list[str] = []
-    tables, other = mine.resolved_tables(), theirs.resolved_tables()
-    for name in tables.keys() & other.keys():
-        if tables[name].dim != other[name].dim:
-            found.append(f"table {name!r} has dim {tables[name].dim}, in {there} {other[name].dim}")
-    return [*sorted(found), *_features(theirs, mine, there, here), *_columns(theirs, mine, there)]
+    tables, saved_tables = schema.resolved_tables(), saved.resolved_tables()
+    dims = sorted(
+        f"table {name!r} has dim {tables[name].dim}, in {saved_in} {saved_tables[name].dim}"
+        for name in tables.keys() & saved_tables.keys()
+        if tables[name].dim != saved_tables[name].dim
+    )
+    return [*dims, *_features(saved, schema, saved_in, used_in), *_columns(saved, schema, saved_in)]
 
 
 def id_difference(saved: Schema, schema: Schema, table: str) -> str:
-    """Returns why the rows of a table are not found by the features that read it, as a sentence; empty if they are.
+    """Returns the reason why the features of a model would not find the rows of a table; empty if they would.
 
     Args:
         saved: schema of the checkpoint.
         schema: schema of the model.
-        table: in both.
+        table: name of a table of both.
     """
-    theirs = {_ids_of(saved, f): f.name for f in saved.id_features if f.table_name == table}
-    mine = {_ids_of(schema, f): f.name for f in schema.id_features if f.table_name == table}
-    if not theirs or not mine or theirs.keys() & mine.keys():
+    saved_ids = {_ids_of(saved, f): f.name for f in saved.id_features if f.table_name == table}
+    ids = {_ids_of(schema, f): f.name for f in schema.id_features if f.table_name == table}
+    if not saved_ids or not ids or saved_ids.keys() & ids.keys():
         return ""
-    (here, feature), (there, other) = next(iter(mine.items())), next(iter(theirs.items()))
+    (kind, feature), (saved_kind, saved_feature) = next(iter(ids.items())), next(iter(saved_ids.items()))
     return (
-        f"rows of table {table!r} have other ids: feature {feature!r} of the model has {here}, {other!r} of the "
-        f"checkpoint {there}, so values would not find their rows. Declare it in the same way, or leave the table out."
+        f"rows of table {table!r} have other ids: feature {feature!r} of the model has {kind}, {saved_feature!r} of "
+        f"the checkpoint {saved_kind}, so values would not find their rows. Declare it in the same way, or leave the "
+        "table out."
     )
 
 
 def _ids_of(schema: Schema, feature: IdFeature) -> str:
-    """Names the way from the value of a feature to its id. Numbers have the same ids under "auto" and "number"."""
+    """Describes how values of a feature become ids. Numbers have the same ids with the kinds "auto" and "number"."""
     if feature.of is not None:
         return f"{feature.mapping} of {_ids_of(schema, schema.feature(feature.of))}"
     if feature.cross:
@@ -111,21 +113,21 @@ def _ids_of(schema: Schema, feature: IdFeature) -> str:
 
 
 def check_values(path: str, table: str, rows: dict[str, NDArray[Any]], dtype: Dtype) -> None:
-    """Checks that the embeddings of rows fit a dtype. NaN and infinities do: every dtype has them.
+    """Checks that a dtype can represent the embeddings of rows. NaN and infinities pass, as every dtype has them.
 
     Args:
-        path: of the checkpoint, for the error.
-        table: of the rows.
+        path: path of the checkpoint, for the error.
+        table: table of the rows.
         rows: `ids` uint64 `[n]` and `embeddings` float32 `[n, dim]`.
-        dtype: in which they are to be kept.
+        dtype: dtype in which the rows will be stored.
 
     Raises:
         CheckpointError: a finite value exceeds the largest number of the dtype.
     """
     values = rows["embeddings"]
     if largest_finite(values) > LARGEST[dtype]:
-        beyond = np.isfinite(values) & (np.abs(values) > LARGEST[dtype])
-        row, column = (int(place) for place in np.argwhere(beyond)[0])
+        too_large = np.isfinite(values) & (np.abs(values) > LARGEST[dtype])
+        row, column = (int(position) for position in np.argwhere(too_large)[0])
         raise CheckpointError(
             f"{path}: table {table!r} has {values[row, column]:g} in the row of id {rows['ids'][row]}, beyond "
             f"{LARGEST[dtype]:g}, the largest number of {dtype}. Use float32.",
@@ -136,29 +138,29 @@ def check_values(path: str, table: str, rows: dict[str, NDArray[Any]], dtype: Dt
 
 
 def same_rule(one: EmbeddingOptimizer | None, other: EmbeddingOptimizer | None) -> bool:
-    """Whether two optimizers use the same state per row, so that one can continue from the other."""
+    """Returns whether two optimizers have the same state per row, so that one can continue with the other's."""
     return one is not None and other is not None and _rule(one) == _rule(other)
 
 
 def _tables(
     manifest: Manifest[Any], schema: Schema, default: EmbeddingOptimizer | None, new_optimizer: bool
 ) -> list[str]:
-    found: list[str] = []
+    reasons: list[str] = []
     tables = schema.resolved_tables()
     for name, table in tables.items():
         record = manifest.tables.get(name)
         if record is None:
-            found.append(f"table {name!r} is not in the checkpoint")
+            reasons.append(f"table {name!r} is not in the checkpoint")
             continue
         if record.dim != table.dim:
-            found.append(f"table {name!r} has dim {table.dim}, in the checkpoint {record.dim}")
+            reasons.append(f"table {name!r} has dim {table.dim}, in the checkpoint {record.dim}")
         optimizer = table.optimizer or default
         if optimizer is not None and record.optimizer is not None and not new_optimizer:
-            mine, theirs = _rule(optimizer), _rule(record.optimizer)
-            if mine != theirs:
-                found.append(f"table {name!r} is trained by {mine}, in the checkpoint by {theirs}")
-    found += [f"table {name!r} of the checkpoint is not in the model" for name in manifest.tables if name not in tables]
-    return found
+            rule, saved_rule = _rule(optimizer), _rule(record.optimizer)
+            if rule != saved_rule:
+                reasons.append(f"table {name!r} is trained by {rule}, in the checkpoint by {saved_rule}")
+    unused = [name for name in manifest.tables if name not in tables]
+    return reasons + [f"table {name!r} of the checkpoint is not in the model" for name in unused]
 
 
 def _rule(optimizer: EmbeddingOptimizer) -> str:
@@ -167,24 +169,25 @@ def _rule(optimizer: EmbeddingOptimizer) -> str:
     return f"{name} with momentum" if isinstance(optimizer, SGD) and optimizer.momentum > 0 else name
 
 
-def _features(saved: Schema, schema: Schema, there: str = "the checkpoint", here: str = "the model") -> list[str]:
-    found: list[str] = []
-    theirs = {feature.name: feature for feature in saved.id_features}
-    mine = {feature.name: feature for feature in schema.id_features}
-    for name in mine.keys() | theirs.keys():
-        if name not in theirs or name not in mine:
-            place = there if name not in theirs else here
-            found.append(f"ID-type feature {name!r} is not in {place}")
+def _features(saved: Schema, schema: Schema, saved_in: str = "the checkpoint", used_in: str = "the model") -> list[str]:
+    reasons: list[str] = []
+    saved_features = {feature.name: feature for feature in saved.id_features}
+    features = {feature.name: feature for feature in schema.id_features}
+    for name in features.keys() | saved_features.keys():
+        if name not in saved_features or name not in features:
+            place = saved_in if name not in saved_features else used_in
+            reasons.append(f"ID-type feature {name!r} is not in {place}")
             continue
-        for field, value in _meaning(mine[name]).items():
-            other = _meaning(theirs[name])[field]
-            if value != other:
-                found.append(f"ID-type feature {name!r} has {field} {value!r}, in {there} {other!r}")
-    return sorted(found)
+        saved_properties = _trained_properties(saved_features[name])
+        for field, value in _trained_properties(features[name]).items():
+            saved_value = saved_properties[field]
+            if value != saved_value:
+                reasons.append(f"ID-type feature {name!r} has {field} {value!r}, in {saved_in} {saved_value!r}")
+    return sorted(reasons)
 
 
-def _meaning(feature: IdFeature) -> dict[str, Any]:
-    """Returns the properties of a feature that the rows and the dense model depend on."""
+def _trained_properties(feature: IdFeature) -> dict[str, Any]:
+    """Returns the properties of a feature that the trained rows and network depend on."""
     length = feature.max_length if feature.pooling is None else None
     return {
         "table": feature.table_name,
@@ -205,15 +208,15 @@ def _meaning(feature: IdFeature) -> dict[str, Any]:
     }
 
 
-def _columns(saved: Schema, schema: Schema, there: str = "the checkpoint") -> list[str]:
+def _columns(saved: Schema, schema: Schema, saved_in: str) -> list[str]:
     return [
-        *_records("dense_features", "dense feature", saved.dense, schema.dense, there),
-        *_records("labels", "label", saved.targets, schema.targets, there),
+        *_records("dense_features", "dense feature", saved.dense, schema.dense, saved_in),
+        *_records("labels", "label", saved.targets, schema.targets, saved_in),
     ]
 
 
 def _records(
-    field: str, kind: str, saved: Sequence[DenseFeature | Label], own: Sequence[DenseFeature | Label], there: str
+    field: str, kind: str, saved: Sequence[DenseFeature | Label], own: Sequence[DenseFeature | Label], saved_in: str
 ) -> list[str]:
     """Lists differences of dense features or labels, apart from fitted values and what only affects the loss."""
     theirs, mine = {each.name: each for each in saved}, {each.name: each for each in own}
@@ -223,7 +226,7 @@ def _records(
     if list(theirs) != list(mine):
         return [f"{field} are in another order"]
     return [
-        f"{kind} {name!r} has {rule} {getattr(mine[name], rule)!r}, in {there} {getattr(other, rule)!r}"
+        f"{kind} {name!r} has {rule} {getattr(mine[name], rule)!r}, in {saved_in} {getattr(other, rule)!r}"
         for name, other in theirs.items()
         for rule in other.__struct_fields__
         if rule not in _MAY_DIFFER and getattr(mine[name], rule) != getattr(other, rule)

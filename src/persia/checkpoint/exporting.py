@@ -12,8 +12,8 @@ import numpy as np
 
 from persia.checkpoint.exporting_dcp import write_dcp
 from persia.checkpoint.format import StepChoice, file_name
+from persia.checkpoint.row_view import TableRows, open
 from persia.checkpoint.tensors import encode_header
-from persia.checkpoint.view import TableRows, open
 from persia.checks import check_choice
 from persia.errors import CheckpointError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from persia.checkpoint.view import TableRows
+from persia.checkpoint.row_view import TableRows
 
 __all__ = ["write_dcp"]
 

@@ -17,7 +17,7 @@ import msgspec
 
 from persia.errors import CheckpointError, PersiaError
 from persia.schema import EmbeddingOptimizer
-from persia.types.values import Dtype
+from persia.types.half_floats import Dtype
 
 __all__ = [
     "FORMAT",

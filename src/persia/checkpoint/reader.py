@@ -1,4 +1,4 @@
-"""Reads checkpoints. The length and the checksum of a part are verified before its data are used."""
+"""Reads checkpoints. The length and the checksum of a part are verified before its data is used."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from persia.checkpoint.tensors import TensorView
 from persia.errors import CheckpointError, PersiaError
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.telemetry.logs import get_logger
-from persia.types.values import from_halves
+from persia.types.half_floats import from_halves
 
 __all__ = ["CheckpointReader"]
 
@@ -44,7 +44,7 @@ _log = get_logger("persia.checkpoint")
 _P = TypeVar("_P", TensorsPart, StatePart)
 
 READERS = 3
-"""Number of parts in memory: those being read and checked, and the one in use."""
+"""Maximum number of parts in memory: those being read and verified, and the one in use."""
 
 
 class CheckpointReader:
@@ -100,7 +100,7 @@ class CheckpointReader:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """The further data that were given to `commit`, as JSON values."""
+        """The program's own data that was passed to `commit`, as JSON values."""
         return self.manifest.extra
 
     def check_schema(
@@ -124,24 +124,25 @@ class CheckpointReader:
         Raises:
             CheckpointError: the model cannot continue; the message lists all differences.
         """
-        found = differences(self.manifest, self.schema, schema, optimizer, new_optimizer=new_optimizer, refit=refit)
-        if found:
+        reasons = differences(self.manifest, self.schema, schema, optimizer, new_optimizer=new_optimizer, refit=refit)
+        if reasons:
             other_optimizer = not differences(self.manifest, self.schema, schema, optimizer, new_optimizer=True)
             remedy = NEW_OPTIMIZER if other_optimizer else "start a new run in another directory"
             raise CheckpointError(
                 f"{self.path} does not fit this model:\n- "
-                + "\n- ".join(found)
+                + "\n- ".join(reasons)
                 + "\nUse the schema and optimizer of the checkpoint (`persia checkpoint inspect` shows them), "
                 f"or {remedy}.",
                 path=self.path,
-                differences=found,
+                differences=reasons,
             )
 
     def rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         """Iterates over the rows of a table, part by part, ordered by shard and then as written.
 
-        An incremental checkpoint yields its own rows first, then the current rows of those that it builds on. This
-        keeps the ids of all incremental checkpoints in memory (8 bytes each).
+        An incremental checkpoint yields its own rows first, then the rows of the checkpoints that it builds on, without
+        replaced and removed ones. This keeps the ids of all incremental checkpoints of the chain in memory (8 bytes
+        each).
 
         Yields:
             The number of the shard, and the arrays of `CheckpointWriter.add_rows` with embeddings as float32. The
@@ -156,7 +157,7 @@ class CheckpointReader:
         return self._own_rows(table) if len(self.links) == 1 else self._chained_rows(table)
 
     def parts(self, table: str) -> list[RowsPart]:
-        """Returns the row parts of a table in this checkpoint alone, in the order of `rows`."""
+        """Returns the row parts of a table in this checkpoint, without its base, in the order of `rows`."""
         parts = [part for part in self.manifest.parts if isinstance(part, RowsPart) and part.table == table]
         return sorted(parts, key=lambda part: part.shard)
 
@@ -171,35 +172,35 @@ class CheckpointReader:
         return arrays
 
     def _own_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        waiting: deque[tuple[int, Future[dict[str, NDArray[Any]]]]] = deque()
+        pending: deque[tuple[int, Future[dict[str, NDArray[Any]]]]] = deque()
         with ThreadPoolExecutor(READERS, "persia-checkpoint-read") as pool:
             for part in self.parts(table):
-                waiting.append((part.shard, pool.submit(self.read_part, part)))
-                if len(waiting) == READERS:
-                    shard, arrays = waiting.popleft()
+                pending.append((part.shard, pool.submit(self.read_part, part)))
+                if len(pending) == READERS:
+                    shard, arrays = pending.popleft()
                     yield shard, arrays.result()
                     del arrays
-            while waiting:
-                shard, arrays = waiting.popleft()
+            while pending:
+                shard, arrays = pending.popleft()
                 yield shard, arrays.result()
                 del arrays
 
     def _chained_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        over = np.empty(0, np.uint64)  # Sorted ids that newer links hold or have removed.
+        outdated = np.empty(0, np.uint64)  # Sorted ids that newer links replace or remove.
         for link in self.links:
-            mine = [over]
+            changed = [outdated]
             for shard, arrays in link._own_rows(table):
                 if link is not self.links[-1]:
-                    mine.append(arrays["ids"])
-                if len(over):
-                    at = np.minimum(np.searchsorted(over, arrays["ids"]), len(over) - 1)
-                    valid = over[at] != arrays["ids"]
-                    if not valid.all():
-                        arrays = {name: array[valid] for name, array in arrays.items()}
+                    changed.append(arrays["ids"])
+                if len(outdated):
+                    at = np.minimum(np.searchsorted(outdated, arrays["ids"]), len(outdated) - 1)
+                    current = outdated[at] != arrays["ids"]
+                    if not current.all():
+                        arrays = {name: array[current] for name, array in arrays.items()}
                 if len(arrays["ids"]):
                     yield shard, arrays
             if link is not self.links[-1]:
-                over = np.unique(np.concatenate([*mine, *link._removed(table)]))
+                outdated = np.unique(np.concatenate([*changed, *link._removed(table)]))
 
     def _removed(self, table: str) -> Iterator[NDArray[np.uint64]]:
         for part in self.manifest.parts:
@@ -228,11 +229,11 @@ class CheckpointReader:
                     f"{self.path} adds to {path}, which has been replaced since. {remedy}", path=self.path, base=path
                 )
             for name, table in self.manifest.tables.items():
-                other = link.manifest.tables.get(name)
+                base_table = link.manifest.tables.get(name)
                 if (
-                    other is None
-                    or other.dim != table.dim
-                    or (table.rows and other.rows and other.state_width != table.state_width)
+                    base_table is None
+                    or base_table.dim != table.dim
+                    or (table.rows and base_table.rows and base_table.state_width != table.state_width)
                 ):
                     raise CheckpointError(
                         f"{self.path} adds to {path}, whose table {name!r} has another dim or optimizer state, or does "
@@ -245,7 +246,7 @@ class CheckpointReader:
 
     @property
     def root(self) -> str:
-        """URL of the directory that holds the steps."""
+        """URL of the directory that contains the steps."""
         url = self._storage.url.rstrip("/")
         return url if self._prefix else os.path.dirname(url if "://" in url else os.path.abspath(url))
 
@@ -302,8 +303,8 @@ class CheckpointReader:
         parts = self.all_parts()
         problems: list[str] = []
         with ThreadPoolExecutor(READERS, "persia-checkpoint-read") as pool:
-            found = pool.map(lambda pair: pair[0]._part_reader.problem(pair[1]), parts)
-            for (_, part), problem in zip(parts, found, strict=True):
+            results = pool.map(lambda pair: pair[0]._part_reader.problem(pair[1]), parts)
+            for (_, part), problem in zip(parts, results, strict=True):
                 if problem is not None:
                     problems.append(problem)
                 progress(part.bytes)
@@ -326,8 +327,8 @@ class CheckpointReader:
             step = None
         if step is None and self._storage.size(MANIFEST) is not None:
             return ""
-        found = complete_steps(self._storage)
-        have = f"Complete steps are {', '.join(map(str, found[-8:]))}: name one by step=." if found else ""
+        steps = complete_steps(self._storage)
+        have = f"Complete steps are {', '.join(map(str, steps[-8:]))}: name one by step=." if steps else ""
         if step == "best":
             best = read_best(self._storage)
             if best is None:
@@ -344,7 +345,7 @@ class CheckpointReader:
                 where = self._storage.full()
                 remedy = have or "Give the directory that `persia train --output`, or `save` of a trainer, has written."
                 raise CheckpointError(f"{where} holds no checkpoint: there is no {LATEST}. {remedy}", path=where)
-        if not isinstance(step, int) or step not in found:
+        if not isinstance(step, int) or step not in steps:
             path = self._storage.full(step_name(step) if isinstance(step, int) else str(step))
             raise CheckpointError(f"{path} holds no complete checkpoint. {have}".strip(), path=path, step=step)
         return f"{step_name(step)}/"
@@ -359,7 +360,7 @@ class CheckpointReader:
 
 
 class _Link(CheckpointReader):
-    """A checkpoint within a chain. It does not open its own base, as the chain does."""
+    """A checkpoint in the chain of another one, which opens the base in its place."""
 
     def _follow(self, base: Base | None) -> None:
         pass

@@ -20,7 +20,7 @@ from persia.checkpoint.storage import ahead
 from persia.checkpoint.writer import CheckpointWriter
 from persia.errors import CheckpointError
 from persia.schema import Schema
-from persia.types.values import Dtype, to_halves
+from persia.types.half_floats import Dtype, to_halves
 
 __all__ = ["ReshardOptions", "compact", "reshard"]
 

@@ -11,7 +11,7 @@ import typer
 from persia.cli.configured_run import Step, step_choice
 from persia.errors import ConfigError
 from persia.printable import say
-from persia.types.values import DTYPES, Dtype
+from persia.types.half_floats import DTYPES, Dtype
 
 if TYPE_CHECKING:
     from persia.checkpoint import CheckpointReader

@@ -29,7 +29,7 @@ def export_onnx(
     import torch
 
     from persia.publish import NetworkUpdate, follow
-    from persia.serve.network import NetworkBuilder
+    from persia.serve.network_builder import NetworkBuilder
     from persia.serve.onnx_export import export_onnx as export
 
     follower = follow(url, rows=False)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from persia.coordinator.policy import SwitchPolicy
-from persia.coordinator.recording import RecordedArrivals
+from persia.coordinator.recorded_arrivals import RecordedArrivals
 from persia.coordinator.scheduler_state import SchedulerState, WorkerState
 from persia.coordinator.store import StateFile
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError

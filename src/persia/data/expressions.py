@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from persia.data.values import Values
+from persia.data.column_values import Values
 from persia.errors import ConfigError, DataError, PersiaError
 
 __all__ = ["Expression", "Rule"]

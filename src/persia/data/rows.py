@@ -13,10 +13,10 @@ import msgspec
 from persia.batching.batch import Batch
 from persia.batching.input_rules import apply_rules
 from persia.checks import check_flag
+from persia.data.column_values import times_of_text, without_views
 from persia.data.expressions import Expression, Rule
 from persia.data.files import File
 from persia.data.selection import Selection
-from persia.data.values import times_of_text, without_views
 from persia.errors import ConfigError, DataError
 from persia.schema import NO_RULES, InputRules, Schema
 from persia.types import Int64Array

@@ -13,8 +13,8 @@ from persia.batching import ThreadPool, hash_cross
 from persia.batching.id_columns import id_column
 from persia.checks import MAX_SEED, check_choice, check_integer, plain_fields
 from persia.config import convert
+from persia.data.column_values import Values
 from persia.data.expressions import Expression, Rule
-from persia.data.values import Values
 from persia.errors import ConfigError, DataError
 from persia.types import BoolArray, Ids, Int64Array
 

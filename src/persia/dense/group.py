@@ -1,4 +1,4 @@
-"""A control group of all NN workers: small collectives on the host with deadlines, whose errors name the late ranks."""
+"""Small collectives among all NN workers, in host memory, with deadlines and errors that name the late ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from persia.membership.silent_ranks import FailureReports, named_ranks
 __all__ = ["Group"]
 
 NO_TIMEOUT = timedelta(days=1)
-"""Timeout of the collectives themselves; `Group` waits for them with deadlines of its own."""
+"""Timeout of the torch collectives themselves; `Group` waits for them with its own deadlines."""
 
 GRACE_SECONDS = 5.0
-"""Time to find the ranks whose collective has not failed: all that wait fail at about the same time."""
+"""Seconds to wait for the failure reports of other ranks: all that wait in a collective fail at about the same time."""
 
 
 class Group:
-    """All NN workers, in the order of their ranks. Not thread-safe: all must make the same calls in the same order.
+    """A control group of all NN workers, ordered by rank.
 
-    Its messages go through gloo, whatever the backend of the gradients: they are needed on the host.
+    Not thread-safe: all NN workers must make the same calls in the same order. Messages are sent with gloo, regardless
+    of the backend of the gradients, because they are used in host memory.
 
     Args:
-        timeout: maximum wait for the others in seconds.
+        timeout: maximum seconds of a wait for the others.
 
     Raises:
         PersiaError: torch.distributed is not initialised here.
@@ -50,7 +51,7 @@ class Group:
         """Starts to sum numbers over all ranks; the returned function waits for the sums.
 
         Raises:
-            DeadlineError: by the returned function: ranks were late; it names them.
+            DeadlineError: from the returned function: ranks were late; the message names them.
         """
         self._number += 1
         values = torch.tensor(numbers, dtype=torch.int64)
@@ -66,16 +67,20 @@ class Group:
         return wait
 
     def gather(self, payload: bytes, timeout: float | None = None) -> list[bytes]:
-        """Returns the payloads of all ranks. Blocks until all have called it.
+        """Returns the payloads of all ranks. Blocks until all ranks have called it.
+
+        Args:
+            payload: bytes of this rank, of any length.
+            timeout: maximum seconds of the wait for the others; None for that of the group.
 
         Raises:
-            DeadlineError: ranks were late; it names them.
+            DeadlineError: ranks were late; the message names them.
         """
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         seconds = self._timeout if timeout is None else timeout
         with self._named("a meeting of all NN workers"):
-            mine = torch.tensor([len(payload)])
-            _wait(dist.all_gather(sizes, mine, group=self._group, async_op=True), seconds)
+            own_size = torch.tensor([len(payload)])
+            _wait(dist.all_gather(sizes, own_size, group=self._group, async_op=True), seconds)
             longest = max(1, *(int(size) for size in sizes))
             buffer = torch.zeros(longest, dtype=torch.uint8)
             if payload:
@@ -85,12 +90,12 @@ class Group:
         return [bytes(b[: int(n)].numpy()) for b, n in zip(buffers, sizes, strict=True)]
 
     def failed(self, what: str, error: Exception) -> DeadlineError:
-        """Returns the error to raise in place of one of torch.distributed; it names the ranks that did not fail."""
+        """Returns the error to raise instead of one of torch.distributed; it names the ranks that have not failed."""
         late = FailureReports(self._store, f"persia/failed/{what}", self.rank, self.size).silent(GRACE_SECONDS)
-        who = named_ranks(late) if late else "the connection, as all NN workers are there"
+        names = named_ranks(late) if late else "the connection, as all NN workers are there"
         return DeadlineError(
-            f"NN worker {self.rank}, {what}: not all NN workers took part within {self._timeout:g} s. Late: {who}. "
-            f"See what holds them up, or raise `timeout`. ({error})",
+            f"NN worker {self.rank}, {what}: not all NN workers took part within {self._timeout:g} s. Late: {names}. "
+            f"Check why they are late, or raise `timeout`. ({error})",
             operation=what,
             late=late,
             timeout=self._timeout,

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from persia.dense.layout import Layout, spec_of
+from persia.dense.dense_state import capture, joined, restore
 from persia.dense.server import check_optimizer, partition
-from persia.dense.state import capture, joined, restore
+from persia.dense.tensor_layout import Layout, spec_of
 from persia.errors import ClosedError, DeadlineError
 from persia.retry import Deadline
 from persia.rpc.fan_out import call_all, try_all

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from persia.dense.layout import Layout
-from persia.dense.state import capture, restore
+from persia.dense.dense_state import capture, restore
+from persia.dense.tensor_layout import Layout
 from persia.errors import ConfigError, DeadlineError, StoreError
 from persia.pushes.journal import JournaledServer
 from persia.pushes.sequencer import PushSequencer

@@ -2,8 +2,8 @@
 
 from persia.interop import torchrec
 from persia.interop.embedding_bag import RowsExported, export_embedding, import_embedding
-from persia.interop.files import import_rows
-from persia.interop.rows import table_ids
+from persia.interop.row_files import import_rows
+from persia.interop.row_transfer import table_ids
 from persia.interop.torch_optimizers import embedding_optimizer
 
 __all__ = [

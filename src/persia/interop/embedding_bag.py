@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from persia.errors import ConfigError
-from persia.interop.rows import Vocabulary, declared, located, read_parts, set_parts
+from persia.interop.row_transfer import Vocabulary, declared, located, read_parts, set_parts
 from persia.interop.torch_optimizers import read_state, state_to_write
 from persia.nn import EmbeddingCollection
 from persia.schema import EmbeddingOptimizer

@@ -7,9 +7,9 @@ the values of inputs and predictions, and `psi` measures the distance of two dis
 
 from persia.metrics.answers import AnswerColumns, AnswerKind, Answers, answers_of
 from persia.metrics.auc import AUC, BLOCK
-from persia.metrics.buckets import CalibrationBucket, calibration_buckets
 from persia.metrics.by_value import OTHER, LabelGroups, MetricsByValue
 from persia.metrics.calibration import Calibration
+from persia.metrics.calibration_by_bucket import CalibrationBucket, calibration_buckets
 from persia.metrics.drift import DriftCounts, DriftReference, ValueBuckets, count_ids, merged_drift
 from persia.metrics.grouped import GroupedFigures, GroupedMetrics
 from persia.metrics.log_loss import LogLoss

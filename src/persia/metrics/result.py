@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from persia.errors import ConfigError
-from persia.metrics.buckets import CalibrationBucket
+from persia.metrics.calibration_by_bucket import CalibrationBucket
 from persia.metrics.grouped import GroupedFigures
 
 __all__ = [

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from persia.errors import ConfigError, DataError
 from persia.metrics.auc import AUC, BLOCK
-from persia.metrics.buckets import calibration_buckets
+from persia.metrics.calibration_by_bucket import calibration_buckets
 from persia.metrics.checks import State, check, check_logits, check_weights
 from persia.metrics.counts import LabelCounts, LabelMetrics, label_metrics, rows_of, terms_of
 from persia.metrics.result import LabelFigures, MetricsResult, headlines, mean, mean_of

@@ -20,7 +20,7 @@ from persia.rpc.fan_out import call_all
 from persia.schema import IdFeature, IdKind, IdMapping, Quotient, Schema, Table
 from persia.services import EmbeddingPS
 from persia.types import BoolArray, Floats, Ids, Int64Array, Packed, RowsSet, RowState, StoredRows
-from persia.types.values import LARGEST
+from persia.types.half_floats import LARGEST
 
 __all__ = ["RowAccess"]
 

@@ -17,7 +17,7 @@ from persia import batching
 from persia.errors import ConfigError, DataError
 from persia.modes import Hybrid, Mode
 from persia.nn.gate import LookupTime
-from persia.nn.joining import together
+from persia.nn.joined_tensors import together
 from persia.schema import Table
 from persia.telemetry.logs import get_logger
 from persia.types import Ids, Int64Array, Packed

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from persia.nn.joining import joined, of_one_width
+from persia.nn.joined_tensors import joined, of_one_width
 from persia.schema import Pooling
 
 __all__ = ["SequenceEmbedding", "expand_with_torch", "pool_bags", "sequence_of"]

@@ -14,7 +14,7 @@ from persia.batching.batch import Batch
 from persia.dense.torch_threads import shorten_spinning
 from persia.errors import ConfigError
 from persia.memory import host_memory
-from persia.nn.joining import joined, of_one_width, together
+from persia.nn.joined_tensors import joined, of_one_width, together
 from persia.nn.options import check_device
 from persia.nn.pooling import UNWEIGHTED, Weights
 from persia.nn.prepared import PreparedBatch

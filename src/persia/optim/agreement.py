@@ -11,7 +11,7 @@ import torch
 from persia.batching.native import ThreadPool
 from persia.optim.cohort import Cohort
 from persia.optim.exchange import Exchange
-from persia.optim.native import squares
+from persia.optim.native_buckets import squares
 
 __all__ = ["Agreement", "agree"]
 

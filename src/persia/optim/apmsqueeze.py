@@ -1,8 +1,8 @@
 """APMSqueeze: Adam until v has stabilized, then momentum SGD preconditioned by v, which sends one bit per parameter.
 
 "APMSqueeze: A Communication Efficient Adam-Preconditioned Momentum SGD Algorithm", arXiv 2008.11343, Algorithm 1.
-Lines 6, 7, 9, 10 and 11 are methods of :class:`persia.optim.buckets.Bucket`; :mod:`persia.optim.updates` has them in
-order. `tests/support/twins/apmsqueeze.py` is the readable twin.
+Lines 6, 7, 9, 10 and 11 are methods of :class:`persia.optim.buckets.Bucket`; :mod:`persia.optim.bucket_updates` calls
+them in order. `tests/support/twins/apmsqueeze.py` is the readable twin.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from persia.checks import check_kind
 from persia.errors import ConfigError
 from persia.optim import averaged, optimizer_state
 from persia.optim.agreement import Agreement, agree
+from persia.optim.bucket_updates import update_at_full_precision, update_compressed
 from persia.optim.buckets import Rule
 from persia.optim.checks import check_group, refuse_ddp, same_everywhere, same_parameters
 from persia.optim.cohort import Cohort, Phase
 from persia.optim.exchange import Exchange
 from persia.optim.options import APMSqueezeOptions
-from persia.optim.updates import update_at_full_precision, update_compressed
 from persia.telemetry.logs import get_logger
 
 __all__ = ["APMSqueeze"]

@@ -1,6 +1,6 @@
 """Buckets: ranges of a flat array of parameters, and the parts of a step on them; in torch, on any device.
 
-:mod:`persia.optim.native` does the same on CPUs with fewer passes over memory.
+:mod:`persia.optim.native_buckets` does the same on CPUs with fewer passes over memory.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class Rule(NamedTuple):
 
 class Flat:
     """Flat arrays of momentum, v and worker error of parameters: larger tensors first, then small ones.
+
+    The worker error is the residual of error feedback: what compression has dropped of this worker's values so far.
+    `Bucket.server_error` is that of the averages.
 
     Args:
         parameters: parameters on one device.
@@ -175,7 +178,10 @@ class Bucket:
     # --- compressed (lines 6 to 11 of Algorithm 1) ------------------------------------------------------------
 
     def compress(self, rules: Sequence[Rule], momentum: bool, key: int) -> None:
-        """Runs lines 6 and 7: adds momentum (or gradient) to the error and compresses it by chunk into `sent`."""
+        """Runs lines 6 and 7 (error feedback): adds momentum (or gradient) to the error, and compresses the sum.
+
+        The payloads of the chunks are written to `sent`; the part that compression drops stays in the error.
+        """
         for piece in self.pieces:
             rule, error = rules[piece.number], self.error[piece.at]
             if momentum:
@@ -187,7 +193,10 @@ class Bucket:
             self.compressor.compress(self.error[chunk], self._payload(self.sent[k], chunk), key + k)
 
     def average(self, key: int) -> None:
-        """Runs line 9: averages this worker's chunk, adds the server error, and compresses into `averaged`."""
+        """Runs line 9: averages this worker's chunk, adds the server error, and compresses the sum into `averaged`.
+
+        The part that compression drops becomes the new server error (error feedback).
+        """
         size = self.compressor.payload_bytes(len(self.server_error))
         self.compressor.average(self.received[:, :size], self.server_error, self.averaged[:size], key)
 

@@ -13,7 +13,7 @@ from persia.batching.native import ThreadPool
 from persia.optim.buckets import Bucket, Flat, Rule, ranges
 from persia.optim.compressors import Uncompressed
 from persia.optim.exchange import Exchange
-from persia.optim.native import bucket_class
+from persia.optim.native_buckets import bucket_class
 from persia.optim.options import APMSqueezeOptions
 from persia.optim.tracked_scale import TrackedScale
 from persia.optim.variance_refresh import VarianceRefresh

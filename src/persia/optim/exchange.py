@@ -1,4 +1,4 @@
-"""Collectives of a compressed step between all workers of a torch process group, with deadlines on every wait."""
+"""Collectives of a compressed step among the workers of a torch process group, with a deadline on every wait."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from persia.membership.silent_ranks import FailureReports
 
 __all__ = ["Exchange"]
 
-PATIENCE = timedelta(days=1)
-"""Timeout of a torch collective itself; waits have deadlines of their own."""
+NO_TIMEOUT = timedelta(days=1)
+"""Timeout of the torch collectives themselves; `Exchange` waits for them with its own deadlines."""
 
-LOOK_SECONDS = 1.0
-"""Seconds between two checks for failures of other workers, which a worker's own connections may not show."""
+CHECK_SECONDS = 1.0
+"""Seconds between two checks for failures of other workers, which this worker's connections may not show."""
 
 GRACE_SECONDS = 5.0
-"""Seconds that a failed worker waits for reports of the others, to find out who is silent."""
+"""Seconds that a failed worker waits for the reports of the others, to find the silent ranks."""
 
 Wait = Callable[[], None]
 
 
 class Exchange:
-    """The workers that train one network. Not thread-safe: all make the same calls in the same order.
+    """Collectives among the workers that train one network.
 
-    Numbers travel over gloo on the host; tensors on a CUDA device over NCCL where the process group has it, else
-    through the host. Of one worker, or where torch.distributed is not initialised, nothing travels at all.
+    Not thread-safe: all workers make the same calls in the same order. Numbers are sent with gloo from host memory.
+    Tensors on a CUDA device are sent with NCCL if the process group has it, otherwise through host memory. With one
+    worker, or if torch.distributed is not initialised, nothing is sent.
 
     Args:
         process_group: process group of torch.distributed; None for all processes.
-        timeout: seconds that a wait for the others may take.
+        timeout: maximum seconds of a wait for the others.
         device: device of the tensors.
 
     Attributes:
@@ -49,17 +50,16 @@ class Exchange:
         self.sent = 0
         self.rank, self.size = 0, 1
         self._timeout = timeout
-        self._began = 0.0
-        self._unsettled: dist.Work | None = None
+        self._unfinished: dist.Work | None = None
         if not dist.is_initialized():
             return
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if self.size == 1:
             return
         ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-        # Separate groups keep the user's collectives and timeout apart.
+        # Separate groups, so that the user's collectives and timeout do not interfere.
         local = process_group is not None
-        self._control = dist.new_group(ranks, backend="gloo", timeout=PATIENCE, use_local_synchronization=local)
+        self._control = dist.new_group(ranks, backend="gloo", timeout=NO_TIMEOUT, use_local_synchronization=local)
         self._data = self._control
         self._direct, self._queued = device.type == "cpu", False
         if device.type == "cuda" and "nccl" in dist.get_backend(process_group):
@@ -67,7 +67,7 @@ class Exchange:
                 ranks, backend="nccl", timeout=timedelta(seconds=timeout), use_local_synchronization=local
             )
             self._direct = self._queued = True
-        store = dist.distributed_c10d._get_default_store()  # There is no public way to it.
+        store = dist.distributed_c10d._get_default_store()  # There is no public function for it.
         key = f"persia/apmsqueeze/{self._control.group_name}/failed"
         self._failures = FailureReports(store, key, self.rank, self.size)
 
@@ -81,7 +81,7 @@ class Exchange:
         """
         if self.size > 1:
             self._count(2 * (self.size - 1) * numbers.numel() * numbers.element_size() // self.size)
-            self._settle(what)
+            self._finish_previous(what)
             self._start(what, lambda: dist.all_reduce(numbers, group=self._control, async_op=True))()
         return numbers
 
@@ -95,7 +95,7 @@ class Exchange:
         return everything
 
     def broadcast(self, values: torch.Tensor, what: str) -> None:
-        """Replaces the values by those of the first worker. Blocks."""
+        """Replaces the values with those of the first worker. Blocks."""
         if self.size == 1:
             return
         host = values.detach().to("cpu", copy=True).contiguous()
@@ -107,41 +107,47 @@ class Exchange:
     # --- tensors ----------------------------------------------------------------------------------------------
 
     def start_sum(self, values: torch.Tensor, what: str) -> Wait:
-        """Starts to sum over all workers, in place; the result waits for it."""
+        """Starts to sum over all workers, in place; the returned function waits for the sum."""
         if self.size == 1:
             return _nothing
         self._count(2 * (self.size - 1) * values.numel() * values.element_size() // self.size)
-        own = self._near(values)
+        own = self._on_group_device(values)
         wait = self._start(what, lambda: dist.all_reduce(own, group=self._data, async_op=True), self._queued)
         return wait if own is values else lambda: _then(wait, lambda: values.copy_(own))
 
     def start_all_to_all(self, rows: torch.Tensor, received: torch.Tensor, what: str) -> Wait:
-        """Starts to send row k of `rows` to worker k; row k of `received` comes from worker k. uint8 `[n, bytes]`."""
+        """Starts to send row k of `rows` to worker k, and receive row k of `received` from it; uint8 `[n, bytes]`."""
         if self.size == 1:
             received.copy_(rows)
             return _nothing
         self._count((self.size - 1) * rows.shape[1])
-        ours, theirs = self._near(rows), self._near(received)
+        source, target = self._on_group_device(rows), self._on_group_device(received)
         wait = self._start(
-            what, lambda: dist.all_to_all_single(theirs, ours, group=self._data, async_op=True), self._queued
+            what, lambda: dist.all_to_all_single(target, source, group=self._data, async_op=True), self._queued
         )
-        return wait if theirs is received else lambda: _then(wait, lambda: received.copy_(theirs))
+        return wait if target is received else lambda: _then(wait, lambda: received.copy_(target))
 
     def start_all_gather(self, row: torch.Tensor, everything: torch.Tensor, what: str) -> Wait:
-        """Starts to send `row` to all; row k of `everything` comes from worker k. uint8 `[bytes]` and `[n, bytes]`."""
+        """Starts to send `row` to all workers, and to receive row k of `everything` from worker k.
+
+        Args:
+            row: uint8 `[bytes]`.
+            everything: uint8 `[n, bytes]`.
+            what: name of the collective, for errors.
+        """
         if self.size == 1:
             everything[0].copy_(row)
             return _nothing
         self._count((self.size - 1) * row.shape[0])
-        own, all_rows = self._near(row), self._near(everything)
+        own, all_rows = self._on_group_device(row), self._on_group_device(everything)
         rows = list(all_rows.unbind(0))
         wait = self._start(what, lambda: dist.all_gather(rows, own, group=self._data, async_op=True), self._queued)
         return wait if all_rows is everything else lambda: _then(wait, lambda: everything.copy_(all_rows))
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _near(self, values: torch.Tensor) -> torch.Tensor:
-        """Copies a tensor to host memory if the process group cannot use its device."""
+    def _on_group_device(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor, or a copy in host memory if the process group cannot use its device."""
         return values if self._direct else values.cpu()
 
     def _count(self, sent: int) -> None:
@@ -155,9 +161,9 @@ class Exchange:
 
         def wait() -> None:
             with self._named(what):
-                if queued:  # What follows on the stream waits, the host need not. `_settle` finds out how it ended.
+                if queued:  # Later work on the stream waits, not the host. `_finish_previous` raises its errors.
                     work.wait()
-                    self._unsettled = work
+                    self._unfinished = work
                 else:
                     self._wait(work, began + self._timeout)
 
@@ -167,21 +173,21 @@ class Exchange:
         while True:
             left = deadline - time.monotonic()
             try:
-                work.wait(timedelta(seconds=max(0.001, min(left, LOOK_SECONDS))))
+                work.wait(timedelta(seconds=max(0.001, min(left, CHECK_SECONDS))))
                 return
             except RuntimeError:
-                if work.is_completed() or left <= LOOK_SECONDS:
+                if work.is_completed() or left <= CHECK_SECONDS:
                     raise
             if self._failures.others_failed():
                 raise RuntimeError("another worker has reported a failure")
 
-    def _settle(self, what: str) -> None:
-        """Waits until the collectives of the previous step have ended on CUDA, or the deadline is over."""
-        work, self._unsettled = self._unsettled, None
+    def _finish_previous(self, what: str) -> None:
+        """Waits until the last collective of the previous step has ended on CUDA; fails at the deadline."""
+        work, self._unfinished = self._unfinished, None
         if work is None:
             return
         deadline = time.monotonic() + self._timeout
-        with self._named(f"{what}, of the step before"):
+        with self._named(f"{what}, of the previous step"):
             while not work.is_completed():
                 if time.monotonic() > deadline or self._failures.others_failed():
                     raise RuntimeError("a collective on the device has not ended")
@@ -196,11 +202,11 @@ class Exchange:
 
     def _failed(self, what: str, error: Exception) -> DeadlineError:
         silent = self._failures.silent(min(GRACE_SECONDS, self._timeout / 2))
-        who = f"rank {', '.join(map(str, silent))}" if silent else "none, so a connection was lost"
+        names = f"rank {', '.join(map(str, silent))}" if silent else "none, so a connection was lost"
         return DeadlineError(
             f"APMSqueeze, rank {self.rank}, {what}: not all {self.size} workers took part within {self._timeout:g} s. "
-            f"Silent: {who}. Check that process, or raise `timeout`. This optimizer is unusable now; restart the "
-            f"workers from a checkpoint. ({str(error)[:200]})",
+            f"Silent: {names}. Check that process, or raise `timeout`. This optimizer can no longer be used; restart "
+            f"the workers from a checkpoint. ({str(error)[:200]})",
             operation=what,
             rank=self.rank,
             late=silent,

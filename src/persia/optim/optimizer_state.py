@@ -1,8 +1,9 @@
-"""The state of APMSqueeze by parameter, independent of buckets: for checkpoints and other numbers of workers.
+"""Converts the state of APMSqueeze to and from a form by parameter, for checkpoints and other numbers of workers.
 
-Each parameter has `step`, `exp_avg` and `exp_avg_sq` as in Adam, and once compressed `worker_error` and
-`server_error`. A worker's own state has its own errors; its `server_error` is zero except for this worker's chunks. A
-consolidated state has the worker errors of all workers, `[n, ...]`, and the whole server error.
+The form does not depend on buckets. Each parameter has `step`, `exp_avg` and `exp_avg_sq` as in Adam, and after the
+warm-up the residuals of error feedback, `worker_error` and `server_error`. A worker's own state has only its own
+errors; its `server_error` is zero except for this worker's chunks. A consolidated state has the worker errors of all
+workers, `[n, ...]`, and the complete server error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from persia.optim.exchange import Exchange
 __all__ = ["HEADER", "VERSION", "check", "consolidated", "described", "pack", "unpack"]
 
 HEADER = "apmsqueeze"
-"""Key of the state that does not belong to a parameter."""
+"""Key of the part of the state that does not belong to a parameter."""
 
 VERSION = 1
 """Version of the header."""
@@ -28,7 +29,7 @@ VERSION = 1
 def pack(
     cohorts: Sequence[Cohort], parameters: Sequence[torch.nn.Parameter], workers: tuple[int, int]
 ) -> dict[str, Any]:
-    """Makes a worker's own state: `state` by number of the parameter, and the header. Tensors are copies.
+    """Returns a worker's own state: `state` by parameter number, and the header. Tensors are copies.
 
     Args:
         cohorts: all cohorts.
@@ -56,7 +57,7 @@ def pack(
 
 
 def described(cohort: Cohort) -> dict[str, Any]:
-    """Returns the part of the header that is about a cohort, without the numbers of its parameters."""
+    """Returns the header entry of a cohort, without the numbers of its parameters."""
     about: dict[str, Any] = {
         "phase": cohort.phase,
         "steps": cohort.steps,
@@ -73,7 +74,7 @@ def described(cohort: Cohort) -> dict[str, Any]:
 
 
 def consolidated(packed: dict[str, Any], exchange: Exchange) -> dict[str, Any]:
-    """Gathers the state of all workers into host memory on each of them. A collective. Modifies `packed`."""
+    """Gathers the errors of all workers, in host memory, on each worker. A collective. Modifies `packed`."""
     packed[HEADER]["rank"] = None
     for i, values in sorted(packed["state"].items()):
         for name, value in values.items():
@@ -81,12 +82,16 @@ def consolidated(packed: dict[str, Any], exchange: Exchange) -> dict[str, Any]:
         if "worker_error" in values:
             what = f"errors of parameter {i}"
             values["worker_error"] = exchange.gather(values["worker_error"], what)
-            values["server_error"] = exchange.gather(values["server_error"], what).sum(0)  # Zeros but for one worker.
+            values["server_error"] = exchange.gather(values["server_error"], what).sum(0)  # Only one is nonzero.
     return packed
 
 
 def check(loaded: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raises CheckpointError unless `loaded` is a state of these parameters."""
+    """Checks that a loaded state fits these parameters.
+
+    Raises:
+        CheckpointError: it has another version, or another shape of a parameter.
+    """
     header = loaded.get(HEADER)
     if not isinstance(header, dict) or header.get("version") != VERSION:
         raise CheckpointError(
@@ -96,12 +101,11 @@ def check(loaded: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> N
         shape = parameters[i].shape if i < len(parameters) else None
         extra = 1 if header["rank"] is None else 0
         for name, value in values.items():
-            found = value.shape[extra:] if name == "worker_error" else value.shape
-            if name != "step" and found != shape:
+            value_shape = value.shape[extra:] if name == "worker_error" else value.shape
+            if name != "step" and value_shape != shape:
                 raise CheckpointError(
-                    f"{name} of parameter {i} has the shape {tuple(found)}, the parameter {shape and tuple(shape)}. "
-                    "Make the "
-                    "optimizer with the same parameters.",
+                    f"{name} of parameter {i} has the shape {tuple(value_shape)}, the parameter "
+                    f"{shape and tuple(shape)}. Create the optimizer with the same parameters.",
                     parameter=i,
                 )
 
@@ -112,15 +116,15 @@ def unpack(
     make: Callable[[list[torch.nn.Parameter]], Cohort],
     exchange: Exchange,
 ) -> list[Cohort]:
-    """Makes cohorts with a loaded state.
+    """Creates cohorts from a loaded state.
 
-    From a consolidated state of the same number of workers, each takes its own errors. With another number, each takes
-    the mean of all worker errors, which keeps their average, and its part of the server error.
+    From a consolidated state of the same number of workers, each worker takes its own errors. With another number, each
+    takes the mean of all worker errors, which preserves their average, and its part of the server error.
 
     Args:
-        loaded: a checked state.
+        loaded: a state that has passed `check`.
         parameters: parameters in the order of the state.
-        make: makes a new cohort of some parameters.
+        make: creates a new cohort of some parameters.
         exchange: collectives with the other workers.
 
     Raises:
@@ -131,9 +135,9 @@ def unpack(
     compressed = any(about["phase"] == "compressed" for about in header["cohorts"])
     if own and compressed and (header["workers"], header["rank"]) != (exchange.size, exchange.rank):
         raise CheckpointError(
-            f"This state is that of rank {header['rank']} of {header['workers']}, here is rank {exchange.rank} of "
-            f"{exchange.size}: the errors of the others are missing. Save what `consolidate()` returns, called on "
-            "all ranks.",
+            f"This is the state of rank {header['rank']} of {header['workers']}, but this process is rank "
+            f"{exchange.rank} of {exchange.size}: the errors of the others are missing. Save the result of "
+            "`consolidate()`, called on all ranks.",
             rank=header["rank"],
             workers=header["workers"],
         )
@@ -153,7 +157,7 @@ def unpack(
             by_number = dict(zip(about["parameters"], about["scale"], strict=True))
             scales = [(q, u, frozen) for q, u, frozen in (by_number[i] for i in numbers)]
         if cohort.refresh is not None:
-            # A state of an optimizer without `refresh_variance` lacks it.
+            # A state saved without `refresh_variance` has no entry.
             cohort.refresh.count, cohort.refresh.last = about.get("refresh", (0, cohort.steps))
         cohort.updates = [int(state[i]["step"]) for i in numbers]
         server = torch.zeros_like(flat.error)

@@ -4,11 +4,11 @@ Nothing here starts a process of a cluster. `persia plan` prints a plan, and `pe
 """
 
 from persia.plan.deployment import DeploymentPlan, HostPlan, Limit, PlanRequest, RolePlan, plan_deployment
-from persia.plan.hosts import HostKind, load_hosts, this_host
+from persia.plan.host_kinds import HostKind, load_hosts, this_host
 from persia.plan.load import RoleLoad, Topology, role_loads
-from persia.plan.placement import ENLARGE_REGIONS, cluster_file, in_shared_memory, place_of
 from persia.plan.rates import Rates, RateSource, load_rates, row_key, save_rates, workload_key
-from persia.plan.tables import PlannedTable, TableBytes, bytes_of, planned_tables
+from persia.plan.ray_launcher import ENLARGE_REGIONS, cluster_file, in_shared_memory, place_of
+from persia.plan.table_bytes import PlannedTable, TableBytes, bytes_of, planned_tables
 
 __all__ = [
     "ENLARGE_REGIONS",

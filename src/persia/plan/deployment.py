@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from persia.errors import ConfigError
-from persia.plan.cache import missing_share
-from persia.plan.hosts import ROLES, HostKind, host_of
+from persia.plan.distinct_ids import missing_share
+from persia.plan.host_kinds import ROLES, HostKind, host_of
 from persia.plan.load import RoleLoad, Topology, role_loads
-from persia.plan.memory import PlacedTables, hosts_for, place_tables, whole_bytes
+from persia.plan.placed_tables import PlacedTables, hosts_for, place_tables, whole_bytes
 from persia.plan.rates import DiskRate, Rates, WorkloadRate
-from persia.plan.tables import LIVE_SHARE, PlannedTable, TableBytes, disk_row_bytes
+from persia.plan.table_bytes import LIVE_SHARE, PlannedTable, TableBytes, disk_row_bytes
 from persia.units import format_bytes
 
 __all__ = ["DeploymentPlan", "HostPlan", "Limit", "PlanRequest", "RolePlan", "missed_rows", "plan_deployment"]

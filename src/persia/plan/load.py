@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from persia.plan.hosts import ROLES
+from persia.plan.host_kinds import ROLES
 from persia.plan.rates import BatchShape, Rates, WorkloadRate
-from persia.plan.tables import PlannedTable
+from persia.plan.table_bytes import PlannedTable
 
 __all__ = ["BatchTraffic", "RoleLoad", "Topology", "batch_traffic", "role_loads"]
 

@@ -24,7 +24,7 @@ from persia.ps import EmbeddingServer
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, EmbeddingPS, EmbeddingWorker
 from persia.types import Contribution, LookedUp, Packed, PackedGradients, PushHeader, UpdateCounts
-from persia.types.values import words_of
+from persia.types.half_floats import words_of
 from persia.worker import Worker
 
 __all__ = ["FakeCluster", "measure_server", "measure_worker", "measure_workload"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from persia.schema import Days, Steps
 from persia.store import EmbeddingStore
-from persia.store.config import TtlUnit
+from persia.store.table_config import TtlUnit
 
 __all__ = ["RowAges", "ttl_of"]
 

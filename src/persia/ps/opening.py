@@ -10,7 +10,7 @@ from persia.ps.options import ServerOptions
 from persia.ps.regions import Regions, taken_space
 from persia.ps.shares import Shares, divide_tables, rows_of_undeclared, table_sizes
 from persia.ps.spill import SpillPlaces, warn_of_disks
-from persia.ps.tables import table_config
+from persia.ps.table_configs import table_config
 from persia.schema import EmbeddingOptimizer, Table
 from persia.store import EmbeddingStore
 

@@ -19,14 +19,14 @@ from persia.ps.ages import RowAges
 from persia.ps.latest_reading import LatestReading
 from persia.ps.opening import open_tables
 from persia.ps.options import ServerOptions
-from persia.ps.publishing import RowPublishing
 from persia.ps.regions import Regions
-from persia.ps.row_access import RowSetter, chunk_rows
+from persia.ps.row_chunks import RowSetter, chunk_rows
+from persia.ps.row_publishing import RowPublishing
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.space import SpaceWait
 from persia.ps.state_transfer import export_rows, export_state, import_state
+from persia.ps.table_configs import learning_rate
 from persia.ps.table_numbers import TableNumbers
-from persia.ps.tables import learning_rate
 from persia.pushes.accumulator import GradientAccumulator, average_step
 from persia.pushes.journal import JournaledServer
 from persia.pushes.sequencer import PushSequencer

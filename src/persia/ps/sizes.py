@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from persia.ps.tables import table_config
+from persia.ps.table_configs import table_config
 from persia.schema import EmbeddingOptimizer, Table
 from persia.store import COLD_ROW_BYTES, ROW_OVERHEAD, TableConfig
-from persia.types.values import Dtype
+from persia.types.half_floats import Dtype
 
 __all__ = [
     "MIN_SHARE",

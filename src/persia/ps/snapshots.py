@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 
 from persia.errors import StoreError
-from persia.ps.row_access import row_chunk
+from persia.ps.row_chunks import row_chunk
 from persia.services import RowChunk, SnapshotInfo
 from persia.store import EmbeddingStore, Spill
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from persia.errors import StoreError
-from persia.ps.row_access import row_chunk
+from persia.ps.row_chunks import row_chunk
 from persia.ps.table_numbers import TableNumbers
 from persia.services import RowChunk, StatePiece
 from persia.store import EmbeddingStore

@@ -20,7 +20,7 @@ from persia.publish.format import (
     epoch_name,
     parse_epoch,
 )
-from persia.publish.storage import LogStorage
+from persia.publish.log_storage import LogStorage
 from persia.schema import NO_RULES, InputRules, Schema
 from persia.types.publishing import ModelDescription
 

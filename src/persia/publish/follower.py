@@ -36,7 +36,7 @@ from persia.publish.format import (
     part_name,
     stream_of,
 )
-from persia.publish.storage import open_storage
+from persia.publish.log_storage import open_storage
 from persia.publish.values import NAMES, decode_values
 from persia.telemetry.logs import get_logger
 

@@ -17,8 +17,8 @@ from persia.checks import check_choice
 from persia.errors import CheckpointError, ConfigError
 from persia.publish.epochs import begin_epoch, remove_older_epochs
 from persia.publish.format import NETWORK, Precision, TableChanges, stream_of
+from persia.publish.log_storage import open_storage
 from persia.publish.publisher import PART_BYTES
-from persia.publish.storage import open_storage
 from persia.publish.stream import StreamWriter
 from persia.publish.values import encode_values
 from persia.schema import InputRules

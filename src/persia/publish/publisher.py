@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from persia.errors import CheckpointError, PersiaError, PublishError
 from persia.publish.format import TableChanges, stream_of
-from persia.publish.storage import open_storage
+from persia.publish.log_storage import open_storage
 from persia.publish.stream import StreamWriter
 from persia.publish.values import encode_values
 from persia.retry import Backoff, Deadline, retry

@@ -22,7 +22,7 @@ from persia.publish.format import (
     parse_entry,
     part_name,
 )
-from persia.publish.storage import LogStorage
+from persia.publish.log_storage import LogStorage
 from persia.types.publishing import PublishDtype
 
 __all__ = ["StreamWriter"]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.types.half_floats import LARGEST, from_halves, to_halves
 from persia.types.publishing import PublishDtype
-from persia.types.values import LARGEST, from_halves, to_halves
 
 __all__ = ["NAMES", "decode_values", "encode_values"]
 

@@ -4,14 +4,14 @@
 or along one that a run has recorded. Both call the same pure functions of the mode as the cluster does.
 """
 
+from persia.replay.comparison import ReportLine, record, table
 from persia.replay.follow import Compute, replay
 from persia.replay.plain import PlainRows, PlainTable
 from persia.replay.records import Records, check_replayable, recorded
-from persia.replay.report import ReportLine, record, table
+from persia.replay.replay_servers import ReplayDense, ReplayRows, ReplayServer, TakenGradient
 from persia.replay.schedule import ScheduleEvent, Summary, Timeline, load_timeline
-from persia.replay.servers import ReplayDense, ReplayRows, ReplayServer, TakenGradient
 from persia.replay.simulate import Setting, simulate
-from persia.replay.trace import Slowdown, Trace, alternating, load_trace, phases, stalls, steady
+from persia.replay.speed_trace import Slowdown, Trace, alternating, load_trace, phases, stalls, steady
 
 __all__ = [
     "Compute",

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from persia.errors import DataError
 from persia.modes import Action, Arrival
+from persia.replay.replay_servers import ReplayServer, TakenGradient
 from persia.replay.schedule import DENSE, ScheduleEvent, Timeline
-from persia.replay.servers import ReplayServer, TakenGradient
 
 __all__ = ["Compute", "replay"]
 

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from persia.replay.servers import Numbers, RowGradients
+from persia.replay.replay_servers import Numbers, RowGradients
 from persia.types import Ids
 
 __all__ = ["PlainOptimizer", "PlainRows", "PlainTable"]

@@ -27,7 +27,7 @@ from persia.nn.gate import WINDOW, Window
 from persia.nn.pass_threads import MOST_READY
 from persia.nn.step_pass import MOST_PUSHES
 from persia.replay.schedule import Kind, ScheduleEvent, Timeline
-from persia.replay.trace import Trace
+from persia.replay.speed_trace import Trace
 
 __all__ = ["Setting", "simulate"]
 

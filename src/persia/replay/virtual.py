@@ -32,8 +32,8 @@ from persia.replay import (
     check_replayable,
     replay,
 )
+from persia.replay.replay_servers import Numbers, RowGradients
 from persia.replay.schedule import DENSE
-from persia.replay.servers import Numbers, RowGradients
 from persia.schema import EmbeddingOptimizer, Schema, Table
 from persia.types import Floats, Gradients, Ids, Int64Array, PushHeader
 from persia.worker.routing import Entry, Router

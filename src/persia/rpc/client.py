@@ -13,7 +13,7 @@ from typing import NamedTuple
 import zmq
 
 from persia.errors import ClosedError, DeadlineError, PeerRestartedError, PersiaError, WireError
-from persia.rpc.arrays import Decoder
+from persia.rpc.array_encoding import Decoder
 from persia.rpc.failures import Failure, to_error
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Body, Kind, Message, header_bytes, parse

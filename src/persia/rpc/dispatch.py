@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from persia.errors import WireError
-from persia.rpc.arrays import Arrays, Decoder
+from persia.rpc.array_encoding import Arrays, Decoder
 from persia.rpc.failures import failure
 from persia.rpc.interface import Method
+from persia.rpc.iterators import END, Streams
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, Message, body, header_bytes
-from persia.rpc.streams import END, Streams
 from persia.telemetry.metrics import Histogram, Latency
 from persia.telemetry.tracing import NO_STEP, OFF, Tracer
 

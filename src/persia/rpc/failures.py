@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from persia.errors import PersiaError, RemoteError, WireError
-from persia.rpc.arrays import encode
+from persia.rpc.array_encoding import encode
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Body, body
 

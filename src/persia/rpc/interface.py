@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from persia.errors import ConfigError
-from persia.rpc.arrays import Decoder
+from persia.rpc.array_encoding import Decoder
 
 __all__ = ["Method", "describe", "inline", "once", "waits"]
 

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from persia.errors import WireError
-from persia.rpc.arrays import Arrays, encode
+from persia.rpc.array_encoding import Arrays, encode
 from persia.rpc.limits import Limits
 
 __all__ = ["VERSION", "Body", "Header", "Kind", "Message", "body", "header_bytes", "parse"]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
-from persia.rpc.arrays import Decoder
+from persia.rpc.array_encoding import Decoder
 from persia.rpc.client import Call, RpcConnection
 from persia.rpc.interface import Method, describe
 from persia.rpc.keys import find_keys, keys_to_connect

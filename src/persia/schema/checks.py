@@ -6,7 +6,7 @@ import msgspec
 
 from persia.checks import check_choice, check_number, plain_fields
 from persia.errors import ConfigError
-from persia.types.values import DTYPES
+from persia.types.half_floats import DTYPES
 
 __all__ = ["TaggedRecord", "check_dtype", "check_name"]
 

@@ -18,7 +18,7 @@ from persia.schema.labels import Label, label
 from persia.schema.losses import BPR, EntireSpace, Hinge, ListwiseSoftmax
 from persia.schema.mappings import IdMapping
 from persia.schema.tables import MAX_DIM, Table
-from persia.types.values import Dtype
+from persia.types.half_floats import Dtype
 
 __all__ = ["IdFeature", "IdKind", "Pooling", "Schema"]
 

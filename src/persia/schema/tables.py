@@ -20,7 +20,7 @@ from persia.checks import (
 from persia.errors import ConfigError
 from persia.schema.checks import TaggedRecord, check_dtype, check_name
 from persia.schema.optimizers import EmbeddingOptimizer
-from persia.types.values import Dtype, round_down
+from persia.types.half_floats import Dtype, round_down
 
 __all__ = [
     "MAX_DIM",

@@ -13,7 +13,7 @@ from persia.nn.dense_step import Precision
 from persia.schema import Schema
 from persia.serve.compiled import CompiledNetwork, compile_network
 from persia.serve.flat_network import example_input
-from persia.serve.network import Network
+from persia.serve.network_builder import Network
 from persia.telemetry.logs import get_logger
 
 __all__ = ["Compiler", "CompilerOptions"]

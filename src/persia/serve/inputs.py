@@ -36,7 +36,7 @@ SEPARATOR = re.compile(r"[|,;\t]")
 
 
 class Lookup(Protocol):
-    """The rows of a view; see `persia.serve.sources.RowLookup`."""
+    """The rows of a view; see `persia.serve.row_sources.RowLookup`."""
 
     def lookup(self, ids: Packed[np.uint64]) -> Any:
         """Returns whether each id has a row, by table, and the rows."""

@@ -17,7 +17,7 @@ from persia.batching.batch import Batch
 from persia.checks import MAX_THREADS, check_choice, check_integer, plain, plain_fields
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.schema import Schema
-from persia.serve.catalogue import Catalogue, CurrentRows, Towers, only, towers_of
+from persia.serve.item_catalogue import Catalogue, CurrentRows, Towers, only, towers_of
 from persia.telemetry.logs import get_logger
 
 if TYPE_CHECKING:

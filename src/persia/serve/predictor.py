@@ -19,7 +19,7 @@ from persia.metrics import Answers, answers_of
 from persia.nn.arguments import check_arguments, options_of
 from persia.nn.output import are_log_odds, probabilities_of
 from persia.schema import InputRules, Schema
-from persia.serve.network import ModelSource
+from persia.serve.network_builder import ModelSource
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.polling import LogPoller
 from persia.serve.ranking import rank

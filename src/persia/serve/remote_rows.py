@@ -13,7 +13,7 @@ import numpy as np
 from persia import batching, rpc
 from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError, PublishError
 from persia.rpc.fan_out import try_all
-from persia.serve.sources import Rows
+from persia.serve.row_sources import Rows
 from persia.services import FoundRows, RowServerState, RowsVersion, ServedEpoch, ServedRows
 from persia.types import Int64Array, Packed
 

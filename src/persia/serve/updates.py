@@ -14,7 +14,7 @@ from persia.publish import Change, RowsUpdate
 from persia.publish.epoch_reader import Update
 from persia.schema import Schema
 from persia.serve.cache import SnapshotCache, SnapshotKey
-from persia.serve.sources import LocalRows, ServerRows
+from persia.serve.row_sources import LocalRows, ServerRows
 from persia.store.served import ServedTable
 
 __all__ = ["EpochRows", "RowPart", "RowReading"]

@@ -17,11 +17,11 @@ from persia.publish import Change, Description, ModelDescription, NetworkUpdate,
 from persia.publish.epoch_reader import EpochReader, Update
 from persia.serve.cache import SnapshotCache
 from persia.serve.compiling import Compiler, CompilerOptions
-from persia.serve.drift import ServingDrift
 from persia.serve.inputs import InputCounts
-from persia.serve.network import ModelSource, Network, NetworkBuilder
+from persia.serve.network_builder import ModelSource, Network, NetworkBuilder
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.remote_rows import RemoteEpoch, RowServers
+from persia.serve.serving_drift import ServingDrift
 from persia.serve.updates import EpochRows, RowReading
 from persia.serve.views import Readers, View
 from persia.telemetry.logs import get_logger
@@ -236,7 +236,7 @@ class ViewUpdater:
         assert description is not None
         if self.view is not None:
             differences = schema_differences(
-                description.schema, self.view.schema, there="the new epoch", here="what is served"
+                description.schema, self.view.schema, saved_in="the new epoch", used_in="what is served"
             )
             if differences:
                 raise PublishError(

@@ -11,10 +11,10 @@ import torch
 from persia.batching.batch import Batch
 from persia.nn.transfer import Staging
 from persia.schema import Schema
-from persia.serve.network import Network
-from persia.serve.reading import EmbeddingReader
+from persia.serve.embedding_reader import EmbeddingReader
+from persia.serve.network_builder import Network
+from persia.serve.row_sources import RowLookup
 from persia.serve.schema_parts import part_of
-from persia.serve.sources import RowLookup
 
 __all__ = ["Readers", "View"]
 

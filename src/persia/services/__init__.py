@@ -6,7 +6,7 @@ docs/reference/protocol.md specifies which role calls which method, and when.
 """
 
 from persia.services.cluster import Attempt, Cluster, Connection, ProcessCluster
-from persia.services.control import ControlPlane, Coordinator, Observable, TokenService, TrainingPhase
+from persia.services.control_plane import ControlPlane, Coordinator, Observable, TokenService, TrainingPhase
 from persia.services.data import DataLoader, Divisible, Fingerprinted, Seekable, Sharded, fingerprint_of
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, SnapshotInfo, StatePiece

@@ -9,7 +9,7 @@ from persia.batching.batch import Batch
 from persia.errors import RoleDiedError
 from persia.modes import Mode
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services.control import TokenService
+from persia.services.control_plane import TokenService
 from persia.services.data import DataLoader, Seekable
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker

@@ -91,7 +91,7 @@ class EmbeddingPS(Protocol):
             train: whether missing ids may be admitted; otherwise their rows are zeros and nothing changes.
 
         Returns:
-            Rows as stored, by table: float32 `[n, dim]`, or the words of 16-bit values; see `persia.types.values`.
+            Rows as stored, by table: float32 `[n, dim]`, or the words of 16-bit values; see `persia.types.half_floats`.
         """
 
     @rpc.waits

@@ -4,9 +4,9 @@
 the rows of a prediction server: values only, read without locks. `tests/support/twins/store.py` is the readable twin.
 """
 
-from persia.store.config import COLD_ROW_BYTES, MAX_ROWS, OPTIMIZER_PARAMS, ROW_OVERHEAD, TableConfig
 from persia.store.native import NativeStore
 from persia.store.protocol import EmbeddingStore, RowChanges, Rows, ShardState, Spill
+from persia.store.table_config import COLD_ROW_BYTES, MAX_ROWS, OPTIMIZER_PARAMS, ROW_OVERHEAD, TableConfig
 
 __all__ = [
     "COLD_ROW_BYTES",

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError, StoreError
-from persia.store.config import TTL_UNITS, TableConfig, check_spill
 from persia.store.core_errors import StoreErrors
 from persia.store.protocol import EmbeddingStore, RowChanges, Rows, ShardState, Spill
+from persia.store.table_config import TTL_UNITS, TableConfig, check_spill
 from persia.types import UpdateCounts
 
 __all__ = ["NativeStore"]
@@ -111,7 +111,7 @@ class NativeStore(EmbeddingStore):
             out: per table, float32 [n, row_words] to write to, instead of new arrays.
 
         Returns:
-            Per table, rows as stored, float32 [n, row_words]: see `persia.types.values`.
+            Per table, rows as stored, float32 [n, row_words]: see `persia.types.half_floats`.
         """
         if out is None:
             out = [np.empty((len(i), self.config(t).row_words), np.float32) for t, i in zip(tables, ids, strict=False)]

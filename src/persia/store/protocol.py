@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.store.config import TableConfig
+from persia.store.table_config import TableConfig
 from persia.types import UpdateCounts
 
 __all__ = ["EmbeddingStore", "RowChanges", "Rows", "ShardState", "Spill"]
@@ -135,7 +135,7 @@ class EmbeddingStore(Protocol):
             counts: per table, the number of ids.
             ids: uint64 [sum of counts], contiguous.
             out: float32 [sum of count * row_words] to write to, contiguous: rows as stored, which are embeddings in
-                tables of dtype float32; see `persia.types.values` for others.
+                tables of dtype float32; see `persia.types.half_floats` for others.
             train: whether to admit missing ids, and count the lookup as a use of the rows.
 
         Raises:

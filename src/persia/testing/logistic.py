@@ -27,7 +27,7 @@ from persia.replay import (
     steady,
 )
 from persia.replay.plain import PlainOptimizer
-from persia.replay.servers import Numbers
+from persia.replay.replay_servers import Numbers
 from persia.types import Ids
 
 __all__ = ["DIM", "IDS", "LOCAL", "Problem", "delayed_sync", "lock_step"]

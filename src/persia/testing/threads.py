@@ -31,7 +31,7 @@ from persia.services import (
     LoaderStream,
     SharedStream,
 )
-from persia.testing.replicas import Meeting, ThreadReplicas
+from persia.testing.thread_replicas import Meeting, ThreadReplicas
 from persia.types import Feed, Member, Membership
 from persia.worker import Worker
 

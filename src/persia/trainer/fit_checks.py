@@ -10,7 +10,7 @@ from persia.batching.items import check_data
 from persia.checkpoint.storage import Storage
 from persia.checks import without_userinfo
 from persia.errors import CheckpointError, ConfigError, DataError, PublishError
-from persia.publish.storage import open_storage
+from persia.publish.log_storage import open_storage
 from persia.services import Connection, SharedStream, Stream, StreamPosition
 from persia.trainer.options import TrainerOptions
 

@@ -32,7 +32,7 @@ from persia.telemetry.logs import get_logger
 from persia.trainer.hyperparameters import adopt_hyperparameters, changes, check_optimizer
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.state import TrainingState
-from persia.types.values import LARGEST
+from persia.types.half_floats import LARGEST
 
 __all__ = [
     "LoadOptions",

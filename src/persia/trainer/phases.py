@@ -26,7 +26,7 @@ from persia.services import Connection, DenseMaker, TokenService, TrainingPhase
 from persia.telemetry.logs import get_logger
 from persia.trainer.loop import TrainingLoop, advise
 from persia.trainer.options import Declared, TrainerOptions
-from persia.trainer.recording import ScheduleRecorder
+from persia.trainer.schedule_recorder import ScheduleRecorder
 from persia.trainer.sources import BatchSource, LocalSource
 from persia.trainer.state import TrainingState
 from persia.types import NO_LOSSES, Caller

@@ -18,14 +18,14 @@ from persia.nn.dense_step import DenseStep
 from persia.nn.models.registry import description_of
 from persia.publish.epochs import begin_epoch, remove_older_epochs, write_drift
 from persia.publish.format import NETWORK, Epoch
+from persia.publish.log_storage import open_storage
 from persia.publish.publisher import reason
-from persia.publish.storage import open_storage
 from persia.publish.stream import StreamWriter
 from persia.retry import Deadline, retry
 from persia.rpc.fan_out import call_all
 from persia.services import EmbeddingPS
 from persia.telemetry.logs import get_logger
-from persia.trainer.drift import DriftRecorder
+from persia.trainer.drift_recorder import DriftRecorder
 from persia.trainer.finite_state import FiniteState
 from persia.trainer.options import Declared
 from persia.trainer.state import TrainingState

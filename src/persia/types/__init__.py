@@ -26,7 +26,7 @@ from persia.types.membership import TITLES, Member, Membership
 from persia.types.packed import Gradients, Packed, PackedGradients
 from persia.types.publishing import ModelDescription, PublishDtype, PublishOptions, PublishOrder, PublishStatus
 from persia.types.rows import RowsSet, RowState, StoredRows
-from persia.types.sources import SourceFingerprint, SourcePart, changed_options, distinct_parts
+from persia.types.source_fingerprints import SourceFingerprint, SourcePart, changed_options, distinct_parts
 from persia.types.streams import OffsetRange, Partition, PartitionBounds, RecordedBatch, StreamStart, loader_of
 from persia.types.tokens import (
     NO_LOSSES,

@@ -140,7 +140,7 @@ class LookedUp(NamedTuple):
 
     Attributes:
         rows: rows by table, `[unique ids, dim]`: float32, or float16 with compression. 16-bit rows are sent as stored,
-            see `persia.types.values`: their bits in items of either dtype, without scales.
+            see `persia.types.half_floats`: their bits in items of either dtype, without scales.
         narrow: index of each id's row in its table's `rows`, by feature; for tables with at most 65,536 unique ids.
         wide: the same for all other tables.
         offsets: offsets into the index, by feature, int64 `[batch + 1]`; without features that have one id per sample.

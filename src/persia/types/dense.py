@@ -14,8 +14,8 @@ class Pulled(NamedTuple):
 
     Attributes:
         version: number of steps applied to them.
-        values: concatenated parameters and buffers of this dense PS (`persia.dense.layout`); None if the caller has
-            this version.
+        values: concatenated parameters and buffers of this dense PS (`persia.dense.tensor_layout`); None if the caller
+            has this version.
     """
 
     version: int

@@ -13,7 +13,7 @@ from persia.batching.id_column import IdColumn
 from persia.errors import StoreError
 from persia.schema import Schema
 from persia.types import Contribution, Floats, Gradients, Halves, Inverse, Packed, PackedGradients
-from persia.types.values import words_of
+from persia.types.half_floats import words_of
 
 __all__ = ["Entry", "Router"]
 

@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.store.config import TableConfig
+from persia.store.table_config import TableConfig
 
 __all__ = ["apply"]
 

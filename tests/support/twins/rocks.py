@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from persia.store.config import TableConfig
+from persia.store.table_config import TableConfig
 from support.twins.shard import ReferenceRow
 from support.twins.store import ReferenceStore
 

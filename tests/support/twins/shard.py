@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import StoreError
-from persia.store.config import TTL_UNITS, TableConfig
 from persia.store.protocol import Spill
+from persia.store.table_config import TTL_UNITS, TableConfig
 from support.twins import optimizers as reference_optim
 from support.twins.random_rows import Sketch, admission_draw, initial_embedding
 from support.twins.values import as_words, nearest, nearest_embedding, round_update, rounding_key
@@ -206,8 +206,9 @@ class ReferenceShard:
         return admission_draw(self.config, id_, occurrence) < self.config.admission_value
 
     def _insert(self, row: ReferenceRow) -> None:
+        """Inserts a row. In a full shard it evicts the least recently used one, as `MemoryRows::acquire` in C++."""
         own = self.index.get(row.id)
-        if own is not None:  # It has left.
+        if own is not None:  # It has expired.
             self.rows[own] = row
             return
         place = self._left()

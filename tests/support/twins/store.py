@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError, StoreError
-from persia.store.config import TableConfig, check_spill
 from persia.store.protocol import EmbeddingStore, RowChanges, Rows, ShardState, Spill
+from persia.store.table_config import TableConfig, check_spill
 from persia.types import UpdateCounts
-from persia.types.values import words_of
+from persia.types.half_floats import words_of
 from support.twins.random_rows import shard_of
 from support.twins.shard import COUNTERS, KEPT_MARKS, TIER_COUNTS, ReferenceRow, ReferenceShard
 from support.twins.values import as_words

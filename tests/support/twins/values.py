@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.store.config import TableConfig
-from persia.types.values import LARGEST, Dtype
+from persia.store.table_config import TableConfig
+from persia.types.half_floats import LARGEST, Dtype
 from support.twins.random_rows import GOLDEN, MASK, mix64, random_bits, row_key
 
 __all__ = ["as_words", "from_halves", "nearest", "nearest_embedding", "round_update", "rounding_key", "to_halves"]
@@ -21,14 +21,14 @@ Vector = NDArray[np.float32]
 
 
 def from_halves(values: NDArray[Any]) -> Vector:
-    """Returns float32 values as `persia.types.values.from_halves` does."""
+    """Returns float32 values as `persia.types.half_floats.from_halves` does."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(np.float32)
 
 
 def to_halves(values: Vector, dtype: Dtype) -> NDArray[Any]:
-    """Returns values rounded to the nearest as `persia.types.values.to_halves` does."""
+    """Returns values rounded to the nearest as `persia.types.half_floats.to_halves` does."""
     limited = np.where(np.isfinite(values), np.clip(values, -LARGEST[dtype], LARGEST[dtype]), values)
     if dtype == "float16":
         return limited.astype(np.float16)

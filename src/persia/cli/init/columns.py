@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.numbers import number_column
-from persia.data.values import times_of_text
+from persia.data.column_values import times_of_text
 from persia.errors import DataError
 
 __all__ = ["MISSING_TEXTS", "NUMBER_WORDS", "ColumnGuess", "ColumnValues", "guess_column", "plain_values", "words_of"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from persia.cli.init.columns import ColumnGuess, ColumnValues, guess_column, words_of
 from persia.cli.init.sample import Sample, read_column
-from persia.data.values import times_of_text
+from persia.data.column_values import times_of_text
 from persia.errors import DataError
 
 __all__ = ["Guess", "LabelGuess", "described", "guess", "guess_label", "label_from", "quoted_column"]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from persia.cluster.ray.options import RayOptions
-from persia.cluster.ray.plan import Service, seat_of
+from persia.cluster.ray.process_plan import Service, seat_of
 from persia.cluster.ray.processes import run_on_all
 from persia.memory import Memory, host_memory
 from persia.ps.shares import Shares, divide_tables

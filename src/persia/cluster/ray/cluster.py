@@ -13,7 +13,7 @@ from persia.cluster.ray.connection import WorkerConnection
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.placement import PlacedRole, Placement, nn_worker_gpus, read_place
 from persia.cluster.ray.placing import Placer
-from persia.cluster.ray.plan import Service
+from persia.cluster.ray.process_plan import Service
 from persia.cluster.ray.roles import Roles
 from persia.cluster.ray.runs import CONSEQUENCES, Recovery, Replacement, pickled, results
 from persia.cluster.ray.scaling import check_capacity, check_count, count_of, scale

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from persia import rpc
-from persia.cluster.ray.plan import Plan
+from persia.cluster.ray.process_plan import Plan
 from persia.data.streams.loader import StreamLoaders
 from persia.data.streams.recorded import RecordedStream
 from persia.membership.data_loaders import DataLoaders

@@ -17,7 +17,7 @@ from persia.batching import default_threads
 from persia.cluster import numa
 from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator, reach_stream_log
 from persia.cluster.ray.options import RayOptions
-from persia.cluster.ray.plan import Plan, ProcessInfo, ServerSeat, Service
+from persia.cluster.ray.process_plan import Plan, ProcessInfo, ServerSeat, Service
 from persia.coordinator import CoordinatorServer, TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
 from persia.data.loader import FRESH_SECONDS, Loader

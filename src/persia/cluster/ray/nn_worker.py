@@ -23,7 +23,7 @@ import ray
 from persia.cluster.ray.connection import WorkerConnection
 from persia.cluster.ray.feeding import SourceKind
 from persia.cluster.ray.hosts import Host, together
-from persia.cluster.ray.plan import Plan, Service
+from persia.cluster.ray.process_plan import Plan, Service
 from persia.errors import ConfigError
 from persia.modes import Mode, encode
 from persia.openmp import limit_spinning

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from persia.cluster.ray.layout import REGIONS, HostLayout, RayNode, RoleDemand, demands_of
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.placement import Place
-from persia.cluster.ray.plan import node_of, place
+from persia.cluster.ray.process_plan import node_of, place
 from persia.cluster.ray.processes import run_on_all
 from persia.errors import ConfigError, PersiaError
 from persia.memory import host_memory

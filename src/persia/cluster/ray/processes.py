@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from persia import modes
 from persia.cluster.ray.options import RayOptions
-from persia.cluster.ray.plan import Plan, ProcessInfo
+from persia.cluster.ray.process_plan import Plan, ProcessInfo
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError
 from persia.retry import Deadline
 from persia.rpc.keys import KEYS_VARIABLE

@@ -18,7 +18,7 @@ from persia.cluster.ray.hosts import CoordinatorHost, DataLoaderHost, EmbeddingS
 from persia.cluster.ray.nn_worker import DenseServerHost, NNWorkerHost, warn_of_idle_gpus
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.placing import Placer
-from persia.cluster.ray.plan import Plan, Service, here, seat_of
+from persia.cluster.ray.process_plan import Plan, Service, here, seat_of
 from persia.cluster.ray.processes import Process, Processes, connect, make_plan
 from persia.cluster.ray.runs import RESTARTED
 from persia.errors import ClosedError, ConfigError, RoleDiedError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from persia.data.streams.decoding import MessageDecoder, StreamMessage
+from persia.data.streams.message_decoding import MessageDecoder, StreamMessage
 from persia.data.streams.recorded import Stopped
 from persia.errors import ConfigError, DataError, DeadlineError, PersiaError
 from persia.kafka_client import is_transient, make_client

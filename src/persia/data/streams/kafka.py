@@ -12,11 +12,11 @@ from persia.checks import MAX_SECONDS, check_integer, check_number, check_second
 from persia.data.row_options import ColumnOptions, conversion_of, with_options
 from persia.data.rows import Conversion
 from persia.data.streams.broker import BrokerOptions, committed
-from persia.data.streams.decoding import TIMESTAMP, ValuesFormat
+from persia.data.streams.message_decoding import TIMESTAMP, ValuesFormat
+from persia.data.streams.message_rows import MessageConverter
 from persia.data.streams.offset_log import OffsetLog
 from persia.data.streams.options import Begin, EventTime, KafkaOptions, StreamCounts, Until
 from persia.data.streams.recorded import LoggedStream
-from persia.data.streams.rows import MessageConverter
 from persia.data.streams.share import KafkaEvents, KafkaShare
 from persia.errors import ConfigError
 from persia.kafka_client import require_library

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Literal, NamedTuple, TypeAlias
 
 from persia.data.streams.broker import BrokerOptions
-from persia.data.streams.decoding import ValuesFormat
+from persia.data.streams.message_decoding import ValuesFormat
 from persia.telemetry.metrics import Metric
 from persia.types import Partition
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from persia.batching.batch import Batch
 from persia.data.streams.broker import POLL_SECONDS, Broker
-from persia.data.streams.decoding import MAX_BATCH_BYTES
 from persia.data.streams.events import KeyedEvents, NewEvents, Progress
+from persia.data.streams.message_decoding import MAX_BATCH_BYTES
+from persia.data.streams.message_rows import Converted, MessageConverter
 from persia.data.streams.offset_log import OffsetLog
 from persia.data.streams.options import KafkaOptions, StreamCounts
-from persia.data.streams.rows import Converted, MessageConverter
 from persia.services import NewBatch, StreamLog
 from persia.types import OffsetRange, Partition, PartitionBounds, loader_of
 

@@ -10,7 +10,7 @@ except ImportError as error:
     ) from error
 
 from persia.interop.lightning.callback import PersiaCallback
-from persia.interop.lightning.loader import PrefetchLoader
 from persia.interop.lightning.module import RecommenderModule
+from persia.interop.lightning.prefetch_loader import PrefetchLoader
 
 __all__ = ["PersiaCallback", "PrefetchLoader", "RecommenderModule"]

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from persia.errors import ConfigError
-from persia.interop.lightning.loader import PrefetchLoader, check_one_process
-from persia.interop.lightning.rows import RowsCheckpointIO
+from persia.interop.lightning.prefetch_loader import PrefetchLoader, check_one_process
+from persia.interop.lightning.row_checkpoints import RowsCheckpointIO
 from persia.nn import EmbeddingCollection
 
 __all__ = ["PersiaCallback"]

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 
 from persia.batching.batch import Batch
 from persia.errors import CheckpointError, ConfigError
-from persia.interop.lightning.rows import KEY, RowsCheckpointIO
+from persia.interop.lightning.row_checkpoints import KEY, RowsCheckpointIO
 from persia.metrics import Metrics, answers_of
 from persia.metrics.result import headlines
 from persia.nn import EmbeddingCollection, PreparedBatch

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from persia.errors import CheckpointError, ConfigError
 from persia.interop.embedding_bag import RowsExported
-from persia.interop.rows import PART_VALUES, declared, located, read_parts, set_parts
+from persia.interop.row_transfer import PART_VALUES, declared, located, read_parts, set_parts
 from persia.nn import EmbeddingCollection
 from persia.schema import SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad
 from persia.types import RowsSet, RowState

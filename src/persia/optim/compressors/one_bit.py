@@ -1,4 +1,4 @@
-"""Signs, eight to a byte, with a scale per block. Runs on any device; `optim/native.py` is the fast path for CPUs."""
+"""Signs, eight to a byte, and a scale per block, on any device; `optim/native_buckets.py` is the fast path for CPUs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ __all__ = ["OneBit"]
 
 class OneBit(Compressor, frozen=True, tag="one_bit"):
     """Sends the sign of each value and a scale per block: 1/32 of float32, plus the scales.
+
+    `compress` leaves the residual, values minus what is sent, in place of the values, for error feedback.
 
     A value >= 0 (also -0) has the sign +. Payload: the blocks' scales, float32, then the signs, value i in bit i % 8 of
     byte i // 8, 1 for +.
@@ -57,6 +59,7 @@ class OneBit(Compressor, frozen=True, tag="one_bit"):
         payload[4 * blocks :].copy_(bits[: -(-count // 8)])
         if count % 8:
             payload[-1] &= (1 << count % 8) - 1
+        # Error feedback: the residual stays, and is added to the next values.
         values.sub_(torch.where(positive, scales[:, None], -scales[:, None]).view(-1)[:count])
 
     def decompress(self, payload: torch.Tensor, out: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from persia.errors import PublishError
 from persia.kafka_client import is_transient, make_client
 from persia.publish.topic.address import TopicAddress
-from persia.publish.topic.records import HEADER
+from persia.publish.topic.file_records import HEADER
 from persia.telemetry.logs import get_logger
 
 __all__ = ["DeletedMessageError", "TopicClient", "TopicMessage"]

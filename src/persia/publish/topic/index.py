@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from persia.publish.topic.records import FileRecord, Record
+from persia.publish.topic.file_records import FileRecord, Record
 
 __all__ = ["TopicIndex"]
 

@@ -19,20 +19,20 @@ from persia.errors import ClosedError, ConfigError, OverloadedError, PersiaError
 from persia.serve.http.answers import AnswerBody, embeddings_answer, predictions_answer
 from persia.serve.http.batcher import Batcher, JobResult, PredictionJob, expired
 from persia.serve.http.bodies import Bodies
+from persia.serve.http.body_reading import HeldBytes, read_body
 from persia.serve.http.codecs.choice import CODECS, MESSAGE_CODECS, accepted, codec_of
 from persia.serve.http.codecs.codec import JSON, Codec
 from persia.serve.http.codecs.messages import MessageCodec
 from persia.serve.http.conversion import ConversionThread
 from persia.serve.http.daemon import in_daemon_thread
-from persia.serve.http.gate import Gate
 from persia.serve.http.item_search import ItemSearch
 from persia.serve.http.lag import Lag
 from persia.serve.http.limits import ServeLimits
-from persia.serve.http.observing import ServerMetrics, least_step
 from persia.serve.http.openapi import openapi
 from persia.serve.http.page import PAGE_HEADERS, page
 from persia.serve.http.problems import RefusedError, problem_response, response_of
-from persia.serve.http.reading import HeldBytes, read_body
+from persia.serve.http.request_gate import Gate
+from persia.serve.http.server_metrics import ServerMetrics, least_step
 from persia.telemetry.logs import get_logger
 from persia.telemetry.process import ObservedProcess
 from persia.telemetry.prometheus import exposition

@@ -13,8 +13,8 @@ from persia.serve.schema_parts import columns_of
 if TYPE_CHECKING:
     from persia.metrics import Answers
     from persia.schema import DenseFeature, IdFeature, InputRules, Schema
-    from persia.serve.catalogue import TowerFeatures
     from persia.serve.http.limits import ServeLimits
+    from persia.serve.item_catalogue import TowerFeatures
 
 __all__ = ["openapi"]
 

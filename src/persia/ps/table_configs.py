@@ -21,7 +21,7 @@ from persia.schema import (
     Uniform,
 )
 from persia.store import TableConfig
-from persia.store.config import AdmissionKind, InitializerKind, OptimizerKind
+from persia.store.table_config import AdmissionKind, InitializerKind, OptimizerKind
 
 __all__ = ["learning_rate", "table_config"]
 

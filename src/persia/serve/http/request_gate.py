@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from persia.serve.http.keys import ClientKeys
-    from persia.serve.http.observing import ServerMetrics
+    from persia.serve.http.server_metrics import ServerMetrics
 
 __all__ = ["OPEN", "Gate", "is_local"]
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.batching.codec import encode_rows
 from persia.batching.native import Scratch, ThreadPool, as_data_error, core
+from persia.batching.row_codec import encode_rows
 from persia.errors import DataError
 from persia.schema import Table
 from persia.types import Ids, Int64Array
+from persia.types.half_floats import words_of
 from persia.types.packed import Packed
-from persia.types.values import words_of
 
 __all__ = [
     "PackedBatch",

@@ -13,7 +13,7 @@ from persia.ps.space import SpaceWait
 from persia.services import RowChunk
 from persia.store import EmbeddingStore, Rows, TableConfig
 from persia.types import Floats, Ids, RowsSet, RowState
-from persia.types.values import LARGEST, Dtype, from_halves, largest_finite, to_halves
+from persia.types.half_floats import LARGEST, Dtype, from_halves, largest_finite, to_halves
 
 __all__ = ["RowSetter", "chunk_rows", "row_chunk", "set_rows"]
 

@@ -10,8 +10,8 @@ import msgspec
 
 from persia.errors import ConfigError
 from persia.memory import Memory
-from persia.plan.hosts import HostKind
-from persia.plan.tables import PlannedTable, TableBytes, bytes_of
+from persia.plan.host_kinds import HostKind
+from persia.plan.table_bytes import PlannedTable, TableBytes, bytes_of
 from persia.ps.shares import MEMORY_SHARE, divide_tables
 from persia.ps.sizes import declared_sizes, needed_bytes, takes_what_it_finds
 from persia.schema import SGD, Table

@@ -11,8 +11,7 @@ from persia.errors import PublishError
 from persia.kafka_client import require_library
 from persia.publish.topic.address import parse_address
 from persia.publish.topic.client import DeletedMessageError, TopicClient, TopicMessage
-from persia.publish.topic.index import TopicIndex
-from persia.publish.topic.records import (
+from persia.publish.topic.file_records import (
     CHUNK,
     RECORD,
     FileRecord,
@@ -22,6 +21,7 @@ from persia.publish.topic.records import (
     encode_record,
     kind_of,
 )
+from persia.publish.topic.index import TopicIndex
 
 __all__ = ["TopicStorage"]
 
@@ -45,7 +45,7 @@ TAIL = 32
 
 
 class TopicStorage:
-    """Files in a topic; see `persia.publish.storage.LogStorage`. Connects in the background.
+    """Files in a topic; see `persia.publish.log_storage.LogStorage`. Connects in the background.
 
     The first partition has a record of each file, and the contents of small files. Contents of other files are in
     chunks, in the other partitions if there are any. A file exists once its record does. Every record has the offset of

@@ -9,8 +9,8 @@ import torch
 import persia
 from persia import batching
 from persia.nn.transfer import CpuStaging
-from persia.serve.reading import EmbeddingReader
-from persia.serve.sources import LocalRows, ServerRows
+from persia.serve.embedding_reader import EmbeddingReader
+from persia.serve.row_sources import LocalRows, ServerRows
 from persia.store.served import ServedTable
 
 SCHEMA = persia.Schema(

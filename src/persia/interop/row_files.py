@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from persia.checkpoint.format import file_name
 from persia.errors import CheckpointError, DataError
-from persia.interop.rows import PART_VALUES, declared
+from persia.interop.row_transfer import PART_VALUES, declared
 from persia.nn import EmbeddingCollection
 from persia.types import Floats, Ids, RowsSet, RowState
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from persia.dense.layout import Layout, spec_of
+from persia.dense.tensor_layout import Layout, spec_of
 from persia.errors import ConfigError, StoreError
 from persia.types import DenseState, TensorSpec
 

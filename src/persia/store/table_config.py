@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError
-from persia.types.values import DTYPES, Dtype, round_down, words_of
+from persia.types.half_floats import DTYPES, Dtype, round_down, words_of
 
 __all__ = ["COLD_ROW_BYTES", "OPTIMIZER_PARAMS", "TableConfig", "check_spill"]
 
@@ -211,7 +211,7 @@ class TableConfig:
 
     @property
     def row_words(self) -> int:
-        """32-bit words of an embedding, as stored and as looked up; see `persia.types.values`."""
+        """32-bit words of an embedding, as stored and as looked up; see `persia.types.half_floats`."""
         return words_of(self.dtype, self.dim)
 
     @property

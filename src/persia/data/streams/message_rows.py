@@ -15,7 +15,7 @@ from persia.batching.id_columns import id_column
 from persia.data.files import File
 from persia.data.rows import Conversion, Piece
 from persia.data.streams.broker import client
-from persia.data.streams.decoding import MessageDecoder, MessageRows, StreamMessage
+from persia.data.streams.message_decoding import MessageDecoder, MessageRows, StreamMessage
 from persia.data.streams.options import EventTime, KafkaOptions, StreamCounts
 from persia.errors import DataError
 from persia.telemetry.logs import get_logger

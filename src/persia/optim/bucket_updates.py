@@ -13,7 +13,7 @@ from persia.batching.native import ThreadPool
 from persia.optim.buckets import Rule
 from persia.optim.cohort import Cohort
 from persia.optim.exchange import Exchange
-from persia.optim.native import sum_of_squares
+from persia.optim.native_buckets import sum_of_squares
 
 __all__ = ["update_at_full_precision", "update_compressed"]
 

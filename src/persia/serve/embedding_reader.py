@@ -17,7 +17,7 @@ from persia.batching.id_column import IdColumn
 from persia.nn.pooling import Embeddings, Expander, SequenceEmbedding
 from persia.nn.transfer import Staging, Transfer, copied_array
 from persia.schema import Pooling, Schema
-from persia.serve.sources import RowLookup, Rows
+from persia.serve.row_sources import RowLookup, Rows
 from persia.store.served import lookup_packed
 from persia.types import LookedUp, Packed
 from persia.worker.routing import Entry, Router

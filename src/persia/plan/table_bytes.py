@@ -10,10 +10,10 @@ from typing import NamedTuple
 import msgspec
 
 from persia.errors import ConfigError
-from persia.ps.tables import table_config
+from persia.ps.table_configs import table_config
 from persia.schema import EmbeddingOptimizer, Schema, Table
 from persia.store import TableConfig
-from persia.types.values import words_of
+from persia.types.half_floats import words_of
 
 __all__ = [
     "PlannedTable",
