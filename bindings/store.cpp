@@ -397,6 +397,8 @@ void register_config(nb::module_& m) {
           [](OptimizerConfig& c, const std::string& kind) { c.kind = persia::optimizer_kind(kind); })
       .def_rw("momentum", &OptimizerConfig::momentum)
       .def_rw("weight_decay", &OptimizerConfig::weight_decay)
+      .def_rw("clip_row_norm", &OptimizerConfig::clip_row_norm)
+      .def_rw("decoupled_weight_decay", &OptimizerConfig::decoupled_weight_decay)
       .def_rw("initial_accumulator", &OptimizerConfig::initial_accumulator)
       .def_rw("eps", &OptimizerConfig::eps)
       .def_rw("beta1", &OptimizerConfig::beta1)

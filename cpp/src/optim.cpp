@@ -240,6 +240,22 @@ Optimizer::Kernel choose(OptimizerKind kind) {
   throw std::invalid_argument("unknown optimizer");
 }
 
+// Clipping and decoupled decay are a kernel of their own, so that rules without them are not slower.
+bool step_adjusted(const Optimizer& o, const Optimizer::Row& r) { return o.adjust(r); }
+
+// In double, in which no square of a float overflows, and in 16 lanes: an order that every vector width can keep.
+double norm_of(const float* gradient, std::size_t dim) {
+  double lanes[kLanes] = {};
+  for (std::size_t i = 0; i < dim; ++i) {
+    const double g = gradient[i];
+    lanes[i % kLanes] += g * g;
+  }
+  for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
+    for (std::size_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+  }
+  return std::sqrt(lanes[0]);
+}
+
 // By squaring, not std::pow: multiplications round alike everywhere.
 double power(double base, std::uint32_t exponent) {
   double result = 1.0;
@@ -263,7 +279,8 @@ OptimizerKind optimizer_kind(const std::string& name) {
 Optimizer::Optimizer(const OptimizerConfig& config)
     : config_(config),
       bound_(config.bound > 0.0f ? config.bound : std::numeric_limits<float>::infinity()),
-      kernel_(choose(config.kind)) {
+      rule_(choose(config.kind)),
+      kernel_(adjusts() ? step_adjusted : rule_) {
   if (config.kind != OptimizerKind::kAdam) return;
   corrections_.reserve(kCachedCorrections);
   for (std::uint32_t t = 0; t < kCachedCorrections; ++t) corrections_.push_back(compute_correction(t));
@@ -282,6 +299,27 @@ std::size_t Optimizer::state_width(std::size_t dim) const {
       return 2 * dim;
   }
   return 0;
+}
+
+bool Optimizer::adjust(const Row& row) const {
+  Row adjusted = row;
+  float* const gradient = row.before + row.dim + state_width(row.dim);
+  float* const weight = gradient + row.dim;
+  if (config_.clip_row_norm > 0.0f) {
+    const double limit = config_.clip_row_norm;
+    if (const double norm = norm_of(row.gradient, row.dim); norm > limit) {
+      const double factor = limit / norm;
+      for (std::size_t i = 0; i < row.dim; ++i) gradient[i] = static_cast<float>(row.gradient[i] * factor);
+      adjusted.gradient = gradient;
+    }
+  }
+  if (config_.decoupled_weight_decay == 0.0f) return rule_(*this, adjusted);
+  const auto rest = static_cast<float>(1.0 - static_cast<double>(row.lr) * config_.decoupled_weight_decay);
+  std::copy_n(row.weight, row.dim, weight);
+  for (std::size_t i = 0; i < row.dim; ++i) row.weight[i] *= rest;
+  const bool finite = rule_(*this, adjusted);
+  std::copy_n(weight, row.dim, row.before);  // The rule has kept the decayed row.
+  return finite;
 }
 
 void Optimizer::restore(const Row& row) const {

@@ -81,6 +81,9 @@ Header identity_of(const TableConfig& c, const Optimizer& optimizer, std::uint32
   // Regions of float32 tables are as they were before there were others.
   if (c.dtype != Dtype::kFloat32) h.settings = hash_of(h.settings, c.dtype);
   if (c.tiered()) h.settings = hash_of(h.settings, total_of(c, shard));
+  // Regions of tables without these are as they were before there were any.
+  if (o.clip_row_norm != 0.0f || o.decoupled_weight_decay != 0.0f)
+    h.settings = hash_of(h.settings, o.clip_row_norm, o.decoupled_weight_decay);
   h.check = check_of(h);
   return h;
 }

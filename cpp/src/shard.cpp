@@ -21,7 +21,7 @@ PushCounts& PushCounts::operator+=(const PushCounts& other) {
 Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard, DiskReader* reader)
     : memory_(config, optimizer, shard),
       header_(&memory_.header),
-      before_(config.dim + optimizer.state_width(config.dim)),
+      before_(optimizer.before_width(config.dim)),
       sketch_(memory_.store.sketch(), header_->sketch_width) {
   if (config.tiered()) tier_ = std::make_unique<Tier>(memory_, *reader);
   memory_.store.complete();

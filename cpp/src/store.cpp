@@ -32,7 +32,8 @@ void validate(const TableConfig& c) {
             "memory_rows must be at least the number of shards, and at most the capacity");
   }
   const auto& o = c.optimizer;
-  for (const float value : {o.momentum, o.weight_decay, o.initial_accumulator, o.eps, o.beta, o.l1, o.l2, o.bound}) {
+  for (const float value : {o.momentum, o.weight_decay, o.initial_accumulator, o.eps, o.beta, o.l1, o.l2, o.bound,
+                            o.clip_row_norm, o.decoupled_weight_decay}) {
     require(std::isfinite(value) && value >= 0.0f, c.name, "optimizer parameters must be finite and not negative");
   }
   require(unit_interval(o.beta1) && unit_interval(o.beta2), c.name, "beta1 and beta2 must be within [0, 1)");

@@ -68,6 +68,23 @@ void append(std::vector<T>& all, const std::vector<T>& more) {
   all.insert(all.end(), more.begin(), more.end());
 }
 
+// Returns rows and states after updates, at each length of a rest behind whole vectors.
+std::vector<float> updated(const OptimizerConfig& config) {
+  const Optimizer optimizer(config);
+  std::vector<float> all;
+  for (std::size_t dim = 1; dim < 70; ++dim) {
+    std::vector<float> weight = numbers(dim, dim, 20), state = squares(numbers(2 * dim, dim + 1000, 20));
+    for (std::uint32_t count = 1; count < 4; ++count) {
+      const std::vector<float> gradient = numbers(dim, dim + 2000 + count, 20);
+      std::vector<float> before(optimizer.before_width(dim));
+      CHECK(optimizer.apply({weight.data(), state.data(), gradient.data(), dim, 0.07f, count, before.data()}));
+    }
+    append(all, weight);
+    append(all, state);
+  }
+  return all;
+}
+
 }  // namespace
 
 TEST(names) {
@@ -88,7 +105,7 @@ TEST(the_widest_is_the_default_and_none_wider_can_be_used) {
   use_isa(widest_isa());
 }
 
-// Each optimizer with each option that adds an operation, at each length of a rest behind whole vectors.
+// Each optimizer with each option that adds an operation.
 TEST(updates_of_rows) {
   std::vector<OptimizerConfig> configs;
   for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowwiseAdagrad,
@@ -103,23 +120,7 @@ TEST(updates_of_rows) {
     all.l2 = 0.3f;
     configs.insert(configs.end(), {plain, all});
   }
-  for (const OptimizerConfig& config : configs) {
-    same_bits([&] {
-      const Optimizer optimizer(config);
-      std::vector<float> all;
-      for (std::size_t dim = 1; dim < 70; ++dim) {
-        std::vector<float> weight = numbers(dim, dim, 20), state = squares(numbers(2 * dim, dim + 1000, 20));
-        for (std::uint32_t count = 1; count < 4; ++count) {
-          const std::vector<float> gradient = numbers(dim, dim + 2000 + count, 20);
-          std::vector<float> before(3 * dim);
-          CHECK(optimizer.apply({weight.data(), state.data(), gradient.data(), dim, 0.07f, count, before.data()}));
-        }
-        append(all, weight);
-        append(all, state);
-      }
-      return all;
-    });
-  }
+  for (const OptimizerConfig& config : configs) same_bits([&] { return updated(config); });
 }
 
 TEST(values_of_16_bits) {
@@ -210,5 +211,18 @@ TEST(tables) {
 // Those of x86-64, which a processor of another architecture has to reach, too. A change of this number is a change of
 // what every table will hold.
 TEST(any_architecture) { CHECK(all_results == 0x09458267u); }
+
+TEST(clipped_gradients_and_decayed_rows) {
+  all_results = 0;
+  for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowwiseAdagrad,
+                          OptimizerKind::kAdam, OptimizerKind::kFtrl}) {
+    OptimizerConfig config;
+    config.kind = kind;
+    config.clip_row_norm = 5.0f;
+    config.decoupled_weight_decay = 0.5f;
+    same_bits([&] { return updated(config); });
+  }
+  CHECK(all_results == 0x46bd1d8au);
+}
 
 MAIN

@@ -17,7 +17,7 @@ namespace {
 float step(const Optimizer& o, std::size_t dim, std::vector<float>& weight, std::vector<float>& state, float gradient,
            std::uint32_t count) {
   const std::vector<float> gradients(dim, gradient);
-  std::vector<float> before(dim + state.size());
+  std::vector<float> before(o.before_width(dim));
   CHECK(o.apply({weight.data(), state.data(), gradients.data(), dim, 0.1f, count, before.data()}));
   for (const float w : weight) CHECK(w == weight[0]);
   return weight[0];
@@ -63,6 +63,28 @@ TEST(bound_clamps) {
   CHECK(one_step(c, -100.0f) == 0.25f);
 }
 
+TEST(clipping_scales_a_gradient_down_to_the_norm) {
+  OptimizerConfig c;
+  c.kind = OptimizerKind::kSgd;
+  c.clip_row_norm = 3.0f;
+  CHECK(near(one_step(c, 2.0f, 4), 0.5f - 0.1f * 1.5f));     // Its norm is 4.
+  CHECK(near(one_step(c, -3e38f, 4), 0.5f + 0.1f * 1.5f));   // Its squares exceed float32.
+  CHECK(one_step(c, 1.5f, 4) == one_step({.kind = c.kind}, 1.5f, 4));
+  c.weight_decay = 2.0f;  // L2 is added to the clipped gradient.
+  CHECK(near(one_step(c, 2.0f, 4), 0.5f - 0.1f * (1.5f + 1.0f)));
+}
+
+TEST(decoupled_decay_multiplies_the_row) {
+  OptimizerConfig c;
+  c.decoupled_weight_decay = 0.2f;
+  for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowwiseAdagrad,
+                          OptimizerKind::kAdam}) {
+    c.kind = kind;
+    const float step = 0.5f - one_step({.kind = kind}, 2.0f);
+    CHECK(near(one_step(c, 2.0f), 0.5f * (1.0f - 0.1f * 0.2f) - step));
+  }
+}
+
 TEST(momentum_accumulates) {
   OptimizerConfig c;
   c.kind = OptimizerKind::kSgd;
@@ -92,11 +114,14 @@ TEST(a_row_stays_as_it_was_if_a_new_value_would_not_be_finite) {
   for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowwiseAdagrad,
                           OptimizerKind::kAdam, OptimizerKind::kFtrl}) {
     configs.emplace_back().kind = kind;
+    OptimizerConfig& decayed = configs.emplace_back();
+    decayed.kind = kind;
+    decayed.decoupled_weight_decay = 0.001f;
   }
   for (const OptimizerConfig& config : configs) {
     const Optimizer o(config);
     for (const std::size_t dim : {1u, 15u, 16u, 17u, 33u, 64u}) {
-      std::vector<float> weight(dim), state(o.state_width(dim)), before(dim + state.size());
+      std::vector<float> weight(dim), state(o.state_width(dim)), before(o.before_width(dim));
       for (std::size_t i = 0; i < dim; ++i) weight[i] = 0.25f * static_cast<float>(i);
       for (std::size_t i = 0; i < state.size(); ++i) state[i] = 0.5f + static_cast<float>(i);
       for (std::size_t bad = 0; bad < dim; ++bad) {

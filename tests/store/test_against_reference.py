@@ -22,6 +22,11 @@ OPTIMIZERS = [
     ("adam", {}),
     ("adam", {"weight_decay": 0.1, "beta2": 0.99}),
     ("ftrl", {"l1": 0.01, "l2": 0.1}),
+    ("sgd", {"momentum": 0.9, "clip_row_norm": 0.7, "decoupled_weight_decay": 0.3}),
+    ("adagrad", {"clip_row_norm": 3.0, "weight_decay": 0.01}),
+    ("rowwise_adagrad", {"decoupled_weight_decay": 0.1}),
+    ("adam", {"clip_row_norm": 1.0, "decoupled_weight_decay": 0.1}),
+    ("ftrl", {"clip_row_norm": 0.5}),
 ]
 ADMISSIONS = [("all", 0.0), ("probability", 0.5), ("min_frequency", 3.0)]
 INITIALIZERS = [("uniform", -0.5, 0.25), ("rsqrt_dim", 0, 0), ("zeros", 0, 0), ("normal", 0.5, 0.1)]

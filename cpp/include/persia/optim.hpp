@@ -27,6 +27,8 @@ struct OptimizerConfig {
   float l1 = 0.0f;     // ftrl
   float l2 = 0.0f;     // ftrl
   float bound = 0.0f;  // embeddings stay within [-bound, bound]; 0: no bound
+  float clip_row_norm = 0.0f;  // a gradient is scaled down to at most this L2 norm; 0: no clipping
+  float decoupled_weight_decay = 0.0f;  // a row is multiplied by 1 - lr * decay before its update; not used by ftrl
 };
 
 // Returns the optimizer of this name. Throws std::invalid_argument for an unknown one.
@@ -47,7 +49,7 @@ class Optimizer {
     std::size_t dim;
     float lr;
     std::uint32_t count;  // updates of this row including this one
-    float* before;        // gets the row as it was: [dim + state width]
+    float* before;        // gets the row as it was, [dim + state width], in memory of `before_width`
   };
   // Updates a row in place, and returns whether all of its new values are finite.
   using Kernel = bool (*)(const Optimizer&, const Row&);
@@ -61,6 +63,8 @@ class Optimizer {
   float bound() const { return bound_; }
   // Returns the floats of state per row.
   std::size_t state_width(std::size_t dim) const;
+  // Returns the floats that `Row::before` needs.
+  std::size_t before_width(std::size_t dim) const { return dim + state_width(dim) + (adjusts() ? 2 * dim : 0); }
   // Writes the state of a new row.
   void initialize_state(float* state, std::size_t width) const;
   // Updates a row in place, and returns whether it has: if a new value would not be finite, the row stays as it was.
@@ -72,6 +76,8 @@ class Optimizer {
     restore(row);
     return false;
   }
+  // Clips the gradient and decays the row as configured, and then runs the kernel of the update rule.
+  bool adjust(const Row& row) const;
   // Returns Adam's bias corrections after `count` updates of a row.
   Correction correction(std::uint32_t count) const {
     return count < corrections_.size() ? corrections_[count] : compute_correction(count);
@@ -80,10 +86,12 @@ class Optimizer {
  private:
   Correction compute_correction(std::uint32_t count) const;
   void restore(const Row& row) const;
+  bool adjusts() const { return config_.clip_row_norm > 0.0f || config_.decoupled_weight_decay > 0.0f; }
 
   OptimizerConfig config_;
   float bound_;
-  Kernel kernel_;
+  Kernel rule_;    // of the update rule
+  Kernel kernel_;  // `rule_`, or `adjust`, which runs it
   std::vector<Correction> corrections_;
 };
 

@@ -36,7 +36,7 @@ class TorchState(NamedTuple):
 def embedding_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> EmbeddingOptimizer:
     """Returns the embedding optimizer that updates a row as a torch optimizer does.
 
-    `SGD`, `Adagrad`, `Adam`, `AdamW` without weight decay, and `SparseAdam` have one. A row is updated if a batch has
+    `SGD`, `Adagrad`, `Adam`, `AdamW` and `SparseAdam` have one. A row is updated if a batch has
     it, as with the weight of a sparse module. Momentum, Adam's moments and weight decay also change the weight of a
     dense module in steps without a gradient. Adam's bias correction counts updates of the row; torch's counts updates
     of the weight.
@@ -51,8 +51,6 @@ def embedding_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> Emb
     group = _group(optimizer, weight)
     kind = type(optimizer).__name__
     refused = {"maximize": False, "amsgrad": False, "nesterov": False, "dampening": 0, "lr_decay": 0}
-    if isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
-        refused["weight_decay"] = 0
     for name, value in refused.items():
         if group.get(name, value) != value:
             raise ConfigError(
@@ -71,7 +69,10 @@ def embedding_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> Emb
             torch.optim.Adam() | torch.optim.AdamW() | torch.optim.SparseAdam()
         ):  # In older versions, AdamW is not a subclass of Adam.
             beta1, beta2 = map(float, group["betas"])
-            return Adam(lr, beta1, beta2, float(group["eps"]), float(group.get("weight_decay", 0.0)))
+            eps, decay = float(group["eps"]), float(group.get("weight_decay", 0.0))
+            if isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
+                return Adam(lr, beta1, beta2, eps, decoupled_weight_decay=decay)
+            return Adam(lr, beta1, beta2, eps, decay)
     raise ConfigError(
         f"No embedding optimizer of persia updates rows as {kind} does; pass SGD, Adagrad, Adam, AdamW or SparseAdam "
         "of torch.optim, or leave the optimizer out to move only the weights.",
@@ -79,8 +80,10 @@ def embedding_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> Emb
     )
 
 
-def read_state(optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer) -> TorchState | None:
-    """Returns the state of a weight, for rows that `declared` updates; None if there is no state (yet).
+def read_state(
+    optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer | None
+) -> TorchState | None:
+    """Returns the state of a weight, for rows that `declared` updates, if any; None if there is no state (yet).
 
     Raises:
         ConfigError: the state does not match `declared`.
@@ -93,7 +96,7 @@ def read_state(optimizer: torch.optim.Optimizer, weight: Tensor, declared: Embed
 
 
 def state_to_write(
-    optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer
+    optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer | None
 ) -> tuple[dict[str, Any], Sequence[Tensor]]:
     """Returns the state of a weight, and the tensors in it that hold the state of rows; zeros if there was none.
 
@@ -116,7 +119,9 @@ def state_to_write(
     return state, [state[key] for key in keys]
 
 
-def _keys(optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer) -> tuple[str, ...]:
+def _keys(optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer | None) -> tuple[str, ...]:
+    if declared is None:  # The rows of the table are not trained.
+        return ()
     equivalent = embedding_optimizer(optimizer, weight)
     momentum = [isinstance(each, SGD) and bool(each.momentum) for each in (equivalent, declared)]
     if (

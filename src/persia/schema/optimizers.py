@@ -63,19 +63,53 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.floor + (1.0 - self.floor) * remaining
 
 
-class _RowOptimizer(TaggedRecord, frozen=True):
+class _RowOptimizer(TaggedRecord, frozen=True, kw_only=True):
+    clip_row_norm: float = 0.0
+
     def _check_shared(self, lr: object, schedule: object) -> None:
         """Raises ConfigError unless the fields that all optimizers have are valid."""
         super().__post_init__()
         kind = type(self).__name__
         check_number(f"{kind}.lr", plain(lr), 0, open_low=True)
         check_kind(f"{kind}.schedule", schedule, (Schedule, NoneType), "a Schedule, or None")
+        self._number("clip_row_norm", 0, math.inf)
 
 
-class SGD(_RowOptimizer, frozen=True, tag="sgd"):
-    """Stochastic gradient descent with momentum and L2 weight decay, applied only to the rows of a batch.
+class _DecayingOptimizer(_RowOptimizer, frozen=True, kw_only=True):
+    decoupled_weight_decay: float = 0.0
+
+    def _check_decay(self, lr: float, weight_decay: float) -> None:
+        """Raises ConfigError unless both kinds of weight decay are valid."""
+        kind, decoupled = type(self).__name__, self.decoupled_weight_decay
+        check_number(f"{kind}.weight_decay", weight_decay, 0, math.inf)
+        check_number(f"{kind}.decoupled_weight_decay", decoupled, 0, math.inf)
+        if weight_decay and decoupled:
+            raise ConfigError(
+                f"{kind}.weight_decay = {weight_decay} and decoupled_weight_decay = {decoupled} are two kinds of decay "
+                "of the same rows. Set one of them to 0.",
+                field=f"{kind}.decoupled_weight_decay",
+            )
+        if lr * decoupled > 1:
+            raise ConfigError(
+                f"{kind}.decoupled_weight_decay = {decoupled} times lr = {lr} exceeds 1, so an update would turn the "
+                f"sign of a row. Set it to at most 1 / lr = {1 / lr:g}.",
+                field=f"{kind}.decoupled_weight_decay",
+            )
+
+
+class SGD(_DecayingOptimizer, frozen=True, tag="sgd"):
+    """Stochastic gradient descent with momentum and weight decay, applied only to the rows of a batch.
 
     The update rule equals `torch.optim.SGD`. State per row: the momentum vector if `momentum` > 0, else none.
+
+    Args:
+        lr: learning rate.
+        momentum: factor of the momentum vector, in [0, 1).
+        weight_decay: L2: adds `weight_decay * row` to the gradient of the rows of a batch.
+        schedule: factor on `lr` by global step.
+        decoupled_weight_decay: multiplies the rows of a batch by `1 - lr * decoupled_weight_decay` before their update.
+        clip_row_norm: maximum L2 norm of a row's gradient in an update; larger gradients are scaled down to it. 0 for
+            no clipping.
     """
 
     lr: float
@@ -86,14 +120,14 @@ class SGD(_RowOptimizer, frozen=True, tag="sgd"):
     def __post_init__(self) -> None:
         self._check_shared(self.lr, self.schedule)
         self._number("momentum", 0, 1, open_high=True)
-        self._number("weight_decay", 0, math.inf)
+        self._check_decay(self.lr, self.weight_decay)
 
 
 INITIAL_ACCUMULATOR = 1e-6
 """Default initial accumulator of Adagrad."""
 
 
-class _AdagradFields(_RowOptimizer, frozen=True):
+class _AdagradFields(_DecayingOptimizer, frozen=True):
     lr: float
     initial_accumulator: float = INITIAL_ACCUMULATOR
     eps: float = 1e-10
@@ -104,7 +138,7 @@ class _AdagradFields(_RowOptimizer, frozen=True):
         self._check_shared(self.lr, self.schedule)
         self._number("initial_accumulator", 0, math.inf)
         self._number("eps", 0, math.inf)
-        self._number("weight_decay", 0, math.inf)
+        self._check_decay(self.lr, self.weight_decay)
 
 
 class Adagrad(_AdagradFields, frozen=True, tag="adagrad"):
@@ -120,6 +154,9 @@ class Adagrad(_AdagradFields, frozen=True, tag="adagrad"):
         eps: added to the root of the accumulator.
         weight_decay: L2: adds `weight_decay * row` to the gradient of the rows of a batch.
         schedule: factor on `lr` by global step.
+        decoupled_weight_decay: multiplies the rows of a batch by `1 - lr * decoupled_weight_decay` before their update.
+        clip_row_norm: maximum L2 norm of a row's gradient in an update; larger gradients are scaled down to it. 0 for
+            no clipping.
     """
 
 
@@ -133,11 +170,27 @@ class RowwiseAdagrad(_AdagradFields, frozen=True, tag="rowwise_adagrad"):
         eps: added to the root of the accumulator.
         weight_decay: L2: adds `weight_decay * row` to the gradient of the rows of a batch.
         schedule: factor on `lr` by global step.
+        decoupled_weight_decay: multiplies the rows of a batch by `1 - lr * decoupled_weight_decay` before their update.
+        clip_row_norm: maximum L2 norm of a row's gradient in an update; larger gradients are scaled down to it. 0 for
+            no clipping.
     """
 
 
-class Adam(_RowOptimizer, frozen=True, tag="adam"):
-    """Lazy Adam: updates only the rows of the batch; bias correction uses the number of updates of each row."""
+class Adam(_DecayingOptimizer, frozen=True, tag="adam"):
+    """Lazy Adam: updates only the rows of the batch; bias correction uses the number of updates of each row.
+
+    Args:
+        lr: learning rate.
+        beta1: decay of the first moment, in [0, 1).
+        beta2: decay of the second moment, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: L2: adds `weight_decay * row` to the gradient of the rows of a batch.
+        schedule: factor on `lr` by global step.
+        decoupled_weight_decay: multiplies the rows of a batch by `1 - lr * decoupled_weight_decay` before their update,
+            as AdamW does (Loshchilov and Hutter, ICLR 2019).
+        clip_row_norm: maximum L2 norm of a row's gradient in an update; larger gradients are scaled down to it. 0 for
+            no clipping.
+    """
 
     lr: float
     beta1: float = 0.9
@@ -151,11 +204,21 @@ class Adam(_RowOptimizer, frozen=True, tag="adam"):
         self._number("beta1", 0, 1, open_high=True)
         self._number("beta2", 0, 1, open_high=True)
         self._number("eps", 0, math.inf, open_low=True)
-        self._number("weight_decay", 0, math.inf)
+        self._check_decay(self.lr, self.weight_decay)
 
 
 class Ftrl(_RowOptimizer, frozen=True, tag="ftrl"):
-    """FTRL-proximal (McMahan et al., 2013), per coordinate; `lr` is the paper's alpha."""
+    """FTRL-proximal (McMahan et al., 2013), per coordinate; `lr` is the paper's alpha.
+
+    Args:
+        lr: the paper's alpha.
+        beta: the paper's beta, added to the root of the sum of squares.
+        l1: L1 regularisation; rows become exactly 0 where it outweighs their gradients.
+        l2: L2 regularisation.
+        schedule: factor on `lr` by global step.
+        clip_row_norm: maximum L2 norm of a row's gradient in an update; larger gradients are scaled down to it. 0 for
+            no clipping.
+    """
 
     lr: float
     beta: float = 1.0

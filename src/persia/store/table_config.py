@@ -21,12 +21,15 @@ AdmissionKind = Literal["all", "probability", "min_frequency"]
 TtlUnit = Literal["steps", "seconds"]
 EvictionKind = Literal["lru", "midpoint"]
 
+_DECAYS = {"weight_decay": 0.0, "decoupled_weight_decay": 0.0}
+_CLIPPING = {"clip_row_norm": 0.0}
+
 OPTIMIZER_PARAMS: dict[str, dict[str, float]] = {
-    "sgd": {"momentum": 0.0, "weight_decay": 0.0},
-    "adagrad": {"initial_accumulator": 0.0, "eps": 1e-10, "weight_decay": 0.0},
-    "rowwise_adagrad": {"initial_accumulator": 0.0, "eps": 1e-10, "weight_decay": 0.0},
-    "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
-    "ftrl": {"beta": 1.0, "l1": 0.0, "l2": 0.0, "initial_accumulator": 0.0},
+    "sgd": {"momentum": 0.0, **_DECAYS, **_CLIPPING},
+    "adagrad": {"initial_accumulator": 0.0, "eps": 1e-10, **_DECAYS, **_CLIPPING},
+    "rowwise_adagrad": {"initial_accumulator": 0.0, "eps": 1e-10, **_DECAYS, **_CLIPPING},
+    "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, **_DECAYS, **_CLIPPING},
+    "ftrl": {"beta": 1.0, "l1": 0.0, "l2": 0.0, "initial_accumulator": 0.0, **_CLIPPING},
 }
 """The parameters of each optimizer, with their defaults."""
 

@@ -22,10 +22,26 @@ def apply(config: TableConfig, weight: Vector, state: Vector, gradient: Vector, 
     """Updates `weight` and `state` in place; `count` is the row's number of updates, this one included."""
     params = config.with_defaults()
     with np.errstate(all="ignore"):
+        if params["clip_row_norm"]:
+            gradient = _clipped(gradient, params["clip_row_norm"])
+        if decay := params.get("decoupled_weight_decay"):
+            weight *= F(1 - float(F(lr)) * float(F(decay)))
         _RULES[config.optimizer](params, weight, state, gradient, F(lr), count)
         if config.value_bound:
             bound = F(config.stored_bound)
             weight[:] = np.minimum(np.maximum(weight, -bound), bound)
+
+
+def _clipped(gradient: Vector, limit: float) -> Vector:
+    """Returns the gradient, scaled down to this L2 norm if its norm is larger. In float64, 16 running sums."""
+    lanes = np.zeros(16)
+    for start in range(0, len(gradient), 16):
+        part = gradient[start : start + 16].astype(np.float64)
+        lanes[: len(part)] += part * part
+    for width in (8, 4, 2, 1):
+        lanes[:width] += lanes[width : 2 * width]
+    norm, limit = math.sqrt(lanes[0]), float(F(limit))
+    return (gradient * np.float64(limit / norm)).astype(F) if norm > limit else gradient
 
 
 def _decayed(params: dict[str, float], weight: Vector, gradient: Vector) -> Vector:
