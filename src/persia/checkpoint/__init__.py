@@ -28,10 +28,12 @@ from persia.checkpoint.servers import (
     clock_gaps,
     server_pieces,
 )
+from persia.checkpoint.sketches import AdmissionSketches
 from persia.checkpoint.writer import CheckpointWriter
 
 __all__ = [
     "MOST_SHARDS",
+    "AdmissionSketches",
     "Base",
     "BestCheckpoint",
     "Checkpoint",

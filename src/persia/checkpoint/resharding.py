@@ -15,7 +15,7 @@ from persia import batching
 from persia.checkpoint.compatibility import check_values
 from persia.checkpoint.format import RemovedPart, RowsPart, StatePart, StepChoice
 from persia.checkpoint.reader import CheckpointReader
-from persia.checkpoint.servers import MOST_SHARDS, clock_gaps
+from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, server_pieces
 from persia.checkpoint.storage import ahead
 from persia.checkpoint.writer import CheckpointWriter
 from persia.errors import CheckpointError
@@ -59,8 +59,8 @@ def reshard(
 ) -> str:
     """Rewrites a checkpoint as a full one, with separate parts for each embedding PS.
 
-    Rows are read and written part by part. The recency of rows is kept. Counts of ids that are not admitted yet, and
-    the counters of the PSs, are reset.
+    Rows are read and written part by part. The recency of rows is kept, and so are counts of ids that are not admitted
+    yet. The counters of the PSs are reset.
 
     Args:
         source: directory of checkpoints, or of one step.
@@ -96,6 +96,10 @@ def reshard(
         for part in reader.manifest.parts if options.tables is None else []:
             if not isinstance(part, RowsPart | RemovedPart) and not _of_servers(part):
                 writer.copy(part, reader.views(part))
+        for number, (server, pieces) in enumerate(server_pieces(reader) if options.tables is None else ()):
+            # Those who load it merge them for their shards. The clocks are in the stamps of the rows.
+            if sketches := [piece for piece in pieces if piece["array"] == "sketch"]:
+                writer.add_state(f"server-{server}.{number}", sketches)
         return writer.commit(
             schema=schema,
             config=reader.config,
