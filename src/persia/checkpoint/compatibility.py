@@ -81,21 +81,22 @@ def schema_differences(
     return [*dims, *_features(saved, schema, saved_in, used_in), *_columns(saved, schema, saved_in)]
 
 
-def id_difference(saved: Schema, schema: Schema, table: str) -> str:
+def id_difference(saved: Schema, schema: Schema, table: str, source: str) -> str:
     """Returns the reason why the features of a model would not find the rows of a table; empty if they would.
 
     Args:
         saved: schema of the checkpoint.
         schema: schema of the model.
-        table: name of a table of both.
+        table: name of the table in the model.
+        source: name of the table in the checkpoint.
     """
-    saved_ids = {_ids_of(saved, f): f.name for f in saved.id_features if f.table_name == table}
+    saved_ids = {_ids_of(saved, f): f.name for f in saved.id_features if f.table_name == source}
     ids = {_ids_of(schema, f): f.name for f in schema.id_features if f.table_name == table}
     if not saved_ids or not ids or saved_ids.keys() & ids.keys():
         return ""
     (kind, feature), (saved_kind, saved_feature) = next(iter(ids.items())), next(iter(saved_ids.items()))
     return (
-        f"rows of table {table!r} have other ids: feature {feature!r} of the model has {kind}, {saved_feature!r} of "
+        f"rows of table {source!r} have other ids: feature {feature!r} of the model has {kind}, {saved_feature!r} of "
         f"the checkpoint {saved_kind}, so values would not find their rows. Declare it in the same way, or leave the "
         "table out."
     )
@@ -154,7 +155,7 @@ def _tables(
             continue
         if record.dim != table.dim:
             reasons.append(f"table {name!r} has dim {table.dim}, in the checkpoint {record.dim}")
-        optimizer = table.optimizer or default
+        optimizer = table.optimizer_or(default)  # None: rows may stop and begin to be trained.
         if optimizer is not None and record.optimizer is not None and not new_optimizer:
             rule, saved_rule = _rule(optimizer), _rule(record.optimizer)
             if rule != saved_rule:

@@ -361,7 +361,7 @@ class CheckpointWriter:
             _, width, dtype = self._tables.get(name, (0, 0, table.dtype))
             records[name] = TableRecord(
                 dim=table.dim,
-                optimizer=table.optimizer or optimizer,
+                optimizer=table.optimizer_or(optimizer),
                 state_width=width,
                 dtype=dtype,  # type: ignore[arg-type]
                 rows=sum(part.rows for part in parts),

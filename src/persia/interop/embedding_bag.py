@@ -120,8 +120,8 @@ def export_embedding(
     return RowsExported(written, len(rows.ids) - written)
 
 
-def _checked(collection: EmbeddingCollection, table: str, module: Module) -> EmbeddingOptimizer:
-    """Returns the optimizer of the table's rows, after checking that the table matches the module."""
+def _checked(collection: EmbeddingCollection, table: str, module: Module) -> EmbeddingOptimizer | None:
+    """Returns the optimizer of the table, None if it is not trainable; checks that the table matches the module."""
     known, rules = declared(collection, table)
     if not isinstance(module, Module):
         raise ConfigError(

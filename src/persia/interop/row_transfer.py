@@ -54,8 +54,8 @@ def table_ids(collection: EmbeddingCollection, table: str) -> Ids:
     return np.sort(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
 
 
-def declared(collection: EmbeddingCollection, table: str) -> tuple[Table, EmbeddingOptimizer]:
-    """Returns a table as the schema declares it, and the optimizer of its rows.
+def declared(collection: EmbeddingCollection, table: str) -> tuple[Table, EmbeddingOptimizer | None]:
+    """Returns a table as the schema declares it, and the optimizer of its rows; None if it is not trainable.
 
     Raises:
         ConfigError: the table does not exist.
@@ -63,7 +63,7 @@ def declared(collection: EmbeddingCollection, table: str) -> tuple[Table, Embedd
     tables = collection.schema.resolved_tables()
     if table not in tables:
         raise ConfigError(f"There is no table {table!r}; the schema has {', '.join(tables)}.", field="table")
-    return tables[table], tables[table].optimizer or collection.optimizer
+    return tables[table], tables[table].optimizer_or(collection.optimizer)
 
 
 def located(

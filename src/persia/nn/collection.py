@@ -108,7 +108,9 @@ class EmbeddingCollection(torch.nn.Module):
         self.optimizer = optimizer
         self._staging = staging_for(self.options.device)
         self._expander = Expander(schema, self._staging.device)
-        self._transfer = Transfer(self._staging, self._expander.on_host, schema.resolved_tables())
+        self._transfer = Transfer(
+            self._staging, self._expander.on_host, schema.resolved_tables(), self.options.clip_embedding_norm
+        )
         mode = mode or Hybrid()
         self.connection = cluster.connect(schema, optimizer, mode, self.options.seed)
         if not isinstance(cluster, ProcessCluster):  # There, NN workers train.

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from persia.checks import MAX_SEED, check_integer, check_seconds, plain_fields
+from persia.checks import MAX_SEED, check_integer, check_number, check_seconds, plain_fields
 from persia.errors import ConfigError
 
 __all__ = ["CollectionOptions", "check_device", "check_gpus"]
@@ -24,12 +24,15 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         seed: of row initialisation and admission.
         accumulation_steps: number of batches whose gradients are applied together, as one update.
         timeout: seconds that a wait for a batch, a lookup or a push may take.
+        clip_embedding_norm: largest L2 norm of the gradients of all rows of a batch together; None for no clipping.
+            Each NN worker clips each of its batches by itself. See the guide on tables.
     """
 
     device: str = "cpu"
     seed: int = 0
     accumulation_steps: int = 1
     timeout: float = 600.0
+    clip_embedding_norm: float | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -37,6 +40,8 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         check_integer("seed", self.seed, 0, MAX_SEED)
         check_integer("accumulation_steps", self.accumulation_steps, 1)
         check_seconds("timeout", self.timeout)
+        if self.clip_embedding_norm is not None:
+            check_number("clip_embedding_norm", self.clip_embedding_norm, 0, open_low=True)
 
 
 def check_device(name: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from persia import batching
 from persia.errors import PersiaError
 from persia.nn.torch_pooling import SequenceEmbedding, expand_with_torch
+from persia.nn.trained_tables import TrainedTables
 from persia.schema import Pooling, Schema
 from persia.types import Floats, Int64Array, Inverse, Packed
 
@@ -57,6 +58,7 @@ class Expander:
             f.name: (f.table_name, cast("Pooling | None", f.pooling), f.max_length) for f in schema.id_features
         }
         self._tables = {name: number for number, name in enumerate(schema.resolved_tables())}
+        self.trained = TrainedTables(schema)
         self._pool = batching.ThreadPool(threads or torch.get_num_threads())
         self._scratch = batching.Scratch()
 
@@ -143,13 +145,14 @@ class Expander:
 
         Args:
             plans: of the features.
-            shapes: of the rows of each table.
+            shapes: of the sums of each table; see `TrainedTables.shapes`.
             gradients: of the values of each feature.
 
         Returns:
             One array for all tables, as it is to be sent, and views into it for those tables that got a gradient.
         """
-        arrays = [None if gradient is None else gradient.numpy() for gradient in gradients]
+        of_plans = zip(plans, gradients, strict=True)
+        arrays = [None if g is None or plan.table not in self.trained else g.numpy() for plan, g in of_plans]
         whole = self._scratch.floats(sum(count * width for count, width in shapes))
         sums: list[Floats] = []
         start = 0
@@ -210,6 +213,7 @@ class PooledAhead:
         self._expander = expander
         self._plans = plans
         self._rows = rows
+        self._constants = expander.trained.constants(plans)
         self._values: batching.Pooled | None = None
         self._kept: list[_Kept] = []
 
@@ -224,7 +228,7 @@ class PooledAhead:
     def embeddings(self) -> dict[str, torch.Tensor | SequenceEmbedding]:
         """Returns the features, differentiable. Later calls pool again, as the first result may have been changed."""
         pooled, self._values = self._values or self._pooled(), None
-        return self._expander.by_feature(_TakePooled.apply(self.leaf, pooled, self._kept))  # type: ignore[no-untyped-call]
+        return self._expander.by_feature(_TakePooled.apply(self.leaf, pooled, self._constants, self._kept))  # type: ignore[no-untyped-call]
 
     def gradients(self, of_rows: Mapping[str, Floats], factor: float) -> Callable[[], Packed[np.float32]]:
         """Takes the gradients of the features, and returns a function that sums them by row, times `factor`.
@@ -244,7 +248,8 @@ class PooledAhead:
         self.leaf.grad = None
 
         def summed() -> Packed[np.float32]:
-            names, shapes = list(self._rows), [(len(rows), rows.shape[1]) for rows in self._rows.values()]
+            names = list(self._rows)
+            shapes = self._expander.trained.shapes([(len(rows), rows.shape[1]) for rows in self._rows.values()])
             total = dict(of_rows)
             whole: Floats | None = None
             for kept in taken:  # As many as there were calls of `embeddings`.
@@ -253,8 +258,9 @@ class PooledAhead:
                 for table, part in sums.items():
                     before = total.get(names[table])
                     total[names[table]] = part if before is None else np.add(part, before, out=part)
-            if whole is not None and len(taken) == 1 and len(total) == len(sums) == len(names):
-                packed = Packed(names, [n for n, _ in shapes], whole, [width for _, width in shapes])
+            if whole is not None and len(taken) == 1 and len(total) == len(sums) == self._expander.trained.count:
+                sent = [shapes[table] for table in sums]
+                packed = Packed(list(total), [n for n, _ in sent], whole, [width for _, width in sent])
             else:
                 packed = Packed.of(total, np.float32)
             taken.clear()
@@ -302,16 +308,17 @@ def _value_shapes(plans: Sequence[batching.FeaturePlan], widths: Sequence[int]) 
     ]
 
 
-def _bring(ctx: Any, pooled: batching.Pooled) -> tuple[torch.Tensor, ...]:
-    """Returns the values of each feature, with its mask behind if there is one, as outputs of a native function."""
-    outputs: list[torch.Tensor] = []
-    masks: list[torch.Tensor] = []
-    for values, mask in zip(pooled.values, pooled.masks, strict=True):
+def _bring(ctx: Any, pooled: batching.Pooled, constants: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+    """Returns values and masks of each feature as outputs of a native function; `constants` get no gradient."""
+    outputs, without = list[torch.Tensor](), list[torch.Tensor]()
+    for values, mask, constant in zip(pooled.values, pooled.masks, constants, strict=True):
         outputs.append(torch.from_numpy(values))
+        if constant:
+            without.append(outputs[-1])
         if mask is not None:
-            masks.append(torch.from_numpy(mask))
-            outputs.append(masks[-1])
-    ctx.mark_non_differentiable(*masks)
+            without.append(torch.from_numpy(mask))
+            outputs.append(without[-1])
+    ctx.mark_non_differentiable(*without)
     ctx.set_materialize_grads(False)
     ctx.is_value = [output.dtype != torch.bool for output in outputs]
     return tuple(outputs)
@@ -329,8 +336,10 @@ class _NativePool(torch.autograd.Function):
     def forward(
         ctx: Any, expander: Expander, plans: list[batching.FeaturePlan], *rows: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.expander, ctx.plans, ctx.shapes = expander, plans, [tuple(r.shape) for r in rows]
-        return _bring(ctx, expander.pool_rows(plans, [r.numpy() for r in rows]))
+        ctx.expander, ctx.plans = expander, plans
+        ctx.shapes = expander.trained.shapes([(len(r), r.shape[1]) for r in rows])
+        pooled = expander.pool_rows(plans, [r.numpy() for r in rows])
+        return _bring(ctx, pooled, expander.trained.constants(plans))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -345,12 +354,14 @@ class _TakePooled(torch.autograd.Function):
     """Brings features that are pooled already into the graph; its backward keeps their gradients for later."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, pooled: batching.Pooled, kept: list[_Kept]) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, leaf: torch.Tensor, pooled: batching.Pooled, constants: Sequence[bool], kept: list[_Kept]
+    ) -> tuple[torch.Tensor, ...]:
         ctx.kept = kept
-        return _bring(ctx, pooled)
+        return _bring(ctx, pooled, constants)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, None, None, None]:
         ctx.kept.append(_Kept(_of_values(ctx, gradients)))
-        return torch.zeros(()), None, None
+        return torch.zeros(()), None, None, None

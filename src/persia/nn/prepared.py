@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ class PreparedBatch:
         dummy: whether it stands in for data that this NN worker does not have; the network must not learn from it.
         token: its token, in asynchronous modes.
         number: of the batch within the pass over the data.
+        frozen: tables whose rows get no gradient.
         began: time at which it was drawn, on the monotonic clock.
         looked_up: time at which its lookup began, on the same clock.
     """
@@ -69,6 +70,7 @@ class PreparedBatch:
         self.dummy = False
         self.token: DrawnToken | None = None
         self.number = 0
+        self.frozen: Set[str] = frozenset()
         self.began = 0.0
         self.looked_up = 0.0
         self._finish: Callable[[PreparedBatch], None] | None = None
@@ -89,7 +91,7 @@ class PreparedBatch:
             views = self._packed.items()
             self._rows = {n: torch.from_numpy(v) if v.flags.writeable else torch.tensor(v) for n, v in views}
             if self.trains:
-                self._make_leaves(self._rows.values())
+                self._make_leaves(self._trained(self._rows))
         return self._rows
 
     def host_rows(self) -> Mapping[str, Floats]:
@@ -124,7 +126,11 @@ class PreparedBatch:
         if self.pooled is not None:
             self._make_leaves([self.pooled.leaf])
         if self._rows is not None or self.pooled is None:
-            self._make_leaves(self.rows.values())
+            self._make_leaves(self._trained(self.rows))
+
+    def _trained(self, rows: Mapping[str, torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Returns the rows that get a gradient; all, if none is to be sent: its arrival ends the backward pass."""
+        return [part for table, part in rows.items() if table not in self.frozen] or rows.values()
 
     def _make_leaves(self, tensors: Iterable[torch.Tensor]) -> None:
         # Weak: a leaf that kept its batch alive would be a cycle, and megabytes would wait for the cycle collector.
@@ -158,7 +164,7 @@ class PreparedBatch:
         factor = None if scale is None else scale.double().reciprocal().float()
         gradients: dict[str, torch.Tensor] = {}
         for table, leaf in (self._rows or {}).items():
-            if leaf.grad is not None:
+            if leaf.grad is not None and table not in self.frozen:
                 gradients[table] = leaf.grad if factor is None else leaf.grad.mul_(factor)
                 leaf.grad = None
         return gradients

@@ -157,8 +157,11 @@ def expand_with_torch(
             single[name] = table
         else:
             pooled[name] = pool_bags(rows[table], inverse[name], offsets[name], pooling, weights.get(name))
-    for names in of_one_width({name: rows[table] for name, table in single.items()}):
-        pooled.update(rows_of_samples({name: single[name] for name in names}, rows, inverse))
+    # Rows without gradients are apart, so that none is computed for them.
+    for trained in (True, False):
+        alike = {name: rows[table] for name, table in single.items() if rows[table].requires_grad is trained}
+        for names in of_one_width(alike):
+            pooled.update(rows_of_samples({name: single[name] for name in names}, rows, inverse))
     return {name: pooled[name] for name in features}
 
 

@@ -14,6 +14,7 @@ from persia.batching.batch import Batch
 from persia.dense.torch_threads import shorten_spinning
 from persia.errors import ConfigError
 from persia.memory import host_memory
+from persia.nn.clipping import clipped, clipped_tensors
 from persia.nn.joined_tensors import joined, of_one_width, together
 from persia.nn.options import check_device
 from persia.nn.pooling import UNWEIGHTED, Weights
@@ -277,12 +278,17 @@ class Transfer:
         staging: of the device.
         on_host: whether the native core works on the rows.
         tables: the tables of the schema, by name.
+        clip_norm: largest norm of the gradients of a batch; None for no clipping.
     """
 
-    def __init__(self, staging: Staging, on_host: bool, tables: Mapping[str, Table]) -> None:
+    def __init__(
+        self, staging: Staging, on_host: bool, tables: Mapping[str, Table], clip_norm: float | None = None
+    ) -> None:
         self._staging = staging
         self._tables = tables
+        self._frozen = frozenset(name for name, table in tables.items() if not table.trainable)
         self._on_host = on_host
+        self._clip_norm = clip_norm
         self._scratch = batching.Scratch()
 
     def rows(
@@ -341,6 +347,7 @@ class Transfer:
             offsets = {name: made["offsets"].get(name) for name in inverse}
             id_weights = made.get("id_weights", UNWEIGHTED)
         prepared = PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets)
+        prepared.frozen = self._frozen
         prepared.weights, prepared.groups = tensors.get("weights"), tensors.get("groups")
         prepared.id_weights = id_weights
         return prepared, ready
@@ -369,15 +376,17 @@ class Transfer:
         summed = batch.pooled.gradients(of_rows, 1.0 if scale is None else 1.0 / float(scale))
         if sum_now:
             sums = summed()
-            return lambda: encoded(sums, compressed)
-        return lambda: encoded(summed(), compressed)
+            return lambda: encoded(clipped(sums, self._clip_norm), compressed)
+        return lambda: encoded(clipped(summed(), self._clip_norm), compressed)
 
     def gradients(self, gradients: Mapping[str, torch.Tensor], compressed: bool) -> Callable[[], Encoded]:
         """Starts copying gradients to the host; the result blocks until they are there. For the training thread."""
+        if self._clip_norm is not None and gradients:
+            gradients = clipped_tensors(gradients, self._clip_norm)
         names, counts = list(gradients), [len(rows) for rows in gradients.values()]
         widths = [rows.shape[1] for rows in gradients.values()]
 
-        if not compressed or self._on_host:
+        if not compressed or self._on_host or not gradients:
             plain = self._staging.to_host({"rows": joined(list(gradients.values()))})
 
             def arrived() -> Encoded:

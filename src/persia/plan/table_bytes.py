@@ -121,7 +121,7 @@ def planned_tables(
                 field=f"rows.{name}",
             )
         capacity = None if table.capacity is None else max(count, table.capacity)
-        table = msgspec.structs.replace(table, optimizer=table.optimizer or optimizer, capacity=capacity)
+        table = msgspec.structs.replace(table, optimizer=table.optimizer_or(optimizer), capacity=capacity)
         planned.append(PlannedTable(table_config(table, 0, None), count, table, asynchronous))
     return planned
 

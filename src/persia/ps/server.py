@@ -104,7 +104,7 @@ class EmbeddingServer(JournaledServer):
         self._store = self._options.store(self._pool)
         self._scratch = batching.Scratch()
         self._tables = {
-            name: msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)
+            name: msgspec.structs.replace(table, optimizer=table.optimizer_or(optimizer))
             for name, table in tables.items()
         }
         self._regions = Regions(self._options.regions) if self._options.regions is not None else None
@@ -161,7 +161,7 @@ class EmbeddingServer(JournaledServer):
                 self._store.keep_last_steps(index)
 
     def tables(self) -> Mapping[str, Table]:
-        """Returns the tables by name, with their optimizers filled in."""
+        """Returns the tables by name, with their optimizers filled in; None for those that are not trainable."""
         return self._tables
 
     def lookup(self, ids: Mapping[str, Ids], train: bool) -> Packed[np.float32]:

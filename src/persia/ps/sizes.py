@@ -107,7 +107,7 @@ def size_of(table: Table, optimizer: EmbeddingOptimizer, rows: int) -> TableSize
 
 def _config(table: Table, optimizer: EmbeddingOptimizer) -> TableConfig:
     """Returns a configuration that determines the size of a row."""
-    return table_config(msgspec.structs.replace(table, optimizer=table.optimizer or optimizer), 0, None)
+    return table_config(msgspec.structs.replace(table, optimizer=table.optimizer_or(optimizer)), 0, None)
 
 
 def takes_what_it_finds(table: Table) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
-
+from persia.errors import StoreError
 from persia.ps.ages import ttl_of
 from persia.schema import (
     SGD,
@@ -37,13 +36,15 @@ OPTIMIZERS: dict[type[EmbeddingOptimizer], OptimizerKind] = {
 def table_config(table: Table, seed: int, capacity: int | None, memory_rows: int = 0) -> TableConfig:
     """Returns the store's configuration of a table whose optimizer is filled in.
 
+    Rows that are not trained have the optimizer without state, which is never used.
+
     Args:
         table: the table.
         seed: seed of row initialisation and admission.
         capacity: maximum rows in this PS; None if the table declares no capacity.
         memory_rows: maximum rows in memory, of a table with `spill`; 0 for other tables.
     """
-    optimizer = cast("EmbeddingOptimizer", table.optimizer)
+    optimizer = table.optimizer
     kind, low, high = _initializer(table.initializer)
     admission, value = _admission(table)
     ttl, unit = ttl_of(table.ttl)
@@ -52,10 +53,10 @@ def table_config(table: Table, seed: int, capacity: int | None, memory_rows: int
         dim=table.dim,
         capacity=TableConfig.capacity if capacity is None else capacity,
         seed=seed,
-        optimizer=OPTIMIZERS[type(optimizer)],
+        optimizer="sgd" if optimizer is None else OPTIMIZERS[type(optimizer)],
         optimizer_params={
             name: getattr(optimizer, name)
-            for name in type(optimizer).__struct_fields__
+            for name in (() if optimizer is None else type(optimizer).__struct_fields__)
             if name not in ("lr", "schedule")
         },
         initializer=kind,
@@ -73,8 +74,17 @@ def table_config(table: Table, seed: int, capacity: int | None, memory_rows: int
 
 
 def learning_rate(table: Table, step: int) -> float:
-    """Returns the learning rate of a table at a global step."""
-    optimizer = cast("EmbeddingOptimizer", table.optimizer)
+    """Returns the learning rate of a table at a global step.
+
+    Raises:
+        StoreError: the table is not trainable.
+    """
+    if (optimizer := table.optimizer) is None:
+        raise StoreError(
+            f"Table {table.name!r} is not trainable, and a push has gradients for it. Give all processes the schema of "
+            "the PSs.",
+            table=table.name,
+        )
     return optimizer.lr * (optimizer.schedule.factor(step) if optimizer.schedule is not None else 1.0)
 
 

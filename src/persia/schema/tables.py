@@ -10,6 +10,7 @@ import msgspec
 from persia.checks import (
     MAX_STEPS,
     check_choice,
+    check_flag,
     check_integer,
     check_kind,
     check_number,
@@ -158,6 +159,9 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             recently used one, but a new row counts as less recent than about five eighths of the rows until training
             sees it again, so that ids that occur once displace few others. Not with `ttl` or `spill`. See the guide on
             tables for hit rates.
+        trainable: whether gradients update its rows. If not, rows are looked up, admitted and initialised as in other
+            tables, or loaded (`Trainer.load_rows`, `EmbeddingCollection.set_rows`), and then stay as they are: no
+            gradient of them is computed or sent, and they have no optimizer state.
     """
 
     name: str
@@ -173,6 +177,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spill: str | None = None
     memory_rows: int | None = None
     eviction: EvictionKind = "lru"
+    trainable: bool = True
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -190,6 +195,13 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_dtype(f"Table({self.name!r})", self.dtype)
         check_kind(f"{owner}.ttl", self.ttl, Days | Steps | None, "Days(...), Steps(...) or None")
         check_choice(f"{owner}.eviction", self.eviction, get_args(EvictionKind))
+        check_flag(f"{owner}.trainable", self.trainable)
+        if self.optimizer is not None and not self.trainable:
+            raise ConfigError(
+                f"{owner}.optimizer = {self.optimizer!r} has no effect with trainable = False, as no gradient updates "
+                "its rows. Remove the optimizer, or set trainable to True.",
+                field=f"{owner}.optimizer",
+            )
         self._check_spill(owner)
         if self.eviction != "lru" and (self.ttl is not None or self.spill is not None):
             raise ConfigError(
@@ -209,6 +221,10 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "do not count the ids that copies serve. Set cache_rows to 0, or admit all ids.",
                 field=f"Table({self.name!r}).cache_rows",
             )
+
+    def optimizer_or(self, default: EmbeddingOptimizer | None) -> EmbeddingOptimizer | None:
+        """Returns the optimizer of its rows: its own, or the default of a run; None if the table is not trainable."""
+        return self.optimizer or default if self.trainable else None
 
     def _check_spill(self, owner: str) -> None:
         if self.spill is not None and not (isinstance(self.spill, str) and self.spill.startswith("/")):

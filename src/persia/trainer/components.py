@@ -101,7 +101,13 @@ def assemble(
         mode=declared.first_mode,
         cluster=cluster,
         grad_scaler=network.scaler,
-        options=CollectionOptions(str(staging.device), options.seed, options.accumulation_steps, options.timeout),
+        options=CollectionOptions(
+            str(staging.device),
+            options.seed,
+            options.accumulation_steps,
+            options.timeout,
+            options.clip_embedding_norm,
+        ),
     )
     _connect_replicas(network, embeddings, staging.device, options.timeout)
     servers = embeddings.connection.servers

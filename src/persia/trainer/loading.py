@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,6 +12,7 @@ import torch
 
 from persia import batching
 from persia.checkpoint import (
+    AdmissionSketches,
     CheckpointReader,
     StepChoice,
     check_values,
@@ -129,7 +130,7 @@ def load(
     _check_seed(declared.options.seed, training["seed"], directory)
     changed = [*adopt_hyperparameters(network, training), *_declared_changes(reader, declared)]
     if first:
-        _import_rows(connection.servers, reader, list(connection.servers[0].tables()), state=True)
+        _import_rows(connection.servers, reader, _same(connection.servers[0].tables()), state=True)
     network.model.load_state_dict(tensors)
     state.load_state_dict(training, trains_in_other_processes=options.trains_in_other_processes)
     state.loaded = True
@@ -177,29 +178,34 @@ def load_rows(
     servers: Sequence[EmbeddingPS],
     schema: Schema,
     directory: str,
-    tables: Iterable[str] | None,
+    tables: Iterable[str] | Mapping[str, str] | None,
     step: StepChoice,
     state: bool,
 ) -> dict[str, LoadedTable]:
     """Loads rows of some tables into PSs; see `Trainer.load_rows`."""
     reader = CheckpointReader(directory, step)
-    declared = servers[0].tables()
-    names = [name for name in declared if name in reader.manifest.tables] if tables is None else list(tables)
-    for name in names:
-        if name not in declared or name not in reader.manifest.tables:
-            place = "the model" if name not in declared else reader.path
-            raise CheckpointError(f"There is no table {name!r} in {place}.", path=reader.path, table=name)
-        if declared[name].dim != reader.manifest.tables[name].dim:
+    declared, recorded = servers[0].tables(), reader.manifest.tables
+    if tables is None:
+        tables = [name for name in declared if name in recorded]
+    sources = dict(tables) if isinstance(tables, Mapping) else {name: name for name in tables}
+    for name, source in sources.items():
+        for table, place, known in ((name, "the model", declared), (source, reader.path, recorded)):
+            if table not in known:
+                raise CheckpointError(
+                    f"There is no table {table!r} in {place}; it has {', '.join(known)}.", path=reader.path, table=table
+                )
+        if declared[name].dim != recorded[source].dim:
+            there = "" if source == name else f" table {source!r} has"
             raise CheckpointError(
-                f"{reader.path}: table {name!r} has dim {declared[name].dim}, in the checkpoint "
-                f"{reader.manifest.tables[name].dim}.",
+                f"{reader.path}: table {name!r} has dim {declared[name].dim}, in the checkpoint{there} "
+                f"{recorded[source].dim}.",
                 path=reader.path,
                 table=name,
             )
-        if problem := id_difference(reader.schema, schema, name):
+        if problem := id_difference(reader.schema, schema, name, source):
             raise CheckpointError(f"{reader.path}: {problem}", path=reader.path, table=name)
     reader.verify()
-    return _import_rows(servers, reader, names, state=state, shards=False)
+    return _import_rows(servers, reader, sources, state=state, shards=False)
 
 
 def resolved(schema: Schema, servers: Sequence[EmbeddingPS]) -> Schema:
@@ -224,14 +230,19 @@ def load_partitions(
     reader = CheckpointReader(directory, step)
     reader.check_schema(resolved(schema, servers))
     reader.verify()
-    _import_rows(servers, reader, list(reader.manifest.tables), state=True, ranks=ranks)
+    _import_rows(servers, reader, _same(reader.manifest.tables), state=True, ranks=ranks)
     return reader.path
+
+
+def _same(tables: Iterable[str]) -> dict[str, str]:
+    """Returns tables that have the same names in a checkpoint."""
+    return {name: name for name in tables}
 
 
 def _import_rows(
     servers: Sequence[EmbeddingPS],
     reader: CheckpointReader,
-    tables: list[str],
+    tables: Mapping[str, str],
     *,
     state: bool,
     shards: bool = True,
@@ -242,7 +253,7 @@ def _import_rows(
     Args:
         servers: all PSs.
         reader: of the checkpoint.
-        tables: names.
+        tables: names in the checkpoint by name.
         state: also take the optimizer's state, where the table has the same optimizer in the checkpoint.
         shards: also import the PSs' state besides rows, if they have the shape of those that wrote it.
         ranks: only import into these PSs.
@@ -252,9 +263,10 @@ def _import_rows(
     """
     if ranks is None:
         ranks = range(len(servers))
-    _check_dtypes(reader, [table for name, table in servers[0].tables().items() if name in tables])
+    _check_dtypes(reader, [(table, tables[name]) for name, table in servers[0].tables().items() if name in tables])
     changed = [servers[rank] for rank in ranks]
-    same = shards and _shapes(server_pieces(reader)) == _shapes(_exported(servers))
+    shapes = _shapes(_exported(servers)) if shards else {}
+    same = shards and _shapes(server_pieces(reader)) == shapes
     # Stamps of rows, by which the oldest are evicted, count the clock of their shard. Rows that change shards need a
     # common clock.
     gaps = {} if same else clock_gaps(reader)
@@ -263,11 +275,11 @@ def _import_rows(
     for name, declared in servers[0].tables().items():
         if name not in tables:
             continue
-        record = reader.manifest.tables[name]
-        with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, name)
-        gap_of_shard = gaps.get(name, {})
+        record = reader.manifest.tables[source := tables[name]]
+        with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, source)
+        gap_of_shard = gaps.get(source, {})
         rows, had_rows, evicted = 0, _count(changed, name, "rows") > 0, _count(changed, name, "evicted")
-        for shard, arrays in reader.rows(name):
+        for shard, arrays in reader.rows(source):
             if not with_state:
                 arrays.pop("state")
             if gap_of_shard:
@@ -277,7 +289,7 @@ def _import_rows(
         loaded[name] = LoadedTable(rows, with_state)
         if more := _count(changed, name, "evicted") - evicted:
             _warn_of_capacity(reader, declared, more, None if had_rows else rows, len(servers))
-        if state and rows and not with_state:
+        if state and rows and not with_state and declared.trainable and record.optimizer is not None:
             LOG.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
         initial = _other_accumulator(declared.optimizer, record.optimizer)
         if rows and with_state and initial is not None:
@@ -293,29 +305,61 @@ def _import_rows(
         for number, pieces in server_pieces(reader):
             if number in ranks:
                 servers[number].import_state([StatePiece(**piece) for piece in pieces])
-    elif shards and any(array == "sketch" for _, _, _, array in _shapes(_exported(servers))):
-        LOG.warning(
-            "%s was written by PSs of another number, capacity or admission: the counts of ids that are not admitted "
-            "are reset.",
-            reader.path,
-        )
+    else:
+        _merge_counts(servers, reader, {key: length for key, length in shapes.items() if key[0] in ranks})
     for server in changed:
         server.end_import()
     return loaded
 
 
-def _check_dtypes(reader: CheckpointReader, tables: Iterable[Table]) -> None:
+def _merge_counts(
+    servers: Sequence[EmbeddingPS], reader: CheckpointReader, shapes: Mapping[tuple[int, str, int, str], int]
+) -> None:
+    """Continues with the counts of ids that are not admitted, of a checkpoint of other PSs; see `AdmissionSketches`.
+
+    Args:
+        servers: all PSs.
+        reader: of the checkpoint.
+        shapes: lengths of the arrays of the PSs to change.
+    """
+    lengths = {(number, table, shard): n for (number, table, shard, array), n in shapes.items() if array == "sketch"}
+    if not lengths:
+        return
+    sketches = AdmissionSketches(reader)
+    counts = Counter((number, table) for number, table, _ in lengths)
+    for (number, table, shard), length in lengths.items():
+        if table in sketches:
+            values = sketches.of_shard(table, shard, counts[number, table], length)
+            servers[number].import_state([StatePiece(table, shard, "sketch", 0, values)])
+    tables = [
+        f"table {table!r} uses {sketches.used(table):.1%} of its counters"
+        if table in sketches
+        else f"table {table!r} has no counts in the checkpoint and begins without"
+        for table in dict.fromkeys(table for _, table, _ in lengths)
+    ]
+    LOG.warning(
+        "%s was written by PSs of another number, capacity or admission. Counts of ids that are not admitted are "
+        "merged, so ids may be admitted early: %s.",
+        reader.path, "; ".join(tables),
+    )  # fmt: skip
+
+
+def _check_dtypes(reader: CheckpointReader, tables: Iterable[tuple[Table, str]]) -> None:
     """Checks that the values of a checkpoint fit the dtypes of tables, and warns of those that get rounded.
 
     Reads the rows of tables whose dtype in the checkpoint has larger numbers.
+
+    Args:
+        reader: of the checkpoint.
+        tables: tables, with their names in the checkpoint.
     """
-    for table in tables:
-        written = {link.manifest.tables[table.name].dtype for link in reader.links} - {table.dtype}
+    for table, source in tables:
+        written = {link.manifest.tables[source].dtype for link in reader.links} - {table.dtype}
         if table.dtype == "float32" or not written:
             continue
         if any(LARGEST[dtype] > LARGEST[table.dtype] for dtype in written):
-            for _, arrays in reader.rows(table.name):
-                check_values(reader.path, table.name, arrays, table.dtype)
+            for _, arrays in reader.rows(source):
+                check_values(reader.path, source, arrays, table.dtype)
         LOG.warning(
             "Table %r: values are rounded to the nearest %s; in %s they are %s.",
             table.name, table.dtype, reader.path, " and ".join(sorted(written)),

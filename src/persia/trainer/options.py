@@ -46,6 +46,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         precision: "float32", or autocast to "bf16" or "fp16" (with loss scaling).
         accumulation_steps: batches per update, of the network and of the embeddings.
         clip_norm: largest global norm of the dense gradient; None for no clipping.
+        clip_embedding_norm: largest L2 norm of the gradients of all rows of a batch together; None for no clipping.
+            See `CollectionOptions`; `clip_row_norm` of an embedding optimizer bounds each row.
         schedule: learning-rate factor of the dense optimizer by global step; steps that overflow in fp16 do not count.
         checkpoint_dir: where checkpoints go; None for none.
         checkpoint_every_steps: global steps between two checkpoints during `fit`; None for one at its end. They are
@@ -117,6 +119,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nonfinite: Literal["warn", "raise"] = "warn"
     publish: PublishOptions | None = None
     mode_schedule: list[tuple[int, Mode]] = msgspec.field(default_factory=list)
+    clip_embedding_norm: float | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -150,6 +153,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_number("checkpoint_share", self.checkpoint_share, 0, 1, open_low=True)
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, 0, open_low=True)
+        if self.clip_embedding_norm is not None:
+            check_number("clip_embedding_norm", self.clip_embedding_norm, 0, open_low=True)
         if self.record_dir is not None and self.accumulation_steps > 1:
             raise ConfigError(
                 "A schedule is recorded batch by batch: leave accumulation_steps at 1.", field="record_dir"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 
 import msgspec
@@ -407,7 +407,12 @@ class Trainer:
         replicas.gather(b"")
 
     def load_rows(
-        self, directory: str, tables: Iterable[str] | None = None, *, step: StepChoice = None, state: bool = True
+        self,
+        directory: str,
+        tables: Iterable[str] | Mapping[str, str] | None = None,
+        *,
+        step: StepChoice = None,
+        state: bool = True,
     ) -> dict[str, loading.LoadedTable]:
         """Loads embedding rows from a checkpoint, to begin with the rows of another model; nothing else changes.
 
@@ -416,7 +421,8 @@ class Trainer:
 
         Args:
             directory: where a checkpoint is.
-            tables: which tables; None for those that both the checkpoint and this model have.
+            tables: which tables; or, where they have other names there, names in the checkpoint by name in this model,
+                such as `{"bought_item": "item"}`. None for those that both the checkpoint and this model have.
             step: the step to load instead of the latest, or "best" or "latest".
             state: also load the optimizer's state, where the table has the same optimizer in the checkpoint; otherwise
                 it is reset.

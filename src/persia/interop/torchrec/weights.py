@@ -16,7 +16,7 @@ from persia.errors import CheckpointError, ConfigError
 from persia.interop.embedding_bag import RowsExported
 from persia.interop.row_transfer import PART_VALUES, declared, located, read_parts, set_parts
 from persia.nn import EmbeddingCollection
-from persia.schema import SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad
+from persia.schema import SGD, Adagrad, RowwiseAdagrad
 from persia.types import RowsSet, RowState
 
 __all__ = ["export_weights", "import_dcp", "import_weights"]
@@ -244,8 +244,8 @@ def _check(collection: EmbeddingCollection, table: str, weight: Tensor, momentum
 
 def _check_stateless(collection: EmbeddingCollection, table: str) -> None:
     """Raises ConfigError if the optimizer of a table needs a state, which is missing."""
-    rules: EmbeddingOptimizer = declared(collection, table)[1]
-    if not (isinstance(rules, SGD) and not rules.momentum):
+    rules = declared(collection, table)[1]
+    if rules is not None and not (isinstance(rules, SGD) and not rules.momentum):
         raise ConfigError(
             f"The optimizer has no state momentum1 for table {table!r}, which {rules!r} needs; pass the state of fused "
             "Adagrad or row-wise Adagrad, or leave the optimizer out to move only the weights.",
