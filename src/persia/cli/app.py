@@ -16,6 +16,7 @@ from persia.cli.evaluate import evaluate, predict
 from persia.cli.export_onnx import export_onnx
 from persia.cli.health import health
 from persia.cli.import_rows import import_
+from persia.cli.importance import importance
 from persia.cli.init import init
 from persia.cli.plan import plan
 from persia.cli.regions import cluster_app
@@ -58,6 +59,7 @@ app.command()(continual)
 app.command("import")(import_)
 app.command()(evaluate)
 app.command()(predict)
+app.command()(importance)
 app.add_typer(control_app, name="control")
 app.add_typer(bench_app, name="bench")
 

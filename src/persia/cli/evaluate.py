@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from persia.cli.run_config import DataConfig, RunConfig
     from persia.trainer import Trainer
 
-__all__ = ["evaluate", "predict"]
+__all__ = ["evaluate", "predict", "restored", "scored_source"]
 
 Data = Annotated[
     str | None,
@@ -49,7 +49,7 @@ def evaluate(
 
     out.check_writable(json)
     run = read_config(config, overrides)
-    trainer, reader = _restored(run, _source(run, data, labels=True), checkpoint, step)
+    trainer, reader = restored(run, scored_source(run, data, labels=True), checkpoint, step)
     with closing_cluster(trainer):
         result = trainer.evaluate(reader, group_by=group_by, at=at or (10,), metrics_by=by, max_values=max_values)
     out.print_metrics("evaluation", result)
@@ -83,11 +83,11 @@ def predict(
     from persia.cli.predictions import check_keep, check_output, write_predictions
 
     run = read_config(config, overrides)
-    source = _source(run, data, labels=False)
+    source = scored_source(run, data, labels=False)
     rules = source.options.get("labels", {})
     check_output(output)
     out.check_writable(output)
-    trainer, reader = _restored(run, source, checkpoint, step)
+    trainer, reader = restored(run, source, checkpoint, step)
     names = [
         name if answer.classes else rules.get(name, name)
         for answer in trainer.answers.of
@@ -99,7 +99,7 @@ def predict(
     say(f"Wrote {rows:,} predictions to {output}")
 
 
-def _source(run: RunConfig, data: str | None, labels: bool) -> DataConfig:
+def scored_source(run: RunConfig, data: str | None, labels: bool) -> DataConfig:
     """Returns the source of all samples to score, in order."""
     source = (run.eval_data or run.data).in_order()
     if data is None:
@@ -108,7 +108,7 @@ def _source(run: RunConfig, data: str | None, labels: bool) -> DataConfig:
     return source if labels else source.unlabelled(run.schema.label_names if run.schema is not None else ())
 
 
-def _restored(run: RunConfig, source: DataConfig, checkpoint: str, step: str | None) -> tuple[Trainer, Any]:
+def restored(run: RunConfig, source: DataConfig, checkpoint: str, step: str | None) -> tuple[Trainer, Any]:
     """Returns a trainer with the checkpoint, and the reader of a source."""
     which = step_choice(step)
     run = fitted_as_checkpoint(run, checkpoint, which)

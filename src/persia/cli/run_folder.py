@@ -12,7 +12,7 @@ from types import TracebackType
 from persia.cli.config_paths import directory_of
 from persia.errors import ConfigError
 
-__all__ = ["LATEST", "RunFolder", "runs_of"]
+__all__ = ["LATEST", "RunFolder", "config_of", "runs_of"]
 
 LATEST = "latest"
 
@@ -20,6 +20,21 @@ LATEST = "latest"
 def runs_of(config: str) -> Path:
     """Returns the directory of the runs of a configuration."""
     return directory_of(config) / "runs" / Path(config).stem
+
+
+def config_of(run: str) -> str:
+    """Returns the configuration of a run by where its directory is: `NAME.toml` of `runs/NAME/RUN`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    runs = Path(os.path.abspath(run)).parent
+    config = runs.parent.parent / f"{runs.name}.toml"
+    if runs.parent.name == "runs" and config.is_file():
+        return str(config)
+    raise ConfigError(
+        f"The configuration of the run {run} is not known by its place; give it with --config.", field="config"
+    )
 
 
 class RunFolder:

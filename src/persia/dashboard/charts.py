@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-__all__ = ["Series", "bars", "lines", "short"]
+__all__ = ["Series", "bars", "intervals", "lines", "short"]
 
 Series = Sequence[tuple[float, float | None]]
 """Points (x, y) in ascending order of x; None for a gap."""
@@ -85,6 +85,48 @@ def bars(title: str, values: Mapping[str, float], x_name: str) -> str:
     return _figure(title, _svg(title, "".join(parts)))
 
 
+def intervals(title: str, series: Mapping[str, Mapping[str, Sequence[float | None]]], x_name: str) -> str:
+    """Returns a chart with a line for each name, and on it a dot and an interval of each series.
+
+    Args:
+        title: title above the chart.
+        series: by its name, value, lower and upper end by name; all have the same names. None is left out.
+        x_name: name of the horizontal axis.
+    """
+    names = list(next(iter(series.values()), {}))
+    known = [x for points in series.values() for point in points.values() for x in point if x is not None]
+    if not known:
+        return _figure(title, '<p class="none">No data.</p>')
+    left, step = 140, 22
+    height = TOP + step * len(names) + BOTTOM
+    across = _Axis(min(0.0, *known), max(0.0, *known), left, WIDTH - RIGHT)
+    parts = []
+    for value in across.ticks():
+        x = across(value)
+        parts.append(f'<line class="grid" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{height - BOTTOM}"/>')
+        place = f'x="{x:.1f}" y="{height - BOTTOM + 14}"'
+        parts.append(f'<text class="tick" text-anchor="middle" {place}>{short(value)}</text>')
+    place = f'x="{WIDTH - RIGHT}" y="{height - 2}"'
+    parts.append(f'<text class="tick" text-anchor="end" {place}>{escape(x_name)}</text>')
+    for row, name in enumerate(names):
+        label = name if len(name) <= 22 else f"{name[:21]}…"
+        y = TOP + (row + 0.5) * step
+        place = f'x="{left - 8}" y="{y + 3.5:.1f}"'
+        parts.append(f'<text class="tick" text-anchor="end" {place}>{escape(label)}</text>')
+        for number, (kind, points) in enumerate(series.items()):
+            middle, low, high = points[name]
+            at = y + 4 * (2 * number - len(series) + 1)
+            if low is not None and high is not None:
+                ends = f'x1="{across(low):.1f}" y1="{at:.1f}" x2="{across(high):.1f}" y2="{at:.1f}"'
+                parts.append(f'<line class="line c{number % 6}" {ends}/>')
+            if middle is not None:
+                hint = f"<title>{escape(f'{name}, {kind}: {short(middle)}')}</title>"
+                place = f'cx="{across(middle):.1f}" cy="{at:.1f}"'
+                parts.append(f'<circle class="dot c{number % 6}" {place} r="3">{hint}</circle>')
+    keys = "".join(f'<span class="key c{n % 6}">{escape(name)}</span>' for n, name in enumerate(series))
+    return _figure(title, _svg(title, "".join(parts), height) + f'<p class="keys">{keys}</p>')
+
+
 class _Axis:
     """Maps values to pixels, from `begin` at `low` to `end` at `high`."""
 
@@ -119,8 +161,8 @@ def _grid(across: _Axis, up: _Axis, x_name: str, ticks: bool = True) -> str:
     return "".join(parts)
 
 
-def _svg(title: str, content: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{content}</svg>'
+def _svg(title: str, content: str, height: int = HEIGHT) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{content}</svg>'
 
 
 def _figure(title: str, content: str) -> str:

@@ -8,8 +8,11 @@ from html import escape
 from importlib import resources
 from statistics import median
 
-from persia.dashboard.charts import Series, bars, lines, short
+import msgspec
+
+from persia.dashboard.charts import Series, bars, intervals, lines, short
 from persia.metrics.result import METRICS, MetricFormat, titled
+from persia.telemetry.importance import Importance
 from persia.telemetry.run_record import CurvePoint, RunRecord
 
 __all__ = ["report", "style"]
@@ -122,6 +125,19 @@ def _charts(record: RunRecord) -> Iterable[str]:
     yield lines(title, groups, "prediction", diagonal=True)
     lookups = {str(staleness): float(count) for staleness, count in sorted(record.staleness.items()) if count}
     yield bars("Staleness: lookups by own steps not yet applied", lookups, "steps")
+    if record.importance is not None:
+        yield _importance(record.importance)
+
+
+def _importance(importance: Importance) -> str:
+    shown = importance.features[:MOST_FEATURES]
+    losses = {
+        "permuted": {each.name: msgspec.structs.astuple(each.permuted) for each in shown},
+        "emptied": {each.name: msgspec.structs.astuple(each.emptied) for each in shown},
+    }
+    left = len(importance.features) - len(shown)
+    title = importance.title[0].upper() + importance.title[1:] + " without a feature, with 95 % intervals"
+    return intervals(title + (f"; {left} features that lose less are not shown" if left else ""), losses, "lost")
 
 
 def _tables(record: RunRecord) -> Iterable[str]:

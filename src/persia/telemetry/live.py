@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -16,7 +16,7 @@ from rich.text import Text
 from persia.metrics.result import titled
 from persia.telemetry.terminal import UNLIMITED, fitting
 
-__all__ = ["LiveLine", "Snapshot"]
+__all__ = ["LiveLine", "Shown", "Snapshot"]
 
 REFRESH_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
@@ -66,6 +66,13 @@ class Snapshot(NamedTuple):
         return fitting(figures, width)
 
 
+class Shown(Protocol):
+    """A line about progress, such as a `Snapshot`."""
+
+    def text(self, width: int = UNLIMITED) -> str:
+        """Formats it for a width."""
+
+
 class LiveLine:
     """Shows snapshots: one line rewritten in place on a terminal, a line every ten seconds elsewhere.
 
@@ -102,7 +109,7 @@ class LiveLine:
         """Whether it is time for the next snapshot. Cheap."""
         return self._enabled and time.monotonic() >= self._next
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: Shown) -> None:
         """Shows a snapshot."""
         if self._live:
             self._live.update(Text(snapshot.text(self._console.width)), refresh=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from persia.errors import DataError
+from persia.telemetry.importance import Importance
 
 __all__ = [
     "RUN_FILE",
@@ -18,6 +19,7 @@ __all__ = [
     "NonFiniteRows",
     "RunRecord",
     "read_run",
+    "record_importance",
     "write_run",
 ]
 
@@ -140,6 +142,7 @@ class RunRecord(msgspec.Struct):
         complete: whether `fit` returned.
         held_out: evaluations on `eval_data` by step; continues like `curve`.
         calibration_seen: whether the rows of `calibration` were trained in an earlier pass over the data.
+        importance: importance of features, of the last call of `Trainer.importance`; None without one.
     """
 
     mode: str
@@ -156,6 +159,7 @@ class RunRecord(msgspec.Struct):
     complete: bool = False
     calibration_seen: bool = False
     held_out: list[HeldOutPoint] = []
+    importance: Importance | None = None
 
     def add_held_out(self, point: HeldOutPoint) -> None:
         """Adds an evaluation. Replaces those of later steps, which an earlier attempt left."""
@@ -200,3 +204,17 @@ def write_run(directory: str | os.PathLike[str], record: RunRecord) -> None:
     part = folder / f"{RUN_FILE}.part"
     part.write_bytes(msgspec.json.encode(record))
     part.replace(folder / RUN_FILE)
+
+
+def record_importance(directory: str | os.PathLike[str], importance: Importance) -> None:
+    """Adds the importance of features to the record of a run; no-op in a directory without one.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    try:
+        record = read_run(directory)
+    except DataError:
+        return
+    record.importance = importance
+    write_run(directory, record)

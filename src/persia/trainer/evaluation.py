@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from persia.schema import Schema
 from persia.trainer.sample_values import SampleValues, single_ids
 from persia.types import Floats, Ids, RegisteredBatch
 
-__all__ = ["Evaluator", "check_finite", "no_rows"]
+__all__ = ["Evaluator", "check_finite", "check_labelled", "no_rows"]
 
 
 def check_finite(where: str, logits: Floats, loss: float = 0.0, **fields: int) -> None:
@@ -36,6 +36,16 @@ def check_finite(where: str, logits: Floats, loss: float = 0.0, **fields: int) -
             f"{where}: {what}. The model has diverged: go back to a checkpoint; lower the learning rates, set "
             "clip_norm, or look at what the model computes.",
             **fields,
+        )
+
+
+def check_labelled(labels: int, number: int) -> None:
+    """Raises DataError if batch `number` of the data to evaluate has no labels."""
+    if not labels:
+        raise DataError(
+            f"Batch {number} of the data to evaluate has no labels. Use `predict` for data without labels; or, "
+            "if the source has some, leave `require_labels=False` out.",
+            batch=number,
         )
 
 
@@ -78,12 +88,7 @@ class Evaluator:
             own_batches = itertools.islice(checked_items(iter(data)), rank, None, nn_workers)
         for number, (batch, logits) in enumerate(self.scored(ids.of(own_batches) if ids else own_batches)):
             number = rank + number * nn_workers
-            if not batch.labels.shape[1]:
-                raise DataError(
-                    f"Batch {number} of the data to evaluate has no labels. Use `predict` for data without labels; or, "
-                    "if the source has some, leave `require_labels=False` out.",
-                    batch=number,
-                )
+            check_labelled(batch.labels.shape[1], number)
             check_finite(f"Batch {number} of the data to evaluate", logits, batch=number)
             labels = batch.labels.cpu().numpy()
             weights = None if batch.weights is None else batch.weights.cpu().numpy()
@@ -101,7 +106,9 @@ class Evaluator:
             result = dataclasses.replace(result, grouped=_of_groups(groups.result(gather)))
         return result if by is None else dataclasses.replace(result, by=by_value.merged(gather).result())
 
-    def scored(self, data: Iterable[Batch | RegisteredBatch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
+    def scored(
+        self, data: Iterable[Batch | RegisteredBatch]
+    ) -> Generator[tuple[PreparedBatch, NDArray[np.float32]], None, None]:
         """Yields batches and their logits. In between, model and collection are back in the mode that they had."""
         check_data("data", data)
         with self._evaluation_mode():

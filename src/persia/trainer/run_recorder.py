@@ -57,6 +57,7 @@ class RunRecorder:
             try:
                 earlier = read_run(self._directory)
                 self._record.curve, self._record.held_out = earlier.curve, earlier.held_out
+                self._record.importance = earlier.importance
             except DataError:
                 LOG.debug("The curves begin at step %d.", state.global_step)
 

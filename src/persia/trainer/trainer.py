@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.checkpoint import StepChoice
 from persia.checks import MAX_STEPS, check_integer, plain
 from persia.errors import ConfigError
-from persia.metrics import Answers, Metrics, MetricsResult, answers_of, watched_metric
+from persia.metrics import Metrics, watched_metric
 from persia.modes import Auto, Hybrid, Mode
 from persia.nn.arguments import (
     CLUSTER,
@@ -30,7 +28,6 @@ from persia.nn.arguments import (
     options_of,
 )
 from persia.nn.dense_step import OptimizerFactory
-from persia.nn.output import are_log_odds
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.trace_events import tracing_to
@@ -42,11 +39,12 @@ from persia.trainer.fit_checks import check_begin, check_eval_data, check_output
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.phases import ModeSwitch
 from persia.trainer.progress import FitResult, TrainedRows
+from persia.trainer.scoring import Scoring
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
 
 
-class Trainer:
+class Trainer(Scoring):
     """Trains, evaluates, saves and resumes a recommender. Not thread-safe; calls block.
 
     With several NN workers each has its own Trainer, in a process where torch.distributed is initialised; all make
@@ -305,55 +303,6 @@ class Trainer:
             )
         with tracing_to(path, self.embeddings.tracer, self.state.rank):
             yield
-
-    def evaluate(
-        self,
-        data: Iterable[Batch],
-        *,
-        group_by: str | None = None,
-        at: Sequence[int] = (10,),
-        metrics_by: str | None = None,
-        max_values: int = 20,
-    ) -> MetricsResult:
-        """Returns metrics on data. Read-only: the store and the model stay as they are.
-
-        Several NN workers score the batches in turn, and all return the metrics of all.
-
-        Args:
-            data: batches with labels.
-            group_by: an ID-type feature with one id for each sample, such as the user: `grouped` of the result then has
-                GAUC, recall@k and NDCG@k. They need 16 bytes per sample and label. None for `Schema.group`, if it is
-                set.
-            at: values of k.
-            metrics_by: a column, such as the country: `by` of the result then has all metrics for each of its values.
-                Of a reader of files it is any column of the file; of other batches an ID-type feature with one id for
-                each sample, or a label. It keeps logits and labels of all samples in memory.
-            max_values: number of values with metrics of their own, the most frequent ones; the others are "(other)".
-
-        Raises:
-            ConfigError: there is no such feature or column, or `at` or `max_values` is invalid.
-            DataError: a batch does not fit the schema, has no labels, or has no groups.
-            DivergedError: logits are not finite.
-        """
-        check_integer("max_values", max_values, 1)
-        return self._components.evaluator.evaluate(data, group_by, at, metrics_by, max_values)
-
-    def predict(self, data: Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
-        """Yields answers float32 `[batch, columns]`, batch by batch; read-only. The data need no labels.
-
-        `answers` names the columns, and says what they are: of binary labels a probability, of a regression or count
-        the value, of labels with classes a probability for each. Of a model whose logits are no log-odds, such as
-        `TwoTower`, the answers for binary labels are the logits, which keep the order.
-        They come in the order of the data: a reader with `shuffle_rows` gives its rows shuffled.
-        """
-        answers = self.answers
-        for _, logits in self._components.evaluator.scored(data):
-            yield answers.answers(logits)
-
-    @property
-    def answers(self) -> Answers:
-        """The columns of the answers of `predict`: label, kind, unit and classes of each."""
-        return answers_of(self.schema, log_odds=are_log_odds(self.model))
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

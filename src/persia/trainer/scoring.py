@@ -1,0 +1,131 @@
+"""`Scoring`: the methods of a trainer that score data without training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from persia.batching.batch import Batch
+from persia.checks import MAX_STEPS, check_integer, plain
+from persia.metrics import Answers, MetricsResult, answers_of
+from persia.nn.output import are_log_odds
+from persia.schema import Schema
+from persia.telemetry.importance import Importance
+from persia.telemetry.logs import get_logger
+from persia.telemetry.run_record import record_importance
+from persia.trainer.components import Components
+from persia.trainer.importance import ImportanceOptions, importance
+
+__all__ = ["Scoring"]
+
+LOG = get_logger("persia.trainer")
+
+
+class Scoring:
+    """Scores data with the state of a run, read-only: a base class of `Trainer`."""
+
+    schema: Schema
+    model: torch.nn.Module
+    _components: Components
+
+    def evaluate(
+        self,
+        data: Iterable[Batch],
+        *,
+        group_by: str | None = None,
+        at: Sequence[int] = (10,),
+        metrics_by: str | None = None,
+        max_values: int = 20,
+    ) -> MetricsResult:
+        """Returns metrics on data. Read-only: the store and the model stay as they are.
+
+        Several NN workers score the batches in turn, and all return the metrics of all.
+
+        Args:
+            data: batches with labels.
+            group_by: an ID-type feature with one id for each sample, such as the user: `grouped` of the result then has
+                GAUC, recall@k and NDCG@k. They need 16 bytes per sample and label. None for `Schema.group`, if it is
+                set.
+            at: values of k.
+            metrics_by: a column, such as the country: `by` of the result then has all metrics for each of its values.
+                Of a reader of files it is any column of the file; of other batches an ID-type feature with one id for
+                each sample, or a label. It keeps logits and labels of all samples in memory.
+            max_values: number of values with metrics of their own, the most frequent ones; the others are "(other)".
+
+        Raises:
+            ConfigError: there is no such feature or column, or `at` or `max_values` is invalid.
+            DataError: a batch does not fit the schema, has no labels, or has no groups.
+            DivergedError: logits are not finite.
+        """
+        check_integer("max_values", max_values, 1)
+        return self._components.evaluator.evaluate(data, group_by, at, metrics_by, max_values)
+
+    def importance(
+        self,
+        data: Iterable[Batch],
+        *,
+        metric: str | None = None,
+        group_by: str | None = None,
+        rows: int = 50_000,
+        repeats: int = 5,
+        seed: int = 0,
+        progress: bool | None = None,
+    ) -> Importance:
+        """Returns the metric lost without each feature: permuted among the rows, and carrying nothing.
+
+        Read-only; blocks. Sources: Breiman, Random Forests, 2001, section 10; Fisher, Rudin and Dominici, JMLR 2019. A
+        feature that another one can stand in for loses little. Features that read a column together, or are aligned,
+        change together, and crossed and mapped features follow their sources; a crossed feature is also changed alone.
+        See docs/guide/evaluate-and-tune.md. It takes `1 + features * (repeats + 1)` passes over the rows.
+
+        If the run has a record (`run.json` in `log_dir`, or else `checkpoint_dir`), the result is added to it, for the
+        report. Several NN workers share the passes, and all return the same result.
+
+        Args:
+            data: batches with labels, best of rows that were not trained.
+            metric: name, see `MetricsResult.value`; None for "auc" if all labels are binary, else the metric of the
+                kind of the first label.
+            group_by: see `evaluate`; for "gauc", "recall@K" and "ndcg@K".
+            rows: number of rows, the first ones of the data. They are kept in memory.
+            repeats: permutations of each feature.
+            seed: of permutations and intervals.
+            progress: whether to show a live line; None for `TrainerOptions.progress`.
+
+        Raises:
+            ConfigError: an argument is invalid, or no label has the metric.
+            DataError: see `evaluate`.
+            DivergedError: logits are not finite; the message names the feature that was changed.
+        """
+        for name, value, least in (("rows", rows, 2), ("repeats", repeats, 1), ("seed", seed, 0)):
+            check_integer(name, plain(value), least, MAX_STEPS)
+        parts, options = self._components, self._components.declared.options
+        shown = options.progress if progress is None else progress
+        asked = ImportanceOptions(metric, group_by, rows, repeats, seed, shown)
+        result = importance(parts.evaluator, parts.embeddings, parts.network.replicas, data, asked)
+        directory = options.log_dir or options.checkpoint_dir
+        if directory and "://" not in directory and parts.embeddings.connection.rank == 0:
+            try:
+                record_importance(directory, result)
+            except OSError as error:
+                LOG.warning("The importance of features could not be added to the record in %s: %s", directory, error)
+        return result
+
+    def predict(self, data: Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
+        """Yields answers float32 `[batch, columns]`, batch by batch; read-only. The data need no labels.
+
+        `answers` names the columns, and says what they are: of binary labels a probability, of a regression or count
+        the value, of labels with classes a probability for each. Of a model whose logits are no log-odds, such as
+        `TwoTower`, the answers for binary labels are the logits, which keep the order.
+        They come in the order of the data: a reader with `shuffle_rows` gives its rows shuffled.
+        """
+        answers = self.answers
+        for _, logits in self._components.evaluator.scored(data):
+            yield answers.answers(logits)
+
+    @property
+    def answers(self) -> Answers:
+        """The columns of the answers of `predict`: label, kind, unit and classes of each."""
+        return answers_of(self.schema, log_odds=are_log_odds(self.model))
