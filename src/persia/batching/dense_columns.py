@@ -204,9 +204,15 @@ def _refuse_rounding(feature: DenseFeature, values: NDArray[np.float64]) -> None
 
 
 def _check_result(feature: DenseFeature, values: Floats) -> None:
-    if not np.isfinite(values).all():
-        for column in values.T:
-            check_finite(feature.name, column, "Dense feature")
+    finite = np.isfinite(values)
+    if not finite.all():
+        row = int(finite.all(axis=1).argmin())
+        raise DataError(
+            f"Dense feature {feature.name!r} is {values[row][~finite[row]][0]} at row {row} after its rules, beyond "
+            "the range of float32; give its scale a larger width, set clip, or leave the row out.",
+            column=feature.name,
+            row=row,
+        )
 
 
 def _check_rows(name: str, values: NDArray[np.float64]) -> None:

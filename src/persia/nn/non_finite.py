@@ -13,14 +13,18 @@ from persia.nn.prepared import PreparedBatch
 from persia.schema import Schema
 from persia.telemetry.logs import get_logger
 from persia.telemetry.run_record import NonFiniteRows
-from persia.types import BoolArray, Contribution, UpdateCounts
+from persia.types import BoolArray, Contribution, Floats, UpdateCounts
 
-__all__ = ["NonFiniteLog", "merged", "named"]
+__all__ = ["NonFiniteLog", "extreme_inputs", "merged", "named"]
 
 LOG = get_logger("persia.nn")
 
 Pushed = Sequence[tuple[PreparedBatch, Contribution]]
 """The batches of a push, with their gradients."""
+
+
+LARGEST_SQUARED = float(np.sqrt(np.finfo(np.float32).max))
+"""Largest number whose square is a float32."""
 
 
 class NonFiniteLog:
@@ -34,6 +38,7 @@ class NonFiniteLog:
     """
 
     def __init__(self, schema: Schema, *, usual: bool = False) -> None:
+        self._schema = schema
         self._features: dict[str, list[str]] = {}
         for feature in schema.id_features:
             self._features.setdefault(feature.table_name, []).append(feature.name)
@@ -69,8 +74,9 @@ class NonFiniteLog:
                     self._level,
                     "Global step %d: %d rows of table %r stay as they are, as their gradient, or a value after it, is "
                     "not finite (%s). Look at how the model uses %s, or lower the table's "
-                    'learning rate. TrainerOptions(nonfinite="raise") ends training.',
+                    'learning rate. TrainerOptions(nonfinite="raise") ends training.%s',
                     step, rows, table, _features(one), "it" if len(one.features) == 1 else "them",
+                    "".join(sorted({f" {text}" for batch, _ in pushed if (text := _of_batch(self._schema, batch))})),
                 )  # fmt: skip
 
     def _blamed(self, table: str, pushed: Pushed) -> list[str]:
@@ -91,6 +97,35 @@ class NonFiniteLog:
             uses[:, uses.sum(axis=0) > 1] = False  # A row of several features does not tell which one.
             alone |= {name for name, rows in zip(features, uses, strict=True) if rows.any()}
         return [name for name in features if name in (alone or shared or features)]
+
+
+def extreme_inputs(schema: Schema, dense: torch.Tensor, labels: Floats, weights: Floats | None) -> str:
+    """Returns a sentence that names the labels, dense features and weights of a batch whose squares overflow float32.
+
+    They are finite, but losses and gradients of them may not be. Empty if there are none.
+
+    Args:
+        schema: of the batch.
+        dense: `[batch, Schema.dense_width]`.
+        labels: `[batch, labels]`.
+        weights: `[batch]`; None weighs each row 1.
+    """
+    columns = [(f"label {name!r}", values) for name, values in zip(schema.label_names, labels.T, strict=False)]
+    inputs = dense.detach().cpu().numpy()
+    columns += [(f"dense feature {name!r}", values) for name, values in zip(schema.dense_values, inputs.T, strict=True)]
+    columns += [(f"weight {schema.sample_weight!r}", weights)] if weights is not None else []
+    found = []
+    for name, values in columns:
+        extreme = np.abs(values) > LARGEST_SQUARED
+        if extreme.any():
+            row = int(extreme.argmax())
+            found.append(f"{name} is {values[row]:.4g} at row {row}")
+    return f"In this batch {'; '.join(found)}: too large to square in float32. Scale or clip it." if found else ""
+
+
+def _of_batch(schema: Schema, batch: PreparedBatch) -> str:
+    weights = None if batch.weights is None else batch.weights.cpu().numpy()
+    return extreme_inputs(schema, batch.dense, batch.labels.cpu().numpy(), weights)
 
 
 def _used(batch: PreparedBatch, feature: str, bad: BoolArray) -> BoolArray:

@@ -16,7 +16,7 @@ from rich.text import Text
 from persia.metrics.result import titled
 from persia.telemetry.terminal import UNLIMITED, fitting
 
-__all__ = ["LiveLine", "Shown", "Snapshot"]
+__all__ = ["LiveLine", "ProgressText", "Snapshot"]
 
 REFRESH_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
@@ -66,7 +66,7 @@ class Snapshot(NamedTuple):
         return fitting(figures, width)
 
 
-class Shown(Protocol):
+class ProgressText(Protocol):
     """A line about progress, such as a `Snapshot`."""
 
     def text(self, width: int = UNLIMITED) -> str:
@@ -109,7 +109,7 @@ class LiveLine:
         """Whether it is time for the next snapshot. Cheap."""
         return self._enabled and time.monotonic() >= self._next
 
-    def show(self, snapshot: Shown) -> None:
+    def show(self, snapshot: ProgressText) -> None:
         """Shows a snapshot."""
         if self._live:
             self._live.update(Text(snapshot.text(self._console.width)), refresh=True)

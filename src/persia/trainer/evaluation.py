@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from persia.errors import ConfigError, DataError, DivergedError
 from persia.metrics import GroupedFigures, LabelGroups, Metrics, MetricsByValue, MetricsResult, merged_metrics
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
+from persia.nn.non_finite import extreme_inputs
 from persia.nn.prepared import PreparedBatch
 from persia.schema import Schema
 from persia.trainer.sample_values import SampleValues, single_ids
@@ -27,14 +29,25 @@ from persia.types import Floats, Ids, RegisteredBatch
 __all__ = ["Evaluator", "check_finite", "check_labelled", "no_rows"]
 
 
-def check_finite(where: str, logits: Floats, loss: float = 0.0, **fields: int) -> None:
-    """Raises DivergedError, which begins with `where`, unless all logits and the loss are finite."""
+def check_finite(
+    where: str, logits: Floats, loss: float = 0.0, explain: Callable[[], str] = str, **fields: int
+) -> None:
+    """Raises DivergedError, which begins with `where`, unless all logits and the loss are finite.
+
+    Args:
+        where: what was scored.
+        logits: of any shape.
+        loss: the loss.
+        explain: returns what may be the reason, as a sentence, or an empty text; called for the error.
+        **fields: of the error.
+    """
     bad = logits.size - int(np.count_nonzero(np.isfinite(logits)))
     if bad or not math.isfinite(loss):
         what = f"{bad} of {logits.size} logits are not finite" if bad else f"the loss is {loss}, all logits are finite"
+        why = explain()
         raise DivergedError(
-            f"{where}: {what}. The model has diverged: go back to a checkpoint; lower the learning rates, set "
-            "clip_norm, or look at what the model computes.",
+            f"{where}: {what}. {why}{' ' if why else ''}The model has diverged: go back to a checkpoint; lower the "
+            "learning rates, set clip_norm, or look at what the model computes.",
             **fields,
         )
 
@@ -89,9 +102,10 @@ class Evaluator:
         for number, (batch, logits) in enumerate(self.scored(ids.of(own_batches) if ids else own_batches)):
             number = rank + number * nn_workers
             check_labelled(batch.labels.shape[1], number)
-            check_finite(f"Batch {number} of the data to evaluate", logits, batch=number)
             labels = batch.labels.cpu().numpy()
             weights = None if batch.weights is None else batch.weights.cpu().numpy()
+            explain = functools.partial(extreme_inputs, schema, batch.dense, labels, weights)
+            check_finite(f"Batch {number} of the data to evaluate", logits, explain=explain, batch=number)
             metrics.update(logits, labels, batch.day, weights)
             own_groups = ids.next() if ids is not None else batch.host_groups()
             if groups is not None and own_groups is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from persia.metrics.result import known
 from persia.modes import ModeChoice
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.nn.non_finite import merged, named
+from persia.nn.non_finite import extreme_inputs, merged, named
 from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Staging
 from persia.telemetry.live import LiveLine, Snapshot
@@ -147,6 +148,7 @@ class _Unscored(NamedTuple):
     """Logits, labels and loss of a batch on their way to the host, the batch's number, and the time of its lookup."""
 
     arrays: Callable[[], dict[str, Floats]]
+    dense: torch.Tensor
     day: Int32Array | None
     step: int
     epoch: int
@@ -265,7 +267,9 @@ class FitProgress:
         if batch.weights is not None:
             tensors["weights"] = batch.weights
         arrays = self._staging.to_host(tensors)
-        self._unscored = _Unscored(arrays, batch.day, step, self._state.epoch, batch.number, batch.looked_up)
+        self._unscored = _Unscored(
+            arrays, batch.dense, batch.day, step, self._state.epoch, batch.number, batch.looked_up
+        )
         if logits.device.type == "cpu":
             self.score_rest()
         self._recorder.trained(batch)
@@ -300,12 +304,15 @@ class FitProgress:
         arrays = done.arrays()
         self._loss = float(arrays["loss"])
         where = f"Global step {done.step} (batch {done.number} of epoch {done.epoch}, counted from 0)"
-        check_finite(where, arrays["logits"], self._loss, step=done.step, epoch=done.epoch, batch=done.number)
+        fields = {"step": done.step, "epoch": done.epoch, "batch": done.number}
+        labels, weights = arrays["labels"], arrays.get("weights")
+        explain = functools.partial(extreme_inputs, self._embeddings.schema, done.dense, labels, weights)
+        check_finite(where, arrays["logits"], self._loss, explain, **fields)
         self._finite.scored(done.looked_up)
-        self._state.scores.update(arrays["logits"], arrays["labels"], done.day, done.epoch, arrays.get("weights"))
+        self._state.scores.update(arrays["logits"], labels, done.day, done.epoch, weights)
         if self.on_scored is not None:
             self.on_scored(arrays["logits"])
-        self._monitor.trained(len(arrays["labels"]), self._loss)
+        self._monitor.trained(len(labels), self._loss)
 
     @property
     def has_non_finite(self) -> bool:
