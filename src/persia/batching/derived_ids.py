@@ -205,7 +205,7 @@ def _buckets(
     if buckets.width is None:
         edges = buckets.fitted if buckets.edges is None else buckets.edges
         assert edges is not None, "Schema.check_fitted"
-        found: Ids = np.searchsorted(_edges(edges), values, side="right").astype(np.uint64)
+        found: Ids = np.searchsorted(_edges(tuple(edges)), values, side="right").astype(np.uint64)
         return found
     floors = np.floor(values / buckets.width)
     large = ~(np.abs(floors) < _EXACT)
