@@ -79,7 +79,7 @@ def test_values_and_offsets():
         (DenseFeature("v"), [1, None], r"missing value at row 1.*fill=0"),
         (DenseFeature("v"), [1, float("nan")], r"missing value at row 1"),
         (DenseFeature("v", clip=(0, 1)), np.array([1, np.inf]), r"is inf at row 1"),
-        (DenseFeature("v", scale=(0, 1e-38)), [1e38, 1.0], r"is inf at row 0"),
+        (DenseFeature("v", scale=(0, 1e-38)), [1e38, 1.0], r"is inf at row 0 after its rules.*a larger width"),
         (DenseFeature("v"), [0, 2**24 + 1], r"16777217 at row 1.*scale=\(0, 1.67772e\+07\)"),
         (DenseFeature("v"), ["0", "1700000001"], r"1700000001 at row 1"),
     ],

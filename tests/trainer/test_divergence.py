@@ -16,8 +16,10 @@ from persia.checkpoint import list_checkpoints
 from persia.dashboard.report import report
 from persia.errors import ConfigError, DivergedError
 from persia.modes import Gba, Hybrid, Sync
+from persia.nn.non_finite import extreme_inputs
 from persia.optim import SGD, Adagrad
 from persia.publish import PublishOptions, Replica, follow
+from persia.schema import Label
 from persia.telemetry.run_record import read_run
 from support.several_ps import Several
 
@@ -298,3 +300,49 @@ def test_the_last_state_is_published_only_with_finite_logits(tmp_path):
     replica = Replica(follow(url))
     replica.refresh()
     assert all(np.abs(row).max() < 1e20 for row in (replica.rows("id_0") if replica.epoch >= 0 else {}).values())
+
+
+# --- inputs that are finite and too large ----------------------------------------------------------------------------
+
+WATCH = persia.Schema([persia.IdFeature("user", dim=4)], ["age"], [Label("watch", "regression")], sample_weight="w")
+
+
+def watched(**extreme):
+    rng = np.random.default_rng(0)
+    raw = {"user": np.arange(20), "age": rng.normal(size=20), "watch": rng.normal(size=20), "w": np.ones(20)}
+    for name, value in extreme.items():
+        raw[name][7] = value
+    return persia.Batch.from_columns(WATCH, raw)
+
+
+def test_a_label_whose_square_overflows_is_named(caplog):
+    with pytest.raises(DivergedError, match=r"Global step 1 .*the loss is inf.* label 'watch' is 1e\+30 at row 7: too"):
+        trainer(WATCH, model=persia.nn.models.FFNN(WATCH, hidden=(4,)), mode=Sync()).fit([watched(watch=1e30)])
+    assert "In this batch label 'watch' is 1e+30 at row 7" in caplog.text  # Of the rows that stay as they are, too.
+
+
+def test_extreme_inputs_are_named_and_no_others():
+    batch = watched(age=2e19, w=1e30)
+    dense = torch.from_numpy(batch.dense)
+    assert extreme_inputs(WATCH, dense, batch.labels, batch.weights) == (
+        "In this batch dense feature 'age' is 2e+19 at row 7; weight 'w' is 1e+30 at row 7: too large to square in "
+        "float32. Scale or clip it."
+    )
+    batch = watched(age=1.8e19)
+    assert extreme_inputs(WATCH, torch.from_numpy(batch.dense), batch.labels, None) == ""
+
+
+def test_an_evaluation_names_an_extreme_input():
+    class Squares(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, dense, embeddings):
+            return dense.square() + embeddings["user"].sum(1, keepdim=True) + self.bias
+
+    t = trainer(WATCH, model=Squares(), mode=Sync())
+    with pytest.raises(
+        DivergedError, match=r"Batch 1 .*1 of 20 logits are not finite\. In this batch dense feature 'age'"
+    ):
+        t.evaluate([watched(), watched(age=1e25)])
