@@ -14,7 +14,7 @@ import numpy as np
 
 from persia.batching.batch import Batch
 from persia.batching.items import check_data, checked_items
-from persia.batching.permuting import InputGroup, emptied, input_groups, permuted
+from persia.batching.permuted_inputs import InputGroup, emptied, input_groups, permuted
 from persia.errors import ConfigError, DataError
 from persia.metrics import METRICS, Figures, LabelGroups, Metrics, MetricsResult
 from persia.metrics.result import headlines

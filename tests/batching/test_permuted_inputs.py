@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import persia
 from persia.batching.batch import Batch
-from persia.batching.permuting import emptied, input_groups, permuted
+from persia.batching.permuted_inputs import emptied, input_groups, permuted
 from persia.schema import Buckets, DenseFeature, IdFeature, Remainder, TimePart
 
 SCHEMA = persia.Schema(
