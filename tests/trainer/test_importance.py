@@ -329,3 +329,22 @@ def test_a_metric_without_both_classes_is_none(trained):
         result.features[0].permuted
     ))  # fmt: skip
     assert "none" in str(result)
+
+
+def width(t, raw):
+    lost = named(t.importance([Batch.from_columns(t.schema, raw)], metric="auc", repeats=1))["decides"].emptied
+    return lost.high - lost.low
+
+
+def test_a_bootstrap_sample_has_the_weights_and_whole_groups():
+    schema = persia.Schema(SCHEMA.id_features, ["number"], ["click"], sample_weight="w", group="session")
+    t = make_trainer(schema=schema)
+    rows = columns(300, 1) | {"w": np.ones(300), "session": np.arange(300)}
+    t.fit([Batch.from_columns(schema, columns(5_000, 0) | {"w": np.ones(5_000), "session": np.arange(5_000)})] * 20)
+    alone = width(t, rows)
+    more = columns(4_700, 2) | {"w": np.zeros(4_700), "session": np.arange(300, 5_000)}
+    weightless = {name: np.concatenate([rows[name], more[name]]) for name in rows}
+    assert 0.6 * alone < width(t, weightless) < 1.7 * alone  # Rows without weight add no certainty,
+    repeated = {name: np.repeat(values, 16) for name, values in rows.items()}
+    assert 0.6 * alone < width(t, repeated) < 1.7 * alone  # nor do more rows of the same groups.
+    assert width(t, repeated | {"session": np.arange(4_800)}) < 0.5 * alone
