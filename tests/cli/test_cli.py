@@ -58,7 +58,7 @@ def test_version_is_that_of_the_package():
 def test_help_fits_a_terminal_of_80_columns(tmp_path, forks):
     done = forks.run(["-m", "persia", "--help"], tmp_path, env={**os.environ, "COLUMNS": "80"})
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "Show the health of every process in a running cluster." in done.stdout
+    assert "Show the health of every process of a cluster, or of a server." in done.stdout
 
 
 @pytest.fixture

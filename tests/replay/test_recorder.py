@@ -22,7 +22,7 @@ from persia.services import (
     RecordableRows,
     RecordableTokens,
     RecordableWorker,
-    Tokens,
+    TokenService,
 )
 from persia.testing import Threads
 from persia.types import Contribution, LookedUp, PushHeader
@@ -35,7 +35,7 @@ RECORDING = ("persia/replay/", "persia/pushes/journal.py", "persia/coordinator/r
 def test_the_interfaces_of_roles_have_no_recording():
     beside = {name for p in (Recordable, RecordableRows, RecordableTokens, RecordableWorker) for name in describe(p)}
     assert beside == {"begin_recording", "end_recording", "recorded_lookup", "note"}
-    for protocol in (EmbeddingPS, DensePS, Tokens, EmbeddingWorker):
+    for protocol in (EmbeddingPS, DensePS, TokenService, EmbeddingWorker):
         names = set(describe(protocol))
         assert not names & beside
         assert not [name for name in names if "record" in name or "journal" in name]

@@ -30,7 +30,7 @@ def health(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each process.")] = 5.0,
 ) -> None:
-    """Show the health of every process in a running cluster, or of a prediction server.
+    """Show the health of every process of a cluster, or of a server.
 
     Exits with status 1 if a process is dead and not replaced, or does not answer, so it can serve as a liveness probe.
     An embedding PS that waits for its disk answers, with its last metrics.

@@ -13,7 +13,9 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 from numpy.typing import NDArray
 
-import persia.batching.arrow_columns  # noqa: F401  # Now, so that the first request does not wait for it.
+import persia.batching.arrow_columns  # Now, so that the first request does not wait for it, as for the next ones.
+import persia.batching.columns
+import persia.batching.id_weights  # noqa: F401
 from persia.batching.arrow_streams import is_compressed
 from persia.errors import DataError
 from persia.serve.http.codecs.codec import ARROW, Codec, MalformedBodyError, Samples
