@@ -347,6 +347,20 @@ nb::tuple text_words(nb::handle data, nb::handle offsets, nb::handle validity, s
   return nb::make_tuple(as_array(std::move(words.ids)), as_array(std::move(words.offsets)));
 }
 
+nb::tuple split_ids(nb::handle data, nb::handle offsets, nb::handle validity, std::size_t validity_start,
+                    std::size_t count, std::uint8_t kind, const std::string& separator) {
+  const TextBuffers taken(data, offsets, validity, validity_start, count);
+  const auto as = static_cast<persia::IdKind>(kind);
+  persia::SplitIds found;
+  {
+    const nb::gil_scoped_release release;
+    found = taken.offsets.itemsize() == sizeof(std::int32_t)
+                ? persia::split_ids(taken.texts, taken.offsets.span<const std::int32_t>(), as, separator)
+                : persia::split_ids(taken.texts, taken.offsets.span<const std::int64_t>(), as, separator);
+  }
+  return nb::make_tuple(as_array(std::move(found.ids)), as_array(std::move(found.offsets)), found.bad);
+}
+
 void decimal_doubles(nb::handle floats, nb::handle out) {
   const Buffer values = take_dense<const float>(floats, 1, {"argument", 0}, "a contiguous float32 array [n]");
   const Buffer doubles = take_dense<double>(out, 1, {"output", 0}, "a contiguous float64 array [n]");
@@ -459,6 +473,8 @@ void register_batch(nb::module_& parent) {
         arg("count"));
   m.def("text_words", &text_words, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
         arg("count"), arg("lengths"), arg("lower"), arg("lowered"));
+  m.def("split_ids", &split_ids, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
+        arg("count"), arg("kind"), arg("separator"));
   m.def("decimal_doubles", &decimal_doubles, arg("floats"), arg("out"));
   m.def("hash_cross", &hash_cross, arg("columns"), arg("seed"), arg("out"), arg("pool"));
 }

@@ -52,6 +52,7 @@ class Buffer {
     return true;
   }
 
+  char format() const { return view_.format[0]; }
   std::size_t ndim() const { return static_cast<std::size_t>(view_.ndim); }
   std::size_t shape(std::size_t axis) const { return shape_[axis]; }
   std::ptrdiff_t stride(std::size_t axis) const { return strides_[axis]; }

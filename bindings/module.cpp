@@ -9,6 +9,7 @@ NB_MODULE(_core, m) {
   register_threads(m);
   register_store(m);
   register_batch(m);
+  register_features(m);
   register_packed(m);
   register_onebit(m);
   register_row_sums(m);

@@ -5,6 +5,7 @@ void register_isa(nanobind::module_& m);
 void register_threads(nanobind::module_& m);
 void register_store(nanobind::module_& m);
 void register_batch(nanobind::module_& m);
+void register_features(nanobind::module_& m);
 void register_packed(nanobind::module_& m);
 void register_onebit(nanobind::module_& m);
 void register_row_sums(nanobind::module_& m);

@@ -6,9 +6,11 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string_view>
 #include <system_error>
+#include <vector>
 
 #include "persia/hash.hpp"
 #include "persia/text_parts.hpp"
@@ -87,33 +89,84 @@ bool may_be_number(std::string_view text) {
   return (found & kOther) == 0 && (found & (kDigit | kTruth)) != (kDigit | kTruth);
 }
 
+enum class Found : std::uint8_t { id, missing, bad };
+
+// The id of a text that is not empty.
+Found id_of(std::string_view text, IdKind kind, std::uint64_t& out) {
+  if (kind == IdKind::number || (kind == IdKind::automatic && may_be_number(text))) {
+    const std::string_view core = trimmed(text);
+    const Whole number = whole(core);
+    const int truth_value = number.canonical ? -1 : truth(core);
+    if (number.canonical && number.fits) {
+      out = number.value;
+      return Found::id;
+    }
+    if (truth_value >= 0) {
+      out = static_cast<std::uint64_t>(truth_value);
+      return Found::id;
+    }
+    if (kind == IdKind::number) return is_missing(core) ? Found::missing : Found::bad;
+    if (number.canonical) text = number.digits;
+  }
+  out = xxh64(text.data(), text.size(), 0);
+  return Found::id;
+}
+
 template <class Offset>
 std::int64_t ids(const Texts& texts, std::span<const Offset> offsets, IdKind kind, std::span<std::uint64_t> out,
                  std::span<std::uint8_t> present) {
   if (out.size() != present.size()) throw std::invalid_argument("texts: out and present must be of one length");
   std::ranges::fill(out, 0);
   return for_each_text(texts, offsets, present, [&](std::size_t i, std::string_view text) {
-    if (kind == IdKind::number || (kind == IdKind::automatic && may_be_number(text))) {
-      const std::string_view core = trimmed(text);
-      const Whole number = whole(core);
-      const int truth_value = number.canonical ? -1 : truth(core);
-      if (number.canonical && number.fits) {
-        out[i] = number.value;
-        return true;
-      }
-      if (truth_value >= 0) {
-        out[i] = static_cast<std::uint64_t>(truth_value);
-        return true;
-      }
-      if (kind == IdKind::number) {
-        present[i] = 0;
-        return is_missing(core);
-      }
-      if (number.canonical) text = number.digits;
-    }
-    out[i] = xxh64(text.data(), text.size(), 0);
-    return true;
+    const Found found = id_of(text, kind, out[i]);
+    if (found != Found::id) present[i] = 0;
+    return found != Found::bad;
   });
+}
+
+// The whole number that the first part is, if it is canonical and short; `end` is where it ends.
+bool short_number(std::string_view text, char separator, std::size_t& end, std::uint64_t& out) {
+  constexpr std::size_t kSafe = 18;  // So many digits always fit.
+  const std::size_t most = std::min(text.size(), kSafe);
+  std::uint64_t value = 0;
+  std::size_t at = 0;
+  for (; at < most && is_digit(text[at]); ++at) value = value * 10 + static_cast<std::uint64_t>(text[at] - '0');
+  if (at == 0 || (at > 1 && text[0] == '0') || (at < text.size() && text[at] != separator)) return false;
+  end = at;
+  out = value;
+  return true;
+}
+
+template <class Offset>
+SplitIds split(const Texts& texts, std::span<const Offset> offsets, IdKind kind, std::string_view separator) {
+  if (separator.empty()) throw std::invalid_argument("separator: must not be empty");
+  if (offsets.empty()) throw std::invalid_argument("texts: there must be one more offset than texts");
+  SplitIds result;
+  result.offsets.resize(offsets.size());
+  result.ids.reserve(4 * offsets.size());
+  std::vector<std::uint8_t> present(offsets.size() - 1);
+  const bool direct = kind != IdKind::text && separator.size() == 1 && !is_digit(separator.front());
+  const auto body = [&](std::size_t i, std::string_view text) {
+    const std::size_t before = result.ids.size();
+    for (std::string_view rest = text; !rest.empty();) {
+      std::size_t end = 0;
+      std::uint64_t id = 0;
+      if (direct && short_number(rest, separator.front(), end, id)) {
+        result.ids.push_back(id);
+      } else {
+        end = std::min(rest.find(separator), rest.size());
+        const Found found = end == 0 ? Found::missing : id_of(rest.substr(0, end), kind, id);
+        if (found == Found::bad) return false;
+        if (found == Found::id) result.ids.push_back(id);
+      }
+      rest.remove_prefix(std::min(end + separator.size(), rest.size()));
+    }
+    result.offsets[i + 1] = static_cast<std::int64_t>(result.ids.size() - before);
+    return true;
+  };
+  result.bad = for_each_text(texts, offsets, std::span<std::uint8_t>(present), body);
+  std::partial_sum(result.offsets.begin(), result.offsets.end(), result.offsets.begin());
+  return result;
 }
 
 template <class Offset>
@@ -150,6 +203,14 @@ std::int64_t text_ids(const Texts& texts, std::span<const std::int32_t> offsets,
 std::int64_t text_ids(const Texts& texts, std::span<const std::int64_t> offsets, IdKind kind,
                       std::span<std::uint64_t> out, std::span<std::uint8_t> present) {
   return ids(texts, offsets, kind, out, present);
+}
+
+SplitIds split_ids(const Texts& texts, std::span<const std::int32_t> offsets, IdKind kind, std::string_view separator) {
+  return split(texts, offsets, kind, separator);
+}
+
+SplitIds split_ids(const Texts& texts, std::span<const std::int64_t> offsets, IdKind kind, std::string_view separator) {
+  return split(texts, offsets, kind, separator);
 }
 
 std::int64_t text_numbers(const Texts& texts, std::span<const std::int32_t> offsets, std::span<double> out,

@@ -150,4 +150,19 @@ TEST(hostile_offsets_are_refused) {
   }
 }
 
+TEST(parts_of_texts) {
+  const auto parts = [](const std::vector<std::string>& texts, IdKind kind, std::string_view separator) {
+    const Column column(texts);
+    return persia::split_ids({column.data}, std::span<const std::int32_t>(column.offsets), kind, separator);
+  };
+  const auto found = parts({"1|22|a", "", "||7|", "0|00|1234567890123456789|5.0"}, IdKind::automatic, "|");
+  CHECK((found.offsets == std::vector<std::int64_t>{0, 3, 3, 4, 8}) && found.bad == -1);
+  CHECK((found.ids == std::vector<std::uint64_t>{1, 22, hash("a"), 7, 0, hash("00"), 1234567890123456789, 5}));
+  CHECK((parts({"1, 2,3"}, IdKind::automatic, ", ").ids == std::vector<std::uint64_t>{1, hash("2,3")}));
+  CHECK((parts({"1020"}, IdKind::automatic, "0").ids == std::vector<std::uint64_t>{1, 2}));
+  CHECK((parts({"1|2"}, IdKind::text, "|").ids == std::vector<std::uint64_t>{hash("1"), hash("2")}));
+  CHECK(parts({"1|NA", "3|x", "y"}, IdKind::number, "|").bad == 1);
+  CHECK_THROWS(parts({"1"}, IdKind::text, ""), std::invalid_argument);
+}
+
 MAIN

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import sys
+
 import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from sklearn.preprocessing import MinMaxScaler, QuantileTransformer, StandardScaler
 
 import persia
 from persia import DenseFeature, IdFeature, Label, Schema
+from persia.batching.dense_columns import transformed
 from persia.errors import ConfigError, DataError
+from support.twins.features import log1p as twin_log1p
 
 ROWS = [[1.0, 2.0, 3.0], None, [4.0, 5.0, 6.0]]
 VECTOR = DenseFeature("v", size=3, fill=9, missing_indicator=True)
@@ -158,3 +165,23 @@ def test_an_unfitted_schema_is_refused():
         persia.Trainer(
             torch.nn.Linear(1, 1), schema, optimizer=torch.optim.Adam, embedding_optimizer=persia.optim.Adagrad(lr=0.1)
         )
+
+
+@given(st.floats(0, allow_infinity=False))
+@example(math.sqrt(2) - 1)
+@example(sys.float_info.max)
+def test_logarithms_have_the_bits_of_the_twin(x):
+    values = transformed(DenseFeature("x", log=True), np.array([x, -x]))
+    expected = twin_log1p(x)
+    assert values.tolist() == [expected, -expected]
+    assert abs(expected - math.log1p(x)) <= math.ulp(expected)
+
+
+@pytest.mark.parametrize("dtype", ["<f8", ">f8", ">f4", "f2", "<i8", ">i4", "u8", "u2", "?"])
+def test_types_of_numbers(dtype):
+    values = np.frombuffer(
+        np.array([0, 1, 1], dtype).tobytes(), np.dtype(dtype).newbyteorder(dtype[0] if dtype[0] in "<>" else "=")
+    )
+    feature = DenseFeature("x", scale=(1, 2))
+    assert dense(feature, values).tolist() == [[-0.5], [0], [0]]
+    assert dense(feature, values[::2]).tolist() == [[-0.5], [0]]

@@ -1,5 +1,6 @@
 """Ids derived from raw columns: the same from every kind of column, and as the slow twin."""
 
+import re
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from zoneinfo import ZoneInfo
@@ -13,9 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from persia import Batch
+from persia.batching import derived_ids as derived
 from persia.batching.derived_ids import derived_ids, filled
 from persia.errors import ConfigError, DataError
-from persia.schema import Buckets, HashTo, IdFeature, Quotient, Remainder, Schema, TimePart, Tokens
+from persia.schema import Buckets, DenseFeature, HashTo, IdFeature, Quotient, Remainder, Schema, TimePart, Tokens
 from support.twins import derived as twin
 
 EDGES = (-1.5, 0.1, 0.7, 3.0, 1e6)
@@ -285,6 +287,41 @@ def lists(column):
 
 
 PIECES = st.text("ab5 |", max_size=8) | st.none()
+
+
+@given(
+    st.lists(st.none() | st.text("01a|, .\u00e4", max_size=12)),
+    st.sampled_from(["|", ", ", "0", "\u00e4"]),
+    st.sampled_from(["auto", "number", "text"]),
+)
+def test_parts_have_the_ids_of_lists(values, separator, kind):
+    f = IdFeature("x", 4, split=separator, kind=kind)
+    for column in (
+        pa.array(values, pa.string()),
+        pa.array(values, pa.large_string())[1:],
+        pa.array(values, pa.string()).dictionary_encode(),
+    ):
+        try:
+            expected = derived_ids(f, column)[1]
+        except DataError as error:
+            with pytest.raises(DataError, match=re.escape(error.message)):
+                derived_ids(f, column, lists=False)
+        else:
+            found = derived_ids(f, column, lists=False)[1]
+            assert found.values.tolist() == expected.values.tolist()
+            assert found.offsets.tolist() == expected.offsets.tolist()
+
+
+def test_a_column_is_converted_once_for_all_features(monkeypatch):
+    calls = []
+    convert = derived.text_numbers
+    monkeypatch.setattr(derived, "text_numbers", lambda texts: calls.append(texts) or convert(texts))
+    features = [IdFeature(f"b{i}", 4, bucketize=Buckets("x", edges=[float(i)])) for i in range(3)]
+    schema = Schema(features, dense_features=[DenseFeature("x", fill=7, missing_indicator=True)], labels=[])
+    made = Batch.from_columns(schema, {"x": pa.array(["0", "NA", "1.5", None])})
+    assert len(calls) == 1
+    assert made.dense.tolist() == [[0, 0], [7, 1], [1.5, 0], [7, 1]]
+    assert [made.id_features[f.name].values.tolist() for f in features] == [[1, 1], [0, 1], [0, 0]]
 
 
 @given(st.lists(PIECES, min_size=1, max_size=6))

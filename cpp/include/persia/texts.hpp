@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
+#include <vector>
 
 namespace persia {
 
@@ -31,6 +33,18 @@ std::int64_t text_ids(const Texts& texts, std::span<const std::int32_t> offsets,
                       std::span<std::uint64_t> out, std::span<std::uint8_t> present);
 std::int64_t text_ids(const Texts& texts, std::span<const std::int64_t> offsets, IdKind kind,
                       std::span<std::uint64_t> out, std::span<std::uint8_t> present);
+
+// The ids of the parts of texts.
+struct SplitIds {
+  std::vector<std::uint64_t> ids;
+  std::vector<std::int64_t> offsets;  // one more than texts: text i has ids[offsets[i], offsets[i + 1])
+  std::int64_t bad = -1;  // the first text with a part that is no id, or -1; ids are undefined from there on
+};
+
+// Splits texts at each separator, from left to right, and converts the parts as text_ids does: an empty part has no
+// id, neither has a null. Throws as text_ids, and for an empty separator.
+SplitIds split_ids(const Texts& texts, std::span<const std::int32_t> offsets, IdKind kind, std::string_view separator);
+SplitIds split_ids(const Texts& texts, std::span<const std::int64_t> offsets, IdKind kind, std::string_view separator);
 
 // Converts texts to numbers: decimal, perhaps with an exponent, spaces around being ignored; `true` and `false` are 1
 // and 0. A null, an empty text, spaces only, or a marker of a missing value (NA, N/A, n/a, #N/A, <NA>, NULL, Null,

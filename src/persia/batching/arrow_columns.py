@@ -26,6 +26,7 @@ __all__ = [
     "arrow_lists",
     "arrow_parts",
     "arrow_seconds",
+    "arrow_texts",
     "arrow_values",
     "arrow_without",
 ]
@@ -88,6 +89,12 @@ def arrow_lists(column: Any, separator: str) -> Any:
     """Splits the texts of an arrow array into lists of their parts; returns an array of another type unchanged."""
     array = _plain_texts(column)
     return pc.split_pattern(array, separator) if _is_text(array.type) else column
+
+
+def arrow_texts(column: Any) -> TextBuffers | None:
+    """Returns the texts of an arrow array, also of a dictionary of texts; None for an array of another type."""
+    array = _plain_texts(column)
+    return _buffers(array) if _is_text(array.type) else None
 
 
 def arrow_parts(column: Any, separator: str) -> int:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.computed_ids import add_computed
-from persia.batching.dense_columns import dense_column, dense_values
-from persia.batching.derived_ids import derived_ids, filled
+from persia.batching.dense_columns import RawNumbers, dense_column, read_numbers, write_dense
+from persia.batching.derived_ids import SharedColumns, derived_ids, filled
 from persia.batching.frames import as_mapping, from_frame, is_arrow
 from persia.batching.id_column import IdColumn
 from persia.batching.id_columns import id_column, jagged, list_entries
@@ -49,42 +49,52 @@ def from_columns(
     columns = as_mapping(columns)
     length = _Length()
     ids: dict[str, IdColumn] = {}
+    shared: SharedColumns | None = None
     aligned = schema.aligned()
     divided = {f.of: f for f in schema.id_features if isinstance(f.mapping, Quotient)}
     for feature in schema.id_features:
-        if not feature.computed:
-            source = from_frame(feature.column, _get(columns, feature.column, "feature"))
-            if feature.age_since is not None:
-                column = _ages(feature, source, _get(columns, feature.age_since, f"age_since of {feature.name!r}"))
-            elif feature.derived:
-                source, column = derived_ids(feature, source)
-            else:
-                column = id_column(feature.name, source, feature.kind)
-            if feature.name in divided and feature.reads_ids:
-                _check_undivided(feature, divided[feature.name], source, column)
-            if feature.name in aligned:
-                check_complete(feature.name, column, list_entries(source))
-            if feature.fill is not None:
-                column = filled(feature, column)
-            if column.weights is not None:
-                check_id_weights(feature, column)
-            ids[feature.name] = column
-            length.check(feature.column, len(column))
+        if feature.computed:
+            continue
+        derived = feature.derived
+        name = feature.column if derived else feature.name
+        source = from_frame(name, _get(columns, name, "feature"))
+        if derived:
+            lists = feature.name in divided or feature.name in aligned
+            shared = SharedColumns() if shared is None else shared
+            source, column = derived_ids(feature, source, lists=lists, shared=shared)
+        elif feature.age_since is None:
+            column = id_column(name, source, feature.kind)
+        else:
+            column = _ages(feature, source, _get(columns, feature.age_since, f"age_since of {feature.name!r}"))
+        if feature.name in divided and feature.reads_ids:
+            _check_undivided(feature, divided[feature.name], source, column)
+        if feature.name in aligned:
+            check_complete(feature.name, column, list_entries(source))
+        if feature.fill is not None:
+            column = filled(feature, column)
+        if column.weights is not None:
+            check_id_weights(feature, column)
+        ids[feature.name] = column
+        length.check(name, len(column))
     add_computed(schema, ids)
     check_aligned(schema, ids)
-    dense_columns = {
-        n: dense_column(n, column) if isinstance(feature, str) else dense_values(feature, column)
-        for n, feature in zip(schema.dense_names, schema.dense_features, strict=True)
-        for column in (_get(columns, n, "dense feature"),)
-    }
+    numbers = None if shared is None else shared.numbers
+    plain: dict[str, Floats] = {}
+    ruled: dict[str, RawNumbers] = {}
+    for dense in schema.dense_features:
+        if isinstance(dense, str):
+            plain[dense] = values = dense_column(dense, _get(columns, dense, "dense feature"))
+            length.check(dense, len(values))
+        else:
+            ruled[dense.name] = raw = read_numbers(dense, _get(columns, dense.name, "dense feature"), numbers)
+            length.check(dense.name, len(raw.values))
     has_labels = require_labels or all(name in columns for name in schema.label_names)
     targets = schema.targets if has_labels else ()
     label_columns = {each.name: label_column(each, _get(columns, each.name, "label")) for each in targets}
-    for name, values in {**dense_columns, **label_columns}.items():
+    for name, values in label_columns.items():
         length.check(name, len(values))
-    for name, values in dense_columns.items():
-        if values.ndim == 1:
-            check_finite(name, values, "Dense feature")
+    for name, values in plain.items():
+        check_finite(name, values, "Dense feature")
     for label in targets:
         check_labels(label, label_columns[label.name])
     weights = _optional(schema.sample_weight, columns, length, require_labels, "sample_weight", weight_column)
@@ -94,7 +104,7 @@ def from_columns(
     days = _days(day, length)
     return Columns(
         {f.name: ids[f.name] for f in schema.id_features},
-        _matrix(list(dense_columns.values()), length.rows),
+        _dense_matrix(schema, plain, ruled, length.rows) if ruled else _matrix(list(plain.values()), length.rows),
         _matrix(list(label_columns.values()), length.rows),
         days,
         weights,
@@ -147,17 +157,26 @@ def _optional(
 
 
 def _matrix(columns: list[Floats], rows: int) -> Floats:
-    """Returns columns `[rows]` and blocks `[rows, n]`, one after another."""
-    width = sum(1 if values.ndim == 1 else values.shape[1] for values in columns)
-    matrix = np.empty((rows, width), np.float32)
+    """Returns columns `[rows]`, one after another."""
+    matrix = np.empty((rows, len(columns)), np.float32)
+    for at, values in enumerate(columns):
+        matrix[:, at] = values
+    return matrix
+
+
+def _dense_matrix(schema: Schema, plain: dict[str, Floats], ruled: dict[str, RawNumbers], rows: int) -> Floats:
+    """Returns the values of all non-ID-type features, float32 `[rows, dense_width]`."""
+    matrix = np.empty((rows, schema.dense_width), np.float32)
     at = 0
-    for values in columns:
-        if values.ndim == 1:
-            matrix[:, at] = values
+    written = []
+    for feature in schema.dense_features:
+        if isinstance(feature, str):
+            matrix[:, at] = plain[feature]
             at += 1
         else:
-            matrix[:, at : at + values.shape[1]] = values
-            at += values.shape[1]
+            written.append((feature, ruled[feature.name], at))
+            at += feature.width
+    write_dense(written, matrix)
     return matrix
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -13,7 +14,15 @@ from numpy.typing import NDArray
 
 from persia.batching.frames import from_frame, is_arrow
 from persia.batching.ids import is_list, is_missing
-from persia.batching.numbers import as_array, is_pair, list_numbers, number_column, numbers_and_missing
+from persia.batching.native import features_core, native
+from persia.batching.numbers import (
+    SharedNumbers,
+    as_array,
+    is_pair,
+    list_numbers,
+    number_column,
+    numbers_and_missing,
+)
 from persia.batching.texts import MISSING
 from persia.batching.validation import check_finite, check_offsets
 from persia.errors import DataError
@@ -24,7 +33,7 @@ from persia.types import BoolArray, Floats, Int64Array
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["RawNumbers", "dense_column", "dense_values", "raw_numbers", "transformed"]
+__all__ = ["RawNumbers", "dense_column", "raw_numbers", "read_numbers", "transformed", "write_dense"]
 
 LOG = get_logger("persia.data")
 
@@ -40,11 +49,11 @@ class RawNumbers(NamedTuple):
     """The numbers of a feature before its rules.
 
     Attributes:
-        values: float64 `[batch, values]`; any number where the sample is missing. An array of the caller's own.
+        values: `[batch, values]`, or `[batch]`; any number where the sample is missing.
         missing: bool `[batch]`: whether the sample has no value; None if all have one.
     """
 
-    values: NDArray[np.float64]
+    values: NDArray[Any]
     missing: BoolArray | None
 
 
@@ -68,25 +77,54 @@ def dense_column(name: str, column: Any) -> Floats:
     return values
 
 
-def dense_values(feature: DenseFeature, column: Any) -> Floats:
-    """The values of a feature with rules, which are computed in float64 and rounded once.
+def write_dense(features: Sequence[tuple[DenseFeature, RawNumbers, int]], matrix: Floats) -> None:
+    """Writes the values of features with rules, which are computed in float64 and rounded once.
 
     Args:
-        feature: the feature, fitted if its rules need it.
-        column: a column of any kind.
-
-    Returns:
-        Float32 `[batch, feature.width]`.
+        features: each feature, fitted if its rules need it, its numbers, and its first column of the matrix.
+        matrix: float32 `[batch, width]`, contiguous.
 
     Raises:
-        DataError: a value is not a number, is missing without `fill`, has another size, or is not finite; names the
-            row and the remedy.
+        DataError: a value is missing without `fill`, is not finite, or would be rounded; names row and remedy.
+
+    Blocks until done, without the GIL. Thread-safe.
     """
-    raw = raw_numbers(feature, column)
-    fitted = feature.fitted
-    fill = fitted.mean if feature.fill == "mean" and fitted is not None else feature.fill
-    values, missing = raw
+    columns = [
+        (
+            _direct(raw.values),
+            raw.missing,
+            feature.values,
+            _fill(feature),
+            feature.missing_indicator,
+            at,
+            _rules(feature),
+        )
+        for feature, raw, at in features
+    ]
+    if features_core.dense_columns(columns, matrix) < 0:
+        return
+    for feature, raw, _ in features:
+        _refuse(feature, raw)
+    raise AssertionError("dense_columns")
+
+
+def _direct(values: NDArray[Any]) -> NDArray[Any]:
+    """Returns numbers in a form that the core reads."""
+    return native(values, values.dtype.char if values.dtype.char in "dfliq" else "d")
+
+
+def _fill(feature: DenseFeature) -> float | None:
+    if feature.fill != "mean":
+        return feature.fill
+    assert feature.fitted is not None
+    return feature.fitted.mean
+
+
+def _refuse(feature: DenseFeature, raw: RawNumbers) -> None:
+    """Raises DataError at the first value of a feature that is refused."""
+    values, missing = raw_numbers_of(feature, raw)
     if missing is not None:
+        fill = _fill(feature)
         if fill is None:
             row = int(missing.argmax())
             raise DataError(
@@ -96,13 +134,8 @@ def dense_values(feature: DenseFeature, column: Any) -> Floats:
                 row=row,
             )
         values[missing] = fill
-    result = np.empty((len(values), feature.width), np.float32)
     with np.errstate(over="ignore"):
-        result[:, : feature.values] = transformed(feature, values)
-    if feature.missing_indicator:
-        result[:, -1] = 0 if missing is None else missing
-    _check_result(feature, result)
-    return result
+        _check_result(feature, transformed(feature, values).astype(np.float32))
 
 
 def transformed(feature: DenseFeature, values: NDArray[np.float64], *, scale: bool = True) -> NDArray[np.float64]:
@@ -110,7 +143,7 @@ def transformed(feature: DenseFeature, values: NDArray[np.float64], *, scale: bo
 
     Args:
         feature: the feature.
-        values: float64 `[batch, values]`, without missing ones.
+        values: float64 `[batch, values]`, contiguous, without missing ones.
         scale: whether to apply `scale`, too, which fitting does not.
 
     Raises:
@@ -118,24 +151,25 @@ def transformed(feature: DenseFeature, values: NDArray[np.float64], *, scale: bo
     """
     if not np.isfinite(values).all():
         _check_rows(feature.name, values)
-    if feature.clip is not None:
-        np.clip(values, *feature.clip, out=values)
-    if feature.log:
-        magnitude = np.abs(values)
-        np.copysign(np.log1p(magnitude, out=magnitude), values, out=values)
-    if not scale:
-        return values
+    features_core.transform(_rules(feature, scale=scale), values)
+    if scale and feature.scale is None and not feature.log:
+        _refuse_rounding(feature, values)
+    return values
+
+
+def _rules(feature: DenseFeature, *, scale: bool = True) -> tuple[Any, ...]:
+    """Returns the rules after `fill` as the core takes them."""
+    if not scale or feature.scale is None:
+        return feature.clip, feature.log, None
     if feature.scale == "quantile":
         assert feature.fitted is not None
-        values = _ranks(values, np.array(feature.fitted.quantiles))
-    elif feature.scale is not None:
-        centre, width = _centre_and_width(feature)
-        values -= centre
-        values /= width
-    elif not feature.log:
-        _refuse_rounding(feature, values)
-    values += 0.0  # -0.0 becomes 0.0.
-    return values
+        return feature.clip, feature.log, _array(feature.fitted.quantiles)
+    return feature.clip, feature.log, _centre_and_width(feature)
+
+
+@functools.lru_cache(maxsize=1024)
+def _array(quantiles: tuple[float, ...]) -> NDArray[np.float64]:
+    return np.array(quantiles, np.float64)
 
 
 def _centre_and_width(feature: DenseFeature) -> tuple[float, float]:
@@ -146,27 +180,6 @@ def _centre_and_width(feature: DenseFeature) -> tuple[float, float]:
     assert fitted.centre is not None
     assert fitted.width is not None
     return fitted.centre, fitted.width
-
-
-def _ranks(values: NDArray[np.float64], quantiles: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the ranks of values, from 0 to 1, by linear interpolation between quantiles of equally distant ranks.
-
-    The first and the last quantile, and values beyond, are 0 and 1; another value that several quantiles equal has the
-    mean of their ranks. So scikit-learn's QuantileTransformer maps them, too.
-    """
-    last = len(quantiles) - 1
-    values = np.clip(values, quantiles[0], quantiles[-1])
-    above = np.maximum(np.searchsorted(quantiles, values, "left"), 1)
-    low, high = quantiles[above - 1], quantiles[above]
-    width = high - low
-    ranks = (above - 1) + np.divide(values - low, width, out=np.zeros_like(values), where=width > 0)
-    if (quantiles[1:] == quantiles[:-1]).any():
-        last_equal = np.searchsorted(quantiles, quantiles, "right") - 1
-        ranks = np.where(values == high, (above + last_equal[above]) / 2, ranks)
-    ranks[values == quantiles[-1]] = last
-    ranks[values == quantiles[0]] = 0
-    result: NDArray[np.float64] = ranks / last
-    return result
 
 
 def _may_round(numbers: NDArray[Any]) -> bool:
@@ -215,7 +228,7 @@ def _check_result(feature: DenseFeature, values: Floats) -> None:
         )
 
 
-def _check_rows(name: str, values: NDArray[np.float64]) -> None:
+def _check_rows(name: str, values: NDArray[Any]) -> None:
     for column in values.T:
         check_finite(name, column, "Dense feature")
 
@@ -223,17 +236,44 @@ def _check_rows(name: str, values: NDArray[np.float64]) -> None:
 # --- numbers of any form ----------------------------------------------------------------------------------------
 
 
-def raw_numbers(feature: DenseFeature, column: Any) -> RawNumbers:
-    """The numbers of a feature before its rules; NaN and the markers of `text_numbers` are missing.
+def read_numbers(feature: DenseFeature, column: Any, shared: SharedNumbers | None = None) -> RawNumbers:
+    """The numbers of a feature in the type of the column, which they may share memory with.
+
+    Args:
+        feature: the feature.
+        column: a column of any kind.
+        shared: numbers of columns of texts that were converted for other features.
+
+    Returns:
+        values `[batch]`, or `[batch, values]` for a vector; NaN is missing, too, if it is `[batch]`.
 
     Raises:
         DataError: a value is not a number, or a sample has another number of values than the feature.
     """
     if feature.size != 1:
         return _vectors(feature, column)
-    array, missing = numbers_and_missing(feature.name, column)
-    values = np.array(array, np.float64).reshape(-1, 1)
-    if array.dtype.kind == "f":
+    found = None if shared is None else shared.get(feature.name)
+    if found is not None:
+        return RawNumbers(found[0], None)  # Missing numbers of texts are NaN.
+    return RawNumbers(*numbers_and_missing(feature.name, column))
+
+
+def raw_numbers(feature: DenseFeature, column: Any, shared: SharedNumbers | None = None) -> RawNumbers:
+    """The numbers of a feature before its rules; NaN and the markers of `text_numbers` are missing.
+
+    Returns:
+        values, float64 `[batch, values]`, an array of the caller's own.
+
+    Raises:
+        DataError: a value is not a number, or a sample has another number of values than the feature.
+    """
+    return raw_numbers_of(feature, read_numbers(feature, column, shared))
+
+
+def raw_numbers_of(feature: DenseFeature, raw: RawNumbers) -> RawNumbers:
+    """Converts the result of `read_numbers` to that of `raw_numbers`."""
+    values, missing = np.array(raw.values, np.float64).reshape(-1, feature.values), raw.missing
+    if feature.size == 1 and raw.values.dtype.kind == "f":
         nan = np.isnan(values[:, 0])
         missing = nan if missing is None else missing | nan
     return RawNumbers(values, missing if missing is not None and missing.any() else None)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,21 +20,25 @@ from persia.batching.frames import from_frame, is_arrow
 from persia.batching.id_column import IdColumn
 from persia.batching.id_columns import id_column
 from persia.batching.ids import flattened, offsets_of_present, row_of
-from persia.batching.numbers import as_array, is_pair
-from persia.batching.texts import TextBuffers, decimal_doubles, text_numbers, text_times, text_words
+from persia.batching.native import features_core, native
+from persia.batching.numbers import SharedNumbers, as_array, is_pair
+from persia.batching.texts import TextBuffers, decimal_doubles, split_ids, text_numbers, text_times, text_words
 from persia.batching.time_parts import LEAST_SECOND, MOST_SECOND, time_parts
 from persia.batching.validation import check_offsets
 from persia.errors import DataError
 from persia.schema import Buckets, IdFeature, TimePart, Tokens
 from persia.types import BoolArray, Ids, Int64Array
 
-__all__ = ["derived_ids", "filled", "split_count", "split_texts"]
+__all__ = ["SharedColumns", "derived_ids", "filled", "split_count", "split_texts"]
 
 _PER_SECOND = {"s": 1, "ms": 1000, "us": 1_000_000, "ns": 1_000_000_000}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND = timedelta(seconds=1)
 _EXACT = 1 << 53
 """Below it float64 represents every whole number."""
+
+
+_Times: TypeAlias = tuple[Int64Array, BoolArray]
 
 
 class Raw(NamedTuple):
@@ -51,17 +55,38 @@ class Raw(NamedTuple):
     offsets: Int64Array | None
 
 
-def derived_ids(feature: IdFeature, column: Any) -> tuple[Any, IdColumn]:
+class SharedColumns:
+    """Conversions of the columns of one batch that several features read, by column.
+
+    Attributes:
+        numbers: numbers of arrow columns of texts, for non-ID-type features, too.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: SharedNumbers = {}
+        self.raw: dict[str, Raw] = {}
+        self.seconds: dict[tuple[str, int], _Times] = {}
+
+
+def derived_ids(
+    feature: IdFeature, column: Any, *, lists: bool = True, shared: SharedColumns | None = None
+) -> tuple[Any, IdColumn]:
     """Returns the column after `split`, and the ids of a feature with `bucketize`, `time`, `tokens` or `split`.
 
     Args:
         feature: the feature; `fill` is not applied.
         column: column of any kind, see `Batch.from_columns`.
+        lists: whether the caller needs the column after `split`; if not, the column may be returned unsplit.
+        shared: conversions for other features of the same columns; None if there are none.
 
     Raises:
         DataError: a value is not a number, a time or a text; names column, row and remedy.
     """
     if feature.split is not None:
+        column = from_frame(feature.name, column)
+        found = None if lists else _split_ids(feature, feature.split, column)
+        if found is not None:
+            return column, found
         column = split_texts(feature.name, column, feature.split)
         return column, id_column(feature.name, column, feature.kind)
     if isinstance(column, IdColumn):
@@ -69,17 +94,39 @@ def derived_ids(feature: IdFeature, column: Any) -> tuple[Any, IdColumn]:
             f"Column {feature.column!r} has ids, but feature {feature.name!r} derives its ids; give the raw values.",
             column=feature.column,
         )
-    raw = _raw(feature.column, column)
+    shared = shared or SharedColumns()
+    raw = shared.raw.get(feature.column)
+    if raw is None:
+        raw = shared.raw[feature.column] = _raw(feature.column, column)
     if feature.tokens is not None:
         return column, _words(feature, feature.tokens, raw)
     if feature.time is not None:
-        seconds, present = _seconds(feature, feature.time, raw)
-        ids = time_parts(seconds[present], feature.time.part, feature.time.zone)
+        key = feature.column, _PER_SECOND[feature.time.unit]
+        times = shared.seconds.get(key)
+        if times is None:
+            times = shared.seconds[key] = _seconds(feature, feature.time, raw)
+        seconds, present = times
+        complete = bool(present.all())
+        ids = time_parts(seconds if complete else seconds[present], feature.time.part, feature.time.zone)
     else:
         assert feature.bucketize is not None
-        numbers, present = _numbers(feature, raw)
-        ids = _buckets(feature, feature.bucketize, numbers, present, raw.offsets)
-    return column, IdColumn(ids, raw.offsets if present.all() else offsets_of_present(present, raw.offsets))
+        numbers, present = _shared_numbers(feature, raw, column, shared.numbers)
+        complete = bool(present.all())
+        ids = _buckets(feature, feature.bucketize, numbers, None if complete else present, raw.offsets)
+    return column, IdColumn(ids, raw.offsets if complete else offsets_of_present(present, raw.offsets))
+
+
+def _split_ids(feature: IdFeature, separator: str, column: Any) -> IdColumn | None:
+    """Returns the ids of the parts of texts without making the parts; None unless it is an arrow column of texts."""
+    if not is_arrow(column):
+        return None
+    from persia.batching.arrow_columns import arrow_texts
+
+    texts = arrow_texts(column)
+    if texts is None:
+        return None
+    ids, offsets, bad = split_ids(texts, separator, feature.kind)
+    return IdColumn(ids, offsets) if bad < 0 else None  # The slow way names the part.
 
 
 def filled(feature: IdFeature, column: IdColumn) -> IdColumn:
@@ -158,6 +205,25 @@ def _as_texts(values: Sequence[Any]) -> TextBuffers:
 _NUMBERS = "finite decimal numbers such as 1, -0.5 and 1e3 (bucketize)"
 
 
+def _shared_numbers(
+    feature: IdFeature, raw: Raw, column: Any, shared: SharedNumbers
+) -> tuple[NDArray[np.float64], BoolArray]:
+    """Returns `_numbers` of a column, which are converted once if it is an arrow column of texts."""
+    found = shared.get(feature.column)
+    if found is not None:
+        return found
+    numbers, present = _numbers(feature, raw)
+    # Non-ID-type features read decimals and lists in other ways.
+    if (
+        isinstance(raw.values, TextBuffers)
+        and raw.offsets is None
+        and is_arrow(column)
+        and "decimal" not in str(column.type)
+    ):
+        shared[feature.column] = numbers, present
+    return numbers, present
+
+
 def _numbers(feature: IdFeature, raw: Raw) -> tuple[NDArray[np.float64], BoolArray]:
     """Returns numbers as float64 `[n]`, and which of them are present.
 
@@ -181,10 +247,12 @@ def _numbers(feature: IdFeature, raw: Raw) -> tuple[NDArray[np.float64], BoolArr
         case "f", 2:
             numbers = np.array([float(str(value)) for value in values], np.float64)
         case (("f" | "i" | "u" | "b"), _):
-            numbers = values.astype(np.float64)
+            numbers = values.astype(np.float64, copy=False)
         case _:
             at = int(present.argmax()) if len(present) else 0
             raise _error(feature, values[at] if len(values) else values.dtype, at, raw.offsets, _NUMBERS)
+    if np.isfinite(numbers).all():
+        return numbers, present
     present = present & ~np.isnan(numbers)
     infinite = np.isinf(numbers) & present
     if infinite.any():
@@ -197,20 +265,21 @@ def _buckets(
     feature: IdFeature,
     buckets: Buckets,
     numbers: NDArray[np.float64],
-    present: BoolArray,
+    present: BoolArray | None,
     offsets: Int64Array | None,
 ) -> Ids:
-    """Returns the bucket of each number that is present."""
-    values = numbers[present]
+    """Returns the bucket of each number that is present; None if all are."""
+    values = numbers if present is None else numbers[present]
     if buckets.width is None:
         edges = buckets.fitted if buckets.edges is None else buckets.edges
         assert edges is not None, "Schema.check_fitted"
-        found: Ids = np.searchsorted(_edges(tuple(edges)), values, side="right").astype(np.uint64)
+        found: Ids = np.empty(len(values), np.uint64)
+        features_core.buckets(native(values, "d"), _edges(edges), found)
         return found
     floors = np.floor(values / buckets.width)
     large = ~(np.abs(floors) < _EXACT)
     if large.any():
-        at = int(np.flatnonzero(present)[large.argmax()])
+        at = int(large.argmax()) if present is None else int(np.flatnonzero(present)[large.argmax()])
         takes = f"numbers below 2**53 times the width of its buckets, {buckets.width:g}"
         raise _error(feature, float(numbers[at]), at, offsets, takes)
     whole = floors.astype(np.int64)
@@ -225,7 +294,7 @@ def _edges(edges: tuple[float, ...]) -> NDArray[np.float64]:
 # --- times ------------------------------------------------------------------------------------------------------
 
 
-def _seconds(feature: IdFeature, part: TimePart, raw: Raw) -> tuple[Int64Array, BoolArray]:
+def _seconds(feature: IdFeature, part: TimePart, raw: Raw) -> _Times:
     """Returns whole seconds since 1970 in UTC, rounded down, int64 `[n]`, and which of them are present."""
     values, present = raw.values, _present(raw)
     takes = (

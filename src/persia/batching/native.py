@@ -10,15 +10,33 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from persia.errors import DataError
 from persia.types import Floats, Ids
 
-__all__ = ["RowSums", "Scratch", "ThreadPool", "as_data_error", "borrow", "core", "default_threads"]
+__all__ = [
+    "RowSums",
+    "Scratch",
+    "ThreadPool",
+    "as_data_error",
+    "borrow",
+    "core",
+    "default_threads",
+    "features_core",
+    "native",
+]
 
 _module: Any = importlib.import_module("persia._core")
 
 core: Any = _module.batch
 """The functions of `bindings/batch.cpp`. They never convert an array: a wrong dtype or shape is a ValueError."""
+
+features_core: Any = _module.features
+"""The functions of `bindings/features.cpp`, which are as strict."""
+
+_DTYPES = {char: np.dtype(char) for char in "dfliqLQ"}
 
 if TYPE_CHECKING:
 
@@ -70,6 +88,20 @@ else:
     RowSums = _module.RowSums
     ThreadPool = _module.ThreadPool
     Scratch = core.Scratch
+
+
+def native(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Returns an array as the core takes it: contiguous, aligned, of a type in the order of bytes of this machine.
+
+    Args:
+        values: array of any kind.
+        dtype: the type, as a character of numpy.
+    """
+    expected = _DTYPES[dtype]
+    if values.dtype is expected and values.flags.c_contiguous and values.flags.aligned:
+        return values
+    # A view, since a copy in the same order of bytes keeps an order that is written in the type, as that of msgpack.
+    return np.require(values, expected, ("C", "A")).view(expected)
 
 
 def default_threads() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,18 @@ from persia.batching.texts import TextBuffers, numbers_of_texts
 from persia.errors import DataError
 from persia.types import BoolArray, Floats
 
-__all__ = ["as_array", "float_column", "is_pair", "list_numbers", "number_column", "numbers_and_missing"]
+__all__ = [
+    "SharedNumbers",
+    "as_array",
+    "float_column",
+    "is_pair",
+    "list_numbers",
+    "number_column",
+    "numbers_and_missing",
+]
 
+SharedNumbers: TypeAlias = dict[str, tuple[NDArray[np.float64], BoolArray]]
+"""By column: numbers `[batch]` of texts, and whether each is present."""
 _NUMBERS = frozenset({int, float, bool})
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.batching.native import as_data_error, core
+from persia.batching.native import as_data_error, core, native
 from persia.errors import DataError
 from persia.schema import IdKind
 from persia.types import BoolArray, Ids, Int32Array, Int64Array
@@ -23,6 +23,7 @@ __all__ = [
     "TextTimes",
     "decimal_doubles",
     "numbers_of_texts",
+    "split_ids",
     "text_ids",
     "text_numbers",
     "text_times",
@@ -162,6 +163,29 @@ def text_ids(texts: TextBuffers, kind: IdKind = "auto") -> TextIds:
     return TextIds(ids, present.view(np.bool_), bad)
 
 
+def split_ids(texts: TextBuffers, separator: str, kind: IdKind = "auto") -> tuple[Ids, Int64Array, int]:
+    """The ids of the parts of texts; see `text_ids`. An empty part has no id, neither has a null.
+
+    Args:
+        texts: `[n]`.
+        separator: what separates the parts, which is not empty.
+        kind: see `IdFeature`.
+
+    Returns:
+        ids, uint64 `[m]`; offsets, int64 `[n + 1]`; and the position of the first text with a part that is not an id,
+        or -1; the arrays are only set up to it.
+
+    Raises:
+        DataError: dtypes, offsets or the bitmap are invalid.
+
+    Blocks until done, without the GIL. Thread-safe.
+    """
+    count = _checked(texts)
+    with as_data_error:
+        ids, offsets, bad = core.split_ids(*_arguments(texts), count, _KINDS[kind], separator)
+    return ids, offsets, bad
+
+
 def text_numbers(texts: TextBuffers) -> TextNumbers:
     r"""The numbers in texts: decimal, with an optional exponent; "true" and "false" (also True, TRUE, ...) are 1 and 0.
 
@@ -234,7 +258,7 @@ def text_words(texts: TextBuffers, lengths: Sequence[int], *, lower: bool) -> tu
 def decimal_doubles(floats: NDArray[np.float32]) -> NDArray[np.float64]:
     """Converts float32 `[n]` to the float64 nearest to their shortest decimal texts: 0.1 stays 0.1."""
     doubles = np.empty(len(floats), np.float64)
-    core.decimal_doubles(np.ascontiguousarray(floats), doubles)
+    core.decimal_doubles(native(floats, "f"), doubles)
     return doubles
 
 

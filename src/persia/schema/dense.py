@@ -39,6 +39,8 @@ class DenseStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     rows: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.quantiles, list):
+            msgspec.structs.force_setattr(self, "quantiles", tuple(self.quantiles))
         for name in ("mean", "centre", "width"):
             if getattr(self, name) is not None:
                 check_number(f"DenseStatistics.{name}", getattr(self, name), -math.inf)

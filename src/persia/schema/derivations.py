@@ -42,6 +42,9 @@ class Buckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     def __post_init__(self) -> None:
         plain_fields(self)
         check_name("Buckets.column", self.column)
+        for field in ("edges", "fitted"):
+            if isinstance(getattr(self, field), list):
+                msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
         given = [name for name in ("edges", "quantiles", "width") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from persia.schema import DenseFeature, Label
 
-__all__ = ["dense_row", "label_value"]
+__all__ = ["dense_row", "label_value", "log1p"]
+
+_HALF_ROOT = float.fromhex("0x1.6a09ep-1")
+_LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+_LG = (
+    6.666666666666735130e-01, 3.999999999940941908e-01, 2.857142874366239149e-01, 2.222219843214978396e-01,
+    1.818357216161805012e-01, 1.531383769920937332e-01, 1.479819860511658591e-01,
+)  # fmt: skip
 
 
 def dense_row(feature: str | DenseFeature, value: Any) -> list[np.float32]:
@@ -35,7 +43,7 @@ def _transformed(feature: DenseFeature, x: np.float64) -> np.float64:
         low, high = feature.clip
         x = np.float64(min(max(x, low), high))
     if feature.log:
-        x = np.log1p(x) if x >= 0 else -np.log1p(-x)
+        x = np.float64(math.copysign(log1p(abs(float(x))), x))
     if isinstance(feature.scale, tuple):
         centre, width = feature.scale
         x = (x - centre) / width
@@ -46,6 +54,27 @@ def _transformed(feature: DenseFeature, x: np.float64) -> np.float64:
         assert feature.fitted is not None
         x = _rank(list(feature.fitted.quantiles), x)
     return x + 0.0
+
+
+def log1p(x: float) -> float:
+    """log(1 + x) for x >= 0, as fdlibm (s_log1p.c) computes it; `math.log1p` differs in the last digit by system.
+
+    1 + x is 2**k * (1 + f), and log(1 + f) is a polynomial in f / (2 + f), see there. Python, too, rounds each step.
+    """
+    total = 1.0 + x
+    mantissa, k = math.frexp(total)
+    if mantissa < _HALF_ROOT:
+        mantissa, k = 2 * mantissa, k - 1
+    if k == 0:
+        f, correction = x, 0.0
+    else:  # What 1 + x has lost by rounding.
+        f, correction = mantissa - 1.0, ((1.0 - (total - x)) if k >= 2 else (x - (total - 1.0))) / total
+    half, s = 0.5 * f * f, f / (2.0 + f)
+    z = s * s
+    w = z * z
+    even = w * (_LG[1] + w * (_LG[3] + w * _LG[5]))
+    odd = z * (_LG[0] + w * (_LG[2] + w * (_LG[4] + w * _LG[6])))
+    return s * (half + (odd + even)) + (k * _LN2_LOW + correction) - half + f + k * _LN2_HIGH
 
 
 def _rank(quantiles: list[float], x: np.float64) -> np.float64:
