@@ -39,8 +39,6 @@ class DenseStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     rows: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.quantiles, list):
-            msgspec.structs.force_setattr(self, "quantiles", tuple(self.quantiles))
         for name in ("mean", "centre", "width"):
             if getattr(self, name) is not None:
                 check_number(f"DenseStatistics.{name}", getattr(self, name), -math.inf)
@@ -49,6 +47,7 @@ class DenseStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 f"Invalid DenseStatistics.width = {self.width!r}; expected a positive number.", field="width"
             )
         check_rising("DenseStatistics.quantiles", self.quantiles, equal=True)
+        msgspec.structs.force_setattr(self, "quantiles", tuple(self.quantiles))  # Of a list.
         if len(self.quantiles) == 1:
             raise ConfigError("DenseStatistics.quantiles has one value; give two or more, or none.", field="quantiles")
 

@@ -42,9 +42,6 @@ class Buckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     def __post_init__(self) -> None:
         plain_fields(self)
         check_name("Buckets.column", self.column)
-        for field in ("edges", "fitted"):
-            if isinstance(getattr(self, field), list):
-                msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
         given = [name for name in ("edges", "quantiles", "width") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(
@@ -56,12 +53,14 @@ class Buckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
             if not self.edges:
                 raise ConfigError(f"Buckets({self.column!r}).edges has no numbers; give at least one.", field="edges")
             check_rising(f"Buckets({self.column!r}).edges", self.edges)
+            msgspec.structs.force_setattr(self, "edges", tuple(self.edges))  # Of a list.
         if self.quantiles is not None:
             check_integer(f"Buckets({self.column!r}).quantiles", self.quantiles, 2, MAX_BUCKETS)
         if self.width is not None:
             check_number(f"Buckets({self.column!r}).width", self.width, 0, open_low=True)
         if self.fitted is not None:
             check_rising(f"Buckets({self.column!r}).fitted", self.fitted)
+            msgspec.structs.force_setattr(self, "fitted", tuple(self.fitted))
 
     @property
     def needs_fit(self) -> bool:
