@@ -97,10 +97,11 @@ def refuse_duplicates(names: list[str], owner: str) -> None:
 def _library(thing: Any) -> str:
     """The library that defines the class of `thing` or one of its base classes."""
     kind: Any = type(thing)
-    return _library_of(kind)
+    name: str = _library_of(kind)
+    return name
 
 
 @functools.lru_cache(maxsize=1024)
 def _library_of(kind: Any) -> str:
-    roots = [cls.__module__.split(".")[0] for cls in kind.__mro__]
+    roots: list[str] = [cls.__module__.split(".")[0] for cls in kind.__mro__]
     return next((root for root in roots if root in ("pyarrow", "pandas", "polars")), roots[0])

@@ -139,7 +139,8 @@ def check_labels(label: Label, values: Any) -> None:
     """Raises DataError unless the values [batch] of a label are of its kind. NaN is a missing value."""
     name = label.name
     missing = np.isnan(values)
-    if missing.any() and label.missing == "error":
+    complete = not missing.any()
+    if not complete and label.missing == "error":
         row = int(missing.argmax())
         raise DataError(
             f"Label {name!r} is nan at row {row}, a missing value; leave the row out, or declare the label with "
@@ -147,7 +148,8 @@ def check_labels(label: Label, values: Any) -> None:
             column=name,
             row=row,
         )
-    values = np.where(missing, np.float32(0), values)
+    if not complete:
+        values = np.where(missing, np.float32(0), values)
     check_finite(name, values, "Label")
     match label.kind:
         case "binary":
