@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 import persia
+from persia.batching.numerals import Numerals
 from persia.data.column_values import times_of_text
-from persia.data.numerals import Numerals
 from persia.errors import ConfigError, DataError
 
 

@@ -1,4 +1,4 @@
-"""Applies a reader's rules for missing values and lists to columns of any kind, from files and from requests."""
+"""Applies a reader's rules to columns of files and requests: for missing values, lists, and how numbers are written."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from persia.batching.derived_ids import split_texts
 from persia.batching.frames import as_mapping, from_frame, is_arrow
 from persia.batching.id_column import IdColumn
 from persia.batching.numbers import as_array, is_pair, number_column
+from persia.batching.numerals import with_plain_numbers
 from persia.schema import NO_RULES, InputRules
 
 __all__ = ["apply_rules"]
 
 
 def apply_rules(rules: InputRules, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns columns for `Batch.from_columns` with missing values filled in, and texts split into lists.
+    """Returns columns for `Batch.from_columns` with missing values filled in, texts split, and numbers written plainly.
 
     Columns that are already lists or ids are unchanged, except for missing numbers.
 
@@ -26,7 +27,7 @@ def apply_rules(rules: InputRules, columns: Mapping[str, Any]) -> Mapping[str, A
         columns: as for `Batch.from_columns`.
 
     Raises:
-        DataError: a column to fill in has a value that is not a number.
+        DataError: a column to fill in has a value that is not a number, or a percentage has no sign.
     """
     columns = as_mapping(columns)
     if rules == NO_RULES:
@@ -36,6 +37,9 @@ def apply_rules(rules: InputRules, columns: Mapping[str, Any]) -> Mapping[str, A
         nulls = _Nulls(rules.null_values)
         for name, column in columns.items():
             result[name] = nulls.removed(name, from_frame(name, column))
+    for name, written in rules.numbers.items():
+        if name in result:
+            result[name] = with_plain_numbers(name, from_frame(name, result[name]), written)
     for name, separator in rules.lists.items():
         if name in result:
             result[name] = split_texts(name, result[name], separator)

@@ -52,7 +52,8 @@ def fitted_run(run: RunConfig, resume: str | None = None, *, step: StepChoice = 
     names = run.schema.needs_fit
     if not names:
         return run
-    say(f"Fitting the rules of {len(names)} features to {run.data.path}", error=True)
+    features = "1 feature" if len(names) == 1 else f"{len(names)} features"
+    say(f"Fitting the rules of {features} to {run.data.path}", error=True)
     schema = fit_features(run.schema, run.reader(), run.train.fit_rows)
     out.print_fitted([each for each in fitted_values(schema) if each.feature in names])
     return run.of_schema(schema)

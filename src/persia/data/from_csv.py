@@ -11,15 +11,15 @@ from typing import IO, Any, ClassVar, Unpack
 import msgspec
 
 from persia.batching.batch import Batch
+from persia.batching.numerals import Numerals
 from persia.data.csv_batches import csv_batches
 from persia.data.file_source import FileSource
 from persia.data.files import File, Paths, expand
-from persia.data.numerals import Numerals
 from persia.data.reader import StreamReader
 from persia.data.row_options import ReaderOptions, conversion_of, order_of, with_options
 from persia.data.rows import Conversion, Piece, present_columns
 from persia.errors import ConfigError, DataError
-from persia.schema import InputRules, Schema
+from persia.schema import InputRules, Schema, WrittenNumbers
 
 __all__ = ["CSV_SUFFIXES", "CsvFormat", "CsvSource", "csv"]
 
@@ -167,8 +167,25 @@ class CsvSource(FileSource):
 
     @property
     def input_rules(self) -> InputRules:
-        """See `Conversion.input_rules`; adds the texts that mean a missing value."""
-        return msgspec.structs.replace(self.conversion.input_rules, null_values=self.format.null_values)
+        """See `Conversion.input_rules`; adds the texts that mean a missing value, and how numbers are written."""
+        return msgspec.structs.replace(
+            self.conversion.input_rules, null_values=self.format.null_values, numbers=self._written_numbers()
+        )
+
+    def _written_numbers(self) -> dict[str, WrittenNumbers]:
+        """Returns how the numbers of features are written, by column of the schema."""
+        form, conversion = self.format, self.conversion
+        if form.numerals.plain and not form.units:
+            return {}
+        columns, numbers = conversion.source_columns, set(conversion.number_columns)
+        read = {name: columns[name] for name in conversion.schema.feature_columns if columns[name] in numbers}
+        of = {
+            name: WrittenNumbers(
+                decimal=form.numerals.decimal, thousands=form.numerals.thousands, unit=form.units.get(column, "")
+            )
+            for name, column in read.items()
+        }
+        return {name: written for name, written in of.items() if written != WrittenNumbers()}
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Skipped rows are parsed but not converted."""
@@ -247,9 +264,7 @@ class CsvSource(FileSource):
 
     def _check_percent(self, file: File, row: int, name: str, column: Any) -> None:
         """Raises DataError if a number has no %."""
-        import pyarrow.compute as pc
-
-        at = int(pc.index(pc.match_substring_regex(column, self.format.numerals.pattern), True).as_py())
+        at = self.format.numerals.bare_row(column)
         if at >= 0:
             value = column[at].as_py().decode(errors="replace")
             raise DataError(

@@ -10,7 +10,7 @@ from persia.schema.derivations import Buckets, TimePart, Tokens
 from persia.schema.dims import dims_by_frequency
 from persia.schema.features import IdFeature, IdKind, Pooling, Schema
 from persia.schema.fitted import FittedValue, fitted_values, with_values_of, without_values
-from persia.schema.input_rules import NO_RULES, InputRules, input_rules_of
+from persia.schema.input_rules import NO_RULES, InputRules, WrittenNumbers, input_rules_of
 from persia.schema.labels import Label
 from persia.schema.losses import (
     BPR,
@@ -105,6 +105,7 @@ __all__ = [
     "Tokens",
     "Tweedie",
     "Uniform",
+    "WrittenNumbers",
     "Zeros",
     "dims_by_frequency",
     "fitted_values",

@@ -6,10 +6,30 @@ import math
 
 import msgspec
 
-from persia.checks import check_kind, check_number
+from persia.checks import check_choice, check_kind, check_number
 from persia.errors import ConfigError
 
-__all__ = ["NO_RULES", "InputRules", "input_rules_of"]
+__all__ = ["NO_RULES", "InputRules", "WrittenNumbers", "input_rules_of"]
+
+
+class WrittenNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """How the numbers of a column are written in texts.
+
+    Args:
+        decimal: "." or ",", before the fraction.
+        thousands: separator of groups of three digits; empty if there is none.
+        unit: text before or after each number, which is removed; empty if there is none. With "%", a text without it
+            is an error, as it may be a fraction.
+    """
+
+    decimal: str = "."
+    thousands: str = ""
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        check_choice("WrittenNumbers.decimal", self.decimal, (".", ","))
+        check_choice("WrittenNumbers.thousands", self.thousands, ("", ".", ",", "'", "_", " "))
+        check_kind("WrittenNumbers.unit", self.unit, str, "a string")
 
 
 class InputRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -20,6 +40,7 @@ class InputRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         lists: separator of the ids within a string, by ID-type feature.
         null_values: strings that mean a missing value in all columns, in addition to the empty string. The numbers
             that these strings denote are missing values, too.
+        numbers: how numbers are written in texts, by column, if not as Python writes them: $12.30, 1.234,50 or 17 %.
 
     Raises:
         ConfigError: a number is not finite, or a string is empty.
@@ -28,6 +49,7 @@ class InputRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     fill: dict[str, float] = {}
     lists: dict[str, str] = {}
     null_values: tuple[str, ...] = ()
+    numbers: dict[str, WrittenNumbers] = {}
 
     def __post_init__(self) -> None:
         for name, value in self.fill.items():

@@ -13,16 +13,29 @@ from persia.errors import ConfigError, DataError
 from persia.printable import printable, say
 
 if TYPE_CHECKING:
-    from persia.cli.init.columns import ColumnGuess, ColumnValues
-    from persia.cli.init.guess import Guess, LabelGuess
+    from persia.batching.numerals import Numerals
+    from persia.cli.init.guess import Guess
+    from persia.cli.init.labels import LabelGuess
     from persia.cli.init.sample import Sample
-    from persia.data.numerals import Numerals
+    from persia.cli.init.values import ColumnGuess, ColumnValues
 
 __all__ = ["init"]
 
 _FITTED_ROWS = 65_536
 """Rows that rules are fitted to here, for batches whose labels are looked at."""
 _TRIED_BATCHES = 100
+_USES = {
+    "id": "id",
+    "list": "list",
+    "text": "words",
+    "number": "number",
+    "time": "time",
+    "weights": "weights of a list",
+    "sample_weight": "weight of samples",
+    "group": "group",
+    "unused": "left out",
+}
+"""Names of uses in the table, by role, in its order."""
 
 
 def init(
@@ -38,16 +51,17 @@ def init(
 ) -> None:
     """Write a configuration, a model and a program that train on your data.
 
-    Guesses from the first rows which column is the label, and which are ids, numbers, lists and times. Asks on a
-    terminal where it is unsure. Then `persia train DIR/config.toml` and `python DIR/train.py` train as they are.
+    Guesses from the first rows which column is the label and of which kind, and by which rules the others enter the
+    model: numbers, ids, lists, texts, times and weights. Asks on a terminal where it is unsure. Then
+    `persia train DIR/config.toml` and `python DIR/train.py` train as they are.
 
         persia init clicks.parquet --label clicked
     """
-    from persia.cli.init.columns import plain_values
     from persia.cli.init.files import FILES, write_files
-    from persia.cli.init.guess import described, label_from
     from persia.cli.init.guess import guess as guess_columns
+    from persia.cli.init.labels import described, label_from
     from persia.cli.init.sample import read_sample
+    from persia.cli.init.values import plain_values
 
     folder = Path(out or f"{_stem(data)}_model").resolve()
     present = [name for name in FILES if (folder / name).exists()]
@@ -67,8 +81,11 @@ def init(
         chosen = label_from(sample, label, values[label])
     else:
         chosen = _choose_label(sample, values, yes)
+    asks = sys.stdin.isatty() and not yes
+    if asks:
+        chosen = _ask_kind(sample, chosen, values)
     guess = guess_columns(sample, chosen, values)
-    if sys.stdin.isatty() and not yes:
+    if asks:
         guess = guess._replace(columns=[_ask(column) for column in guess.columns])
     texts = _working(guess, folder)
     write_files(folder, texts)
@@ -89,7 +106,7 @@ def _choose_label(sample: Sample, values: dict[str, ColumnValues], yes: bool) ->
         ConfigError: several columns are likely, and the user cannot be asked.
         DataError: no column is likely, and the user cannot be asked.
     """
-    from persia.cli.init.guess import guess_label, label_from
+    from persia.cli.init.labels import guess_label, label_from
 
     asks = sys.stdin.isatty() and not yes
     candidates: list[LabelGuess] = []
@@ -126,9 +143,28 @@ def _choose_label(sample: Sample, values: dict[str, ColumnValues], yes: bool) ->
             say(error.message)
 
 
+def _ask_kind(sample: Sample, label: LabelGuess, values: dict[str, ColumnValues]) -> LabelGuess:
+    """Asks whether numbers of a label are values, or positive from one of them on."""
+    from persia.cli.init.labels import label_from
+
+    if not label.binary:
+        return label
+    question = printable(f"{label.column} has {label.reason}. Predict the value, or whether {label.binary}? value/rule")
+    while (answer := typer.prompt(question, default="value")) not in ("value", "rule"):
+        say("Answer value or rule.")
+    return label if answer == "value" else label_from(sample, label.column, values[label.column], "binary")
+
+
 def _ask(column: ColumnGuess) -> ColumnGuess:
-    """Asks whether whole numbers are ids, if that is not clear."""
-    if column.sure or column.role not in ("id", "number"):
+    """Asks how a column of numbers is used, if that is not clear."""
+    if column.sure:
+        return column
+    if column.role == "sample_weight":
+        question = printable(f"{column.column} has {column.reason}. Does it say how much each sample counts?")
+        if typer.confirm(question, default=True):
+            return column
+        return column._replace(role="number", reason="numbers, as you said")
+    if column.role not in ("id", "number"):
         return column
     question = f"{column.column} has {column.distinct:,} different {column.reason}. Is it an id or a number?"
     question = printable(question)
@@ -138,10 +174,10 @@ def _ask(column: ColumnGuess) -> ColumnGuess:
 
 
 def _working(guess: Guess, folder: Path) -> dict[str, str]:
-    """Returns files whose configuration reads both labels in the training and in the held-out rows.
+    """Returns files whose configuration reads different labels in the training and in the held-out rows.
 
     Raises:
-        DataError: the reader refuses the rows, or there are too few of one label.
+        DataError: the reader refuses the rows, or there are too few of one label, or of one class.
     """
     from persia.cli.init.files import file_texts
 
@@ -151,7 +187,7 @@ def _working(guess: Guess, folder: Path) -> dict[str, str]:
     ]
     for split in splits:
         texts = file_texts(guess._replace(split=split), folder)
-        if _reads_both_labels(texts["config.toml"]):
+        if _reads_several_labels(texts["config.toml"]):
             return texts
     raise DataError(
         f"{guess.sample.path}: {guess.label.column!r} is the same in too many rows to train on some and test on "
@@ -160,7 +196,8 @@ def _working(guess: Guess, folder: Path) -> dict[str, str]:
     )
 
 
-def _reads_both_labels(config: str) -> bool:
+def _reads_several_labels(config: str) -> bool:
+    """Whether the training and the held-out rows have positive and negative labels, or different values."""
     import itertools
     import tomllib
 
@@ -170,18 +207,18 @@ def _reads_both_labels(config: str) -> bool:
 
     run = convert(tomllib.loads(config), RunConfig, "config.toml")
     assert run.schema is not None
-    run = run.of_schema(fit_features(run.schema, run.reader(), _FITTED_ROWS))
+    schema = fit_features(run.schema, run.reader(), _FITTED_ROWS)
     assert run.eval_data is not None
     parts = []
     for section, name in ((run.data.in_order(), "data"), (run.eval_data, "eval_data")):
-        seen: set[bool] = set()
+        seen: set[float] = set()
         try:
-            for batch in itertools.islice(section.reader(run.schema, name), _TRIED_BATCHES):
-                seen |= set((batch.labels > 0.5).ravel().tolist())
+            for batch in itertools.islice(section.reader(schema, name), _TRIED_BATCHES):
+                seen |= set((batch.labels > 0.5 if schema.binary else batch.labels).ravel().tolist())
         except DataError as error:
             if "select no rows" not in error.message:
                 raise
-        parts.append(len(seen) == 2)
+        parts.append(len(seen) >= 2)
     return all(parts)
 
 
@@ -196,13 +233,13 @@ def _report(guess: Guess, config: str, folder: Path) -> None:
     split = tomllib.loads(config)["eval_data"]["options"]["split"]
     columns = ("column", "use", "because")
     table = Grid(*columns, text=columns, title=sample.path)
-    table.add_row(label.column, "label", label.reason)
-    order = {"id": 0, "list": 1, "number": 2, "time": 3, "unused": 4}
-    for column in sorted(guess.columns, key=lambda c: order[c.role]):
-        use = {"time": "split", "unused": "left out"}.get(column.role, column.role)
-        if column.role == "time" and split.get("column") != column.column:
-            use = "left out"
-        table.add_row(column.column, use, column.reason)
+    table.add_row(label.column, "label" if label.kind == "binary" else f"label, {label.kind}", label.reason)
+    for column in sorted(guess.columns, key=lambda c: list(_USES).index(c.role)):
+        use = _USES[column.role]
+        if column.role == "time":
+            uses = [*column.parts, *(["split"] if split.get("column") == column.column else [])]
+            use = ", ".join(uses) or "left out"
+        table.add_row(column.column, use, "; ".join(filter(None, (column.reason, *_rules(column)))))
     DataConsole().print(table)
     if sample.kind == "csv":
         lines = "the first line has the names" if sample.header else "no line of names"
@@ -210,7 +247,9 @@ def _report(guess: Guess, config: str, folder: Path) -> None:
         if sample.units:
             numbers += f" Amounts: {', '.join(f'{name} in {unit}' for name, unit in sample.units.items())}."
         say(f"Fields are separated by {sample.delimiter!r}; {lines}.{numbers}")
-    if "by" in split:
+    if split.get("by") == "hash":
+        say(f"Held out for testing: {split['test']:.0%} of the rows, by {split['column']}, so that groups stay whole.")
+    elif "by" in split:
         say(f"Held out for testing: the last tenth by {split['column']}, from {split['at']} on.")
     else:
         say(f"Held out for testing: {split['test']:.0%} of the rows, at random; `split` in config.toml says so.")
@@ -220,6 +259,14 @@ def _report(guess: Guess, config: str, folder: Path) -> None:
     say(f"  persia evaluate {config} --checkpoint {run} --step best")
     say(f"  persia predict {config} --checkpoint {run} --step best --data NEW_FILE --output predictions.csv")
     say(f"  python {program}\n")
+
+
+def _rules(column: ColumnGuess) -> list[str]:
+    """Returns the rules by which a number enters, for the table."""
+    if column.role != "number":
+        return []
+    missing = [f"{column.missing:.2g} missing, filled with the mean"] if column.missing else []
+    return [*missing, *(["skewed: logarithm"] if column.log else []), column.bucket_reason]
 
 
 def _written(numerals: Numerals) -> str:

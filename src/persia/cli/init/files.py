@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-from persia.cli.init.columns import ColumnGuess
-from persia.cli.init.guess import Guess, quoted_column
-from persia.schema.checks import MAX_NAME
+from persia.cli.init.guess import Guess
+from persia.cli.init.schema_text import reader_options, schema_names, schema_text
+from persia.cli.init.toml_text import toml_comment, toml_value
+from persia.cli.init.values import ColumnGuess
 
 __all__ = ["FILES", "file_texts", "write_files"]
 
@@ -22,9 +22,8 @@ _STEPS_OF_AN_EPOCH = 200
 _MAX_BATCH = 1024
 _TRAINED_ROWS = 300_000
 _MAX_EPOCHS = 10
+_FIT_ROWS = 1_000_000
 _PATIENCE = 2
-_SMALL_DIM, _DIM = 8, 16
-_FEW_IDS = 1_000
 
 _CONFIG = """\
 # Predicts `{label}` of {name}: `persia train {config}`.
@@ -49,11 +48,7 @@ batch_size = {batch_size}
 split = {{ part = "test", {split} }}
 
 [schema]
-labels = [{label_name}]{label_comment}
-dense_features = [{dense}]
-id_features = [
-{features}
-]
+{schema}
 {unused}
 [model]
 kind = "model:Model"  # The class Model in model.py.
@@ -67,7 +62,7 @@ kind = "adagrad"
 lr = 0.05
 
 [train]
-epochs = {epochs}{epochs_comment}
+epochs = {epochs}{epochs_comment}{fit_rows}
 
 [trainer]  # Stops early: scores the held-out rows after each pass, and keeps the best checkpoint next to the last.
 keep_best = {watched}{watched_comment}
@@ -93,24 +88,26 @@ CONFIG = tomllib.loads((HERE / "config.toml").read_text(encoding="utf-8"))
 SCHEMA = msgspec.convert(CONFIG["schema"], persia.Schema)
 
 
-def reader(section):
+def reader(section, schema):
     data = CONFIG[section]
-    return persia.data.{kind}(data["path"], SCHEMA, data["batch_size"], **data["options"])
+    return persia.data.{kind}(data["path"], schema, data["batch_size"], **data["options"])
 
 
 def main():
+    # Finds scales, means and edges of buckets in the training rows.
+    schema = persia.fit_features(SCHEMA, reader("data", SCHEMA), CONFIG["train"].get("fit_rows"))
     torch.manual_seed(0)
     output = HERE / "runs" / f"{{datetime.now():%Y-%m-%d_%H-%M-%S}}"
     trainer = persia.Trainer(
-        Model(SCHEMA),
-        SCHEMA,
+        Model(schema),
+        schema,
         optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
         embedding_optimizer=persia.optim.Adagrad(lr=0.05),
         options=msgspec.convert(CONFIG["trainer"] | {{"checkpoint_dir": str(output)}}, persia.TrainerOptions),
     )
-    result = trainer.fit(reader("data"), reader("eval_data"), epochs=CONFIG["train"]["epochs"])
+    result = trainer.fit(reader("data", schema), reader("eval_data", schema), epochs=CONFIG["train"]["epochs"])
     print(result)
-    print(f"AUC on held-out rows: {{result.evaluation.auc:.4f}}")
+    print("On held-out rows:", result.evaluation.summary())
     print(f"best: step {{result.best_step}}, {{result.watched}} {{result.best:.4f}}")
     print("saved in", output)
 
@@ -120,40 +117,23 @@ if __name__ == "__main__":
 '''
 
 _MODEL = '''\
-"""The network: DeepFM on embeddings{and_numbers}."""
+"""The network: DeepFM. Rules of features, such as scales, are in config.toml."""
 
-{import_torch}from torch import nn
+from torch import nn
 
 import persia
-{scales}
+
 
 class Model(nn.Module):
-    """Returns a logit for each sample."""
+    """Returns the logits of each sample."""
 
     def __init__(self, schema, hidden=(256, 128)):
         super().__init__()
-{buffer}        self.network = persia.nn.models.DeepFM(schema, hidden=hidden)
+        self.network = persia.nn.models.DeepFM(schema, hidden=hidden)
 
     def forward(self, dense, embeddings):
-{standardise}        return self.network(dense, embeddings)
+        return self.network(dense, embeddings)
 '''
-
-_SCALES = """
-# By number x: mean and deviation of sign(x) * log(1 + |x|){where}.
-SCALES = {{
-{entries}
-}}
-"""
-
-_BUFFER = """\
-        scales = torch.tensor([SCALES[name] for name in schema.dense_names]).reshape(-1, 2)
-        self.register_buffer("scales", scales)
-"""
-
-_STANDARDISE = """\
-        mean, deviation = self.scales.T
-        dense = (dense.sign() * dense.abs().log1p() - mean) / deviation
-"""
 
 
 def file_texts(guess: Guess, folder: Path) -> dict[str, str]:
@@ -164,48 +144,34 @@ def file_texts(guess: Guess, folder: Path) -> dict[str, str]:
         folder: directory that the files will be in.
     """
     sample = guess.sample
-    names = _schema_names(
-        [guess.label.column, *(c.column for c in guess.columns if c.role in ("id", "list", "number"))]
-    )
-    dense = [column for column in guess.columns if column.role == "number"]
+    names = schema_names(guess)
     remote = "://" in sample.path
     batch_size, epochs = _length(guess)
     watched, why = _watched(guess)
     split = guess.split if "by" in guess.split or sample.rows >= _SMALL_ROWS else {**guess.split, "test": 0.2}
     rows = f"its {sample.rows:,} rows" if sample.complete else f"the first {sample.rows:,} rows"
     config = _CONFIG.format(
-        label=_comment(names[guess.label.column]),
-        name=_comment(os.path.basename(sample.path.rstrip("/"))),
-        config=_comment(str(folder / "config.toml")),
+        label=toml_comment(names[guess.label.column]),
+        name=toml_comment(os.path.basename(sample.path.rstrip("/"))),
+        config=toml_comment(str(folder / "config.toml")),
         rows=rows,
         kind=sample.kind,
-        path=_toml(sample.path if remote else os.path.abspath(sample.path)),
+        path=toml_value(sample.path if remote else os.path.abspath(sample.path)),
         batch_size=batch_size,
-        options="\n".join(f"{key} = {_toml(value)}" for key, value in _options(guess, names).items()),
+        options="\n".join(f"{key} = {toml_value(value)}" for key, value in reader_options(guess, names).items()),
         order="" if guess.in_order else f"shuffle_rows = {_SHUFFLE_ROWS:_}\n",
-        split=_toml(split)[2:-2],
-        label_name=_toml(names[guess.label.column]),
-        label_comment=f"  # {_comment(guess.label.reason)}",
-        dense=_wrapped([_toml(names[column.column]) for column in dense]),
-        features="\n".join(_features(guess, names)),
+        split=toml_value(split)[2:-2],
+        schema=schema_text(guess, names),
         unused=_unused(guess, split),
         epochs=epochs,
         epochs_comment="  # At most: [trainer] ends training earlier." if epochs > _PATIENCE else "",
-        watched=_toml(watched),
+        fit_rows="" if sample.complete else f"\nfit_rows = {_FIT_ROWS:_}  # For scales and buckets.",
+        watched=toml_value(watched),
         watched_comment=f"  # {why}",
         patience=_PATIENCE,
     )
     config = re.sub(r"\n{3,}", "\n\n", config.replace("options]\n\n", "options]\n"))
-    where = "" if sample.complete else f", of the first {sample.rows:,} rows"
-    entries = "\n".join(f"    {_python(names[c.column])}: ({c.scale[0]:.4g}, {c.scale[1]:.4g})," for c in dense)
-    model = _MODEL.format(
-        and_numbers=" and standardised numbers" if dense else "",
-        import_torch="import torch\n" if dense else "",
-        scales=_SCALES.format(where=where, entries=entries) if dense else "",
-        buffer=_BUFFER if dense else "",
-        standardise=_STANDARDISE if dense else "",
-    )
-    return {"config.toml": config, "model.py": model, "train.py": _TRAIN.format(kind=sample.kind)}
+    return {"config.toml": config, "model.py": _MODEL, "train.py": _TRAIN.format(kind=sample.kind)}
 
 
 def write_files(folder: Path, texts: dict[str, str]) -> None:
@@ -242,7 +208,7 @@ def _length(guess: Guess) -> tuple[int, int]:
 
 def _watched(guess: Guess) -> tuple[str, str]:
     """Returns the metric of held-out rows that decides which state is the best, and why."""
-    kind = getattr(guess.label, "kind", "binary")
+    kind = guess.label.kind
     if kind == "binary":
         return "auc", "How well rows are ordered; log_loss where predictions are used as probabilities."
     if kind in ("regression", "count"):
@@ -250,129 +216,17 @@ def _watched(guess: Guess) -> tuple[str, str]:
     return "log_loss", "The label is a class; accuracy where only the first class counts."
 
 
-def _schema_names(columns: list[str]) -> dict[str, str]:
-    """Returns a valid and unique name for each column; unchanged where possible."""
-    names: dict[str, str] = {}
-    for number, column in enumerate(columns, 1):
-        name = (
-            re.sub(r"[/\0\n\r\t]", "_", column.strip()).encode()[: MAX_NAME - 4].decode(errors="ignore").strip()
-            or "unnamed"
-        )
-        names[column] = name if name not in names.values() else f"{name[: MAX_NAME // 8]}_{number}"
-    return names
-
-
-def _options(guess: Guess, names: dict[str, str]) -> dict[str, Any]:
-    """Returns the arguments of the reader, except arguments that select rows."""
-    sample, label = guess.sample, guess.label
-    used = [column for column in guess.columns if column.column in names]
-    options: dict[str, Any] = {}
-    if sample.kind == "csv":
-        if not sample.header:
-            options["column_names"] = list(sample.columns)
-        if sample.delimiter != ",":
-            options["delimiter"] = sample.delimiter
-        if sample.numerals.decimal != ".":
-            options["decimal"] = sample.numerals.decimal
-        if sample.numerals.thousands:
-            options["thousands"] = sample.numerals.thousands
-        units = {
-            names[c.column]: sample.units[c.column] for c in used if c.role == "number" and c.column in sample.units
-        }
-        if label.column in sample.units:
-            units[label.column if label.rule else names[label.column]] = sample.units[label.column]
-        if units:
-            options["units"] = units
-        lists = {names[column.column]: column.separator for column in used if column.separator}
-        if lists:
-            options["lists"] = lists
-        nulls = sorted({text for column in used for text in column.nulls})
-        if nulls:
-            options["null_values"] = nulls
-    if label.rule is not None:
-        options["labels"] = {names[label.column]: label.rule}
-    rename = {
-        name: column for column, name in names.items() if name != column and (column != label.column or not label.rule)
-    }
-    if rename:
-        options["rename"] = rename
-    numbers = [column for column in used if column.role == "number" and (column.missing or not sample.complete)]
-    if numbers:
-        options["fill"] = {names[column.column]: float(f"{column.fill:.4g}") for column in numbers}
-    if label.gaps:
-        options["where"] = f"{quoted_column(label.column)} is not None"
-    return options
-
-
-def _features(guess: Guess, names: dict[str, str]) -> list[str]:
-    tables = {column.column: column for column in guess.columns}
-    lines = []
-    for column in guess.columns:
-        if column.role not in ("id", "list"):
-            continue
-        owner = tables[column.table] if column.table else column
-        shared = {other.table for other in guess.columns}
-        small = owner.role == "id" and owner.distinct <= _FEW_IDS and owner.column not in shared
-        fields: dict[str, Any] = {"name": names[column.column], "dim": _SMALL_DIM if small else _DIM}
-        if column.table:
-            fields["table"] = names[column.table]
-        if column.role == "list":
-            fields["pooling"] = "mean"
-        if column.max_length is not None:
-            fields["max_length"] = column.max_length
-        if column.text:
-            fields["kind"] = "text"
-        lines.append(f"  {_toml(fields)},  # {_comment(column.reason)}")
-    return lines
-
-
 def _unused(guess: Guess, split: dict[str, Any]) -> str:
     """Returns comments about the columns that are no features."""
-    columns = [column for column in guess.columns if column.role in ("unused", "time")]
+    columns = [column for column in guess.of_role("unused", "time") if not column.parts]
     by_time = [column for column in columns if column.column == split.get("column")]
     left_out = [column for column in columns if column not in by_time]
     lines = []
     for title, part in (("Used for the split by time, and no feature:", by_time), ("Left out:", left_out)):
         if part:
-            lines += [f"# {title}", *(f"#   {_comment(_unused_line(column))}" for column in part)]
+            lines += [f"# {title}", *(f"#   {toml_comment(_unused_line(column))}" for column in part)]
     return "\n".join([*lines, ""]) if lines else ""
 
 
 def _unused_line(column: ColumnGuess) -> str:
     return f"{column.column or '(no name)'}: {column.reason}"
-
-
-def _wrapped(items: list[str], width: int = 100) -> str:
-    """Joins items by commas; on several lines if they are long."""
-    line = ", ".join(items)
-    if len(line) <= width:
-        return line
-    lines = [""]
-    for item in items:
-        if len(lines[-1]) + len(item) > width:
-            lines.append("")
-        lines[-1] += f"{item}, "
-    return "\n" + "\n".join(f"  {line.rstrip()}" for line in lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + _wrapped([_toml(item) for item in value]) + "]"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
-
-
-def _python(text: str) -> str:
-    return _toml(text) if text.isprintable() else repr(text)
-
-
-def _comment(text: str) -> str:
-    """Converts a text to one line of printable characters, for a comment."""
-    return "".join(c if c.isprintable() else " " for c in text)

@@ -1,48 +1,28 @@
-"""Guesses label, features and held-out rows of a sample."""
+"""Guesses features, weights, groups and held-out rows of a sample."""
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from persia.cli.init.columns import ColumnGuess, ColumnValues, guess_column, words_of
+from persia.cli.init.columns import guess_column
+from persia.cli.init.labels import LABEL_NAMES, LabelGuess, label_targets
+from persia.cli.init.names import words_of
+from persia.cli.init.numbers import with_buckets
 from persia.cli.init.sample import Sample, read_column
+from persia.cli.init.values import ColumnGuess, ColumnValues
 from persia.data.column_values import times_of_text
 from persia.errors import DataError
 
-__all__ = ["Guess", "LabelGuess", "described", "guess", "guess_label", "label_from", "quoted_column"]
+__all__ = ["Guess", "guess"]
 
-_LABELS = {
-    "label", "labels", "target", "y", "click", "clicked", "is_click", "clk", "converted", "conversion", "purchase",
-    "purchased", "bought", "churn", "churned", "exited", "default", "survived", "outcome", "response", "like", "liked",
-    "install", "installed", "fraud", "is_fraud", "subscribed", "approved", "event", "positive",
-}  # fmt: skip
-_SCORES = {"rating", "ratings", "stars", "score", "grade"}
-_POSITIVE = {"yes", "y", "true", "t", "1", "click", "clicked", "positive", "pos", "good", "success", "churned"}
-_NEGATIVE = {"no", "n", "false", "f", "0", "negative", "neg", "bad", "failure"}
 _TEST = 0.1
-
-
-class LabelGuess(NamedTuple):
-    """The guessed label.
-
-    Attributes:
-        column: column of the file.
-        rule: expression that converts the column to 0 or 1; None if it has these values already.
-        reason: the reason of the guess.
-        sure: whether the user need not be asked.
-        gaps: whether some rows lack the label; they are left out.
-        positive: fraction of positive rows.
-    """
-
-    column: str
-    rule: str | None
-    reason: str
-    sure: bool
-    gaps: bool
-    positive: float
+_SAMPLE_WEIGHTS = {"sample_weight", "sample_weights", "instance_weight", "example_weight", "row_weight", "case_weight"}
+_GROUPS = {
+    "session", "session_id", "query_id", "qid", "search_id", "srch_id", "request_id", "impression_id", "slate_id",
+}  # fmt: skip
+_OF_LISTS = {"weight", "weights", "scores", "confidences", "tfidf"}
 
 
 class Guess(NamedTuple):
@@ -62,120 +42,9 @@ class Guess(NamedTuple):
     split: dict[str, Any]
     in_order: bool
 
-
-def _listed(names: list[str], most: int = 20) -> str:
-    """Formats the names of columns for a message."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def described(sample: Sample) -> str:
-    """Formats the columns for a message; with the values of the first row where the file has no names for them."""
-    if sample.header:
-        return _listed(list(sample.columns))
-    return _listed([f"{name} ({column[0].as_py() or 'empty'})" for name, column in sample.columns.items()])
-
-
-def quoted_column(name: str) -> str:
-    """Formats a column for an expression of `persia.data`."""
-    return name if re.fullmatch(r"[A-Za-z_]\w*", name) and name != "column" else f"column({name!r})"
-
-
-def _name_words(column: str) -> list[str]:
-    """Returns the words of a name without the range of values: `Stars (1-5)`, `score/10` and `rating out of 5`."""
-    name = re.sub(r"[(\[].*?[)\]]|\bout of\b", " ", column)
-    return [word for word in words_of(name) if not word.isdecimal()]
-
-
-def guess_label(sample: Sample, values: dict[str, ColumnValues]) -> list[LabelGuess]:
-    """Returns the columns that may be the label, the likeliest first.
-
-    Raises:
-        DataError: there is none; the message says why.
-    """
-    candidates: list[tuple[int, LabelGuess]] = []
-    names = list(values)
-    refused: DataError | None = None
-    for number, column in enumerate(names):
-        words = _name_words(column)
-        named = "_".join(words) in _LABELS
-        scored = bool(words) and words[-1] in _SCORES
-        if not (named or scored or values[column].distinct == 2):
-            continue
-        try:
-            label = label_from(sample, column, values[column])
-        except DataError as error:
-            refused = refused or (error if named else None)
-            continue
-        if not (named or scored) and (label.gaps or "id" in words):
-            continue
-        score = 100 * named + 90 * scored + 30 * (set(words) & _LABELS != set())
-        score += 20 * (number == len(names) - 1) + 15 * (number == 0) + 10 * (label.rule is None)
-        candidates.append((score, label._replace(sure=named)))
-    if refused is not None and max((score for score, _ in candidates), default=0) < 90:
-        raise refused  # A column with two values is not the label if another one has its name.
-    if not candidates:
-        raise DataError(
-            f"{sample.files[0].path}: cannot guess which column to predict, as none has the name of a label or just "
-            f"two values. Name one with --label COLUMN: {described(sample)}.",
-            path=sample.path,
-        )
-    candidates.sort(key=lambda item: -item[0])
-    labels = [label for _, label in candidates]
-    if len(labels) == 1 or (labels[0].sure and candidates[1][0] < 100):
-        labels[0] = labels[0]._replace(sure=True)
-    else:
-        labels[0] = labels[0]._replace(sure=False)
-    return labels
-
-
-def label_from(sample: Sample, column: str, values: ColumnValues) -> LabelGuess:
-    """Returns a column as the label, with a rule if its values are not 0 and 1.
-
-    Raises:
-        DataError: it has one value only, or texts of more than two kinds, or is mostly missing.
-    """
-    import pyarrow.compute as pc
-
-    path = sample.files[0].path
-    where = "" if sample.complete else f" in the first {sample.rows:,} rows; shuffle the file if it has others later"
-    if values.distinct < 2:
-        raise DataError(
-            f"{path}: column {column!r} has one value only{where}; a label has two. Give another column with --label.",
-            column=column,
-        )
-    if values.missing > values.rows / 2:
-        raise DataError(f"{path}: column {column!r} is mostly empty; a label is known in most rows.", column=column)
-    gaps = values.missing > 0
-    name = quoted_column(column)
-    numbers = values.numbers
-    if numbers is not None:
-        known = numbers[~np.isnan(numbers)]
-        if set(np.unique(known)) == {0.0, 1.0}:
-            return LabelGuess(column, None, "0 and 1", True, gaps, float(known.mean()))
-        choices = np.unique(known)[1:]
-        shares = [float((known >= choice).mean()) for choice in choices]
-        at = next((i for i, share in enumerate(shares) if share <= 0.5), len(shares) - 1)
-        rule = f"{name} >= {choices[at]:g}"
-        return LabelGuess(column, rule, f"{rule} in {shares[at]:.0%} of the rows", True, gaps, shares[at])
-    if values.distinct > 2:
-        raise DataError(
-            f"{path}: column {column!r} has {values.distinct:,} different texts; a label has two. Choose another "
-            "column, or write a rule as in persia.data.csv(..., labels={'click': \"action == 'buy'\"}).",
-            column=column,
-        )
-    counts = pc.value_counts(values.array.drop_null()).to_pylist()
-    texts = sorted(
-        counts,
-        key=lambda c: (
-            c["values"].strip().lower() not in _POSITIVE,
-            c["values"].strip().lower() in _NEGATIVE,
-            c["counts"],
-        ),
-    )
-    positive = texts[0]["values"]
-    rule = f"{name} == {positive!r}"
-    share = texts[0]["counts"] / (values.rows - values.missing)
-    return LabelGuess(column, rule, f"{positive.strip()!r} in {share:.0%} of the rows", True, gaps, share)
+    def of_role(self, *roles: str) -> list[ColumnGuess]:
+        """Returns the columns of some roles."""
+        return [column for column in self.columns if column.role in roles]
 
 
 def guess(sample: Sample, label: LabelGuess, values: dict[str, ColumnValues]) -> Guess:
@@ -185,17 +54,93 @@ def guess(sample: Sample, label: LabelGuess, values: dict[str, ColumnValues]) ->
         DataError: no column can be an ID-type feature.
     """
     columns: list[ColumnGuess] = []
+    targets = label_targets(label, values[label.column])
     for name, column_values in values.items():
         if name == label.column:
             continue
         column = guess_column(name, column_values, csv=sample.kind == "csv")
-        if column.role in ("number", "id") and "_".join(words_of(name)) in _LABELS and column_values.distinct == 2:
+        if column.role in ("number", "id") and "_".join(words_of(name)) in LABEL_NAMES and column_values.distinct == 2:
             column = ColumnGuess(name, "unused", "has the name of a label, which is known too late to predict with")
+        if column.role == "number" and targets is not None:
+            column = with_buckets(column, column_values, targets)
         columns.append(column)
+    columns = _with_weights_of_lists(columns, values)
+    columns = _with_sample_columns(sample, columns, values)
     columns = _with_an_id(sample, columns)
     columns = [_sharing(column, columns, values) if column.role == "list" else column for column in columns]
     split, in_order = _split(sample, columns)
     return Guess(sample, label, columns, split, in_order)
+
+
+def _with_sample_columns(
+    sample: Sample, columns: list[ColumnGuess], values: dict[str, ColumnValues]
+) -> list[ColumnGuess]:
+    """Takes one column each as the weight and the group of samples, if its name and values leave no doubt.
+
+    A column that is just named "weight" is taken if its values lie around 1, as weights of samples do, and products of
+    one kilogram; the user is asked.
+    """
+    found: set[str] = set()
+    result = []
+    for column in columns:
+        name, of = "_".join(words_of(column.column)), values[column.column]
+        if of.numbers is not None and not of.missing and column.role in ("number", "id") and of.numbers.min() >= 0:
+            around = bool(0.2 <= of.numbers.mean() <= 5 and of.numbers.max() <= 100)
+            sure = name in _SAMPLE_WEIGHTS
+            if (sure or (name in ("weight", "weights") and around)) and "sample_weight" not in found:
+                found.add("sample_weight")
+                reason = f"numbers from {of.numbers.min():g} to {of.numbers.max():g} with the name of a weight"
+                column = column._replace(role="sample_weight", reason=reason, sure=sure)
+        grouped = name in _GROUPS and column.role in ("number", "id", "unused") and 0 < 2 * of.distinct <= sample.rows
+        if grouped and not of.missing and "group" not in found:
+            found.add("group")
+            size = sample.rows / of.distinct
+            reason = f"about {size:.1f} rows of each, ranked against each other in metrics and losses that rank"
+            column = column._replace(role="group", reason=reason)
+        result.append(column)
+    return result
+
+
+def _with_weights_of_lists(columns: list[ColumnGuess], values: dict[str, ColumnValues]) -> list[ColumnGuess]:
+    """Pairs each column of lists of numbers that is named like weights with a list of the same lengths in each row."""
+    result = list(columns)
+    for place, column in enumerate(columns):
+        words = words_of(column.column)
+        if not words or words[-1] not in _OF_LISTS or column.role not in ("list", "unused", "number"):
+            continue
+        for at, other in enumerate(columns):
+            if other.role != "list" or other is column or not _shares_a_word(words, words_of(other.column)):
+                continue
+            if not _paired(values[other.column].array, values[column.column].array, other.separator):
+                continue
+            result[place] = column._replace(role="weights", reason=f"one number for each id of {other.column}")
+            reason = f"{other.reason}; weighted by {column.column}"
+            result[at] = other._replace(weights=column.column, reason=reason)
+            break
+    return result
+
+
+def _shares_a_word(words: list[str], others: list[str]) -> bool:
+    def stem(word: str) -> str:
+        return word.removesuffix("s")
+
+    return bool({stem(word) for word in words[:-1]} & {stem(word) for word in others})
+
+
+def _paired(ids: Any, weights: Any, separator: str) -> bool:
+    """Whether two columns have lists of the same lengths, the second one of numbers from 0 on."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        lists = [pc.split_pattern(each, separator) if separator else each for each in (ids, weights)]
+        lengths = [pc.fill_null(pc.list_value_length(each), 0) for each in lists]
+        numbers = pc.list_flatten(lists[1]).cast(pa.float64())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return False
+    if not len(numbers) or numbers.null_count or pc.min(numbers).as_py() < 0:
+        return False
+    return bool(pc.all(pc.equal(*lengths)).as_py())
 
 
 def _with_an_id(sample: Sample, columns: list[ColumnGuess]) -> list[ColumnGuess]:
@@ -204,7 +149,7 @@ def _with_an_id(sample: Sample, columns: list[ColumnGuess]) -> list[ColumnGuess]
     Raises:
         DataError: there are no whole numbers either.
     """
-    if any(column.role in ("id", "list") for column in columns):
+    if any(column.role in ("id", "list", "text") for column in columns):
         return columns
     whole = [c for c in columns if c.role == "number" and c.reason.startswith("whole numbers")]
     if not whole:
@@ -248,6 +193,9 @@ def _split(sample: Sample, columns: list[ColumnGuess]) -> tuple[dict[str, Any], 
             at, in_order = _latest(sample, column.column)
             if at is not None:
                 return {"by": "time", "column": column.column, "at": at}, in_order
+    for column in columns:
+        if column.role == "group":  # Rows of a group are ranked together, and share what is known of it.
+            return {"by": "hash", "column": column.column, "test": _TEST}, False
     return {"test": _TEST}, False
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from persia.cli.init.columns import MISSING_TEXTS, NUMBER_WORDS, words_of
-from persia.data.numerals import Numerals
+from persia.batching.numerals import Numerals
+from persia.cli.init.names import NUMBER_WORDS, words_of
+from persia.cli.init.values import MISSING_TEXTS
 
 __all__ = ["guess_numerals", "guess_units", "normalized_columns"]
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from persia.batching.numerals import Numerals
 from persia.cli.init.numerals import guess_numerals, guess_units, normalized_columns
 from persia.data.csv_batches import csv_batches
 from persia.data.files import File, expand
 from persia.data.from_csv import CSV_SUFFIXES
 from persia.data.json_columns import JsonDecoder
 from persia.data.json_lines import JSONL_SUFFIXES, json_blocks
-from persia.data.numerals import Numerals
 from persia.errors import DataError
 
 __all__ = ["MAX_ROWS", "Sample", "read_column", "read_sample"]

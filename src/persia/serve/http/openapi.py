@@ -226,7 +226,8 @@ def _column(items: dict[str, Any], limits: ServeLimits) -> dict[str, Any]:
 
 def _ids(feature: IdFeature, limits: ServeLimits, rules: InputRules) -> dict[str, Any]:
     if feature.bucketize is not None:
-        return _column({"anyOf": [*_NUMBER["anyOf"], {"enum": [None, "", *rules.null_values]}]}, limits)
+        numbers = [*_NUMBER["anyOf"], *_written(feature.column, rules)]
+        return _column({"anyOf": [*numbers, {"enum": [None, "", *rules.null_values]}]}, limits)
     if feature.time is not None:
         forms: list[dict[str, Any]] = [{"type": ["integer", "string", "null"], "description": "A time."}]
         return _column({"anyOf": forms}, limits)
@@ -270,16 +271,26 @@ def _raw(read: list[IdFeature], limits: ServeLimits, rules: InputRules) -> dict[
 def _number(feature: DenseFeature, rules: InputRules) -> dict[str, Any]:
     """Returns the schema of a value of a dense feature. The value may be missing if a rule fills it in."""
     name, size = feature.name, feature.values
-    forms = list(_NUMBER["anyOf"])
+    forms = [*_NUMBER["anyOf"], *_written(name, rules)]
     if feature.size != 1:
         text = {"type": "string", "description": f"{size} numbers, such as '[1, 2]'."}
         forms = [{"type": "array", "items": _NUMBER, "minItems": size, "maxItems": size}, text]
-    elif feature.fill is None and name not in rules.fill:
+    elif feature.fill is None and name not in rules.fill and name not in rules.numbers:
         return _NUMBER
     if feature.fill is not None or name in rules.fill:
         by = f"{rules.fill[name]:g}" if name in rules.fill else f"{feature.fill}"
         forms.append({"enum": [None, "", *rules.null_values], "description": f"Missing: {by} in its place."})
     return {"anyOf": forms}
+
+
+def _written(name: str, rules: InputRules) -> list[dict[str, Any]]:
+    """Returns the form of a number that is written as in the training data, with an example."""
+    written = rules.numbers.get(name)
+    if written is None:
+        return []
+    number = f"1{written.thousands}234{written.decimal}5"
+    text = f"{number} {written.unit}" if written.unit == "%" else f"{written.unit}{number}"
+    return [{"type": "string", "description": f"A number as in the training data, such as {text!r}."}]
 
 
 def _samples(ids: dict[str, Any], dense: dict[str, Any], features: list[str], numbers: list[str]) -> dict[str, Any]:

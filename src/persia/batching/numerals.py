@@ -5,9 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from persia.errors import ConfigError
+import numpy as np
 
-__all__ = ["Numerals"]
+from persia.batching.frames import is_arrow
+from persia.batching.id_column import IdColumn
+from persia.batching.numbers import as_array, is_pair
+from persia.errors import ConfigError, DataError
+from persia.schema import WrittenNumbers
+
+__all__ = ["Numerals", "with_plain_numbers"]
 
 
 _SPACE = "(?:\\s|\u00a0|\u202f)"
@@ -95,3 +101,68 @@ class Numerals(NamedTuple):
         if self.thousands:
             digits = pc.replace_substring_regex(digits, self.separator, "")
         return pc.if_else(numbers, pc.replace_substring(digits, self.decimal, "."), column)
+
+    def bare_row(self, column: Any) -> int:
+        """Returns the first row of a pyarrow column of texts that has a number without a unit; -1 for none."""
+        import pyarrow.compute as pc
+
+        return int(pc.index(pc.match_substring_regex(column, self.pattern), True).as_py())
+
+
+def with_plain_numbers(name: str, column: Any, written: WrittenNumbers) -> Any:
+    """Returns a column of any kind whose texts of numbers are written as Python writes them.
+
+    Numbers stay as they are, and so do lists and texts that are no numbers.
+
+    Args:
+        name: its name, for errors.
+        column: the column, see `Batch.from_columns`.
+        written: how its numbers are written.
+
+    Raises:
+        DataError: the unit is "%", and a text has none, so that it may be a fraction; names the row.
+    """
+    import pyarrow as pa
+
+    numerals = Numerals(written.decimal, written.thousands)
+    if isinstance(column, IdColumn) or is_pair(column):
+        return column
+    if is_arrow(column):
+        if isinstance(column, pa.ChunkedArray):
+            column = column.combine_chunks()
+        if isinstance(column, pa.DictionaryArray):
+            column = column.dictionary_decode()
+        if pa.types.is_large_string(column.type) or str(column.type) == "string_view":
+            column = column.cast(pa.string())
+        if not (pa.types.is_string(column.type) or pa.types.is_binary(column.type)):
+            return column
+        return _plain(name, column, numerals, written.unit, None)
+    values = column if isinstance(column, (list, tuple)) else as_array(name, column)
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "OUST":
+            return values
+        values = values.tolist()
+    rows = [row for row, value in enumerate(values) if isinstance(value, (str, bytes))]
+    texts = [values[row].decode(errors="replace") if isinstance(values[row], bytes) else values[row] for row in rows]
+    plain = list(values)
+    found = _plain(name, pa.array(texts, pa.string()), numerals, written.unit, rows).to_pylist()
+    for row, value in zip(rows, found, strict=True):
+        plain[row] = value
+    return plain
+
+
+def _plain(name: str, column: Any, numerals: Numerals, unit: str, rows: list[int] | None) -> Any:
+    """Returns a pyarrow column of texts with plain numbers; `rows` are its rows, None for all."""
+    at = numerals.bare_row(column) if unit == "%" else -1
+    if at >= 0:
+        value = column[at].as_py()
+        value = value.decode(errors="replace") if isinstance(value, bytes) else value
+        row = at if rows is None else rows[at]
+        raise DataError(
+            f"Column {name!r} has {value!r} at row {row}, without the % of its unit, so that it may be a fraction; add "
+            "the sign, or give a number.",
+            column=name,
+            row=row,
+            value=value,
+        )
+    return numerals.normalized(column, unit)
