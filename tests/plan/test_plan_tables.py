@@ -6,7 +6,7 @@ import pytest
 from persia import IdFeature, Schema
 from persia.errors import ConfigError
 from persia.plan.table_bytes import PAGE_BYTES, bytes_of, disk_row_bytes, index_slots, planned_tables
-from persia.schema import SGD, Adagrad, Adam, RowwiseAdagrad, Table
+from persia.schema import SGD, Adagrad, Adam, Buckets, RowwiseAdagrad, Table, TimePart
 from persia.store import NativeStore, TableConfig
 
 
@@ -112,3 +112,22 @@ def test_more_rows_than_a_ps_keeps_by_default_are_planned_for():
     table = planned(int(781.25e9), dim=128, dtype="bfloat16", optimizer=RowwiseAdagrad(0.05))
     size = bytes_of(table, 30)
     assert 284 * table.rows < size.memory < 292 * table.rows
+
+
+def test_buckets_and_parts_of_times_have_a_known_number_of_rows():
+    schema = Schema(
+        [
+            IdFeature("quantiles", 4, bucketize=Buckets("price", quantiles=16), fill=16),
+            IdFeature("edges", 4, bucketize=Buckets("price", edges=(1, 2))),
+            IdFeature("hour", 4, time=TimePart("ts", "hour"), table="times"),
+            IdFeature("weekday", 4, time=TimePart("ts", "weekday"), table="times"),
+        ]
+    )
+    tables = planned_tables(schema, Adagrad(0.05), {}, False)
+    assert {table.config.name: table.rows for table in tables} == {"quantiles": 17, "edges": 3, "times": 31}
+    for feature in (
+        IdFeature("x", 4, bucketize=Buckets("price", width=1)),
+        IdFeature("x", 4, time=TimePart("ts", "year")),
+    ):
+        with pytest.raises(ConfigError, match="rows of table 'x' is unknown"):
+            planned_tables(Schema([feature]), Adagrad(0.05), {}, False)

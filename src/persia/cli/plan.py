@@ -256,10 +256,14 @@ def request_of(run: RunConfig, measured: Rates, rows: dict[str, int]) -> PlanReq
 
 
 def run_key(run: RunConfig) -> str:
-    """Returns the key of a configuration's rates: its data, network, optimizers and size of a batch."""
-    from persia.plan import workload_key
+    """Returns the key of a configuration's rates: its data, network, optimizers and size of a batch.
 
-    dumped = run.dump()
+    Fitted values of features are left out: they change no rate, and `persia plan` does not fit.
+    """
+    from persia.plan import workload_key
+    from persia.schema import without_values
+
+    dumped = (run if run.schema is None else run.of_schema(without_values(run.schema))).dump()
     path = dumped["data"]["path"]
     if path is not None and "://" not in path:  # Absolute, so it differs between machines.
         dumped["data"]["path"] = os.path.basename(path)

@@ -11,7 +11,7 @@ import msgspec
 
 from persia.errors import ConfigError
 from persia.ps.table_configs import table_config
-from persia.schema import EmbeddingOptimizer, Schema, Table
+from persia.schema import EmbeddingOptimizer, IdFeature, Schema, Table
 from persia.store import TableConfig
 from persia.types.half_floats import words_of
 
@@ -35,6 +35,9 @@ SHARD_BYTES = 16384 + 4096
 """Header and undo slot of a shard."""
 PAGE_BYTES = 2 << 20
 """Rows and index of a shard each end within a huge page, half of which is unused on average."""
+
+IDS_OF_PARTS = {"minute": 60, "hour": 24, "weekday": 7, "hour_of_week": 168, "day": 31, "week": 53, "month": 12}
+"""Possible ids by part of a time."""
 
 BLOCK_BYTES = 64 << 10
 RECORD_HEADER_BYTES = 8
@@ -101,7 +104,8 @@ def planned_tables(
     Args:
         schema: the input of the model.
         optimizer: optimizer of tables that declare none.
-        rows: number of rows by table; other tables have their declared capacity.
+        rows: number of rows by table; other tables have their declared capacity, or the rows of their buckets and
+            parts of times.
         asynchronous: whether the mode records last steps.
 
     Raises:
@@ -115,6 +119,7 @@ def planned_tables(
     planned = []
     for name, table in tables.items():
         count = rows.get(name, table.capacity)
+        count = _bounded_rows(schema, name) if count is None else count
         if count is None:
             raise ConfigError(
                 f"The number of rows of table {name!r} is unknown: pass --rows {name}=N, or declare its capacity.",
@@ -124,6 +129,24 @@ def planned_tables(
         table = msgspec.structs.replace(table, optimizer=table.optimizer_or(optimizer), capacity=capacity)
         planned.append(PlannedTable(table_config(table, 0, None), count, table, asynchronous))
     return planned
+
+
+def _bounded_rows(schema: Schema, table: str) -> int | None:
+    """Returns the most rows of a table whose features all have few possible ids; None for another table."""
+    counts = [_bounded_ids(feature) for feature in schema.id_features if feature.table_name == table]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _bounded_ids(feature: IdFeature) -> int | None:
+    filled = feature.fill is not None
+    if feature.time is not None:
+        count = IDS_OF_PARTS.get(feature.time.part)
+        return None if count is None else count + filled
+    if feature.bucketize is None or feature.bucketize.width is not None:
+        return None
+    edges = feature.bucketize.edges
+    return (feature.bucketize.quantiles or 1 if edges is None else len(edges) + 1) + filled
 
 
 def index_slots(rows: int, capacity: int, growth: int = GROWTH) -> int:
