@@ -1,14 +1,26 @@
 """Numbers with a decimal comma, and dates with points, in delimited text."""
 
 import datetime
+import re
+import tempfile
+from pathlib import Path
 
+import msgspec
+import numpy as np
+import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import persia
+from persia.batching.input_rules import apply_rules
 from persia.batching.numerals import Numerals
 from persia.data.column_values import times_of_text
 from persia.errors import ConfigError, DataError
+from persia.schema import Buckets, InputRules, WrittenNumbers
+from support.examples import examples
 
 
 def test_only_whole_numbers_are_rewritten():
@@ -121,3 +133,83 @@ def test_a_fraction_among_percents_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"data\.csv: column 'off' has '0\.17' at row 1, without the %") as raised:
         list(persia.data.csv(tmp_path / "data.csv", schema, units={"off": "%"}))
     assert raised.value.fields["column"] == "off"
+
+
+WRITINGS = [
+    WrittenNumbers(unit="$", thousands=","),
+    WrittenNumbers(decimal=",", thousands=".", unit="€"),
+    WrittenNumbers(decimal=",", thousands=" "),
+    WrittenNumbers(unit="%"),
+    WrittenNumbers(unit="kr.", decimal=","),
+]
+
+
+def written_text(number, written, before):
+    """Writes a number with two digits as a file has it: 1.234,50 €."""
+    whole, _, fraction = f"{abs(number):.2f}".partition(".")
+    while written.thousands and (match := re.match(r"(\d+)(\d{3})(?!\d)", whole)):
+        whole = f"{match[1]}{written.thousands}{match[2]}{whole[match.end() :]}"
+    sign = "-" if number < 0 else ""
+    text = f"{whole}{written.decimal}{fraction}"
+    return f"{sign}{written.unit}{text}" if before else f"{sign}{text} {written.unit}".strip()
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.integers(-(10**8), 10**8), st.booleans()), min_size=1, max_size=12),
+    st.sampled_from(WRITINGS),
+)
+@settings(max_examples=examples(100))
+def test_written_numbers_are_the_same_in_files_and_requests(numbers, written):
+    values = [None if hundredths is None else hundredths / 100 for hundredths, _ in numbers]
+    texts = [
+        "" if value is None else written_text(value, written, before)
+        for value, (_, before) in zip(values, numbers, strict=True)
+    ]
+    schema = persia.Schema(
+        [persia.IdFeature("bucket", 2, bucketize=Buckets("price", width=0.5))],
+        [persia.DenseFeature("price", fill=-1, missing_indicator=True)],
+        labels=[],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.csv")
+        path.write_text("price;x\n" + "".join(f"{text};1\n" for text in texts), encoding="utf-8")
+        reader = persia.data.csv(
+            path, schema, delimiter=";", decimal=written.decimal, thousands=written.thousands,
+            units={"price": written.unit} if written.unit else {},
+        )  # fmt: skip
+        rules = reader.input_rules
+        wanted = next(iter(reader))
+    assert rules.numbers == {"price": written}
+    assert msgspec.convert(msgspec.to_builtins(rules), InputRules) == rules
+    np.testing.assert_array_equal(wanted.dense[:, 0], np.float32([-1 if v is None else v for v in values]))
+    mixed = [value if row % 2 else text for row, (value, text) in enumerate(zip(values, texts, strict=True))]
+    forms = [
+        texts, mixed, values, np.array(texts, object), np.array(texts), pa.array(texts), pa.array(texts).cast("binary"),
+        pa.array(texts, pa.large_string()), pa.array(texts).dictionary_encode(), pd.Series(texts), pl.Series(texts),
+        pa.chunked_array([texts, []], "string"), [text.encode() for text in texts],
+    ]  # fmt: skip
+    for form in forms:
+        found = persia.Batch.from_columns(schema, apply_rules(rules, {"price": form}))
+        np.testing.assert_array_equal(found.dense, wanted.dense, err_msg=repr(form))
+        np.testing.assert_array_equal(found.id_features["bucket"].values, wanted.id_features["bucket"].values)
+
+
+def test_a_percentage_of_a_request_needs_its_sign():
+    rules = InputRules(numbers={"share": WrittenNumbers(unit="%")})
+    for column in (["17 %", "0.17"], pa.array(["17 %", "0.17"]), [0.5, "0.17"]):
+        with pytest.raises(DataError, match=r"'share' has '0.17' at row 1, without the % of its unit"):
+            apply_rules(rules, {"share": column})
+    assert apply_rules(rules, {"share": [0.17, None]})["share"] == [0.17, None]
+    numbers = np.arange(2.0)
+    assert apply_rules(rules, {"share": numbers})["share"] is numbers
+
+
+def test_written_numbers_are_those_of_features_only(tmp_path):
+    (tmp_path / "a.csv").write_text("item,price,cost,label\na,$1,$2,$1\n")
+    schema = persia.Schema([persia.IdFeature("item", dim=2)], ["price", "paid"], ["label"])
+    reader = persia.data.csv(
+        tmp_path / "a.csv", schema, rename={"paid": "cost"}, units={"price": "$", "cost": "$", "label": "$"}
+    )
+    assert reader.input_rules.numbers == {"price": WrittenNumbers(unit="$"), "paid": WrittenNumbers(unit="$")}
+    with pytest.raises(ConfigError, match=r"WrittenNumbers\.decimal"):
+        WrittenNumbers(decimal=";")

@@ -32,8 +32,8 @@ from persia.checkpoint.packing import unpack
 from persia.checkpoint.parts import PartReader
 from persia.checkpoint.storage import Storage
 from persia.checkpoint.tensors import TensorView
-from persia.errors import CheckpointError, PersiaError
-from persia.schema import EmbeddingOptimizer, Schema
+from persia.errors import CheckpointError, ConfigError, PersiaError
+from persia.schema import NO_RULES, EmbeddingOptimizer, InputRules, Schema, with_declared_rules
 from persia.telemetry.logs import get_logger
 from persia.types.half_floats import from_halves
 
@@ -113,7 +113,8 @@ class CheckpointReader:
     ) -> None:
         """Checks that a model can continue from this checkpoint.
 
-        Learning rates, capacities, initialisers and admission may differ.
+        Learning rates, capacities, initialisers and admission may differ. `lists` and `fill` of the reader that trained
+        the checkpoint may have become `IdFeature.split` and `DenseFeature.fill`.
 
         Args:
             schema: schema of the model.
@@ -124,9 +125,10 @@ class CheckpointReader:
         Raises:
             CheckpointError: the model cannot continue; the message lists all differences.
         """
-        reasons = differences(self.manifest, self.schema, schema, optimizer, new_optimizer=new_optimizer, refit=refit)
+        saved = with_declared_rules(self.schema, self._input_rules(), schema)
+        reasons = differences(self.manifest, saved, schema, optimizer, new_optimizer=new_optimizer, refit=refit)
         if reasons:
-            other_optimizer = not differences(self.manifest, self.schema, schema, optimizer, new_optimizer=True)
+            other_optimizer = not differences(self.manifest, saved, schema, optimizer, new_optimizer=True)
             remedy = NEW_OPTIMIZER if other_optimizer else "start a new run in another directory"
             raise CheckpointError(
                 f"{self.path} does not fit this model:\n- "
@@ -136,6 +138,13 @@ class CheckpointReader:
                 path=self.path,
                 differences=reasons,
             )
+
+    def _input_rules(self) -> InputRules:
+        """The rules of the reader that trained the checkpoint; none if they cannot be read."""
+        try:
+            return msgspec.convert(self.config.get("input_rules", {}), InputRules)
+        except (msgspec.ValidationError, ConfigError):
+            return NO_RULES
 
     def rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         """Iterates over the rows of a table, part by part, ordered by shard and then as written.

@@ -5,6 +5,7 @@ tables; features that name the same table share its rows. All of it can be writt
 stored in every checkpoint.
 """
 
+from persia.schema.declared_rules import with_declared_rules
 from persia.schema.dense import DenseFeature, DenseStatistics
 from persia.schema.derivations import Buckets, TimePart, Tokens
 from persia.schema.dims import dims_by_frequency
@@ -110,6 +111,7 @@ __all__ = [
     "dims_by_frequency",
     "fitted_values",
     "input_rules_of",
+    "with_declared_rules",
     "with_values_of",
     "without_values",
 ]
