@@ -17,7 +17,7 @@ import torch
 import persia
 from persia.errors import CheckpointError, ClosedError, DataError
 from persia.publish import PublishOptions, follow, publish_checkpoint
-from persia.schema import InputRules, input_rules_of
+from persia.schema import InputRules, WrittenNumbers, input_rules_of
 from persia.serve import Predictor, Retriever, ServeOptions
 from persia.serve.http.app import create_app
 from persia.serve.http.bodies import Bodies
@@ -263,6 +263,19 @@ def test_the_parts_of_a_text_count_before_they_are_made(kind):
     columns = {name: VALUES[name][:1] for name in NAMES} | {"tags": ["x" + "|x" * 10]}
     with pytest.raises(DataError, match="'tags' has 11 values"):
         bodies.samples(CODEC[kind], as_json(columns) if kind == JSON else as_arrow(columns))
+
+
+def test_written_numbers_are_in_the_document():
+    schema = persia.Schema([persia.IdFeature("user", 4)], ["price", persia.DenseFeature("share", fill=0)], [])
+    rules = InputRules(numbers={"price": WrittenNumbers(thousands=",", unit="$"), "share": WrittenNumbers(unit="%")})
+    document = openapi(schema, ServeLimits(), False, rules=rules)
+    body = document["paths"]["/predict"]["post"]["requestBody"]["content"][JSON]["schema"]["oneOf"][0]["properties"]
+    forms = {name: str(column["items"]) for name, column in body["dense"]["properties"].items()}
+    assert "such as '$1,234.5'." in forms["price"]
+    assert "such as '1234.5 %'." in forms["share"]
+    rows = [{"user": 1, "price": "$1,234.50", "share": "17 %"}, {"user": 1, "price": 2, "share": None}]
+    batch = Bodies(schema, ServeLimits(), rules).samples(CODEC[JSON], msgspec.json.encode(rows))
+    assert batch.dense.tolist() == [[1234.5, 17], [2, 0]]
 
 
 def test_missing_values_are_refused_without_a_rule():

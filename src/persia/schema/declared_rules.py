@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from persia.schema.dense import DenseFeature
@@ -37,7 +39,9 @@ def _splitting(feature: IdFeature, separator: str | None, splits: dict[str, str]
     return msgspec.structs.replace(feature, split=separator)
 
 
-def _filled(feature: str | DenseFeature, rules: dict[str, float], fills: dict[str, float | str]) -> str | DenseFeature:
+def _filled(
+    feature: str | DenseFeature, rules: Mapping[str, float], fills: Mapping[str, float | str]
+) -> str | DenseFeature:
     name = feature if isinstance(feature, str) else feature.name
     plain = isinstance(feature, str) or feature.plain
     if not plain or name not in rules or fills.get(name) != rules[name]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from persia.cli.init.numbers import guess_number
-from persia.cli.init.texts import guess_list, guess_text
-from persia.cli.init.times import guess_time
-from persia.cli.init.values import ColumnGuess, ColumnValues, is_list
+from persia.cli.init.guessed_columns import ColumnGuess, ColumnValues, is_list
+from persia.cli.init.number_guess import guess_number
+from persia.cli.init.text_guess import guess_list, guess_text
+from persia.cli.init.time_guess import guess_time
 
 __all__ = ["guess_column"]
 

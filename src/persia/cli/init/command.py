@@ -15,9 +15,9 @@ from persia.printable import printable, say
 if TYPE_CHECKING:
     from persia.batching.numerals import Numerals
     from persia.cli.init.guess import Guess
-    from persia.cli.init.labels import LabelGuess
+    from persia.cli.init.guessed_columns import ColumnGuess, ColumnValues
+    from persia.cli.init.label_guess import LabelGuess
     from persia.cli.init.sample import Sample
-    from persia.cli.init.values import ColumnGuess, ColumnValues
 
 __all__ = ["init"]
 
@@ -59,9 +59,9 @@ def init(
     """
     from persia.cli.init.files import FILES, write_files
     from persia.cli.init.guess import guess as guess_columns
-    from persia.cli.init.labels import described, label_from
+    from persia.cli.init.guessed_columns import plain_values
+    from persia.cli.init.label_guess import described, label_from
     from persia.cli.init.sample import read_sample
-    from persia.cli.init.values import plain_values
 
     folder = Path(out or f"{_stem(data)}_model").resolve()
     present = [name for name in FILES if (folder / name).exists()]
@@ -106,7 +106,7 @@ def _choose_label(sample: Sample, values: dict[str, ColumnValues], yes: bool) ->
         ConfigError: several columns are likely, and the user cannot be asked.
         DataError: no column is likely, and the user cannot be asked.
     """
-    from persia.cli.init.labels import guess_label, label_from
+    from persia.cli.init.label_guess import guess_label, label_from
 
     asks = sys.stdin.isatty() and not yes
     candidates: list[LabelGuess] = []
@@ -145,7 +145,7 @@ def _choose_label(sample: Sample, values: dict[str, ColumnValues], yes: bool) ->
 
 def _ask_kind(sample: Sample, label: LabelGuess, values: dict[str, ColumnValues]) -> LabelGuess:
     """Asks whether numbers of a label are values, or positive from one of them on."""
-    from persia.cli.init.labels import label_from
+    from persia.cli.init.label_guess import label_from
 
     if not label.binary:
         return label

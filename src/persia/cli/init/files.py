@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from persia.cli.init.guess import Guess
+from persia.cli.init.guessed_columns import ColumnGuess
 from persia.cli.init.schema_text import reader_options, schema_names, schema_text
 from persia.cli.init.toml_text import toml_comment, toml_value
-from persia.cli.init.values import ColumnGuess
 
 __all__ = ["FILES", "file_texts", "write_files"]
 

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from persia.cli.init.column_names import words_of
 from persia.cli.init.columns import guess_column
-from persia.cli.init.labels import LABEL_NAMES, LabelGuess, label_targets
-from persia.cli.init.names import words_of
-from persia.cli.init.numbers import with_buckets
+from persia.cli.init.guessed_columns import ColumnGuess, ColumnValues
+from persia.cli.init.label_guess import LABEL_NAMES, LabelGuess, label_targets
+from persia.cli.init.number_guess import with_buckets
 from persia.cli.init.sample import Sample, read_column
-from persia.cli.init.values import ColumnGuess, ColumnValues
 from persia.data.column_values import times_of_text
 from persia.errors import DataError
 

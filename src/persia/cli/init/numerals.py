@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from persia.batching.numerals import Numerals
-from persia.cli.init.names import NUMBER_WORDS, words_of
-from persia.cli.init.values import MISSING_TEXTS
+from persia.cli.init.column_names import NUMBER_WORDS, words_of
+from persia.cli.init.guessed_columns import MISSING_TEXTS
 
 __all__ = ["guess_numerals", "guess_units", "normalized_columns"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from persia.cli.init.column_names import quoted_column
 from persia.cli.init.guess import Guess
-from persia.cli.init.names import quoted_column
+from persia.cli.init.guessed_columns import ColumnGuess
 from persia.cli.init.toml_text import toml_comment, toml_value
-from persia.cli.init.values import ColumnGuess
 from persia.schema.checks import MAX_NAME
 
 __all__ = ["reader_options", "schema_names", "schema_text"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.cli.init.names import NUMBER_WORDS, TIME_WORDS, names_an_id, words_of
-from persia.cli.init.times import guess_time
-from persia.cli.init.values import ColumnGuess, ColumnValues, Role
+from persia.cli.init.column_names import NUMBER_WORDS, TIME_WORDS, names_an_id, words_of
+from persia.cli.init.guessed_columns import ColumnGuess, ColumnValues, Role
+from persia.cli.init.time_guess import guess_time
 
 __all__ = ["FEW", "guess_number", "with_buckets"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.cli.init.values import ColumnGuess, ColumnValues
+from persia.cli.init.guessed_columns import ColumnGuess, ColumnValues
 from persia.data.column_values import times_of_text
 
 __all__ = ["guess_time"]

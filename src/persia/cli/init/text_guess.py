@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from persia.cli.init.names import TEXT_WORDS, words_of
-from persia.cli.init.numbers import FEW
-from persia.cli.init.times import guess_time
-from persia.cli.init.values import ColumnGuess, ColumnValues
+from persia.cli.init.column_names import TEXT_WORDS, words_of
+from persia.cli.init.guessed_columns import ColumnGuess, ColumnValues
+from persia.cli.init.number_guess import FEW
+from persia.cli.init.time_guess import guess_time
 from persia.data.column_values import times_of_text
 from persia.errors import DataError
 

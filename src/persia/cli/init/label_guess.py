@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.cli.init.names import label_words, names_an_id, quoted_column
+from persia.cli.init.column_names import label_words, names_an_id, quoted_column
+from persia.cli.init.guessed_columns import ColumnValues
 from persia.cli.init.sample import Sample
-from persia.cli.init.values import ColumnValues
 from persia.errors import DataError
 from persia.schema.labels import LabelKind
 
