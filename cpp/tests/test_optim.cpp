@@ -67,8 +67,8 @@ TEST(clipping_scales_a_gradient_down_to_the_norm) {
   OptimizerConfig c;
   c.kind = OptimizerKind::kSgd;
   c.clip_row_norm = 3.0f;
-  CHECK(near(one_step(c, 2.0f, 4), 0.5f - 0.1f * 1.5f));     // Its norm is 4.
-  CHECK(near(one_step(c, -3e38f, 4), 0.5f + 0.1f * 1.5f));   // Its squares exceed float32.
+  CHECK(near(one_step(c, 2.0f, 4), 0.5f - 0.1f * 1.5f));    // Its norm is 4.
+  CHECK(near(one_step(c, -3e38f, 4), 0.5f + 0.1f * 1.5f));  // Its squares exceed float32.
   CHECK(one_step(c, 1.5f, 4) == one_step({.kind = c.kind}, 1.5f, 4));
   c.weight_decay = 2.0f;  // L2 is added to the clipped gradient.
   CHECK(near(one_step(c, 2.0f, 4), 0.5f - 0.1f * (1.5f + 1.0f)));
@@ -77,8 +77,8 @@ TEST(clipping_scales_a_gradient_down_to_the_norm) {
 TEST(decoupled_decay_multiplies_the_row) {
   OptimizerConfig c;
   c.decoupled_weight_decay = 0.2f;
-  for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowwiseAdagrad,
-                          OptimizerKind::kAdam}) {
+  for (const auto kind :
+       {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowwiseAdagrad, OptimizerKind::kAdam}) {
     c.kind = kind;
     const float step = 0.5f - one_step({.kind = kind}, 2.0f);
     CHECK(near(one_step(c, 2.0f), 0.5f * (1.0f - 0.1f * 0.2f) - step));

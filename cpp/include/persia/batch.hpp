@@ -93,7 +93,7 @@ struct FeaturePlan {
   const std::int64_t* offsets = nullptr;  // [batch + 1], or null: one value per sample
   std::size_t batch = 0;
   Pooling pooling = Pooling::sum;
-  std::size_t max_length = 0;  // maximum values per sample, 0: all; required for a sequence
+  std::size_t max_length = 0;      // maximum values per sample, 0: all; required for a sequence
   const float* weights = nullptr;  // [positions], factors of the rows, or null; not for a sequence
 };
 

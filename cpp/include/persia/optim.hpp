@@ -23,11 +23,11 @@ struct OptimizerConfig {
   float eps = 1e-10f;
   double beta1 = 0.9;
   double beta2 = 0.999;
-  float beta = 1.0f;   // ftrl
-  float l1 = 0.0f;     // ftrl
-  float l2 = 0.0f;     // ftrl
-  float bound = 0.0f;  // embeddings stay within [-bound, bound]; 0: no bound
-  float clip_row_norm = 0.0f;  // a gradient is scaled down to at most this L2 norm; 0: no clipping
+  float beta = 1.0f;                    // ftrl
+  float l1 = 0.0f;                      // ftrl
+  float l2 = 0.0f;                      // ftrl
+  float bound = 0.0f;                   // embeddings stay within [-bound, bound]; 0: no bound
+  float clip_row_norm = 0.0f;           // a gradient is scaled down to at most this L2 norm; 0: no clipping
   float decoupled_weight_decay = 0.0f;  // a row is multiplied by 1 - lr * decay before its update; not used by ftrl
 };
 
