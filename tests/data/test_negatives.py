@@ -15,7 +15,7 @@ from persia import data
 from persia.batching.batch import Batch
 from persia.data.reader import share_of
 from persia.errors import ConfigError, DataError
-from persia.schema import IdFeature, Quotient, Remainder, Schema
+from persia.schema import IdFeature, Label, Quotient, Remainder, Schema
 
 negatives_module = sys.modules[data.NegativeSampling.__module__]
 """`data.negatives` is the function."""
@@ -288,3 +288,14 @@ def test_items_without_one_id_or_data_without_labels_are_refused():
         next(iter(data.negatives(Unlabelled(), ITEM, 1)))
     with pytest.raises(DataError, match="No sample is positive"):
         data.item_catalog(Clicks(count=0), ITEM)
+
+
+def test_negatives_of_labels_that_are_not_binary_are_refused():
+    pa = pytest.importorskip("pyarrow")
+    schema = Schema(
+        [IdFeature("user", dim=2), IdFeature("item", dim=2)],
+        labels=[Label("watch", kind="regression")],
+    )
+    reader = data.arrow(pa.table({"user": [1, 2], "item": [3, 4], "watch": [0.5, 2.0]}), schema, 2)
+    with pytest.raises(ConfigError, match=r"Label\('watch'\) is of kind 'regression'"):
+        data.negatives(reader, ["item"], 1)

@@ -8,6 +8,7 @@ import pytest
 from persia import IdFeature, Label, Schema
 from persia.errors import ConfigError
 from persia.metrics import GroupedFigures, Metrics, MetricsResult, figure, watched_metric
+from persia.schema import BPR
 
 ID = [IdFeature("item", dim=4)]
 
@@ -92,3 +93,15 @@ def test_unknown_names_list_what_the_labels_have():
     for name in ("loss", "auc@5", "ndcg@0", "", "click."):
         with pytest.raises(ConfigError, match="expected one of: auc, log_loss"):
             watched_metric(both, name)
+
+
+def test_metrics_that_a_label_never_has_are_refused():
+    genre = Label("genre", kind="multiclass", classes=3)
+    schema = Schema([IdFeature("user", dim=2)], labels=[genre], group="session")
+    with pytest.raises(ConfigError, match="genre has log_loss, accuracy"):
+        watched_metric(schema, "gauc")
+    ranked = Label("click", loss=BPR())
+    schema = Schema([IdFeature("user", dim=2)], labels=[ranked], group="session")
+    assert watched_metric(schema).metric == "auc"
+    with pytest.raises(ConfigError, match="click has auc, gauc, ndcg, recall"):
+        watched_metric(schema, "log_loss")

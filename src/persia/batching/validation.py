@@ -9,7 +9,7 @@ import numpy as np
 
 from persia.batching.id_column import IdColumn
 from persia.errors import DataError
-from persia.schema import IdFeature, Label, Schema
+from persia.schema import IdFeature, Label, Poisson, Schema, Tweedie
 from persia.types import Floats, Ids, Int32Array, Int64Array
 
 __all__ = [
@@ -155,7 +155,10 @@ def check_labels(label: Label, values: Any) -> None:
         case "binary":
             outside, remedy = (values < 0) | (values > 1), "outside [0, 1]; rescale or threshold it"
         case "regression":
-            return
+            if not isinstance(label.loss, (Poisson, Tweedie)):
+                return
+            outside = values < 0
+            remedy = f"negative, which {type(label.loss).__name__} does not take; leave the row out, use Huber"
         case "count":
             outside, remedy = values < 0, "negative; a count is 0 or more"
         case _:

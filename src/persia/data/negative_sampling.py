@@ -79,6 +79,7 @@ def item_catalog(reader: Reader, features: Sequence[str]) -> ItemCatalog:
         DataError: a sample has no id, or several, of a feature; or no sample is positive.
     """
     check_features(reader.schema, features)
+    _check_binary(reader.schema)
     items = np.empty((0, len(features)), np.uint64)
     counts = np.empty(0, np.int64)
     pending: list[NDArray[np.uint64]] = []
@@ -108,6 +109,17 @@ def _merged(
     return merged, total.astype(np.int64)
 
 
+def _check_binary(schema: Schema) -> None:
+    """Raises ConfigError if a label is not binary, as a negative sample has no value of it."""
+    for label in schema.targets:
+        if label.kind != "binary":
+            raise ConfigError(
+                f"Label({label.name!r}) is of kind {label.kind!r}, of which a negative sample has no value; sample "
+                "negatives for binary labels only.",
+                field="labels",
+            )
+
+
 @dataclass(frozen=True)
 class NegativeSampling:
     """The reader that `negatives` returns. Its fields are the function's arguments, and its share of the batches."""
@@ -123,6 +135,7 @@ class NegativeSampling:
 
     def __post_init__(self) -> None:
         check_features(self.schema, self.features)
+        _check_binary(self.schema)
         check_integer("count", self.count, 1)
         check_choice("by", self.by, ("in_batch", "uniform", "popularity"))
         check_number("power", self.power, 0)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from persia.errors import ConfigError
+from persia.metrics.answers import only_ranks
 from persia.metrics.result import MetricsResult, mean
 from persia.schema import Label, Schema
 
@@ -124,7 +125,7 @@ def watched_metric(schema: Schema, name: str | None = None, field: str = "keep_b
         ConfigError: no label has it; the message lists what the labels have.
     """
     if name is None:
-        name = _OF_KIND[schema.targets[0].kind][0]
+        name = next(iter(metrics_of(schema.targets[0], schema.group)), _OF_KIND[schema.targets[0].kind][0])
     watched = _parsed(name, field)
     labels = {label.name: metrics_of(label, schema.group) for label in schema.targets}
     of = labels if watched.label is None else {watched.label: labels.get(watched.label, [])}
@@ -145,7 +146,10 @@ def metrics_of(label: Label, group: str | None) -> list[str]:
         label: the label.
         group: column of the groups; None without groups.
     """
-    return [*_OF_KIND[label.kind], *(_GROUPED if group is not None else ())]
+    names = list(_OF_KIND[label.kind])
+    if only_ranks(label):  # Its scores have no scale.
+        names = ["auc"] if label.kind == "binary" else []
+    return [*names, *(_GROUPED if group is not None and label.kind != "multiclass" else ())]
 
 
 def _parsed(name: str, field: str = "name") -> WatchedMetric:
