@@ -127,13 +127,43 @@ def test_ids_bring_their_own_weights():
 
 def test_an_id_that_is_filled_in_weighs_one_unless_a_weight_is_given():
     feature = schema_of(fill=9).feature("tags")
-    filled = IdColumn(np.array([1, 9, 9, 9, 4], np.uint64), np.array([0, 2, 3, 4, 5]))
-    found = with_weights(feature, filled, [[1, None], None, None, 4], [[0.5, None], None, 3.0, 2.0])
-    assert as_lists(found) == [[(1, 0.5), (9, 1.0)], [(9, 1.0)], [(9, 3.0)], [(4, 2.0)]]
+    found = read([[1, None], None, None, 4], [[0.5, None], None, 3.0, 2.0], fill=9)
+    assert as_lists(found) == [[(1, 0.5)], [(9, 1.0)], [(9, 3.0)], [(4, 2.0)]]
     single = IdColumn(np.array([1, 9], np.uint64))
     assert as_lists(with_weights(feature, single, [1, None], [0.5, None])) == [[(1, 0.5)], [(9, 1.0)]]
     with pytest.raises(DataError, match="has nan at row 0"):
         with_weights(feature, single, [1, None], [None, None])
+
+
+def filled_twin(tags, weights):
+    """As `twin`, with id 9 in samples without ids; its weight is that of a single missing entry, or 1."""
+    result = twin(tags, weights)
+    for at, (ids, numbers) in enumerate(zip(tags, weights, strict=True)):
+        if not result[at]:
+            given = numbers[0] if ids is not None and len(ids) == 1 else None
+            result[at] = [(9, 1.0 if given is None else given)]
+    return result
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(samples())
+def test_samples_are_filled_in_like_by_a_loop(drawn):
+    tags, weights = drawn
+    expected = filled_twin(tags, weights)
+    forms = [
+        (tags, weights),
+        (pa.array(tags, pa.list_(pa.int64())), pa.array(weights, pa.list_(pa.float32()))),
+        (pair_of(tags, np.asarray), pair_of(weights, np.asarray)),
+    ]
+    for ids, numbers in forms:
+        assert as_lists(read(ids, numbers, fill=9)) == expected
+
+
+@pytest.mark.parametrize("kind", [list, pa.array])
+def test_missing_parts_of_texts_are_dropped_with_their_weights(kind):
+    for weights in ("0.5||1", "0.5|7|1"):
+        found = read(kind(["1||2", "", "||"]), kind([weights, "3", "1||2"]), fill=7, split="|")
+        assert [[weight for _, weight in sample] for sample in as_lists(found)] == [[0.5, 1.0], [3.0], [1.0]]
 
 
 ERRORS = {

@@ -119,11 +119,13 @@ def _of_present(feature: IdFeature, column: IdColumn, source: Any, values: Any, 
     present = present[np.repeat(~absent, entries)]
     if feature.fill is None:
         return values[present]
-    # An id that is filled in has weight 1, unless a weight is given for it.
-    values = np.where(given | present, values, 1.0)
-    ends = np.cumsum(np.where(absent, 0, entries))
-    added = counts_of(column) - np.where(absent, 0, entries)
-    return np.insert(values, np.repeat(ends, added), 1.0)
+    # An id that is filled in has weight 1, unless its sample has one entry, with a weight.
+    entries = np.where(absent, 0, entries)
+    alone = (entries == 1) & (_sums(present, entries) == 0)
+    kept = present | np.repeat(alone, entries)
+    entries = _sums(kept, entries)
+    added = counts_of(column) - entries
+    return np.insert(values[kept], np.repeat(np.cumsum(entries), added), 1.0)
 
 
 def _present(feature: IdFeature, source: Any) -> tuple[BoolArray, Int64Array]:
