@@ -85,6 +85,26 @@ def test_edges_split_the_rows_equally_and_are_distinct():
     assert persia.fit_features(SCHEMA, ties).id_features[1].bucketize.fitted == (0.0,)
 
 
+BANDS = Schema([IdFeature("band", dim=4, bucketize=Buckets("x", quantiles=2))], labels=[])
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_edges_are_read_like_the_numbers_of_buckets(kind):
+    columns = {"x": np.array([0.1] * 4 + [0.2] * 6, kind)}
+    fitted = persia.fit_features(BANDS, columns)
+    assert fitted.id_features[0].bucketize.fitted == (0.2,)
+    assert persia.Batch.from_columns(fitted, columns).id_features["band"].values.tolist() == [0] * 4 + [1] * 6
+
+
+def test_edges_are_fitted_to_lists():
+    pair = (np.array([1.0, 2.0, np.nan, 3.0]), np.array([0, 2, 4]))
+    for column in ([[1, 2], [None, 3]], pa.array([[1, 2], [None, 3]]), pair, ["1", "2", "", "3"]):
+        assert persia.fit_features(BANDS, {"x": column}).id_features[0].bucketize.fitted == (2.0,)
+    assert persia.fit_features(BANDS, {"x": [[1, 2], [30]]}, rows=1).id_features[0].bucketize.fitted == (1.5,)
+    with pytest.raises(DataError, match="a pair of values and offsets, which `rows` cannot bound"):
+        persia.fit_features(BANDS, {"x": pair}, rows=1)
+
+
 def test_a_large_sample_is_near_the_exact_quantiles():
     values = np.sort(np.random.default_rng(1).normal(size=1_000_000))
     feature = persia.fit_features(

@@ -29,7 +29,7 @@ from persia.errors import DataError
 from persia.schema import Buckets, IdFeature, TimePart, Tokens
 from persia.types import BoolArray, Ids, Int64Array
 
-__all__ = ["SharedColumns", "derived_ids", "filled", "split_count", "split_texts"]
+__all__ = ["SharedColumns", "bucket_numbers", "derived_ids", "filled", "raw_column", "split_count", "split_texts"]
 
 _PER_SECOND = {"s": 1, "ms": 1000, "us": 1_000_000, "ns": 1_000_000_000}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -97,7 +97,7 @@ def derived_ids(
     shared = shared or SharedColumns()
     raw = shared.raw.get(feature.column)
     if raw is None:
-        raw = shared.raw[feature.column] = _raw(feature.column, column)
+        raw = shared.raw[feature.column] = raw_column(feature.column, column)
     if feature.tokens is not None:
         return column, _words(feature, feature.tokens, raw)
     if feature.time is not None:
@@ -151,7 +151,7 @@ def filled(feature: IdFeature, column: IdColumn) -> IdColumn:
 # --- raw columns ------------------------------------------------------------------------------------------------
 
 
-def _raw(name: str, column: Any) -> Raw:
+def raw_column(name: str, column: Any) -> Raw:
     """Returns the values of a column of any kind."""
     column = from_frame(name, column)
     if is_arrow(column):
@@ -159,7 +159,7 @@ def _raw(name: str, column: Any) -> Raw:
 
         return Raw(*arrow_values(column))
     if is_pair(column):
-        flat, bounds = _raw(name, column[0]), as_array(name, column[1])
+        flat, bounds = raw_column(name, column[0]), as_array(name, column[1])
         if bounds.dtype.kind not in "iu":
             raise DataError(f"Offsets of column {name!r} are {bounds.dtype}; they must be whole numbers.", column=name)
         count = len(flat.values) if flat.offsets is None else len(flat.offsets) - 1
@@ -208,11 +208,11 @@ _NUMBERS = "finite decimal numbers such as 1, -0.5 and 1e3 (bucketize)"
 def _shared_numbers(
     feature: IdFeature, raw: Raw, column: Any, shared: SharedNumbers
 ) -> tuple[NDArray[np.float64], BoolArray]:
-    """Returns `_numbers` of a column, which are converted once if it is an arrow column of texts."""
+    """Returns `bucket_numbers` of a column, which are converted once if it is an arrow column of texts."""
     found = shared.get(feature.column)
     if found is not None:
         return found
-    numbers, present = _numbers(feature, raw)
+    numbers, present = bucket_numbers(feature, raw)
     # Non-ID-type features read decimals and lists in other ways.
     if (
         isinstance(raw.values, TextBuffers)
@@ -224,7 +224,7 @@ def _shared_numbers(
     return numbers, present
 
 
-def _numbers(feature: IdFeature, raw: Raw) -> tuple[NDArray[np.float64], BoolArray]:
+def bucket_numbers(feature: IdFeature, raw: Raw) -> tuple[NDArray[np.float64], BoolArray]:
     """Returns numbers as float64 `[n]`, and which of them are present.
 
     A float32 is read as the decimal number that it is printed as, so that 0.1 is the same number in every type.

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.dense_columns import raw_numbers, transformed
+from persia.batching.derived_ids import bucket_numbers, raw_column
+from persia.batching.numbers import is_pair
 from persia.checks import check_integer
 from persia.data.reader import InputReader
 from persia.errors import ConfigError, DataError
@@ -107,6 +109,13 @@ def _pieces(reader: Any, names: list[str], rows: int | None) -> Iterator[Mapping
         if left is None:
             yield piece
             continue
+        for name in names:
+            if is_pair(piece[name]):
+                raise DataError(
+                    f"Column {name!r} is a pair of values and offsets, which `rows` cannot bound; give a list of lists "
+                    "or an arrow array, or leave out `rows`.",
+                    column=name,
+                )
         count = min(left, len(piece[names[0]]))
         yield {name: piece[name][:count] for name in names}
         left -= count
@@ -219,15 +228,14 @@ class _BucketsFit:
     def __init__(self, feature: IdFeature) -> None:
         assert feature.bucketize is not None
         self.column = feature.bucketize.column
+        self._feature = feature
         self._buckets = feature.bucketize
-        self._numbers = DenseFeature(self.column)
         self._sample = _Reservoir()
         self._empty = True
 
     def add(self, column: Any) -> None:
-        raw = raw_numbers(self._numbers, column)
-        values = (raw.values if raw.missing is None else raw.values[~raw.missing]).reshape(-1)
-        values = values[np.isfinite(values)]
+        numbers, present = bucket_numbers(self._feature, raw_column(self.column, column))
+        values = numbers[present]
         if len(values):
             self._empty = False
             self._sample.add(values)
