@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from persia import Batch, HashTo, IdColumn, IdFeature, Schema, Table
+from persia import Batch, Buckets, DenseFeature, HashTo, IdColumn, IdFeature, Schema, Table, TimePart, Tokens
 from persia.errors import ConfigError, DataError, MissingExtraError
-from persia.interop.torchrec import keyed_jagged_tensor, to_batch
+from persia.interop.torchrec import from_batch, keyed_jagged_tensor, to_batch
 from support.jagged import KINDS, Jagged, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Of TorchRec and FBGEMM.
@@ -91,7 +91,18 @@ def test_computed_features_may_be_keys(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("option", [{"age_since": "now"}, {"kind": "text"}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"age_since": "now"},
+        {"kind": "text"},
+        {"bucketize": Buckets("x", width=1.0)},
+        {"time": TimePart("x", "hour")},
+        {"tokens": Tokens("x")},
+        {"split": "|"},
+        {"fill": 0},
+    ],
+)
 def test_features_whose_numbers_are_no_ids_are_refused(kind, option):
     schema = Schema([IdFeature("a", dim=4, **option)], labels=[])
     ids = kind(["a"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
@@ -170,3 +181,32 @@ def test_a_jagged_tensor_has_the_weights_of_a_batch(monkeypatch):
     assert keyed_jagged_tensor(WEIGHTED, batch).weights_or_none().tolist() == weights.tolist()
     unweighted = Batch.from_columns(SCHEMA, {"a": [1], "b": [2], "c": [3], "price": [1], "age": [1], "label": [1]})
     assert keyed_jagged_tensor(SCHEMA, unweighted).weights_or_none() is None
+
+
+def test_dense_features_keep_their_widths(monkeypatch):
+    dense = [DenseFeature("v", size=3), DenseFeature("q", fill=0.0, missing_indicator=True), "lq"]
+    schema = Schema([IdFeature("a", dim=4)], dense, labels=[])
+    stub = SimpleNamespace(KeyedJaggedTensor=lambda *_, **__: None, KeyedTensor=lambda *arguments: arguments)
+    monkeypatch.setitem(sys.modules, "torchrec", stub)
+    batch = to_batch(schema, Jagged(["a"], torch.arange(3), lengths=THREE), torch.arange(18).reshape(3, 6))
+    names, lengths, values = from_batch(schema, batch).dense
+    assert (names, lengths) == (["v", "q", "lq"], [3, 2, 1])
+    assert values.tolist() == batch.dense.tolist()
+
+
+def test_declared_weights_and_groups_of_samples_are_required():
+    schema = Schema([IdFeature("a", dim=4)], sample_weight="w", group="g")
+    ids = Jagged(["a"], torch.arange(3), lengths=THREE)
+    weights, groups, labels = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1, 1, -1]), torch.zeros(3)
+    batch = to_batch(schema, ids, None, labels, weights=weights, groups=groups)
+    batch.validate(schema)
+    assert (batch.weights.tolist(), batch.groups.tolist()) == ([0.5, 1.0, 2.0], [1, 1, 2**64 - 1])
+    assert to_batch(schema, ids).weights is None  # For prediction, as `Batch.from_columns`.
+    for options, match in (
+        ({"groups": groups}, "weights="),
+        ({"weights": weights}, "groups="),
+        ({"weights": weights[:2], "groups": groups}, "weights has shape"),
+        ({"weights": weights, "groups": weights}, "groups are torch.float32"),
+    ):
+        with pytest.raises(DataError, match=match):
+            to_batch(schema, ids, None, labels, **options)

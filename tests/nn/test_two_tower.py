@@ -8,7 +8,8 @@ import persia
 from persia.errors import ConfigError
 from persia.nn.models import TwoTower
 from persia.nn.output import predictions_of, probabilities_of
-from persia.schema import IdFeature, Schema
+from persia.schema import DenseFeature, IdFeature, Schema
+from persia.serve.item_catalogue import item_features, user_features
 from support.histories import Numbers, history_schema, made_inputs, outcome, softmax
 
 
@@ -180,3 +181,18 @@ def test_a_model_says_whether_its_logits_are_log_odds():
     ranking = torch.nn.Linear(1, 1)
     ranking.are_log_odds = False
     assert predictions_of(ranking, logits).tolist() == [[20.0], [30.0]]
+
+
+WIDE = [DenseFeature("v", size=3), DenseFeature("q", fill=0.0, missing_indicator=True), "lq"]
+
+
+def test_towers_read_all_columns_of_their_dense_features():
+    schema = two_tower_schema(WIDE)
+    model = TwoTower(schema, item=["item", "shop", "q"], log_q="lq", hidden=(8,))
+    assert (model.user_columns.tolist(), model.item_columns.tolist(), model.log_q) == ([0, 1, 2], [3, 4], 5)
+    assert model.user_features == ("user", "v")
+    assert (user_features(model, schema).dense, item_features(model, schema).dense) == (("v",), ("q",))
+    assert outcome(model, *made_inputs(schema))[1].isfinite()
+    for name, width in (("v", 3), ("q", 2)):
+        with pytest.raises(ConfigError, match=f"log_q = '{name}' has {width} columns"):
+            TwoTower(schema, item=["item"], log_q=name)

@@ -12,7 +12,7 @@ from persia.cli.run_config import ModelConfig
 from persia.errors import ConfigError, DataError
 from persia.nn import RankingModel
 from persia.nn.output import probabilities_of
-from persia.serve.ranking import expanded
+from persia.serve.ranking import _can_split, expanded
 from support.written_log import WrittenLog
 
 SCHEMA = persia.Schema(
@@ -155,3 +155,19 @@ def test_batches_that_do_not_fit_are_refused(tmp_path, serve):
     more = {**items.id_features, "more": items.id_features["item"]}
     with pytest.raises(DataError, match="'more' of the items is not in the schema"):
         predictor.rank(user, persia.Batch(more, items.dense, items.labels))
+
+
+@pytest.mark.parametrize("column", range(6))
+def test_all_columns_of_a_dense_feature_must_be_the_users(column):
+    dense = [persia.DenseFeature("v", size=3), persia.DenseFeature("q", fill=0.0, missing_indicator=True), "lq"]
+    schema = persia.Schema([persia.IdFeature("user", 4), persia.IdFeature("item", 4)], dense)
+    model = persia.nn.models.TwoTower(schema, item=["item", "q"], log_q="lq", hidden=(8,))
+    one, none = IdColumn(np.ones(1, np.uint64)), np.empty((1, 0), np.float32)
+    values = np.array([[0, 0, 0, NAN, NAN, NAN]], np.float32)
+    user = persia.Batch({"user": one}, values, none)
+    items = persia.Batch({"item": one}, np.where(np.isnan(values), np.float32(1), np.float32(NAN)), none)
+    assert _can_split(model, schema, user, items)
+    items.dense[0, column] = 1
+    assert _can_split(model, schema, user, items) == (column > 2)
+    items.dense[0, column], user.dense[0, column] = NAN, NAN
+    assert _can_split(model, schema, user, items) == (column > 2)

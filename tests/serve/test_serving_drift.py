@@ -15,10 +15,10 @@ import persia
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.batching.sampling import EVERY, ROWS, is_sampled, sampled_ids, sampled_rows
-from persia.errors import PublishError
+from persia.errors import DataError, PublishError
 from persia.metrics import SIGNIFICANT, DriftCounts, count_ids
 from persia.publish import PublishOptions, follow
-from persia.schema import IdFeature, Label, Schema
+from persia.schema import DenseFeature, IdFeature, Label, Schema
 from persia.serve import Predictor, ServeOptions
 from persia.serve.ranking import expanded
 from persia.serve.serving_drift import MAX_WAITING, ServingDrift
@@ -263,3 +263,22 @@ def test_predictions_of_other_kinds_drift_by_their_values():
     found = drift(moved)
     assert found["genre"] > SIGNIFICANT
     assert max(found["click"], found["watch"]) < 0.1
+
+
+def test_each_column_of_a_dense_feature_is_counted():
+    dense = [DenseFeature("v", size=3), DenseFeature("q", fill=0.0, missing_indicator=True), "lq"]
+    schema = Schema([IdFeature("item", dim=4)], dense, ["click"])
+    values = np.tile(np.arange(6, dtype=np.float32), (1000, 1))
+    rows = Batch({"item": IdColumn(np.arange(1000, dtype=np.uint64))}, values, np.zeros((1000, 1), np.float32))
+    recorder, serving = DriftRecorder(schema), ServingDrift(schema)
+    for number in range(EVERY + 1):
+        recorder.read(number, rows)
+    reference = recorder.reference()
+    assert [each.edges[0] for each in reference.dense.values()] == list(range(6))
+    serving.load(reference)
+    serving.note(rows.take(np.arange(1000)), np.zeros((1000, 1), np.float32))
+    serving.count()
+    assert list(reference.dense) == ["v[0]", "v[1]", "v[2]", "q", "q (missing)", "lq"]
+    assert set(serving.result) == {*reference.dense, "item", "item.length"}
+    with pytest.raises(DataError, match="3 columns got values with 6"):
+        DriftCounts([], schema.dense_names, []).add_rows(values, count_ids([]))

@@ -12,7 +12,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from persia.errors import ConfigError
+from persia.errors import ConfigError, DataError
 from persia.metrics.checks import State
 from persia.metrics.psi import ID_BUCKETS, LENGTH_BUCKETS, bucket_ids, bucket_lengths, psi
 from persia.types import Floats, Ids, Int64Array
@@ -80,7 +80,7 @@ class DriftReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rows: number of counted rows.
         ids: by ID-type feature, ids by bucket of a hash.
         lengths: by ID-type feature, rows by their number of ids.
-        dense: distribution of values, by dense feature.
+        dense: distribution of values, by dense value, see `Schema.dense_values`.
         predictions: distribution of predictions, by label: of logits, or as `single_values` of labels of other kinds.
     """
 
@@ -96,11 +96,11 @@ class DriftCounts:
 
     Numbers are counted by their upper 16 bits, so a bucket is at most 0.8 % wide, and the counts of several NN workers
     can be added. Counts are halved whenever they reach a million rows, or 16,384 predictions, so recent ones weigh
-    more. Memory: at most 512 KiB for each dense feature and label.
+    more. Memory: at most 512 KiB for each dense value and label.
 
     Args:
         ids: names of the ID-type features.
-        dense: names of the dense features.
+        dense: names of the dense values, `Schema.dense_values`.
         labels: names of the labels.
     """
 
@@ -120,7 +120,7 @@ class DriftCounts:
         """Counts rows.
 
         Args:
-            dense: dense features, float32 `[rows, dense features]`.
+            dense: dense values, float32 `[rows, dense values]`.
             ids: counts of the ids of the same rows, from `count_ids`.
         """
         self._ids += ids
@@ -223,7 +223,16 @@ def merged_drift(counts: DriftCounts, gather: Callable[[bytes], list[bytes]]) ->
 
 
 def _add(counts: Int64Array, values: Floats) -> None:
-    """Adds values `[rows, n]` to counts by key, `[n, KEYS]`."""
+    """Adds values `[rows, n]` to counts by key, `[n, KEYS]`.
+
+    Raises:
+        DataError: there are more or fewer columns than counts.
+    """
+    if values.shape[1] != len(counts):
+        raise DataError(
+            f"Drift counts of {len(counts)} columns got values with {values.shape[1]}; pass one name for each column, "
+            "as Schema.dense_values has them."
+        )
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     keys = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)) >> 16  # Ascends with the value.
     places = (keys + (np.arange(values.shape[1], dtype=np.uint32) << 16)).reshape(-1)

@@ -171,8 +171,12 @@ def item_features(towers: Towers, schema: Schema) -> TowerFeatures:
 def _dense(towers: Towers, columns: str, schema: Schema) -> tuple[str, ...]:
     """Returns the dense features of a tower: the features of its columns, or all features if it declares none."""
     positions = getattr(towers, columns, None)
-    names = schema.dense_names
-    return tuple(names) if positions is None else tuple(names[number] for number in positions.tolist())
+    if positions is None:
+        return schema.dense_names
+    read = set(positions.tolist())
+    return tuple(
+        name for name, place in schema.dense_slices.items() if not read.isdisjoint(range(place.start, place.stop))
+    )
 
 
 def only(schema: Schema, batch: Batch, features: Sequence[str]) -> Batch:

@@ -89,12 +89,14 @@ def _can_split(model: RankingModel, schema: Schema, user: Batch, items: Batch) -
         other = feature.aligned_with
         if other is not None and (feature.name in items.id_features) != (other in items.id_features):
             return False  # Alignment can only be checked in complete rows.
-    dense = {name: column for column, name in enumerate(schema.dense_names)}
+    dense = schema.dense_slices
     for name in model.user_features:
-        column = dense.get(name)
-        if column is None and (name in items.id_features or name not in user.id_features):
+        columns = dense.get(name)
+        if columns is None and (name in items.id_features or name not in user.id_features):
             return False
-        if column is not None and not (np.isnan(items.dense[:, column]).all() and np.isfinite(user.dense[0, column])):
+        if columns is not None and not (
+            np.isnan(items.dense[:, columns]).all() and np.isfinite(user.dense[0, columns]).all()
+        ):
             return False
     return all(name in items.id_features for name in model.item_features)
 

@@ -48,7 +48,7 @@ class ServingDrift:
 
     def __init__(self, schema: Schema, window: int = WINDOW) -> None:
         self._ids = [feature.name for feature in schema.id_features]
-        self._names = self._ids, schema.dense_names, schema.label_names
+        self._names = self._ids, schema.dense_values, schema.label_names
         self._schema = schema
         self._window = window
         self._recorded: deque[_Recorded] = deque(maxlen=MAX_WAITING)

@@ -29,7 +29,7 @@ class DriftRecorder:
         self._schema = schema
         self._ids = [feature.name for feature in schema.id_features]
         self._labels = schema.targets
-        self._counts = DriftCounts(self._ids, schema.dense_names, schema.label_names)
+        self._counts = DriftCounts(self._ids, schema.dense_values, schema.label_names)
         self._lock = threading.Lock()
         self._scored = 0
 

@@ -35,7 +35,7 @@ class TorchRecBatch(NamedTuple):
 
     Attributes:
         ids: the ID-type features; values int64, with the bits of the ids.
-        dense: the dense features, each of length 1.
+        dense: the dense features, each of length `DenseFeature.width`.
         labels: labels, float32 `[batch, labels]`.
     """
 
@@ -103,6 +103,9 @@ def to_batch(
     dense: Tensor | KeyedTensor | None = None,
     labels: Tensor | None = None,
     day: NDArray[np.int32] | None = None,
+    *,
+    weights: Tensor | None = None,
+    groups: Tensor | None = None,
 ) -> Batch:
     """Returns a batch that shares the memory of TorchRec's tensors, if they are on the CPU, int64 and float32.
 
@@ -112,27 +115,40 @@ def to_batch(
         schema: schema of the model. Crosses and mapped features are computed as readers do, unless `ids` has them.
         ids: the ID-type features and possibly others, int64 or int32. Ids are their bits: -1 is 2^64 - 1. Its weights
             are those of features that declare `IdFeature.weights`; those of other features must be 1.
-        dense: dense features, float `[batch, dense features]` in the order of the schema, or a KeyedTensor; None if the
-            schema has none.
+        dense: dense features, float `[batch, Schema.dense_width]` in the order of the schema, or a KeyedTensor; None if
+            the schema has none. They are the input of the model: rules of `DenseFeature` are not applied.
         labels: labels, float `[batch]` or `[batch, labels]`; None for prediction.
         day: day of each sample, int32 `[batch]`, see `Batch`.
+        weights: weight of each sample, float `[batch]`; required with labels if the schema has
+            `sample_weight`.
+        groups: group of each sample, int64 or int32 `[batch]`, whose bits are used as those of ids; required with
+            labels if the schema has `group`.
 
     Raises:
-        ConfigError: a feature of the schema has `age_since` or `kind="text"`: readers do not use its numbers as ids.
-        DataError: a feature of the schema is missing, `ids` lack declared weights, have others than 1 where none are
-            declared, or have a stride for each key; or shapes differ.
+        ConfigError: a feature of the schema is derived, or has `age_since`, `fill` or `kind="text"`: readers do not
+            use its numbers as ids.
+        DataError: `weights` or `groups` are missing, a feature of the schema is missing, `ids` lack declared weights,
+            have others than 1 where none are declared, or have a stride for each key; or shapes differ.
     """
     if ids.variable_stride_per_key():
         raise DataError(
             "The KeyedJaggedTensor has a stride for each key, which batches do not support; convert one without."
         )
     for feature in schema.id_features:
-        if feature.age_since is not None or feature.kind == "text":
-            option = "age_since" if feature.age_since is not None else 'kind="text"'
+        options = ("age_since", "bucketize", "time", "tokens", "split", "fill")
+        option = next((each for each in options if getattr(feature, each) is not None), None)
+        if option is not None or feature.kind == "text":
+            option = option or 'kind="text"'
             raise ConfigError(
                 f"IdFeature({feature.name!r}) has {option}, but the values of a KeyedJaggedTensor are ids already; "
                 "declare the feature without it, or make batches with Batch.from_columns.",
                 field=f"IdFeature({feature.name!r})",
+            )
+    for argument, given, column in (("weights", weights, schema.sample_weight), ("groups", groups, schema.group)):
+        if given is None and column is not None and labels is not None:
+            raise DataError(
+                f"The schema has the column {column!r} for {argument} of samples; pass to_batch(..., {argument}=...).",
+                column=column,
             )
     keys = list(ids.keys())
     if len(set(keys)) < len(keys):
@@ -154,6 +170,8 @@ def to_batch(
         _dense(schema, dense, rows),
         _matrix("labels", labels, rows, len(schema.label_names) if labels is not None else 0),
         day,
+        None if weights is None else _vector("weights", weights.detach().cpu().float().numpy(), rows),
+        None if groups is None else _vector("groups", _ids(groups, "groups"), rows),
     )
 
 
@@ -164,7 +182,7 @@ def from_batch(schema: Schema, batch: Batch) -> TorchRecBatch:
         MissingExtraError: TorchRec is not installed.
     """
     dense = torch.from_numpy(_writable(batch.dense))
-    lengths = [1] * schema.dense_width
+    lengths = [each.width for each in schema.dense]
     keyed = _torchrec().KeyedTensor(list(schema.dense_names), lengths, dense)
     return TorchRecBatch(keyed_jagged_tensor(schema, batch), keyed, torch.from_numpy(_writable(batch.labels)))
 
@@ -277,9 +295,9 @@ def _id_columns(ids: KeyedJaggedTensor) -> list[IdColumn]:
     return columns
 
 
-def _ids(values: Tensor) -> Ids:
+def _ids(values: Tensor, name: str = "values of the KeyedJaggedTensor") -> Ids:
     if values.dtype not in (torch.int64, torch.int32):
-        raise DataError(f"The values of the KeyedJaggedTensor are {values.dtype}; pass torch.int64 or torch.int32.")
+        raise DataError(f"The {name} are {values.dtype}; pass torch.int64 or torch.int32.")
     array: Int64Array = values.detach().cpu().to(torch.int64).contiguous().numpy()
     return array.view(np.uint64)
 
@@ -309,6 +327,13 @@ def _matrix(name: str, tensor: Tensor | None, rows: int, width: int) -> Floats:
             column=name,
         )
     return array
+
+
+def _vector(name: str, array: NDArray[Any], rows: int) -> NDArray[Any]:
+    """Returns an array `[rows]`, also of one `[rows, 1]`."""
+    if array.shape not in ((rows,), (rows, 1)):
+        raise DataError(f"{name} has shape {list(array.shape)}; the KeyedJaggedTensor needs [{rows}].", column=name)
+    return array.reshape(rows)
 
 
 def _joined(arrays: Sequence[Ids]) -> Ids:

@@ -47,8 +47,8 @@ class TwoTower(nn.Module):
             whose items are negatives only. The mean over samples is weighted by `Schema.sample_weight`; samples whose
             label is missing are left out of it, and their items are negatives too.
         item: ID-type and dense features of the item; all others are the user's.
-        log_q: dense feature with log(q) of the sample's item; None for no correction. No tower reads it. An item whose
-            value is log(0) counts as the rarest of the batch.
+        log_q: dense feature of one column with log(q) of the sample's item; None for no correction. No tower reads it.
+            An item whose value is log(0) counts as the rarest of the batch.
         hidden: widths of each tower's hidden layers.
         dim: length of the towers' outputs.
         temperature: what dot products are divided by.
@@ -74,7 +74,7 @@ class TwoTower(nn.Module):
     ) -> None:
         super().__init__()
         dims = feature_dims(schema)
-        dense = list(schema.dense_names)
+        dense = schema.dense_slices
         if len(schema.targets) != 1:
             raise ConfigError(
                 f"TwoTower needs one label, but the schema has {len(schema.label_names)}; declare the one that says if "
@@ -94,6 +94,12 @@ class TwoTower(nn.Module):
                 schema.feature(name)
         if log_q is not None and log_q not in dense:
             raise ConfigError(f"log_q = {log_q!r} is no dense feature of the schema; declare it there.", field="log_q")
+        if log_q is not None and (width := dense[log_q].stop - dense[log_q].start) != 1:
+            raise ConfigError(
+                f"log_q = {log_q!r} has {width} columns, but is one number; declare it with size=1 and without "
+                "missing_indicator.",
+                field="log_q",
+            )
         self.temperature, dim = plain(temperature), plain(dim)
         check_number("temperature", self.temperature, 0, open_low=True)
         check_integer("dim", dim, 1)
@@ -102,12 +108,14 @@ class TwoTower(nn.Module):
             raise ConfigError(
                 f"item = {list(item)} leaves a tower without an ID-type feature; each needs one.", field="item"
             )
-        columns = [
-            [number for number, name in enumerate(dense) if (name in item) == of_item and name != log_q]
-            for of_item in (False, True)
+        names_of = [
+            [name for name in dense if (name in item) == of_item and name != log_q] for of_item in (False, True)
         ]
-        self._user_dense = tuple(dense[number] for number in columns[0])
-        self.log_q = None if log_q is None else dense.index(log_q)
+        columns = [
+            [each for name in names for each in range(dense[name].start, dense[name].stop)] for names in names_of
+        ]
+        self._user_dense = tuple(names_of[0])
+        self.log_q = None if log_q is None else dense[log_q].start
         for name, numbers in zip(("user_columns", "item_columns"), columns, strict=True):
             self.register_buffer(name, torch.tensor(numbers, dtype=torch.int64), persistent=False)
         self.user, self.item = (
