@@ -7,8 +7,17 @@ import msgspec
 import numpy as np
 import pytest
 
+import persia
 from persia.errors import ConfigError
-from persia.metrics.drift import MIN_ROWS, DriftCounts, DriftReference, ValueBuckets, count_ids, merged_drift
+from persia.metrics.drift import (
+    MIN_ROWS,
+    DriftCounts,
+    DriftReference,
+    ValueBuckets,
+    compared_columns,
+    count_ids,
+    merged_drift,
+)
 from persia.metrics.psi import ID_BUCKETS, LENGTH_BUCKETS, MODERATE, SIGNIFICANT, bucket_ids, bucket_lengths, psi
 
 NAMES = (["item", "tags"], ["age", "flag", "constant"], ["click"])
@@ -175,3 +184,11 @@ def test_a_reference_is_checked_when_it_is_read():
             msgspec.json.decode(msgspec.json.encode({**plain, **change}), type=DriftReference)
     with pytest.raises(ConfigError, match="expected finite, ascending edges"):
         ValueBuckets([2.0, 1.0], [0, 0, 0, 0])
+
+
+def test_long_vectors_are_left_out_of_drift():
+    schema = persia.Schema(
+        [persia.IdFeature("item", dim=2)],
+        dense_features=["age", persia.DenseFeature("title", size=768), persia.DenseFeature("place", size=2)],
+    )
+    assert compared_columns(schema) == {"age": 0, "place[0]": 769, "place[1]": 770}

@@ -10,7 +10,14 @@ from persia.metrics.auc import AUC, BLOCK
 from persia.metrics.by_value import OTHER, LabelGroups, MetricsByValue
 from persia.metrics.calibration import Calibration
 from persia.metrics.calibration_by_bucket import CalibrationBucket, calibration_buckets
-from persia.metrics.drift import DriftCounts, DriftReference, ValueBuckets, count_ids, merged_drift
+from persia.metrics.drift import (
+    DriftCounts,
+    DriftReference,
+    ValueBuckets,
+    compared_columns,
+    count_ids,
+    merged_drift,
+)
 from persia.metrics.grouped import GroupedFigures, GroupedMetrics
 from persia.metrics.log_loss import LogLoss
 from persia.metrics.merging import merged_grouped, merged_metrics
@@ -58,6 +65,7 @@ __all__ = [
     "answers_of",
     "calibration_buckets",
     "check_metric_name",
+    "compared_columns",
     "count_ids",
     "figure",
     "merged_drift",

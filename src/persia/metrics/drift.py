@@ -15,9 +15,18 @@ from numpy.typing import NDArray
 from persia.errors import ConfigError, DataError
 from persia.metrics.checks import State
 from persia.metrics.psi import ID_BUCKETS, LENGTH_BUCKETS, bucket_ids, bucket_lengths, psi
+from persia.schema import Schema
 from persia.types import Floats, Ids, Int64Array
 
-__all__ = ["MIN_ROWS", "DriftCounts", "DriftReference", "ValueBuckets", "count_ids", "merged_drift"]
+__all__ = [
+    "MIN_ROWS",
+    "DriftCounts",
+    "DriftReference",
+    "ValueBuckets",
+    "compared_columns",
+    "count_ids",
+    "merged_drift",
+]
 
 MIN_ROWS: Final = 1000
 """Minimum number of rows of each side for an index. With fewer rows chance alone would make it large."""
@@ -27,6 +36,9 @@ KEYS: Final = 1 << 16
 HALVED_AT: Final = 1 << 20
 SCORES_HALVED_AT: Final = 1 << 14
 """Lower than `HALVED_AT`: predictions change as the network learns, so old ones are no reference."""
+
+MAX_VALUES: Final = 8
+"""Maximum number of values of a dense feature whose drift is measured."""
 
 LARGEST: Final = float(np.finfo(np.float32).max)
 
@@ -89,6 +101,16 @@ class DriftReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lengths: dict[Name, Annotated[list[Count], msgspec.Meta(min_length=LENGTH_BUCKETS, max_length=LENGTH_BUCKETS)]]
     dense: dict[Name, ValueBuckets]
     predictions: dict[Name, ValueBuckets]
+
+
+def compared_columns(schema: Schema) -> dict[str, int]:
+    """Returns the columns of `Batch.dense` that drift is measured of, by name.
+
+    Vectors of more than 8 values are left out: counts take up to 512 KiB for each value.
+    """
+    names, slices = schema.dense_values, schema.dense_slices
+    parts = [slices[each.name] for each in schema.dense if each.values <= MAX_VALUES]
+    return {names[column]: column for part in parts for column in range(part.start, part.stop)}
 
 
 class DriftCounts:

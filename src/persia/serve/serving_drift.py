@@ -13,7 +13,7 @@ import numpy as np
 from persia.batching.batch import Batch
 from persia.batching.sampling import sampled_ids, sampled_rows
 from persia.metrics.answers import single_values
-from persia.metrics.drift import DriftCounts, DriftReference
+from persia.metrics.drift import DriftCounts, DriftReference, compared_columns
 from persia.schema import Schema
 from persia.serve.ranking import expanded
 from persia.types import Floats
@@ -48,7 +48,9 @@ class ServingDrift:
 
     def __init__(self, schema: Schema, window: int = WINDOW) -> None:
         self._ids = [feature.name for feature in schema.id_features]
-        self._names = self._ids, schema.dense_values, schema.label_names
+        dense = compared_columns(schema)
+        self._dense = list(dense.values())
+        self._names = self._ids, list(dense), schema.label_names
         self._schema = schema
         self._window = window
         self._recorded: deque[_Recorded] = deque(maxlen=MAX_WAITING)
@@ -94,7 +96,7 @@ class ServingDrift:
                     batch = expanded(self._schema, user, batch)
                 if self._current.rows >= self._window:
                     self._current, self._previous = DriftCounts(*self._names), self._current
-                self._current.add_rows(sampled_rows(batch.dense), sampled_ids(batch, self._ids))
+                self._current.add_rows(sampled_rows(batch.dense)[:, self._dense], sampled_ids(batch, self._ids))
                 if logits.shape[1] == self._schema.outputs and np.isfinite(logits).all():
                     self._current.add_logits(single_values(self._schema.targets, sampled_rows(logits)))
             if self._reference is None:

@@ -9,7 +9,7 @@ from persia.batching.batch import Batch
 from persia.batching.sampling import is_sampled, sampled_ids, sampled_rows
 from persia.errors import DataError
 from persia.metrics.answers import single_values
-from persia.metrics.drift import DriftCounts, DriftReference, merged_drift
+from persia.metrics.drift import DriftCounts, DriftReference, compared_columns, merged_drift
 from persia.schema import Schema
 from persia.types import Floats, RegisteredBatch
 
@@ -29,7 +29,9 @@ class DriftRecorder:
         self._schema = schema
         self._ids = [feature.name for feature in schema.id_features]
         self._labels = schema.targets
-        self._counts = DriftCounts(self._ids, schema.dense_values, schema.label_names)
+        dense = compared_columns(schema)
+        self._dense = list(dense.values())
+        self._counts = DriftCounts(self._ids, list(dense), schema.label_names)
         self._lock = threading.Lock()
         self._scored = 0
 
@@ -48,7 +50,7 @@ class DriftRecorder:
         else:
             return
         with self._lock:
-            self._counts.add_rows(sampled_rows(batch.dense), counts)
+            self._counts.add_rows(sampled_rows(batch.dense)[:, self._dense], counts)
 
     def scored(self, logits: Floats) -> None:
         """Counts the predictions of a batch, from its logits `[batch, Schema.outputs]`, if it is its turn."""
