@@ -153,7 +153,7 @@ def test_a_file_becomes_a_server_that_takes_its_rows_as_they_are(tmp_path, forks
         done = forks.run([INSTALLED, *command], tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / config).read_text()
-    assert 'genres = "|"' in text
+    assert 'split = "|"' in text
     assert "fill = " in text
     wanted = np.loadtxt(tmp_path / "found.csv", delimiter=",", skiprows=1, ndmin=2)[:, -1]
     records = [
