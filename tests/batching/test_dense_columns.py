@@ -185,3 +185,16 @@ def test_types_of_numbers(dtype):
     feature = DenseFeature("x", scale=(1, 2))
     assert dense(feature, values).tolist() == [[-0.5], [0], [0]]
     assert dense(feature, values[::2]).tolist() == [[-0.5], [0]]
+
+
+@pytest.mark.parametrize("dtype", [">f8", "<f8", ">f4"])
+def test_errors_name_the_wrong_column_in_any_byte_order(dtype):
+    schema = Schema(
+        [IdFeature("user", dim=2)],
+        dense_features=[DenseFeature("price", log=True), DenseFeature("age", log=True)],
+        labels=[],
+    )
+    columns = {"user": [1, 2], "price": np.array([1, 2], dtype), "age": np.array([3, np.inf], dtype)}
+    with pytest.raises(DataError, match="'age' is inf at row 1"):
+        persia.Batch.from_columns(schema, columns)
+    assert columns["price"].tolist() == [1, 2]

@@ -272,7 +272,8 @@ def raw_numbers(feature: DenseFeature, column: Any, shared: SharedNumbers | None
 
 def raw_numbers_of(feature: DenseFeature, raw: RawNumbers) -> RawNumbers:
     """Converts the result of `read_numbers` to that of `raw_numbers`."""
-    values, missing = np.array(raw.values, np.float64).reshape(-1, feature.values), raw.missing
+    values, missing = np.empty((len(raw.values), feature.values)), raw.missing
+    values[...] = raw.values.reshape(values.shape)  # Not `np.array`, which keeps the mark of a byte order.
     if feature.size == 1 and raw.values.dtype.kind == "f":
         nan = np.isnan(values[:, 0])
         missing = nan if missing is None else missing | nan
