@@ -28,7 +28,7 @@ def test_figures_of_real_metrics():
     found = metrics.result()
     for name in ("auc", "log_loss", "normalized_entropy", "calibration"):
         assert figure(found, name) == getattr(found, name)
-        assert figure(found, f"buy.{name}") == getattr(found.labels["buy"], name) != figure(found, f"click.{name}")
+        assert figure(found, f"buy:{name}") == getattr(found.labels["buy"], name) != figure(found, f"click:{name}")
     assert np.isnan(figure(found, "rmse"))
 
 
@@ -37,16 +37,16 @@ def test_means_are_over_the_labels_that_have_the_metric():
         {"click": SimpleNamespace(auc=0.7), "a.b": SimpleNamespace(rmse=2.0), "c": SimpleNamespace(rmse=4.0)}
     )
     assert figure(found, "rmse") == 3.0
-    assert figure(found, "a.b.rmse") == 2.0
+    assert figure(found, "a.b:rmse") == 2.0
     assert figure(found, "auc") == 0.7
-    assert np.isnan(figure(found, "click.rmse"))
+    assert np.isnan(figure(found, "click:rmse"))
 
 
 def test_figures_within_groups():
     found = result(
         {"click": SimpleNamespace(auc=0.7)}, {"click": GroupedFigures(3, 3, 0.6, {5: 0.1}, {5: 0.2, 10: 0.3})}
     )
-    assert [figure(found, name) for name in ("gauc", "ndcg@5", "ndcg", "recall@5", "click.ndcg@5")] == [
+    assert [figure(found, name) for name in ("gauc", "ndcg@5", "ndcg", "recall@5", "click:ndcg@5")] == [
         0.6, 0.2, 0.3, 0.1, 0.2,
     ]  # fmt: skip
     assert np.isnan(figure(found, "recall@7"))
@@ -83,14 +83,14 @@ def test_the_default_is_of_the_first_label(label, name):
 
 def test_unknown_names_list_what_the_labels_have():
     both = schema("click", Label("price", kind="regression"))
-    for name in ("accuracy", "price.auc", "nobody.auc"):
+    for name in ("accuracy", "price:auc", "nobody:auc"):
         with pytest.raises(ConfigError, match=r"click has auc, log_loss, .*; price has rmse, mae, mean_ratio") as found:
             watched_metric(both, name)
         assert found.value.fields["field"] == "keep_best"
     with pytest.raises(ConfigError, match=r"ndcg@k and recall@k need Schema\(group"):
         watched_metric(both, "ndcg@5")
     assert watched_metric(schema("click", group="session"), "ndcg@5").at == 5
-    for name in ("loss", "auc@5", "ndcg@0", "", "click."):
+    for name in ("loss", "auc@5", "ndcg@0", "", "click:"):
         with pytest.raises(ConfigError, match="expected one of: auc, log_loss"):
             watched_metric(both, name)
 

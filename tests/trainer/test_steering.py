@@ -176,13 +176,13 @@ def test_lower_may_be_better(tmp_path, script):
     t = persia.Trainer(
         Net(torch.float32), schema, optimizer=adam, embedding_optimizer=persia.optim.Adagrad(lr=0.05), mode=Sync(),
         options=TrainerOptions(
-            progress=False, checkpoint_dir=str(tmp_path), eval_every_steps=4, patience=2, keep_best="click.rmse"
+            progress=False, checkpoint_dir=str(tmp_path), eval_every_steps=4, patience=2, keep_best="click:rmse"
         ),
     )  # fmt: skip
     result = t.fit(batches(50), batches(2))
     assert (result.global_step, result.best, result.best_step) == (16, 2.0, 8)
     assert CheckpointReader(tmp_path, "best").manifest.global_step == 8
-    assert (tmp_path / "BEST").read_text() == "step-000000000008 2.0 click.rmse\n"
+    assert (tmp_path / "BEST").read_text() == "step-000000000008 2.0 click:rmse\n"
 
 
 def test_values_that_are_not_finite_are_no_improvement(script):

@@ -8,31 +8,11 @@ from typing import Any, Final, NamedTuple
 
 from persia.errors import ConfigError
 from persia.metrics.answers import only_ranks
-from persia.metrics.result import MetricsResult, mean
+from persia.metrics.result import METRICS, MetricsResult, mean
 from persia.schema import Label, Schema
 
-__all__ = ["BETTER", "WatchedMetric", "check_metric_name", "figure", "metrics_of", "watched_metric"]
+__all__ = ["WatchedMetric", "check_metric_name", "figure", "metrics_of", "watched_metric"]
 
-BETTER: Final[Mapping[str, int]] = {
-    "auc": 1,
-    "log_loss": -1,
-    "normalized_entropy": -1,
-    "calibration": 0,
-    "rmse": -1,
-    "mae": -1,
-    "mean_ratio": 0,
-    "accuracy": 1,
-    "top_5_accuracy": 1,
-    "gauc": 1,
-    "ndcg": 1,
-    "recall": 1,
-}
-"""1 if higher is better, -1 if lower is, 0 if the value closest to 1 is."""
-
-_TITLES: Final[Mapping[str, str]] = {
-    "auc": "AUC", "log_loss": "log-loss", "normalized_entropy": "NE", "rmse": "RMSE", "mae": "MAE",
-    "mean_ratio": "mean ratio", "top_5_accuracy": "top-5 accuracy", "gauc": "GAUC", "ndcg": "NDCG",
-}  # fmt: skip
 _BINARY = ("auc", "log_loss", "normalized_entropy", "calibration")
 _VALUE = ("rmse", "mae", "mean_ratio")
 _CLASSES = ("log_loss", "accuracy", "top_5_accuracy")
@@ -41,22 +21,22 @@ _OF_KIND: Final[Mapping[str, Sequence[str]]] = {
 }  # fmt: skip
 """Metrics by kind of label, the default first."""
 
-_GROUPED = ("gauc", "ndcg", "recall")
-"""Metrics within the groups of `Schema.group`."""
+_GROUPED: Final[Mapping[str, str]] = {"gauc": "GAUC", "ndcg": "NDCG", "recall": "recall"}
+"""Titles of the metrics within the groups of `Schema.group`, of which higher is better."""
 
 _AT = 10
 """k of "ndcg" and "recall" without "@k"."""
 
-_FORM = re.compile(r"(?:(?P<label>.+)\.)?(?P<metric>[a-z_0-9]+)(?:@(?P<at>[1-9][0-9]{0,3}))?", re.DOTALL)
+_FORM = re.compile(r"(?:(?P<label>.+):)?(?P<metric>[a-z_0-9]+)(?:@(?P<at>[1-9][0-9]{0,3}))?", re.DOTALL)
 
 
 class WatchedMetric(NamedTuple):
     """A metric of held-out data by name.
 
     Attributes:
-        name: as it was declared: "auc", "LABEL.auc", "ndcg@10".
+        name: as it was declared: "auc", "LABEL:auc", "ndcg@10".
         label: the label; None for the mean over all labels that have the metric.
-        metric: one of `BETTER`.
+        metric: a name in `METRICS`, "gauc", "ndcg" or "recall".
         at: k of "ndcg" and "recall".
     """
 
@@ -73,7 +53,7 @@ class WatchedMetric(NamedTuple):
     @property
     def title(self) -> str:
         """Its name in messages."""
-        title = _TITLES.get(self.metric, self.metric)
+        title = _GROUPED[self.metric] if self.grouped else METRICS[self.metric].title
         title += f"@{self.at}" if self.metric in ("ndcg", "recall") else ""
         return title if self.label is None else f"{title} of {self.label}"
 
@@ -93,12 +73,12 @@ class WatchedMetric(NamedTuple):
 
     def score(self, value: float) -> float:
         """Returns a number that is higher for a better value."""
-        better = BETTER[self.metric]
+        better = 1 if self.grouped else METRICS[self.metric].better
         return better * value if better else -abs(value - 1)
 
 
 def figure(result: MetricsResult, name: str) -> float:
-    """Returns a metric of a result by name, such as "auc" or "LABEL.rmse"; nan if the result has none."""
+    """Returns a metric of a result by name, such as "auc" or "LABEL:rmse"; nan if the result has none."""
     return _parsed(name).figure(result)
 
 
@@ -133,7 +113,7 @@ def watched_metric(schema: Schema, name: str | None = None, field: str = "keep_b
         known = "; ".join(f"{label} has {', '.join(metrics)}" for label, metrics in labels.items())
         group = " gauc, ndcg@k and recall@k need Schema(group=...)." if watched.grouped and not schema.group else ""
         raise ConfigError(
-            f"Invalid {field} = {name!r}: {known}. Name one of these, or LABEL.METRIC for one label.{group}",
+            f"Invalid {field} = {name!r}: {known}. Name one of these, or LABEL:METRIC for one label.{group}",
             field=field,
         )
     return watched
@@ -156,10 +136,10 @@ def _parsed(name: str, field: str = "name") -> WatchedMetric:
     match = _FORM.fullmatch(name)
     metric = match["metric"] if match else None
     ranked = metric in ("ndcg", "recall")
-    if match is None or metric not in BETTER or (match["at"] is not None and not ranked):
+    if match is None or metric not in (*METRICS, *_GROUPED) or (match["at"] is not None and not ranked):
         raise ConfigError(
-            f"Invalid {field} = {name!r}; expected one of: {', '.join(BETTER)}; or LABEL.METRIC for one label, and "
-            "ndcg@k or recall@k.",
+            f"Invalid {field} = {name!r}; expected one of: {', '.join([*METRICS, *_GROUPED])}; or LABEL:METRIC for one "
+            "label, and ndcg@k or recall@k.",
             field=field,
         )
     assert metric is not None

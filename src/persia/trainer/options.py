@@ -61,7 +61,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         keep_last: checkpoints kept, with those that they add to; older ones are removed.
         keep_best: keep the best checkpoint too, by this metric of `eval_data`: "auc", "log_loss", "normalized_entropy",
             "calibration" (closest to 1), "rmse", "mae", "accuracy", ...; with `Schema(group=...)` also "gauc", "ndcg@k"
-            and "recall@k"; or "LABEL.METRIC" for one label. The file `BEST` names it. Without `eval_every_steps` and
+            and "recall@k"; or "LABEL:METRIC" for one label. The file `BEST` names it. Without `eval_every_steps` and
             `eval_every_epochs`, each checkpoint is evaluated.
         eval_every_steps: evaluate `eval_data` at every global step that is a multiple of this. Training does not
             change by it: in `Sync` it gives the same bits.
