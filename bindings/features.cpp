@@ -88,7 +88,9 @@ std::int64_t dense_columns(nb::list column_list, nb::handle matrix_out) {
     column.values = values.data<const void>();
     column.type = type_of(values);
     column.size = take_size(fields[2], where);
-    if (column.size == 0 || values.size() != rows * column.size) where.fail("must have `size` values in each row");
+    // No size is larger than the matrix is wide, so that the product cannot wrap.
+    if (column.size == 0 || column.size > matrix.shape(1) || values.size() != rows * column.size)
+      where.fail("must have `size` values in each row");
     held.push_back(std::move(values));
     if (!fields[1].is_none()) {
       held.push_back(take_dense<const bool>(fields[1], 1, where, "bool, contiguous: missing [rows]"));

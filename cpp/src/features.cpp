@@ -269,7 +269,9 @@ bool transform(const DenseRules& rules, std::span<double> values) {
 std::int64_t dense_columns(std::span<const DenseColumn> columns, std::size_t rows, float* out, std::size_t stride) {
   for (const DenseColumn& column : columns) {
     check(column.rules);
-    if (column.size == 0 || column.at + column.size + (column.indicator ? 1 : 0) > stride) {
+    // Without sums, which could wrap.
+    const std::size_t space = column.at < stride ? stride - column.at : 0;
+    if (column.size == 0 || column.size > space || (column.indicator && column.size == space)) {
       throw std::invalid_argument("columns: each must have values, and be inside a row of the output");
     }
   }

@@ -18,6 +18,7 @@ from sklearn.preprocessing import MinMaxScaler, QuantileTransformer, StandardSca
 import persia
 from persia import DenseFeature, IdFeature, Label, Schema
 from persia.batching.dense_columns import transformed
+from persia.batching.native import features_core
 from persia.errors import ConfigError, DataError
 from support.twins.features import log1p as twin_log1p
 
@@ -198,3 +199,11 @@ def test_errors_name_the_wrong_column_in_any_byte_order(dtype):
     with pytest.raises(DataError, match="'age' is inf at row 1"):
         persia.Batch.from_columns(schema, columns)
     assert columns["price"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(("size", "at"), [(2**63, 2**63), (1, 2**64 - 1), (1, 1)])
+def test_the_core_refuses_columns_outside_of_the_matrix(size, at):
+    matrix = np.zeros((2, 1), np.float32)
+    with pytest.raises(ValueError, match="must have"):
+        features_core.dense_columns([(np.zeros(2), None, size, None, False, at, (None, False, None))], matrix)
+    assert not matrix.any()
