@@ -36,3 +36,9 @@ def test_a_schema_needs_no_torch():
     found = loaded("import persia; persia.Schema([persia.IdFeature('item', dim=8)])")
     assert found.isdisjoint({"torch", "pyarrow", "ray", "rich", "typer"})
     assert "msgspec" in found  # The check sees what a name loads.
+
+
+def test_a_trainer_of_batches_of_ones_own_needs_no_readers():
+    found = loaded("import persia; persia.Trainer; persia.nn.models.FFNN")
+    assert not [name for name in found if name.startswith("persia.data")]
+    assert "torch" in found

@@ -10,7 +10,6 @@ import numpy as np
 
 from persia.batching.batch import Batch
 from persia.batching.items import checked_items
-from persia.data.reader import ColumnSource, StreamReader
 from persia.errors import ConfigError, DataError
 from persia.schema import Label, Schema
 from persia.types import Floats, Ids, Int64Array, RegisteredBatch
@@ -41,6 +40,9 @@ class SampleValues:
         self._features = [each.name for each in schema.id_features]
         self._waiting: collections.deque[tuple[list[str], Int64Array]] = collections.deque()
         self._source: _Pieces | None = None
+        # Here, as all readers come with it, which a program with batches of its own does not need.
+        from persia.data.reader import ColumnSource, StreamReader
+
         if isinstance(data, StreamReader) and isinstance(data.source, ColumnSource):
             if data.order.shuffle_rows or data.order.shard != (0, 1):
                 raise ConfigError(
