@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-import jsonschema
 import msgspec
 import numpy as np
 import pyarrow as pa
@@ -120,6 +119,7 @@ def test_a_ranking_has_scores_for_probabilities():
 
 
 def test_the_document_describes_the_answers():
+    jsonschema = pytest.importorskip("jsonschema")
     document = openapi(SCHEMA, ServeLimits(), False, None, NO_RULES)
     for path, content in (
         ("/predict", BODY),

@@ -188,6 +188,7 @@ def test_values_of_nn_workers_merge_whatever_each_has_seen():
 
 
 def test_curves_results_and_trackers_name_the_metrics_of_labels(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia-recsys[tensorboard]"')
     logged = {}
 
     class Tracker:

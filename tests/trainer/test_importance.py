@@ -303,6 +303,7 @@ def test_logits_that_are_not_finite_name_the_feature():
 
 
 def test_the_result_is_a_table_and_a_chart_of_the_report(tmp_path):
+    pytest.importorskip("tensorboard", reason='TensorBoard is not installed: pip install "persia-recsys[tensorboard]"')
     t = make_trainer(log_dir=str(tmp_path))
     t.importance(batches(1), repeats=1)  # Without a record nothing is written.
     assert list(tmp_path.iterdir()) == []
