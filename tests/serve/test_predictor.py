@@ -9,7 +9,7 @@ import torch
 import persia
 from persia.batching.id_column import IdColumn
 from persia.cli.run_config import ModelConfig
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, DeadlineError
 from persia.publish import ModelDescription, PublishOptions, publish_checkpoint
 from persia.serve import Predictor, ServeOptions
 
@@ -111,6 +111,14 @@ def test_a_published_checkpoint_is_served(tmp_path, described):
         assert found.epoch == 1
         np.testing.assert_allclose(found.probabilities, expected, atol=0.02)
     assert [path.name for path in (tmp_path / "log").iterdir()] == ["epoch-0000000001"]
+
+
+def test_a_checkpoint_in_place_of_a_log_names_the_command_that_publishes_it(tmp_path):
+    trained(persia.nn.models.FFNN(HISTORIES), checkpoint_dir=str(tmp_path))
+    (step,) = tmp_path.glob("step-*")
+    for directory in (tmp_path, step):
+        with pytest.raises(DeadlineError, match=f"no epoch in {directory}, but .*publish {directory} --output LOG"):
+            Predictor(str(directory), persia.nn.models.FFNN).start(timeout=0.0)
 
 
 def _copy(model):

@@ -84,6 +84,10 @@ def serve(
         curl 127.0.0.1:8080/predict -H 'Content-Type: application/json'
             -d '{"features": {"user": [1, 2], "item": [7, 8]}, "dense": {"price": [0.5, 1.5]}}'
 
+    To serve a checkpoint, publish it to a log of changes first, with `--step N|best|latest`:
+
+        persia checkpoint publish runs/NAME/latest --output runs/changes --step best
+
     http://127.0.0.1:8080/docs describes the interface for this model, /health shows how old rows and network are, and
     /metrics has the same for Prometheus. The server starts before there is anything in the log, and answers 503 until
     then. It rejects requests that it cannot answer in time immediately with 503. After SIGTERM it answers pending

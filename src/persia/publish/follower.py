@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.format import checksum_text
+from persia.checkpoint.format import LATEST, MANIFEST, checksum_text
 from persia.checkpoint.tensors import TensorView
 from persia.checkpoint.tensors import decode as decode_tensors
 from persia.errors import CheckpointError, PublishError
@@ -260,7 +260,8 @@ class Follower:
 
     def _find_epoch(self) -> None:
         """Switches to the newest epoch whose streams all have entries."""
-        numbers = [number for name in self._storage.names() if (number := parse_epoch(name)) is not None]
+        names = self._storage.names()
+        numbers = [number for name in names if (number := parse_epoch(name)) is not None]
         begun = False
         for number in sorted(numbers, reverse=True):
             try:
@@ -278,7 +279,13 @@ class Follower:
                 self._epoch, self._positions = epoch, {}
                 return
         if not begun:
-            self._record_problem(f"there is no epoch in {self._storage.url}")
+            url, hint = self._storage.url, ""
+            if LATEST in names or MANIFEST in names:
+                hint = (
+                    f", but checkpoints: `persia checkpoint publish {url} --output LOG [--step N|best|latest]` writes "
+                    "a log of changes from one"
+                )
+            self._record_problem(f"there is no epoch in {url}{hint}")
 
     def _read_epoch(self, number: int) -> Epoch | None:
         """Returns an epoch; None if its writer has not begun it, or was killed before."""
