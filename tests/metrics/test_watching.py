@@ -8,7 +8,7 @@ import pytest
 from persia import IdFeature, Label, Schema
 from persia.errors import ConfigError
 from persia.metrics import GroupedFigures, Metrics, MetricsResult, figure, watched_metric
-from persia.schema import BPR
+from persia.schema import BPR, ListwiseSoftmax
 
 ID = [IdFeature("item", dim=4)]
 
@@ -98,10 +98,20 @@ def test_unknown_names_list_what_the_labels_have():
 def test_metrics_that_a_label_never_has_are_refused():
     genre = Label("genre", kind="multiclass", classes=3)
     schema = Schema([IdFeature("user", dim=2)], labels=[genre], group="session")
-    with pytest.raises(ConfigError, match="genre has log_loss, accuracy"):
-        watched_metric(schema, "gauc")
+    for name in ("gauc", "top_5_accuracy"):
+        with pytest.raises(ConfigError, match=r"genre has log_loss, accuracy\."):
+            watched_metric(schema, name)
     ranked = Label("click", loss=BPR())
     schema = Schema([IdFeature("user", dim=2)], labels=[ranked], group="session")
     assert watched_metric(schema).metric == "auc"
     with pytest.raises(ConfigError, match="click has auc, gauc, ndcg, recall"):
         watched_metric(schema, "log_loss")
+    graded = Label("grade", kind="regression", loss=ListwiseSoftmax())
+    schema = Schema([IdFeature("user", dim=2)], labels=[graded], group="session")
+    assert watched_metric(schema).metric == "ndcg"
+    with pytest.raises(ConfigError, match=r"grade has ndcg\."):
+        watched_metric(schema, "gauc")
+
+
+def test_groups_may_be_others_than_those_of_the_schema():
+    assert watched_metric(schema("click"), "gauc", group="user").grouped

@@ -12,9 +12,10 @@ import persia
 from persia.batching.batch import Batch
 from persia.dashboard.report import report
 from persia.errors import ConfigError, DataError, DivergedError
+from persia.metrics import watched_metric
 from persia.modes import Sync
 from persia.optim import Adagrad
-from persia.schema import IdFeature, Label
+from persia.schema import IdFeature, Label, ListwiseSoftmax
 from persia.telemetry.importance import Importance
 from persia.telemetry.run_record import read_run
 from persia.testing import Threads
@@ -221,7 +222,7 @@ def test_metrics_are_by_name_weighted_masked_and_by_group():
     t = make_trainer(schema=schema)
     t.fit([whole.slice(i, i + 100) for i in range(0, 2_000, 100)], epochs=3)
     result = t.importance([whole], repeats=1)
-    assert result.metric == "watch:rmse"
+    assert result.metric == "rmse"
     answers = next(iter(t.predict([whole])))
     known = ~np.isnan(raw["watch"])
     error = mean_squared_error(raw["watch"][known], answers[known, 0], sample_weight=raw["w"][known]) ** 0.5
@@ -246,6 +247,26 @@ def test_metrics_are_by_name_weighted_masked_and_by_group():
         != t.importance([whole], metric="click:gauc", repeats=1).value
     )
     assert t.importance([whole], metric="click:calibration", repeats=1).features[0].permuted.loss is not None
+    with pytest.raises(DataError, match="The rows have no groups, as gauc needs"):
+        t.importance([dataclasses.replace(whole, groups=None)], metric="gauc", repeats=1)
+
+
+@pytest.mark.parametrize(
+    ("label", "group", "metric"),
+    [
+        (Label("genre", "multiclass", classes=3), None, "log_loss"),
+        (Label("genre", "ordinal", classes=3), None, "log_loss"),
+        (Label("genre", "regression", loss=ListwiseSoftmax()), "session", "ndcg"),
+    ],
+)
+def test_the_default_metric_is_that_of_keep_best(label, group, metric):
+    schema = persia.Schema(SCHEMA.id_features, ["number"], labels=[label], group=group)
+    _, whole = of_kinds(schema)
+    t = make_trainer(schema=schema)
+    t.fit([whole.slice(i, i + 100) for i in range(0, 2_000, 100)])
+    result = t.importance([whole], repeats=1)
+    assert result.metric == watched_metric(schema).name == metric
+    assert result.value == pytest.approx(watched_metric(schema).figure(t.evaluate([whole])), rel=1e-5)
 
 
 def test_the_first_rows_are_used_and_a_stream_is_not_read_on(trained):
@@ -277,9 +298,9 @@ def test_arguments_and_data_are_checked(trained):
     for arguments, match in (({"rows": 1}, "rows"), ({"repeats": 0}, "repeats"), ({"seed": -1}, "seed")):
         with pytest.raises(ConfigError, match=match):
             trained.importance(test, **arguments)
-    with pytest.raises(ConfigError, match=r"no metric 'rmse'; there are click:auc"):
+    with pytest.raises(ConfigError, match=r"Invalid metric = 'rmse': click has auc, log_loss"):
         trained.importance(test, metric="rmse")
-    with pytest.raises(ConfigError, match=r"no metric 'ndcg@5'"):
+    with pytest.raises(ConfigError, match=r"Invalid metric = 'ndcg@5'.* need Schema\(group"):
         trained.importance(test, metric="ndcg@5")
     with pytest.raises(ConfigError, match="no ID-type feature 'shop'"):
         trained.importance(test, metric="gauc", group_by="shop")

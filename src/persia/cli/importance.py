@@ -26,7 +26,11 @@ def importance(
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(help='Metric, such as "log_loss", "LABEL:rmse" or "ndcg@10". AUC by default.', metavar="NAME"),
+        typer.Option(
+            help='Metric, such as "log_loss", "LABEL:rmse" or "ndcg@10". By default the one for the kind of the first '
+            "label, as in trainer.keep_best.",
+            metavar="NAME",
+        ),
     ] = None,
     group_by: Annotated[
         str | None, typer.Option(help="Feature whose ids are the groups of gauc, recall@k and ndcg@k.", metavar="NAME")

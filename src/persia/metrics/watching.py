@@ -93,27 +93,33 @@ def check_metric_name(field: str, name: Any) -> None:
     _parsed(name, field)
 
 
-def watched_metric(schema: Schema, name: str | None = None, field: str = "keep_best") -> WatchedMetric:
+def watched_metric(
+    schema: Schema, name: str | None = None, field: str = "keep_best", group: str | None = None
+) -> WatchedMetric:
     """Returns the metric of a name, or the default for the kind of the first label.
 
     Args:
         schema: has the labels.
-        name: None for "auc" of binary labels, "rmse" of regressions and counts, "log_loss" of classes.
+        name: None for "auc" of binary labels, "rmse" of regressions and counts, "log_loss" of classes, and "ndcg" of
+            values whose loss only ranks.
         field: option that has the name, for the error.
+        group: what groups the rows; None for `Schema.group`.
 
     Raises:
         ConfigError: no label has it; the message lists what the labels have.
     """
+    labels = {label.name: metrics_of(label, group or schema.group) for label in schema.targets}
     if name is None:
-        name = next(iter(metrics_of(schema.targets[0], schema.group)), _OF_KIND[schema.targets[0].kind][0])
+        first = schema.targets[0]
+        name = next(iter(labels[first.name]), _OF_KIND[first.kind][0])
     watched = _parsed(name, field)
-    labels = {label.name: metrics_of(label, schema.group) for label in schema.targets}
     of = labels if watched.label is None else {watched.label: labels.get(watched.label, [])}
     if not any(watched.metric in metrics for metrics in of.values()):
         known = "; ".join(f"{label} has {', '.join(metrics)}" for label, metrics in labels.items())
-        group = " gauc, ndcg@k and recall@k need Schema(group=...)." if watched.grouped and not schema.group else ""
+        grouped = watched.grouped and not (group or schema.group)
+        needs = " gauc, ndcg@k and recall@k need Schema(group=...)." if grouped else ""
         raise ConfigError(
-            f"Invalid {field} = {name!r}: {known}. Name one of these, or LABEL:METRIC for one label.{group}",
+            f"Invalid {field} = {name!r}: {known}. Name one of these, or LABEL:METRIC for one label.{needs}",
             field=field,
         )
     return watched
@@ -126,10 +132,12 @@ def metrics_of(label: Label, group: str | None) -> list[str]:
         label: the label.
         group: column of the groups; None without groups.
     """
-    names = list(_OF_KIND[label.kind])
+    names = [name for name in _OF_KIND[label.kind] if name != "top_5_accuracy" or len(label.class_names) > 5]
     if only_ranks(label):  # Its scores have no scale.
         names = ["auc"] if label.kind == "binary" else []
-    return [*names, *(_GROUPED if group is not None and label.kind != "multiclass" else ())]
+    if group is not None and label.kind != "multiclass":
+        names += _GROUPED if label.kind == "binary" else ["ndcg"]  # Only classes have an AUC, and positives.
+    return names
 
 
 def _parsed(name: str, field: str = "name") -> WatchedMetric:

@@ -15,9 +15,8 @@ import numpy as np
 from persia.batching.batch import Batch
 from persia.batching.items import check_data, checked_items
 from persia.batching.permuted_inputs import InputGroup, emptied, input_groups, permuted
-from persia.errors import ConfigError, DataError
-from persia.metrics import METRICS, Figures, LabelGroups, Metrics, MetricsResult
-from persia.metrics.result import headlines
+from persia.errors import DataError
+from persia.metrics import LabelGroups, Metrics, watched_metric
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.replicas import Replicas
 from persia.schema import Schema
@@ -35,8 +34,6 @@ RESAMPLES: Final = 20
 
 NORMAL_95: Final = 1.96
 """Standard deviations from the middle to the ends of a 95 % interval."""
-
-_RANKED = ("gauc", "recall", "ndcg")
 
 
 class ImportanceOptions(NamedTuple):
@@ -205,7 +202,12 @@ class _ScoredRows:
         self._schema = schema
         self.rows, self.batch_rows = _collected(schema, data, options.rows)
         self._groups = self._groups_of(options)
-        self.metric = options.metric or ""
+        self._watched = watched_metric(schema, options.metric, "metric", options.group_by)
+        self.metric = self._watched.name
+        if self._watched.grouped and self._groups is None:
+            raise DataError(
+                f"The rows have no groups, as {self.metric} needs; give batches with `groups`, or group_by."
+            )
         self._seed = options.seed
         self._repeats = options.repeats
         self.value = math.nan
@@ -219,12 +221,7 @@ class _ScoredRows:
         return single_ids(options.group_by, self.rows, "group samples", "Group")
 
     def begin(self, logits: Floats) -> None:
-        """Takes the logits of the rows as they are.
-
-        Raises:
-            ConfigError: no label has the metric.
-        """
-        self.metric = self.metric or _watched(self._schema, self._result(logits, self.rows.weights))
+        """Takes the logits of the rows as they are."""
         self.value = self._scored(logits, self.rows.weights)
         rng = np.random.default_rng([self._seed, 2])
         units, of_unit = len(self.rows), None
@@ -243,9 +240,9 @@ class _ScoredRows:
         Args:
             changed: logits of all rows, for each permutation.
         """
-        losses = [_lost(self.metric, self.value, self._scored(logits, self.rows.weights)) for logits in changed]
+        losses = [self._lost(self.value, self._scored(logits, self.rows.weights)) for logits in changed]
         spread = [
-            _lost(self.metric, value, self._scored(changed[number % len(changed)], weights))
+            self._lost(value, self._scored(changed[number % len(changed)], weights))
             for number, (weights, value) in enumerate(self._samples)
         ]
         loss = float(np.mean(losses))
@@ -253,19 +250,19 @@ class _ScoredRows:
         wide = NORMAL_95 * float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
         return MetricLoss(_number(loss), _number(loss - wide), _number(loss + wide))
 
-    def _scored(self, logits: Floats, weights: Floats | None) -> float:
-        return self._result(logits, weights).value(self.metric)
+    def _lost(self, value: float, changed: float) -> float:
+        """Returns how much worse the second value of the metric is."""
+        return self._watched.score(value) - self._watched.score(changed)
 
-    def _result(self, logits: Floats, weights: Floats | None) -> MetricsResult:
+    def _scored(self, logits: Floats, weights: Floats | None) -> float:
         metrics = Metrics(self._schema.labels)
         metrics.update(logits, self.rows.labels, None, weights)
         result = metrics.result()
-        name, _, at = self.metric.rpartition(":")[2].partition("@")
-        if self._groups is None or (self.metric and name not in _RANKED):
-            return result
-        ranks = LabelGroups(self._schema.targets, (int(at),) if at.isdecimal() and int(at) else (10,))
-        ranks.update(self._groups, logits, self.rows.labels, weights)
-        return dataclasses.replace(result, grouped=ranks.result())
+        if self._watched.grouped and self._groups is not None:
+            ranks = LabelGroups(self._schema.targets, (self._watched.at,))
+            ranks.update(self._groups, logits, self.rows.labels, weights)
+            result = dataclasses.replace(result, grouped=ranks.result())
+        return self._watched.figure(result)
 
 
 def _collected(schema: Schema, data: Iterable[Batch], most: int) -> tuple[Batch, int]:
@@ -293,28 +290,6 @@ def _collected(schema: Schema, data: Iterable[Batch], most: int) -> tuple[Batch,
     if not batches:
         raise no_rows()
     return Batch.concat(batches), largest
-
-
-def _watched(schema: Schema, result: MetricsResult) -> str:
-    """Returns the metric to watch: AUC if all labels are binary, else that of the kind of the first label."""
-    if result.binary:
-        return "auc"
-    first = schema.targets[0].name
-    if isinstance(result.labels[first], Figures):
-        return f"{first}:auc"
-    names = [name for name in headlines(result.labels) if name.rpartition(":")[0] == first]
-    if names:
-        return names[0]
-    if first in result.grouped:
-        return f"{first}:ndcg@10"
-    raise ConfigError(f"Label {first!r} has no metric without groups; set Schema.group, or group_by.", field="metric")
-
-
-def _lost(metric: str, value: float, changed: float) -> float:
-    """Returns how much worse the second value of a metric is."""
-    name = metric.rpartition(":")[2]
-    better = METRICS[name].better if name in METRICS else 1
-    return better * (value - changed) if better else abs(changed - 1) - abs(value - 1)
 
 
 def _number(value: float) -> float | None:

@@ -86,9 +86,10 @@ class Scoring:
 
         Args:
             data: batches with labels, best of rows that were not trained.
-            metric: name, see `MetricsResult.value`; None for "auc" if all labels are binary, else the metric of the
-                kind of the first label.
-            group_by: see `evaluate`; for "gauc", "recall@K" and "ndcg@K".
+            metric: name, see `TrainerOptions.keep_best`; None for its default: "auc", "rmse" or "log_loss" by the kind
+                of the first label.
+            group_by: ID-type feature whose ids group the rows, for "gauc", "recall@K" and "ndcg@K"; None for
+                `Schema.group`.
             rows: number of rows, the first ones of the data. They are kept in memory.
             repeats: permutations of each feature.
             seed: of permutations and intervals.
