@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from persia import Trainer, TrainerOptions, data
-from persia.errors import DataError
+from persia import Schema, Table, Trainer, TrainerOptions, data
+from persia.errors import ConfigError, DataError
 from persia.modes import Gba, Hybrid, Sync
 from persia.nn import ModelOutput
 from persia.nn.models import DeepFM
@@ -37,15 +37,17 @@ def twofold_of(schema):
     return Twofold(schema, hidden=(16,))
 
 
-def virtual(reader, rows=Adagrad(lr=0.05), model=model_of):  # noqa: B008
+def virtual(reader, rows=Adagrad(lr=0.05), model=model_of, schema=None, **options):  # noqa: B008
     batches = list(reader)
+    schema = schema or reader.schema
     training = VirtualTraining(
-        model(reader.schema),
-        reader.schema,
+        model(schema),
+        schema,
         batches.__getitem__,
         lambda parameters: torch.optim.Adam(parameters, 1e-2),
         rows,
         seed=5,
+        **options,
     )
     return training, batches
 
@@ -55,20 +57,25 @@ def reader():
     return data.synthetic(ROWS, id_features=4, ids_per_feature=200, batch_size=BATCH, dim=4)
 
 
+def trained(schema, batches, model=model_of, **options):
+    trainer = Trainer(
+        model(schema),
+        schema,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
+        embedding_optimizer=Adagrad(lr=0.05),
+        mode=Sync(),
+        options=TrainerOptions(seed=5, progress=False, **options),
+    )
+    trainer.fit(batches)
+    return trainer
+
+
 @pytest.mark.parametrize("model", [model_of, twofold_of])
 @pytest.mark.parametrize("mode", [Sync(), Gba(BATCH)])
 def test_one_nn_worker_trains_as_the_trainer_does(reader, mode, model):
     training, batches = virtual(reader, model=model)
     training.run(simulate(mode, Setting(steady([1.0]), local_batch=BATCH), len(batches)))
-    trainer = Trainer(
-        model(reader.schema),
-        reader.schema,
-        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
-        embedding_optimizer=Adagrad(lr=0.05),
-        mode=Sync(),
-        options=TrainerOptions(seed=5, progress=False),
-    )
-    trainer.fit(batches)
+    trainer = trained(reader.schema, batches, model)
     test = list(data.synthetic(ROWS, id_features=4, ids_per_feature=200, batch_size=BATCH, dim=4, seed=0).batches(1))
     theirs = np.concatenate(list(trainer.predict(test)))
     ours = 1 / (1 + np.exp(-training.evaluate(test)))
@@ -113,3 +120,46 @@ def test_a_copy_continues_as_the_original_does(reader, rows):
     np.testing.assert_array_equal(again.evaluate(batches), expected)
     with pytest.raises(DataError, match="has started"):
         copied.load_state_dict(state)
+
+
+def rows_of(training):
+    """The rows of the ids of each table."""
+    return {
+        (chunk.table, int(id_)): row
+        for store in training.stores
+        for chunk in store.export_rows()
+        for id_, row in zip(chunk.arrays["ids"], chunk.arrays["embeddings"], strict=True)
+    }
+
+
+def test_gradients_of_rows_are_clipped_as_the_trainer_does(reader):
+    free, batches = virtual(reader)
+    training, _ = virtual(reader, clip_embedding_norm=1e-3)
+    for each in (free, training):
+        each.run(simulate(Sync(), Setting(steady([1.0]), local_batch=BATCH), len(batches)))
+    trainer = trained(reader.schema, batches, clip_embedding_norm=1e-3)
+    rows, unclipped = rows_of(training), rows_of(free)
+    for name in reader.schema.resolved_tables():
+        ids = np.array([id_ for table, id_ in rows if table == name], np.uint64)
+        ours = np.stack([rows[name, int(id_)] for id_ in ids])
+        np.testing.assert_allclose(ours, trainer.embeddings.rows(name, ids).values, atol=1e-5)
+        assert np.abs(ours - np.stack([unclipped[name, int(id_)] for id_ in ids])).max() > 1e-2
+    with pytest.raises(ConfigError, match="clip_embedding_norm = 0"):
+        virtual(reader, clip_embedding_norm=0)
+
+
+@pytest.mark.parametrize("mode", [Sync(), Gba(2 * BATCH)])
+def test_rows_of_a_frozen_table_stay(reader, mode):
+    frozen, *others = reader.schema.resolved_tables()
+    schema = Schema(reader.schema.id_features, reader.schema.dense_features, tables=[Table(frozen, 4, trainable=False)])
+    training, batches = virtual(reader, schema=schema)
+    setting = Setting(steady([1.0, 2.0]), local_batch=BATCH)
+    first = simulate(mode, setting, len(batches))
+    training.run(first)
+    before = rows_of(training)
+    training.run(simulate(mode, setting, len(batches), step=first.end_step))
+    moved = {table: [] for table in (frozen, *others)}
+    for (table, id_), row in rows_of(training).items():
+        moved[table].append((row != before[table, id_]).any())
+    assert not any(moved[frozen])
+    assert all(any(moved[table]) for table in others)

@@ -16,9 +16,11 @@ import torch
 
 from persia import batching
 from persia.batching.batch import Batch
+from persia.checks import check_number
 from persia.dense import partition, spec_of
 from persia.errors import DataError
 from persia.modes import Hybrid
+from persia.nn.clipping import clipped_tensors
 from persia.nn.objective import Objective
 from persia.nn.pooling import UNWEIGHTED, Expander
 from persia.ps import EmbeddingServer, ServerOptions
@@ -74,9 +76,10 @@ class VirtualTraining:
         optimizer: makes the optimizer of the dense parameters from a list of them.
         embedding_optimizer: optimizer of tables that declare none.
         seed: seed of row initialization and admission.
+        clip_embedding_norm: see `TrainerOptions`.
 
     Raises:
-        ConfigError: rows of a table expire after `Days`.
+        ConfigError: rows of a table expire after `Days`, or `clip_embedding_norm` is invalid.
     """
 
     def __init__(
@@ -87,8 +90,12 @@ class VirtualTraining:
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
         embedding_optimizer: EmbeddingOptimizer,
         seed: int = 0,
+        clip_embedding_norm: float | None = None,
     ) -> None:
         check_replayable(schema)
+        if clip_embedding_norm is not None:
+            check_number("clip_embedding_norm", clip_embedding_norm, 0, open_low=True)
+        self._clip_embedding_norm = clip_embedding_norm
         self.model = model
         self._objective = Objective(model, schema)
         self._batches = batches
@@ -226,14 +233,16 @@ class VirtualTraining:
         }
         for parameter in self._used:
             parameter.grad = None
+        row_gradients = {table: leaf.grad for table, leaf in leaves.items() if leaf.grad is not None}
+        if self._clip_embedding_norm is not None and row_gradients:
+            row_gradients = clipped_tensors(row_gradients, self._clip_embedding_norm)
         positions = dict.fromkeys(leaves, 0)
         for rank, part in enumerate(parts):
             server_gradients = gradients[f"ps-{rank}"] = {}
             for table, (ids, _) in part.items():
                 start, positions[table] = positions[table], positions[table] + len(ids)
-                gradient = leaves[table].grad
-                if gradient is not None:
-                    server_gradients[table] = (ids, gradient.numpy()[start : start + len(ids)])
+                if table in row_gradients:
+                    server_gradients[table] = (ids, row_gradients[table].numpy()[start : start + len(ids)])
         return gradients
 
     def _show(self, flat: Mapping[int, Numbers]) -> None:
