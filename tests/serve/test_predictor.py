@@ -113,6 +113,49 @@ def test_a_published_checkpoint_is_served(tmp_path, described):
     assert [path.name for path in (tmp_path / "log").iterdir()] == ["epoch-0000000001"]
 
 
+@pytest.mark.parametrize("mode", [persia.modes.Sync(), persia.modes.Gba(100)])
+def test_rows_of_a_frozen_table_are_served(tmp_path, mode):
+    """Those that were set before training, those that it admits, and those that are set between two calls of `fit`."""
+    torch.manual_seed(1)
+    schema = persia.Schema(
+        [persia.IdFeature("item"), persia.IdFeature("tags", 4, pooling="mean")],
+        tables=[persia.Table("item", 8, trainable=False)],
+    )
+    random = np.random.default_rng(5)
+    columns = {"item": np.arange(50), "tags": random.integers(0, 9, 50), "label": random.integers(0, 2, 50)}
+    data = [persia.Batch.from_columns(schema, columns)] * 4
+    ids, live, saved = np.arange(60, dtype=np.uint64), str(tmp_path / "live"), str(tmp_path / "saved")
+    trainer = persia.Trainer(
+        persia.nn.models.FFNN(schema),
+        schema,
+        optimizer=lambda params: torch.optim.Adam(params, 1e-2),
+        embedding_optimizer=persia.optim.Adagrad(lr=0.1),
+        mode=mode,
+        options=persia.TrainerOptions(
+            progress=False, publish=PublishOptions(live, seconds=0.05), checkpoint_dir=str(tmp_path / "checkpoints")
+        ),
+    )
+    given = random.normal(size=(60, 8)).astype(np.float32)
+    trainer.embeddings.set_rows("item", ids[:40], given[:40])
+    trainer.fit(data)
+    given[40:50] = trainer.embeddings.rows("item", ids[40:50]).values
+    with Predictor(live, persia.nn.models.FFNN, ServeOptions(poll_seconds=3600.0)) as predictor:
+        found, rows = predictor.embeddings("item", ids)
+        np.testing.assert_array_equal(found, ids < 50)
+        np.testing.assert_array_equal(rows[:50], given[:50])
+        np.testing.assert_array_equal(predictor.predict(data[0]).probabilities, next(trainer.predict(data)))
+        tags = predictor.embeddings("tags", ids)[1]
+        trainer.embeddings.set_rows("item", ids[50:], given[50:])
+        trainer.fit(data, again=True)
+        predictor.refresh()
+        np.testing.assert_array_equal(predictor.embeddings("item", ids)[1], given)
+        assert (predictor.embeddings("tags", ids)[1] != tags).any()  # The other table was trained.
+    publish_checkpoint(tmp_path / "checkpoints", saved)
+    with Predictor(saved, persia.nn.models.FFNN, ServeOptions(poll_seconds=3600.0)) as predictor:
+        np.testing.assert_array_equal(predictor.embeddings("item", ids)[1], given)
+        np.testing.assert_array_equal(predictor.predict(data[0]).probabilities, next(trainer.predict(data)))
+
+
 def test_a_checkpoint_in_place_of_a_log_names_the_command_that_publishes_it(tmp_path):
     trained(persia.nn.models.FFNN(HISTORIES), checkpoint_dir=str(tmp_path))
     (step,) = tmp_path.glob("step-*")

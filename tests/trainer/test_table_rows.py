@@ -11,8 +11,9 @@ from test_checkpointing import several
 import persia
 from persia.checkpoint import ReshardOptions, reshard
 from persia.errors import CheckpointError
-from persia.modes import Async, Hybrid, Sync
+from persia.modes import Async, Gba, Hybrid, Sync
 from persia.optim import SGD, Adagrad, Adam
+from persia.testing import Threads
 
 IDS = np.arange(100, dtype=np.uint64)
 
@@ -120,6 +121,31 @@ def test_loaded_rows_of_a_frozen_table_stay(tmp_path, mode, caplog):
     counts = second.embeddings.statistics()
     assert counts["b"]["applied"] == 0
     assert counts["c"]["applied"] == 500
+
+
+@pytest.mark.parametrize("nn_workers", [1, 3])
+def test_gba_trains_the_other_tables_only(tmp_path, nn_workers):
+    first = trained(schema_of("a", "c"), tmp_path)
+    schema = schema_of(persia.Table("a", 4, trainable=False), "c")
+
+    def work(member):
+        t = persia.Trainer(
+            persia.nn.models.FFNN(schema, hidden=(8,)),
+            schema,
+            optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
+            embedding_optimizer=Adagrad(lr=0.1),
+            mode=Gba(global_batch_size=300),
+            cluster=member,
+            options=persia.TrainerOptions(progress=False, timeout=60.0),
+        )
+        t.load_rows(str(tmp_path), {"a": "a", "c": "c"})
+        t.fit(batches(schema, 12))
+        return values(t, "a"), values(t, "c"), t.embeddings.statistics()["a"]["applied"]
+
+    for frozen, moved, applied in Threads(nn_workers=nn_workers, ps=2, timeout=60.0).run(work):
+        np.testing.assert_array_equal(frozen, values(first, "a"))
+        assert applied == 0
+        assert (moved != values(first, "c")).any(axis=1).all()
 
 
 def test_a_frozen_table_is_saved_and_resumed(tmp_path):
