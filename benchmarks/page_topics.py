@@ -1,4 +1,4 @@
-"""Which measures README.md and docs/performance.md show, and in which words."""
+"""Which measures the pages show, and in which words."""
 
 from __future__ import annotations
 
@@ -88,6 +88,11 @@ TOPICS = {
         Row("quality.bf16.ffnn", "16-bit rows less float32, four data sets"),
         Row("quality.optimum", "DeepFM below the best possible AUC"),
     ),
+    "inputs": (
+        Row("features.rate.csv", "rows/s of CSV with rules, against none"),
+        Row("features.serve_p99", "slowest percent of raw requests, over prepared ones"),
+        Row("targets.masked", "1 - AUC, over PyTorch's"),
+    ),
     "roles": (
         Row("modes.gba_vs_sync_static", "samples/s of `Gba` over `Sync`, 2 of 8 NN workers 4x slower"),
         Row("modes.vs_bound", "each mode over what is possible; the worst, `HopBw`"),
@@ -138,5 +143,23 @@ TOPICS = {
         Row("threads.program.load_1", "the same, one busy process"),
         Row("threads.command.load_1", "`persia train`, one busy process"),
     ),
+    "features": (
+        Row("features.equal", "rows that differ between files, arrays, topics and requests, 200 schemas"),
+        Row("features.rate.csv", "rows/s of CSV with rules, against the same columns without"),
+        Row("features.rate.parquet", "the same, Parquet"),
+        Row("features.rate.fit_csv", "rows/s of fitting the rules, against reading without"),
+        Row("features.rate.fit_parquet", "the same, Parquet"),
+        Row("features.serve_p99", "slowest percent of requests with raw columns, over prepared ones"),
+        Row("features.adult", "AUC on the files of Adult, by declaration alone"),
+        Row("features.vector", "AUC that a pretrained vector adds on new items"),
+    ),
+    "targets": (
+        Row("targets.regression", "RMSE over plain PyTorch's"),
+        Row("targets.multiclass", "log-loss of five classes, the same"),
+        Row("targets.masked", "1 - AUC of a label that 7 of 8 rows lack, the same"),
+        Row("targets.weighted", "RMSE where half of the rows are biased and have little weight, the same"),
+        Row("targets.listwise", "1 - NDCG within groups, the same"),
+        Row("targets.esmm", "AUC of conversions among all rows: `EntireSpace` less training on clicks"),
+    ),
 }
-"""Tables of docs/performance.md, by the name of their block."""
+"""Tables of docs/performance.md, docs/guide/features.md and docs/guide/targets.md, by the name of their block."""

@@ -1,4 +1,4 @@
-"""Writes the tables of figures in README.md and docs/performance.md from the lines of benchmarks.
+"""Writes the tables of figures in README.md, docs/performance.md and two guides from the lines of benchmarks.
 
     python -m benchmarks.pages [--check]
 
@@ -21,7 +21,9 @@ from benchmarks.page_topics import HEADLINE, MACHINES, TOPICS, Machine, Row
 from benchmarks.runner import Measure
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = tuple(
+    ROOT / page for page in ("README.md", "docs/performance.md", "docs/guide/features.md", "docs/guide/targets.md")
+)
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Line = Mapping[str, Any]
