@@ -116,8 +116,7 @@ void RowStore::append(const std::byte* row, std::uint32_t last_step, RowBatch& r
   read_state(row, rows.states.data() + rows.states.size() - width);
 }
 
-void RowStore::save_undo(std::uint32_t number) {
-  if (!header_->durable) return;
+void RowStore::write_undo(std::uint32_t number) {
   std::byte* const undo = section(layout_.undo);
   std::memcpy(undo, row_bytes(number), stride_);
   const std::uint32_t step = last_step(number);
@@ -128,8 +127,7 @@ void RowStore::save_undo(std::uint32_t number) {
   barrier();
 }
 
-void RowStore::drop_undo() {
-  if (!header_->durable) return;
+void RowStore::erase_undo() {
   barrier();
   header_->undo_row = 0;
   barrier();

@@ -131,9 +131,13 @@ class RowStore {
   void append(std::uint32_t number, RowBatch& rows) const { append(row_bytes(number), last_step(number), rows); }
 
   // Keeps a row's bytes in the undo slot of a durable table, until `drop_undo`.
-  void save_undo(std::uint32_t number);
+  void save_undo(std::uint32_t number) {
+    if (header_->durable) write_undo(number);
+  }
   // Gives up the undo slot: the row is complete.
-  void drop_undo();
+  void drop_undo() {
+    if (header_->durable) erase_undo();
+  }
   // Rolls back the row that a killed process was writing. Returns whether there was one.
   bool roll_back();
 
@@ -161,6 +165,8 @@ class RowStore {
   void check_counts() const;
   void back_all();
   void back_rows();
+  void write_undo(std::uint32_t number);
+  void erase_undo();
   bool update_narrow(std::uint32_t number, const RowUpdate& update);
 
   const TableConfig* config_;
