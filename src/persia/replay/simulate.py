@@ -9,6 +9,10 @@ step are combined. Servers and the all-reduce take no time. With replicas a step
 previous step, rows are looked up as early as the gate allows, and a push is answered when its step is applied. With a
 dense PS an NN worker looks up, pulls and draws its token when the push of the previous batch is answered, which is when
 it has arrived. At equal times gradients arrive before reads, in the order of ranks.
+
+With `refresh` lookups run ahead without a bound, and updates of rows follow: an NN worker has them one lookup latency
+after they are applied. A batch sees those that it has when its computation begins. The bound of the mode is on the
+steps that a batch misses, so the computation waits where a lookup would have waited.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import msgspec
 
 from persia.checks import check_integer, check_number, plain_fields
 from persia.errors import ConfigError
-from persia.modes import Action, Arrival, Dense, Mode
+from persia.modes import Action, Arrival, Dense, Hybrid, Mode
 from persia.nn.gate import WINDOW, Window
 from persia.nn.pass_threads import MOST_READY
 from persia.nn.step_pass import MOST_PUSHES
@@ -72,12 +76,20 @@ class _Batch(NamedTuple):
     token: int
 
 
+class _Values(NamedTuple):
+    """The age of rows: k, and the number of steps of the NN worker that they contain. The larger is the newer."""
+
+    version: int
+    own_steps: int
+
+
 class _Ready(NamedTuple):
     """A batch whose rows have arrived, the time of arrival, and the time by which the gate delayed the lookup."""
 
     batch: _Batch
     at: float
     gate_delay: float
+    values: _Values
 
 
 class _Worker:
@@ -87,6 +99,8 @@ class _Worker:
         self.rank = rank
         self.depth = depth
         self.looking: _Batch | None = None
+        self.read = _Values(0, 0)
+        """The age of the rows that its lookup has read."""
         self.looked_up: deque[_Ready] = deque()
         self.computing: _Batch | None = None
         self.unpushed: deque[_Batch] = deque()
@@ -96,6 +110,8 @@ class _Worker:
         self.began = 0
         self.finished = 0
         self.settled = 0
+        self.applied = 0
+        """Number of own steps that are applied to rows."""
         self.incarnation = 0
         # The inputs of `Window`, as `StalenessGate` and `PassThreads` measure them.
         self.window = Window(1)
@@ -124,12 +140,12 @@ class _Replicas(_Server):
         return Action.APPLY if len(self.held) + 1 >= self._group else Action.HOLD
 
 
-_MESSAGES = ("_pushed", "_answered", "_read", "_deliver")
+_MESSAGES = ("_pushed", "_answered", "_read", "_deliver", "_updated")
 """Methods of the simulation that run when a message arrives, in their order at equal times."""
 
 
 class _Simulation:
-    def __init__(self, mode: Mode, setting: Setting, batches: range, step: int, start: float) -> None:
+    def __init__(self, mode: Mode, setting: Setting, batches: range, step: int, start: float, refresh: bool) -> None:
         count = setting.nn_workers
         self.mode, self.setting, self.start = mode, setting, start
         self.group = mode.group(count, setting.local_batch)
@@ -140,6 +156,14 @@ class _Simulation:
                 "mode with dense PSs.",
                 field="crashes",
             )
+        adapts = isinstance(mode, Hybrid) and mode.staleness == "auto"
+        if refresh and (adapts or not self.replicas):
+            raise ConfigError(
+                f"Invalid refresh = True with {mode!r}; expected Sync, or Hybrid with a number or None: lookups of "
+                'other modes do not run ahead, and the rule of "auto" is for rows that are not refreshed.',
+                field="refresh",
+            )
+        self.refresh = refresh
         self.batches = batches
         self.workers = [_Worker(rank, mode.initial_depth(), start) for rank in range(count)]
         on_arrival = self.replicas and self.group == 1  # Then k of a PS counts pushes, N per step.
@@ -147,6 +171,10 @@ class _Simulation:
         self.dense = (_Replicas if self.replicas else _Server)(
             DENSE_PS, mode, count if self.replicas else self.group, step
         )
+        self.newest = [_Values(self.rows.step, 0)] * count
+        """The newest rows that each NN worker has, with `refresh`."""
+        self.updates: deque[list[_Values]] = deque()
+        """The next ones, which are on their way."""
         self.most_pushes = MOST_PUSHES if self.replicas and self.group > 1 else 1
         """Pushes arrive at a PS in order by themselves: a step starts when all have finished the previous one, and all
         pushes take the same time."""
@@ -200,6 +228,8 @@ class _Simulation:
             return False  # One batch at a time: parameters and tokens are never fetched ahead.
         if worker.looking or len(worker.looked_up) >= MOST_READY or self._next_batch(worker) is None:
             return False
+        if self.refresh:
+            return True
         step = worker.began + len(worker.looked_up)  # Step of this NN worker, since the start.
         depth = self.mode.depth_at(worker.depth, self.first_step + step)
         return self.mode.gate(step - worker.settled, depth, worker.finished - slowest)
@@ -231,7 +261,9 @@ class _Simulation:
 
     def _read(self, worker: _Worker) -> None:
         assert worker.looking is not None
-        self._note("lookup", self.rows, worker, worker.looking)
+        worker.read = _Values(self.rows.step, worker.applied)
+        if not self.refresh:
+            self._note("lookup", self.rows, worker, worker.looking)
         if not self.replicas:
             self._note("pull", self.dense, worker, worker.looking)
         if self.setting.lookup:
@@ -241,7 +273,7 @@ class _Simulation:
 
     def _deliver(self, worker: _Worker) -> None:
         assert worker.looking is not None
-        worker.looked_up.append(_Ready(worker.looking, self.now, worker.gate_delay))
+        worker.looked_up.append(_Ready(worker.looking, self.now, worker.gate_delay, worker.read))
         worker.looking, worker.gate_asked = None, self.now
 
     def _send(self, message: str, worker: _Worker, seconds: float) -> None:
@@ -252,7 +284,14 @@ class _Simulation:
             return
         if self.replicas and worker.began > self.dense.step - self.first_step:
             return
-        ready = worker.looked_up.popleft()
+        ready = worker.looked_up[0]
+        if self.refresh:
+            values = max(ready.values, self.newest[worker.rank])
+            depth = self.mode.depth_at(worker.depth, self.first_step + worker.began)
+            if not self.mode.gate(worker.began - values.own_steps, depth):
+                return
+            self._note_use(worker, ready.batch, values.version)
+        worker.looked_up.popleft()
         worker.computing = ready.batch
         if self.replicas:
             self._adapt(worker, ready)
@@ -337,6 +376,7 @@ class _Simulation:
     def _apply(self, server: _Server, worker: _Worker, batch: _Batch) -> None:
         self._note("apply", server, worker, batch)
         for owner, _ in server.held:
+            owner.applied += server is self.rows
             if server is self.dense:
                 owner.wants_batch = self.now
             elif self.replicas:
@@ -345,17 +385,48 @@ class _Simulation:
                 owner.settled += 1
         server.held.clear()
         server.step += 1
+        if self.refresh and server is self.rows:
+            self.updates.append([_Values(server.step, owner.applied) for owner in self.workers])
+            if self.setting.lookup:
+                self._send("_updated", worker, self.setting.lookup)
+            else:
+                self._updated(worker)
+
+    def _updated(self, _: _Worker) -> None:
+        """An update of rows reaches all NN workers."""
+        self.newest = self.updates.popleft()
+
+    def _note_use(self, worker: _Worker, batch: _Batch, version: int) -> None:
+        """Inserts the lookup of a batch that begins now after the last update that it sees."""
+        at = len(self.events)
+        while at and not self._precedes(self.events[at - 1], version):
+            at -= 1
+        time = self.events[at - 1].time if at else self.start
+        self.events.insert(at, self._event(time, "lookup", self.rows, worker, batch, version))
+
+    def _precedes(self, event: ScheduleEvent, version: int) -> bool:
+        """Returns whether an event is an update that rows of this version contain."""
+        return event.kind == "apply" and event.server == self.rows.name and event.version < version
 
     def _note(self, kind: Kind, server: _Server, worker: _Worker, batch: _Batch) -> None:
-        self.events.append(
-            ScheduleEvent(
-                self.now, kind, server.name, worker.rank, batch.number, batch.token, server.step,
-                self.setting.local_batch,
-            )
-        )  # fmt: skip
+        self.events.append(self._event(self.now, kind, server, worker, batch, server.step))
+
+    def _event(
+        self, time: float, kind: Kind, server: _Server, worker: _Worker, batch: _Batch, version: int
+    ) -> ScheduleEvent:
+        rows = self.setting.local_batch
+        return ScheduleEvent(time, kind, server.name, worker.rank, batch.number, batch.token, version, rows)
 
 
-def simulate(mode: Mode, setting: Setting, batches: int | range, *, step: int = 0, start: float = 0.0) -> Timeline:
+def simulate(
+    mode: Mode,
+    setting: Setting,
+    batches: int | range,
+    *,
+    step: int = 0,
+    start: float = 0.0,
+    refresh: bool = False,
+) -> Timeline:
     """Returns the timeline of a run that trains batches in a mode and drains at the end.
 
     Args:
@@ -364,9 +435,13 @@ def simulate(mode: Mode, setting: Setting, batches: int | range, *, step: int = 
         batches: number of batches, or their numbers in the source.
         step: k at the start, such as `Timeline.end_step` of the previous run.
         start: time of the start in seconds.
+        refresh: whether rows that are looked up ahead stay fresh: a batch misses only the updates that are not applied
+            one lookup latency before its computation begins, whatever the depth of the mode. `Sync` waits for them,
+            but not for lookups. The time of a "lookup" is then that of the last update which the batch sees. For `Sync`
+            and `Hybrid`, except `Hybrid("auto")`.
 
     Raises:
-        ConfigError: the mode cannot run in this setting.
+        ConfigError: the mode cannot run in this setting, or cannot refresh rows.
     """
     numbers = range(batches) if isinstance(batches, int) else batches
-    return _Simulation(mode, setting, numbers, step, start).run()
+    return _Simulation(mode, setting, numbers, step, start, refresh).run()
