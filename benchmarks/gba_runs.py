@@ -23,7 +23,7 @@ from persia.replay.virtual import VirtualTraining
 
 __all__ = [
     "SCALED_GLOBAL", "STREAM_LOCAL", "STREAM_WORKERS", "GlobalTags", "Inherited", "Scored", "Stalled", "StalledDay",
-    "Stream", "best_rate", "inherited", "scaled", "scored", "scored_after", "stalled",
+    "Stream", "best_rate", "inherited", "scaled", "scored", "scored_after", "scored_along", "stalled", "stream_setting",
 ]  # fmt: skip
 
 DENSE_RATE = 3e-3
@@ -102,15 +102,29 @@ class Scored(NamedTuple):
 
 def scored(plan: Stream) -> Scored:
     """Trains with 4 NN workers that are slow in turns, local batch 256, and scores the rows after `first`."""
-    return _scored(plan, 0)
+    return scored_along(plan, _timeline(plan))
 
 
 def scored_after(plan: Stream) -> Scored:
     """Trains and scores on the same number of rows, which follow `scored`'s: to tune rates in a run of equal length."""
-    return _scored(plan, plan.rows // STREAM_LOCAL)
+    return scored_along(plan, _timeline(plan), plan.rows // STREAM_LOCAL)
 
 
-def _scored(plan: Stream, skipped: int) -> Scored:
+def stream_setting(seed: int, stragglers: bool = True, latency: float = 0.0) -> Setting:
+    """Returns the cluster of a run on globo_ctr."""
+    trace = steady([1.0] * STREAM_WORKERS)
+    if stragglers:
+        trace = phases(STREAM_WORKERS, length=PHASE, count=64, seed=seed)
+    return Setting(trace, local_batch=STREAM_LOCAL, lookup=latency, push=latency)
+
+
+def _timeline(plan: Stream) -> Timeline:
+    schedule = simulate(plan.mode, stream_setting(plan.seed, plan.stragglers), plan.rows // STREAM_LOCAL)
+    return without_delay(schedule, plan.fresh) if plan.fresh else schedule
+
+
+def scored_along(plan: Stream, schedule: Timeline, skipped: int = 0) -> Scored:
+    """Trains and scores along a timeline, which begins at batch `skipped` of the data."""
     torch.set_num_threads(1)
     reader = data.globo(batch_size=STREAM_LOCAL)
     batches = list(itertools.islice(reader.batches(0), skipped, skipped + plan.rows // STREAM_LOCAL))
@@ -123,12 +137,6 @@ def _scored(plan: Stream, skipped: int) -> Scored:
         Adagrad(lr=plan.rates.rows),
         seed=plan.seed,
     )
-    trace = steady([1.0] * STREAM_WORKERS)
-    if plan.stragglers:
-        trace = phases(STREAM_WORKERS, length=PHASE, count=64, seed=plan.seed)
-    schedule = simulate(plan.mode, Setting(trace, local_batch=STREAM_LOCAL), len(batches))
-    if plan.fresh:
-        schedule = without_delay(schedule, plan.fresh)
     by_step: dict[int, np.ndarray] = {}
 
     def score(step: int) -> None:

@@ -27,7 +27,7 @@ from persia.metrics import Metrics
 from persia.modes import Mode
 from persia.nn.models import DeepFM
 from persia.optim import Adagrad
-from persia.replay import ScheduleEvent, Setting, Summary, phases, simulate, steady
+from persia.replay import ScheduleEvent, Setting, Summary, Timeline, phases, simulate, steady
 from persia.replay.virtual import VirtualTraining
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "synthetic",
     "train",
     "train_through",
+    "train_through_along",
     "tuned_for",
 ]
 
@@ -170,11 +171,17 @@ def train_through(plan: Plan) -> Curve:
 
     It is tested on the day after the last: in passing, once the gradients of a day have arrived, and at the end.
     """
+    return train_through_along(
+        plan, simulate(plan.modes[0], plan.setting(), len(plan.modes) * (plan.rows // plan.local))
+    )
+
+
+def train_through_along(plan: Plan, schedule: Timeline) -> Curve:
+    """Trains and tests as `train_through`, along a timeline."""
     torch.set_num_threads(1)
     days, per_day = len(plan.modes), plan.rows // plan.local
     schema, batches = synthetic(plan, days + 1)
     run = _training(plan, schema, batches.__getitem__)
-    schedule = simulate(plan.modes[0], plan.setting(), days * per_day)
     test = joined(batches[days * per_day :])
     areas, ends = [], []
     arrived = dict.fromkeys(schedule.servers, 0)

@@ -18,13 +18,16 @@ from persia import Batch, Schema, data
 from persia.modes import Mode
 from persia.nn.models import FFNN, DeepFM
 from persia.optim import Adagrad
-from persia.replay import Setting, Summary, phases, simulate
+from persia.replay import Setting, Summary, Timeline, phases, simulate
 from persia.replay.virtual import VirtualTraining
 from persia.schema import EmbeddingOptimizer, IdFeature
 from persia.types import Int64Array
 from persia.types.half_floats import Dtype
 
-__all__ = ["FILES", "LOCAL", "NETWORKS", "SOURCES", "WORKERS", "Dataset", "Outcome", "Run", "dataset", "train_and_test"]
+__all__ = [
+    "FILES", "LATENCY", "LOCAL", "NETWORKS", "SOURCES", "WORKERS", "Dataset", "Outcome", "Run", "dataset", "setting",
+    "train_along", "train_and_test",
+]  # fmt: skip
 
 WORKERS, LOCAL = 4, 256
 LATENCY = 0.25
@@ -180,10 +183,10 @@ def _ffnn(schema: Schema) -> torch.nn.Module:
 NETWORKS: Mapping[str, Callable[[Schema], torch.nn.Module]] = {"ffnn": _ffnn, "deepfm": DeepFM}
 
 
-def setting(seed: int) -> Setting:
+def setting(seed: int, latency: float = LATENCY) -> Setting:
     """Returns the cluster: each NN worker takes half as long again for a quarter of its batches, at random."""
     trace = phases(WORKERS, length=1.0, factor=1.5, count=256, seed=seed)
-    return Setting(trace, local_batch=LOCAL, lookup=LATENCY, push=LATENCY)
+    return Setting(trace, local_batch=LOCAL, lookup=latency, push=latency)
 
 
 def train_and_test(run: Run, dtype: Dtype = "float32", optimizer: EmbeddingOptimizer | None = None) -> Outcome:
@@ -194,6 +197,14 @@ def train_and_test(run: Run, dtype: Dtype = "float32", optimizer: EmbeddingOptim
         dtype: of all tables.
         optimizer: of rows; None for Adagrad with the rate of the run.
     """
+    rows = dataset(run.source, run.rows, run.seed)
+    return train_along(run, simulate(run.mode, setting(run.seed), len(rows.train) // LOCAL), dtype, optimizer)
+
+
+def train_along(
+    run: Run, timeline: Timeline, dtype: Dtype = "float32", optimizer: EmbeddingOptimizer | None = None
+) -> Outcome:
+    """Trains and tests as `train_and_test`, along a timeline."""
     torch.set_num_threads(1)
     rows = dataset(run.source, run.rows, run.seed)
     torch.manual_seed(run.seed)
@@ -207,7 +218,6 @@ def train_and_test(run: Run, dtype: Dtype = "float32", optimizer: EmbeddingOptim
         optimizer or Adagrad(lr=run.rates.rows),
         seed=run.seed,
     )
-    timeline = simulate(run.mode, setting(run.seed), len(rows.train) // LOCAL)
     training.run(timeline)
     test = [rows.rows.take(rows.test[at : at + READ]) for at in range(0, len(rows.test), READ)]
     auc = area(test, training.evaluate(test))
