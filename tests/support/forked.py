@@ -9,6 +9,7 @@ Nothing of persia is imported before a fork, so a program that forgets an import
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -238,6 +239,7 @@ def _run(arguments: list[str]) -> None:
 if __name__ == "__main__":
     for module in ("torch", "torch._dynamo"):  # An optimizer of torch imports the second one.
         importlib.import_module(module)
+    gc.freeze()  # A fork would look for garbage in all of it, and copy each page by doing so.
     wanted = _serve()
     if wanted is not None:
         _become(wanted)

@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import sys
 import traceback
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ import torch.distributed as dist
 TIMEOUT = 60.0
 START_SECONDS = 200.0
 """Importing torch takes long where much else runs."""
-PRELOADED = ["persia", "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel"]
+PRELOADED = ["persia", "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "support.frozen"]
 """Imported once, by the process that the ranks of all tests are forked from. An optimizer of torch imports dynamo."""
 
 
@@ -28,8 +30,9 @@ class Processes:
             forked.Process(target=_serve, args=(rank, count, self._store.port, backend, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process in self.processes:
-            process.start()
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # All that it finds modules by.
+            for process in self.processes:
+                process.start()
 
     def __enter__(self):
         self._answers(range(len(self._ours)), START_SECONDS)

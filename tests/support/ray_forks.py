@@ -10,6 +10,7 @@ until a program imports it, so that it is seen which process does.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -33,7 +34,10 @@ from support.ray_worker import SOCKET
 __all__ = ["forking"]
 
 START_SECONDS = 120.0
-PRELOADED = ("asyncio", "numpy", "yaml", "google.protobuf.json_format", "torch", "torch._dynamo")
+PRELOADED = (
+    *("asyncio", "jsonschema", "msgspec", "numpy", "psutil", "requests", "yaml", "zmq", "google.protobuf.json_format"),
+    *("torch", "torch._dynamo"),
+)
 """Not ray itself: its library reads the environment of the process once, as it is imported."""
 
 
@@ -144,6 +148,7 @@ if __name__ == "__main__":
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
     _Hidden("torch")
+    gc.freeze()  # A fork would look for garbage in all of it, and copy each page by doing so.
     wanted = _serve(sys.argv[1])
     if wanted is not None:
         _become(wanted)
