@@ -8,8 +8,6 @@ reserves all its numbers. Only `NativeStore` with `shards=1` reaches the last on
 `make row-bits-16` builds that core; `make test-all` does so first.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -45,13 +43,17 @@ runpy.run_path(sys.argv[0])
 """
 
 
-def run(core, scenario):
+@pytest.fixture
+def run(forks, tmp_path):
     """Runs a scenario in a process of its own, with the installed core for None, and returns what it prints."""
-    code = (OTHER_CORE if core else "") + PROGRAM
-    command = [sys.executable, "-c", code, str(core), SCENARIOS, scenario]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+
+    def run(core, scenario):
+        code = (OTHER_CORE if core else "") + PROGRAM
+        done = forks.run(["-c", code, core, SCENARIOS, scenario], tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def run(core, scenario):
         "shards_are_chosen_so_that_half_of_the_numbers_stay_free",
     ],
 )
-def test_a_shard_with_16_bits(core, scenario):
+def test_a_shard_with_16_bits(core, run, scenario):
     run(core, scenario)
 
 
@@ -75,5 +77,5 @@ def test_a_shard_with_16_bits(core, scenario):
         "a_table_has_more_rows_than_a_shard_has_numbers",
     ],
 )
-def test_results_are_those_of_32_bits(core, scenario):
+def test_results_are_those_of_32_bits(core, run, scenario):
     assert run(core, scenario) == run(None, scenario) != ""
