@@ -1,7 +1,6 @@
 """EmbeddingCollection against plain torch, and its manners in a loop."""
 
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 
@@ -17,6 +16,7 @@ from persia.errors import DataError, PersiaError, StaleBatchError
 from persia.modes import Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.optim import SGD, Adagrad
+from support.processes import PRELOADED
 from support.waiting import wait_until
 
 DEADLINE = 30.0
@@ -410,8 +410,11 @@ class _Stream(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_torch_dataloader_workers(context):
+    """`spawn` pickles the data set as `forkserver` does, but each worker would import torch."""
+    if context == "forkserver":
+        multiprocessing.get_context(context).set_forkserver_preload(PRELOADED)
     loader = torch.utils.data.DataLoader(_Stream(), batch_size=None, num_workers=2, multiprocessing_context=context)
     embeddings = collection(mode=Hybrid(1, warmup=0))
     for _ in range(2):
@@ -473,38 +476,6 @@ def test_a_failed_push_before_leaving_is_raised_by_the_next_call(monkeypatch):
         next(embeddings.prefetch(make_batches(1)))
 
 
-FORKED = """
-import gc, os, sys
-import numpy as np
-import persia
-from persia.batching.batch import Batch
-from persia.batching.id_column import IdColumn
-from persia.cluster import Embedded
-
-schema = persia.Schema([persia.IdFeature("a", dim=4)], labels=["y"])
-ids, dense, labels = np.arange(4, dtype=np.uint64), np.zeros((4, 0), np.float32), np.zeros((4, 1), np.float32)
-batch = Batch({"a": IdColumn(ids)}, dense, labels)
-embeddings = persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(lr=1.0))
-embeddings(batch)["a"].sum().backward()
-child = os.fork()
-if child == 0:
-    try:
-        next(embeddings.eval().prefetch([batch]))
-    except persia.PersiaError as error:
-        assert "another process" in str(error)
-        del embeddings
-        gc.collect()  # Must not join threads that only the parent has.
-        os._exit(0)
-    os._exit(1)
-sys.exit(os.waitpid(child, 0)[1])
-"""
-
-
-@pytest.mark.processes
-def test_a_forked_child_is_told_and_can_drop_what_it_inherited():
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=60)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_equals_cpu():
@@ -518,33 +489,3 @@ def test_cuda_equals_cpu():
             found.square().mean().backward()
         stored[device] = np.stack([row(embeddings, "item", i) for i in range(30)])
     np.testing.assert_allclose(stored["cuda"], stored["cpu"], rtol=1e-5, atol=1e-7)
-
-
-LEFT_OPEN = """
-import itertools
-import numpy as np
-import persia
-from persia.batching.batch import Batch
-from persia.batching.id_column import IdColumn
-from persia.cluster import Embedded
-
-names = [f"f{i}" for i in range(8)]
-schema = persia.Schema([persia.IdFeature(name, dim=16) for name in names], labels=["y"])
-rng = np.random.default_rng(0)
-def batches():
-    while True:
-        columns = {name: IdColumn(rng.integers(0, 1 << 40, 4096).astype(np.uint64)) for name in names}
-        yield Batch(columns, np.zeros((4096, 0), np.float32), np.zeros((4096, 1), np.float32))
-mode = persia.modes.Hybrid(4, warmup=0)
-embeddings = persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(lr=1.0), mode=mode)
-open_loop = embeddings.prefetch(batches())
-for batch in itertools.islice(open_loop, 3):
-    sum(values.sum() for values in embeddings(batch).values()).backward()
-# The program ends here, with lookups under way and the loop never left.
-"""
-
-
-@pytest.mark.processes
-def test_a_program_may_end_within_a_loop():
-    ended = subprocess.run([sys.executable, "-c", LEFT_OPEN], check=False, timeout=60, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
