@@ -1,15 +1,12 @@
-"""A program that trains on Ray until it gets a signal, or goes on: `python stopped_program.py WHAT DIRECTORY`."""
+"""A program that trains on Ray until it gets a signal: `python stopped_program.py WHAT DIRECTORY`."""
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import persia
 from support.cluster_samples import make_trainer, options, reader
@@ -37,10 +34,5 @@ if __name__ == "__main__":
     data = Blocked(Path("blocked").absolute()) if what == "blocked" else reader(1_000_000)
     Path("regions").mkdir(exist_ok=True)
     with persia.cluster.Ray(1, 1, 1, 2, options(regions=str(Path("regions").absolute()))) as cluster:
-        if os.path.exists(directory):
-            model, optimizer = make_trainer(None).model, lambda params: torch.optim.Adam(params, 1e-2)
-            trainer = persia.Trainer.resume(directory, model, optimizer=optimizer, cluster=cluster)
-            trainer.fit(data, max_steps=2)
-        else:
-            trainer = make_trainer(cluster, checkpoint_dir=directory, checkpoint_every_steps=20)
-            trainer.fit(data)
+        trainer = make_trainer(cluster, checkpoint_dir=directory, checkpoint_every_steps=20)
+        trainer.fit(data)
