@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("ray_here")
 
 @pytest.mark.parametrize("mode", [Gba(2 * BATCH), pytest.param(Sync(), marks=pytest.mark.slow)])
 def test_a_coordinator_that_dies_loses_no_batch(mode, tmp_path):
-    batches = 600
+    batches = 300
     with persia.cluster.Ray(1, 1, 1, 2, options(regions=str(tmp_path))) as cluster:
         trainer = make_trainer(cluster, mode)
         trainer.fit(reader(20))

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("ray_here")
     ],
 )
 def test_all_restart_from_the_last_recovery_point(mode, nn_workers):
-    batches = 500
+    batches = 250
     with persia.cluster.Ray(1, 1, 1, nn_workers, options()) as cluster:
         trainer = make_trainer(cluster, mode, recovery_point_every_seconds=0.5)
         with killing(cluster, "nn_worker", rank=nn_workers - 1) as gated:

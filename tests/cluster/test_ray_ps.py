@@ -22,7 +22,8 @@ from support.cluster_samples import eventually, killing, make_trainer, options, 
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
-BATCHES = 400
+BATCHES = 200
+"""Of which half come after the death; see `killing`."""
 
 
 def test_a_ps_that_dies_changes_no_number(tmp_path):
@@ -87,8 +88,8 @@ def test_a_ps_that_dies_in_an_asynchronous_mode(late, tmp_path, monkeypatch):
     with persia.cluster.Ray(2, options=options(regions=str(tmp_path))) as cluster:
         trainer = make_trainer(cluster, Gba(128), recovery_point_every_seconds=0.5)
         with killing(cluster, "embedding_ps") as gated:
-            result = trainer.fit(gated(reader(BATCHES)))
-        assert (result.failures, result.rows, trainer.finished) == (1, BATCHES * 64, True)
+            result = trainer.fit(gated(reader(2 * BATCHES)))
+        assert (result.failures, result.rows, trainer.finished) == (1, 2 * BATCHES * 64, True)
 
 
 def test_a_ps_that_is_dead_for_good_leaves_no_memory(tmp_path):
