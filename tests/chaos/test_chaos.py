@@ -102,6 +102,6 @@ def test_more_stale_gradients_than_restarts_explain_are_a_failure():
 @pytest.mark.processes
 @pytest.mark.usefixtures("ray_here")
 def test_training_goes_on_through_faults(tmp_path):
-    found = run(Plan(seed=1, seconds=20.0, faults=12, steps=600), tmp_path, print)
+    found = run(Plan(seed=1, seconds=14.0, faults=12, steps=600), tmp_path, print)
     assert found.wrong == []
     assert sum(found.made.values()) == 12
