@@ -14,6 +14,7 @@ import torch
 
 import persia
 from persia import Buckets, DenseFeature, IdFeature, Label, Schema
+from persia.data import fit
 from persia.errors import CheckpointError, ConfigError, DataError
 from persia.schema import fitted_values, with_values_of, without_values
 
@@ -56,14 +57,16 @@ def test_moments_are_exact_and_quantiles_are_numpys(tmp_path):
         assert age.fitted.rows == 1000
 
 
-def test_moments_of_many_pieces_are_merged():
+def test_blocks_are_merged_and_pieces_make_no_difference(monkeypatch):
+    monkeypatch.setattr(fit, "BLOCK_VALUES", 64)
     values = np.sort(RNG.lognormal(size=1000))
-    pieces = pa.concat_tables(
-        [pa.table({"user": values[at : at + 100], "x": values[at : at + 100]}) for at in range(0, 1000, 100)]
-    )
-    schema = Schema([IdFeature("user", dim=4)], [DenseFeature("x", scale="standard")], labels=[])
-    found = persia.fit_features(schema, persia.data.arrow(pieces, schema)).dense[0].fitted
-    np.testing.assert_allclose([found.centre, found.width], [values.mean(), values.std()])
+    schema = Schema([IdFeature("user", dim=4)], [DenseFeature("x", fill="mean", scale="standard")], labels=[])
+    results = set()
+    for size in (7, 100, 1000):
+        pieces = [pa.table({"user": part, "x": part}) for part in np.split(values, range(size, 1000, size))]
+        results.add(persia.fit_features(schema, persia.data.arrow(pa.concat_tables(pieces), schema)).dense[0].fitted)
+    (found,) = results
+    np.testing.assert_allclose([found.mean, found.centre, found.width], [values.mean(), values.mean(), values.std()])
 
 
 def test_all_readers_take_the_fitted_schema(tmp_path):

@@ -25,6 +25,8 @@ RANKS = 257
 SAMPLE_VALUES = 1 << 17
 """Values of a feature that quantiles are computed from: all of fewer, else a uniform sample, so that a rank is off by
 0.14 % (standard deviation) at most."""
+BLOCK_VALUES = 1 << 13
+"""Values whose mean is computed at once."""
 SEED = 0
 
 
@@ -40,7 +42,7 @@ def fit_features(
 
     Reads the columns of these features once. Means and deviations are exact; quantiles are exact up to 131,072 values,
     beyond which they come from a uniform sample of as many. Statistics are those of values that are present. The same
-    data give the same statistics.
+    rows in the same order give the same statistics, whatever they are read from.
 
     Args:
         schema: the schema. Features that are fitted already keep their values.
@@ -124,16 +126,34 @@ def _pieces(reader: Any, names: list[str], rows: int | None) -> Iterator[Mapping
 
 
 class _Moments:
-    """Mean and squared deviations of values, merged by piece (Chan, Golub, LeVeque: "Updating formulae", 1979)."""
+    """Mean and squared deviations of values, merged by block (Chan, Golub, LeVeque: "Updating formulae", 1979).
+
+    Blocks have a fixed size, so that sums do not depend on the pieces in which a reader gives the values.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.mean = 0.0
         self.squares = 0.0
         self.low, self.high = np.inf, -np.inf
+        self._block = np.empty(BLOCK_VALUES)
+        self._filled = 0
 
     def add(self, values: NDArray[np.float64]) -> None:
+        while len(values):
+            part = values[: BLOCK_VALUES - self._filled]
+            self._block[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            values = values[len(part) :]
+            if self._filled == BLOCK_VALUES:
+                self.merge()
+
+    def merge(self) -> None:
+        """Merges the values since the last block, after the last call of `add`."""
+        values, self._filled = self._block[: self._filled], 0
         count = len(values)
+        if not count:
+            return
         mean = float(values.mean())
         squares = np.square(values - mean).sum()  # Not `np.dot`, which sums by threads in any order.
         total = self.count + count
@@ -204,6 +224,9 @@ class _DenseFit:
             self._low, self._high = min(self._low, float(flat.min())), max(self._high, float(flat.max()))
 
     def found(self) -> DenseStatistics:
+        for moments in (self._mean, self._moments):
+            if moments is not None:
+                moments.merge()
         if (self._mean and not self._mean.count) or (self._moments and not self._moments.count):
             raise _nothing(self.column)
         centre = width = None
