@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from persia.checkpoint import CheckpointReader
 from persia.cli.app import app
 from persia.cli.health import _doing
 from persia.cli.run_config import DataConfig
@@ -76,3 +77,30 @@ def test_health_says_how_far_a_process_is_behind():
     clicks = [Metric("join_clicks_late", 2, {}), Metric("join_clicks_poison", 1, {})]  # Of a joined stream.
     assert line("nn_worker", [*figures, *clicks]).endswith(" rows/s, 7 late, 1 poison")
     assert "stream" not in line("data_loader", [])
+
+
+FITTED = RUN.replace('["price"]', '[{{ name = "price", scale = "minmax" }}]')
+
+
+def test_train_fits_to_a_topic_and_trains_all_of_it(tmp_path):
+    kafka = Kafka()
+    kafka.write(clicks(range(40)))
+    config = tmp_path / "run.toml"
+    config.write_text(FITTED.format(topic=kafka.topic, bootstrap=kafka.bootstrap))
+    saved = str(tmp_path / "run")
+
+    def train(*words):
+        result = CliRunner().invoke(app, ["train", str(config), "--json", str(tmp_path / "result.json"), *words])
+        assert result.exit_code == 0, result.output
+        fitted = CheckpointReader(saved).schema.dense[0].fitted
+        return json.loads((tmp_path / "result.json").read_text())["rows"], fitted
+
+    rows, first = train("--output", saved, "--set", "train.fit_rows=21")
+    assert rows == 40
+    assert (first.centre, first.width, first.rows) == (0, 5, 21)
+    kafka.write(clicks(range(100, 120)))
+    assert train("--resume", saved) == (20, first)
+    kafka.write(clicks(range(200, 220)))
+    rows, again = train("--resume", saved, "--refit")
+    assert rows == 20
+    assert (again.centre, again.rows) == (50, 20)

@@ -36,13 +36,16 @@ def fitted_run(run: RunConfig, resume: str | None = None, *, step: StepChoice = 
         refit: whether to fit all features to the data, in place of the checkpoint's values.
 
     Raises:
-        ConfigError: the training data are not files, to whose columns rules can be fitted.
+        ConfigError: the training data have no columns to which rules can be fitted.
+        DataError: they cannot be read, or a topic has no messages.
     """
     if run.schema is None:
         return run
+    from persia.checkpoint import CheckpointReader
     from persia.cli import ui as out
     from persia.data.fit import fit_features
     from persia.schema import fitted_values, without_values
+    from persia.services import Stream
 
     if refit:
         run = run.of_schema(without_values(run.schema))
@@ -54,6 +57,9 @@ def fitted_run(run: RunConfig, resume: str | None = None, *, step: StepChoice = 
         return run
     features = "1 feature" if len(names) == 1 else f"{len(names)} features"
     say(f"Fitting the rules of {features} to {run.data.path}", error=True)
-    schema = fit_features(run.schema, run.reader(), run.train.fit_rows)
+    reader = run.reader()
+    if resume is not None and isinstance(reader, Stream):  # Fits to what will be trained.
+        reader.begin(0, CheckpointReader(resume, step).state("training")["offsets"], stopping=lambda: False)
+    schema = fit_features(run.schema, reader, run.train.fit_rows)
     out.print_fitted([each for each in fitted_values(schema) if each.feature in names])
     return run.of_schema(schema)

@@ -298,7 +298,8 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         epochs: passes over the data in total, including passes before a resume.
         max_steps: maximum number of global steps; null for no limit.
-        fit_rows: rows that rules of features are fitted to, from the beginning of `data`; null for all.
+        fit_rows: rows that rules of features are fitted to, from the beginning of `data`; null for all, of a topic
+            those that exist when fitting begins.
     """
 
     epochs: int = 1

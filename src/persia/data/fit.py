@@ -14,7 +14,7 @@ from persia.batching.dense_columns import raw_numbers, transformed
 from persia.batching.derived_ids import bucket_numbers, raw_column
 from persia.batching.numbers import is_pair
 from persia.checks import check_integer
-from persia.data.reader import InputReader
+from persia.data.reader import InputReader, InputStream
 from persia.errors import ConfigError, DataError
 from persia.schema import DenseFeature, DenseStatistics, IdFeature, Schema, with_values_of, without_values
 
@@ -32,7 +32,7 @@ SEED = 0
 
 def fit_features(
     schema: Schema,
-    reader: InputReader | Mapping[str, Any],
+    reader: InputReader | InputStream | Mapping[str, Any],
     rows: int | None = None,
     *,
     keep: Schema | None = None,
@@ -44,11 +44,15 @@ def fit_features(
     beyond which they come from a uniform sample of as many. Statistics are those of values that are present. The same
     rows in the same order give the same statistics, whatever they are read from.
 
+    A stream is read by a separate consumer, so training reads the same messages again. If it has fewer than `rows`
+    rows, more are awaited for its `timeout`; a warning says to how many the rules are fitted then.
+
     Args:
         schema: the schema. Features that are fitted already keep their values.
-        reader: training data: a reader of `persia.data` for files or frames, made with this schema; or columns by name.
-            For a topic of Kafka, fit on a file with the same columns.
-        rows: number of rows to read from the beginning; None for all.
+        reader: training data, made with this schema: a reader of `persia.data` for files or frames, or `kafka`; or
+            columns by name.
+        rows: number of rows to read, from the beginning, or from where training would begin in a stream; None for all,
+            of a stream those that exist now.
         keep: schema with values to keep, such as that of a checkpoint that the run continues
             (`persia.checkpoint.CheckpointReader(directory).schema`): features with the same rules take them.
         refit: whether to fit all features anew, also those that are fitted.
@@ -59,7 +63,8 @@ def fit_features(
 
     Raises:
         ConfigError: the reader has no columns of features, or an argument is invalid.
-        DataError: a value is invalid, or a feature has no values at all.
+        DataError: a value is invalid, a feature has no values at all, or a stream has no messages.
+        DeadlineError: no broker of a stream could be reached.
     """
     if rows is not None:
         check_integer("rows", rows, 1)
@@ -97,10 +102,12 @@ def _pieces(reader: Any, names: list[str], rows: int | None) -> Iterator[Mapping
         pieces: Iterator[Mapping[str, Any]] = iter([reader])
     elif isinstance(reader, InputReader):
         pieces = reader.inputs(names)
+    elif isinstance(reader, InputStream):
+        pieces = reader.first_inputs(names, rows)
     else:
         raise ConfigError(
             f"{type(reader).__name__} gives batches, but no columns of features, which fitting reads; give a reader of "
-            "persia.data.csv, parquet, jsonl or arrow with the same columns, or the columns by name.",
+            "persia.data.csv, parquet, jsonl, arrow or kafka with the same columns, or the columns by name.",
             field="reader",
         )
     left = rows

@@ -22,6 +22,7 @@ __all__ = [
     "ColumnSource",
     "InputReader",
     "InputSource",
+    "InputStream",
     "Order",
     "Reader",
     "RowSource",
@@ -68,6 +69,30 @@ class InputReader(Reader, Protocol):
 
     def with_schema(self, schema: Schema) -> InputReader:
         """Returns a reader of the same rows for another schema."""
+        ...
+
+
+@runtime_checkable
+class InputStream(Protocol):
+    """A stream whose columns can be read before the rules of features are applied, and which takes another schema."""
+
+    def first_inputs(self, names: Sequence[str], rows: int | None) -> Iterator[dict[str, Any]]:
+        """Yields columns of the schema by name, as `Batch.from_columns` gets them, in pieces of any size. Blocks.
+
+        The stream is left as it was: what is read here is also in its batches.
+
+        Args:
+            names: columns among `Schema.feature_columns`.
+            rows: number of rows to read, from where the next batch begins, and to wait for if there are fewer; None
+                for those that exist now.
+
+        Raises:
+            DataError: there are no rows, or they cannot be read.
+        """
+        ...
+
+    def with_schema(self, schema: Schema) -> InputStream:
+        """Returns a stream of the same rows for another schema."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal, Unpack
 
@@ -12,6 +12,7 @@ from persia.checks import MAX_SECONDS, check_integer, check_number, check_second
 from persia.data.row_options import ColumnOptions, conversion_of, with_options
 from persia.data.rows import Conversion
 from persia.data.streams.broker import BrokerOptions, committed
+from persia.data.streams.first_messages import first_inputs
 from persia.data.streams.message_decoding import TIMESTAMP, ValuesFormat
 from persia.data.streams.message_rows import MessageConverter
 from persia.data.streams.offset_log import OffsetLog
@@ -179,6 +180,10 @@ class KafkaReader(LoggedStream):
         """Returns a reader of the same rows for another schema, without a record."""
         conversion = dataclasses.replace(self._conversion, schema=schema)
         return KafkaReader(conversion, self.batch_size, self._options)
+
+    def first_inputs(self, names: Sequence[str], rows: int | None) -> Iterator[dict[str, Any]]:
+        """Yields columns of the rows from the next batch on; see `InputStream`. Nothing is recorded or committed."""
+        return first_inputs(self._conversion, self._options, self._record.stream_offsets(None), names, rows)
 
     @property
     def input_rules(self) -> InputRules:

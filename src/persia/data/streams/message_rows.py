@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
+from persia.batching.dense_columns import raw_numbers
+from persia.batching.derived_ids import bucket_numbers, raw_column
 from persia.batching.id_column import IdColumn
 from persia.batching.id_columns import id_column
 from persia.data.files import File
@@ -18,10 +21,11 @@ from persia.data.streams.broker import client
 from persia.data.streams.message_decoding import MessageDecoder, MessageRows, StreamMessage
 from persia.data.streams.options import EventTime, KafkaOptions, StreamCounts
 from persia.errors import DataError
+from persia.schema import Schema
 from persia.telemetry.logs import get_logger
 from persia.types import Partition
 
-__all__ = ["Converted", "MessageConverter"]
+__all__ = ["Converted", "ConvertedInputs", "MessageConverter"]
 
 LOG = get_logger("persia.data")
 
@@ -55,6 +59,37 @@ class Converted(NamedTuple):
     newest: int | None
     times: NDArray[np.int64] | None = None
     keys: IdColumn | None = None
+
+
+class ConvertedInputs(NamedTuple):
+    """Columns of messages before the rules of features are applied.
+
+    Attributes:
+        pieces: columns by name, as `Batch.from_columns` gets them, in pieces whose columns have one type.
+        newest: latest event time up to the last message, in milliseconds; None if there is none.
+    """
+
+    pieces: list[dict[str, Any]]
+    newest: int | None
+
+
+R = TypeVar("R", Converted, ConvertedInputs)
+
+
+class _Kept(NamedTuple):
+    """Decoded rows that are not dropped as late.
+
+    Attributes:
+        parts: the rows.
+        newest: latest event time up to the last message, in milliseconds; None if there is none.
+        times: event times of the rows; None without a time column.
+        late: number of late rows.
+    """
+
+    parts: list[MessageRows]
+    newest: int | None
+    times: NDArray[np.int64] | None
+    late: int
 
 
 class _Bad(NamedTuple):
@@ -109,10 +144,7 @@ class MessageConverter:
         Raises:
             DataError: a message cannot be converted, and poison is not skipped.
         """
-        bad: list[_Bad] = []
-        parts = self._salvaged(partition, messages, newest, bad)
-        if bad:
-            self._skip(partition, messages, bad)
+        parts = self._in_parts(partition, messages, newest, self._convert)
         batches = [part.batch for part in parts if part.batch is not None]
         times = [part.times for part in parts if part.times is not None]
         keys = [part.keys for part in parts if part.keys is not None]
@@ -122,6 +154,26 @@ class MessageConverter:
             np.concatenate(times) if times else None,
             IdColumn.concat(keys) if keys else None,
         )
+
+    def inputs(self, partition: Partition, messages: list[StreamMessage], newest: int | None) -> ConvertedInputs:
+        """Returns the columns `only` of the conversion before the rules of features are applied; see `convert`."""
+        parts = self._in_parts(partition, messages, newest, self._convert_inputs)
+        pieces = [piece for part in parts for piece in part.pieces]
+        return ConvertedInputs(pieces, parts[-1].newest if parts else newest)
+
+    def _in_parts(
+        self,
+        partition: Partition,
+        messages: list[StreamMessage],
+        newest: int | None,
+        convert: Callable[[Partition, list[StreamMessage], int | None], R],
+    ) -> list[R]:
+        """Converts messages in as few parts as possible, without those that are skipped. Raises as `convert` does."""
+        bad: list[_Bad] = []
+        parts = self._salvaged(partition, messages, newest, bad, convert)
+        if bad:
+            self._skip(partition, messages, bad)
+        return parts
 
     def _skip(self, partition: Partition, messages: list[StreamMessage], bad: list[_Bad]) -> None:
         """Counts messages that cannot be converted, and writes them to the dead-letter topic.
@@ -148,8 +200,13 @@ class MessageConverter:
         LOG.warning("%s: %d messages are skipped; the first: %s", where, len(bad), why)
 
     def _salvaged(
-        self, partition: Partition, messages: list[StreamMessage], newest: int | None, bad: list[_Bad]
-    ) -> list[Converted]:
+        self,
+        partition: Partition,
+        messages: list[StreamMessage],
+        newest: int | None,
+        bad: list[_Bad],
+        convert: Callable[[Partition, list[StreamMessage], int | None], R],
+    ) -> list[R]:
         """Converts messages in as few parts as possible; appends those that cannot be converted to `bad`.
 
         Messages that can be converted one by one, but not together, are not appended. If poison is an error, the
@@ -158,35 +215,18 @@ class MessageConverter:
         if not messages or (bad and self._options.poison == "error"):
             return []
         try:
-            return [self._convert(partition, messages, newest)]
+            return [convert(partition, messages, newest)]
         except DataError as error:
             if len(messages) == 1:
                 bad.append(_Bad(messages[0], error))
                 return []
         half = len(messages) // 2
-        before = self._salvaged(partition, messages[:half], newest, bad)
+        before = self._salvaged(partition, messages[:half], newest, bad, convert)
         newest = before[-1].newest if before else newest
-        return before + self._salvaged(partition, messages[half:], newest, bad)
+        return before + self._salvaged(partition, messages[half:], newest, bad, convert)
 
     def _convert(self, partition: Partition, messages: list[StreamMessage], newest: int | None) -> Converted:
-        parts = self.decoder.decode(messages)
-        rows = sum(len(part.positions) for part in parts)
-        times: NDArray[np.int64] | None = None
-        in_time: NDArray[np.bool_] | None = None
-        late = 0
-        event_time = self._options.event_time
-        if event_time is not None and rows:
-            times = np.empty(rows, np.int64)
-            for part in parts:
-                times[part.positions] = _milliseconds(part.columns, event_time)
-            before = np.maximum.accumulate(np.concatenate([[NO_TIME if newest is None else newest], times]))
-            newest = None if before[-1] == NO_TIME else int(before[-1])
-            if event_time.allowed is not None:
-                is_late = (times != NO_TIME) & (times < before[:-1] - event_time.allowed) & (before[:-1] != NO_TIME)
-                late = int(is_late.sum())
-                if late and event_time.drop:
-                    in_time, times = ~is_late, times[~is_late]
-                    parts = [chosen for part in parts if len((chosen := _chosen(part, in_time)).positions)]
+        parts, newest, times, late = self._kept(messages, newest)
         if self._key is not None and times is not None and (times == NO_TIME).any():
             raise DataError("A row has no event time, without which it cannot be joined.", column=self._key)
         keys = [] if self._key is None else [_keys(part.columns, self._key) for part in parts]
@@ -199,14 +239,46 @@ class MessageConverter:
             Batch.concat(batches).take(order), newest, times, IdColumn.concat(keys).take(order) if keys else None
         )
 
+    def _convert_inputs(
+        self, partition: Partition, messages: list[StreamMessage], newest: int | None
+    ) -> ConvertedInputs:
+        kept = self._kept(messages, newest)
+        pieces = [next(self._conversion.inputs(iter([self._piece(partition, part)]))) for part in kept.parts]
+        for columns in pieces:
+            _check_numbers(self._conversion.schema, columns)
+        return ConvertedInputs(pieces, kept.newest)
+
+    def _kept(self, messages: list[StreamMessage], newest: int | None) -> _Kept:
+        """Decodes messages, and drops late rows."""
+        parts = self.decoder.decode(messages)
+        rows = sum(len(part.positions) for part in parts)
+        event_time = self._options.event_time
+        if event_time is None or not rows:
+            return _Kept(parts, newest, None, 0)
+        times = np.empty(rows, np.int64)
+        for part in parts:
+            times[part.positions] = _milliseconds(part.columns, event_time)
+        before = np.maximum.accumulate(np.concatenate([[NO_TIME if newest is None else newest], times]))
+        newest = None if before[-1] == NO_TIME else int(before[-1])
+        late = 0
+        if event_time.allowed is not None:
+            is_late = (times != NO_TIME) & (times < before[:-1] - event_time.allowed) & (before[:-1] != NO_TIME)
+            late = int(is_late.sum())
+            if late and event_time.drop:
+                in_time, times = ~is_late, times[~is_late]
+                parts = [chosen for part in parts if len((chosen := _chosen(part, in_time)).positions)]
+        return _Kept(parts, newest, times, late)
+
     def _rows(self, partition: Partition, part: MessageRows) -> Batch:
         rows = len(part.positions)
         if not self._converts_rows:
             return Batch({}, np.zeros((rows, 0), np.float32), np.zeros((rows, 0), np.float32))
+        return next(self._conversion.batches(iter([self._piece(partition, part)]), 0))
+
+    def _piece(self, partition: Partition, part: MessageRows) -> Piece:
         file = File(f"kafka://{partition.topic}/{partition.number}")
         columns = self._conversion.columns_of(file, list(part.columns))
-        named = {name: part.columns[name] for name in columns}
-        return next(self._conversion.batches(iter([Piece(file, 0, named, rows)]), 0))
+        return Piece(file, 0, {name: part.columns[name] for name in columns}, len(part.positions))
 
     def _bury(self, topic: str, partition: Partition, bad: list[_Bad]) -> None:
         """Writes messages to the dead-letter topic. Blocks until they are written.
@@ -261,6 +333,16 @@ class MessageConverter:
 def _shortened(reason: str) -> str:
     """Shortens a reason, which may quote a value of any length, to fit a message header."""
     return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON - 3]}..."
+
+
+def _check_numbers(schema: Schema, columns: Mapping[str, Any]) -> None:
+    """Raises DataError if a column has a value that is not a number to a feature which reads it."""
+    for dense in schema.dense:
+        if dense.name in columns:
+            raw_numbers(dense, columns[dense.name])
+    for feature in schema.id_features:
+        if feature.bucketize is not None and (column := feature.bucketize.column) in columns:
+            bucket_numbers(feature, raw_column(column, columns[column]))
 
 
 def _chosen(part: MessageRows, selected: NDArray[np.bool_]) -> MessageRows:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from persia.batching.batch import Batch
 from persia.data.negative_sampling import NegativeSampling
+from persia.data.reader import InputStream
 from persia.data.streams.recorded import LoggedStream
+from persia.errors import ConfigError
 from persia.schema import InputRules, Schema
 from persia.services import NewBatch, SharedStream, StreamLog, StreamShare
 from persia.telemetry.metrics import Metric
@@ -45,6 +48,27 @@ class NegativeStream(LoggedStream):
     def input_rules(self) -> InputRules | None:
         """The rules of the samples for missing values and lists."""
         return self._sampling.input_rules
+
+    def first_inputs(self, names: Sequence[str], rows: int | None) -> Iterator[dict[str, Any]]:
+        """Yields columns of the samples before the rules of features are applied, without negatives."""
+        return self._input_stream().first_inputs(names, rows)
+
+    def with_schema(self, schema: Schema) -> NegativeStream:
+        """Returns a stream of the same samples for another schema, without a record.
+
+        Raises:
+            ConfigError: the schema of the samples is fixed.
+        """
+        stream: Any = self._input_stream().with_schema(schema)
+        return NegativeStream(stream, replace(self._sampling, reader=stream))
+
+    def _input_stream(self) -> InputStream:
+        if not isinstance(self._stream, InputStream):
+            raise ConfigError(
+                f"The schema of {type(self._stream).__name__} is fixed; give a stream of persia.data.kafka.",
+                field="reader",
+            )
+        return self._stream
 
     def share(self, log: StreamLog, loader: int, loaders: int, stopping: Callable[[], bool]) -> StreamShare:
         """Opens the share of a data loader; see `persia.services.SharedStream`."""

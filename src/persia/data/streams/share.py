@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import datetime
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from persia.data.streams.message_decoding import MAX_BATCH_BYTES
 from persia.data.streams.message_rows import Converted, MessageConverter
 from persia.data.streams.offset_log import OffsetLog
 from persia.data.streams.options import KafkaOptions, StreamCounts
+from persia.data.streams.partition_bounds import partition_bounds
 from persia.services import NewBatch, StreamLog
 from persia.types import OffsetRange, Partition, PartitionBounds, loader_of
 
@@ -178,30 +178,9 @@ class KafkaShare:
 
     def _open(self) -> None:
         """Determines the partitions and their ends, and starts fetching the partitions of this share."""
-        broker, log = self._broker, self._log
-        partitions, start, until = broker.partitions(), self._options.start, self._options.until
-        marks = {partition: broker.watermarks(partition) for partition in partitions}
-        begins = {partition: low for partition, (low, _) in marks.items()}
-        ends = {partition: high for partition, (_, high) in marks.items()}
-        known = {bounds.partition: bounds for bounds in log.assign([])}
-        positions = log.stream_offsets(None)
-        for topic in self._options.broker.topics:
-            for number, offset in positions.get(topic, {}).items():
-                if Partition(topic, number) not in marks:
-                    raise broker.deleted(Partition(topic, number), offset)
-        # A partition that a known topic lacks was added since, and begins with its first message.
-        if new := [p for p in partitions if p not in known and p.topic not in positions]:
-            if isinstance(start, datetime):
-                begins |= broker.offsets_at(new, _milliseconds(start))
-            elif start == "latest":
-                begins |= {partition: ends[partition] for partition in new}
-        lasts: dict[Partition, int] = {}
-        if until is not None and not known:
-            lasts = broker.offsets_at(partitions, _milliseconds(until)) if isinstance(until, datetime) else ends
-        elif until is not None:  # Partitions that were added since are not part of a bounded stream.
-            partitions = [partition for partition in partitions if partition in known]
-        log.assign([PartitionBounds(p, begins[p], lasts.get(p)) for p in partitions if p not in known])
-        own_bounds = [bounds for bounds in log.assign([]) if self._belongs(bounds.partition)]
+        broker = self._broker
+        bounds_of_all, marks = partition_bounds(broker, self._options, self._log)
+        own_bounds = [bounds for bounds in bounds_of_all if self._belongs(bounds.partition)]
         for partition, offset, _, newest in own_bounds:
             low, high = marks.get(partition, (0, -1))
             if not low <= offset <= high:
@@ -345,7 +324,3 @@ def _events(converted: Converted) -> KeyedEvents:
     keys = np.zeros(len(times), np.uint64)
     keys[keyed] = ids.values
     return KeyedEvents(keys, times, batch, keyed)
-
-
-def _milliseconds(time: datetime) -> int:
-    return int(time.timestamp() * 1000)
