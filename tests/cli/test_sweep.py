@@ -6,8 +6,10 @@ import tomllib
 
 import pytest
 
+from persia.checkpoint import CheckpointReader
 from persia.cli.run_config import Range, SweepConfig
 from persia.config import convert
+from persia.data import fit as fitting
 from persia.errors import ConfigError
 
 pytest.importorskip("optuna", reason="needs the extra optuna")
@@ -116,6 +118,54 @@ def test_ranges_are_drawn(folder):
     assert all(r["rows"] == 800 * r["values"]["train.epochs"] for r in records)
     least = min(records, key=lambda r: r["metric"])
     assert f"trial-{least['number']:03}/checkpoint" in output
+
+
+RULES = """
+[data]
+kind = "csv"
+path = "rows.csv"
+batch_size = 64
+[schema]
+id_features = [{ name = "user", dim = 4 }, { name = "band", dim = 4, bucketize = { column = "price", quantiles = 4 } }]
+dense_features = [{ name = "price", scale = "standard" }]
+labels = ["click"]
+[model]
+options = { hidden = [4] }
+[trainer]
+progress = false
+[sweep.values]
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "fits"),
+    [
+        ('"schema.id_features.user.dim" = [4, 8]\n"data.batch_size" = [32, 64]\n', [2]),
+        ('"schema.id_features.band.bucketize.quantiles" = [4, 8]\n"optimizer.lr" = [1e-3, 1e-2]\n', [2, 1]),
+        ('"train.fit_rows" = [10, 20]\n"optimizer.lr" = [1e-3, 1e-2]\n', [2, 2]),
+    ],
+)
+def test_rules_are_fitted_once_for_equal_rules_and_rows(folder, monkeypatch, values, fits):
+    fitted = []
+
+    def fit(schema, reader, rows):
+        fitted.append(len(schema.needs_fit))
+        return fit_features(schema, reader, rows)
+
+    fit_features = fitting.fit_features
+    monkeypatch.setattr(fitting, "fit_features", fit)
+    (folder / "rows.csv").write_text("user,price,click\n" + "".join(f"{i % 5},{i},{i % 2}\n" for i in range(200)))
+    (folder / "run.toml").write_text(RULES + values)
+    persia("train", "run.toml", "--sweep", "--output", "out", "--json", "all.json")
+    records = json.loads((folder / "all.json").read_text())
+    assert [record["state"] for record in records] == ["done"] * 4
+    assert fitted == fits
+    (checkpoint,) = (folder / "out").glob("*/checkpoint")
+    best = tomllib.loads((folder / "out" / "best.toml").read_text())
+    schema = CheckpointReader(str(checkpoint)).schema
+    assert schema.dense[0].fitted.rows == best.get("train", {}).get("fit_rows", 200)
+    edges = schema.id_features[1].bucketize.fitted
+    assert len(edges) == best["schema"]["id_features"][1]["bucketize"]["quantiles"] - 1
 
 
 def test_paths_lead_through_named_records():

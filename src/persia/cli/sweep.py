@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import optuna
 
 from persia.cli import ui
@@ -24,6 +25,7 @@ from persia.metrics import watched_metric
 from persia.telemetry.terminal import Grid
 
 if TYPE_CHECKING:
+    from persia.schema import Schema
     from persia.trainer import Trainer
 
 __all__ = ["Sweep", "TrialRecord", "with_values"]
@@ -80,6 +82,8 @@ class Sweep:
         self._close = close
         self._watched = watched_metric(run.reader().schema, config.metric, "sweep.metric")
         self.records: list[TrialRecord] = []
+        self._fits: list[tuple[object, Schema]] = []
+        """Rows to which rules of features were fitted, and the fitted schema."""
         for path, values in config.values.items():
             for value in [values.low, values.high] if isinstance(values, Range) else values:
                 convert(with_values(self._tree, {path: value}), RunConfig, f"sweep.values.{path!r} = {value!r}")
@@ -92,7 +96,10 @@ class Sweep:
         return max(done, key=lambda record: self._watched.score(record.metric), default=None)
 
     def run(self, report: Callable[[TrialRecord], object]) -> None:
-        """Runs all trials; keeps the checkpoint of the best one, and its configuration as `best.toml`."""
+        """Runs all trials; keeps the checkpoint of the best one, and its configuration as `best.toml`.
+
+        Rules of features are fitted before the first trial. A trial with other rules or data fits these.
+        """
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # Each trial is reported here.
         config = self._config
         grid = {path: values for path, values in config.values.items() if not isinstance(values, Range)}
@@ -107,6 +114,8 @@ class Sweep:
             sampler=sampler,
             pruner=optuna.pruners.MedianPruner(STARTUP_TRIALS) if config.prune_every_steps else None,
         )
+
+        self._fitted(convert(with_values(self._tree, self._first_values()), RunConfig, "the first values of the sweep"))
 
         def objective(trial: optuna.Trial) -> float:
             record = self._run_trial(trial)
@@ -141,7 +150,7 @@ class Sweep:
         Raises:
             ConfigError: a network cannot be built, or its data cannot be opened.
         """
-        first = {path: space.low if isinstance(space, Range) else space[0] for path, space in values.items()}
+        first = self._first_values()
         for path, space in values.items():
             for value in [space.low] if isinstance(space, Range) else space:
                 where = f"sweep.values.{path!r} = {value!r}"
@@ -150,6 +159,21 @@ class Sweep:
                     run.model.build(run.reader().schema)
                 except (ConfigError, DataError) as error:
                     raise ConfigError(f"{where}: {error}", field="sweep.values") from error
+
+    def _first_values(self) -> dict[str, Any]:
+        values = self._config.values.items()
+        return {path: space.low if isinstance(space, Range) else space[0] for path, space in values}
+
+    def _fitted(self, run: RunConfig) -> RunConfig:
+        """Returns a configuration with fitted rules of features; takes those that are fitted to the same rows."""
+        rows = (msgspec.structs.replace(run.data.in_order(), batch_size=1), run.train.fit_rows)
+        for fitted_rows, schema in self._fits:
+            if fitted_rows == rows:
+                run = run.fitted_as(schema)
+        fitted = fitted_run(run)
+        if fitted is not run and fitted.schema is not None:
+            self._fits.append((rows, fitted.schema))
+        return fitted
 
     def _run_trial(self, trial: optuna.Trial) -> TrialRecord:
         number = trial.number
@@ -165,7 +189,7 @@ class Sweep:
         steers = ("keep_best", "patience", "eval_every_steps", "eval_every_epochs") if run.eval_data is None else ()
         for name in ("checkpoint_every_steps", "checkpoint_every_seconds", *steers):
             own["trainer"].pop(name, None)
-        run = fitted_run(run)
+        run = self._fitted(run)
         reader = run.reader()
         trainer = convert(own, RunConfig, f"trial {number}").build_trainer(reader.schema)
         with self._close(trainer):
