@@ -78,6 +78,12 @@ def test_a_run_stops_early_and_names_the_best(run):
     persia("train", "run.toml", "--resume", "out", "--step", "best", "--output", "more", "--set", "train.max_steps=1")
     assert CheckpointReader("more").manifest.global_step == step + 1
 
+    days = ("continual", "run.toml", "--days", "0..0", "--output", "days")
+    assert "--step names the checkpoint of --inherit" in persia(*days, "--step", "best", ok=False)
+    assert "Invalid --step most" in persia(*days, "--inherit", "out", "--step", "most", ok=False)
+    persia(*days, "--inherit", "out", "--step", "best", "--json", "days.json", "--set", "train.epochs=1")
+    assert json.loads((folder / "days.json").read_text())[0]["step"] == step
+
 
 def test_wrong_steps_are_refused(run):
     for words in (

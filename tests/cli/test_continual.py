@@ -199,6 +199,15 @@ def test_a_day_of_the_inherited_run_is_trained_again(tmp_path, trained):
     assert record.global_step - record.step == 6
 
 
+def test_an_earlier_step_of_another_run_is_inherited(tmp_path, trained):
+    whole = trained(1)
+    heir = Run(tmp_path).train(1, 1, inherit=str(whole.output), step=6)
+    assert (heir.recipe.records[0].step, heir.trainer.global_step) == (6, 12)
+    torch.testing.assert_close(heir.parameters(), whole.parameters())
+    again = Run(tmp_path).train(2, 2, inherit=str(whole.output), step=6)
+    assert again.recipe.records[-1].step == 12  # The days of this directory come first.
+
+
 def test_the_switch_to_more_nn_workers_and_back(tmp_path):
     """Sync, Gba with a third of the batch and the same global batch, Sync: from checkpoint to checkpoint."""
     data = day_files(tmp_path / "data.parquet")

@@ -25,8 +25,8 @@ options = {hidden = [4]}
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.csv").write_text("u,price\n" + "".join(f"{i % 5},{i % 10}\n" for i in range(200)))
-    (tmp_path / "more.csv").write_text("u,price\n" + "".join(f"{i % 5},{i % 100}\n" for i in range(200)))
+    (tmp_path / "rows.csv").write_text("u,price,at\n" + "".join(f"{i % 5},{i % 10},0\n" for i in range(200)))
+    (tmp_path / "more.csv").write_text("u,price,at\n" + "".join(f"{i % 5},{i % 100},0\n" for i in range(200)))
     (tmp_path / "run.toml").write_text(CONFIG)
 
     def run(*words, code=0):
@@ -37,8 +37,8 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def fitted():
-    return CheckpointReader("out").schema.dense[0].fitted
+def fitted(directory="out"):
+    return CheckpointReader(directory).schema.dense[0].fitted
 
 
 def test_train_fits_and_a_continued_run_keeps_it(run):
@@ -50,6 +50,16 @@ def test_train_fits_and_a_continued_run_keeps_it(run):
     run("evaluate", "run.toml", "--checkpoint", "out")
     run("train", "run.toml", "--resume", "out", "--refit", "--set", 'data.path="more.csv"', "--set", "train.epochs=2")
     assert fitted().mean == 49.5
+
+
+def test_days_keep_what_the_inherited_step_has(run):
+    run("train", "run.toml", "--output", "out")
+    first = fitted()
+    run("train", "run.toml", "--resume", "out", "--refit", "--set", 'data.path="more.csv"', "--set", "train.epochs=2")
+    assert fitted() != first
+    run("continual", "run.toml", "--days", "0..0", "--output", "days", "--inherit", "out", "--step", "4",
+        "--set", 'data.options.day="at"')  # fmt: skip
+    assert fitted("days") == first
 
 
 def test_fit_rows_bounds_the_pass(run):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from persia.checkpoint import list_checkpoints
+from persia.checkpoint import StepChoice, list_checkpoints
 from persia.checkpoint.storage import Storage
 from persia.cli.run_config import RunConfig
 from persia.coordinator import TokenReport
@@ -73,9 +73,15 @@ class DayRecord(msgspec.Struct, frozen=True):
     others: dict[str, float | None] = {}
 
 
-def continued(output: str, inherit: str | None) -> str | None:
-    """Returns the directory whose latest checkpoint a recipe starts from; None for a new model."""
-    return output if list_checkpoints(output) else inherit
+def continued(output: str, inherit: str | None, step: StepChoice = None) -> tuple[str | None, StepChoice]:
+    """Returns the directory and the step of the checkpoint that a recipe starts from; no directory for a new model.
+
+    Args:
+        output: directory of the recipe, whose latest checkpoint comes first.
+        inherit: directory of another run.
+        step: which checkpoint of the other run; None for the latest.
+    """
+    return (output, None) if list_checkpoints(output) else (inherit, step)
 
 
 def parse_days(text: str) -> range:
@@ -141,6 +147,7 @@ class Recipe:
         requested: range,
         inherit: str | None = None,
         *,
+        step: StepChoice = None,
         restart_data: bool = False,
         new_optimizer: bool = False,
     ) -> Iterator[DayRecord]:
@@ -149,8 +156,9 @@ class Recipe:
         Args:
             trainer: a new trainer.
             requested: days to train.
-            inherit: directory whose latest checkpoint the first day starts from. Ignored if the output directory has
-                a checkpoint.
+            inherit: directory of another run, from whose checkpoint the first day starts. Ignored if the output
+                directory has a checkpoint.
+            step: which checkpoint of `inherit`; None for the latest.
             restart_data: begin an interrupted day at its first batch.
             new_optimizer: see `Trainer.load`.
 
@@ -158,7 +166,7 @@ class Recipe:
             ConfigError: the output has later days, or no requested day has rows.
             CheckpointError: a checkpoint does not match the configuration.
         """
-        unfinished = self._resume(trainer, inherit, new_optimizer)
+        unfinished = self._resume(trainer, inherit, step, new_optimizer)
         # A checkpoint has the batch size of its run, which another cluster need not have.
         trainer.state.local_batch = self._config.data.batch_size
         requested = self._missing(requested, unfinished)
@@ -248,18 +256,17 @@ class Recipe:
 
     # --- from day to day ----------------------------------------------------------------------------------------
 
-    def _resume(self, trainer: Trainer, inherit: str | None, new_optimizer: bool) -> DayRecord | None:
-        """Loads the latest checkpoint; returns the record of an unfinished day, if it has one.
+    def _resume(self, trainer: Trainer, inherit: str | None, step: StepChoice, new_optimizer: bool) -> DayRecord | None:
+        """Loads the checkpoint to start from; returns the record of an unfinished day, if it has one.
 
         Drops the records of days after the checkpoint.
         """
-        checkpoints = list_checkpoints(self._output)
-        if not checkpoints:
+        directory, step = continued(self._output, inherit, step)
+        if directory is not None:
+            trainer.load(directory, step=step, new_optimizer=new_optimizer)
+        if directory != self._output:
             self.records = []
-            if inherit is not None:
-                trainer.load(inherit, new_optimizer=new_optimizer)
             return None
-        trainer.load(self._output, new_optimizer=new_optimizer)
         self._write([record for record in self.records if record.step < trainer.global_step])
         last = self.records[-1] if self.records else None
         if last is None or last.global_step == trainer.global_step:

@@ -7,8 +7,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from persia.cli.configured_run import Config, Set, closing_cluster, command_line, read_config
+from persia.cli.configured_run import Config, Set, Step, closing_cluster, command_line, read_config, step_choice
 from persia.cli.fitted import fitted_run
+from persia.errors import ConfigError
 from persia.printable import say
 
 __all__ = ["continual"]
@@ -22,9 +23,11 @@ def continual(
     inherit: Annotated[
         str | None,
         typer.Option(
-            help="Start the first day from the latest checkpoint of another run, in this directory.", metavar="DIR"
+            help="Start the first day from a checkpoint of another run in this directory; `--step` says which.",
+            metavar="DIR",
         ),
     ] = None,
+    step: Step = None,
     restart_data: Annotated[
         bool,
         typer.Option("--restart-data", help="Begin an interrupted day at its first batch, with what it has trained."),
@@ -53,6 +56,9 @@ def continual(
     from persia.cli import ui as out
 
     requested = recipe.parse_days(days)
+    if step is not None and inherit is None:
+        raise ConfigError("--step names the checkpoint of --inherit; give --inherit DIR too.", field="step")
+    which = step_choice(step)
     run = read_config(config, overrides, output)
     ignored = [name for name in recipe.STEERING if getattr(run.trainer, name) is not None]
     if ignored:
@@ -61,14 +67,18 @@ def continual(
         trainer_options = msgspec.structs.replace(run.trainer, **dict.fromkeys(ignored))
         run = msgspec.structs.replace(run, trainer=trainer_options)
     out.check_writable(json)
-    run = fitted_run(run, recipe.continued(output, inherit))
+    directory, continued = recipe.continued(output, inherit, which)
+    run = fitted_run(run, directory, step=continued)
     todo = recipe.Recipe(run, output)
     trainer = run.build_trainer(run.reader().schema)
     words = ["continual", config, "--days", days, "--output", output, *(["--inherit", inherit] if inherit else [])]
+    words += ["--step", step] if step else []
     trainer.resume_line = lambda *_: command_line(words, overrides or [], json)
     with closing_cluster(trainer, trains=True):
         trained = 0
-        records = todo.run(trainer, requested, inherit, restart_data=restart_data, new_optimizer=new_optimizer)
+        records = todo.run(
+            trainer, requested, inherit, step=which, restart_data=restart_data, new_optimizer=new_optimizer
+        )
         for record in records:
             trained += 1
             say(f"day {record.day} is trained in {type(record.mode).__name__}")
