@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 
+import numpy as np
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 
@@ -182,6 +183,17 @@ def test_values_of_several_types_are_read(kafka):
     fitted = persia.fit_features(SCHEMA, reader(kafka)).dense[0].fitted
     assert fitted.rows == 5
     assert fitted.mean == 2.75
+
+
+def test_amounts_in_messages(kafka):
+    prices = ["$1,000", 4, "$7.50", "?"]
+    kafka.write([json.dumps({"item": i, "price": price, "click": 1}).encode() for i, price in enumerate(prices)])
+    amounts = {"units": {"price": "$"}, "thousands": ",", "null_values": ["?"], "fill": {"price": 0}}
+    stream = reader(kafka, MINMAX, until="now", **amounts)
+    fitted = persia.fit_features(MINMAX, stream)
+    assert (fitted.dense[0].fitted.centre, fitted.dense[0].fitted.width) == (0, 1000)
+    (batch,) = stream.with_schema(fitted)
+    assert batch.dense[:, 0].tolist() == [1, np.float32(0.004), np.float32(0.0075), 0]
 
 
 def test_negatives_of_a_topic(kafka):

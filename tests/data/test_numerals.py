@@ -1,6 +1,7 @@
-"""Numbers with a decimal comma, and dates with points, in delimited text."""
+"""Numbers with a decimal comma, amounts with a unit, and dates with points, in texts of files, frames and requests."""
 
 import datetime
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ import persia
 from persia.batching.input_rules import apply_rules
 from persia.batching.numerals import Numerals
 from persia.data.column_values import times_of_text
+from persia.data.from_csv import CsvSource
 from persia.errors import ConfigError, DataError
 from persia.schema import Buckets, InputRules, WrittenNumbers
 from support.examples import examples
@@ -119,7 +122,7 @@ def test_reader_of_amounts(tmp_path):
     (batch,) = persia.data.csv(file, schema, **options)
     assert batch.dense.tolist() == [[1234.5, 17.0], [pytest.approx(12.3), 0.5], [7.0, 1.0]]
     assert batch.labels[:, 0].tolist() == [1, 0, 0]
-    with pytest.raises(DataError, match=r"'\$12.30' at row 1 \(an amount in \$\? persia.data.csv takes units\)"):
+    with pytest.raises(DataError, match=r"'\$12.30' at row 1 \(an amount in \$\? The reader's option units takes it"):
         list(persia.data.csv(file, schema, **{**options, "where": "item == 'b'", "units": {"off": "%", "stars": "pt"}}))
     with pytest.raises(ConfigError, match="Invalid key 'item' in units; expected a dense feature"):
         persia.data.csv(file, schema, units={"item": "$"})
@@ -127,12 +130,109 @@ def test_reader_of_amounts(tmp_path):
         persia.data.csv(file, schema, units={"off": "5"})
 
 
+ORDERS = {
+    "item": ["a", "b", "c", "d", "e"],
+    "price": ["1.234,50 €", "12,30 €", "k.A.", "7", "-0,5€"],
+    "off": ["17 %", "0,5%", "1 %", "k.A.", "3 %"],
+    "stars": ["5 pt", "4,5 pt", "3 pt", "5 pt", "1 pt"],
+}
+ORDERED = persia.Schema(
+    [persia.IdFeature("item", dim=2), persia.IdFeature("band", dim=2, bucketize=Buckets("cost", edges=[10]))],
+    [persia.DenseFeature("cost", fill="mean", scale="standard"), persia.DenseFeature("off", fill=0)],
+    ["liked"],
+)
+OPTIONS = {
+    "decimal": ",",
+    "thousands": ".",
+    "units": {"cost": "€", "off": "%", "stars": "pt"},
+    "null_values": ["k.A."],
+    "rename": {"cost": "price"},
+    "labels": {"liked": "stars > 4"},
+    "where": "price is None or price > 0",
+}
+
+
+def readers_of(folder, columns, schema, **options):
+    """Returns a reader of each kind, with the same rows."""
+    table = pa.table(columns)
+    lines = "\n".join(";".join(row) for row in [tuple(columns), *zip(*columns.values(), strict=True)])
+    (folder / "rows.csv").write_text(lines + "\n", encoding="utf-8")
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
+    pq.write_table(table, folder / "rows.parquet")
+    large = pa.table({name: pa.array(texts, pa.large_string()) for name, texts in columns.items()})
+    codes = pa.table({name: pa.array(texts).dictionary_encode() for name, texts in columns.items()})
+    raw = pa.table({name: pa.array([text.encode() for text in texts]) for name, texts in columns.items()})
+    large_raw = raw.cast(pa.schema([(name, pa.large_binary()) for name in columns]))
+    frames = [pd.DataFrame(columns), pl.DataFrame(columns), table, large, codes, raw, large_raw]
+    return [
+        persia.data.csv(folder / "rows.csv", schema, delimiter=";", **options),
+        persia.data.jsonl(folder / "rows.jsonl", schema, **options),
+        persia.data.parquet(folder / "rows.parquet", schema, **options),
+        *(
+            persia.data.arrow(frame, schema, **options)
+            for frame in (*frames, pd.DataFrame(columns), pl.DataFrame(columns))
+        ),
+    ]
+
+
+def test_amounts_are_the_same_in_all_formats(tmp_path):
+    found = []
+    for reader in readers_of(tmp_path, ORDERS, ORDERED, **OPTIONS):
+        fitted = persia.fit_features(ORDERED, reader)
+        assert fitted.dense[0].fitted.mean == pytest.approx((1234.5 + 12.3 + 7) / 3)
+        (batch,) = reader.with_schema(fitted)
+        assert batch.dense[:, 1].tolist() == [17.0, 0.5, 1.0, 0.0]
+        assert batch.labels[:, 0].tolist() == [1, 1, 0, 1]
+        rules = reader.input_rules
+        assert rules.numbers["cost"] == WrittenNumbers(decimal=",", thousands=".", unit="€")
+        assert rules.null_values == ("k.A.",)
+        raw = apply_rules(rules, {"item": ["a"], "cost": ["1.234,50 €"], "off": ["k.A."], "liked": [1]})
+        assert persia.Batch.from_columns(fitted, raw).dense[0].tolist() == [batch.dense[0, 0], 0]
+        found.append((fitted, batch.dense.tolist(), batch.id_features["band"].values.tolist(), rules))
+    assert all(each == found[0] for each in found[1:])
+
+
+def test_kept_columns_are_those_of_the_source(tmp_path):
+    for reader in readers_of(tmp_path, ORDERS, ORDERED, **OPTIONS):
+        (columns,) = reader.columns(["price"])
+        kept = columns["price"].cast(pa.string()).to_pylist()
+        assert kept == ["1.234,50 €", "12,30 €", None if isinstance(reader.source, CsvSource) else "k.A.", "7"]
+
+
 def test_a_fraction_among_percents_is_refused(tmp_path):
-    (tmp_path / "data.csv").write_text("item,off,label\na,17 %,1\nb,0.17,0\n")
     schema = persia.Schema([persia.IdFeature("item", dim=2)], dense_features=["off"])
-    with pytest.raises(DataError, match=r"data\.csv: column 'off' has '0\.17' at row 1, without the %") as raised:
-        list(persia.data.csv(tmp_path / "data.csv", schema, units={"off": "%"}))
-    assert raised.value.fields["column"] == "off"
+    columns = {"item": ["a", "b"], "off": ["17 %", "0.17"], "label": ["1", "0"]}
+    for reader in readers_of(tmp_path, columns, schema, units={"off": "%"}):
+        with pytest.raises(DataError, match=r": Column 'off' has '0\.17' at row 1, without the %") as raised:
+            list(reader)
+        assert raised.value.fields["column"] == "off"
+
+
+def test_what_is_no_amount_is_refused_with_its_row_and_columns_of_numbers_stay(tmp_path):
+    schema = persia.Schema([persia.IdFeature("item", dim=2)], dense_features=["price"], labels=[])
+    columns = {"item": ["a", "b"], "price": ["$5", "5 £"]}
+    for reader in readers_of(tmp_path, columns, schema, units={"price": "$"}):
+        with pytest.raises(DataError, match=r"Column 'price' has '5 £' at row 1 \(an amount in £\?"):
+            list(reader)
+    for numbers in (pa.array([0.17, 2.0]), pa.array([1, 2])):
+        table = pa.table({"item": ["a", "b"], "price": numbers})
+        (batch,) = persia.data.arrow(table, schema, units={"price": "%"}, decimal=",", thousands=".")
+        assert batch.dense[:, 0].tolist() == [np.float32(x) for x in numbers.to_pylist()]
+    for make in (persia.data.jsonl, persia.data.parquet):
+        with pytest.raises(ConfigError, match="Invalid key 'item' in units; expected a dense feature"):
+            make(tmp_path / "rows.*", schema, units={"item": "$"})
+    with pytest.raises(ConfigError, match=r"null_values = '\?' is one text; give a list"):
+        persia.data.arrow(pa.table(columns), schema, null_values="?")
+
+
+def test_numbers_of_json_among_texts_are_numbers(tmp_path):
+    schema = persia.Schema([persia.IdFeature("item", dim=2)], dense_features=["price"], labels=[])
+    values = [1.234, "1.234,5 €", 1234, "7", 1e22, -0.5, True]
+    lines = "".join(json.dumps({"item": 1, "price": value}) + "\n" for value in values)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    (batch,) = persia.data.jsonl(tmp_path / "rows.jsonl", schema, decimal=",", thousands=".", units={"price": "€"})
+    wanted = [1.234, 1234.5, 1234, 7, 1e22, -0.5, 1]
+    assert batch.dense[:, 0].tolist() == [np.float32(number) for number in wanted]
 
 
 WRITINGS = [

@@ -134,6 +134,8 @@ def with_plain_numbers(name: str, column: Any, written: WrittenNumbers) -> Any:
             column = column.dictionary_decode()
         if pa.types.is_large_string(column.type) or str(column.type) == "string_view":
             column = column.cast(pa.string())
+        elif pa.types.is_large_binary(column.type) or str(column.type) == "binary_view":
+            column = column.cast(pa.binary())
         if not (pa.types.is_string(column.type) or pa.types.is_binary(column.type)):
             return column
         return _plain(name, column, numerals, written.unit, None)
@@ -160,7 +162,7 @@ def _plain(name: str, column: Any, numerals: Numerals, unit: str, rows: list[int
         row = at if rows is None else rows[at]
         raise DataError(
             f"Column {name!r} has {value!r} at row {row}, without the % of its unit, so that it may be a fraction; add "
-            "the sign, or give a number.",
+            "the sign, or give a number in place of the text. A column without signs needs no unit.",
             column=name,
             row=row,
             value=value,

@@ -273,7 +273,7 @@ def numbers_of_texts(name: str, texts: TextBuffers) -> tuple[NDArray[np.float64]
         value = texts.text(result.bad)
         hint = " (a decimal comma?)" if value.replace(",", ".", 1).replace(".", "", 1).strip("-").isdecimal() else ""
         if unit := _AMOUNT.fullmatch(value):
-            hint = f" (an amount in {unit[1] or unit[2]}? persia.data.csv takes units)"
+            hint = f" (an amount in {unit[1] or unit[2]}? The reader's option units takes it)"
         raise DataError(
             f"Column {name!r} has {value!r} at row {result.bad}{hint}; it takes decimal numbers such as 1, -0.5 and "
             "1e3, true and false. Correct the value, leave the row out, or declare the column as an ID-type feature.",

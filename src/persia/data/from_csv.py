@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from csv import Error as CsvError
 from csv import reader
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, ClassVar, Unpack
 
-import msgspec
-
 from persia.batching.batch import Batch
-from persia.batching.numerals import Numerals
 from persia.data.csv_batches import csv_batches
 from persia.data.file_source import FileSource
 from persia.data.files import File, Paths, expand
@@ -19,7 +16,7 @@ from persia.data.reader import StreamReader
 from persia.data.row_options import ReaderOptions, conversion_of, order_of, with_options
 from persia.data.rows import Conversion, Piece, present_columns
 from persia.errors import ConfigError, DataError
-from persia.schema import InputRules, Schema, WrittenNumbers
+from persia.schema import InputRules, Schema
 
 __all__ = ["CSV_SUFFIXES", "CsvFormat", "CsvSource", "csv"]
 
@@ -39,10 +36,6 @@ def csv(
     column_names: Sequence[str] | None = None,
     delimiter: str = ",",
     lists: Mapping[str, str] | None = None,
-    null_values: Collection[str] = (),
-    decimal: str = ".",
-    thousands: str = "",
-    units: Mapping[str, str] | None = None,
     **options: Unpack[ReaderOptions],
 ) -> StreamReader:
     """Reads delimited text in blocks of 4 MiB, plain or compressed (.gz, .bz2, .zst).
@@ -59,13 +52,6 @@ def csv(
         column_names: names of the columns; None reads them from the first line of each file.
         delimiter: one character.
         lists: separator of the ids within a field, by feature, for example {"genres": "|"}.
-        null_values: further texts that mean a missing value, in all columns.
-        decimal: `","` if numbers are written 0,5: in dense features, labels, and columns that rules read.
-        thousands: separator of thousands in these numbers, such as `"."` in 1.234,50; one of `.`, `,`, `'`, `_` and
-            space, which is also a no-break space; none by default.
-        units: text to remove before or after the numbers of a column, by name of a column of numbers or of a rule:
-            {"price": "$", "discount": "%"} reads $12.30 as 12.3 and 17 % as 17. With the unit "%", a number without
-            the sign is an error, as it may be a fraction.
         **options: see `RowOptions` and `ColumnOptions`. Functions in `labels` get texts.
 
     Raises:
@@ -76,42 +62,16 @@ def csv(
     """
     order = order_of(batch_size, **options)
     conversion = conversion_of(schema, InputRules(lists=dict(lists or {})), **options)
-    for name, texts in (("column_names", column_names), ("null_values", null_values)):
-        if isinstance(texts, str):
-            raise ConfigError(f"{name} = {texts!r} is one text; give a list of texts.", field=name)
+    if isinstance(column_names, str):
+        raise ConfigError(f"column_names = {column_names!r} is one text; give a list of texts.", field="column_names")
     for feature in lists or {}:
         if feature not in [f.name for f in schema.id_features] or feature not in conversion.source_columns:
             raise ConfigError(
                 f"Invalid key {feature!r} in lists; expected an ID-type feature that is not computed.", field="lists"
             )
     names = None if column_names is None else tuple(column_names)
-    numerals = Numerals(decimal, thousands).check()
-    unit_of_column = _units(conversion, units or {})
-    form = CsvFormat(delimiter, names, tuple(null_values), numerals=numerals, units=unit_of_column)
-    return StreamReader(schema, CsvSource(tuple(expand(paths, CSV_SUFFIXES)), conversion, form), order)
-
-
-def _units(conversion: Conversion, units: Mapping[str, str]) -> dict[str, str]:
-    """Returns the unit by column of the file.
-
-    Raises:
-        ConfigError: a column has no numbers, or a unit is not a text or may be part of a number.
-    """
-    unit_of_column: dict[str, str] = {}
-    for name, unit in units.items():
-        column = conversion.source_columns.get(name, name)
-        if column not in conversion.number_columns:
-            raise ConfigError(
-                f"Invalid key {name!r} in units; expected a dense feature, a label, a weight, or a column of buckets "
-                "or of a rule.",
-                field="units",
-            )
-        if not isinstance(unit, str) or not set(unit) - set("., +-'_") or any(map(str.isdigit, unit)):
-            raise ConfigError(
-                f"units has {unit!r} for {name!r}; expected a text such as '$' or '%', without digits.", field="units"
-            )
-        unit_of_column[column] = unit.strip()
-    return unit_of_column
+    source = CsvSource(tuple(expand(paths, CSV_SUFFIXES)), conversion, CsvFormat(delimiter, names))
+    return StreamReader(schema, source, order)
 
 
 @dataclass(frozen=True)
@@ -121,27 +81,21 @@ class CsvFormat:
     Attributes:
         delimiter: one character.
         column_names: names of the columns; None reads them from the first line.
-        null_values: texts that mean a missing value, besides the empty text.
         columns: columns that `transform` reads, if they differ from those of the schema.
         transform: converts the file's columns to those that the conversion expects.
         labels: columns among `columns` from which `transform` makes the labels, if the names differ.
         layouts: names of the columns in formats of fixed order, tried if the first line has no column names.
         comment: prefix of comment lines, which are skipped if they have another number of fields.
-        numerals: writing of numbers.
-        units: text around the numbers of a column, by column.
         aliases: name of a column by its other name in the first line of some files.
     """
 
     delimiter: str = ","
     column_names: tuple[str, ...] | None = None
-    null_values: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     layouts: tuple[tuple[str, ...], ...] = ()
     comment: str | None = None
-    numerals: Numerals = field(default_factory=Numerals)
-    units: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -165,28 +119,6 @@ class CsvSource(FileSource):
 
     format: CsvFormat = field(default_factory=CsvFormat)
 
-    @property
-    def input_rules(self) -> InputRules:
-        """See `Conversion.input_rules`; adds the texts that mean a missing value, and how numbers are written."""
-        return msgspec.structs.replace(
-            self.conversion.input_rules, null_values=self.format.null_values, numbers=self._written_numbers()
-        )
-
-    def _written_numbers(self) -> dict[str, WrittenNumbers]:
-        """Returns how the numbers of features are written, by column of the schema."""
-        form, conversion = self.format, self.conversion
-        if form.numerals.plain and not form.units:
-            return {}
-        columns, numbers = conversion.source_columns, set(conversion.number_columns)
-        read = {name: columns[name] for name in conversion.schema.feature_columns if columns[name] in numbers}
-        of = {
-            name: WrittenNumbers(
-                decimal=form.numerals.decimal, thousands=form.numerals.thousands, unit=form.units.get(column, "")
-            )
-            for name, column in read.items()
-        }
-        return {name: written for name, written in of.items() if written != WrittenNumbers()}
-
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Skipped rows are parsed but not converted."""
         pieces = (
@@ -194,25 +126,29 @@ class CsvSource(FileSource):
             for place, file in enumerate(self.files)
             for piece in self.pieces(file)
         )
-        return self.checked(self.conversion.batches(pieces, skip, self.format.transform), skip)
+        return self.checked(self._parsed.batches(pieces, skip, self.format.transform), skip)
 
     def inputs(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """See `InputSource.inputs`."""
         source = self.reading(names)
         pieces = (piece for file in self.files for piece in source.pieces(file))
-        return source.conversion.inputs(pieces, self.format.transform)
+        return source._parsed.inputs(pieces, self.format.transform)
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """See `ColumnSource.columns`. Values are bytes."""
         conversion = replace(self.conversion, passthrough=tuple(names))
         source = replace(self, conversion=conversion)
-        return conversion.passthrough_columns(piece for file in self.files for piece in source.pieces(file))
+        return source._parsed.passthrough_columns(piece for file in self.files for piece in source.pieces(file))
+
+    @property
+    def _parsed(self) -> Conversion:
+        """The conversion of columns in which Arrow has found the missing values."""
+        return replace(self.conversion, texts=replace(self.conversion.texts, null_values=()))
 
     def pieces(self, file: File) -> Iterator[Piece]:
         """Reads the needed columns unconverted: each field is a text, or null if empty."""
         import pyarrow as pa
 
-        form = self.format
         first, more = self._first_line(file)
         if first is None:
             return
@@ -226,7 +162,7 @@ class CsvSource(FileSource):
             # Bytes, not text: they are interpreted later, and UTF-8 need not be checked twice.
             "column_types": dict.fromkeys(included, pa.binary()),
             "include_columns": included,
-            "null_values": ["", *form.null_values],
+            "null_values": ["", *self.conversion.texts.null_values],
             "strings_can_be_null": True,
         }
         row = 0
@@ -235,7 +171,7 @@ class CsvSource(FileSource):
             try:
                 for piece in self._open(file, stream, convert, None if header else names, invalid):
                     read = dict(zip(columns, piece.columns, strict=True))
-                    yield Piece(file, row, read | self._numbers(file, row, read), len(piece))
+                    yield Piece(file, row, read, len(piece))
                     row += len(piece)
             except pa.ArrowInvalid as error:
                 if "straddling" in str(error):
@@ -250,31 +186,6 @@ class CsvSource(FileSource):
                     raise
                 line, number = invalid[0]
                 raise self._ragged(file, line, number - header, len(names)) from error
-
-    def _numbers(self, file: File, row: int, columns: dict[str, Any]) -> dict[str, Any]:
-        """Returns the columns that may hold numbers, with numbers as Python writes them; `row` is the first row."""
-        form = self.format
-        if form.numerals.plain and not form.units:
-            return {}
-        names = [name for name in self.conversion.number_columns if name in columns]
-        for name in names:
-            if form.units.get(name) == "%":
-                self._check_percent(file, row, name, columns[name])
-        return {name: form.numerals.normalized(columns[name], form.units.get(name, "")) for name in names}
-
-    def _check_percent(self, file: File, row: int, name: str, column: Any) -> None:
-        """Raises DataError if a number has no %."""
-        at = self.format.numerals.bare_row(column)
-        if at >= 0:
-            value = column[at].as_py().decode(errors="replace")
-            raise DataError(
-                f"{file.path}: column {name!r} has {value!r} at row {row + at}, without the % of its unit, so that it "
-                "may be a fraction. Add the sign, or write the whole column without it.",
-                path=file.path,
-                column=name,
-                row=row + at,
-                value=value,
-            )
 
     def _names(self, file: File, first: list[str]) -> tuple[list[str], bool]:
         """Returns the names of the columns, and whether the first line holds them."""

@@ -80,8 +80,9 @@ class JsonlSource(FileSource):
             for feature in features
             if not feature.computed and feature.column == feature.name in columns_of_features
         }
+        written = self.conversion.written_numbers
         for place, file in enumerate(self.files):
-            decoder = JsonDecoder(file, ids)
+            decoder = JsonDecoder(file, ids, written)
             columns: list[str] | None = None
             for block in json_blocks(file):
                 row, table = decoder.row, decoder.table(block, columns)

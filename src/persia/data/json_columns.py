@@ -31,11 +31,13 @@ class JsonDecoder:
     Args:
         file: the file, for messages.
         ids: kind of the ids, by column with ids.
+        written: columns whose texts have numbers that are not written as in Python, such as 1.234,50.
     """
 
-    def __init__(self, file: File, ids: Mapping[str, IdKind]) -> None:
+    def __init__(self, file: File, ids: Mapping[str, IdKind], written: Collection[str] = ()) -> None:
         self._file = file
         self._ids = ids
+        self._written = written
         self._types: dict[str, Any] = {}
         """Types of an earlier block, by column, which represent a value exactly or refuse it."""
         self._decoder = msgspec.json.Decoder(dict[str, Any])
@@ -145,7 +147,12 @@ class JsonDecoder:
     def _text(self, name: str, value: Any, row: int) -> str | None:
         if value is None or isinstance(value, str):
             return value
-        return text_of_id(name, value, row, self._ids[name]).decode() if name in self._ids else str(value)
+        if name in self._ids:
+            return text_of_id(name, value, row, self._ids[name]).decode()
+        text = str(value)
+        # The number 1.234 must not be read as the text "1.234", which may be 1234: no such text has an exponent.
+        number = name in self._written and type(value) in (int, float)
+        return f"{text}e0" if number and "e" not in text else text
 
 
 def _is_exact(kind: Any) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints
 
 from persia.checks import unknown_option
+from persia.data.day_columns import DayUnit
 from persia.data.expressions import Rule
 from persia.data.reader import Order
-from persia.data.rows import Conversion, DayUnit
+from persia.data.rows import Conversion
 from persia.data.selection import Selection, Split
+from persia.data.text_format import TextFormat
+from persia.errors import ConfigError
 from persia.schema import NO_RULES, InputRules, Schema
 
 __all__ = [
@@ -77,6 +80,14 @@ class ColumnOptions(TypedDict, total=False):
             2024-05-01.
         day_unit: unit of whole numbers in `day`: "day", the default, "s", "ms", "us" or "ns". "ms" divides by
             86,400,000.
+        null_values: further texts that mean a missing value, in all columns.
+        decimal: `","` if texts have numbers such as 0,5: in dense features, labels, and columns that rules read. `"."`
+            by default. Columns of numbers are not concerned.
+        thousands: separator of thousands in these numbers, such as `"."` in 1.234,50; one of `.`, `,`, `'`, `_` and
+            space, which is also a no-break space; none by default.
+        units: text to remove before or after the numbers of a column, by name of a column of numbers or of a rule:
+            {"price": "$", "discount": "%"} reads $12.30 as 12.3 and 17 % as 17. With the unit "%", a text without the
+            sign is an error, as it may be a fraction.
     """
 
     rename: Mapping[str, str] | None
@@ -84,6 +95,10 @@ class ColumnOptions(TypedDict, total=False):
     fill: Mapping[str, float] | None
     day: str | None
     day_unit: DayUnit
+    null_values: Collection[str]
+    decimal: str
+    thousands: str
+    units: Mapping[str, str] | None
 
 
 class ReaderOptions(ColumnOptions, RowOptions, total=False):
@@ -92,7 +107,7 @@ class ReaderOptions(ColumnOptions, RowOptions, total=False):
 
 _DEFAULTS = {
     each.name: each.default
-    for kind in (Order, Conversion)
+    for kind in (Order, Conversion, TextFormat)
     for each in dataclasses.fields(kind)
     if each.default is not dataclasses.MISSING
 }
@@ -142,12 +157,17 @@ def conversion_of(schema: Schema, rules: InputRules = NO_RULES, **options: Unpac
 
     Args:
         schema: schema of the batches.
-        rules: lists and missing values, besides `fill`.
+        rules: lists, by feature.
         **options: options of the reader.
 
     Raises:
         ConfigError: an option is invalid.
     """
+    nulls = options.get("null_values") or ()
+    if isinstance(nulls, str):
+        raise ConfigError(f"null_values = {nulls!r} is one text; give a list of texts.", field="null_values")
+    units = dict(options.get("units") or {})
+    texts = TextFormat(tuple(nulls), units=units, **_selected(options, "decimal", "thousands"))
     return Conversion(
         schema,
         rename=dict(options.get("rename") or {}),
@@ -155,6 +175,7 @@ def conversion_of(schema: Schema, rules: InputRules = NO_RULES, **options: Unpac
         fill=dict(options.get("fill") or {}),
         selection=Selection.of(options.get("where"), options.get("split")),
         rules=rules,
+        texts=texts,
         **_selected(options, "day", "day_unit", "require_labels"),
     )
 

@@ -5,28 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import date
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from persia.batching.batch import Batch
 from persia.batching.input_rules import apply_rules
 from persia.checks import check_flag
-from persia.data.column_values import times_of_text, without_views
+from persia.data.column_values import without_views
+from persia.data.day_columns import PER_DAY, DayUnit, day_of_column, day_of_text
 from persia.data.expressions import Expression, Rule
 from persia.data.files import File
 from persia.data.selection import Selection
+from persia.data.text_format import PYTHONS_TEXTS, TextFormat
 from persia.errors import ConfigError, DataError
-from persia.schema import NO_RULES, InputRules, Schema
+from persia.schema import NO_RULES, InputRules, Schema, WrittenNumbers
 from persia.types import Int64Array
 
-__all__ = ["Conversion", "DayUnit", "Piece", "present_columns", "require_rows"]
+__all__ = ["Conversion", "Piece", "present_columns", "require_rows"]
 
-DayUnit: TypeAlias = Literal["day", "s", "ms", "us", "ns"]
-"""Unit of a whole number in a day column."""
-
-_PER_DAY = {"day": 1, "s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
 _REMEDY = " Correct the schema, or rename."
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
@@ -61,7 +58,8 @@ class Conversion:
     Attributes:
         schema: schema of the batches.
         selection: rows to read; None for all.
-        rules: lists and missing values, besides `fill`.
+        rules: lists, by feature.
+        texts: how the texts of the file are read.
         passthrough: further columns of the file, for `passthrough_columns`.
         only: columns of the schema to read, for `inputs`; None for all.
     """
@@ -75,12 +73,13 @@ class Conversion:
     fill: Mapping[str, float] = field(default_factory=dict)
     selection: Selection | None = None
     rules: InputRules = NO_RULES
+    texts: TextFormat = PYTHONS_TEXTS
     passthrough: tuple[str, ...] = ()
     only: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.day_unit not in _PER_DAY:
-            raise ConfigError(f"day_unit = {self.day_unit!r}; use one of {', '.join(_PER_DAY)}.", field="day_unit")
+        if self.day_unit not in PER_DAY:
+            raise ConfigError(f"day_unit = {self.day_unit!r}; use one of {', '.join(PER_DAY)}.", field="day_unit")
         check_flag("require_labels", self.require_labels)
         known = [*self.schema.feature_columns, *self.schema.label_names, *self._sample_columns]
         for name in self.rename:
@@ -111,6 +110,8 @@ class Conversion:
                 )
         self._rules()
         self._applied_rules()
+        if self.only is None:
+            self.texts.check(self.rename, self.number_columns)
 
     @property
     def source_columns(self) -> dict[str, str]:
@@ -137,9 +138,21 @@ class Conversion:
 
     @property
     def input_rules(self) -> InputRules:
-        """Returns the rules for missing values and lists of features, which a server also applies."""
+        """Returns the rules for missing values, lists and numbers of features, which a server also applies."""
         fill = {name: float(value) for name, value in self.fill.items() if name in self.schema.dense_names}
-        return msgspec.structs.replace(self._applied_rules(), fill=fill)
+        columns, written = self.source_columns, self.written_numbers
+        features = {name: columns[name] for name in self.schema.feature_columns if columns[name] in written}
+        return msgspec.structs.replace(
+            self._applied_rules(),
+            fill=fill,
+            null_values=self.texts.null_values,
+            numbers={name: written[column] for name, column in features.items()},
+        )
+
+    @property
+    def written_numbers(self) -> dict[str, WrittenNumbers]:
+        """Returns how numbers are written, by column of the file, if not as Python writes them."""
+        return self.texts.numbers(self.rename, self.number_columns)
 
     @property
     def rule_columns(self) -> list[str]:
@@ -204,7 +217,7 @@ class Conversion:
             if piece.counted:
                 first += piece.rows
                 continue
-            piece = piece._replace(columns={name: without_views(column) for name, column in piece.columns.items()})
+            piece = self._with_plain_texts(piece)
             positions = None
             if self.selection is not None:
                 positions = self.selected(piece, first)
@@ -228,6 +241,15 @@ class Conversion:
                 computed = self._computed_labels(piece)
             yield piece, positions, computed
 
+    def _with_plain_texts(self, piece: Piece) -> Piece:
+        """Returns rows without texts for missing values, and with numbers as Python writes them."""
+        piece = _without_views(piece)
+        if self.texts == PYTHONS_TEXTS:
+            return piece
+        rules = InputRules(null_values=self.texts.null_values, numbers=self.written_numbers)
+        with self._located(piece, None, {}):
+            return piece._replace(columns=dict(apply_rules(rules, piece.columns)))
+
     def passthrough_columns(self, pieces: Iterator[Piece]) -> Iterator[dict[str, Any]]:
         """Yields the columns `passthrough` of the selected rows, unconverted.
 
@@ -238,10 +260,10 @@ class Conversion:
 
         first = 0
         for piece in pieces:
-            piece = piece._replace(columns={name: without_views(column) for name, column in piece.columns.items()})
+            piece = _without_views(piece)
             columns = {name: self._read(piece, name, as_text=True) for name in self.passthrough}
             if self.selection is not None:
-                positions = pa.array(self.selected(piece, first))
+                positions = pa.array(self.selected(self._with_plain_texts(piece), first))
                 columns = {name: _taken(name, column, positions) for name, column in columns.items()}
             first += piece.rows
             yield columns
@@ -321,8 +343,8 @@ class Conversion:
         if self.day is None:
             return None
         if self.day not in piece.columns:
-            return _day_of_text(self.day, piece.file.keys[self.day], _PER_DAY[self.day_unit])
-        return _day_of_column(self.day, piece.columns[self.day], self.day_unit)
+            return day_of_text(self.day, piece.file.keys[self.day], PER_DAY[self.day_unit])
+        return day_of_column(self.day, piece.columns[self.day], self.day_unit)
 
     @contextmanager
     def _located(self, piece: Piece, positions: Int64Array | None, rename: Mapping[str, str]) -> Iterator[None]:
@@ -355,6 +377,10 @@ class Conversion:
                 "them, or leave them out.",
                 path=piece.file.path,
             ) from error
+
+
+def _without_views(piece: Piece) -> Piece:
+    return piece._replace(columns={name: without_views(column) for name, column in piece.columns.items()})
 
 
 def _taken(name: str, column: Any, indices: Any) -> Any:
@@ -443,38 +469,3 @@ def require_rows(
         else:
             message = f"{names}: `where` and `split` select no rows; correct them, or give another source."
         raise DataError(message, path=files[0].path)
-
-
-def _day_of_text(key: str, text: str, per_day: int) -> int:
-    """Parses the number or the ISO date (as days since 1970) in a hive key."""
-    try:
-        return (
-            int(text) // per_day if text.lstrip("-").isdecimal() else (date.fromisoformat(text) - date(1970, 1, 1)).days
-        )
-    except ValueError as error:
-        raise DataError(f"Hive key {key}={text} is neither a number nor an ISO date; rename it.", column=key) from error
-
-
-def _day_of_column(name: str, column: Any, unit: DayUnit) -> Any:
-    """Converts an arrow column of whole numbers, dates (days since 1970), timestamps, or texts of these to days."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if isinstance(column, list):
-        raise DataError(f"Day column {name!r} has no days; give whole numbers, dates or timestamps.", column=name)
-    if pa.types.is_string(column.type) or pa.types.is_binary(column.type) or pa.types.is_large_string(column.type):
-        column = times_of_text(name, column)
-    kind = column.type
-    if pa.types.is_date32(kind):
-        column, unit = column.cast(pa.int32()), "day"
-    elif pa.types.is_date64(kind):
-        column, unit = column.cast(pa.int64()), "ms"
-    elif pa.types.is_timestamp(kind):
-        column, unit = column.cast(pa.int64()), kind.unit
-    elif not pa.types.is_integer(kind):
-        raise DataError(f"Day column {name!r} is {kind}; give whole numbers, dates or timestamps.", column=name)
-    if column.null_count:
-        row = int(pc.index(pc.is_null(column), True).as_py())
-        message = f"Day column {name!r} has a missing value at row {row}; fill it in, or leave the row out."
-        raise DataError(message, column=name, row=row)
-    return column.to_numpy(zero_copy_only=False) // _PER_DAY[unit]
