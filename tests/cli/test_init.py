@@ -441,19 +441,41 @@ AMOUNTS = {
 }
 
 
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
 @pytest.mark.parametrize("name", AMOUNTS)
-def test_amounts_are_numbers(folder, name, capsys):
+def test_amounts_are_numbers(folder, name, suffix, capsys):
     texts, options, largest = AMOUNTS[name]
-    rows = "".join(f"u{i % 7};{texts[i % 4]};{i % 2}\n" for i in range(100))
-    (folder / "data.csv").write_text(f"user;price;label\n{rows}", encoding="utf-8")
-    init("data.csv", "out", yes=True)
+    rows = [{"user": f"u{i % 7}", "price": texts[i % 4], "label": str(i % 2)} for i in range(100)]
+    path = folder / f"data.{suffix}"
+    if suffix == "csv":
+        lines = "".join(";".join(row.values()) + "\n" for row in rows)
+        path.write_text(f"user;price;label\n{lines}", encoding="utf-8")
+    elif suffix == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        table = pa.Table.from_pylist(rows)
+        pq.write_table(table.set_column(1, "price", table.column("price").dictionary_encode()), path)
+    init(path.name, "out", yes=True)
     found = config("out")
     assert uses(found)[1] == ["price"]
     assert {key: found["data"]["options"][key] for key in options} == options
     assert f"Amounts: price in {options['units']['price']}." in capsys.readouterr().out
     schema = persia_package.Schema([persia_package.IdFeature("user", dim=2)], dense_features=["price"])
-    read = persia_package.data.csv("data.csv", schema, delimiter=";", **options)
+    delimiter = {"delimiter": ";"} if suffix == "csv" else {}
+    read = getattr(persia_package.data, suffix)(path, schema, **delimiter, **options)
     assert max(batch.dense.max() for batch in read) == largest
+
+
+def test_texts_for_missing_numbers_in_parquet(folder):
+    prices = ["k.A." if i % 10 == 0 else f"{i},50 €" for i in range(100)]
+    table = pa.table({"user": [f"u{i % 7}" for i in range(100)], "price": prices, "label": [i % 2 for i in range(100)]})
+    pq.write_table(table, folder / "data.parquet")
+    init("data.parquet", "out", yes=True)
+    found = config("out")
+    assert found["data"]["options"]["null_values"] == ["k.A."]
+    assert found["schema"]["dense_features"][0]["missing_indicator"]
+    status, printed = persia("train", "out/config.toml", "--set", "train.max_steps=2")
+    assert status == 0, printed
 
 
 def test_json_lines(folder):

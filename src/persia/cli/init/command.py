@@ -241,12 +241,16 @@ def _report(guess: Guess, config: str, folder: Path) -> None:
             use = ", ".join(uses) or "left out"
         table.add_row(column.column, use, "; ".join(filter(None, (column.reason, *_rules(column)))))
     DataConsole().print(table)
+    said = []
     if sample.kind == "csv":
         lines = "the first line has the names" if sample.header else "no line of names"
-        numbers = "" if sample.numerals.plain else f" Numbers are written with {_written(sample.numerals)}."
-        if sample.units:
-            numbers += f" Amounts: {', '.join(f'{name} in {unit}' for name, unit in sample.units.items())}."
-        say(f"Fields are separated by {sample.delimiter!r}; {lines}.{numbers}")
+        said.append(f"Fields are separated by {sample.delimiter!r}; {lines}.")
+    if not sample.numerals.plain:
+        said.append(f"Numbers are written with {_written(sample.numerals)}.")
+    if sample.units:
+        said.append(f"Amounts: {', '.join(f'{name} in {unit}' for name, unit in sample.units.items())}.")
+    if said:
+        say(" ".join(said))
     if split.get("by") == "hash":
         say(f"Held out for testing: {split['test']:.0%} of the rows, by {split['column']}, so that groups stay whole.")
     elif "by" in split:

@@ -1,4 +1,4 @@
-"""Detects whether the numbers of a text file have a decimal comma, thousands separators, or units."""
+"""Detects whether the numbers in texts have a decimal comma, thousands separators, or units."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _amounts(unit: str) -> str:
 
 
 def guess_numerals(columns: dict[str, Any], units: dict[str, str]) -> Numerals:
-    """Returns the writing of numbers in a text file.
+    """Returns the writing of numbers in texts.
 
     Args:
         columns: pyarrow array of texts by column.

@@ -56,8 +56,8 @@ class Sample(NamedTuple):
         complete: whether these are all rows of the data set.
         delimiter: separator of fields; empty for other formats.
         header: whether the first line has the names of the columns.
-        numerals: writing of numbers in delimited text; `columns` has them as Python writes them.
-        units: units of amounts in delimited text, by column; `columns` has the numbers without them.
+        numerals: writing of numbers in texts; `columns` has them as Python writes them.
+        units: units of amounts in texts, by column; `columns` has the numbers without them.
     """
 
     path: str
@@ -85,7 +85,7 @@ def read_sample(path: str) -> Sample:
         raise DataError(
             f"{path} has files of several formats; give files of one format, such as {path}/*.parquet.", path=path
         )
-    sample = read(path, files)
+    sample = _with_plain_numbers(read(path, files))
     if sample.rows < MIN_ROWS:
         raise DataError(
             f"{files[0].path} has {sample.rows} rows; give a file with at least {MIN_ROWS}, better some thousands.",
@@ -117,6 +117,29 @@ def read_column(sample: Sample, column: str) -> Any:
             else:
                 chunks += [b.column(0) for b in _open_text(file, stream, list(sample.columns), sample, [column])]
     return _joined(chunks).column(column) if sample.kind == "jsonl" else pa.chunked_array(chunks)
+
+
+def _with_plain_numbers(sample: Sample) -> Sample:
+    """Detects how numbers are written in texts, and returns them as Python writes them."""
+    texts = {name: text for name, column in sample.columns.items() if (text := _texts(column)) is not None}
+    units = guess_units(texts)
+    numerals = guess_numerals(texts, units)
+    if numerals.plain and not units:
+        return sample
+    read = normalized_columns(texts, numerals, units)
+    units = {name: unit for name, unit in units.items() if read[name] is not texts[name]}
+    return sample._replace(columns=sample.columns | read, numerals=numerals, units=units)
+
+
+def _texts(column: Any) -> Any:
+    """Returns a column of texts of any type as plain ones; None for other columns."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_large_string(column.type) or str(column.type) == "string_view":
+        column = column.cast(pa.string())
+    return column if pa.types.is_string(column.type) else None
 
 
 def _parquet_sample(path: str, files: tuple[File, ...]) -> Sample:
@@ -179,14 +202,7 @@ def _text_sample(path: str, files: tuple[File, ...]) -> Sample:
                 if not complete:
                     break
     table = pa.Table.from_batches(batches) if batches else pa.table({name: pa.array([], pa.string()) for name in names})
-    columns = _columns(table)
-    units = guess_units(columns)
-    numerals = guess_numerals(columns, units)
-    if not numerals.plain or units:
-        read = normalized_columns(columns, numerals, units)
-        units = {name: unit for name, unit in units.items() if read[name] is not columns[name]}
-        columns = read
-    return opened._replace(columns=columns, rows=rows, complete=complete, numerals=numerals, units=units)
+    return opened._replace(columns=_columns(table), rows=rows, complete=complete)
 
 
 def _jsonl_sample(path: str, files: tuple[File, ...]) -> Sample:

@@ -48,19 +48,19 @@ def reader_options(guess: Guess, names: dict[str, str]) -> dict[str, Any]:
             options["column_names"] = list(sample.columns)
         if sample.delimiter != ",":
             options["delimiter"] = sample.delimiter
-        if sample.numerals.decimal != ".":
-            options["decimal"] = sample.numerals.decimal
-        if sample.numerals.thousands:
-            options["thousands"] = sample.numerals.thousands
-        numbers = [c for c in used if c.role in ("number", "sample_weight") and c.column in sample.units]
-        units = {names[c.column]: sample.units[c.column] for c in numbers}
-        if label.column in sample.units:
-            units[label.column if label.rule else names[label.column]] = sample.units[label.column]
-        if units:
-            options["units"] = units
-        nulls = sorted({text for texts in (label.nulls, *(column.nulls for column in used)) for text in texts})
-        if nulls:
-            options["null_values"] = nulls
+    if sample.numerals.decimal != ".":
+        options["decimal"] = sample.numerals.decimal
+    if sample.numerals.thousands:
+        options["thousands"] = sample.numerals.thousands
+    numbers = [c for c in used if c.role in ("number", "sample_weight") and c.column in sample.units]
+    units = {names[c.column]: sample.units[c.column] for c in numbers}
+    if label.column in sample.units:
+        units[label.column if label.rule else names[label.column]] = sample.units[label.column]
+    if units:
+        options["units"] = units
+    nulls = sorted({text for texts in (label.nulls, *(column.nulls for column in used)) for text in texts})
+    if nulls:
+        options["null_values"] = nulls
     if label.rule is not None:
         options["labels"] = {names[label.column]: label.rule}
     rename = {
