@@ -14,6 +14,7 @@ NB_MODULE(_core, m) {
   register_onebit(m);
   register_row_sums(m);
   register_row_copies(m);
+  register_change_filter(m);
   register_values(m);
   register_checksum(m);
   register_served(m);

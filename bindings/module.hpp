@@ -10,6 +10,7 @@ void register_packed(nanobind::module_& m);
 void register_onebit(nanobind::module_& m);
 void register_row_sums(nanobind::module_& m);
 void register_row_copies(nanobind::module_& m);
+void register_change_filter(nanobind::module_& m);
 void register_values(nanobind::module_& m);
 void register_checksum(nanobind::module_& m);
 void register_served(nanobind::module_& m);

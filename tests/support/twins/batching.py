@@ -19,8 +19,11 @@ from persia.batching.row_copies import CopiedTable
 from persia.batching.texts import TextBuffers
 from persia.schema import IdKind
 from persia.types import BoolArray, Floats, Halves, Ids, Int32Array, Int64Array, Inverse
+from persia.types.packed import Packed
+from support.twins.random_rows import GOLDEN, mix64
 
 __all__ = [
+    "ChangeFilter",
     "average_gradients",
     "decode_rows",
     "encode_rows",
@@ -104,13 +107,32 @@ def plan_copies(
     return counts, oldest
 
 
+class ChangeFilter:
+    """Twin of :class:`persia.batching.ChangeFilter`."""
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+        self._newest: dict[int, int] = {}  # Version by slot.
+
+    def _slots(self, table: int, ids: Ids) -> list[int]:
+        return [mix64((id_ + (table + 1) * GOLDEN) & _WORD) >> (64 - self._bits) for id_ in ids.tolist()]
+
+    def mark(self, tables: Sequence[int], ids: Packed[np.uint64], version: int) -> None:
+        for table, marked in zip(tables, ids.arrays(), strict=True):
+            for slot in self._slots(table, marked):
+                self._newest[slot] = max(self._newest.get(slot, 0), version)
+
+    def changed(self, tables: Sequence[int], ids: Packed[np.uint64], since: int) -> dict[str, list[int]]:
+        result = {}
+        for name, table, asked in zip(ids.names, tables, ids.arrays(), strict=True):
+            slots = self._slots(table, asked)
+            result[name] = [place for place, slot in enumerate(slots) if self._newest.get(slot, 0) > since]
+        return result
+
+
 def owner(table: str, id_: int, servers: int) -> int:
     """The number of the embedding PS that owns an id."""
-    x = xxh64(table.encode()) ^ id_
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
-    x ^= x >> 31
-    return ((x >> 32) * servers) >> 32
+    return ((mix64(xxh64(table.encode()) ^ id_) >> 32) * servers) >> 32
 
 
 def group_by_owner(tables: Sequence[str], found: Sequence[UniqueIds], servers: int) -> list[Int64Array]:
