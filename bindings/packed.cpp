@@ -34,6 +34,17 @@ void lookup(Store& store, const Sizes& tables, const Sizes& counts, nb::handle i
   persia::lookup_packed(store, {tables, counts}, ids.span<const std::uint64_t>(), rows.span<float>(), train);
 }
 
+void read_rows(Store& store, const Sizes& tables, const Sizes& counts, nb::handle ids_in, nb::handle out,
+               nb::handle found_out) {
+  const Buffer ids = take_dense<const std::uint64_t>(ids_in, 1, {"argument", 3, ", ids"}, kIds);
+  const Buffer rows = take_dense<float>(out, 1, {"argument", 4, ", out"}, kFloats);
+  const Buffer found =
+      take_dense<std::uint8_t>(found_out, 1, {"argument", 5, ", found"}, "a contiguous uint8 array [n]");
+  const nb::gil_scoped_release release;
+  persia::read_packed(store, {tables, counts}, ids.span<const std::uint64_t>(), rows.span<float>(),
+                      found.span<std::uint8_t>());
+}
+
 nb::list update(Store& store, const Sizes& tables, const Sizes& counts, nb::handle ids_in, nb::handle gradients_in,
                 const std::vector<float>& lrs, std::uint32_t step, std::uint64_t client, std::uint64_t sequence) {
   const Buffer ids = take_dense<const std::uint64_t>(ids_in, 1, {"argument", 3, ", ids"}, kIds);
@@ -119,6 +130,7 @@ void register_packed(nb::module_& parent) {
   using nb::arg;
   nb::module_ m = parent.def_submodule("packed", "Use persia.store and persia.batching, which check and document.");
   m.def("lookup", &lookup, arg("store"), arg("tables"), arg("counts"), arg("ids"), arg("out"), arg("train"));
+  m.def("read", &read_rows, arg("store"), arg("tables"), arg("counts"), arg("ids"), arg("out"), arg("found"));
   m.def("update", &update, arg("store"), arg("tables"), arg("counts"), arg("ids"), arg("gradients"), arg("lrs"),
         arg("step"), arg("client"), arg("sequence"));
   m.def("pack_batch", &pack_batch, arg("names"), arg("groups"), arg("ids"), arg("inverse"), arg("bounds"), arg("pool"),

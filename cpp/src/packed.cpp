@@ -82,6 +82,17 @@ void lookup_packed(Store& store, const PackedTables& asked, std::span<const std:
   store.lookup(requests, train);
 }
 
+void read_packed(Store& store, const PackedTables& asked, std::span<const std::uint64_t> ids, std::span<float> out,
+                 std::span<std::uint8_t> found) {
+  if (found.size() != ids.size()) throw std::invalid_argument("found: must have one entry per id");
+  std::vector<LookupRequest> requests;
+  const auto words = [](const Table& table) { return table.row_words; };
+  for_each_table(store, asked, ids.size(), out.size(), words, [&](std::size_t i, std::size_t id, std::size_t at) {
+    requests.push_back({asked.tables[i], ids.data() + id, asked.counts[i], out.data() + at, found.data() + id});
+  });
+  store.lookup(requests, false);
+}
+
 std::vector<PushCounts> update_packed(Store& store, const PackedTables& asked, std::span<const std::uint64_t> ids,
                                       std::span<const float> gradients, std::span<const float> lrs, std::uint32_t step,
                                       std::uint64_t client, std::uint64_t sequence) {

@@ -111,13 +111,14 @@ void Shard::begin() {
   memory_.tick();
 }
 
-Shard::Deferred Shard::lookup(Shards shards, const Slice& slice, float* out, bool train) {
-  Deferred deferred{shards, slice.ids, out, {}, {}};
+Shard::Deferred Shard::lookup(Shards shards, const Slice& slice, float* out, bool train, std::uint8_t* found) {
+  Deferred deferred{shards, slice.ids, out, found, {}, {}};
   if (slice.count == 0) return deferred;
   const ShardLocks locks(shards);
   const bool tiered = shards[0]->tier_ != nullptr;
   if (tiered) deferred.fetched.resize(shards.size());
-  (train ? lookup_train : lookup_only)(shards, slice, out, tiered ? &deferred : nullptr);
+  Deferred* const later = tiered ? &deferred : nullptr;
+  train ? lookup_train(shards, slice, out, later) : lookup_only(shards, slice, out, found, later);
   return deferred;
 }
 
@@ -136,7 +137,8 @@ void Shard::lookup_deferred(const Deferred& deferred, bool train) {
   const ShardLocks locks(shards);
   for (std::size_t s = 0; s < shards.size(); ++s) shards[s]->tier_->use(deferred.fetched[s]);
   const Slice slice{deferred.ids, deferred.positions.data(), deferred.positions.size()};
-  (train ? lookup_train : lookup_only)(shards, slice, deferred.out, nullptr);
+  float* const out = deferred.out;
+  train ? lookup_train(shards, slice, out, nullptr) : lookup_only(shards, slice, out, deferred.found, nullptr);
 }
 
 // Whether the row of an id, which is not in memory, may be in the tier; then it is looked up in another pass.
@@ -148,7 +150,7 @@ bool Shard::defer(const Slice& slice, std::size_t i, Deferred& deferred) const {
   return true;
 }
 
-void Shard::lookup_only(Shards shards, const Slice& slice, float* out, Deferred* deferred) {
+void Shard::lookup_only(Shards shards, const Slice& slice, float* out, std::uint8_t* rows_found, Deferred* deferred) {
   const std::size_t words = shards[0]->memory_.store.words();
   const std::size_t bytes = std::min(sizeof(RowHeader) + words * sizeof(float), kMaxPrefetch);
   Pipeline::run(shards, slice, {bytes}, [&](std::size_t i, const Pipeline::Group& group, std::size_t lane) {
@@ -164,6 +166,7 @@ void Shard::lookup_only(Shards shards, const Slice& slice, float* out, Deferred*
         values = shard.tier_->embedding(group.id[lane]);
       }
     }
+    if (rows_found != nullptr) rows_found[slice.position(i)] = values != nullptr;
     if (values == nullptr) {
       std::fill_n(to, words, 0.0f);
     } else {

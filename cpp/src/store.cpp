@@ -211,7 +211,7 @@ void Store::lookup(std::span<const LookupRequest> requests, bool train) {
   std::mutex mutex;
   std::vector<Shard::Deferred> deferred;
   for_each_part(requests, Parts::kAny, [&](std::size_t r, const Slice& slice, Shard::Shards shards) {
-    Shard::Deferred left = Shard::lookup(shards, slice, requests[r].out, train);
+    Shard::Deferred left = Shard::lookup(shards, slice, requests[r].out, train, requests[r].found);
     if (left.positions.empty()) return;
     const std::lock_guard lock(mutex);
     deferred.push_back(std::move(left));

@@ -23,6 +23,9 @@ struct PackedTables {
 // Runs `Store::lookup` into out: [count, words of a row] of the first table, then of the second, ...
 void lookup_packed(Store& store, const PackedTables& asked, std::span<const std::uint64_t> ids, std::span<float> out,
                    bool train);
+// The same without training; `found` gets whether each id has a row.
+void read_packed(Store& store, const PackedTables& asked, std::span<const std::uint64_t> ids, std::span<float> out,
+                 std::span<std::uint8_t> found);
 
 // Runs `Store::update` with the gradients of one table after another.
 std::vector<PushCounts> update_packed(Store& store, const PackedTables& asked, std::span<const std::uint64_t> ids,

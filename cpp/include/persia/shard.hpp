@@ -80,14 +80,16 @@ class Shard {
     Shards shards;
     const std::uint64_t* ids;
     float* out;
+    std::uint8_t* found;  // by position; null if nobody asks
     std::vector<std::uint32_t> positions;
     std::vector<FetchedRecords> fetched;  // by shard
   };
 
   // Writes one embedding per position, as stored: the words of its dtype (half.hpp). Training admits missing ids and
   // touches rows; otherwise nothing changes. What is deferred goes to `fetch`, with that of other tables, since a disk
-  // is fast only with many reads in flight, and then to `lookup_deferred`; `slice.ids` must stay until then.
-  static Deferred lookup(Shards shards, const Slice& slice, float* out, bool train);
+  // is fast only with many reads in flight, and then to `lookup_deferred`; `slice.ids` must stay until then. `found`
+  // gets whether each id has a row, unless it is null; not in training, which makes rows.
+  static Deferred lookup(Shards shards, const Slice& slice, float* out, bool train, std::uint8_t* found = nullptr);
   // Reads the rows of the tier, without locks, which others need meanwhile.
   static void fetch(std::span<Deferred> deferred);
   // Writes what was deferred.
@@ -173,7 +175,7 @@ class Shard {
   void begin_push(const Push& push);
   void end_push(const Push& push);
   static void lookup_train(Shards shards, const Slice& slice, float* out, Deferred* deferred);
-  static void lookup_only(Shards shards, const Slice& slice, float* out, Deferred* deferred);
+  static void lookup_only(Shards shards, const Slice& slice, float* out, std::uint8_t* found, Deferred* deferred);
   bool defer(const Slice& slice, std::size_t i, Deferred& deferred) const;
   void promote_all(const Slice& slice, std::size_t shards, const Push& push);
   bool apply(std::uint32_t number, const Push& push, const float* gradient, float* before);

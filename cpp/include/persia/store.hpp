@@ -40,7 +40,8 @@ struct LookupRequest {
   std::size_t table;
   const std::uint64_t* ids;
   std::size_t count;
-  float* out;  // [count, words of a row], as stored (half.hpp)
+  float* out;                     // [count, words of a row], as stored (half.hpp)
+  std::uint8_t* found = nullptr;  // [count]: whether each id has a row; only without training, null if nobody asks
 };
 
 struct UpdateRequest {

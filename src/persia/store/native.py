@@ -162,6 +162,19 @@ class NativeStore(EmbeddingStore):
         with _store_errors:
             _core.packed.lookup(self._native, tables, counts, ids, out, train)
 
+    def read_packed(
+        self,
+        tables: Sequence[int],
+        counts: Sequence[int],
+        ids: NDArray[np.uint64],
+        out: NDArray[np.float32],
+    ) -> NDArray[np.bool_]:
+        """See `EmbeddingStore.read_packed`."""
+        found = np.empty(len(ids), np.uint8)
+        with _store_errors:
+            _core.packed.read(self._native, tables, counts, ids, out, found)
+        return found.view(np.bool_)
+
     def update_packed(
         self,
         tables: Sequence[int],

@@ -144,6 +144,22 @@ class EmbeddingStore(Protocol):
                 call when there is free space.
         """
 
+    def read_packed(
+        self,
+        tables: Sequence[int],
+        counts: Sequence[int],
+        ids: NDArray[np.uint64],
+        out: NDArray[np.float32],
+    ) -> NDArray[np.bool_]:
+        """Writes the embeddings of ids to `out` like `lookup_packed` without `train`.
+
+        Returns:
+            Whether each id has a row, bool `[sum of counts]`.
+
+        Raises:
+            StoreError: an argument is invalid, or a row on disk cannot be read.
+        """
+
     def update_packed(
         self,
         tables: Sequence[int],

@@ -124,6 +124,16 @@ class ReferenceStore(EmbeddingStore):
                         rows[position] = 0 if row is None else as_words(row.embedding, config)
 
     @_locked
+    def read_packed(
+        self, tables: Sequence[int], counts: Sequence[int], ids: NDArray[np.uint64], out: NDArray[np.float32]
+    ) -> NDArray[np.bool_]:
+        """See `EmbeddingStore.read_packed`."""
+        self.lookup_packed(tables, counts, ids, out, False)
+        ends = np.cumsum(counts)
+        parts = [ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        return np.concatenate([self.contains(table, part) for table, part in zip(tables, parts, strict=True)] or [[]])
+
+    @_locked
     def update_packed(
         self,
         tables: Sequence[int],
