@@ -331,7 +331,7 @@ class Delayed:
 @pytest.mark.parametrize("bound", [1, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_staleness_of_two_workers_never_exceeds_the_bound(bound, accumulation, combine):
-    mode = Hybrid(bound, combine, warmup=0)
+    mode = Hybrid(bound, combine, warmup=0, refresh=False)
     hold = ServerOptions(2, TIMEOUT)
     servers = [
         Delayed(EmbeddingServer(SCHEMA.resolved_tables(), SGD(lr=0.1), mode, 3, 1, hold), seed) for seed in range(2)
@@ -372,15 +372,15 @@ def test_a_lost_batch_is_passed_over_in_a_bare_loop():
     batches = make_batches(6)
     cluster = Several(batches)
     embeddings = persia.nn.EmbeddingCollection(SCHEMA, optimizer=SGD(lr=0.1), mode=Sync(), cluster=cluster)
-    lookup, seen = cluster.workers[0].lookup, []
+    lookup, seen = cluster.workers[0].lookup_ahead, []
 
-    def losing(batch_id, train=True):
+    def losing(batch_id):
         seen.append(batch_id)
         if len(seen) == 3:
             cluster.workers[0].release(batch_id)
-        return lookup(batch_id, train)
+        return lookup(batch_id)
 
-    cluster.workers[0].lookup = losing
+    cluster.workers[0].lookup_ahead = losing
     embeddings.connection.loader.begin(Feed(0, 0, 1, 0, 1, 1))
     trained = 0
     for batch in embeddings.prefetch(embeddings.registered()):
@@ -406,6 +406,16 @@ class Compressing:
         found = self.worker.lookup(batch_id, train)
         rows, scales = encode(found.rows)
         return found._replace(rows=rows, scales=scales)
+
+    def lookup_ahead(self, batch_id):
+        found = self.worker.lookup_ahead(batch_id)
+        rows, scales = encode(found.rows)
+        return found._replace(rows=rows, scales=scales)
+
+    def refresh(self, batch_id, seen):
+        fresh = self.worker.refresh(batch_id, seen)
+        rows, scales = encode(fresh.rows)
+        return fresh._replace(rows=rows, scales=scales)
 
     def push(self, header, contributions):
         self.pushed += contributions

@@ -147,7 +147,7 @@ def test_a_run_with_several_servers_is_saved_and_resumed(tmp_path):
     assert result.stored_rows == expected.stored_rows
     for one, two in zip(second.embeddings.connection.servers, straight.embeddings.connection.servers, strict=True):
         for a, b in zip(one.export_rows(), two.export_rows(), strict=True):
-            for name in a.arrays:
+            for name in set(a.arrays) - {"stamp"}:  # Lookups run ahead of pushes, both of which count.
                 np.testing.assert_array_equal(a.arrays[name], b.arrays[name])
 
 

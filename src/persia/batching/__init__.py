@@ -19,6 +19,7 @@ from persia.batching.packed_batch import (
     put_part,
     take_part,
 )
+from persia.batching.places import keep, put_places, take_places
 from persia.batching.pooling import FeaturePlan, Pooled, Pooler, pool_backward, pool_forward
 from persia.batching.row_codec import decode_rows, encode_rows
 from persia.batching.row_copies import CopiedTable, plan_copies
@@ -48,6 +49,7 @@ __all__ = [
     "encode_rows",
     "group_by_owner",
     "hash_cross",
+    "keep",
     "merge_gradients",
     "owners",
     "pack_batch",
@@ -56,7 +58,9 @@ __all__ = [
     "pool_backward",
     "pool_forward",
     "put_part",
+    "put_places",
     "take_part",
+    "take_places",
     "text_ids",
     "text_numbers",
     "unique",

@@ -18,7 +18,18 @@ from persia.errors import StaleBatchError
 from persia.membership.directory import Directory, Roster, ServingMember
 from persia.rpc.fan_out import call_all
 from persia.services import EmbeddingWorker, RecordableWorker
-from persia.types import COUNTER_BITS, BatchId, Contribution, LookedUp, Packed, PushHeader, UpdateCounts, sum_counts
+from persia.types import (
+    COUNTER_BITS,
+    BatchId,
+    Contribution,
+    FreshRows,
+    LookedUp,
+    Moment,
+    Packed,
+    PushHeader,
+    UpdateCounts,
+    sum_counts,
+)
 
 __all__ = ["EmbeddingWorkers"]
 
@@ -81,6 +92,24 @@ class EmbeddingWorkers:
         if train:
             self._rows[batch_id] = _rows(looked_up)
         return looked_up
+
+    def lookup_ahead(self, batch_id: int) -> LookedUp:
+        """Looks up the rows of a registered batch, ahead of their use.
+
+        Raises:
+            StaleBatchError: the batch is unknown, or lost with its embedding worker.
+        """
+        looked_up = self._ask(batch_id, "lookup", lambda worker: worker.lookup_ahead(batch_id))
+        self._rows[batch_id] = _rows(looked_up)
+        return looked_up
+
+    def refresh(self, batch_id: int, seen: list[Moment]) -> FreshRows:
+        """Returns the rows of a batch that may have changed since moments.
+
+        Raises:
+            StaleBatchError: the batch is unknown, or lost with its embedding worker.
+        """
+        return self._ask(batch_id, "refresh", lambda worker: worker.refresh(batch_id, seen))
 
     def recorded_lookup(self, batch_id: int) -> LookedUp:
         """Looks up a batch for training; see `persia.services.RecordableWorker`."""

@@ -19,6 +19,7 @@ from persia.ps.ages import RowAges
 from persia.ps.latest_reading import LatestReading
 from persia.ps.opening import open_tables
 from persia.ps.options import ServerOptions
+from persia.ps.recent_changes import RecentChanges
 from persia.ps.regions import Regions
 from persia.ps.row_chunks import RowSetter, chunk_rows
 from persia.ps.row_publishing import RowPublishing
@@ -39,12 +40,15 @@ from persia.types import (
     MERGED,
     RANK_BITS,
     Floats,
+    FreshRows,
     Gradients,
     Ids,
+    Moment,
     Packed,
     PublishOrder,
     PublishStatus,
     PushHeader,
+    RowsAhead,
     RowsSet,
     RowStaleness,
     RowState,
@@ -114,6 +118,7 @@ class EmbeddingServer(JournaledServer):
         self._index = self._numbers.by_name
         ttls = {self._index[name]: table.ttl for name, table in self._tables.items() if table.ttl is not None}
         self._ages = RowAges(self._store, ttls)
+        self._changes = RecentChanges()
         self._snapshots = StoreSnapshots(self._store, self._index)
         self._publishing = RowPublishing(self._store, self._index)
         self._setter = RowSetter(self._store, self._space)
@@ -175,6 +180,24 @@ class EmbeddingServer(JournaledServer):
         rows = self._scratch.floats(sum(map(operator.mul, ids.counts, words)))
         self._space.retry(lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train), "lookup")
         return Packed(ids.names, ids.counts, rows, words)
+
+    def lookup_ahead(self, ids: Packed[np.uint64]) -> RowsAhead:
+        """Looks up rows for training, ahead of their use; see `persia.services.EmbeddingPS`."""
+        seen = self._changes.now()  # Before the lookup, which may then have newer rows, never older ones.
+        return RowsAhead(self.lookup(ids, train=True), seen)
+
+    def refresh(self, ids: Packed[np.uint64], seen: Moment) -> FreshRows:
+        """Returns the rows that may have changed since a moment; see `persia.services.EmbeddingPS`."""
+        numbers, _, words = self._numbers.places(ids.names)
+        now = self._changes.now()
+        places = self._changes.places(numbers, ids, seen)
+        asked = batching.take_places(ids, places)
+        rows = self._scratch.floats(sum(map(operator.mul, asked.counts, words)))
+        found = self._store.read_packed(numbers, asked.counts, asked.buffer, rows)
+        fresh = Packed(ids.names, asked.counts, rows, words)
+        if not found.all():  # Evicted since; the caller keeps what it has.
+            places, fresh = batching.keep(places, found), batching.keep(fresh, found)
+        return FreshRows(places, cast("Packed[np.float32 | np.float16]", fresh), [now])
 
     def recorded_lookup(self, ids: Mapping[str, Ids], batch_id: int) -> Packed[np.float32]:
         """Looks up rows for training, and records it; see `persia.services.RecordableRows`."""
@@ -299,7 +322,8 @@ class EmbeddingServer(JournaledServer):
                 numbers, ids.counts, ids.buffer, rows.buffer, rates, step=step, client=client, sequence=sequence
             )
 
-        counts = self._space.retry(update, "push", deadline)
+        with self._changes.updating(numbers, ids):
+            counts = self._space.retry(update, "push", deadline)
         self._ages.updated(step)
         self._publishing.applied(step)
         return dict(zip(ids.names, counts, strict=True))
@@ -359,7 +383,10 @@ class EmbeddingServer(JournaledServer):
 
     def set_rows(self, call: int, table: str, ids: Ids, values: Floats, state: RowState | None) -> RowsSet:
         """Inserts or overwrites rows, once per call; see `persia.services.EmbeddingPS`."""
-        return self._setter.set(call, self._numbers.number(table), ids, values, state)
+        try:
+            return self._setter.set(call, self._numbers.number(table), ids, values, state)
+        finally:
+            self._changes.forget()
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
@@ -405,7 +432,10 @@ class EmbeddingServer(JournaledServer):
         config = self._store.config(index)
         rows = chunk_rows(config, chunk)
         self._publishing.go_back()
-        self._space.retry(lambda: self._store.import_rows(index, rows), "import_rows")
+        try:
+            self._space.retry(lambda: self._store.import_rows(index, rows), "import_rows")
+        finally:
+            self._changes.forget()
 
     def export_state(self) -> Iterator[list[StatePiece]]:
         """Yields the state besides rows: clocks, counters and admission sketches, in lists of about 64 MiB.

@@ -14,12 +14,15 @@ from persia.modes import Mode
 from persia.schema import Table
 from persia.types import (
     Contribution,
+    FreshRows,
     LookedUp,
+    Moment,
     Packed,
     PackedGradients,
     PublishOrder,
     PublishStatus,
     PushHeader,
+    RowsAhead,
     RowsSet,
     RowStaleness,
     RowState,
@@ -92,6 +95,19 @@ class EmbeddingPS(Protocol):
 
         Returns:
             Rows as stored, by table: float32 `[n, dim]`, or the words of 16-bit values; see `persia.types.half_floats`.
+        """
+
+    def lookup_ahead(self, ids: Packed[np.uint64]) -> RowsAhead:
+        """Looks up rows for training like `lookup`, ahead of their use: `refresh` brings them up to date."""
+
+    def refresh(self, ids: Packed[np.uint64], seen: Moment) -> FreshRows:
+        """Returns the rows that may have been updated since they were looked up ahead. Nothing changes.
+
+        Rows that are no longer in their table are left out: whoever has looked them up keeps what it has.
+
+        Args:
+            ids: the ids that were looked up, by table.
+            seen: the moment that their rows are of.
         """
 
     @rpc.waits
@@ -297,6 +313,25 @@ class EmbeddingWorker(Protocol):
 
         Raises:
             StaleBatchError: the batch is unknown: pushed, released, expired, or of an earlier incarnation.
+        """
+
+    def lookup_ahead(self, batch_id: int) -> LookedUp:
+        """Looks up the rows of a registered batch for training, ahead of their use: `refresh` brings them up to date.
+
+        Raises:
+            StaleBatchError: the batch is unknown.
+        """
+
+    def refresh(self, batch_id: int, seen: list[Moment]) -> FreshRows:
+        """Returns the rows of a batch that may have been updated since they were looked up ahead.
+
+        Args:
+            batch_id: id that `register` returned.
+            seen: the moments that its rows are of, from `lookup_ahead` or an earlier `refresh`.
+
+        Raises:
+            StaleBatchError: the batch is unknown.
+            StoreError: `seen` does not have a moment for each PS.
         """
 
     def distinct_ids(self, batch_id: int) -> Packed[np.uint64]:

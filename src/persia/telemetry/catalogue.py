@@ -73,6 +73,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "worker_stale": MetricKind("counter", "calls for an unknown batch"),
     "worker_gradient_rows": MetricKind("counter", "rows of gradients sent to PSs"),
     "worker_row_bytes": MetricKind("counter", "bytes of rows to NN workers, by codec"),
+    "worker_refreshed_bytes": MetricKind("counter", "bytes of rows that were sent again, since they changed, by codec"),
     "worker_gradient_bytes": MetricKind("counter", "bytes of gradients from NN workers, by codec"),
     # Data loader.
     "loader_ready": MetricKind("gauge", "batches ready for NN workers"),
@@ -98,7 +99,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "nn_held_out": MetricKind("gauge", "last value of the metric of `keep_best` on eval_data, by metric"),
     "nn_ready": MetricKind("gauge", "batches looked up that wait for the network"),
     "nn_torch_threads": MetricKind("gauge", "threads that torch computes with"),
-    "nn_staleness_sum": MetricKind("counter", "own steps between lookup and applied gradient, over all lookups"),
+    "nn_staleness_sum": MetricKind("counter", "own steps that rows lack at the use of their batch, over all batches"),
     "nn_staleness_lookups": MetricKind("counter", "lookups that were measured"),
     "nn_cache_hits": MetricKind("counter", "distinct rows that copies on the device have served"),
     "nn_cache_misses": MetricKind("counter", "distinct rows that were looked up"),

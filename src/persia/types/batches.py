@@ -19,10 +19,13 @@ __all__ = [
     "Contribution",
     "Delivery",
     "Feed",
+    "FreshRows",
     "LookedUp",
+    "Moment",
     "Offsets",
     "PushHeader",
     "RegisteredBatch",
+    "RowsAhead",
     "UpdateCounts",
     "sum_counts",
 ]
@@ -135,6 +138,46 @@ def sum_counts(answers: Iterable[Mapping[str, UpdateCounts]]) -> dict[str, Updat
     return total
 
 
+class Moment(NamedTuple):
+    """A moment of an embedding PS: its rows have all updates up to this one.
+
+    Attributes:
+        epoch: random number of the PS process, or of its last import; moments of two epochs cannot be compared.
+        version: number of updates in this epoch.
+    """
+
+    epoch: int
+    version: int
+
+
+class RowsAhead(NamedTuple):
+    """Rows of a PS that were looked up ahead of their use.
+
+    Attributes:
+        rows: as from `EmbeddingPS.lookup`.
+        seen: they have all updates up to this moment.
+    """
+
+    rows: Packed[np.float32]
+    seen: Moment
+
+
+class FreshRows(NamedTuple):
+    """The current values of those rows of a batch that may have changed since they were looked up.
+
+    Attributes:
+        places: index of each row among the ids that were asked for, by table, uint32 `[changed]`, ascending.
+        rows: values by table, `[changed, dim]`, in the form in which they were looked up.
+        seen: moments that these, and the rows that have not changed, are of: one for each PS.
+        scales: as in `LookedUp`.
+    """
+
+    places: Packed[np.uint32]
+    rows: Packed[np.float32 | np.float16]
+    seen: list[Moment]
+    scales: Packed[np.float32] | None = None
+
+
 class LookedUp(NamedTuple):
     """Rows for the ID features of a batch, as sent to an NN worker: distinct rows, and indices into them.
 
@@ -147,6 +190,7 @@ class LookedUp(NamedTuple):
         scales: scales by float32 table, float32 `[unique ids]`: a row is `rows * scale`. None without compression.
         weights: weight of each id by which its row is multiplied in pooling, by feature with weights, float32, as long
             as its index. None if no feature has weights.
+        seen: moments of the PSs that the rows are of, if they were looked up ahead: one for each PS, in order.
     """
 
     rows: Packed[np.float32 | np.float16]
@@ -155,6 +199,7 @@ class LookedUp(NamedTuple):
     offsets: Packed[np.int64]
     scales: Packed[np.float32] | None = None
     weights: Packed[np.float32] | None = None
+    seen: list[Moment] | None = None
 
     @property
     def inverse(self) -> dict[str, Inverse]:

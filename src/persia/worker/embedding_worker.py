@@ -13,7 +13,7 @@ import numpy as np
 
 from persia import batching, rpc
 from persia.batching.id_column import IdColumn
-from persia.errors import ConfigError, StaleBatchError, StalePushError
+from persia.errors import ConfigError, StaleBatchError, StalePushError, StoreError
 from persia.rpc.fan_out import call_all
 from persia.schema import Schema
 from persia.services import EmbeddingPS, RecordableRows
@@ -22,7 +22,9 @@ from persia.types import (
     INCARNATION_BITS,
     Contribution,
     Floats,
+    FreshRows,
     LookedUp,
+    Moment,
     Packed,
     PushHeader,
     UpdateCounts,
@@ -116,6 +118,47 @@ class Worker:
         if not train:
             self.release(batch_id)
         return rows
+
+    def lookup_ahead(self, batch_id: int) -> LookedUp:
+        """Looks up the rows of a registered batch for training, ahead of their use.
+
+        Raises:
+            StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
+        """
+        seen: list[Moment] = [Moment(0, 0)] * len(self._servers)
+
+        def ahead(number: int, ids: Packed[np.uint64], _: bool) -> Packed[np.float32]:
+            rows, seen[number] = self._servers[number].lookup_ahead(ids)
+            return rows
+
+        lookups = [functools.partial(ahead, number) for number in range(len(self._servers))]
+        return self._look_up(batch_id, lookups, True)._replace(seen=seen)
+
+    def refresh(self, batch_id: int, seen: list[Moment]) -> FreshRows:
+        """Returns the rows of a batch that may have changed since moments; see `persia.services.EmbeddingWorker`.
+
+        Raises:
+            StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
+            StoreError: `seen` does not have a moment for each PS.
+        """
+        if len(seen) != len(self._servers):
+            raise StoreError(
+                f"Rows of a batch are refreshed with a moment of each PS, {len(self._servers)}, not {len(seen)}. Start "
+                "all roles of a run with the same number of PSs."
+            )
+        with self._buffer.use(batch_id) as entry:
+            answers = call_all(
+                [
+                    functools.partial(server.refresh, self._router.ids_of(entry, number), moment)
+                    for number, (server, moment) in enumerate(zip(self._servers, seen, strict=True))
+                ]
+            )
+            fresh = self._router.join_fresh(entry, answers)
+        if self._compresses:
+            halves, scales = batching.encode_packed(cast("Packed[np.float32]", fresh.rows), self._tables)
+            fresh = fresh._replace(rows=cast("Packed[np.float32 | np.float16]", halves), scales=scales)
+        self._carried("refreshed_bytes", fresh.rows, fresh.scales)
+        return fresh
 
     def distinct_ids(self, batch_id: int) -> Packed[np.uint64]:
         """Returns the distinct ids of a registered batch by table, in the order of its rows.

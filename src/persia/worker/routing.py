@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia import batching
 from persia.batching.id_column import IdColumn
 from persia.errors import StoreError
 from persia.schema import Schema
-from persia.types import Contribution, Floats, Gradients, Halves, Inverse, Packed, PackedGradients
+from persia.types import Contribution, Floats, FreshRows, Gradients, Halves, Inverse, Packed, PackedGradients
 from persia.types.half_floats import words_of
 
 __all__ = ["Entry", "Router"]
@@ -110,6 +111,25 @@ class Router:
         for server, answer in enumerate(answers):
             batching.put_part(rows, entry.packed.bounds, server, answer.buffer)
         return rows
+
+    def join_fresh(self, entry: Entry, answers: Sequence[FreshRows]) -> FreshRows:
+        """Returns the refreshed rows of a batch from the answers of all PSs. Places are among all its ids."""
+        if len(answers) == 1:
+            return answers[0]
+        ids, bounds = entry.ids, entry.packed.bounds
+        counts = np.array([answer.places.counts for answer in answers], np.int64).T.reshape(len(ids), -1)
+        ends = np.zeros((len(ids), len(answers) + 1), np.int64)
+        np.cumsum(counts, axis=1, out=ends[:, 1:])
+        sizes = ends[:, -1].tolist()
+        words = [self._words[name] for name in ids.names]
+        places = Packed(ids.names, sizes, np.empty(sum(sizes), np.uint32))
+        rows = Packed(ids.names, sizes, self._scratch.floats(sum(map(operator.mul, sizes, words))), words)
+        for server, answer in enumerate(answers):
+            first = np.repeat(bounds[:, server], counts[:, server]).astype(np.uint32)
+            batching.put_part(places, ends, server, answer.places.buffer + first)
+            batching.put_part(rows, ends, server, cast("NDArray[np.float32]", answer.rows.buffer))
+        moments = [moment for answer in answers for moment in answer.seen]
+        return FreshRows(places, cast("Packed[np.float32 | np.float16]", rows), moments)
 
     def gradients_for(self, batches: Sequence[tuple[Entry, Contribution]]) -> list[PackedGradients]:
         """Returns the gradients to push to each PS, summed over the batches.

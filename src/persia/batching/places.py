@@ -1,0 +1,81 @@
+"""Ids and rows at some places of a batch's tables, for all tables in one step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from persia.errors import DataError
+from persia.types import BoolArray, Int64Array
+from persia.types.packed import Packed
+
+__all__ = ["keep", "put_places", "take_places"]
+
+S = TypeVar("S", bound=np.generic)
+
+
+def take_places(values: Packed[S], places: Packed[np.uint32]) -> Packed[S]:
+    """Returns the values at places, by table.
+
+    Args:
+        values: `[n]` by table.
+        places: places in each table, uint32, for the same tables.
+    """
+    return Packed(values.names, places.counts, values.buffer[_in_buffer(values.counts, places)])
+
+
+def put_places(rows: Packed[np.float32], places: Packed[np.uint32], fresh: Packed[np.float32]) -> None:
+    """Overwrites the rows at places.
+
+    Args:
+        rows: `[n, dim]` by table; its buffer is written.
+        places: places in each table, uint32.
+        fresh: the rows for them, `[places, dim]`.
+
+    Raises:
+        DataError: tables, places or rows do not match.
+    """
+    widths = rows.widths or []
+    if not list(rows.names) == list(places.names) == list(fresh.names) or list(fresh.widths or []) != list(widths):
+        raise DataError(f"Refreshed rows are of other tables: {fresh!r} at {places!r}, for {rows!r}.")
+    if list(places.counts) != list(fresh.counts):
+        raise DataError(f"There is not one place for each refreshed row: {fresh!r} at {places!r}.")
+    if len(set(widths)) == 1:
+        width = widths[0]
+        rows.buffer.reshape(-1, width)[_in_buffer(rows.counts, places)] = fresh.buffer.reshape(-1, width)
+        return
+    for whole, at, part in zip(rows.arrays(), places.arrays(), fresh.arrays(), strict=True):
+        if len(at) and int(at.max()) >= len(whole):
+            raise _beyond(int(at.max()), len(whole))
+        whole[at] = part
+
+
+def keep(values: Packed[S], kept: BoolArray) -> Packed[S]:
+    """Returns some of the rows of each table.
+
+    Args:
+        values: `[n]` or `[n, width]` by table.
+        kept: whether to keep each row, bool `[sum of n]`.
+    """
+    ends = list(itertools.accumulate(values.counts))
+    flags = [kept[end - count : end] for end, count in zip(ends, values.counts, strict=True)]
+    parts = [array[flag].reshape(-1) for array, flag in zip(values.arrays(), flags, strict=True)]
+    buffer = np.concatenate(parts) if parts else values.buffer
+    return Packed(values.names, [int(flag.sum()) for flag in flags], buffer, values.widths)
+
+
+def _in_buffer(counts: Sequence[int], places: Packed[np.uint32]) -> Int64Array:
+    """Returns the places in the buffer of all tables."""
+    sizes = np.asarray(counts, np.int64)
+    index = places.buffer.astype(np.int64)
+    if (index >= np.repeat(sizes, places.counts)).any():
+        raise _beyond(int(index.max()), int(sizes.max(initial=0)))
+    index += np.repeat(np.cumsum(sizes) - sizes, places.counts)
+    return index
+
+
+def _beyond(place: int, count: int) -> DataError:
+    return DataError(f"Place {place} is beyond the {count} rows of its table.")
