@@ -153,7 +153,7 @@ def test_sequences_come_with_a_mask():
 
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_staleness_never_exceeds_the_bound_and_is_used(staleness):
-    embeddings = collection(mode=Hybrid(staleness, warmup=0))
+    embeddings = collection(mode=Hybrid(staleness, warmup=0, refresh=False))
     embeddings.gate.versions = []
     rng = np.random.default_rng(1)
     for number, batch in enumerate(embeddings.prefetch(make_batches(60))):
@@ -177,7 +177,7 @@ def test_sync_has_no_staleness():
 
 
 def test_unbounded_staleness_runs_ahead():
-    embeddings = collection(mode=Hybrid(None))
+    embeddings = collection(mode=Hybrid(None, refresh=False))
     for number, batch in enumerate(embeddings.prefetch(make_batches(40))):
         if number == 0:
             wait_until(lambda: embeddings.ready == 39)

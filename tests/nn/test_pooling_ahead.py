@@ -78,7 +78,7 @@ def threads(monkeypatch):
 @pytest.mark.parametrize(("accumulation_steps", "summing"), [(1, "persia-push"), (2, "MainThread")])
 def test_threads_beside_the_network_pool_and_sum(threads, accumulation_steps, summing):
     """Sums of gradients are left to the push thread, but for those that wait for other batches of the step."""
-    embeddings = collection(modes.Hybrid(2, warmup=0), accumulation_steps=accumulation_steps)
+    embeddings = collection(modes.Hybrid(2, warmup=0, refresh=False), accumulation_steps=accumulation_steps)
     for batch in embeddings.prefetch(make_batches(4)):
         squares(embeddings, batch).backward()
     assert threads == {"pool_rows": ["persia-lookup"] * 4, "sum_rows": [summing] * 4}
@@ -86,7 +86,7 @@ def test_threads_beside_the_network_pool_and_sum(threads, accumulation_steps, su
 
 def test_few_pooled_features_wait_for_the_training_thread(threads, monkeypatch):
     monkeypatch.setattr(pooling, "MOST_AHEAD", 2 * NBYTES)
-    embeddings = collection(modes.Hybrid(None))
+    embeddings = collection(modes.Hybrid(None, refresh=False))
     drawn = threading.Event()
 
     def loader():
@@ -107,7 +107,7 @@ def test_few_pooled_features_wait_for_the_training_thread(threads, monkeypatch):
 
 def test_few_gradients_wait_to_be_summed(threads, monkeypatch):
     monkeypatch.setattr(pooling, "MOST_AHEAD", 2 * NBYTES)
-    embeddings = collection(modes.Hybrid(None))
+    embeddings = collection(modes.Hybrid(None, refresh=False))
     worker, may_push = embeddings.connection.worker, threading.Event()
     push = worker.push
 

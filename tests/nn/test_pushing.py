@@ -40,15 +40,27 @@ class RecordedWorker:
         self.lookups_first = lambda number: 0  # Number of lookups that the push of this number waits for.
         self.returned = 0
         self.returned_at_lookup = []
+        self.returned_at_refresh = []
 
     def __getattr__(self, name):
         return getattr(self.worker, name)
 
     def lookup(self, batch_id):
+        self.note_lookup(batch_id)
+        return self.worker.lookup(batch_id)
+
+    def lookup_ahead(self, batch_id):
+        self.note_lookup(batch_id)
+        return self.worker.lookup_ahead(batch_id)
+
+    def refresh(self, batch_id, seen):
+        self.returned_at_refresh.append(self.returned)
+        return self.worker.refresh(batch_id, seen)
+
+    def note_lookup(self, batch_id):
         self.returned_at_lookup.append(self.returned)
         if len(self.returned_at_lookup) - 1 == self.lost:
             raise StaleBatchError("Gone.", batch_id=batch_id)
-        return self.worker.lookup(batch_id)
 
     def push(self, header, contributions):
         with self.lock:
@@ -405,14 +417,14 @@ def test_without_prefetch_a_push_is_made_at_once():
 
 @pytest.mark.parametrize("mode", [Async(), Gba(ROWS), Gba(2 * ROWS)], ids=str)
 def test_no_token_is_read_ahead_of_the_push_before_it(mode):
-    """An NN worker waits for its own gradient before it draws the next token."""
+    """An NN worker waits for its own gradient before it draws the next token, and refreshes rows that it has found."""
     cluster = Recorded(seconds=0.02)
     t = trainer(mode, cluster)
     alone = isinstance(mode, Async) or mode.group(1, ROWS) == 1
     if not alone:
         cluster.worker.lookups_first = lambda number: 2 if number == 0 else 0
     t.fit(batches(8))
-    in_flight = [number - returned for number, returned in enumerate(cluster.worker.returned_at_lookup)]
+    in_flight = [number - returned for number, returned in enumerate(cluster.worker.returned_at_refresh)]
     assert len(in_flight) == 8
     if alone:
         assert in_flight == [0] * 8

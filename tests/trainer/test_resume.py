@@ -125,7 +125,7 @@ def test_periodic_checkpoints_do_not_disturb_sync(tmp_path):
 
 def test_what_is_counted_goes_on_over_a_resume(tmp_path):
     schema = schema_of()
-    first = trainer(schema, Hybrid(3, warmup=0))
+    first = trainer(schema, Hybrid(3, warmup=0, refresh=False))
 
     def look_up_ahead(*_):
         if first.global_step == 0:

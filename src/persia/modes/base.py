@@ -143,7 +143,7 @@ class Mode(Protocol):
     """
 
     def initial_depth(self) -> int | None:
-        """Returns the initial depth: the maximum number of the NN worker's own steps in flight; None for no limit."""
+        """Returns the initial depth: the maximum number of own steps that rows may lack; None for no limit."""
 
     def next_depth(self, depth: int | None, seen: Observation) -> int | None:
         """Returns the depth after a window of steps."""
@@ -159,6 +159,14 @@ class Mode(Protocol):
             depth: current depth.
             ahead: number of steps by which this NN worker is ahead of the slowest one that still has data.
         """
+
+    @property
+    def refresh(self) -> bool:
+        """Whether rows that were looked up ahead are brought up to date before their batch is used."""
+
+    @property
+    def lookahead(self) -> int:
+        """Number of steps by which such lookups may run ahead, even if `depth` is less: rows may lack `depth` steps."""
 
     @property
     def waits_for_step(self) -> bool:
@@ -253,6 +261,16 @@ class OnArrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         return depth is None or in_flight <= depth
 
     @property
+    def refresh(self) -> bool:
+        """False: rows stay as they were looked up."""
+        return False
+
+    @property
+    def lookahead(self) -> int:
+        """0: no lookup runs further ahead than the depth."""
+        return 0
+
+    @property
     def waits_for_step(self) -> bool:
         """False: lookups and pulls read the current rows and parameters."""
         return False
@@ -285,6 +303,11 @@ class OnArrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
 class Asynchronous(OnArrival, frozen=True):
     """The defaults of an asynchronous mode: an NN worker draws a batch, its token and parameters when it is ready."""
+
+    @property
+    def refresh(self) -> bool:
+        """True: rows are found before the token is drawn, and brought up to date afterwards."""
+        return True
 
     def dense(self) -> Dense:
         """Returns the dense PS."""

@@ -69,12 +69,16 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         reduction: divisor of the sum of an id's gradients, as in `Sync`. Without effect with `combine=False`.
         warmup: number of global steps in which the limit rises from 0, as in Sync, to `staleness`. By default 500; 0 if
             there is no limit. Old rows cost most accuracy at the start of training.
+        refresh: whether rows that were looked up ahead are brought up to date before their batch is used. A row then
+            lacks only steps that were not applied when the batch before was drawn, whatever `staleness` is. False is
+            the paper's algorithm: rows stay as they were looked up.
     """
 
     staleness: int | Literal["auto", "unbounded"] | None = "auto"
     combine: bool = True
     reduction: Reduction = "global"
     warmup: int | None = None
+    refresh: bool = True
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -83,6 +87,7 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         if self.warmup is None:
             msgspec.structs.force_setattr(self, "warmup", WARMUP if self.staleness is not None else 0)
         check_flag("Hybrid.combine", self.combine, field="mode.combine")
+        check_flag("Hybrid.refresh", self.refresh, field="mode.refresh")
         check_reduction("Hybrid", self.reduction)
         staleness = self.staleness
         number = isinstance(staleness, int) and not isinstance(staleness, bool) and 1 <= staleness <= MAX_COUNT
@@ -107,6 +112,11 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
     def arrive(self, arrival: Arrival) -> Decision:
         """Holds gradients until all of the step have arrived."""
         return hold_until_full(arrival)
+
+    @property
+    def lookahead(self) -> int:
+        """Returns 1 for "auto", whose depth may be 0; else 0."""
+        return int(self.staleness == "auto")
 
     def initial_depth(self) -> int | None:
         """Returns `staleness`, or 1 for "auto"."""

@@ -1,4 +1,4 @@
-"""Synchronous training: a step looks up its rows once the step before is applied."""
+"""Synchronous training: the rows of a step have the updates of all steps before it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from persia.modes.registry import register
 
 __all__ = ["Sync"]
 
+LOOKAHEAD = 4
+"""Number of steps by which lookups run ahead, where rows are elsewhere or on disk. More hide longer lookups, and cost
+memory."""
+
 
 @register
 class Sync(OnArrival, frozen=True, tag="sync"):
-    """Applies every gradient before the next lookup: staleness 0, deterministic for a given seed.
+    """Applies every gradient before the next batch is used: staleness 0, deterministic for a given seed.
+
+    Lookups run ahead where rows are elsewhere or on disk, with the same results (docs/concepts/fresh-rows.md).
 
     Args:
         reduction: divisor of the sum of an id's gradients over NN workers, weighted by the rows of their batches.
@@ -25,8 +31,18 @@ class Sync(OnArrival, frozen=True, tag="sync"):
         check_reduction("Sync", self.reduction)
 
     def initial_depth(self) -> int | None:
-        """Returns 0: a lookup waits for all own steps."""
+        """Returns 0: rows lack no step."""
         return 0
+
+    @property
+    def refresh(self) -> bool:
+        """True: rows that were looked up ahead are current when they are used."""
+        return True
+
+    @property
+    def lookahead(self) -> int:
+        """Returns 4."""
+        return LOOKAHEAD
 
     @property
     def waits_for_step(self) -> bool:

@@ -29,6 +29,7 @@ from persia.nn.evaluation_pass import EvaluationReader
 from persia.nn.feature_costs import feature_costs
 from persia.nn.gate import Staleness, StalenessGate
 from persia.nn.gradients import GradientCollector
+from persia.nn.lookahead import refreshes
 from persia.nn.non_finite import NonFiniteLog
 from persia.nn.options import CollectionOptions, check_gpus
 from persia.nn.pooling import Embeddings, Expander
@@ -308,7 +309,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     @property
     def staleness(self) -> Staleness:
-        """Measured staleness of the lookups so far, in steps of this NN worker."""
+        """Measured staleness so far, in steps of this NN worker."""
         return self.gate.measured
 
     @property
@@ -414,13 +415,17 @@ class EmbeddingCollection(torch.nn.Module):
         # No copy could serve a batch of an asynchronous mode.
         self.gate.reserves = self._cache.open(self.mode, self._staging.free_bytes, recording=log.observer is not None)
         cache = self._cache if self.gate.reserves else None
+        refresh = refreshes(self.mode, self._transfer, self.schema, self.connection.near, self.options)
+        if cache is not None or log.observer is not None:  # A replay has one version of all rows of a batch.
+            refresh = None
         if tokens is not None:
-            return TokenPass(context, data, tokens)
+            return TokenPass(context, data, tokens, refresh)
         return StepPass(
             context,
             data,
             self._steps,
             near=self.connection.near and cache is None and self.mode.gate(0, 0),
+            refresh=refresh,
             cache=cache,
             equal_steps=equal_steps,
             counts=batch_counts(self.connection, self.options.timeout) if equal_steps is None else None,

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from persia.modes import Hybrid, Mode, Observation
@@ -89,7 +90,9 @@ WINDOW = 128
 
 
 class Staleness(NamedTuple):
-    """Measured staleness: at each lookup, the earlier steps of this NN worker without an applied gradient.
+    """Measured staleness: for each lookup, the earlier steps of this NN worker that its rows lack.
+
+    At the lookup; at the use of its batch if rows are refreshed.
 
     Attributes:
         mean: over all lookups.
@@ -132,9 +135,15 @@ class StalenessGate:
         self._accumulation = accumulation_steps
         self.adopt(mode)
         self.versions: list[int] | None = None
-        """If a list, the number of applied steps is appended at each lookup."""
+        """If a list, the number of steps in the rows is appended for each lookup."""
         self.reserves = False
         """Whether lookups run only half as far ahead as the mode allows, so that copies of rows may serve the rest."""
+        self.refreshing = False
+        """Whether rows are brought up to date at their use, so that lookups may run further ahead; see `lookahead`."""
+        self.lookahead = 0
+        """Number of steps by which lookups may run ahead even if the depth is smaller, if rows are refreshed."""
+        self.on_applied: Callable[[], None] = _nothing
+        """Called when a step is applied, in any thread."""
         self.last_lookup = LookupTime(0, 0, 0)
         """The moment of the last lookup that has passed. For the thread that looks up."""
         # Of the current pass over the data, in batches; earlier passes count as `_steps_before`.
@@ -195,6 +204,11 @@ class StalenessGate:
             self._held.clear()
             self._drawn_at = None
 
+    def forget_refreshing(self) -> None:
+        """Refreshes no rows from now on, after a pass that did."""
+        with self._changed:
+            self.refreshing, self.lookahead, self.on_applied = False, 0, _nothing
+
     def close(self) -> None:
         """Ends the pass: a waiting `pass_lookup` returns False."""
         with self._changed:
@@ -208,7 +222,7 @@ class StalenessGate:
         """
         with self._changed:
             began = time.monotonic()
-            while self._open and not self.mode.gate(self._in_flight(), self._ahead_at(self._looked_up)):
+            while self._open and not self.mode.gate(self._in_flight(), self._limit_at(self._looked_up)):
                 self._changed.wait()
             if not self._open:
                 return False
@@ -216,12 +230,36 @@ class StalenessGate:
             step = self._looked_up // self._accumulation
             limit = self._depth_at(self._looked_up)
             self.last_lookup = LookupTime(step, step - staleness, staleness if limit is None else limit)
-            self._counts[staleness] += 1
-            if self.versions is not None:
-                self.versions.append(self._steps_before + self._done // self._accumulation)
+            if not self.refreshing:
+                self._count(staleness, step - staleness)
             self._looked_up += 1
             self._held.append(time.monotonic() - began)
             return True
+
+    @property
+    def applied(self) -> int:
+        """Number of steps of this pass whose pushes have returned."""
+        with self._changed:
+            return self._done // self._accumulation
+
+    def needs(self, lookup: LookupTime) -> int:
+        """Returns how many steps of this pass have to be in the rows of a batch when it is used."""
+        return max(0, lookup.step - lookup.limit)
+
+    def used(self, lookup: LookupTime, current_to: int) -> None:
+        """Notes that a batch whose rows were refreshed is used.
+
+        Args:
+            lookup: the moment of its lookup.
+            current_to: number of steps of this pass whose updates its rows have, at least.
+        """
+        with self._changed:
+            self._count(max(0, lookup.step - current_to), current_to)
+
+    def _count(self, staleness: int, applied: int) -> None:
+        self._counts[staleness] += 1
+        if self.versions is not None:
+            self.versions.append(self._steps_before + applied)
 
     def aged(self, staleness: int) -> None:
         """Notes that the oldest row of the last lookup is a copy that lacks this many steps."""
@@ -236,13 +274,15 @@ class StalenessGate:
         with self._changed:
             self._done += batches
             self._changed.notify_all()
+        self.on_applied()
 
-    def drawn(self, lead: float, *, inline: bool = False) -> None:
+    def drawn(self, lead: float, *, inline: bool = False, use_wait: float = 0.0) -> None:
         """Notes that the training thread drew a batch.
 
         Args:
             lead: seconds that its rows had been ready; negative: seconds that the thread waited for them.
             inline: whether it looked them up, and pushed gradients, by itself in that time.
+            use_wait: seconds that it waited then until the rows were current.
         """
         with self._changed:
             now = time.monotonic()
@@ -252,6 +292,8 @@ class StalenessGate:
             held = self._held.popleft()
             if inline:
                 held = -lead
+            elif use_wait > 0:
+                lead, held = min(lead, 0.0) - use_wait, held + use_wait
             before, self._drawn_at = self._drawn_at, now
             if before is None or not warm:
                 self._window.restart()
@@ -274,9 +316,19 @@ class StalenessGate:
         depth = self._depth_at(batch)
         return depth if depth is None or not self.reserves else -(-depth // 2)
 
+    def _limit_at(self, batch: int) -> int | None:
+        """Returns the number of steps that may be in flight at a lookup, whose rows may be refreshed later."""
+        if not self.refreshing:
+            return self._ahead_at(batch)
+        return None if self.depth is None else max(self.depth, self.lookahead)
+
     def _in_flight(self) -> int:
         """Returns the number of steps before the next batch's without an applied gradient."""
         return self._looked_up // self._accumulation - self._done // self._accumulation
+
+
+def _nothing() -> None:
+    """No-op."""
 
 
 def _adapts(mode: Mode) -> bool:

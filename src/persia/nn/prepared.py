@@ -12,7 +12,7 @@ from persia.errors import StaleBatchError
 from persia.nn.pooling import UNWEIGHTED, PooledAhead, Weights
 from persia.nn.token_client import DrawnToken
 from persia.schema import Schema
-from persia.types import Floats, Ids, Int32Array, Int64Array, Inverse, Packed, RegisteredBatch
+from persia.types import Floats, Ids, Int32Array, Int64Array, Inverse, Moment, Packed, RegisteredBatch
 
 __all__ = ["PreparedBatch", "dummy_batch", "loss_scale"]
 
@@ -43,6 +43,10 @@ class PreparedBatch:
         frozen: tables whose rows get no gradient.
         began: time at which it was drawn, on the monotonic clock.
         looked_up: time at which its lookup began, on the same clock.
+        seen: moments of the PSs that its rows are of, if they are to be refreshed; else None.
+        step: its step within the pass, if its rows are to be refreshed.
+        current_to: number of this NN worker's steps of the pass whose updates its rows have, at least.
+        needs_step: number of these steps whose updates its rows have to have.
     """
 
     def __init__(
@@ -73,6 +77,11 @@ class PreparedBatch:
         self.frozen: Set[str] = frozenset()
         self.began = 0.0
         self.looked_up = 0.0
+        self.seen: list[Moment] | None = None
+        self.step = 0
+        self.current_to = 0
+        self.needs_step = 0
+        self._copied: list[Callable[[], None]] = []
         self._finish: Callable[[PreparedBatch], None] | None = None
         self._closed = False
         self._called_back = False
@@ -97,6 +106,27 @@ class PreparedBatch:
     def host_rows(self) -> Mapping[str, Floats]:
         """Returns the same as arrays; for a batch on a host. No leaves are made."""
         return self._packed if self._packed is not None else {name: part.numpy() for name, part in self.rows.items()}
+
+    def row_counts(self) -> dict[str, int]:
+        """Returns the number of distinct rows, by table."""
+        if self._packed is not None:
+            return dict(zip(self._packed.names, self._packed.counts, strict=True))
+        return {name: len(rows) for name, rows in self.rows.items()}
+
+    def packed_rows(self) -> Packed[np.float32]:
+        """Returns the rows of a batch on a host. Their buffer may be written until they are used."""
+        assert self._packed is not None
+        return self._packed
+
+    def refreshed(self, copied: Callable[[], None]) -> None:
+        """Notes that rows on the device were overwritten; `copied` makes the using thread wait for it."""
+        self._copied.append(copied)
+
+    def finish_refresh(self) -> None:
+        """Makes the calling thread, which uses the rows next, wait for copies to the device."""
+        for copied in self._copied:
+            copied()
+        self._copied.clear()
 
     def on_host(self) -> RegisteredBatch:
         """Returns the samples as arrays; for a batch with a batch id."""

@@ -3,9 +3,10 @@
 Each batch goes through these methods of :class:`StepPass` and its base from top to bottom:
 
 1. `register`: its ids go to the embedding worker, which routes them.
-2. `may_look_up`: the gate lets it pass once at most `staleness` earlier steps are in flight.
-3. `look_up`: its rows come from the PSs.
-4. `drawn`: the training thread has it, and the gate may adapt its depth; the network computes.
+2. `may_look_up`: the gate lets it pass once few enough earlier steps are in flight.
+3. `look_up`: its rows are found, and come from the PSs.
+4. `drawn`: the training thread has it, and the gate may adapt its depth. Rows that were updated since their lookup have
+   been refreshed meanwhile (`RowRefresher`); the network computes.
 5. `end_of_backward`: its gradients are collected in `StepPushes`; the last batch of a step completes it.
 6. the push of `StepPushes`: the gradients of the step go to the PSs, which opens the gate for a later batch.
 
@@ -20,10 +21,12 @@ from collections.abc import Callable, Sequence
 from persia.errors import PersiaError
 from persia.nn.batch_counts import BatchCounts
 from persia.nn.gate import StalenessGate
+from persia.nn.lookahead import Refresh, crowded
 from persia.nn.prepared import PreparedBatch
 from persia.nn.push_log import Gradient, PushLog
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_cache import RowCache
+from persia.nn.row_refresher import RowRefresher
 from persia.nn.training_pass import PassContext, PassData, Push, TrainingPass
 from persia.nn.transfer import Encoded, Ready
 from persia.types import PushHeader, RegisteredBatch
@@ -45,6 +48,7 @@ class StepPass(TrainingPass):
         data: what is read.
         steps: groups gradients by global step.
         near: whether lookups and pushes at depth 0 may run in the training thread.
+        refresh: how rows that were looked up ahead are brought up to date; None leaves them as they were looked up.
         cache: copies of rows on the device; None without.
         equal_steps: the replicas of the network, which make the same number of steps; None if they are not known.
         counts: of the batches of all NN workers, if these are to be compared.
@@ -57,6 +61,7 @@ class StepPass(TrainingPass):
         steps: StepPushes,
         *,
         near: bool,
+        refresh: Refresh | None,
         cache: RowCache | None,
         equal_steps: EqualSteps | None,
         counts: BatchCounts | None,
@@ -64,7 +69,26 @@ class StepPass(TrainingPass):
         self._steps = steps
         self._near = near
         self._cache = cache
-        self._gate = context.gate
+        self._gate = gate = context.gate
+        self._refresher: RowRefresher | None = None
+        self._refresh = refresh
+        self._applied_at_use = 0
+        """Steps that were applied when the last batch was used: the next batch has their updates."""
+        self._use_wait = 0.0
+        """Seconds for which the last draw waited until rows were current."""
+        gate.refreshing, gate.lookahead = refresh is not None, 0 if refresh is None else refresh.lookahead
+        if refresh is not None:
+            self._refresher = RowRefresher(
+                context.log.connection.worker,
+                refresh.transfer,
+                lambda: gate.applied,
+                context.timeout,
+                context.log.tracer,
+                self._push_failure,
+                data.idle,
+                eager=not refresh.exact,
+            )
+            gate.on_applied = self._refresher.pushed
         self._number = data.start + context.log.connection.rank
         """Number of the next batch that is looked up."""
         steps.begin_pass()
@@ -76,19 +100,49 @@ class StepPass(TrainingPass):
 
     def look_up(self, batch: RegisteredBatch) -> tuple[PreparedBatch, Ready]:
         """Looks up and numbers a batch."""
+        moment, gate = self._gate.last_lookup, self._gate
+        refresher = self._refresher if self.ahead else None
         prepared, make_ready = self._lookup.look_up(
             batch,
             self.end_of_backward,
             ready=self.runner.ready,
             cache=self._cache,
+            refreshed=refresher is not None,
             dummy_rows=self.rows_of_dummy,
         )
         prepared.number, self._number = self._number, self._number + self._log.connection.nn_workers
-        return prepared, make_ready
+        if refresher is None or prepared.dummy:
+            if gate.refreshing:
+                gate.used(moment, moment.step if prepared.dummy else moment.applied)
+            return prepared, make_ready
+        prepared.step, prepared.current_to, prepared.needs_step = moment.step, moment.applied, gate.needs(moment)
+        self._leave_room(prepared)
+        refresher.offer(prepared)
+
+        def use() -> None:
+            make_ready()
+            self._use_wait = refresher.take(prepared, max(gate.needs(moment), self._applied_at_use))
+            self._applied_at_use = gate.applied
+            gate.used(moment, prepared.current_to)
+
+        return prepared, use
+
+    def _leave_room(self, batch: PreparedBatch) -> None:
+        """Looks up less far ahead if a table is too small for the rows of as many batches."""
+        refresh, gate = self._refresh, self._gate
+        if refresh is None or not (refresh.exact and gate.lookahead):
+            return
+        batches = (gate.lookahead + 2) * refresh.accumulation * self._log.connection.nn_workers
+        if crowded(batch.row_counts(), refresh.tables, batches):
+            gate.lookahead = 0
+
+    def _push_failure(self) -> BaseException | None:
+        return None if self._runner is None else self._runner.push_failure
 
     def drawn(self, lead: float, *, inline: bool) -> None:
         """Notes the lead of a batch at the gate, which may adapt its depth."""
-        self._gate.drawn(lead, inline=inline)
+        wait, self._use_wait = self._use_wait, 0.0
+        self._gate.drawn(lead, inline=inline, use_wait=wait)
 
     def _computed(self, batch: PreparedBatch, gradients: Callable[[], Encoded]) -> None:
         self.submit(self._steps.add(batch, gradients))
@@ -99,6 +153,18 @@ class StepPass(TrainingPass):
     def close(self) -> None:
         """Closes the gate."""
         self._gate.close()
+        if self._refresher is not None:
+            self._refresher.close()
+
+    def _end(self, left: PreparedBatch | None, *, complete: bool, failure: BaseException | None) -> None:
+        try:
+            super()._end(left, complete=complete, failure=failure)
+        finally:
+            if self._refresher is not None:
+                self._refresher.close()
+                self._refresher.join()
+                self._refresher = None  # A cycle would keep the rows of a Trainer that is dropped.
+            self._gate.forget_refreshing()
 
     @property
     def _waits_for_others(self) -> bool:

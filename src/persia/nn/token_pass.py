@@ -2,9 +2,10 @@
 
 Each batch goes through the methods of :class:`TokenPass` from top to bottom:
 
-1. `register`: its ids go to the embedding worker, which routes them.
+1. `register`: its ids go to the embedding worker, which routes them; its rows are found, while the network computes the
+   batch before.
 2. `may_look_up`: it is wanted, and the gradient before it has arrived at the token scheduler.
-3. `look_up`: its token is drawn, the dense parameters are pulled, and its rows come from the PSs.
+3. `look_up`: its token is drawn, the dense parameters are pulled, and its rows are brought up to date.
 4. `drawn`: the training thread has it; the network computes.
 5. `end_of_backward`: its gradients are collected, with the gradients of the network.
 6. `push`: the token scheduler places them; they go to the PSs.
@@ -15,7 +16,11 @@ GBA, section 4, has the algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from persia.batching.batch import Batch
+from persia.errors import StaleBatchError
+from persia.nn.lookahead import Refresh
 from persia.nn.prepared import PreparedBatch
 from persia.nn.push_log import Gradient
 from persia.nn.token_client import DrawnToken, TokenClient
@@ -26,6 +31,13 @@ from persia.types import PushHeader, RegisteredBatch
 __all__ = ["TokenPass"]
 
 
+class _Found(NamedTuple):
+    """A batch whose rows were found before its token, and the function that makes it ready."""
+
+    batch: PreparedBatch
+    make_ready: Ready
+
+
 class TokenPass(TrainingPass):
     """A training pass in `Async`, `Bsp`, `HopBs`, `HopBw` or `Gba`. NN workers make unequal numbers of steps.
 
@@ -33,33 +45,62 @@ class TokenPass(TrainingPass):
         context: what passes share.
         data: what is read: the batches of `client`.
         client: draws tokens, and pushes.
+        refresh: how rows that were found before the token are brought up to date; None to look them up after it.
     """
 
     read_ahead = 0  # Batches that a slow NN worker has read ahead are lost to the others.
 
-    def __init__(self, context: PassContext, data: PassData, client: TokenClient) -> None:
+    def __init__(self, context: PassContext, data: PassData, client: TokenClient, refresh: Refresh | None) -> None:
         self._client = client
+        self._refresh = refresh
+        self._found: _Found | None = None
+        """The rows of the batch that was registered last; None if they are to be looked up."""
         super().__init__(context, data, None, None)
+
+    def register(self, batch: Batch | RegisteredBatch) -> RegisteredBatch:
+        """Registers a batch, unless a data loader has, and finds its rows."""
+        registered = super().register(batch)
+        if self._refresh is not None:
+            self._found = _Found(*self._lookup.look_up(registered, self.end_of_backward, refreshed=True))
+        return registered
 
     def may_look_up(self) -> bool:
         """Waits until a batch is wanted and the gradient before it has arrived."""
         return self._client.pass_lookup()
 
     def look_up(self, batch: RegisteredBatch) -> tuple[PreparedBatch, Ready]:
-        """Draws the token of a batch and pulls the dense parameters, then looks up its rows.
+        """Draws the token of a batch and pulls the dense parameters, then reads its rows, or those that have changed.
 
         Rows are pushed before dense gradients, so the rows are at least as new as the parameters.
         """
         with self._log.tracer.span("gate", batch=batch.batch_id):
             token = self._client.draw(len(batch.labels))
-        prepared, make_ready = self._lookup.look_up(batch, self.end_of_backward)
+        found, self._found = self._found, None
+        if found is None or self._refresh is None:
+            prepared, make_ready = self._lookup.look_up(batch, self.end_of_backward)
+        else:
+            prepared, make_ready = found
+            self._bring_up_to_date(prepared, self._refresh)
         prepared.number, prepared.token = token.number, token
 
         def adopt() -> None:
             token.adopt()
             make_ready()
+            prepared.finish_refresh()
 
         return prepared, adopt
+
+    def _bring_up_to_date(self, batch: PreparedBatch, refresh: Refresh) -> None:
+        if batch.batch_id is None or batch.seen is None:  # A dummy.
+            return
+        with self._log.tracer.span("refresh", batch=batch.batch_id):
+            try:
+                fresh = self._log.connection.worker.refresh(batch.batch_id, batch.seen)
+            except StaleBatchError:  # Lost with its embedding worker, as will be its gradient, which is counted.
+                return
+            refresh.transfer.fresh_rows(batch, fresh)()
+        if batch.pooled is not None and batch.pooled.fits(0):
+            batch.pooled.pool()
 
     def drawn(self, lead: float, *, inline: bool) -> None:
         """No-op: no token is drawn ahead, so there is no depth to adapt."""

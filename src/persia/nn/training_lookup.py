@@ -70,6 +70,7 @@ class TrainingLookup:
         *,
         ready: int = 0,
         cache: RowCache | None = None,
+        refreshed: bool = False,
         dummy_rows: int = 1,
     ) -> tuple[PreparedBatch, Ready]:
         """Looks up the rows of a batch; returns a dummy batch if it was lost with its embedding worker.
@@ -79,6 +80,7 @@ class TrainingLookup:
             end_of_backward: called with the batch when its backward pass has ended.
             ready: number of batches that are looked up and wait for the network.
             cache: has copies of rows on the device; None without.
+            refreshed: whether its rows are refreshed before it is used, so that it is not pooled here.
             dummy_rows: rows of a dummy batch.
 
         Returns:
@@ -88,7 +90,9 @@ class TrainingLookup:
         began = time.monotonic()
         try:
             with self._tracer.span("lookup", batch=batch.batch_id):
-                if cache is None:
+                if refreshed:
+                    rows = self._worker.lookup_ahead(batch.batch_id)
+                elif cache is None:
                     rows = (self._log.observer or self._worker).lookup(batch.batch_id)
                 else:
                     plan = cache.plan(self._worker.distinct_ids(batch.batch_id), self._gate.last_lookup)
@@ -107,7 +111,7 @@ class TrainingLookup:
         if self._expander.on_host:
             index = prepared.inverse, prepared.offsets, prepared.id_weights
             prepared.pooled = self._expander.ahead(prepared.host_rows(), *index)
-            if prepared.pooled.fits(ready):
+            if not refreshed and prepared.pooled.fits(ready):
                 with self._tracer.span("pool", batch=batch.batch_id):
                     prepared.pooled.pool()
         prepared.await_gradient(batch.batch_id, end_of_backward)

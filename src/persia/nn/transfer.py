@@ -21,7 +21,7 @@ from persia.nn.pooling import UNWEIGHTED, Weights
 from persia.nn.prepared import PreparedBatch
 from persia.nn.row_cache import CachePlan
 from persia.schema import Table
-from persia.types import Floats, Int64Array, Inverse, LookedUp, Packed, RegisteredBatch, WireRows
+from persia.types import Floats, FreshRows, Int64Array, Inverse, LookedUp, Packed, RegisteredBatch, WireRows
 
 __all__ = [
     "CpuStaging",
@@ -317,6 +317,10 @@ class Transfer:
         offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None]
         if self._on_host:
             plain = decode(lookup.rows, lookup.scales, self._scratch, self._tables)
+            if lookup.seen is not None and not plain.buffer.flags.writeable:  # In a message; `fresh_rows` writes them.
+                own = self._scratch.floats(plain.buffer.size)
+                own[:] = plain.buffer
+                plain = Packed(plain.names, plain.counts, own, plain.widths)
             rows, inverse = plain, lookup.inverse
             if cached is None:
                 tensors, ready = self._staging.to_device(arrays)
@@ -350,7 +354,40 @@ class Transfer:
         prepared.frozen = self._frozen
         prepared.weights, prepared.groups = tensors.get("weights"), tensors.get("groups")
         prepared.id_weights = id_weights
+        prepared.seen = lookup.seen
         return prepared, ready
+
+    def fresh_rows(self, batch: PreparedBatch, fresh: FreshRows) -> Callable[[], None]:
+        """Returns a function that overwrites rows of a batch that is not used yet with their current values.
+
+        Args:
+            batch: a batch whose rows have `seen`.
+            fresh: the rows that have changed.
+
+        Raises:
+            DataError: the rows do not have the form that their tables declare.
+        """
+        batching.check_rows(fresh.rows, fresh.scales, self._tables)
+        places, packed = fresh.places, fresh.rows
+        if not places.buffer.size:
+            return nothing_to_do
+        if self._on_host:
+            plain = decode(packed, fresh.scales, self._scratch, self._tables)
+            return lambda: batching.put_places(batch.packed_rows(), places, plain)
+        arrays: dict[str, NDArray[Any]] = {"rows": packed.buffer, "places": places.buffer.astype(np.int64)}
+        if fresh.scales is not None:
+            arrays["scales"] = fresh.scales.buffer
+
+        def put(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            scales = unpacked(tensors["scales"], fresh.scales) if fresh.scales is not None else None
+            rows = decode_tensors(unpacked(tensors["rows"], packed), scales, self._tables)
+            with torch.no_grad():
+                for name, index in unpacked(tensors["places"], places).items():
+                    if len(index):
+                        batch.rows[name].index_copy_(0, index, rows[name])
+            return tensors
+
+        return lambda: batch.refreshed(self._staging.to_device(arrays, put)[1])
 
     def begin_beside_network(self) -> None:
         """Prepares the calling thread, a new one, for work next to the network. On a CPU both need the cores."""

@@ -1,0 +1,80 @@
+"""How far lookups may run ahead where training must have the results of lookups that wait, as in `Sync`.
+
+Finding a row early is safe as long as no lookup ahead changes what an earlier batch finds, or what its gradients meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from persia.modes import Dense, Mode
+from persia.nn.options import CollectionOptions
+from persia.nn.transfer import Transfer
+from persia.schema import AdmitAll, Schema, Table
+
+__all__ = ["Refresh", "crowded", "refreshes"]
+
+ROOM = 4
+"""Multiple of the rows of the batches ahead for which a table needs room: its shards do not fill evenly."""
+
+
+class Refresh(NamedTuple):
+    """How the rows of a pass are refreshed.
+
+    Attributes:
+        transfer: brings rows to the device.
+        tables: tables of the schema, by name.
+        lookahead: `Mode.lookahead`.
+        accumulation: batches of a step.
+        exact: whether rows have all updates when they are used.
+    """
+
+    transfer: Transfer
+    tables: Mapping[str, Table]
+    lookahead: int
+    accumulation: int
+    exact: bool
+
+
+def refreshes(mode: Mode, transfer: Transfer, schema: Schema, near: bool, options: CollectionOptions) -> Refresh | None:
+    """Returns how the rows of a pass are refreshed; None if they are not.
+
+    `Sync`, whose rows have all updates, looks ahead only where that leaves each row as it would be otherwise. That is
+    not so with an admission policy, as a batch ahead might admit an id for which the gradient of an earlier one is
+    skipped; nor where rows expire, as time would pass between lookup and use; nor where a row's first update, which
+    comes later then, changes which rows a full table evicts.
+
+    Args:
+        mode: of the training.
+        transfer: brings rows to the device.
+        schema: of the batches.
+        near: whether all rows are in memory of this process, where such modes have nothing to hide.
+        options: of the collection.
+    """
+    tables = schema.resolved_tables()
+    plain = all(
+        isinstance(table.admission, AdmitAll) and table.ttl is None and table.eviction == "lru"
+        for table in tables.values()
+    )
+    asynchronous = mode.dense() is Dense.SERVER
+    exact = mode.initial_depth() == 0 and not asynchronous
+    if not mode.refresh or (exact and not plain) or (near and (exact or asynchronous)):
+        return None
+    return Refresh(transfer, tables, mode.lookahead, options.accumulation_steps, exact)
+
+
+def crowded(rows: Mapping[str, int], tables: Mapping[str, Table], batches: int) -> bool:
+    """Returns whether lookups of batches ahead might evict rows of batches that are not trained yet.
+
+    Args:
+        rows: distinct rows of a batch, by table.
+        tables: by name.
+        batches: number of batches that may be looked up and not trained, of all NN workers.
+    """
+    for name, count in rows.items():
+        table = tables[name]
+        held = table.memory_rows if table.memory_rows is not None else table.capacity
+        if held is not None and count * batches * ROOM > held:
+            return True
+    return False

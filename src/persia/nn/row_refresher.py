@@ -1,0 +1,206 @@
+"""Brings rows that were looked up ahead up to date, for the batch that the network uses next."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from persia.errors import DeadlineError, StaleBatchError
+from persia.nn.channel import get_or_idle
+from persia.nn.prepared import PreparedBatch
+from persia.nn.transfer import Transfer
+from persia.retry import Deadline
+from persia.services import EmbeddingWorker
+from persia.telemetry.tracing import Tracer
+
+__all__ = ["RowRefresher"]
+
+FAILURE_POLL = 0.2
+"""Seconds between two looks at pushes, which may have failed, by a `take` that waits for them."""
+
+END_GRACE = 1.0
+"""Seconds to wait for the thread at the exit of a program."""
+
+
+class RowRefresher:
+    """Refreshes the rows of the next batch when pushes have returned, in a thread of its own.
+
+    The thread that looks up offers batches, push threads report the steps that are applied, and the training thread
+    takes batches, in the order in which they were offered. A batch counts as current to a step once its rows have all
+    updates of earlier steps of this NN worker; with combined steps, those of all NN workers.
+
+    Args:
+        worker: the embedding workers.
+        transfer: brings rows to the device.
+        applied: returns the number of steps of this pass whose pushes have returned.
+        timeout: seconds that `take` waits.
+        tracer: records what the thread does.
+        failed: returns the failure of a push, after which no step is applied any more; None so far.
+        idle: called now and then by a `take` that waits; None for no calls.
+        eager: whether to refresh as pushes return. Otherwise only once all that the batch needs is applied.
+    """
+
+    def __init__(
+        self,
+        worker: EmbeddingWorker,
+        transfer: Transfer,
+        applied: Callable[[], int],
+        timeout: float,
+        tracer: Tracer,
+        failed: Callable[[], BaseException | None],
+        idle: Callable[[], None] | None = None,
+        *,
+        eager: bool,
+    ) -> None:
+        self._worker = worker
+        self._transfer = transfer
+        self._applied = applied
+        self._timeout = timeout
+        self._tracer = tracer
+        self._failed = failed
+        self._idle = idle
+        self._eager = eager
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._waiting: deque[PreparedBatch] = deque()
+        self._next = -1
+        """Number of the first of these."""
+        self._applied_before = 0
+        """Steps that were applied when it became the first."""
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def offer(self, batch: PreparedBatch) -> None:
+        """Adds a batch that was looked up ahead. For the thread that looks up."""
+        with self._changed:
+            if self._closed:
+                return
+            if self._thread is None:
+                # A thread that returns from native code while the interpreter ends crashes the process.
+                atexit.register(self._end_with_the_process)
+                self._thread = threading.Thread(target=self._run, name="persia-refresh", daemon=True)
+                self._thread.start()
+            self._waiting.append(batch)
+            self._changed.notify_all()
+
+    def pushed(self) -> None:
+        """Notes that a push has returned. For any thread."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def take(self, batch: PreparedBatch, least: int) -> float:
+        """Waits until a batch is current to step `least`, and leaves it alone from then on. For the training thread.
+
+        Returns:
+            The seconds that it waited.
+
+        Raises:
+            DeadlineError: its rows did not come in time.
+            Exception: the failure of a refresh.
+        """
+        began = time.monotonic()
+        with self._changed:
+            batch.needs_step = least
+            self._changed.notify_all()
+        try:
+            get_or_idle(functools.partial(self._await_current, batch), self._timeout, self._idle)
+        except TimeoutError:
+            raise DeadlineError(
+                f"The rows of a batch were not brought up to date within {self._timeout:g} s: it needs the updates of "
+                f"{least} steps, and {self._applied()} are applied. Late: embedding worker: push, or refresh. Check "
+                "what blocks that stage, or raise `timeout`.",
+                stage="embedding worker: refresh",
+                timeout=self._timeout,
+            ) from None
+        finally:
+            with self._changed:
+                if batch in self._waiting:
+                    self._waiting.remove(batch)
+                self._changed.notify_all()
+        batch.finish_refresh()
+        return time.monotonic() - began
+
+    def _await_current(self, batch: PreparedBatch, seconds: float) -> None:
+        deadline = Deadline(seconds)
+        with self._changed:
+            while batch.current_to < batch.needs_step:
+                failure = self._failure or self._failed()
+                if failure is not None:
+                    raise failure
+                if deadline.passed:
+                    raise TimeoutError
+                self._changed.wait(min(deadline.left, FAILURE_POLL))
+
+    def close(self) -> None:
+        """Ends the thread, without waiting for it. For any thread."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Waits until the thread has ended; after `close`."""
+        if self._thread is not None:
+            self._thread.join(self._timeout)
+            atexit.unregister(self._end_with_the_process)
+
+    def _end_with_the_process(self) -> None:
+        """Ends the thread at the exit of a program that never left its loop; gives it a moment."""
+        # A forked child does not have the thread, and its lock may be taken.
+        if os.getpid() == self._process and self._thread is not None:
+            self.close()
+            self._thread.join(END_GRACE)
+
+    def _due(self) -> PreparedBatch | None:
+        """Returns the next batch if there is something to refresh."""
+        if not self._waiting:
+            return None
+        batch, applied = self._waiting[0], self._applied()
+        if batch.number != self._next:
+            self._next, self._applied_before = batch.number, applied
+        if batch.current_to >= applied:
+            return None
+        needed = batch.current_to < batch.needs_step <= applied
+        # One refresh brings the most once only the step that is being computed is missing; or else the next push does.
+        worth = self._eager and (applied >= batch.step - 1 or applied > self._applied_before)
+        return batch if needed or worth else None
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or self._due() is not None)
+                    batch = self._due()
+                    if self._closed or batch is None:
+                        return
+                    applied = self._applied()
+                assert batch.batch_id is not None
+                assert batch.seen is not None
+                with self._tracer.span("refresh", batch=batch.batch_id):
+                    try:
+                        fresh = self._worker.refresh(batch.batch_id, batch.seen)
+                    except (
+                        StaleBatchError
+                    ):  # Lost with its embedding worker. Its gradient will be, too, and is counted.
+                        fresh = None
+                    replace = None if fresh is None else self._transfer.fresh_rows(batch, fresh)
+                with self._changed:
+                    if batch in self._waiting:  # Else it was taken meanwhile.
+                        if replace is not None and fresh is not None:
+                            replace()
+                            batch.seen = fresh.seen
+                        if batch.pooled is not None and batch.pooled.fits(0):  # Beside the network, not before it.
+                            batch.pooled.pool()
+                        batch.current_to = applied
+                        self._changed.notify_all()
+        except BaseException as error:
+            error.add_note("Raised in the refreshing thread of prefetch.")
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
