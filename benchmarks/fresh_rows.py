@@ -43,10 +43,11 @@ WARM = 10
 BITS_STEPS = {"smoke": 6, "laptop": 40, "full": 200}
 BITS_IDS, BITS_ROWS = 300, 48
 AHEAD = 4
-DISK_ROWS, DISK_DIM, DISK_BATCH = {"smoke": 20_000, "laptop": 2_000_000, "full": 20_000_000}, 64, 4096
+DISK_ROWS = {"smoke": 20_000, "laptop": 2_000_000, "full": 20_000_000}
+DISK_BATCH, DISK_DIM = {"smoke": 64, "laptop": 4096, "full": 4096}, 64
 DISK_STEPS = {"smoke": 5, "laptop": 60, "full": 300}
 TABLES, IDS, BATCH, SKEW = 26, 100_000, 4096, 1.05
-COST_STEPS, COST_DIM = {"smoke": 8, "laptop": 40, "full": 200}, 16
+COST_STEPS, COST_DIM = {"smoke": 6, "laptop": 40, "full": 200}, 16
 
 
 @contextlib.contextmanager
@@ -188,7 +189,7 @@ def network(preset: str) -> runner.Measure:
 @runner.measures("fresh.sync_rate.disk")
 def disk(preset: str) -> runner.Measure:
     """The same for a table with a tenth of its rows in memory, next to a network that takes as long as its lookups."""
-    rows = DISK_ROWS[preset]
+    rows, size = DISK_ROWS[preset], DISK_BATCH[preset]
     with tempfile.TemporaryDirectory(prefix="persia-fresh-") as folder:
         table = Table("id", dim=DISK_DIM, spill=folder, memory_rows=rows // 10, capacity=2 * rows)
         schema = Schema([IdFeature("id", table="id")], tables=[table])
@@ -199,11 +200,9 @@ def disk(preset: str) -> runner.Measure:
         draw = np.random.default_rng(0)
 
         def seconds(ahead: bool, compute: float) -> float:
-            ids = draw.integers(0, rows, (DISK_STEPS[preset] + 5, DISK_BATCH), dtype=np.uint64)
+            ids = draw.integers(0, rows, (DISK_STEPS[preset] + 5, size), dtype=np.uint64)
             loader = [
-                Batch(
-                    {"id": IdColumn(own)}, np.zeros((DISK_BATCH, 0), np.float32), np.zeros((DISK_BATCH, 1), np.float32)
-                )
+                Batch({"id": IdColumn(own)}, np.zeros((size, 0), np.float32), np.zeros((size, 1), np.float32))
                 for own in ids
             ]
             with waiting(ahead):
