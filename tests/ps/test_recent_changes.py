@@ -195,7 +195,7 @@ def test_another_epoch_after_other_changes():
 def test_epochs_fit_a_message_and_differ():
     epochs = [RecentChanges().now().epoch for _ in range(20)]
     assert len(set(epochs)) == 20
-    assert 0 <= min(epochs)
+    assert min(epochs) >= 0
     assert max(epochs) < 2**63
 
 
