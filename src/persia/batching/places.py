@@ -43,13 +43,12 @@ def put_places(rows: Packed[np.float32], places: Packed[np.uint32], fresh: Packe
         raise DataError(f"Refreshed rows are of other tables: {fresh!r} at {places!r}, for {rows!r}.")
     if list(places.counts) != list(fresh.counts):
         raise DataError(f"There is not one place for each refreshed row: {fresh!r} at {places!r}.")
+    index = _in_buffer(rows.counts, places)
     if len(set(widths)) == 1:
         width = widths[0]
-        rows.buffer.reshape(-1, width)[_in_buffer(rows.counts, places)] = fresh.buffer.reshape(-1, width)
+        rows.buffer.reshape(-1, width)[index] = fresh.buffer.reshape(-1, width)
         return
     for whole, at, part in zip(rows.arrays(), places.arrays(), fresh.arrays(), strict=True):
-        if len(at) and int(at.max()) >= len(whole):
-            raise _beyond(int(at.max()), len(whole))
         whole[at] = part
 
 
@@ -68,14 +67,13 @@ def keep(values: Packed[S], kept: BoolArray) -> Packed[S]:
 
 
 def _in_buffer(counts: Sequence[int], places: Packed[np.uint32]) -> Int64Array:
-    """Returns the places in the buffer of all tables."""
+    """Returns the places in the buffer of all tables. Raises `DataError` if a table has no such place."""
     sizes = np.asarray(counts, np.int64)
     index = places.buffer.astype(np.int64)
-    if (index >= np.repeat(sizes, places.counts)).any():
-        raise _beyond(int(index.max()), int(sizes.max(initial=0)))
+    beyond = index >= np.repeat(sizes, places.counts)
+    if beyond.any():
+        first = int(beyond.argmax())
+        count = np.repeat(sizes, places.counts)[first]
+        raise DataError(f"Place {index[first]} is beyond the {count} rows of its table.")
     index += np.repeat(np.cumsum(sizes) - sizes, places.counts)
     return index
-
-
-def _beyond(place: int, count: int) -> DataError:
-    return DataError(f"Place {place} is beyond the {count} rows of its table.")
