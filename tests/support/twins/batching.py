@@ -10,6 +10,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,16 +30,21 @@ __all__ = [
     "encode_rows",
     "group_by_owner",
     "hash_cross",
+    "keep",
     "merge_gradients",
     "owner",
     "plan_copies",
     "pool_backward",
     "pool_forward",
+    "put_places",
+    "take_places",
     "text_ids",
     "text_numbers",
     "unique",
     "xxh64",
 ]
+
+S = TypeVar("S", bound=np.generic)
 
 
 def unique(groups: Sequence[Sequence[Ids]]) -> list[UniqueIds]:
@@ -77,6 +83,28 @@ def decode_rows(halves: Halves, scales: Floats) -> Floats:
     """Twin of :func:`persia.batching.decode_rows`."""
     with np.errstate(invalid="ignore"):
         return halves.astype(np.float32) * scales[:, None]
+
+
+def take_places(values: Packed[S], places: Packed[np.uint32]) -> Packed[S]:
+    """Twin of :func:`persia.batching.take_places`."""
+    taken = [value for table in values for value in (values[table][place] for place in places[table].tolist())]
+    return Packed(values.names, places.counts, np.array(taken, values.buffer.dtype))
+
+
+def put_places(rows: Packed[np.float32], places: Packed[np.uint32], fresh: Packed[np.float32]) -> None:
+    """Twin of :func:`persia.batching.put_places`."""
+    for table in rows:
+        for place, row in zip(places[table].tolist(), fresh[table], strict=True):
+            rows[table][place] = row
+
+
+def keep(values: Packed[S], kept: BoolArray) -> Packed[S]:
+    """Twin of :func:`persia.batching.keep`."""
+    flags = iter(kept.tolist())
+    parts = {table: [row for row in array if next(flags)] for table, array in values.items()}
+    flat = [value for part in parts.values() for row in part for value in np.ravel(row)]
+    counts = [len(part) for part in parts.values()]
+    return Packed(values.names, counts, np.array(flat, values.buffer.dtype), values.widths)
 
 
 def plan_copies(
