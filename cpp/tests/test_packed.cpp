@@ -51,6 +51,33 @@ TEST(lookup_and_update_of_one_buffer_are_those_of_a_buffer_per_table) {
   }
 }
 
+TEST(rows_are_read_with_whether_there_are_any) {
+  ThreadPool pool(2);
+  Store store(pool);
+  add_tables(store);
+  const std::vector<std::size_t> tables = {2, 0, 1}, counts = {3, 0, 2};
+  const std::vector<std::uint64_t> ids = {1, 2, 3, 9, 5};
+  std::vector<float> rows(3 * 1 + 2 * 5), expected(rows.size());
+  for (const std::uint64_t id : {std::uint64_t{2}, std::uint64_t{3}}) {
+    const LookupRequest request{2, &id, 1, rows.data()};
+    store.lookup({&request, 1}, true);
+  }
+  const LookupRequest request{1, &ids[4], 1, rows.data()};
+  store.lookup({&request, 1}, true);
+  lookup_packed(store, {tables, counts}, ids, expected, false);
+  std::fill(rows.begin(), rows.end(), 99.0f);
+  std::vector<std::uint8_t> found(ids.size(), 7);
+  read_packed(store, {tables, counts}, ids, rows, found);
+  CHECK(found == (std::vector<std::uint8_t>{0, 1, 1, 0, 1}));
+  CHECK(rows == expected && rows[0] == 0 && rows[1] != 0 && rows[8] != 0);
+  CHECK(store.size(0) == 0 && store.size(1) == 1 && store.size(2) == 2);
+  for (const std::size_t size : {0, 4}) {
+    CHECK(refuses([&] { read_packed(store, {tables, counts}, ids, rows, std::span(found).first(size)); }));
+  }
+  CHECK(refuses([&] { read_packed(store, {tables, counts}, ids, std::span(rows).first(12), found); }));
+  read_packed(store, {{}, {}}, {}, {}, {});
+}
+
 TEST(counts_that_do_not_fit_the_buffers_are_refused_and_nothing_changes) {
   ThreadPool pool(1);
   Store store(pool);

@@ -10,7 +10,7 @@ from persia.ps.row_chunks import set_rows
 from persia.store import NativeStore, Spill, TableConfig
 from persia.types.half_floats import DTYPES
 from support.examples import examples
-from support.stores import contents, lookup, update
+from support.stores import contents, lookup, read, update
 from support.twins.store import ReferenceStore
 
 OPTIMIZERS = [
@@ -119,6 +119,7 @@ def test_any_history(data):
         elif action == "read":
             np.testing.assert_array_equal(store.last_steps(0, ids), reference.last_steps(0, ids))
             np.testing.assert_array_equal(store.contains(0, ids), reference.contains(0, ids))
+            assert_same_rows(read(store, ids), read(reference, ids))
             (mine, rows), (theirs, expected) = store.peek(0, ids), reference.peek(0, ids)
             np.testing.assert_array_equal(mine, theirs)
             assert_same_rows(rows, expected)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from persia.errors import StoreError
 from persia.store import NativeStore, TableConfig
-from support.stores import STORES
+from support.stores import STORES, lookup, read
 
 DIMS = (3, 1, 4)
 ids_of_a_table = st.lists(st.integers(0, 20), unique=True, max_size=12).map(lambda ids: np.array(ids, np.uint64))
@@ -49,6 +49,48 @@ def test_packed_calls_are_those_table_by_table(batches):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("kind", STORES)
+def test_rows_are_read_with_whether_there_are_any(kind):
+    """Of several tables in any order; nothing is admitted, counted or touched."""
+    store = a_store(STORES[kind])
+    for table, ids in ((0, [3, 1]), (2, [7])):
+        lookup(store, np.array(ids, np.uint64), table=table)
+    before = [store.statistics(table) for table in range(len(DIMS))]
+    asked = np.array([7, 9, 1, 2, 3, 3, 5], np.uint64)
+    rows = np.full(2 * 4 + 4 * 3 + 1, 99, np.float32)
+    found = store.read_packed([2, 0, 1], [2, 4, 1], asked, rows)
+    assert found.dtype == np.bool_
+    assert found.tolist() == [True, False, True, False, True, True, False]
+    parts = zip([2, 0, 1], [asked[:2], asked[2:6], asked[6:]], strict=True)
+    expected = [lookup(store, part, train=False, table=table).reshape(-1) for table, part in parts]
+    np.testing.assert_array_equal(rows, np.concatenate(expected))
+    assert rows[:4].any()
+    assert not rows[4:8].any()
+    assert [store.statistics(table) for table in range(len(DIMS))] == before
+    assert [store.size(table) for table in range(len(DIMS))] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("tables", [[], [1], [0, 2]])
+def test_no_ids_are_read(kind, tables):
+    store = a_store(STORES[kind])
+    found = store.read_packed(tables, [0] * len(tables), np.empty(0, np.uint64), np.empty(0, np.float32))
+    assert found.dtype == np.bool_
+    assert found.shape == (0,)
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_reading_keeps_the_order_of_evictions(kind):
+    """A row that is only read leaves as if it were not."""
+    store = STORES[kind](1)
+    store.create_table(TableConfig("t", 2, capacity=8, shards=1))
+    lookup(store, np.arange(8, dtype=np.uint64))
+    for _ in range(3):
+        assert read(store, np.zeros(1, np.uint64))[1].all()
+    lookup(store, np.array([100], np.uint64))
+    assert not read(store, np.zeros(1, np.uint64))[1].any()
+
+
 IDS, ROWS = np.arange(3, dtype=np.uint64), np.zeros(3 * 3, np.float32)
 WRONG = {
     "an unknown table": ([9], [3], IDS, ROWS),
@@ -75,4 +117,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(name, kind):
         store.lookup_packed(tables, counts, ids, rows, True)
     with pytest.raises(StoreError):
         store.update_packed(tables, counts, ids, rows, [0.1] * len(tables), 0)
+    with pytest.raises(StoreError):
+        store.read_packed(tables, counts, ids, rows)
     assert [store.size(table) for table in range(len(DIMS))] == [0, 0, 0]

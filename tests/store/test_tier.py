@@ -19,7 +19,7 @@ from persia.ps.row_chunks import set_rows
 from persia.store import COLD_ROW_BYTES, NativeStore, Spill, TableConfig
 from persia.types.half_floats import DTYPES
 from support.examples import examples
-from support.stores import lookup, update
+from support.stores import lookup, read, update
 from support.twins.rocks import RocksStore
 from support.twins.store import ReferenceStore
 
@@ -100,6 +100,8 @@ def any_history(make, data, path):
             assert mine == theirs
         elif action == "read":
             np.testing.assert_array_equal(*(s.last_steps(0, asked) for s in both))
+            for ours, others in zip(*(read(s, asked) for s in both), strict=True):
+                np.testing.assert_array_equal(ours, others)
             (mine, rows), (theirs, others) = (s.peek(0, asked) for s in both)
             np.testing.assert_array_equal(mine, theirs)
             for a, b in zip(rows[:-1], others[:-1], strict=True):
@@ -186,6 +188,10 @@ def test_rows_leave_memory_and_come_back(store, tmp_path):
     before = store.tier_counts(0)
     assert lookup(store, np.arange(500, dtype=np.uint64), train=False).all()
     store.peek(0, np.arange(500, dtype=np.uint64))
+    rows, found = read(store, np.arange(600, dtype=np.uint64))
+    assert found.tolist() == [True] * 500 + [False] * 100
+    np.testing.assert_array_equal(rows[:500], lookup(store, np.arange(500, dtype=np.uint64), train=False))
+    assert not rows[500:].any()
     assert {**before, "read": 0} == {**store.tier_counts(0), "read": 0}  # Reading moves nothing.
 
 

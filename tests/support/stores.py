@@ -26,6 +26,14 @@ def lookup(store, ids, train=True, table=0):
     return widen(rows, config.dtype, config.dim)
 
 
+def read(store, ids, table=0):
+    """Returns embeddings [n, dim], and whether each id has a row."""
+    config = store.config(table)
+    rows = np.empty((len(ids), config.row_words), np.float32)
+    found = store.read_packed([table], [len(ids)], ids, rows.reshape(-1))
+    return widen(rows, config.dtype, config.dim), found
+
+
 def update(store, ids, gradients, lr=0.1, step=1, client=0, sequence=0, table=0):
     """Returns the outcome of gradients [n, dim]."""
     flat = np.ascontiguousarray(gradients, np.float32).reshape(-1)

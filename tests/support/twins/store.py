@@ -130,8 +130,10 @@ class ReferenceStore(EmbeddingStore):
         """See `EmbeddingStore.read_packed`."""
         self.lookup_packed(tables, counts, ids, out, False)
         ends = np.cumsum(counts)
-        parts = [ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
-        return np.concatenate([self.contains(table, part) for table, part in zip(tables, parts, strict=True)] or [[]])
+        found = np.empty(len(ids), np.bool_)
+        for table, end, count in zip(tables, ends, counts, strict=True):
+            found[end - count : end] = self.contains(table, ids[end - count : end])
+        return found
 
     @_locked
     def update_packed(
