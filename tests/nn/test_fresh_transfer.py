@@ -1,0 +1,139 @@
+"""Refreshed rows on the way to the network: with the native core and in the form of a GPU they have the same bits."""
+
+import numpy as np
+import pytest
+import torch
+from test_transfer import make_batches
+
+import persia
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
+from persia.errors import DataError
+from persia.modes import Sync
+from persia.nn.transfer import CpuStaging, Transfer
+from persia.optim import SGD
+from persia.ps import EmbeddingServer
+from persia.schema import Table
+from persia.types import Contribution, FreshRows, Packed, PushHeader
+from persia.worker import Worker, WorkerOptions
+
+
+def schema(dtype):
+    features = [
+        persia.IdFeature("item", table="item"),
+        persia.IdFeature("history", table="item", pooling="mean"),
+        persia.IdFeature("user", table="user"),
+    ]
+    tables = [Table("item", 8, dtype=dtype), Table("user", 5, dtype=dtype)]
+    return persia.Schema(features, tables=tables, dense_features=["price"])
+
+
+def a_batch():
+    """Samples of `make_batches`, with users."""
+    (batch,) = make_batches(1)
+    columns = {**batch.id_features, "user": IdColumn(np.arange(12, dtype=np.uint64))}
+    return Batch(columns, batch.dense, batch.labels)
+
+
+class Case:
+    """A batch that was looked up ahead, twice: for the native core, and for a device."""
+
+    def __init__(self, dtype, compression):
+        self.schema = schema(dtype)
+        tables = self.schema.resolved_tables()
+        self.worker = Worker(
+            self.schema,
+            [EmbeddingServer(tables, SGD(lr=1.0), Sync(), 3, 1) for _ in range(2)],
+            options=WorkerOptions(compression),
+        )
+        self.batch = a_batch()
+        self.batch_id = self.worker.register(self.batch.id_features)
+        self.transfers = [Transfer(CpuStaging(), on_host, tables) for on_host in (True, False)]
+        self.prepared = [t.rows(self.batch, self.worker.lookup_ahead(self.batch_id))[0] for t in self.transfers]
+
+    def push(self):
+        """Changes a part of the rows."""
+        few = {name: IdColumn(np.arange(12, dtype=np.uint64) % 4) for name in ("item", "history", "user")}
+        other = self.worker.register(few)
+        self.worker.lookup(other)
+        ids, dims = self.worker.distinct_ids(other), {"item": 8, "user": 5}
+        random = np.random.default_rng(0)
+        gradients = {name: random.normal(size=(len(own), dims[name])).astype(np.float32) for name, own in ids.items()}
+        self.worker.push(PushHeader(1, 0, 1, 0, 4), [Contribution(other, gradients)])
+
+    def whole(self):
+        """Returns the rows of a lookup now."""
+        prepared, _ = self.transfers[0].rows(self.batch, self.worker.lookup_ahead(self.batch_id))
+        return prepared.rows
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_refreshed_rows_have_the_bits_of_a_lookup(dtype, compression):
+    case = Case(dtype, compression)
+    before = [{name: rows.detach().clone() for name, rows in prepared.rows.items()} for prepared in case.prepared]
+    case.push()
+    for prepared, transfer, old in zip(case.prepared, case.transfers, before, strict=True):
+        fresh = case.worker.refresh(case.batch_id, prepared.seen)
+        assert 0 < sum(fresh.places.counts) < sum(len(rows) for rows in prepared.rows.values())
+        replace = transfer.fresh_rows(prepared, fresh)
+        assert all(torch.equal(rows, old[name]) for name, rows in prepared.rows.items())  # Not before the call.
+        replace()
+        prepared.finish_refresh()
+        for name, rows in case.whole().items():
+            assert torch.equal(prepared.rows[name], rows)
+            assert not torch.equal(old[name], rows)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_leaves_that_wait_for_a_gradient_are_refreshed(on_host):
+    """They stay leaves, with the values of the refresh in the backward pass."""
+    case = Case("float32", "none")
+    prepared, transfer = case.prepared[not on_host], case.transfers[not on_host]
+    taken = []
+    prepared.await_gradient(case.batch_id, lambda batch: taken.append(batch.take_gradients(None)))
+    leaves = dict(prepared.rows)
+    case.push()
+    transfer.fresh_rows(prepared, case.worker.refresh(case.batch_id, prepared.seen))()
+    prepared.finish_refresh()
+    assert all(prepared.rows[name] is leaf and leaf.is_leaf for name, leaf in leaves.items())
+    sum(0.5 * rows.square().sum() for rows in prepared.rows.values()).backward()
+    for name, rows in case.whole().items():
+        assert torch.equal(taken[0][name], rows)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_nothing_to_refresh(on_host):
+    case = Case("float32", "fp16")
+    prepared, transfer = case.prepared[not on_host], case.transfers[not on_host]
+    old = {name: rows.clone() for name, rows in prepared.rows.items()}
+    fresh = case.worker.refresh(case.batch_id, prepared.seen)
+    assert sum(fresh.places.counts) == 0
+    transfer.fresh_rows(prepared, fresh)()
+    assert all(torch.equal(rows, old[name]) for name, rows in prepared.rows.items())
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_rows_in_a_message_are_copied(on_host):
+    """Those of a lookup that came in a message cannot be written; a refresh must not fail, or write to it."""
+    case = Case("float32", "none")
+    found = case.worker.lookup_ahead(case.batch_id)
+    found.rows.buffer.flags.writeable = False
+    sent = found.rows.buffer.copy()
+    transfer = case.transfers[not on_host]
+    prepared, _ = transfer.rows(case.batch, found)
+    case.push()
+    transfer.fresh_rows(prepared, case.worker.refresh(case.batch_id, prepared.seen))()
+    for name, rows in case.whole().items():
+        assert torch.equal(prepared.rows[name], rows)
+    np.testing.assert_array_equal(found.rows.buffer, sent)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_rows_of_another_form_are_refused(on_host):
+    case = Case("float32", "none")
+    prepared, transfer = case.prepared[not on_host], case.transfers[not on_host]
+    places = Packed.of({name: np.zeros(1, np.uint32) for name in ("item", "user")}, np.uint32)
+    wrong = Packed.of({name: np.zeros((1, 3), np.float32) for name in ("item", "user")}, np.float32)
+    with pytest.raises(DataError):
+        transfer.fresh_rows(prepared, FreshRows(places, wrong, prepared.seen))
