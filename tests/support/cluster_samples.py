@@ -199,7 +199,8 @@ def bare_host() -> type:
     return Bare
 
 
-DELAYED = ("lookup", "push", "register", "take")
+LOOKUPS = ("lookup", "lookup_ahead")
+DELAYED = (*LOOKUPS, "refresh", "push", "register", "take")
 
 
 def delayed_host(host: type, seed: int) -> type:
@@ -216,7 +217,7 @@ def delayed_host(host: type, seed: int) -> type:
             def call(*arguments: Any) -> Any:
                 with self.lock:
                     pause = self.random.random() * 0.02
-                    if name == "lookup":
+                    if name in LOOKUPS:
                         self.lookups += 1
                         self.behind = max(self.behind, self.lookups - 1 - self.pushes)
                 time.sleep(pause)
