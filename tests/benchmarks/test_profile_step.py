@@ -11,7 +11,7 @@ from benchmarks.profile_step import OPTIMIZERS, PARTS, WORK, Parts
 
 from persia import Batch
 from persia.cluster import Embedded
-from persia.modes import Sync
+from persia.modes import Hybrid
 from persia.nn import EmbeddingCollection
 from persia.nn.pooling import Expander, PooledAhead
 from persia.nn.prepared import PreparedBatch
@@ -27,6 +27,9 @@ CALLS = [
 ]
 """Calls for a batch in training, by thread."""
 
+MODE = Hybrid(1, warmup=0, refresh=False)
+"""In which rows are pooled as they are looked up, and never again."""
+
 
 class Elsewhere(Embedded):
     """As if rows were in another process, so that lookups run in a thread."""
@@ -38,7 +41,7 @@ class Elsewhere(Embedded):
 def train(parts, batches):
     """Trains on batches as `Parts.step` does, but through `prefetch`; returns the collection."""
     optimizer = parts.collection.optimizer
-    collection = EmbeddingCollection(parts.schema, optimizer=optimizer, mode=Sync(), cluster=Elsewhere(threads=1))
+    collection = EmbeddingCollection(parts.schema, optimizer=optimizer, mode=MODE, cluster=Elsewhere(threads=1))
     for batch in collection.prefetch(batches):
         sum(values.sum() for values in collection(batch).values()).backward()
     return collection

@@ -132,7 +132,7 @@ def pushes(cluster):
 
 def test_a_warm_up_counts_global_steps_from_pass_to_pass():
     cluster = Recorded()
-    embeddings = collection(cluster, Hybrid(2, warmup=8))
+    embeddings = collection(cluster, Hybrid(2, warmup=8, refresh=False))
     for bound in (0, 1, 2):  # Of each step of a pass; its pushes wait until lookups have gone to the bound.
         end = 4 * (bound + 1)
         cluster.worker.lookups_first = lambda number, ahead=1 + bound, end=end: min(number + ahead, end)

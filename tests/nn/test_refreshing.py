@@ -105,14 +105,16 @@ def train(embeddings, batch):
     (-embeddings(batch)["item"].sum()).backward()
 
 
-def threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("persia-")]
+def threads(before):
+    started = set(threading.enumerate()) - before
+    return [thread.name for thread in started if thread.name.startswith("persia-")]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
+    before = set(threading.enumerate())
     yield
-    wait_until(lambda: not threads(), "that all threads of the pass end")
+    wait_until(lambda: not threads(before), "that all threads of the pass end")
 
 
 def current_to(embeddings):
@@ -328,6 +330,7 @@ def test_a_push_that_hangs_is_named():
 @pytest.mark.parametrize("mode", MODES, ids=["sync", "hybrid"])
 @pytest.mark.parametrize("how", ["break", "close", "error"])
 def test_a_loop_that_is_left_leaves_no_thread(mode, how):
+    before = set(threading.enumerate())
     embeddings, _ = collection(mode)
     for _ in range(2):
         with contextlib.suppress(ZeroDivisionError):
@@ -336,14 +339,14 @@ def test_a_loop_that_is_left_leaves_no_thread(mode, how):
                 train(embeddings, batch)
                 if number == 5:
                     wait_until(lambda: embeddings.ready >= 1)
-                    assert "persia-refresh" in threads()
+                    assert "persia-refresh" in threads(before)
                     if how == "break":
                         break
                     if how == "error":
                         1 / 0  # noqa: B018
                     batches.close()
         batches.close()
-        assert not threads()
+        assert not threads(before)
     assert embeddings.rows("item", [HOT]).values[0, 0] == 12
 
 
