@@ -15,9 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from benchmarks.step import ROUNDS, STEPS, WORK, Persia
 from persia import Batch, IdColumn, IdFeature, Schema, rpc
 from persia.cluster import Ray, RayOptions
 from persia.modes import Hybrid, Mode, Sync
-from persia.nn import EmbeddingCollection
+from persia.nn import EmbeddingCollection, collection
 from persia.schema import Adagrad
 from persia.services import EmbeddingPS
 
@@ -108,17 +109,38 @@ def vs_embedded(preset: str) -> runner.Measure:
 # --- emulated network ---------------------------------------------------------------------------------------------
 
 
-class SlowLookups:
-    """An embedding worker whose lookups last as long as on a busy network."""
+@contextmanager
+def waiting(ahead: bool) -> Iterator[None]:
+    """Lets lookups of `Sync` wait for the step before, unless they are to run ahead; in this process."""
+    with nullcontext() if ahead else mock.patch.object(collection, "refreshes", return_value=None):
+        yield
+
+
+class SlowNetwork:
+    """An embedding worker whose lookups last 30 ms, and whose refreshes last less, as they have fewer rows."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
+        self._rows = 1
 
     def lookup(self, batch_id: int, train: bool = True) -> Any:
         began = time.monotonic()
-        rows = self._worker.lookup(batch_id, train)
-        time.sleep(max(0.0, LOOKUP_SECONDS - (time.monotonic() - began)))
-        return rows
+        return self._late(began, self._worker.lookup(batch_id, train), 1.0)
+
+    def lookup_ahead(self, batch_id: int) -> Any:
+        began = time.monotonic()
+        found = self._worker.lookup_ahead(batch_id)
+        self._rows = max(1, sum(found.rows.counts))
+        return self._late(began, found, 1.0)
+
+    def refresh(self, batch_id: int, seen: Any) -> Any:
+        began = time.monotonic()
+        fresh = self._worker.refresh(batch_id, seen)
+        return self._late(began, fresh, sum(fresh.rows.counts) / self._rows)
+
+    def _late(self, began: float, result: Any, share: float) -> Any:
+        time.sleep(max(0.0, share * LOOKUP_SECONDS - (time.monotonic() - began)))
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
@@ -132,7 +154,7 @@ class Slow:
 
     def connect(self, *arguments: Any) -> Any:
         connection = self._cluster.connect(*arguments)
-        return connection._replace(worker=SlowLookups(connection.worker))
+        return connection._replace(worker=SlowNetwork(connection.worker))
 
 
 def batches(count: int, rows: int, seed: int, features: int = FEATURES) -> list[Batch]:
@@ -156,7 +178,10 @@ class Loop(NamedTuple):
 
 
 def emulated(cluster: Any, mode: Mode, steps: int, features: int = FEATURES, floor: bool = False) -> Loop:
-    """Trains on this NN worker, with embeddings of the cluster; and, if asked for, with constant ones."""
+    """Trains on this NN worker, with embeddings of the cluster; and, if asked for, with constant ones.
+
+    Lookups of `Sync` wait for the step before, as in the Persia paper.
+    """
     warm = WARM_STEPS
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     schema = Schema([IdFeature(f"f{i}", dim=DIM) for i in range(features)])
@@ -174,10 +199,11 @@ def emulated(cluster: Any, mode: Mode, steps: int, features: int = FEATURES, flo
         optimizer.zero_grad()
 
     began = cpu = 0.0
-    for number, batch in enumerate(embeddings.prefetch(batches(warm + steps, ROWS, rank, features))):
-        if number == warm:
-            began, cpu = time.perf_counter(), time.process_time()
-        step(list(embeddings(batch).values()), batch.labels)
+    with waiting(ahead=not isinstance(mode, Sync)):
+        for number, batch in enumerate(embeddings.prefetch(batches(warm + steps, ROWS, rank, features))):
+            if number == warm:
+                began, cpu = time.perf_counter(), time.process_time()
+            step(list(embeddings(batch).values()), batch.labels)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     if not floor:
         return Loop(seconds, cpu, 0.0)

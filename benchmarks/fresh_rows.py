@@ -13,24 +13,22 @@ fresh.ps_cpu             CPU time of a PS for the same batches, refreshed over n
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 
 from benchmarks import runner
-from benchmarks.cluster import COMPUTE_SECONDS, EMULATED_ROUNDS, EMULATED_STEPS, LOOKUP_SECONDS, ray_here
+from benchmarks.cluster import COMPUTE_SECONDS, EMULATED_ROUNDS, EMULATED_STEPS, Slow, ray_here, waiting
 from benchmarks.cluster import batches as uniform
 from persia import Batch, IdColumn, IdFeature, Schema, Table
 from persia.cluster import Embedded, Ray, RayOptions
 from persia.modes import Hybrid, Mode, Sync
-from persia.nn import CollectionOptions, EmbeddingCollection, collection
+from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.optim import SGD, Adagrad, Adam
 from persia.ps import EmbeddingServer
 from persia.schema import EmbeddingOptimizer
@@ -48,13 +46,6 @@ DISK_BATCH, DISK_DIM = {"smoke": 64, "laptop": 4096, "full": 4096}, 64
 DISK_STEPS = {"smoke": 5, "laptop": 60, "full": 300}
 TABLES, IDS, BATCH, SKEW = 26, 100_000, 4096, 1.05
 COST_STEPS, COST_DIM = {"smoke": 6, "laptop": 40, "full": 200}, 16
-
-
-@contextlib.contextmanager
-def waiting(ahead: bool) -> Iterator[None]:
-    """Lets lookups of `Sync` wait for the step before, unless they are to run ahead; in this process."""
-    with contextlib.nullcontext() if ahead else mock.patch.object(collection, "refreshes", return_value=None):
-        yield
 
 
 # --- bits ---------------------------------------------------------------------------------------------------------
@@ -114,47 +105,6 @@ def bits(preset: str) -> runner.Measure:
 
 
 # --- rate ---------------------------------------------------------------------------------------------------------
-
-
-class SlowNetwork:
-    """An embedding worker whose lookups last 30 ms, and whose refreshes last less, as they have fewer rows."""
-
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
-        self._rows = 1
-
-    def lookup(self, batch_id: int, train: bool = True) -> Any:
-        began = time.monotonic()
-        return self._late(began, self._worker.lookup(batch_id, train), 1.0)
-
-    def lookup_ahead(self, batch_id: int) -> Any:
-        began = time.monotonic()
-        found = self._worker.lookup_ahead(batch_id)
-        self._rows = max(1, sum(found.rows.counts))
-        return self._late(began, found, 1.0)
-
-    def refresh(self, batch_id: int, seen: Any) -> Any:
-        began = time.monotonic()
-        fresh = self._worker.refresh(batch_id, seen)
-        return self._late(began, fresh, sum(fresh.rows.counts) / self._rows)
-
-    def _late(self, began: float, result: Any, share: float) -> Any:
-        time.sleep(max(0.0, share * LOOKUP_SECONDS - (time.monotonic() - began)))
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
-
-
-class Slow:
-    """A cluster with such embedding workers."""
-
-    def __init__(self, cluster: Any) -> None:
-        self._cluster = cluster
-
-    def connect(self, *arguments: Any) -> Any:
-        connection = self._cluster.connect(*arguments)
-        return connection._replace(worker=SlowNetwork(connection.worker))
 
 
 def network_seconds(cluster: Any, mode: Mode, steps: int, ahead: bool) -> float:

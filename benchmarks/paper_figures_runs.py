@@ -133,16 +133,31 @@ class Distant:
 
     Args:
         worker: the embedding worker.
-        seconds: that a lookup takes longer, and a push.
+        seconds: that a lookup takes longer, and a push; a refresh as much as its share of the rows.
     """
 
     def __init__(self, worker: Any, seconds: float) -> None:
         self._worker, self._seconds = worker, seconds
+        self._rows = 1
+        """Of the last lookup."""
 
     def lookup(self, batch_id: int, train: bool = True) -> Any:
         """Looks up rows."""
         time.sleep(self._seconds if train else 0.0)
         return self._worker.lookup(batch_id, train)
+
+    def lookup_ahead(self, batch_id: int) -> Any:
+        """Looks up rows ahead of their use."""
+        time.sleep(self._seconds)
+        found = self._worker.lookup_ahead(batch_id)
+        self._rows = max(1, sum(found.rows.counts))
+        return found
+
+    def refresh(self, batch_id: int, seen: Any) -> Any:
+        """Reads the rows that have changed."""
+        fresh = self._worker.refresh(batch_id, seen)
+        time.sleep(self._seconds * sum(fresh.rows.counts) / self._rows)
+        return fresh
 
     def push(self, header: Any, contributions: Any) -> Any:
         """Pushes gradients."""

@@ -29,7 +29,7 @@ from persia.ps import EmbeddingServer
 from persia.rpc.array_encoding import encode
 from persia.rpc.limits import Limits
 from persia.services import Connection
-from persia.types import Contribution, LookedUp, Packed, PushHeader
+from persia.types import Contribution, FreshRows, LookedUp, Moment, Packed, PushHeader
 from persia.worker import Worker, WorkerOptions
 
 BATCH = 4096
@@ -88,6 +88,13 @@ class Wire:
 
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
         return self._decoded(self._worker.lookup(batch_id, train))
+
+    def lookup_ahead(self, batch_id: int) -> LookedUp:
+        return self._decoded(self._worker.lookup_ahead(batch_id))
+
+    def refresh(self, batch_id: int, seen: list[Moment]) -> FreshRows:
+        fresh = self._worker.refresh(batch_id, seen)
+        return fresh._replace(rows=transfer.decode(fresh.rows, fresh.scales), scales=None)
 
     def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
         return self._decoded(self._worker.evaluate(id_features))

@@ -23,7 +23,7 @@ from persia.plan.rates import BatchShape, StepRate, WorkloadRate
 from persia.ps import EmbeddingServer
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, EmbeddingPS, EmbeddingWorker
-from persia.types import Contribution, LookedUp, Packed, PackedGradients, PushHeader, UpdateCounts
+from persia.types import Contribution, FreshRows, LookedUp, Moment, Packed, PackedGradients, PushHeader, UpdateCounts
 from persia.types.half_floats import words_of
 from persia.worker import Worker
 
@@ -87,6 +87,16 @@ class _FakeWorker:
 
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
         return self._registered[batch_id]
+
+    def lookup_ahead(self, batch_id: int) -> LookedUp:
+        return self._registered[batch_id]._replace(seen=[Moment(0, 0)])
+
+    def refresh(self, batch_id: int, seen: list[Moment]) -> FreshRows:
+        """Answers that no row has changed."""
+        rows = self._registered[batch_id].rows
+        none = [0] * len(rows)
+        places = Packed(rows.names, none, np.empty(0, np.uint32))
+        return FreshRows(places, Packed(rows.names, none, rows.buffer[:0], rows.widths), seen)
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
         for contribution in contributions:
