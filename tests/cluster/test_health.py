@@ -118,7 +118,7 @@ def test_every_process_answers(tmp_path):
         (worker,) = (p for p in found if p["role"] == "embedding_worker")
         sent = {f["labels"]["codec"]: f["value"] for f in worker["figures"] if f["name"] == "worker_row_bytes"}
         assert sent["fp16"] > 0
-        assert sum(sum(t["counts"]) for t in worker["latencies"] if t["labels"] == {"method": "lookup"}) > 0
+        assert sum(sum(t["counts"]) for t in worker["latencies"] if t["labels"] == {"method": "lookup_ahead"}) > 0
         (targets,) = json.loads((tmp_path / "targets.json").read_text())
         assert len(set(targets["targets"])) == 6
         with urllib.request.urlopen(f"http://{targets['targets'][1]}/metrics", timeout=10) as answer:

@@ -56,7 +56,8 @@ def test_all_roles_are_on_one_time_line(tmp_path):
     roles = {"NN worker 0", "NN worker 1", "data loader 0", "embedding worker 0", "embedding PS 0", "coordinator 0"}
     assert spans.keys() == roles
     steps = {span["args"]["step"] for span in spans["NN worker 0"] if span["name"] == "step"}
-    assert len(steps) == STEPS
+    assert len(steps) >= STEPS
+    steps = set(sorted(steps)[-STEPS:])  # Steps before run while these are looked up ahead.
     for rank in range(2):
         names = Counter(span["name"] for span in spans[f"NN worker {rank}"] if span["args"].get("step") in steps)
         for name in ("lookup", "step", "forward", "backward", "all-reduce", "update", "push"):

@@ -305,9 +305,19 @@ class Losing:
         self.lookups, self.pushes = itertools.count(1), itertools.count(1)  # Calls may come at the same time.
 
     def lookup(self, batch_id, train=True):
+        self._lose(batch_id)
+        return self.worker.lookup(batch_id, train)
+
+    def lookup_ahead(self, batch_id):
+        self._lose(batch_id)
+        return self.worker.lookup_ahead(batch_id)
+
+    def _lose(self, batch_id):
         if next(self.lookups) == self.on_lookup:
             self.worker.release(batch_id)
-        return self.worker.lookup(batch_id, train)
+
+    def refresh(self, batch_id, seen):
+        return self.worker.refresh(batch_id, seen)
 
     def push(self, header, contributions):
         if contributions and next(self.pushes) == self.on_push:
