@@ -120,3 +120,21 @@ def test_lookups_leave_half_of_the_staleness_to_copies_of_rows(staleness, ahead)
     assert gate.measured.max == ahead
     gate.aged(staleness)
     assert gate.measured == (pytest.approx((sum(range(ahead + 1)) + staleness) / (ahead + 2)), staleness, ahead + 2)
+
+
+@pytest.mark.parametrize(("use_wait", "depth"), [(0.0, 0), (0.004, 2)])
+def test_auto_weighs_waiting_for_pushes_if_rows_are_refreshed(use_wait, depth, monkeypatch):
+    """Steps of 10 ms whose rows were ready for all of it; and the same, less a wait for pushes at the use of rows."""
+    now = [0.0]
+    monkeypatch.setattr("persia.nn.gate.time.monotonic", lambda: now[0])
+    gate = StalenessGate(Hybrid("auto", warmup=0), 1)
+    gate.refreshing, gate.lookahead = True, 1
+    gate.open()
+    depths = []
+    for _ in range(WINDOW + 1):
+        assert gate.pass_lookup()
+        now[0] += 0.01
+        gate.drawn(0.01, use_wait=use_wait)
+        gate.done(1)
+        depths.append(gate.depth)
+    assert depths[-1] == depth

@@ -84,6 +84,15 @@ def test_threads_beside_the_network_pool_and_sum(threads, accumulation_steps, su
     assert threads == {"pool_rows": ["persia-lookup"] * 4, "sum_rows": [summing] * 4}
 
 
+def test_features_are_pooled_ahead_at_depth_1_too(threads):
+    """There a lookup lacks only the step that is being computed, so that hardly any row is refreshed."""
+    embeddings = collection(modes.Hybrid(1, warmup=0))
+    for batch in embeddings.prefetch(make_batches(8)):
+        squares(embeddings, batch).backward()
+    assert set(threads["pool_rows"]) <= {"persia-lookup", "persia-refresh"}
+    assert threads["pool_rows"].count("persia-lookup") == 8
+
+
 def test_few_pooled_features_wait_for_the_training_thread(threads, monkeypatch):
     monkeypatch.setattr(pooling, "MOST_AHEAD", 2 * NBYTES)
     embeddings = collection(modes.Hybrid(None, refresh=False))

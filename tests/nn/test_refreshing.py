@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 import persia
 from persia.batching.batch import Batch
@@ -16,10 +17,14 @@ from persia.membership.directory import Directory
 from persia.membership.embedding_workers import EmbeddingWorkers
 from persia.modes import Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection, pooling
+from persia.nn.prepared import PreparedBatch
+from persia.nn.row_refresher import RowRefresher
 from persia.optim import SGD
 from persia.ps import EmbeddingServer
 from persia.schema import Table, Zeros
 from persia.services import Connection
+from persia.telemetry.tracing import Tracer
+from persia.types import FreshRows, Moment, Packed
 from persia.worker import Worker
 from support.waiting import wait_until
 
@@ -393,3 +398,48 @@ def test_a_batch_that_is_lost_before_its_refresh(mode):
     assert len(lost) == 1
     assert embeddings.pushed.lost_gradients == 1
     assert embeddings.rows("item", [HOT]).values[0, 0] == 11
+
+
+class Held:
+    """A batch that waits, and the refresher that has it; refreshes wait for the test."""
+
+    def __init__(self, applied, current_to):
+        self.applied, self.may_refresh = applied, threading.Event()
+        self.batch = PreparedBatch(torch.zeros(1, 0), torch.zeros(1, 1), None, {}, {}, {})
+        self.batch.batch_id, self.batch.seen = 1, [Moment(0, 0)]
+        self.batch.step, self.batch.current_to = 3, current_to
+        self.refresher = RowRefresher(
+            self, self, lambda: self.applied, 20.0, Tracer(), lambda: None, lambda: None, eager=False
+        )
+        self.refresher.offer(self.batch)
+
+    def refresh(self, batch_id, seen):
+        assert self.may_refresh.wait(20)
+        return FreshRows(Packed([], [], np.empty(0, np.uint32)), Packed([], [], np.empty(0, np.float32), []), seen)
+
+    def fresh_rows(self, batch, fresh):
+        return lambda: None
+
+    def close(self):
+        self.refresher.close()
+        self.refresher.join()
+
+
+def test_only_waiting_for_pushes_counts_as_such():
+    """What makes "auto" raise its depth, or keep it: a batch that is current, or is being refreshed, does not."""
+    current = Held(applied=3, current_to=3)
+    assert current.refresher.take(current.batch, 3) == 0.0
+    refreshed = Held(applied=3, current_to=1)
+    threading.Timer(0.05, refreshed.may_refresh.set).start()
+    assert refreshed.refresher.take(refreshed.batch, 3) == 0.0
+    pushed = Held(applied=2, current_to=2)
+    pushed.may_refresh.set()
+
+    def push():
+        pushed.applied = 3
+        pushed.refresher.pushed()
+
+    threading.Timer(0.05, push).start()
+    assert pushed.refresher.take(pushed.batch, 3) > 0.0
+    for held in (current, refreshed, pushed):
+        held.close()

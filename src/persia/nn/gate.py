@@ -97,7 +97,7 @@ class Staleness(NamedTuple):
     Attributes:
         mean: over all lookups.
         max: over all lookups.
-        lookups: number of batches that were looked up.
+        lookups: number of batches that were looked up, or used if rows are refreshed.
     """
 
     mean: float = 0.0
@@ -282,7 +282,7 @@ class StalenessGate:
         Args:
             lead: seconds that its rows had been ready; negative: seconds that the thread waited for them.
             inline: whether it looked them up, and pushed gradients, by itself in that time.
-            use_wait: seconds that it waited then until the rows were current.
+            use_wait: seconds that it waited then for pushes whose updates the rows have to have.
         """
         with self._changed:
             now = time.monotonic()

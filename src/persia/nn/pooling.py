@@ -225,6 +225,12 @@ class PooledAhead:
         """Pools now, in the calling thread. Without it, `embeddings` does."""
         self._values = self._pooled()
 
+    def pool_again(self) -> None:
+        """Pools rows that were changed, in the calling thread; later if the features are too large to wait."""
+        self._values = None
+        if self.fits(0):
+            self.pool()
+
     def embeddings(self) -> dict[str, torch.Tensor | SequenceEmbedding]:
         """Returns the features, differentiable. Later calls pool again, as the first result may have been changed."""
         pooled, self._values = self._values or self._pooled(), None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from persia.errors import DeadlineError, StaleBatchError
 from persia.nn.channel import get_or_idle
 from persia.nn.prepared import PreparedBatch
-from persia.nn.transfer import Transfer
+from persia.nn.transfer import Transfer, nothing_to_do
 from persia.retry import Deadline
 from persia.services import EmbeddingWorker
 from persia.telemetry.tracing import Tracer
@@ -43,6 +43,9 @@ class RowRefresher:
         failed: returns the failure of a push, after which no step is applied any more; None so far.
         idle: called now and then by a `take` that waits; None for no calls.
         eager: whether to refresh as pushes return. Otherwise only once all that the batch needs is applied.
+
+    Attributes:
+        eager: the same.
     """
 
     def __init__(
@@ -64,15 +67,18 @@ class RowRefresher:
         self._tracer = tracer
         self._failed = failed
         self._idle = idle
-        self._eager = eager
+        self.eager = eager
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[PreparedBatch] = deque()
         self._next = -1
-        """Number of the first of these."""
+        """Number of the first batch that waits."""
         self._applied_before = 0
         """Steps that were applied when it became the first."""
+        self._writing: PreparedBatch | None = None
+        """The batch whose rows are being overwritten."""
         self._failure: BaseException | None = None
+        self._late = False
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -98,44 +104,48 @@ class RowRefresher:
         """Waits until a batch is current to step `least`, and leaves it alone from then on. For the training thread.
 
         Returns:
-            The seconds that it waited.
+            The seconds that it waited for pushes.
 
         Raises:
             DeadlineError: its rows did not come in time.
-            Exception: the failure of a refresh.
+            Exception: the failure of a push or a refresh.
         """
-        began = time.monotonic()
         with self._changed:
             batch.needs_step = least
             self._changed.notify_all()
         try:
-            get_or_idle(functools.partial(self._await_current, batch), self._timeout, self._idle)
+            waited = get_or_idle(functools.partial(self._taken, batch), self._timeout, self._idle)
         except TimeoutError:
+            self._late = True
+            applied = self._applied()
+            stage = f"embedding worker: {'push' if applied < least else 'refresh'}"
             raise DeadlineError(
                 f"The rows of a batch were not brought up to date within {self._timeout:g} s: it needs the updates of "
-                f"{least} steps, and {self._applied()} are applied. Late: embedding worker: push, or refresh. Check "
-                "what blocks that stage, or raise `timeout`.",
-                stage="embedding worker: refresh",
+                f"{least} steps, and {applied} are applied. Late: {stage}. Check what blocks that stage, or raise "
+                "`timeout`.",
+                stage=stage,
                 timeout=self._timeout,
             ) from None
-        finally:
-            with self._changed:
-                if batch in self._waiting:
-                    self._waiting.remove(batch)
-                self._changed.notify_all()
         batch.finish_refresh()
-        return time.monotonic() - began
+        return waited
 
-    def _await_current(self, batch: PreparedBatch, seconds: float) -> None:
-        deadline = Deadline(seconds)
+    def _taken(self, batch: PreparedBatch, seconds: float) -> float:
+        """Takes a batch once it is current. Returns for how long steps that it needs were not applied."""
+        began, waited, deadline = time.monotonic(), 0.0, Deadline(seconds)
         with self._changed:
-            while batch.current_to < batch.needs_step:
+            while batch.current_to < batch.needs_step or self._writing is batch:
                 failure = self._failure or self._failed()
                 if failure is not None:
                     raise failure
                 if deadline.passed:
                     raise TimeoutError
+                behind = self._applied() < batch.needs_step
                 self._changed.wait(min(deadline.left, FAILURE_POLL))
+                waited = time.monotonic() - began if behind else waited
+            if batch in self._waiting:
+                self._waiting.remove(batch)
+            self._changed.notify_all()
+        return waited
 
     def close(self) -> None:
         """Ends the thread, without waiting for it. For any thread."""
@@ -145,10 +155,11 @@ class RowRefresher:
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Waits until the thread has ended; after `close`."""
+        """Waits until the thread has ended, after `close`; only for a moment if it was late before."""
         if self._thread is not None:
-            self._thread.join(self._timeout)
-            atexit.unregister(self._end_with_the_process)
+            self._thread.join(END_GRACE if self._late else self._timeout)
+            if not self._thread.is_alive():
+                atexit.unregister(self._end_with_the_process)
 
     def _end_with_the_process(self) -> None:
         """Ends the thread at the exit of a program that never left its loop; gives it a moment."""
@@ -168,7 +179,7 @@ class RowRefresher:
             return None
         needed = batch.current_to < batch.needs_step <= applied
         # One refresh brings the most once only the step that is being computed is missing; or else the next push does.
-        worth = self._eager and (applied >= batch.step - 1 or applied > self._applied_before)
+        worth = self.eager and (applied >= batch.step - 1 or applied > self._applied_before)
         return batch if needed or worth else None
 
     def _run(self) -> None:
@@ -187,20 +198,23 @@ class RowRefresher:
                         fresh = self._worker.refresh(batch.batch_id, batch.seen)
                     except (
                         StaleBatchError
-                    ):  # Lost with its embedding worker. Its gradient will be, too, and is counted.
+                    ):  # Lost with its embedding worker, as its gradient will be, which is counted.
                         fresh = None
-                    replace = None if fresh is None else self._transfer.fresh_rows(batch, fresh)
+                    replace = nothing_to_do if fresh is None else self._transfer.fresh_rows(batch, fresh)
                 with self._changed:
-                    if batch in self._waiting:  # Else it was taken meanwhile.
-                        if replace is not None and fresh is not None:
-                            replace()
-                            batch.seen = fresh.seen
-                        if batch.pooled is not None and batch.pooled.fits(0):  # Beside the network, not before it.
-                            batch.pooled.pool()
-                        batch.current_to = applied
-                        self._changed.notify_all()
+                    if batch not in self._waiting:  # It was taken meanwhile.
+                        continue
+                    self._writing = batch
+                replace()
+                if batch.pooled is not None:
+                    batch.pooled.pool_again()
+                with self._changed:
+                    batch.seen = batch.seen if fresh is None else fresh.seen
+                    batch.current_to = applied
+                    self._writing = None
+                    self._changed.notify_all()
         except BaseException as error:
             error.add_note("Raised in the refreshing thread of prefetch.")
             with self._changed:
-                self._failure = error
+                self._failure, self._writing = error, None
                 self._changed.notify_all()

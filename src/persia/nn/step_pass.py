@@ -92,7 +92,11 @@ class StepPass(TrainingPass):
         self._number = data.start + context.log.connection.rank
         """Number of the next batch that is looked up."""
         steps.begin_pass()
-        super().__init__(context, data, equal_steps, counts)
+        try:
+            super().__init__(context, data, equal_steps, counts)
+        except BaseException:
+            gate.forget_refreshing()
+            raise
 
     def may_look_up(self) -> bool:
         """Waits at the gate."""
@@ -108,6 +112,7 @@ class StepPass(TrainingPass):
             ready=self.runner.ready,
             cache=self._cache,
             refreshed=refresher is not None,
+            final=refresher is None or moment.applied >= moment.step - int(refresher.eager),
             dummy_rows=self.rows_of_dummy,
         )
         prepared.number, self._number = self._number, self._number + self._log.connection.nn_workers

@@ -61,7 +61,7 @@ class TokenPass(TrainingPass):
         """Registers a batch, unless a data loader has, and finds its rows."""
         registered = super().register(batch)
         if self._refresh is not None:
-            self._found = _Found(*self._lookup.look_up(registered, self.end_of_backward, refreshed=True))
+            self._found = _Found(*self._lookup.look_up(registered, self.end_of_backward, refreshed=True, final=False))
         return registered
 
     def may_look_up(self) -> bool:
@@ -99,8 +99,8 @@ class TokenPass(TrainingPass):
             except StaleBatchError:  # Lost with its embedding worker, as will be its gradient, which is counted.
                 return
             refresh.transfer.fresh_rows(batch, fresh)()
-        if batch.pooled is not None and batch.pooled.fits(0):
-            batch.pooled.pool()
+        if batch.pooled is not None:
+            batch.pooled.pool_again()
 
     def drawn(self, lead: float, *, inline: bool) -> None:
         """No-op: no token is drawn ahead, so there is no depth to adapt."""
@@ -159,3 +159,4 @@ class TokenPass(TrainingPass):
             super()._end(left, complete=complete, failure=failure)
         finally:
             self._log.sequence = self._client.sequence
+            self._found = None  # A cycle would keep the rows of a Trainer that is dropped.

@@ -71,6 +71,7 @@ class TrainingLookup:
         ready: int = 0,
         cache: RowCache | None = None,
         refreshed: bool = False,
+        final: bool = True,
         dummy_rows: int = 1,
     ) -> tuple[PreparedBatch, Ready]:
         """Looks up the rows of a batch; returns a dummy batch if it was lost with its embedding worker.
@@ -80,7 +81,8 @@ class TrainingLookup:
             end_of_backward: called with the batch when its backward pass has ended.
             ready: number of batches that are looked up and wait for the network.
             cache: has copies of rows on the device; None without.
-            refreshed: whether its rows are refreshed before it is used, so that it is not pooled here.
+            refreshed: whether its rows may be refreshed before it is used.
+            final: whether that will hardly happen, so that it is worth pooling them here.
             dummy_rows: rows of a dummy batch.
 
         Returns:
@@ -111,7 +113,7 @@ class TrainingLookup:
         if self._expander.on_host:
             index = prepared.inverse, prepared.offsets, prepared.id_weights
             prepared.pooled = self._expander.ahead(prepared.host_rows(), *index)
-            if not refreshed and prepared.pooled.fits(ready):
+            if final and prepared.pooled.fits(ready):
                 with self._tracer.span("pool", batch=batch.batch_id):
                     prepared.pooled.pool()
         prepared.await_gradient(batch.batch_id, end_of_backward)

@@ -100,7 +100,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "nn_ready": MetricKind("gauge", "batches looked up that wait for the network"),
     "nn_torch_threads": MetricKind("gauge", "threads that torch computes with"),
     "nn_staleness_sum": MetricKind("counter", "own steps that rows lack at the use of their batch, over all batches"),
-    "nn_staleness_lookups": MetricKind("counter", "lookups that were measured"),
+    "nn_staleness_lookups": MetricKind("counter", "batches whose staleness was measured"),
     "nn_cache_hits": MetricKind("counter", "distinct rows that copies on the device have served"),
     "nn_cache_misses": MetricKind("counter", "distinct rows that were looked up"),
     "nn_staleness_max": MetricKind("gauge", "the largest staleness"),
