@@ -366,3 +366,20 @@ def test_copies_are_current_after_a_refresh(steps, dtype):
             for copy in held:
                 copy.refresh()
                 copy.check()
+
+
+def test_moments_of_no_update_are_answered_with_all_rows():
+    server = started()
+    ids = packed([1, 2], [3])
+    seen = server.lookup_ahead(ids).seen
+    for version in (seen.version + 1, 1 << 40, -1):
+        assert list(server.refresh(ids, seen._replace(version=version)).places.counts) == [2, 1]
+
+
+@pytest.mark.parametrize("how", ["here", "rpc"])
+def test_ids_that_do_not_match_their_counts_are_refused(how):
+    with served(how) as server:
+        nothing = Packed(["item"], [1 << 33], np.empty(0, np.uint64), [0])
+        with pytest.raises(StoreError, match="expected ids uint64"):
+            server.refresh(nothing, Moment(0, 0))
+        assert server.contains(packed([1])).buffer.tolist() == [False]

@@ -171,3 +171,14 @@ def test_the_bytes_of_refreshed_rows_are_counted(compression):
     (measured,) = [metric for metric in worker.observe()[0] if metric.name == "worker_refreshed_bytes"]
     assert measured.value == 3 * each
     assert measured.labels == {"codec": codec}
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_batch_without_ids_is_refreshed(servers):
+    schema = persia.Schema([], dense_features=["x"])
+    worker = a_worker(servers, schema)
+    batch = worker.register({})
+    ahead = worker.lookup_ahead(batch)
+    fresh = worker.refresh(batch, ahead.seen)
+    assert (list(fresh.places.counts), list(fresh.rows.counts)) == ([], [])
+    assert len(fresh.seen) == servers

@@ -80,7 +80,7 @@ class Shard {
     Shards shards;
     const std::uint64_t* ids;
     float* out;
-    std::uint8_t* found;  // by position; null if nobody asks
+    std::uint8_t* found;  // by position; may be null
     std::vector<std::uint32_t> positions;
     std::vector<FetchedRecords> fetched;  // by shard
   };

@@ -41,7 +41,7 @@ struct LookupRequest {
   const std::uint64_t* ids;
   std::size_t count;
   float* out;                     // [count, words of a row], as stored (half.hpp)
-  std::uint8_t* found = nullptr;  // [count]: whether each id has a row; only without training, null if nobody asks
+  std::uint8_t* found = nullptr;  // [count]: whether each id has a row; only without training; may be null
 };
 
 struct UpdateRequest {

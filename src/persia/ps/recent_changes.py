@@ -15,7 +15,7 @@ from persia.types import Moment, Packed
 __all__ = ["RecentChanges"]
 
 LAST_VERSION = 1 << 31
-"""Number of updates after which another epoch begins, in a quiet moment: marks have 32 bits."""
+"""Number of updates after which another epoch begins, in a moment without any: marks have 32 bits."""
 
 EPOCH_BITS = 62
 """Of the random number of an epoch, so that it fits a signed integer of any message format."""
@@ -85,7 +85,7 @@ class RecentChanges:
             seen: the moment.
         """
         with self._lock:
-            comparable = seen.epoch == self._epoch and seen.version >= self._first_marked
+            comparable = seen.epoch == self._epoch and self._first_marked <= seen.version <= self._begun
             marks = self._marks
         if marks is not None and comparable:
             return marks.changed(tables, ids, seen.version)

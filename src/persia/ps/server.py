@@ -188,13 +188,15 @@ class EmbeddingServer(JournaledServer):
 
     def refresh(self, ids: Packed[np.uint64], seen: Moment) -> FreshRows:
         """Returns the rows that may have changed since a moment; see `persia.services.EmbeddingPS`."""
+        if ids.widths is not None or sum(ids.counts) != len(ids.buffer):
+            raise StoreError(f"refresh: expected ids uint64 [n] by table, got {ids!r} with widths {ids.widths}.")
         numbers, _, words = self._numbers.places(ids.names)
         now = self._changes.now()
         places = self._changes.places(numbers, ids, seen)
-        asked = batching.take_places(ids, places)
-        rows = self._scratch.floats(sum(map(operator.mul, asked.counts, words)))
-        found = self._store.read_packed(numbers, asked.counts, asked.buffer, rows)
-        fresh = Packed(ids.names, asked.counts, rows, words)
+        changed = batching.take_places(ids, places)
+        rows = self._scratch.floats(sum(map(operator.mul, changed.counts, words)))
+        found = self._store.read_packed(numbers, changed.counts, changed.buffer, rows)
+        fresh = Packed(ids.names, changed.counts, rows, words)
         if not found.all():  # Evicted since; the caller keeps what it has.
             places, fresh = batching.keep(places, found), batching.keep(fresh, found)
         return FreshRows(places, cast("Packed[np.float32 | np.float16]", fresh), [now])

@@ -103,7 +103,7 @@ class EmbeddingPS(Protocol):
     def refresh(self, ids: Packed[np.uint64], seen: Moment) -> FreshRows:
         """Returns the rows that may have been updated since they were looked up ahead. Nothing changes.
 
-        Rows that are no longer in their table are left out: whoever has looked them up keeps what it has.
+        Rows that are no longer in their table are left out: the caller keeps the values that it has.
 
         Args:
             ids: the ids that were looked up, by table.

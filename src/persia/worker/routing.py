@@ -117,7 +117,7 @@ class Router:
         if len(answers) == 1:
             return answers[0]
         ids, bounds = entry.ids, entry.packed.bounds
-        counts = np.array([answer.places.counts for answer in answers], np.int64).T.reshape(len(ids), -1)
+        counts = np.array([answer.places.counts for answer in answers], np.int64).T.reshape(len(ids), len(answers))
         ends = np.zeros((len(ids), len(answers) + 1), np.int64)
         np.cumsum(counts, axis=1, out=ends[:, 1:])
         sizes = ends[:, -1].tolist()
