@@ -64,9 +64,9 @@ def first_inputs(
     topics = _topics(options)
     if not read:
         raise DataError(
-            f"Kafka at {options.broker.bootstrap}: topic {topics} has no messages to fit rules of features to. Start "
-            'its producer and try again; set start="earliest" to read earlier messages; or fit to a file with the same '
-            "columns, and give the fitted schema to the stream.",
+            f"Kafka at {options.broker.bootstrap}: topic {topics} has no messages to fit rules of features to, or all "
+            'are late or poison. Start its producer and try again; set start="earliest" to read earlier messages; or '
+            "fit to a file with the same columns, and give the fitted schema to the stream.",
             bootstrap=options.broker.bootstrap,
         )
     if rows is not None and read < rows:
