@@ -16,7 +16,7 @@ from persia.cli.app import app
 from support.cluster_samples import eventually, make_trainer, options, reader
 from support.trace_format import by_process
 
-STEPS = 5
+STEPS = 24
 EXACT = 0.05
 """Uncertainty of a clock, in seconds; it is milliseconds on an idle machine."""
 
