@@ -88,6 +88,13 @@ TOPICS = {
         Row("quality.bf16.ffnn", "16-bit rows less float32, four data sets"),
         Row("quality.optimum", "DeepFM below the best possible AUC"),
     ),
+    "fresh": (
+        Row("fresh.sync_bits", "share of cases in which lookups ahead change a bit of `Sync`"),
+        Row("fresh.sync_rate.network", "rate of `Sync`, over lookups that wait: 40 ms of network, 30 ms of lookups"),
+        Row("fresh.sync_rate.disk", "the same, a tenth of the rows in memory"),
+        Row("fresh.bytes", "bytes of rows in `Hybrid(4)`, over rows that are not refreshed"),
+        Row("fresh.ps_cpu", "CPU time of a PS, the same"),
+    ),
     "inputs": (
         Row("features.rate.csv", "rows/s of CSV with rules, against none"),
         Row("features.serve_p99", "slowest percent of raw requests, over prepared ones"),
@@ -99,7 +106,8 @@ TOPICS = {
     ),
     "cluster": (
         Row("cluster.vs_embedded", "one of each role on Ray, against one process"),
-        Row("cluster.hybrid_vs_sync", "`Hybrid` over `Sync`, 40 ms of network, 30 ms of lookups"),
+        Row("cluster.hybrid_vs_sync", "`Hybrid` over `Sync` that waits, 40 ms of network, 30 ms of lookups"),
+        Row("fresh.sync_rate.network", "`Sync` over `Sync` that waits, the same"),
         Row("cluster.scaling", "8 NN workers over one, on two cores"),
         Row("traffic.forward", "bytes of rows, against pooled float32"),
         Row("rpc.roundtrip_4kib", "latency against bare TCP"),

@@ -22,7 +22,14 @@ from benchmarks.runner import Measure
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = tuple(
-    ROOT / page for page in ("README.md", "docs/performance.md", "docs/guide/features.md", "docs/guide/targets.md")
+    ROOT / page
+    for page in (
+        "README.md",
+        "docs/performance.md",
+        "docs/guide/features.md",
+        "docs/guide/targets.md",
+        "docs/concepts/fresh-rows.md",
+    )
 )
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
