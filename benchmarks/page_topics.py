@@ -107,7 +107,6 @@ TOPICS = {
     "cluster": (
         Row("cluster.vs_embedded", "one of each role on Ray, against one process"),
         Row("cluster.hybrid_vs_sync", "`Hybrid` over `Sync` that waits, 40 ms of network, 30 ms of lookups"),
-        Row("fresh.sync_rate.network", "`Sync` over `Sync` that waits, the same"),
         Row("cluster.scaling", "8 NN workers over one, on two cores"),
         Row("traffic.forward", "bytes of rows, against pooled float32"),
         Row("rpc.roundtrip_4kib", "latency against bare TCP"),

@@ -20,7 +20,7 @@ def point(step: int) -> CurvePoint:
 
 
 def test_a_run_leaves_its_curves_and_its_end(tmp_path):
-    trainer = make_trainer(None, persia.modes.Hybrid(2, warmup=0), checkpoint_dir=str(tmp_path))
+    trainer = make_trainer(None, persia.modes.Hybrid(2, warmup=0, refresh=False), checkpoint_dir=str(tmp_path))
     result = trainer.fit(reader(120), reader(4, 9))
     record = read_run(tmp_path)
     assert record.complete
