@@ -137,3 +137,18 @@ def test_rows_of_another_form_are_refused(on_host):
     wrong = Packed.of({name: np.zeros((1, 3), np.float32) for name in ("item", "user")}, np.float32)
     with pytest.raises(DataError):
         transfer.fresh_rows(prepared, FreshRows(places, wrong, prepared.seen))
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_places_beyond_the_rows_are_refused_and_nothing_changes(on_host):
+    case = Case("float32", "none")
+    prepared, transfer = case.prepared[not on_host], case.transfers[not on_host]
+    before = {name: rows.detach().clone() for name, rows in prepared.rows.items()}
+    names, counts = list(before), [len(rows) for rows in before.values()]
+    places = Packed(names, [1, 0], np.array(counts[:1], np.uint32))
+    widths = [rows.shape[1] for rows in before.values()]
+    fresh = FreshRows(places, Packed(names, [1, 0], np.ones(widths[0], np.float32), widths), [])
+    with pytest.raises(DataError, match="beyond"):
+        transfer.fresh_rows(prepared, fresh)()
+    for name, rows in prepared.rows.items():
+        torch.testing.assert_close(rows, before[name], rtol=0, atol=0)

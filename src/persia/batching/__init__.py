@@ -19,7 +19,7 @@ from persia.batching.packed_batch import (
     put_part,
     take_part,
 )
-from persia.batching.places import keep, put_places, take_places
+from persia.batching.places import check_places, keep, put_places, take_places
 from persia.batching.pooling import FeaturePlan, Pooled, Pooler, pool_backward, pool_forward
 from persia.batching.row_codec import decode_rows, encode_rows
 from persia.batching.row_copies import CopiedTable, plan_copies
@@ -40,6 +40,7 @@ __all__ = [
     "ThreadPool",
     "average_gradients",
     "borrow",
+    "check_places",
     "check_rows",
     "copy_array",
     "decode_packed",

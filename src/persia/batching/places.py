@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -12,9 +12,22 @@ from persia.errors import DataError
 from persia.types import BoolArray, Int64Array
 from persia.types.packed import Packed
 
-__all__ = ["keep", "put_places", "take_places"]
+__all__ = ["check_places", "keep", "put_places", "take_places"]
 
 S = TypeVar("S", bound=np.generic)
+
+
+def check_places(counts: Mapping[str, int], places: Packed[np.uint32]) -> None:
+    """Checks that places are within their tables.
+
+    Args:
+        counts: number of rows by table, in the order of the places.
+        places: places in each table, uint32.
+
+    Raises:
+        DataError: a place is beyond its table.
+    """
+    _in_buffer(list(counts.values()), places)
 
 
 def take_places(values: Packed[S], places: Packed[np.uint32]) -> Packed[S]:

@@ -374,6 +374,8 @@ class Transfer:
         if self._on_host:
             plain = decode(packed, fresh.scales, self._scratch, self._tables)
             return lambda: batching.put_places(batch.packed_rows(), places, plain)
+        counts = batch.row_counts()
+        batching.check_places({name: counts.get(name, 0) for name in places}, places)  # A device would only stop.
         arrays: dict[str, NDArray[Any]] = {"rows": packed.buffer, "places": places.buffer.astype(np.int64)}
         if fresh.scales is not None:
             arrays["scales"] = fresh.scales.buffer
