@@ -23,8 +23,7 @@ from persia.optim import SGD
 from persia.ps import EmbeddingServer
 from persia.schema import Table, Zeros
 from persia.services import Connection
-from persia.telemetry.tracing import Tracer
-from persia.types import FreshRows, Moment, Packed
+from persia.types import Moment
 from persia.worker import Worker
 from support.waiting import wait_until
 
@@ -408,16 +407,11 @@ class Held:
         self.batch = PreparedBatch(torch.zeros(1, 0), torch.zeros(1, 1), None, {}, {}, {})
         self.batch.batch_id, self.batch.seen = 1, [Moment(0, 0)]
         self.batch.step, self.batch.current_to = 3, current_to
-        self.refresher = RowRefresher(
-            self, self, lambda: self.applied, 20.0, Tracer(), lambda: None, lambda: None, eager=False
-        )
+        self.refresher = RowRefresher(self.refresh, lambda: self.applied, 20.0, lambda: None, lambda: None, eager=False)
         self.refresher.offer(self.batch)
 
-    def refresh(self, batch_id, seen):
+    def refresh(self, batch):
         assert self.may_refresh.wait(20)
-        return FreshRows(Packed([], [], np.empty(0, np.uint32)), Packed([], [], np.empty(0, np.float32), []), seen)
-
-    def fresh_rows(self, batch, fresh):
         return lambda: None
 
     def close(self):

@@ -415,11 +415,11 @@ class EmbeddingCollection(torch.nn.Module):
         # No copy could serve a batch of an asynchronous mode.
         self.gate.reserves = self._cache.open(self.mode, self._staging.free_bytes, recording=log.observer is not None)
         cache = self._cache if self.gate.reserves else None
-        refresh = refreshes(self.mode, self._transfer, self.schema, self.connection.near, self.options)
+        refresh = refreshes(self.mode, self.schema, self.connection.near, self.options)
         if cache is not None or log.observer is not None:  # A replay has one version of all rows of a batch.
             refresh = None
         if tokens is not None:
-            return TokenPass(context, data, tokens, refresh)
+            return TokenPass(context, data, tokens, finds=refresh is not None)
         return StepPass(
             context,
             data,

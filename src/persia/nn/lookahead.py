@@ -10,34 +10,31 @@ from typing import NamedTuple
 
 from persia.modes import Dense, Mode
 from persia.nn.options import CollectionOptions
-from persia.nn.transfer import Transfer
 from persia.schema import AdmitAll, Schema, Table
 
 __all__ = ["Refresh", "crowded", "refreshes"]
 
-ROOM = 4
-"""Multiple of the rows of the batches ahead for which a table needs room: its shards do not fill evenly."""
+MARGIN = 4
+"""Multiple of the rows of the batches ahead that a table has to hold: its shards do not fill evenly."""
 
 
 class Refresh(NamedTuple):
     """How the rows of a pass are refreshed.
 
     Attributes:
-        transfer: brings rows to the device.
         tables: tables of the schema, by name.
         lookahead: `Mode.lookahead`.
         accumulation: batches of a step.
         exact: whether rows have all updates when they are used.
     """
 
-    transfer: Transfer
     tables: Mapping[str, Table]
     lookahead: int
     accumulation: int
     exact: bool
 
 
-def refreshes(mode: Mode, transfer: Transfer, schema: Schema, near: bool, options: CollectionOptions) -> Refresh | None:
+def refreshes(mode: Mode, schema: Schema, near: bool, options: CollectionOptions) -> Refresh | None:
     """Returns how the rows of a pass are refreshed; None if they are not.
 
     `Sync`, whose rows have all updates, looks ahead only where that leaves each row as it would be otherwise. That is
@@ -47,7 +44,6 @@ def refreshes(mode: Mode, transfer: Transfer, schema: Schema, near: bool, option
 
     Args:
         mode: of the training.
-        transfer: brings rows to the device.
         schema: of the batches.
         near: whether all rows are in memory of this process, where such modes have nothing to hide.
         options: of the collection.
@@ -61,7 +57,7 @@ def refreshes(mode: Mode, transfer: Transfer, schema: Schema, near: bool, option
     exact = mode.initial_depth() == 0 and not asynchronous
     if not mode.refresh or (exact and not plain) or (near and (exact or asynchronous)):
         return None
-    return Refresh(transfer, tables, mode.lookahead, options.accumulation_steps, exact)
+    return Refresh(tables, mode.lookahead, options.accumulation_steps, exact)
 
 
 def crowded(rows: Mapping[str, int], tables: Mapping[str, Table], batches: int) -> bool:
@@ -75,6 +71,6 @@ def crowded(rows: Mapping[str, int], tables: Mapping[str, Table], batches: int) 
     for name, count in rows.items():
         table = tables[name]
         held = table.memory_rows if table.memory_rows is not None else table.capacity
-        if held is not None and count * batches * ROOM > held:
+        if held is not None and count * batches * MARGIN > held:
             return True
     return False

@@ -10,13 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from persia.errors import DeadlineError, StaleBatchError
+from persia.errors import DeadlineError
 from persia.nn.channel import get_or_idle
 from persia.nn.prepared import PreparedBatch
-from persia.nn.transfer import Transfer, nothing_to_do
+from persia.nn.transfer import Ready
 from persia.retry import Deadline
-from persia.services import EmbeddingWorker
-from persia.telemetry.tracing import Tracer
 
 __all__ = ["RowRefresher"]
 
@@ -35,11 +33,9 @@ class RowRefresher:
     updates of earlier steps of this NN worker; with combined steps, those of all NN workers.
 
     Args:
-        worker: the embedding workers.
-        transfer: brings rows to the device.
+        refresh: reads the rows of a batch that have changed; returns the function that overwrites them.
         applied: returns the number of steps of this pass whose pushes have returned.
         timeout: seconds that `take` waits.
-        tracer: records what the thread does.
         failed: returns the failure of a push, after which no step is applied any more; None so far.
         idle: called now and then by a `take` that waits; None for no calls.
         eager: whether to refresh as pushes return. Otherwise only once all that the batch needs is applied.
@@ -50,21 +46,17 @@ class RowRefresher:
 
     def __init__(
         self,
-        worker: EmbeddingWorker,
-        transfer: Transfer,
+        refresh: Callable[[PreparedBatch], Ready],
         applied: Callable[[], int],
         timeout: float,
-        tracer: Tracer,
         failed: Callable[[], BaseException | None],
         idle: Callable[[], None] | None = None,
         *,
         eager: bool,
     ) -> None:
-        self._worker = worker
-        self._transfer = transfer
+        self._refresh = refresh
         self._applied = applied
         self._timeout = timeout
-        self._tracer = tracer
         self._failed = failed
         self._idle = idle
         self.eager = eager
@@ -114,7 +106,7 @@ class RowRefresher:
             batch.needs_step = least
             self._changed.notify_all()
         try:
-            waited = get_or_idle(functools.partial(self._taken, batch), self._timeout, self._idle)
+            waited = get_or_idle(functools.partial(self._taken, batch, time.monotonic()), self._timeout, self._idle)
         except TimeoutError:
             self._late = True
             applied = self._applied()
@@ -129,9 +121,9 @@ class RowRefresher:
         batch.finish_refresh()
         return waited
 
-    def _taken(self, batch: PreparedBatch, seconds: float) -> float:
-        """Takes a batch once it is current. Returns for how long steps that it needs were not applied."""
-        began, waited, deadline = time.monotonic(), 0.0, Deadline(seconds)
+    def _taken(self, batch: PreparedBatch, began: float, seconds: float) -> float:
+        """Takes a batch once it is current. Returns for how long steps that it needs were not applied since `began`."""
+        waited, deadline = 0.0, Deadline(seconds)
         with self._changed:
             while batch.current_to < batch.needs_step or self._writing is batch:
                 failure = self._failure or self._failed()
@@ -191,25 +183,13 @@ class RowRefresher:
                     if self._closed or batch is None:
                         return
                     applied = self._applied()
-                assert batch.batch_id is not None
-                assert batch.seen is not None
-                with self._tracer.span("refresh", batch=batch.batch_id):
-                    try:
-                        fresh = self._worker.refresh(batch.batch_id, batch.seen)
-                    except (
-                        StaleBatchError
-                    ):  # Lost with its embedding worker, as its gradient will be, which is counted.
-                        fresh = None
-                    replace = nothing_to_do if fresh is None else self._transfer.fresh_rows(batch, fresh)
+                overwrite = self._refresh(batch)
                 with self._changed:
                     if batch not in self._waiting:  # It was taken meanwhile.
                         continue
                     self._writing = batch
-                replace()
-                if batch.pooled is not None:
-                    batch.pooled.pool_again()
+                overwrite()
                 with self._changed:
-                    batch.seen = batch.seen if fresh is None else fresh.seen
                     batch.current_to = applied
                     self._writing = None
                     self._changed.notify_all()

@@ -79,11 +79,9 @@ class StepPass(TrainingPass):
         gate.refreshing, gate.lookahead = refresh is not None, 0 if refresh is None else refresh.lookahead
         if refresh is not None:
             self._refresher = RowRefresher(
-                context.log.connection.worker,
-                refresh.transfer,
+                context.lookup.refresh,
                 lambda: gate.applied,
                 context.timeout,
-                context.log.tracer,
                 self._push_failure,
                 data.idle,
                 eager=not refresh.exact,
@@ -121,7 +119,7 @@ class StepPass(TrainingPass):
                 gate.used(moment, moment.step if prepared.dummy else moment.applied)
             return prepared, make_ready
         prepared.step, prepared.current_to, prepared.needs_step = moment.step, moment.applied, gate.needs(moment)
-        self._leave_room(prepared)
+        self._limit_lookahead(prepared)
         refresher.offer(prepared)
 
         def use() -> None:
@@ -132,7 +130,7 @@ class StepPass(TrainingPass):
 
         return prepared, use
 
-    def _leave_room(self, batch: PreparedBatch) -> None:
+    def _limit_lookahead(self, batch: PreparedBatch) -> None:
         """Looks up less far ahead if a table is too small for the rows of as many batches."""
         refresh, gate = self._refresh, self._gate
         if refresh is None or not (refresh.exact and gate.lookahead):

@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from persia.batching.batch import Batch
-from persia.errors import StaleBatchError
-from persia.nn.lookahead import Refresh
 from persia.nn.prepared import PreparedBatch
 from persia.nn.push_log import Gradient
 from persia.nn.token_client import DrawnToken, TokenClient
@@ -45,14 +43,14 @@ class TokenPass(TrainingPass):
         context: what passes share.
         data: what is read: the batches of `client`.
         client: draws tokens, and pushes.
-        refresh: how rows that were found before the token are brought up to date; None to look them up after it.
+        finds: whether rows are found before the token, and brought up to date after it; else they are looked up then.
     """
 
     read_ahead = 0  # Batches that a slow NN worker has read ahead are lost to the others.
 
-    def __init__(self, context: PassContext, data: PassData, client: TokenClient, refresh: Refresh | None) -> None:
+    def __init__(self, context: PassContext, data: PassData, client: TokenClient, *, finds: bool) -> None:
         self._client = client
-        self._refresh = refresh
+        self._finds = finds
         self._found: _Found | None = None
         """The rows of the batch that was registered last; None if they are to be looked up."""
         super().__init__(context, data, None, None)
@@ -60,7 +58,7 @@ class TokenPass(TrainingPass):
     def register(self, batch: Batch | RegisteredBatch) -> RegisteredBatch:
         """Registers a batch, unless a data loader has, and finds its rows."""
         registered = super().register(batch)
-        if self._refresh is not None:
+        if self._finds:
             self._found = _Found(*self._lookup.look_up(registered, self.end_of_backward, refreshed=True, final=False))
         return registered
 
@@ -76,11 +74,12 @@ class TokenPass(TrainingPass):
         with self._log.tracer.span("gate", batch=batch.batch_id):
             token = self._client.draw(len(batch.labels))
         found, self._found = self._found, None
-        if found is None or self._refresh is None:
+        if found is None:
             prepared, make_ready = self._lookup.look_up(batch, self.end_of_backward)
         else:
             prepared, make_ready = found
-            self._bring_up_to_date(prepared, self._refresh)
+            if not prepared.dummy:
+                self._lookup.refresh(prepared)()
         prepared.number, prepared.token = token.number, token
 
         def adopt() -> None:
@@ -89,18 +88,6 @@ class TokenPass(TrainingPass):
             prepared.finish_refresh()
 
         return prepared, adopt
-
-    def _bring_up_to_date(self, batch: PreparedBatch, refresh: Refresh) -> None:
-        if batch.batch_id is None or batch.seen is None:  # A dummy.
-            return
-        with self._log.tracer.span("refresh", batch=batch.batch_id):
-            try:
-                fresh = self._log.connection.worker.refresh(batch.batch_id, batch.seen)
-            except StaleBatchError:  # Lost with its embedding worker, as will be its gradient, which is counted.
-                return
-            refresh.transfer.fresh_rows(batch, fresh)()
-        if batch.pooled is not None:
-            batch.pooled.pool_again()
 
     def drawn(self, lead: float, *, inline: bool) -> None:
         """No-op: no token is drawn ahead, so there is no depth to adapt."""

@@ -119,6 +119,29 @@ class TrainingLookup:
         prepared.await_gradient(batch.batch_id, end_of_backward)
         return prepared, make_ready
 
+    def refresh(self, batch: PreparedBatch) -> Ready:
+        """Reads the rows of a batch that have changed since they were read last. Blocks.
+
+        Returns:
+            A function that overwrites them, for a batch that nothing uses yet, and pools it again.
+        """
+        assert batch.batch_id is not None
+        assert batch.seen is not None
+        with self._tracer.span("refresh", batch=batch.batch_id):
+            try:
+                fresh = self._worker.refresh(batch.batch_id, batch.seen)
+            except StaleBatchError:  # Lost with its embedding worker, as its gradient will be, which is counted.
+                return nothing_to_do
+            replace = self._transfer.fresh_rows(batch, fresh)
+
+        def overwrite() -> None:
+            replace()
+            batch.seen = fresh.seen
+            if batch.pooled is not None:
+                batch.pooled.pool_again()
+
+        return overwrite
+
     def dummy(self, rows: int) -> PreparedBatch:
         """Returns the batch with which this NN worker takes part in a step for which it has no data."""
         return dummy_batch(self._schema, rows, self._device)
