@@ -47,7 +47,7 @@ class Case(NamedTuple):
         tables = []
         for name, dim in (("a", 8), ("c", 3)):
             ids = [np.concatenate([batch.id_features[f].values for f in FEATURES[name]]) for batch in self.data()]
-            few = lookahead.ROOM * in_flight * max(len(np.unique(own)) for own in ids)
+            few = lookahead.MARGIN * in_flight * max(len(np.unique(own)) for own in ids)
             limits = {
                 "all": {},
                 "crowded": {"capacity": few // 4},
