@@ -12,8 +12,9 @@ from persia import rpc
 from persia.dense import DenseServer, SharedNetwork
 from persia.dense.server import partition
 from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError, StalePushError, StoreError
+from persia.modes import Async, Gba
 from persia.services import DenseMaker, DensePS
-from persia.types import PushedDense, PushHeader, TensorSpec
+from persia.types import PushedDense, PushHeader, PushId, TensorSpec
 
 DEADLINE = 20.0
 
@@ -111,7 +112,7 @@ def test_one_gradient_a_step_is_the_optimizer_itself(name, servers):
     for seed in range(2):
         train_alone(seed)
         train_replica(seed)
-    here.load(1, 5)
+    here.load(1, 5, Async())
     for seed in range(2, 7):
         here.pull(3 + seed, lambda: True)()
         backward(model, seed)
@@ -132,7 +133,7 @@ def test_a_step_is_the_mean_by_rows_without_stale_gradients(servers):
     model = network(dtype=torch.float64)
     before = [p.detach().clone() for p in model.parameters()]
     here, _, _ = shared(model, factory, servers)
-    here.load(1, 0)
+    here.load(1, 0, Async())
     expected = [torch.zeros_like(p) for p in model.parameters()]
     for slot, (rows, weight) in enumerate([(8, 1.0), (4, 1.0), (8, 0.0), (0, 1.0)]):
         here.pull(0, lambda: True)()
@@ -151,7 +152,7 @@ def test_a_step_of_only_stale_gradients_skips_the_optimizer(servers):
     model = network()
     here, _, _ = shared(model, OPTIMIZERS["adam"], servers)
     backward(model, 0)
-    here.load(1, 0)
+    here.load(1, 0, Async())
     here.gradients()(header(0, 0, 2), 0.0)
     here.push_empty(header(0, 1, 2, rows=0))
     before = [p.detach().clone() for p in model.parameters()]
@@ -160,29 +161,50 @@ def test_a_step_of_only_stale_gradients_skips_the_optimizer(servers):
     here.take_over()
 
 
-def test_gradients_are_summed_by_slot_in_any_order_of_arrival(servers):
+def test_gradients_are_summed_as_they_come_each_once(servers):
+    """The order within a step does not matter; each step is one of the optimizer, with the pushes that came for it."""
     results = []
-    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 4, 0, 2, 1], [2, 1, 0, 5, 4, 3]):
-        model = network()
+    for order in ([0, 1, 2, 3, 4, 5], [2, 0, 1, 5, 4, 3]):
+        model = network(dtype=torch.float64)
         here, _, _ = shared(model, OPTIMIZERS["adam"], servers)
-        here.load(1, 0)
+        here.load(1, 0, Async())
         pushes = {}
         for place in range(6):
             backward(model, place)
             pushes[place] = here.gradients()
         for place in order:
-            pushes[place](header(place // 3, place % 3, 3), 1.0)
-            pushes[place](header(place // 3, place % 3, 3), 1.0)  # A repetition.
+            head = header(0, 0, 3)._replace(rank=place)
+            pushes[place](head, 1.0)
+            pushes[place](head, 1.0)  # A repetition.
         here.take_over()
         results.append([p.detach().clone() for p in model.parameters()])
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
+
+
+def test_a_gradient_that_comes_too_late_weighs_nothing(servers):
+    """It was placed in step 0, when it was fresh; it comes in step 2, beyond the tolerance."""
+    model = network()
+    here, _, _ = shared(model, lambda p: torch.optim.SGD(p, 1.0), servers)
+    here.load(1, 0, Gba(8, tolerance=1))
+    for rank in range(2):
+        here.push_empty(header(0, rows=0)._replace(rank=rank))
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, 0)
+    here.gradients()(header(0)._replace(rank=2, token=0), 1.0)
+    here.pull(3, lambda: True)()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert [server.statistics()["stale"] for server in here.servers] == [1] * len(here.servers)
+    backward(model, 0)
+    here.gradients()(header(0)._replace(rank=3, token=2), 1.0)
+    here.pull(4, lambda: True)()
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_a_remainder_is_drained_and_phases_are_checked(servers):
     model = network()
     here, _, _ = shared(model, lambda p: torch.optim.SGD(p, 1.0), servers)
-    here.load(1, 0)
+    here.load(1, 0, Async())
     alone = network()
     for slot in range(2):
         backward(model, slot)
@@ -201,7 +223,7 @@ def test_a_remainder_is_drained_and_phases_are_checked(servers):
 def test_statistics_of_batch_norm_are_averaged(servers):
     model = network(norm=True)
     here, _, _ = shared(model, lambda p: torch.optim.SGD(p, 0.1), servers)
-    here.load(1, 0)
+    here.load(1, 0, Async())
     means = []
     for slot in range(2):
         here.pull(0, lambda: True)()
@@ -218,7 +240,7 @@ def test_statistics_of_batch_norm_are_averaged(servers):
 def test_parameters_without_a_gradient_are_left_alone(servers):
     model = network()
     here, _, _ = shared(model, OPTIMIZERS["adam"], servers)
-    here.load(1, 0)
+    here.load(1, 0, Async())
     before = model[0].weight.detach().clone()
     model[1](torch.randn(3, 6)).sum().backward()
     here.gradients()(header(0), 1.0)
@@ -230,7 +252,7 @@ def test_a_pull_waits_for_its_version_while_it_is_needed(servers, monkeypatch):
     monkeypatch.setattr("persia.dense.network.SLICE_SECONDS", 0.02)
     model = network()
     here, _, _ = shared(model, OPTIMIZERS["sgd"], servers)
-    here.load(1, 0)
+    here.load(1, 0, Async())
     with pytest.raises(ClosedError, match="no longer needed"):
         here.pull(1, lambda: False)
     backward(model, 0)
@@ -242,20 +264,32 @@ def test_a_pull_waits_for_its_version_while_it_is_needed(servers, monkeypatch):
     assert here.version == 1
 
 
+def test_a_pull_waits_for_a_push_of_its_own(servers, monkeypatch):
+    monkeypatch.setattr("persia.dense.network.SLICE_SECONDS", 0.02)
+    here, _, _ = shared(network(), OPTIMIZERS["sgd"], servers)
+    here.load(1, 0, Async())
+    here.push_empty(header(0, group=4, rows=0)._replace(rank=1))
+    with pytest.raises(ClosedError, match="no longer needed"):
+        here.pull(0, lambda: False, PushId(0, 1))
+    here.push_empty(header(0, group=4, rows=0))
+    here.pull(0, lambda: False, PushId(0, 1))()
+    assert here.version == 0
+
+
 def test_generations(servers):
     model = network()
     here, _, _ = shared(model, OPTIMIZERS["sgd"], servers)
-    here.load(2, 0)
+    here.load(2, 0, Async())
     backward(model, 0)
     push = here.gradients()
     with pytest.raises(StalePushError, match="generation 1"):
         push(header(0, generation=1), 1.0)
     with pytest.raises(StalePushError, match="generation 1"):
-        here.load(1, 0)
+        here.load(1, 0, Async())
     push(header(0, 0, 2, generation=2), 1.0)
     with pytest.raises(PersiaError, match="drain"):
-        here.load(2, 0)
-    here.load(3, 0)
+        here.load(2, 0, Async())
+    here.load(3, 0, Async())
 
 
 def test_what_fits_no_dense_ps_is_refused():
@@ -267,7 +301,7 @@ def test_what_fits_no_dense_ps_is_refused():
     server = DenseServer(DenseMaker(lambda p: torch.optim.SGD(model.parameters(), 0.1)))
     here = SharedNetwork(model, OPTIMIZERS["sgd"](list(model.parameters())), None, [server], DEADLINE)
     with pytest.raises(ConfigError, match="other than `params`"):
-        here.load(1, 0)
+        here.load(1, 0, Async())
     with pytest.raises(StoreError, match="no network"):
         server.export()
 
@@ -276,7 +310,7 @@ def test_gradients_are_clipped_by_their_norm_in_a_step():
     model, alone = network(), network()
     server = DenseServer(DenseMaker(lambda p: torch.optim.SGD(p, 1.0), clip_norm=0.01))
     here = SharedNetwork(model, torch.optim.SGD(model.parameters(), 1.0), None, [server], DEADLINE)
-    here.load(1, 0)
+    here.load(1, 0, Async())
     backward(model, 0)
     backward(alone, 0)
     here.gradients()(header(0), 1.0)
@@ -290,13 +324,15 @@ def test_what_does_not_fit_changes_nothing():
     model = network()
     server = DenseServer(DenseMaker(OPTIMIZERS["sgd"]))
     here = SharedNetwork(model, OPTIMIZERS["sgd"](list(model.parameters())), None, [server], DEADLINE)
-    here.load(1, 0)
+    here.load(1, 0, Async())
     with pytest.raises(StoreError, match="tensors have 176 bytes"):
         server.push(header(0), PushedDense(1.0, np.zeros(3, np.uint8), np.ones(4, np.bool_), None))
     with pytest.raises(StoreError, match="Invalid slot"):
         server.push(header(0)._replace(slot=1), PushedDense(0.0, None, None, None))
-    with pytest.raises(DeadlineError, match="slot 0 of step 0"):
-        server.pull(-1, 1, 0.01)
+    with pytest.raises(DeadlineError, match="version 1 of the parameters has not arrived"):
+        server.pull(-1, 1, None, 0.01)
+    with pytest.raises(DeadlineError, match=r"push 7 of NN worker 3 has not arrived .* 0 gradients since step 0"):
+        server.pull(-1, 0, PushId(3, 7), 0.01)
     assert server.statistics()["version"] == 0
 
 

@@ -1,4 +1,4 @@
-"""The embedding PS in asynchronous modes: here and over rpc, in any order of arrival, against the slow sums."""
+"""The embedding PS in asynchronous modes: here and over rpc, in the order of arrival, against the slow sums."""
 
 from contextlib import ExitStack
 
@@ -49,8 +49,9 @@ def ps(request):
 
 
 def header(number, group, rows=8, token=0, generation=1):
+    """The header of a push whose NN worker has pushed nothing else, with the place that the token scheduler gave it."""
     step, slot = divmod(number, group)
-    return PushHeader(generation, 0, number + 1, step, rows, slot=slot, group=group, token=token)
+    return PushHeader(generation, number, 1, step, rows, slot=slot, group=group, token=token)
 
 
 def gradient(ids, value):
@@ -62,7 +63,7 @@ def rows(ps, *ids):
 
 
 @pytest.mark.parametrize("reduction", ["global", "per_id"])
-def test_a_step_is_applied_with_its_last_slot(ps, reduction):
+def test_a_step_is_applied_with_its_last_push(ps, reduction):
     server = ps(Bsp(3, reduction))
     before = server.lookup({"t": np.arange(3, dtype=np.uint64)}, True)["t"][:, 0].copy()
     assert server.push(header(1, 3), gradient([1], 3.0)) == {}
@@ -76,15 +77,15 @@ def test_a_step_is_applied_with_its_last_slot(ps, reduction):
     np.testing.assert_allclose(rows(server, 0, 1, 2), after, atol=1e-6)
 
 
-def test_rows_are_counted_once_by_the_call_that_completes_steps(ps):
+def test_rows_are_counted_once_by_the_call_that_completes_a_step(ps):
     server = ps(Bsp(2))
     server.lookup({"t": np.arange(5, dtype=np.uint64)}, True)
     assert server.push(header(1, 2), gradient([0, 1], 1.0)) == {}
-    assert server.push(header(3, 2), gradient([2, 3, 9], 1.0)) == {}
-    assert server.push(header(2, 2), {}) == {}
-    counts = server.push(header(0, 2), {})  # Completes both steps.
+    counts = server.push(header(3, 2), gradient([2, 3, 9], 1.0))
     assert (counts["t"].applied, counts["t"].absent) == (4, 1)
     assert server.push(header(3, 2), gradient([2, 3, 9], 1.0)) == {}
+    assert server.push(header(2, 2), {}) == {}
+    assert server.push(header(0, 2), {}) == {}
 
 
 def test_an_ids_gradient_is_as_old_as_its_row_is_new(ps):
@@ -200,7 +201,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(ps):
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.data())
-def test_any_order_is_the_order_of_slots(data):
+def test_any_order_of_arrival_is_the_order_of_steps(data):
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     group, steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     tolerance = data.draw(st.integers(0, 2))
@@ -218,8 +219,9 @@ def test_any_order_is_the_order_of_slots(data):
         values = random.normal(size=(len(ids), DIM)).astype(np.float32)
         token = max(0, number // group - int(random.integers(0, 4)))
         pushes.append((header(number, group, int(random.choice([0, 8, 8, 4])), token), Gradients(ids, values)))
-    for n in random.permutation(len(pushes)):
-        server.push(pushes[n][0], {"t": pushes[n][1]})
+    pushes = [pushes[n] for n in random.permutation(len(pushes))]
+    for head, gradients in pushes:
+        server.push(head, {"t": gradients})
     for step in range(steps):
         sums = ReferenceAccumulator(reduction)
         last = dict(enumerate(store.last_steps(0, universe).astype(np.int64)))

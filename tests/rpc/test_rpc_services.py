@@ -44,6 +44,7 @@ from persia.types import (
     PublishOrder,
     PushedDense,
     PushHeader,
+    PushId,
     ReadRecord,
     StepTiming,
     UpdateCounts,
@@ -306,8 +307,8 @@ CALLS = {
         "row_staleness": (),
     },
     DensePS: {
-        "load": (STATE, 1, 0),
-        "pull": (-1, 0, 1.0),
+        "load": (STATE, 1, 0, Async()),
+        "pull": (-1, 0, PushId(0, 1), 1.0),
         "push": (header(1), PushedDense(0.0, None, None, None)),
         "drain": (1, 0, 0),
         "export": (),

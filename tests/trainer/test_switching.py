@@ -305,16 +305,24 @@ class LockStep(TokenScheduler):
     def arrive(self, caller, *arguments):
         with self.turn:
             assert self.turn.wait_for(lambda: self.arrived % self.nn_workers == caller.rank, DEADLINE)
-            ticket = super().arrive(caller, *arguments)
+            return super().arrive(caller, *arguments)
+
+    def pushed(self):
+        """The next NN worker arrives, as PSs sum gradients in the order in which they come."""
+        with self.turn:
             self.arrived += 1
             self.turn.notify_all()
-            return ticket
 
 
 @pytest.fixture
 def after_all_pushes(monkeypatch):
-    """A batch is drawn when the push of the one before has returned."""
-    passed = TokenClient.pass_lookup
+    """A batch is drawn when the push of the one before has returned; pushes follow each other by rank."""
+    passed, push = TokenClient.pass_lookup, TokenClient.push
+
+    def in_turn(client, *arguments):
+        result = push(client, *arguments)
+        client._tokens.pushed()
+        return result
 
     def wait(draws):
         open_ = passed(draws)
@@ -325,6 +333,7 @@ def after_all_pushes(monkeypatch):
         return open_
 
     monkeypatch.setattr(TokenClient, "pass_lookup", wait)
+    monkeypatch.setattr(TokenClient, "push", in_turn)
 
 
 def in_lock_step(nn_workers, mode, data, dtype, reduction="per_id", **options):

@@ -7,23 +7,24 @@ from collections.abc import Collection
 import msgspec
 
 from persia.errors import StalePushError
-from persia.modes import Mode
+from persia.modes import Action, Arrival, Mode
 from persia.services import TrainingPhase
 from persia.telemetry.metrics import Readings, figures
-from persia.types import NO_LOSSES, Losses, PushHeader, Ticket, Token, TokenReport
+from persia.types import NO_LOSSES, Losses, PushHeader, PushId, Ticket, Token, TokenReport
 
-__all__ = ["OpenToken", "SchedulerState", "WorkerState", "report_metrics"]
+__all__ = ["OpenToken", "SchedulerState", "StateChange", "WorkerState", "apply_change", "report_metrics"]
 
 
-class OpenToken(msgspec.Struct):
+class OpenToken(msgspec.Struct, array_like=True):
     """A drawn token whose gradient has not arrived."""
 
     number: int
     value: int
     least: int
+    after: PushId | None
 
 
-class WorkerState(msgspec.Struct):
+class WorkerState(msgspec.Struct, array_like=True):
     """State of one NN worker in a phase.
 
     Attributes:
@@ -37,7 +38,7 @@ class WorkerState(msgspec.Struct):
         pushes: its pushes of incomplete steps, and its pushes that are not known to have returned.
         ticket: its last ticket.
         finished: number of gradients that have arrived, dropped ones included.
-        least: step after the last one that it has completed.
+        completed: its last push that completed a step.
         done: sequence number up to which all pushes have returned.
         assigned: abandoned pushes that it must fill.
         filled: number of assigned pushes that it has filled.
@@ -54,7 +55,7 @@ class WorkerState(msgspec.Struct):
     pushes: dict[int, PushHeader] = msgspec.field(default_factory=dict)
     ticket: Ticket | None = None
     finished: int = 0
-    least: int = 0
+    completed: PushId | None = None
     done: int = 0
     assigned: list[PushHeader] = msgspec.field(default_factory=list)
     filled: int = 0
@@ -74,7 +75,7 @@ class WorkerState(msgspec.Struct):
         drawn = self.drawn.get(sequence)
         if drawn is None:
             raise StalePushError(f"Token {sequence} is already used: the call is a late repetition.", sequence=sequence)
-        return Token(drawn.value, drawn.least, [])
+        return Token(drawn.value, drawn.least, drawn.after, [])
 
 
 class SchedulerState(msgspec.Struct):
@@ -96,6 +97,10 @@ class SchedulerState(msgspec.Struct):
     """Numbers of batches of dead NN workers, which are handed out first."""
     again: list[int] = msgspec.field(default_factory=list)
     """Numbers of returned batches from before the phase that are handed out in it."""
+    open: int = 0
+    """Number of batches that NN workers have taken, and whose gradients have not arrived."""
+    slowest: int = 0
+    """A lower bound of the gradients that any living NN worker has finished."""
     end: int | None = None
     stopped: bool = False
     workers: dict[int, WorkerState] = msgspec.field(default_factory=dict)
@@ -136,8 +141,7 @@ class SchedulerState(msgspec.Struct):
         phase = self.current
         if phase.steps is None or not self.group:
             return 1
-        out = sum(len(w.taken) + len(w.drawn) for w in self.workers.values())
-        return max(0, (phase.step + phase.steps - self.step) * self.group - self.held - out)
+        return max(0, (phase.step + phase.steps - self.step) * self.group - self.held - self.open)
 
     def may_take(self, mode: Mode) -> bool:
         """Returns whether `TokenScheduler.take` can answer now, without waiting for open batches."""
@@ -145,14 +149,27 @@ class SchedulerState(msgspec.Struct):
         if phase.steps is None or self.stopped:
             return True
         if not self.group:  # The first draw sets it, and needs a batch.
-            return self.end is not None or not any(w.taken or w.drawn for w in self.workers.values())
+            return self.end is not None or not self.open
         if self.lacking() or self.step >= phase.step + phase.steps:
             return True
         # A mode that waits for each step may drop an open batch; the step then needs another one.
         return not mode.waits_for_step
 
-    def next_number(self) -> int | None:
-        """Takes the number of the next batch; None if there is none."""
+    def take(self, worker: WorkerState, request: int) -> None:
+        """Answers a request for a batch."""
+        worker.requests, worker.answer = request, self._next_number()
+        if worker.answer is None:
+            worker.ended = True
+        else:
+            worker.taken.append(worker.answer)
+            self.open += 1
+
+    def untake(self, worker: WorkerState, numbers: Collection[int]) -> None:
+        """Closes batches that an NN worker has taken and draws no token for."""
+        self.open -= len(numbers)
+        worker.taken = [number for number in worker.taken if number not in numbers]
+
+    def _next_number(self) -> int | None:
         if self.stopped:
             return None
         if self.returned and self.lacking():
@@ -195,17 +212,21 @@ class SchedulerState(msgspec.Struct):
         """
         worker = self.workers[rank]
         in_step = sum(header.step == self.step for header in worker.pushes.values()) if self.held else 0
+        in_flight, depth = len(worker.drawn) + in_step, mode.initial_depth()
+        if mode.gate(in_flight, depth, worker.finished - self.slowest):  # Less far ahead, it is open too.
+            return True
+        self.slowest = min(w.finished for w in self.workers.values() if w.alive)
         active = {
             r: w
             for r, w in self.workers.items()
             if w.alive and ((not w.ended and r not in taking) or w.taken or w.drawn)
         }
         ahead = worker.finished - min((w.finished for w in active.values()), default=worker.finished)
-        if mode.gate(len(worker.drawn) + in_step, mode.initial_depth(), max(0, ahead)):
+        if mode.gate(in_flight, depth, max(0, ahead)):
             return True
         return not ahead and all(other == rank or other in waiting for other in active)
 
-    def draw(self, mode: Mode, worker: WorkerState, number: int) -> OpenToken:
+    def draw(self, mode: Mode, worker: WorkerState, sequence: int, number: int) -> Token:
         """Draws a token for a batch."""
         # A lost token is drawn again with the current value, so that values and steps stay aligned.
         if self.spare:
@@ -215,8 +236,52 @@ class SchedulerState(msgspec.Struct):
             at = self.tokens
             self.tokens += 1
         value = mode.token(at, self.step, self.group)
-        least = self.step if mode.waits_for_step else worker.least
-        return OpenToken(number, value, max(least, self.current.step))
+        least = self.step if mode.waits_for_step else self.current.step
+        worker.drawn[sequence] = OpenToken(number, value, least, worker.completed)
+        self.open += 1
+        if number in worker.taken:
+            self.untake(worker, [number])
+        return worker.token_of(sequence)
+
+    def arrive(self, mode: Mode, rank: int, sequence: int, rows: int) -> tuple[Ticket, OpenToken]:
+        """Places a gradient in the order of arrivals. Returns the ticket of its push, and its token.
+
+        Raises:
+            StalePushError: no token is open for this push.
+        """
+        worker = self.workers[rank]
+        drawn = worker.drawn.pop(sequence, None)
+        if drawn is None:
+            raise StalePushError(f"NN worker {rank} has no token for its push {sequence}.", rank=rank)
+        self.open -= 1
+        step, held = self.step, self.held
+        decision = mode.arrive(Arrival(step, held, drawn.value, self.group))
+        dropped = decision.action is Action.DROP
+        slot = -1 if dropped else held
+        generation = self.current.generation
+        header = PushHeader(generation, rank, sequence, step, rows, slot=slot, group=self.group, token=drawn.value)
+        worker.ticket = Ticket(dropped, header, decision.decay)
+        worker.finished += 1
+        if not dropped:
+            worker.pushes[sequence] = header
+            self.held += 1
+            if decision.action is Action.APPLY:
+                self.step, self.held = step + 1, 0
+                worker.completed = PushId(rank, sequence)
+        return worker.ticket, drawn
+
+    def cancel(self, rank: int) -> None:
+        """Marks an NN worker as dead: its batches go back, its tokens are lost, and its pushes abandoned."""
+        worker = self.workers[rank]
+        worker.alive, worker.ended = False, True
+        lost = list(worker.drawn.values())
+        self.spare += len(lost)
+        self.open -= len(worker.taken) + len(lost)
+        self.report.lost_tokens += len(lost)
+        self.returned = sorted([*self.returned, *worker.taken, *(drawn.number for drawn in lost)])
+        self.report.abandoned += len(worker.pushes)  # Its assigned pushes are already counted.
+        self.abandoned += [*worker.pushes.values(), *worker.assigned[worker.filled :]]
+        worker.taken, worker.drawn, worker.pushes, worker.assigned = [], {}, {}, []
 
     def confirm(self, worker: WorkerState, done: int, filled: int, lost: Losses | None = None) -> None:
         """Records the losses, that pushes up to `done` have returned, and that `filled` pushes are filled."""
@@ -248,6 +313,59 @@ class SchedulerState(msgspec.Struct):
     def all_waiting(self) -> bool:
         """Returns whether all NN workers have finished the phase."""
         return all(w.waiting and not w.assigned[w.filled :] for w in self.workers.values() if w.alive)
+
+
+class SharedState(msgspec.Struct, array_like=True):
+    """The fields of `SchedulerState` that a call of an NN worker for a batch can change, besides its own state."""
+
+    group: int
+    step: int
+    held: int
+    tokens: int
+    spare: int
+    following: int
+    returned: list[int]
+    again: list[int]
+    open: int
+    abandoned: list[PushHeader]
+    local_batch: int
+
+
+SHARED = SharedState.__struct_fields__
+
+
+class StateChange(msgspec.Struct, array_like=True):
+    """The part of the state that a call of an NN worker for a batch can change.
+
+    Attributes:
+        rank: rank of the NN worker.
+        worker: its state.
+        shared: the fields that all NN workers share.
+        report: the report, with the counts of this NN worker only; None if unchanged.
+    """
+
+    rank: int
+    worker: WorkerState
+    shared: SharedState
+    report: TokenReport | None = None
+
+    @classmethod
+    def of(cls, state: SchedulerState, rank: int, *, counted: bool = False) -> StateChange:
+        """Returns the part of the state after a call; `counted` says whether the report has changed."""
+        report = None
+        if counted:
+            report = msgspec.structs.replace(state.report, workers={rank: state.report.workers[rank]})
+        return cls(rank, state.workers[rank], SharedState(*(getattr(state, name) for name in SHARED)), report)
+
+
+def apply_change(state: SchedulerState, change: StateChange) -> None:
+    """Applies a change to the state before it."""
+    state.workers[change.rank] = change.worker
+    for name in SHARED:
+        setattr(state, name, getattr(change.shared, name))
+    if change.report is not None:
+        workers = {**state.report.workers, **change.report.workers}
+        state.report = msgspec.structs.replace(change.report, workers=workers)
 
 
 def report_metrics(report: TokenReport) -> Readings:

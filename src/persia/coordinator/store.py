@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -16,7 +17,7 @@ from persia.errors import PersiaError
 from persia.retry import Backoff, Deadline, retry
 from persia.types.decoding import decode_hook
 
-__all__ = ["CoordinatorStore", "StateFile"]
+__all__ = ["CoordinatorStore", "StateFile", "retry_full"]
 
 S = TypeVar("S")
 
@@ -71,17 +72,27 @@ class StateFile(Generic[S]):
                 file.write(data)
             os.replace(f"{path}.new", path)
 
-        def full(error: Exception) -> bool:
-            return isinstance(error, OSError) and error.errno == errno.ENOSPC
+        retry_full(path, write)
 
-        try:
-            retry(write, transient=full, deadline=Deadline(FULL_SECONDS))
-        except OSError as error:
-            raise PersiaError(
-                f"The state of the coordinator cannot be written to {path}: {error.strerror}. Free space there, or "
-                "choose another directory for `regions`.",
-                path=path,
-            ) from error
+
+def retry_full(path: str, write: Callable[[], None]) -> None:
+    """Writes to a file; again, for at most `FULL_SECONDS`, while the file system is full.
+
+    Raises:
+        PersiaError: the file cannot be written.
+    """
+
+    def full(error: Exception) -> bool:
+        return isinstance(error, OSError) and error.errno == errno.ENOSPC
+
+    try:
+        retry(write, transient=full, deadline=Deadline(FULL_SECONDS))
+    except OSError as error:
+        raise PersiaError(
+            f"The state of the coordinator cannot be written to {path}: {error.strerror}. Free space there, or "
+            "choose another directory for `regions`.",
+            path=path,
+        ) from error
 
 
 LOCK_SECONDS = 10.0

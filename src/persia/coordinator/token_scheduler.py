@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from persia.coordinator.policy import SwitchPolicy
 from persia.coordinator.recorded_arrivals import RecordedArrivals
-from persia.coordinator.scheduler_state import SchedulerState, WorkerState
-from persia.coordinator.store import StateFile
+from persia.coordinator.scheduler_state import SchedulerState, StateChange, WorkerState, apply_change
+from persia.coordinator.state_log import StateLog
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
-from persia.modes import Action, Arrival, Auto, AutoEvidence, Mode
+from persia.modes import Auto, AutoEvidence, Mode
 from persia.services import TrainingPhase
 from persia.telemetry.logs import get_logger
 from persia.types import (
@@ -49,7 +49,7 @@ class TokenScheduler(RecordedArrivals):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout = timeout
-        self._file = StateFile(path, SchedulerState)
+        self._log = StateLog(path, SchedulerState, StateChange, apply_change)
         self._clock = clock
         self._policy: SwitchPolicy | None = None
         self._choosing = False
@@ -59,7 +59,7 @@ class TokenScheduler(RecordedArrivals):
         """Ranks that wait in `draw` for the gate."""
         self._taking: set[int] = set()
         """Ranks that wait in `take` for the decision whether the phase needs another batch."""
-        self._state = self._file.load() or SchedulerState()
+        self._state = self._log.load() or SchedulerState()
         phase = self._state.phase
         self._mode: Mode | None = phase.mode if phase is not None else None
 
@@ -138,12 +138,8 @@ class TokenScheduler(RecordedArrivals):
                     late=busy,
                     timeout=self._timeout,
                 )
-            worker.requests, worker.answer = request, state.next_number()
-            if worker.answer is None:
-                worker.ended = True
-            else:
-                worker.taken.append(worker.answer)
-            self._save()
+            state.take(worker, request)
+            self._append(caller.rank)
             return worker.answer
 
     def end(self, caller: Caller, number: int) -> None:
@@ -153,7 +149,7 @@ class TokenScheduler(RecordedArrivals):
             state = self._state
             state.end = number if state.end is None else min(state.end, number)
             if number in worker.taken:
-                worker.taken.remove(number)
+                state.untake(worker, [number])
             worker.ended = True
             self._save()
 
@@ -199,14 +195,11 @@ class TokenScheduler(RecordedArrivals):
                 if not opened:
                     raise self._gate_closed(caller.rank)
             if abandoned:
-                self._save()
-                return Token(None, 0, abandoned)
-            drawn = self._state.draw(mode, worker, number)
-            worker.drawn[sequence] = drawn
-            if number in worker.taken:
-                worker.taken.remove(number)
-            self._save()
-            return Token(drawn.value, drawn.least, [])
+                self._append(caller.rank)
+                return Token(None, 0, None, abandoned)
+            token = self._state.draw(mode, worker, sequence, number)
+            self._append(caller.rank)
+            return token
 
     def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
         """Decides what happens to a gradient; see `persia.services.TokenService`."""
@@ -214,40 +207,15 @@ class TokenScheduler(RecordedArrivals):
             worker = self._enter(caller)
             if worker.ticket is not None and worker.ticket.header.sequence == sequence:
                 return worker.ticket
-            drawn = worker.drawn.pop(sequence, None)
-            if drawn is None:
-                raise StalePushError(f"NN worker {caller.rank} has no token for its push {sequence}.", rank=caller.rank)
-            state = self._state
-            step, held = state.step, state.held
-            decision = self._known_mode().arrive(Arrival(step, held, drawn.value, state.group))
-            dropped = decision.action is Action.DROP
-            header = PushHeader(
-                caller.generation,
-                caller.rank,
-                sequence,
-                step,
-                rows,
-                slot=-1 if dropped else held,
-                group=state.group,
-                token=drawn.value,
-            )
-            worker.ticket = Ticket(dropped, header, decision.decay)
-            worker.finished += 1
-            if not dropped:
-                worker.pushes[sequence] = header
-                state.held += 1
-                if decision.action is Action.APPLY:
-                    state.step, state.held = step + 1, 0
-                    worker.least = step + 1
+            ticket, drawn = self._state.arrive(self._known_mode(), caller.rank, sequence, rows)
             if self.record is not None:
+                step, slot = ticket.header.step, ticket.header.slot
                 self.record.arrivals.append(
-                    ArrivalRecord(
-                        caller.rank, drawn.number, rows, drawn.value, version, step, header.slot, decision.decay
-                    )
+                    ArrivalRecord(caller.rank, drawn.number, rows, drawn.value, version, step, slot, ticket.decay)
                 )
-            state.report.count(caller.rank, worker.ticket, version, self._clock())
-            self._save()
-            return worker.ticket
+            self._state.report.count(caller.rank, ticket, version, self._clock())
+            self._append(caller.rank, counted=True)
+            return ticket
 
     def abandoned(self, caller: Caller, filled: int) -> list[PushHeader]:
         """Returns abandoned pushes to fill; see `persia.services.TokenService`."""
@@ -255,7 +223,7 @@ class TokenScheduler(RecordedArrivals):
             worker = self._enter(caller)
             self._state.confirm(worker, 0, filled)
             assigned = self._state.assign(worker)
-            self._save()
+            self._append(caller.rank)
             return assigned
 
     def quiesce(self, caller: Caller, done: int, filled: int, lost: Losses = NO_LOSSES) -> QuiesceResult:
@@ -264,7 +232,7 @@ class TokenScheduler(RecordedArrivals):
             worker = self._enter(caller)
             self._state.confirm(worker, done, filled, lost)
             worker.ended = worker.waiting = True
-            worker.taken.clear()
+            self._state.untake(worker, list(worker.taken))
             self._save()
             complete = self._changed.wait_for(
                 lambda: self._state.all_waiting() or self._state.abandoned or self._over(caller), self._timeout
@@ -401,16 +369,7 @@ class TokenScheduler(RecordedArrivals):
             others_continue = state.leader is None
             if not worker.alive:
                 return others_continue
-            worker.alive = False
-            worker.ended = True
-            lost = list(worker.drawn.values())
-            state.spare += len(lost)
-            state.report.lost_tokens += len(lost)
-            state.returned = sorted([*state.returned, *worker.taken, *(drawn.number for drawn in lost)])
-            abandoned = len(worker.pushes)  # Its assigned pushes are already counted.
-            state.abandoned += [*worker.pushes.values(), *worker.assigned[worker.filled :]]
-            worker.taken, worker.drawn, worker.pushes, worker.assigned = [], {}, {}, []
-            state.report.abandoned += abandoned
+            state.cancel(rank)
             self._save()
             return others_continue
 
@@ -436,6 +395,7 @@ class TokenScheduler(RecordedArrivals):
                 timeout=self._timeout,
             )
         worker = state.workers.get(caller.rank)
+        self._log.catch_up(state)
         if worker is None or not worker.alive:
             raise StalePushError(
                 f"NN worker {caller.rank} of {len(state.workers)} is not an active member.", rank=caller.rank
@@ -475,5 +435,10 @@ class TokenScheduler(RecordedArrivals):
         )
 
     def _save(self) -> None:
-        self._file.save(self._state)
+        self._log.save(self._state)
+        self._changed.notify_all()
+
+    def _append(self, rank: int, *, counted: bool = False) -> None:
+        """Saves the outcome of a call of an NN worker for a batch; `counted` says whether the report has changed."""
+        self._log.append(StateChange.of(self._state, rank, counted=counted), self._state)
         self._changed.notify_all()

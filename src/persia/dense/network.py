@@ -13,10 +13,11 @@ from persia.dense.dense_state import capture, joined, restore
 from persia.dense.server import check_optimizer, partition
 from persia.dense.tensor_layout import Layout, spec_of
 from persia.errors import ClosedError, DeadlineError
+from persia.modes import Mode
 from persia.retry import Deadline
 from persia.rpc.fan_out import call_all, try_all
 from persia.services import DensePS
-from persia.types import PushedDense, PushHeader
+from persia.types import PushedDense, PushHeader, PushId
 
 __all__ = ["SharedNetwork"]
 
@@ -79,12 +80,13 @@ class SharedNetwork:
 
     # --- a batch ----------------------------------------------------------------------------------------------
 
-    def pull(self, least: int, needed: Callable[[], bool]) -> Callable[[], None]:
+    def pull(self, least: int, needed: Callable[[], bool], after: PushId | None = None) -> Callable[[], None]:
         """Pulls the newest parameters; the returned function copies them into the network.
 
         Args:
             least: see `persia.services.DensePS.pull`.
             needed: polled during the wait, which ends once it returns False.
+            after: see `persia.services.DensePS.pull`.
 
         Raises:
             DeadlineError: the version did not arrive in time.
@@ -95,7 +97,7 @@ class SharedNetwork:
         while len(answers) < len(self.servers):
             missing = [rank for rank in range(len(self.servers)) if rank not in answers]
             pulls = [
-                functools.partial(self.servers[rank].pull, self._versions[rank], least, SLICE_SECONDS)
+                functools.partial(self.servers[rank].pull, self._versions[rank], least, after, SLICE_SECONDS)
                 for rank in missing
             ]
             late: DeadlineError | None = None
@@ -158,11 +160,11 @@ class SharedNetwork:
 
     # --- quiescent ----------------------------------------------------------------------------------------------
 
-    def load(self, generation: int, step: int) -> None:
-        """Loads the local network into the dense PSs. One NN worker calls it for all."""
+    def load(self, generation: int, step: int, mode: Mode) -> None:
+        """Loads the local network into the dense PSs for a phase of `mode`. One NN worker calls it for all."""
         everything = dict(enumerate(self._parameters))
         state = capture(self._specs, everything, self._buffers, self._optimizer, self._scheduler)
-        call_all([functools.partial(server.load, state, generation, step) for server in self.servers])
+        call_all([functools.partial(server.load, state, generation, step, mode) for server in self.servers])
 
     def drain(self, generation: int, step: int, held: int) -> None:
         """Applies the gradients of an incomplete step that have arrived. One NN worker calls it for all."""

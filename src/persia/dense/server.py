@@ -10,11 +10,12 @@ import torch
 
 from persia.dense.dense_state import capture, restore
 from persia.dense.tensor_layout import Layout
-from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.errors import ConfigError, StoreError
+from persia.modes import Mode
 from persia.pushes.journal import JournaledServer
 from persia.pushes.sequencer import PushSequencer
 from persia.services import DenseMaker
-from persia.types import Bytes, DenseState, Pulled, PushedDense, PushHeader, TensorSpec
+from persia.types import Bytes, DenseState, Pulled, PushedDense, PushHeader, PushId, TensorSpec
 
 __all__ = ["DenseServer", "check_optimizer", "partition"]
 
@@ -44,7 +45,9 @@ class DenseServer(JournaledServer):
         self._maker = maker
         self._rank = rank
         self._servers = servers
-        self._sequencer: PushSequencer[None] = PushSequencer(timeout)
+        self._timeout = timeout
+        self._sequencer: PushSequencer[bool] = PushSequencer()
+        self._mode: Mode | None = None
         self._lock = threading.Lock()
         self._owned: dict[int, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
@@ -57,7 +60,7 @@ class DenseServer(JournaledServer):
         self._exported: DenseState | None = None
         self._counts: Counter[str] = Counter()
 
-    def load(self, state: DenseState, generation: int, step: int) -> None:
+    def load(self, state: DenseState, generation: int, step: int, mode: Mode) -> None:
         """Replaces this PS's part of the network; see `persia.services.DensePS`."""
         own_numbers = partition(state.parameters, self._servers)[self._rank]
         if not set(own_numbers) <= set(state.owned):
@@ -92,6 +95,7 @@ class DenseServer(JournaledServer):
         restore(_part(state, own_numbers, with_buffers=self._rank == 0), owned, buffers, optimizer, scheduler)
         self._sequencer.begin(generation, step)
         with self._lock:
+            self._mode = mode
             self._parameters, self._owned, self._buffers = list(state.parameters), owned, buffers
             self._optimizer, self._scheduler = optimizer, scheduler
             specs = [state.parameters[number] for number in own_numbers]
@@ -101,10 +105,12 @@ class DenseServer(JournaledServer):
             self._sum = _GradientSum(len(own_numbers))
             self._snapshot = self._exported = None
 
-    def pull(self, have: int, least: int, timeout: float) -> Pulled:
+    def pull(self, have: int, least: int, after: PushId | None, timeout: float) -> Pulled:
         """Returns parameters and buffers of the newest version; see `persia.services.DensePS`."""
-        if not self._sequencer.await_step(least, timeout):
-            raise self._late(least)
+        if not self._sequencer.await_push(least, after, timeout):
+            own = "" if after is None else f" with push {after.sequence} of NN worker {after.rank}"
+            what = f"Dense PS {self._rank}: version {least} of the parameters{own}"
+            raise self._sequencer.late(what, self._timeout)
         with self._lock:
             version = self._sequencer.step
             self._counts["pulls"] += 1
@@ -128,14 +134,19 @@ class DenseServer(JournaledServer):
         else:
             present_gradients = None
 
-        def work(last: bool) -> None:
+        def work(step: int, last: bool) -> bool:
+            assert self._mode is not None
+            # The gradient may have become too old since the token scheduler placed it.
+            decay = min(part.decay, self._mode.decay(step, header.token))
             with self._lock:
                 self._counts["pushes"] += 1
-                self._sum.add(present_gradients, buffers, float(header.rows), part.decay)
+                self._counts["stale"] += part.decay > decay
+                self._sum.add(present_gradients, buffers, float(header.rows), decay)
                 if (journal := self.journal) is not None:
                     journal.add(header, empty=present_gradients is None)
                 if last:
                     self._apply()
+            return True
 
         self._sequencer.push(header, work)
 
@@ -158,11 +169,12 @@ class DenseServer(JournaledServer):
             return self._exported
 
     def statistics(self) -> dict[str, int]:
-        """Returns counters: `version`, `pushes`, `pulls`, and `bytes` of parameters and buffers."""
+        """Returns counters: `version`, `pushes`, `stale`, `pulls`, and `bytes` of parameters and buffers."""
         with self._lock:
             return {
                 "version": self._sequencer.step,
                 "pushes": self._counts["pushes"],
+                "stale": self._counts["stale"],
                 "pulls": self._counts["pulls"],
                 "bytes": self._values.nbytes,
             }
@@ -188,9 +200,6 @@ class DenseServer(JournaledServer):
         if self._scheduler is not None:
             self._scheduler.step()
         self._optimizer.zero_grad()
-
-    def _late(self, least: int) -> DeadlineError:
-        return self._sequencer.late(f"dense PS {self._rank}: version {least} of the parameters")
 
 
 class _GradientSum:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from persia.errors import DeadlineError
 from persia.services import EmbeddingWorker, TokenService
-from persia.types import Caller, Contribution, Losses, PushHeader, QuiesceResult, Ticket, UpdateCounts
+from persia.types import Caller, Contribution, Losses, PushHeader, PushId, QuiesceResult, Ticket, UpdateCounts
 
 __all__ = ["DenseParameters", "DrawnToken", "TokenClient"]
 
@@ -30,7 +30,7 @@ class DenseParameters(Protocol):
     def versions(self) -> list[int]:
         """The same, by dense PS."""
 
-    def pull(self, least: int, still_wanted: Callable[[], bool]) -> Callable[[], None]:
+    def pull(self, least: int, still_wanted: Callable[[], bool], after: PushId | None) -> Callable[[], None]:
         """Pulls parameters; the returned function puts them into the network."""
 
     def gradients(self) -> Callable[[PushHeader, float], None]:
@@ -140,7 +140,7 @@ class TokenClient:
         with self._changed:
             self.sequence = sequence
             self._open.append(sequence)
-        return DrawnToken(sequence, number, self.dense.pull(token.least, self._still_wanted))
+        return DrawnToken(sequence, number, self.dense.pull(token.least, self._still_wanted, token.after))
 
     def _outcome(self) -> tuple[int, int, Losses]:
         """Returns the last push that returned, the number of pushes that were filled, and then the losses."""

@@ -54,7 +54,6 @@ from persia.types import (
     RowState,
     StoredRows,
     UpdateCounts,
-    sum_counts,
 )
 
 __all__ = ["EmbeddingServer"]
@@ -102,7 +101,7 @@ class EmbeddingServer(JournaledServer):
         options: ServerOptions | None = None,
     ) -> None:
         self._options = options or ServerOptions()
-        self._sequencer: PushSequencer[dict[str, UpdateCounts]] = PushSequencer(self._options.timeout)
+        self._sequencer: PushSequencer[dict[str, UpdateCounts]] = PushSequencer()
         self._row_staleness = RowStaleness()
         self._pool = batching.ThreadPool(threads)
         self._store = self._options.store(self._pool)
@@ -257,13 +256,13 @@ class EmbeddingServer(JournaledServer):
         return counts
 
     def _push_token(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
-        """Adds a push of an asynchronous mode, in its turn, to the sum of its step; the last push applies the sum.
+        """Adds a push of an asynchronous mode to the sum of the current step; the last push applies the sum.
 
-        Returns the counts of the steps that this call completes, so that the counts of all calls add up.
+        Returns the counts of the step that this call completes, so that the counts of all calls add up.
         """
 
-        def work(last: bool) -> dict[str, UpdateCounts]:
-            limit = self._mode.row_limit(header.step, header.token)
+        def work(step: int, last: bool) -> dict[str, UpdateCounts]:
+            limit = self._mode.row_limit(step, header.token)
             weighed = {
                 table: (part, self._weights(table, part.ids, header, limit)) for table, part in gradients.items()
             }
@@ -272,9 +271,9 @@ class EmbeddingServer(JournaledServer):
                 journal.add(header, empty=not gradients)
             if not last:
                 return {}
-            return self._apply([], header.merged_client, header.step + 1, self._sums.take(), header.step)
+            return self._apply([], header.merged_client, step + 1, self._sums.take(), step)
 
-        return sum_counts(self._sequencer.push(header, work))
+        return self._sequencer.push(header, work) or {}
 
     def _weights(self, table: str, ids: Ids, header: PushHeader, limit: RowLimit) -> Floats:
         """Returns the weight of each row, 0 or 1, by the step of its last change."""

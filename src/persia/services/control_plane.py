@@ -81,7 +81,7 @@ class Coordinator(Protocol):
 
 
 class TokenService(Protocol):
-    """The token scheduler: hands out batches and tokens, and orders arrivals (GBA paper, section 4.1).
+    """The token scheduler: hands out batches and tokens, and counts gradients (GBA paper, section 4.1).
 
     docs/reference/protocol.md, section 12.
     """
@@ -132,7 +132,7 @@ class TokenService(Protocol):
         """
 
     def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
-        """Decides whether a computed gradient is used, and its position in the order of all gradients.
+        """Decides whether a computed gradient is used, and counts it.
 
         Args:
             caller: the NN worker.

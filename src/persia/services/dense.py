@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from persia import rpc
+from persia.modes import Mode
 from persia.schema import Schedule
-from persia.types import DenseState, Pulled, PushedDense, PushHeader
+from persia.types import DenseState, Pulled, PushedDense, PushHeader, PushId
 
 __all__ = ["DenseMaker", "DensePS"]
 
@@ -15,25 +16,27 @@ __all__ = ["DenseMaker", "DensePS"]
 class DensePS(Protocol):
     """Dense parameter server: owns whole tensors of the network, and the user's optimizer for them."""
 
-    def load(self, state: DenseState, generation: int, step: int) -> None:
-        """Replaces the PS's part of the network by its part of a state, as of `step`."""
+    def load(self, state: DenseState, generation: int, step: int, mode: Mode) -> None:
+        """Replaces the PS's part of the network by its part of a state, as of `step`. A phase of `mode` begins."""
 
     @rpc.waits
-    def pull(self, have: int, least: int, timeout: float) -> Pulled:
+    def pull(self, have: int, least: int, after: PushId | None, timeout: float) -> Pulled:
         """Returns parameters of the newest version.
 
         Args:
             have: version of the caller; -1 for none.
             least: minimum version to wait for.
+            after: push to wait for, which the parameters have then counted; None for none.
             timeout: seconds to wait.
 
         Raises:
-            DeadlineError: the version did not arrive in time; the error names the missing slot.
+            DeadlineError: the version or the push did not arrive in time.
         """
 
-    @rpc.waits
     def push(self, header: PushHeader, part: PushedDense) -> None:
-        """Adds a gradient to the current step, in the order of slots, and applies the step with its last slot.
+        """Adds a gradient to the current step, and applies the step with its last gradient. A repetition has no effect.
+
+        The gradient is left out of the sum if it is too old for the step by the mode, but counts in the divisor.
 
         Raises:
             StalePushError: the push belongs to an earlier generation.
@@ -51,7 +54,7 @@ class DensePS(Protocol):
         """Returns the state of all parameters that this PS owns; call it while the PS is quiescent."""
 
     def statistics(self) -> dict[str, int]:
-        """Returns counters: `version`, `pushes`, `pulls`, `bytes`."""
+        """Returns counters: `version`, `pushes`, `stale` (too old only when counted), `pulls`, `bytes`."""
 
 
 class DenseMaker(NamedTuple):

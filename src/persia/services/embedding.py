@@ -116,11 +116,12 @@ class EmbeddingPS(Protocol):
 
         In `Sync` and `Hybrid` it returns once they are applied. If a step combines the gradients of all NN workers,
         that requires the gradients of all of them for this step and earlier ones. In asynchronous modes it returns once
-        they are added to the sum of their step, or queued behind an earlier push. Pushes without gradients count, so
-        send them to every PS, too.
+        they are added to the sum of the current step of this PS. Pushes without gradients count, so send them to every
+        PS, too.
 
         Args:
-            header: sender and step; the step determines the learning rate and `last_step` of the rows.
+            header: sender and step; the step determines the learning rate and `last_step` of the rows, except in
+                asynchronous modes, in which the PS counts steps.
             gradients: gradients by table.
 
         Returns:

@@ -61,6 +61,9 @@ CATALOGUE: dict[str, MetricKind] = {
     # Dense PS.
     "dense_version": MetricKind("gauge", "version of the dense parameters"),
     "dense_pushes": MetricKind("counter", "gradients received"),
+    "dense_stale": MetricKind(
+        "counter", "gradients that became too old between their arrival at the token scheduler and here"
+    ),
     "dense_pulls": MetricKind("counter", "calls that returned parameters"),
     "dense_bytes": MetricKind("gauge", "memory of parameters and buffers"),
     # Embedding worker.

@@ -319,7 +319,7 @@ class Phases:
         connection, state = self._connection, self._state
         state.local_batch = state.local_batch or self._rows_of_next_batch(source)
         advise(state.mode, connection.nn_workers, state.local_batch)
-        shared.load(connection.generation, state.global_step)
+        shared.load(connection.generation, state.global_step, state.mode)
         self._switch_servers()
         self._tokens.begin(
             TrainingPhase(

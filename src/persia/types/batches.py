@@ -24,6 +24,7 @@ __all__ = [
     "Moment",
     "Offsets",
     "PushHeader",
+    "PushId",
     "RegisteredBatch",
     "RowsAhead",
     "UpdateCounts",
@@ -80,8 +81,9 @@ class PushHeader(NamedTuple):
         rows: samples of the batches, even if their gradients are lost; 0 for a contribution without data.
         part: number of this part, if the batches of a step are buffered at several embedding workers.
         parts: number of parts that this NN worker pushes for this step.
-        slot: position within the step in asynchronous modes, from 0; -1 in other modes.
-        group: number of slots of a step in asynchronous modes.
+        slot: position in `step` by arrival at the token scheduler, from 0; -1 in modes without tokens. In asynchronous
+            modes a PS counts pushes itself, so the step there may be another one.
+        group: number of pushes of a step in asynchronous modes.
         token: token of the gradients in asynchronous modes.
     """
 
@@ -105,6 +107,13 @@ class PushHeader(NamedTuple):
     def merged_client(self) -> int:
         """Identity in the push log of a shard for the sum of a step; its sequence number is `step + 1`."""
         return MERGED | self.generation << RANK_BITS
+
+
+class PushId(NamedTuple):
+    """A push of an NN worker in the current generation."""
+
+    rank: int
+    sequence: int
 
 
 class UpdateCounts(NamedTuple):

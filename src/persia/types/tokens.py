@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.types.arrays import BoolArray
-from persia.types.batches import PushHeader
+from persia.types.batches import PushHeader, PushId
 
 __all__ = [
     "NO_LOSSES",
@@ -99,11 +99,13 @@ class Token(NamedTuple):
     Attributes:
         value: the token; None if abandoned pushes must be filled before a token is drawn.
         least: minimum version of the dense parameters for training on the batch.
+        after: push of this NN worker that the dense parameters must have counted; None if any will do.
         abandoned: pushes of dead NN workers; push each without gradients to every PS.
     """
 
     value: int | None
     least: int
+    after: PushId | None
     abandoned: list[PushHeader]
 
 
@@ -113,7 +115,7 @@ class Ticket(NamedTuple):
     Attributes:
         dropped: whether the gradient is too late and must not be pushed.
         header: header of the push.
-        decay: decay of the dense gradient, 0 or 1.
+        decay: decay of the dense gradient, 0 or 1. A gradient of decay 1 may be too old once dense PSs count it.
     """
 
     dropped: bool
@@ -239,7 +241,9 @@ class WorkerReport(msgspec.Struct):
 
 
 class TokenReport(msgspec.Struct):
-    """Counts over all asynchronous phases so far.
+    """Counts over all asynchronous phases so far, of gradients as they arrive at the token scheduler.
+
+    A gradient that is pushed late may be applied in a later step than the one of its arrival, or have become too old.
 
     Attributes:
         seconds: duration of these phases.
