@@ -44,9 +44,12 @@ MODULES = (
     "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "roles", "cluster", "recovery", "ssd",
     "ssd_rates", "plan", "plan_seconds", "capacity", "capacity_measured", "capacity_simulated", "threads",
     "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish", "publish_ray", "kafka",
-    "serve_rows", "serve_predict", "serve_updates", "serve_http", "online", "exactly_once", "targets",
+    "serve_rows", "serve_predict", "serve_updates", "serve_http", "online", "exactly_once", "targets", "scheduler",
 )  # fmt: skip
-UNITS = ("ratio", "fraction", "s", "rows/s", "calls/s", "rows", "bytes", "MB", "bytes/s", "AUC", "loss", "norm", "bool")
+UNITS = (
+    "ratio", "fraction", "s", "rows/s", "calls/s", "tokens/s", "rows", "steps", "bytes", "MB", "bytes/s", "AUC", "loss",
+    "norm", "bool",
+)  # fmt: skip
 MIN_ROUNDS = 5
 
 
