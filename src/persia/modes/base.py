@@ -138,8 +138,8 @@ class Mode(Protocol):
     """The interface of a mode: pure functions of numbers, each asked by the roles that need its answer.
 
     NN worker: `gate`, `depth_at`, `refresh`, `lookahead`, `dense` (selects the training loop). Coordinator: `gate`,
-    `waits_for_step`, `token`, `arrive`. Embedding PS: `arrive`, `row_limit`, `reduction`. At the start of a phase:
-    `group`. The replay driver asks all of them, and `decay`. The page docs/concepts/modes.md says when.
+    `waits_for_step`, `token`, `arrive`. Embedding PS: `arrive`, `row_limit`, `reduction`. Dense PS: `decay`. At the
+    start of a phase: `group`. The replay driver asks all of them. The page docs/concepts/modes.md says when.
     """
 
     def initial_depth(self) -> int | None:
