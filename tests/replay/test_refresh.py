@@ -1,12 +1,14 @@
 """Rows that are looked up ahead and stay fresh: which updates a batch misses, and that Sync keeps its bits."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import ConfigError
-from persia.modes import Async, Gba, HopBw, Hybrid, Sync
+from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
 from persia.replay import Setting, Slowdown, Trace, simulate, steady
 from persia.testing.logistic import LOCAL, Problem, delayed_sync
 
@@ -133,8 +135,60 @@ def test_a_batch_sees_what_is_applied_one_lookup_before_its_use(data, workers, m
     assert times[0] == 5.0
 
 
-@pytest.mark.parametrize("mode", [Async(), Gba(8), HopBw(1), Hybrid("auto")], ids=str)
-def test_modes_without_rows_to_refresh(mode):
+@pytest.mark.parametrize("mode", [Async(), Gba(WORKERS * LOCAL), Bsp(WORKERS), HopBs(2)], ids=str)
+def test_asynchronous_modes_hide_what_hybrid_hides(mode):
+    """The token is drawn before the computation ends, so that nothing waits; the own gradient is not applied then."""
+    setting, batches = late(0.25), WORKERS * 100
+    waiting, ahead = (simulate(mode, setting, batches, refresh=refresh) for refresh in (False, True))
+    assert waiting.summary().rate == pytest.approx(WORKERS * LOCAL / 1.5, rel=0.01)
+    assert ahead.summary().rate == pytest.approx(WORKERS * LOCAL, rel=0.01)
+    hybrid_rate = simulate(hybrid(4), setting, batches, refresh=True).summary().rate
+    assert ahead.summary().rate >= hybrid_rate * (1 - 1e-9)
+    ends = {e.batch: e.time + 1.0 for e in ahead.events if e.kind == "lookup"}  # As all take a second.
+    own = [[e for e in ahead.events if e.kind == "lookup" and e.worker == rank] for rank in range(WORKERS)]
+    for lookups in own:
+        for before, read in pairwise(lookups):
+            assert read.time == ends[before.batch]  # Read half a lookup before the computation ends.
+
+
+@pytest.mark.parametrize("mode", [HopBs(1), HopBw(1)], ids=str)
+def test_where_a_second_batch_may_not_pass_nothing_is_drawn_ahead(mode):
+    setting, batches = late(0.25), WORKERS * 20
+    plain, ahead = (simulate(mode, setting, batches, refresh=refresh) for refresh in (False, True))
+    assert plain.events == ahead.events
+
+
+@pytest.mark.parametrize("mode", [Async(), Gba(WORKERS * LOCAL), HopBs(2), HopBw(1)], ids=str)
+def test_without_latency_nothing_is_drawn_ahead(mode):
+    setting, batches = late(0.0, (1.0, 2.0, 1.0, 4.0)), WORKERS * 40
+    plain, ahead = (simulate(mode, setting, batches, refresh=refresh) for refresh in (False, True))
+    assert plain.events == ahead.events
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from([Async(), Gba(4), Bsp(3), HopBs(2)]), st.integers(1, 60))
+def test_an_nn_worker_has_two_open_tokens_at_most(data, mode, batches):
+    workers = data.draw(st.integers(2, 4))
+    trace = Trace([[Slowdown(0.0, data.draw(factors)), Slowdown(3.0, data.draw(factors))] for _ in range(workers)], 8.0)
+    setting = Setting(trace, lookup=data.draw(latencies), push=data.draw(latencies))
+    timeline = simulate(mode, setting, batches, refresh=True)
+    opened = [0] * workers
+    seen = set()
+    for event in timeline.events:
+        if event.server != "dense-0":
+            continue
+        if event.kind == "pull":
+            opened[event.worker] += 1
+            assert opened[event.worker] <= 2
+            assert event.batch not in seen
+            seen.add(event.batch)
+        elif event.kind in ("push", "drop"):
+            opened[event.worker] -= 1
+    assert seen == set(range(batches))
+    assert opened == [0] * workers
+
+
+def test_auto_has_no_rows_to_refresh():
     with pytest.raises(ConfigError, match="Invalid refresh = True") as error:
-        simulate(mode, Setting(steady([1, 1])), 8, refresh=True)
+        simulate(Hybrid("auto"), Setting(steady([1, 1])), 8, refresh=True)
     assert error.value.fields["field"] == "refresh"

@@ -212,8 +212,9 @@ class SchedulerState(msgspec.Struct):
         """
         worker = self.workers[rank]
         in_step = sum(header.step == self.step for header in worker.pushes.values()) if self.held else 0
+        begun = worker.finished + len(worker.drawn)
         in_flight, depth = len(worker.drawn) + in_step, mode.initial_depth()
-        if mode.gate(in_flight, depth, worker.finished - self.slowest):  # Less far ahead, it is open too.
+        if mode.gate(in_flight, depth, begun - self.slowest):  # Less far ahead, it is open too.
             return True
         self.slowest = min(w.finished for w in self.workers.values() if w.alive)
         active = {
@@ -221,7 +222,7 @@ class SchedulerState(msgspec.Struct):
             for r, w in self.workers.items()
             if w.alive and ((not w.ended and r not in taking) or w.taken or w.drawn)
         }
-        ahead = worker.finished - min((w.finished for w in active.values()), default=worker.finished)
+        ahead = begun - min((w.finished for w in active.values()), default=begun)
         if mode.gate(in_flight, depth, max(0, ahead)):
             return True
         return not ahead and all(other == rank or other in waiting for other in active)

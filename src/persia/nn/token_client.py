@@ -6,11 +6,13 @@ docs/reference/protocol.md, section 12, has the order of the calls.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from persia.errors import DeadlineError
+from persia.nn.draw_time import DrawTime
 from persia.services import EmbeddingWorker, TokenService
 from persia.types import Caller, Contribution, Losses, PushHeader, PushId, QuiesceResult, Ticket, UpdateCounts
 
@@ -96,6 +98,9 @@ class TokenClient:
         """Number of abandoned pushes of other NN workers that were filled."""
         self._changed = threading.Condition()
         self._wanted = 0
+        """Batches that the training thread has asked for, less those that were drawn; -1: one was drawn ahead."""
+        self._computing_since: float | None = None
+        self._draw_time = DrawTime()
         self._closed = False
         self._open: list[int] = []
         """Tokens that were drawn, and whose gradients have not arrived."""
@@ -120,12 +125,34 @@ class TokenClient:
             self._numbers.append(number)
             yield batch
 
-    def pass_lookup(self) -> bool:
-        """Blocks until a batch is wanted and the gradient before it has arrived; False when closed instead."""
+    def pass_lookup(self, *, ahead: bool = False) -> bool:
+        """Blocks until the next token may be drawn; False when closed instead.
+
+        Args:
+            ahead: whether it is drawn while the network computes, just in time, so that two tokens may be open. Else it
+                is drawn when the training thread wants a batch, and the gradient before it has arrived.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._wanted > 0 and not self._open))
+            while not self._closed and (seconds := self._seconds_until_draw(ahead)) != 0.0:
+                self._changed.wait(seconds)
             self._wanted -= not self._closed
             return not self._closed
+
+    def _seconds_until_draw(self, ahead: bool) -> float | None:
+        """Returns the seconds until a token may be drawn; None if something has to change before."""
+        if len(self._open) > ahead:
+            return None
+        if self._wanted > 0:
+            return 0.0
+        delay = self._draw_time.delay
+        if not ahead or self._wanted < 0 or self._computing_since is None or delay is None:
+            return None
+        return max(0.0, self._computing_since + delay - time.monotonic())
+
+    def ready(self, seconds: float) -> None:
+        """Notes that a batch is ready, so many seconds after `pass_lookup` let it pass."""
+        with self._changed:
+            self._draw_time.drew(seconds)
 
     def draw(self, rows: int) -> DrawnToken:
         """Draws the token of the next batch, which has `rows` rows, and pulls the parameters for it. Blocks."""
@@ -182,6 +209,15 @@ class TokenClient:
         """Announces that the training thread is about to draw a batch."""
         with self._changed:
             self._wanted += 1
+            if self._computing_since is not None:
+                self._draw_time.computed(time.monotonic() - self._computing_since)
+                self._computing_since = None
+            self._changed.notify_all()
+
+    def computing(self) -> None:
+        """Announces that the training thread has a batch and begins to compute."""
+        with self._changed:
+            self._computing_since = time.monotonic()
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ Each batch goes through the methods of :class:`TokenPass` from top to bottom:
 
 1. `register`: its ids go to the embedding worker, which routes them; its rows are found, while the network computes the
    batch before.
-2. `may_look_up`: it is wanted, and the gradient before it has arrived at the token scheduler.
+2. `may_look_up`: the network will soon be free, so that what it reads next is as new as possible.
 3. `look_up`: its token is drawn, the dense parameters are pulled, and its rows are brought up to date.
 4. `drawn`: the training thread has it; the network computes.
 5. `end_of_backward`: its gradients are collected, with the gradients of the network.
@@ -15,6 +15,7 @@ GBA, section 4, has the algorithm.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ class TokenPass(TrainingPass):
         data: what is read: the batches of `client`.
         client: draws tokens, and pushes.
         finds: whether rows are found before the token, and brought up to date after it; else they are looked up then.
+            The token is drawn while the network computes the batch before, if the mode allows two batches in flight.
     """
 
     read_ahead = 0  # Batches that a slow NN worker has read ahead are lost to the others.
@@ -51,6 +53,8 @@ class TokenPass(TrainingPass):
     def __init__(self, context: PassContext, data: PassData, client: TokenClient, *, finds: bool) -> None:
         self._client = client
         self._finds = finds
+        mode = context.gate.mode
+        self._draws_ahead = finds and mode.gate(1, mode.initial_depth(), 1)
         self._found: _Found | None = None
         """The rows of the batch that was registered last; None if they are to be looked up."""
         super().__init__(context, data, None, None)
@@ -63,14 +67,15 @@ class TokenPass(TrainingPass):
         return registered
 
     def may_look_up(self) -> bool:
-        """Waits until a batch is wanted and the gradient before it has arrived."""
-        return self._client.pass_lookup()
+        """Waits until a batch will soon be wanted; without drawing ahead, until the gradient before it has arrived."""
+        return self._client.pass_lookup(ahead=self._draws_ahead)
 
     def look_up(self, batch: RegisteredBatch) -> tuple[PreparedBatch, Ready]:
         """Draws the token of a batch and pulls the dense parameters, then reads its rows, or those that have changed.
 
         Rows are pushed before dense gradients, so the rows are at least as new as the parameters.
         """
+        began = time.monotonic()
         with self._log.tracer.span("gate", batch=batch.batch_id):
             token = self._client.draw(len(batch.labels))
         found, self._found = self._found, None
@@ -81,6 +86,7 @@ class TokenPass(TrainingPass):
             if not prepared.dummy:
                 self._lookup.refresh(prepared)()
         prepared.number, prepared.token = token.number, token
+        self._client.ready(time.monotonic() - began)
 
         def adopt() -> None:
             token.adopt()
@@ -132,7 +138,9 @@ class TokenPass(TrainingPass):
 
     def _drawn_batch(self) -> PreparedBatch:
         self._client.want()
-        return super()._drawn_batch()
+        batch = super()._drawn_batch()
+        self._client.computing()
+        return batch
 
     def _end_steps(self, left: PreparedBatch | None, *, complete: bool) -> None:
         """No-op: each gradient was pushed when it was computed."""

@@ -12,7 +12,9 @@ it has arrived. At equal times gradients arrive before reads, in the order of ra
 
 With `refresh` lookups run ahead without a bound, and updates of rows follow: an NN worker has them one lookup latency
 after they are applied. A batch sees those that it has when its computation begins. The bound of the mode is on the
-steps that a batch misses, so the computation waits where a lookup would have waited.
+steps that a batch misses, so the computation waits where a lookup would have waited. With a dense PS rows are found
+ahead, and the token is drawn, parameters and changed rows are read, one lookup latency before the batch before is
+computed, so that nothing waits; where the gate lets no second batch pass, they are read as without `refresh`.
 """
 
 from __future__ import annotations
@@ -113,6 +115,8 @@ class _Worker:
         self.applied = 0
         """Number of own steps that are applied to rows."""
         self.incarnation = 0
+        self.draws_at = 0.0
+        """When it draws the next token, while it computes."""
         # The inputs of `Window`, as `StalenessGate` and `PassThreads` measure them.
         self.window = Window(1)
         self.gate_asked = start
@@ -140,7 +144,7 @@ class _Replicas(_Server):
         return Action.APPLY if len(self.held) + 1 >= self._group else Action.HOLD
 
 
-_MESSAGES = ("_pushed", "_answered", "_read", "_deliver", "_updated")
+_MESSAGES = ("_pushed", "_answered", "_read", "_deliver", "_updated", "_advanced")
 """Methods of the simulation that run when a message arrives, in their order at equal times."""
 
 
@@ -157,13 +161,14 @@ class _Simulation:
                 field="crashes",
             )
         adapts = isinstance(mode, Hybrid) and mode.staleness == "auto"
-        if refresh and (adapts or not self.replicas):
+        if refresh and adapts:
             raise ConfigError(
-                f"Invalid refresh = True with {mode!r}; expected Sync, or Hybrid with a number or None: lookups of "
-                'other modes do not run ahead, and the rule of "auto" is for rows that are not refreshed.',
+                f'Invalid refresh = True with {mode!r}: the rule of "auto" is for rows that are not refreshed. Use Hybrid '
+                "with a number or None.",
                 field="refresh",
             )
-        self.refresh = refresh
+        self.refresh = refresh and self.replicas
+        self.draws_ahead = refresh and not self.replicas and mode.gate(1, mode.initial_depth(), 1)
         self.batches = batches
         self.workers = [_Worker(rank, mode.initial_depth(), start) for rank in range(count)]
         on_arrival = self.replicas and self.group == 1  # Then k of a PS counts pushes, N per step.
@@ -224,15 +229,24 @@ class _Simulation:
             self._begin(worker)
 
     def _may_look_up(self, worker: _Worker, slowest: int) -> bool:
-        if not self.replicas and (worker.computing or worker.looked_up or worker.unpushed):
-            return False  # One batch at a time: parameters and tokens are never fetched ahead.
+        if not self.replicas and not self._may_draw(worker):
+            return False
         if worker.looking or len(worker.looked_up) >= MOST_READY or self._next_batch(worker) is None:
             return False
         if self.refresh:
             return True
         step = worker.began + len(worker.looked_up)  # Step of this NN worker, since the start.
         depth = self.mode.depth_at(worker.depth, self.first_step + step)
-        return self.mode.gate(step - worker.settled, depth, worker.finished - slowest)
+        return self.mode.gate(step - worker.settled, depth, (worker.finished if self.replicas else step) - slowest)
+
+    def _may_draw(self, worker: _Worker) -> bool:
+        """Returns whether an NN worker needs its next token, and has at most one whose gradient has not arrived."""
+        if worker.looked_up:
+            return False
+        if not self.draws_ahead:
+            return not (worker.computing or worker.unpushed)
+        computing = worker.computing is not None
+        return len(worker.unpushed) - worker.arrived + computing <= 1 and self.now >= (worker.draws_at if computing else 0)
 
     def _next_batch(self, worker: _Worker) -> int | None:
         """Returns the next batch of an NN worker: in order of ranks for replicas, otherwise in order of requests."""
@@ -298,6 +312,9 @@ class _Simulation:
             self._note("pull", self.dense, worker, worker.computing)
         worker.began += 1
         done = self.setting.trace.finish(worker.rank, self.now, self.setting.compute)
+        worker.draws_at = max(self.now, done - self.setting.lookup)
+        if self.draws_ahead and self.setting.lookup:
+            heapq.heappush(self.messages, (worker.draws_at, _MESSAGES.index("_advanced"), worker.rank))
         heapq.heappush(self.queue, (done, worker.rank, worker.incarnation, False))
 
     def _adapt(self, worker: _Worker, drawn: _Ready) -> None:
@@ -396,6 +413,9 @@ class _Simulation:
         """An update of rows reaches all NN workers."""
         self.newest = self.updates.popleft()
 
+    def _advanced(self, _: _Worker) -> None:
+        """No-op: a token may be drawn from now on."""
+
     def _note_use(self, worker: _Worker, batch: _Batch, version: int) -> None:
         """Inserts the lookup of a batch that begins now after the last update that it sees."""
         at = len(self.events)
@@ -437,8 +457,8 @@ def simulate(
         start: time of the start in seconds.
         refresh: whether rows that are looked up ahead stay fresh: a batch misses only the updates that are not applied
             one lookup latency before its computation begins, whatever the depth of the mode. `Sync` waits for them,
-            but not for lookups. The time of a "lookup" is then that of the last update which the batch sees. For `Sync`
-            and `Hybrid`, except `Hybrid("auto")`.
+            but not for lookups. The time of a "lookup" is then that of the last update which the batch sees. In modes
+            with dense PSs tokens are drawn and rows read just before they are needed. Not for `Hybrid("auto")`.
 
     Raises:
         ConfigError: the mode cannot run in this setting, or cannot refresh rows.
