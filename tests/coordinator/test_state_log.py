@@ -132,7 +132,8 @@ def slow_gate(state, mode, rank):
     worker = state.workers[rank]
     in_step = sum(header.step == state.step for header in worker.pushes.values()) if state.held else 0
     active = {r: w for r, w in state.workers.items() if w.alive and (not w.ended or w.taken or w.drawn)}
-    ahead = max(0, worker.finished - min((w.finished for w in active.values()), default=worker.finished))
+    begun = worker.finished + len(worker.drawn)
+    ahead = max(0, begun - min((w.finished for w in active.values()), default=begun))
     if mode.gate(len(worker.drawn) + in_step, mode.initial_depth(), ahead):
         return True
     return not ahead and all(other == rank for other in active)

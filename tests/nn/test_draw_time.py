@@ -44,7 +44,7 @@ class Tokens:
 
     def draw(self, caller, sequence, number, rows, done, filled, lost):
         self.drawn.append(sequence)
-        return Token(0, 0, [])
+        return Token(0, 0, None, [])
 
     def arrive(self, caller, sequence, rows, version):
         self.arrived.append(sequence)
@@ -56,7 +56,7 @@ class Dense:
 
     version = 0
 
-    def pull(self, least, still_wanted):
+    def pull(self, least, still_wanted, after):
         return lambda: None
 
     def push_empty(self, header):
