@@ -324,7 +324,7 @@ def after_all_pushes(monkeypatch):
         client._tokens.pushed()
         return result
 
-    def wait(draws):
+    def wait(draws, *, ahead):
         open_ = passed(draws)
         end = time.monotonic() + DEADLINE
         while open_ and draws._done != draws.sequence:
