@@ -11,7 +11,7 @@ import pytest
 from persia.cluster import Embedded
 from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError, PersiaError, StaleBatchError
-from persia.modes import Async, Gba, Hybrid, Sync
+from persia.modes import Async, Gba, HopBs, HopBw, Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.pass_threads import PUSH_GRACE
 from persia.nn.step_pass import MOST_PUSHES
@@ -415,21 +415,17 @@ def test_without_prefetch_a_push_is_made_at_once():
     assert pushes(cluster)[3:] == []
 
 
-@pytest.mark.parametrize("mode", [Async(), Gba(ROWS), Gba(2 * ROWS)], ids=str)
-def test_no_token_is_read_ahead_of_the_push_before_it(mode):
-    """An NN worker waits for its own gradient before it draws the next token, and refreshes rows that it has found."""
+@pytest.mark.parametrize("mode", [Async(), Gba(2 * ROWS), HopBs(2), HopBs(1), HopBw(0)], ids=str)
+def test_a_token_is_drawn_at_most_one_gradient_ahead(mode):
+    """And where the gate lets no second batch pass, when the gradient before has arrived: its push is under way."""
     cluster = Recorded(seconds=0.02)
     t = trainer(mode, cluster)
-    alone = isinstance(mode, Async) or mode.group(1, ROWS) == 1
-    if not alone:
-        cluster.worker.lookups_first = lambda number: 2 if number == 0 else 0
     t.fit(batches(8))
     in_flight = [number - returned for number, returned in enumerate(cluster.worker.returned_at_refresh)]
     assert len(in_flight) == 8
-    if alone:
-        assert in_flight == [0] * 8
-    else:
-        assert max(in_flight) == 1  # The slot of a step that is not complete: its push is under way.
+    alone = isinstance(mode, HopBw)  # It waits for each step.
+    ahead = mode.gate(1, mode.initial_depth(), 1)
+    assert max(in_flight) <= (0 if alone else 2 if ahead else 1)
 
 
 def test_token_modes_take_a_batch_after_the_previous_lookup(monkeypatch):

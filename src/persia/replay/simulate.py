@@ -163,8 +163,8 @@ class _Simulation:
         adapts = isinstance(mode, Hybrid) and mode.staleness == "auto"
         if refresh and adapts:
             raise ConfigError(
-                f'Invalid refresh = True with {mode!r}: the rule of "auto" is for rows that are not refreshed. Use Hybrid '
-                "with a number or None.",
+                f'Invalid refresh = True with {mode!r}: the rule of "auto" is for rows that are not refreshed. Use '
+                "Hybrid with a number or None.",
                 field="refresh",
             )
         self.refresh = refresh and self.replicas
@@ -245,8 +245,9 @@ class _Simulation:
             return False
         if not self.draws_ahead:
             return not (worker.computing or worker.unpushed)
-        computing = worker.computing is not None
-        return len(worker.unpushed) - worker.arrived + computing <= 1 and self.now >= (worker.draws_at if computing else 0)
+        if worker.computing is not None and self.now < worker.draws_at:
+            return False
+        return len(worker.unpushed) - worker.arrived + (worker.computing is not None) <= 1
 
     def _next_batch(self, worker: _Worker) -> int | None:
         """Returns the next batch of an NN worker: in order of ranks for replicas, otherwise in order of requests."""
