@@ -184,9 +184,9 @@ class Run:
                 router = Router(Schema([self._schema.id_features[i]], tables=[self._schema.tables[i]]), SERVERS, 1)
                 for end in range(size, before, -FILL):
                     ids = ids_of(np.arange(max(before, end - FILL), end))
-                    entry = router.entry({f"c{i}": IdColumn(ids)})
+                    routed = router.route({f"c{i}": IdColumn(ids)})
                     for number, ps in enumerate(self._servers):
-                        asked.append(pool.submit(ps.lookup, router.ids_of(entry, number), True))
+                        asked.append(pool.submit(ps.lookup, router.ids_of(routed, number), True))
                     while len(asked) > IN_FLIGHT:
                         asked.popleft().result()
             while asked:

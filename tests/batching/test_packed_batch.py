@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from persia import batching
+from persia.batching.id_column import IdColumn
 from persia.errors import DataError
 from persia.types.packed import Packed
 
@@ -26,40 +27,45 @@ def check(groups, servers, pool):
     """Against `unique` and `group_by_owner`."""
     tables = named(groups)
     names = [name for name, _ in tables]
-    packed = batching.pack_batch(tables, groups, servers, pool, SCRATCH)
+    columns = {
+        name: IdColumn(ids)
+        for (_, names), group in zip(tables, groups, strict=True)
+        for name, ids in zip(names, group, strict=True)
+    }
+    routed = batching.route_batch(tables, columns, servers, pool, SCRATCH)
     expected = batching.unique(groups, pool)
     bounds = batching.group_by_owner(names, expected, servers, pool)
-    assert list(packed.ids) == names
-    inverse = {**packed.narrow, **packed.wide}
+    assert list(routed.ids) == names
+    inverse = routed.inverse
     assert len(inverse) == sum(map(len, groups))
     for t, ((name, mine), (ids, inverses)) in enumerate(zip(tables, expected, strict=True)):
-        np.testing.assert_array_equal(packed.ids[name], ids)
-        np.testing.assert_array_equal(packed.bounds[t], bounds[t])
+        np.testing.assert_array_equal(routed.ids[name], ids)
+        np.testing.assert_array_equal(routed.bounds[t], bounds[t])
         for feature, theirs in zip(mine, inverses, strict=True):
             assert inverse[feature].dtype == theirs.dtype
             np.testing.assert_array_equal(inverse[feature], theirs)
-    return packed
+    return routed
 
 
 @pytest.mark.parametrize("threads", POOLS)
 @settings(deadline=None)
 @given(groups=groups, servers=st.integers(1, 4))
-def test_a_packed_batch_is_that_of_each_table(threads, groups, servers):
+def test_a_routed_batch_is_that_of_each_table(threads, groups, servers):
     check(groups, servers, POOLS[threads])
 
 
 def test_tables_with_many_ids_have_wide_inverses():
     rng = np.random.default_rng(0)
     many = [rng.integers(0, 2**40, 100_000).astype(np.uint64), rng.integers(0, 2**40, 10).astype(np.uint64)]
-    packed = check([[many[1]], many, [], [many[1]]], 3, POOLS[3])
-    assert list(packed.wide) == ["1.0", "1.1"]
-    assert list(packed.narrow) == ["0.0", "3.0"]
+    routed = check([[many[1]], many, [], [many[1]]], 3, POOLS[3])
+    assert list(routed.wide) == ["1.0", "1.1"]
+    assert list(routed.narrow) == ["0.0", "3.0"]
 
 
 @pytest.mark.parametrize("bad", [np.zeros(3), np.zeros((3, 1), np.uint64), np.arange(6, dtype=np.uint64)[::2]])
 def test_other_arrays_are_refused(bad):
     with pytest.raises(DataError, match="group 0"):
-        batching.pack_batch([("a", ["f"])], [[bad]], 1, POOLS[1], SCRATCH)
+        batching.route_batch([("a", ["f"])], {"f": IdColumn(bad)}, 1, POOLS[1], SCRATCH)
 
 
 @settings(deadline=None)

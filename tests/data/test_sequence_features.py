@@ -33,11 +33,11 @@ def sequence(name: str, **options: Any) -> IdFeature:
 def test_the_first_or_last_ids_are_kept(lists: list[list[int]], most: int) -> None:
     schema = Schema([sequence("a", max_length=most), sequence("b", table="a", max_length=most, keep="last")])
     batch = Batch.from_columns(schema, {"a": lists, "b": lists, "label": [0] * len(lists)})
-    entry = Router(schema, servers=1, threads=1).entry(batch.id_features)
-    ids = entry.ids["a"]
+    routed = Router(schema, servers=1, threads=1).route(batch.id_features)
+    ids = routed.ids["a"]
     for name, expected in (("a", [one[:most] for one in lists]), ("b", [one[-most:] for one in lists])):
-        offsets = entry.offsets.get(name)
-        values = ids[entry.inverse[name]].tolist()
+        offsets = routed.offsets.get(name)
+        values = ids[routed.inverse[name]].tolist()
         if offsets is None:
             assert [[value] for value in values] == expected
         else:

@@ -10,13 +10,13 @@ from persia.batching.hashing import hash_cross
 from persia.batching.native import RowSums, Scratch, ThreadPool, borrow, default_threads
 from persia.batching.owners import group_by_owner, owners
 from persia.batching.packed_batch import (
-    PackedBatch,
+    RoutedBatch,
     check_rows,
     decode_packed,
     encode_packed,
-    pack_batch,
     plain_packed,
     put_part,
+    route_batch,
     take_part,
 )
 from persia.batching.places import check_places, keep, put_places, take_places
@@ -29,9 +29,9 @@ __all__ = [
     "ChangeFilter",
     "CopiedTable",
     "FeaturePlan",
-    "PackedBatch",
     "Pooled",
     "Pooler",
+    "RoutedBatch",
     "RowSums",
     "Scratch",
     "TextBuffers",
@@ -53,13 +53,13 @@ __all__ = [
     "keep",
     "merge_gradients",
     "owners",
-    "pack_batch",
     "plain_packed",
     "plan_copies",
     "pool_backward",
     "pool_forward",
     "put_part",
     "put_places",
+    "route_batch",
     "take_part",
     "take_places",
     "text_ids",

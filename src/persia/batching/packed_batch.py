@@ -11,22 +11,23 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.batching.id_column import IdColumn
 from persia.batching.native import Scratch, ThreadPool, as_data_error, core
 from persia.batching.row_codec import encode_rows
 from persia.errors import DataError
 from persia.schema import Table
-from persia.types import Ids, Int64Array
+from persia.types import Int64Array, Inverse
 from persia.types.half_floats import words_of
 from persia.types.packed import Packed
 
 __all__ = [
-    "PackedBatch",
+    "RoutedBatch",
     "check_rows",
     "decode_packed",
     "encode_packed",
-    "pack_batch",
     "plain_packed",
     "put_part",
+    "route_batch",
     "take_part",
 ]
 
@@ -37,44 +38,53 @@ NO_TABLES: Mapping[str, Table] = {}
 _core: Any = importlib.import_module("persia._core").packed
 
 
-class PackedBatch(NamedTuple):
-    """The distinct ids of a batch, sorted by the PS that owns them, and the inverse indices of each feature.
+class RoutedBatch(NamedTuple):
+    """The distinct ids of a batch, sorted by the PS that owns them, and where they occur in each feature.
 
     Attributes:
         ids: distinct ids by table.
         bounds: int64 `[tables, servers + 1]`: PS p owns `ids[table][bounds[t, p]:bounds[t, p + 1]]`.
         narrow: inverse indices by feature (positions in the ids of its table), for tables with at most 65,536 ids.
         wide: inverse indices by feature, for the other tables.
+        offsets: offsets by feature, for features whose samples have any number of ids.
+        weights: weights of the ids, by feature with weights; None if there are none.
     """
 
     ids: Packed[np.uint64]
     bounds: Int64Array
     narrow: Packed[np.uint16]
     wide: Packed[np.uint32]
+    offsets: Packed[np.int64]
+    weights: Packed[np.float32] | None = None
+
+    @property
+    def inverse(self) -> dict[str, Inverse]:
+        """The inverse indices, by feature."""
+        return {**self.narrow, **self.wide}
 
 
-def pack_batch(
+def route_batch(
     tables: Sequence[tuple[str, Sequence[str]]],
-    values: Sequence[Sequence[Ids]],
+    columns: Mapping[str, IdColumn],
     servers: int,
     pool: ThreadPool,
     scratch: Scratch,
-) -> PackedBatch:
+) -> RoutedBatch:
     """`unique` and `group_by_owner` of all tables in one call.
 
     Args:
         tables: name of each table, and the names of its features.
-        values: for each table the ids of its features, as contiguous uint64 arrays `[n_i]`.
+        columns: ids by feature; the values are contiguous.
         servers: number of PSs.
         pool: threads to run on, over tables.
-        scratch: memory reused from call to call. All returned arrays are borrowed from it.
+        scratch: memory reused from call to call. Ids and inverse indices are borrowed from it.
 
     Raises:
         DataError: an array has another dtype or shape, or is not contiguous; a table has 2^32 - 1 ids or more.
 
     Blocks until done, without the GIL. Thread-safe.
     """
-    groups = [list(group) for group in values]
+    groups = [[columns[name].values for name in features] for _, features in tables]
     lengths = [[len(ids) for ids in group] for group in groups]
     total = sum(map(sum, lengths))
     block = scratch.floats(3 * total)
@@ -83,16 +93,20 @@ def pack_batch(
     names = [name for name, _ in tables]
     with as_data_error:
         distinct, narrow, wide, are_wide = _core.pack_batch(names, groups, ids, inverse, bounds, pool, scratch)
-    features: tuple[list[str], list[str]] = [], []
+    names_of: tuple[list[str], list[str]] = [], []
     counts: tuple[list[int], list[int]] = [], []
     for (_, table_features), sizes, is_wide in zip(tables, lengths, are_wide, strict=True):
-        features[is_wide].extend(table_features)
+        names_of[is_wide].extend(table_features)
         counts[is_wide].extend(sizes)
-    return PackedBatch(
+    offsets = {name: column.offsets for name, column in columns.items() if column.offsets is not None}
+    weights = {name: column.weights for name, column in columns.items() if column.weights is not None}
+    return RoutedBatch(
         Packed(names, bounds[:, -1].tolist(), ids[:distinct]),
         bounds,
-        Packed(features[0], counts[0], inverse[wide:].view(np.uint16)[:narrow]),
-        Packed(features[1], counts[1], inverse[:wide]),
+        Packed(names_of[0], counts[0], inverse[wide:].view(np.uint16)[:narrow]),
+        Packed(names_of[1], counts[1], inverse[:wide]),
+        Packed.of(offsets, np.int64),
+        Packed.of(weights, np.float32) if weights else None,
     )
 
 
@@ -101,7 +115,7 @@ def take_part(whole: Packed[S], bounds: Int64Array, server: int) -> Packed[S]:
 
     Args:
         whole: rows of all PSs, by table.
-        bounds: bounds of the tables, as in `PackedBatch`.
+        bounds: bounds of the tables, as in `RoutedBatch`.
         server: number of the PS.
 
     Raises:

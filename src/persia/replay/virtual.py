@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from persia import batching
+from persia.batching import RoutedBatch
 from persia.batching.batch import Batch
 from persia.checks import check_number
 from persia.dense import partition, spec_of
@@ -38,7 +39,7 @@ from persia.replay.replay_servers import Numbers, RowGradients
 from persia.replay.schedule import DENSE
 from persia.schema import EmbeddingOptimizer, Schema, Table
 from persia.types import Floats, Gradients, Ids, Int64Array, PushHeader
-from persia.worker.routing import Entry, Router
+from persia.worker.routing import Router
 
 __all__ = ["VirtualTraining"]
 
@@ -104,7 +105,7 @@ class VirtualTraining:
         self._used = [p for p in model.parameters() if p.requires_grad]
         self._trained = [torch.nn.Parameter(p.detach().clone()) for p in self._used]
         self._optimizer = optimizer(self._trained)
-        self._entries: dict[int, tuple[Batch, Entry]] = {}
+        self._routed: dict[int, tuple[Batch, RoutedBatch]] = {}
         self.logits: dict[int, Floats] = {}
         """Logits `[batch, labels]` of the training forward pass by batch, for progressive validation."""
         self._tables = schema.resolved_tables()
@@ -183,11 +184,13 @@ class VirtualTraining:
         logits = []
         with torch.no_grad():
             for batch in batches:
-                entry = self._router.entry(batch.id_features)
-                answers = [s.lookup(self._router.ids_of(entry, n), train=False) for n, s in enumerate(self.stores)]
-                stored = self._router.join(entry, answers)
+                routed = self._router.route(batch.id_features)
+                answers = [s.lookup(self._router.ids_of(routed, n), train=False) for n, s in enumerate(self.stores)]
+                stored = self._router.join(routed, answers)
                 rows = batching.plain_packed(stored, None, self._tables, self._scratch)
-                embeddings = self._expander(_tensors(rows), entry.inverse, _offsets(entry), entry.weights or UNWEIGHTED)
+                embeddings = self._expander(
+                    _tensors(rows), routed.inverse, _offsets(routed), routed.weights or UNWEIGHTED
+                )
                 output = self.model(torch.from_numpy(batch.dense), embeddings)
                 logits.append(self._objective.logits(output, torch.from_numpy(batch.labels)).numpy())
         return np.concatenate(logits)
@@ -195,10 +198,10 @@ class VirtualTraining:
     # --- for the servers ----------------------------------------------------------------------------------------
 
     def _ids(self, rank: int, number: int) -> Mapping[str, Ids]:
-        if number not in self._entries:
+        if number not in self._routed:
             batch = self._batches(number)
-            self._entries[number] = (batch, self._router.entry(batch.id_features))
-        return self._router.ids_of(self._entries[number][1], rank)
+            self._routed[number] = (batch, self._router.route(batch.id_features))
+        return self._router.ids_of(self._routed[number][1], rank)
 
     def _pull(self, rank: int) -> Numbers:
         return _joined([self._trained[number].detach() for number in self._owned[rank]])
@@ -214,13 +217,13 @@ class VirtualTraining:
     # --- an NN worker -------------------------------------------------------------------------------------------
 
     def _compute(self, number: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        batch, entry = self._entries.pop(number)
+        batch, routed = self._routed.pop(number)
         self._show({rank: inputs[f"dense-{rank}"] for rank in range(len(self._owned))})
         parts = [inputs[f"ps-{rank}"] for rank in range(len(self.stores))]  # Ids are sorted by the PS that owns them.
         leaves = _tensors({table: np.concatenate([part[table][1] for part in parts]) for table in parts[0]})
         for leaf in leaves.values():
             leaf.requires_grad_()
-        embeddings = self._expander(leaves, entry.inverse, _offsets(entry), entry.weights or UNWEIGHTED)
+        embeddings = self._expander(leaves, routed.inverse, _offsets(routed), routed.weights or UNWEIGHTED)
         output = self.model(torch.from_numpy(batch.dense), embeddings)
         weights = None if batch.weights is None else torch.from_numpy(batch.weights)
         groups = None if batch.groups is None else torch.from_numpy(batch.groups.view(np.int64))
@@ -257,8 +260,8 @@ def _joined(tensors: list[torch.Tensor]) -> Numbers:
     return torch.cat([t.reshape(-1) for t in tensors]).numpy() if tensors else np.zeros(0, np.float32)
 
 
-def _offsets(entry: Entry) -> dict[str, Int64Array | None]:
-    return {name: entry.offsets.get(name) for name in entry.inverse}
+def _offsets(batch: RoutedBatch) -> dict[str, Int64Array | None]:
+    return {name: batch.offsets.get(name) for name in batch.inverse}
 
 
 def _tensors(rows: Mapping[str, Numbers]) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from persia import batching
+from persia.batching import RoutedBatch
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.nn.pooling import Embeddings, Expander, SequenceEmbedding
@@ -20,7 +21,7 @@ from persia.schema import Pooling, Schema
 from persia.serve.row_sources import RowLookup, Rows
 from persia.store.served import lookup_packed
 from persia.types import LookedUp, Packed
-from persia.worker.routing import Entry, Router
+from persia.worker.routing import Router
 
 __all__ = ["EmbeddingReader"]
 
@@ -75,13 +76,13 @@ class EmbeddingReader:
             columns = [batch.id_features[name] for name in self._names]
             if all(column.offsets is None and column.weights is None for column in columns):
                 return _tensor(batch.dense), _tensor(batch.labels), self._rows_of_single_ids(columns, whole)
-        entry = self._router.entry(batch.id_features)
-        rows = self._rows(entry, source)
+        routed = self._router.route(batch.id_features)
+        rows = self._rows(routed, source)
         if self._on_host:
-            return _tensor(batch.dense), _tensor(batch.labels), self._pooled(entry, rows, len(batch))
-        _, _, narrow, wide = entry.packed
+            return _tensor(batch.dense), _tensor(batch.labels), self._pooled(routed, rows, len(batch))
         wire = cast("Packed[np.float32 | np.float16]", rows)
-        prepared, ready = self._transfer.rows(batch, LookedUp(wire, narrow, wide, entry.offsets, weights=entry.weights))
+        looked_up = LookedUp(wire, routed.narrow, routed.wide, routed.offsets, weights=routed.weights)
+        prepared, ready = self._transfer.rows(batch, looked_up)
         ready()
         index = prepared.inverse, prepared.offsets, prepared.id_weights
         return prepared.dense, prepared.labels, self._expander(prepared.rows, *index)
@@ -98,10 +99,10 @@ class EmbeddingReader:
             for name, part, dim in zip(self._names, parts, self._feature_dims, strict=True)
         }
 
-    def _pooled(self, entry: Entry, rows: Packed[np.float32], samples: int) -> Embeddings:
+    def _pooled(self, batch: RoutedBatch, rows: Packed[np.float32], samples: int) -> Embeddings:
         """Returns the embeddings, as `Expander` does for a batch without gradients, with less overhead."""
-        inverse, ends = entry.inverse, dict(entry.offsets.items())
-        weights = {} if entry.weights is None else dict(entry.weights.items())
+        inverse, ends = batch.inverse, dict(batch.offsets.items())
+        weights = {} if batch.weights is None else dict(batch.weights.items())
         values, masks = self._pooler(
             rows.arrays(),
             [inverse[name] for name in self._names],
@@ -116,13 +117,13 @@ class EmbeddingReader:
             for name, array, mask in zip(self._names, values, masks, strict=True)
         }
 
-    def _rows(self, entry: Entry, source: RowLookup) -> Packed[np.float32]:
+    def _rows(self, batch: RoutedBatch, source: RowLookup) -> Packed[np.float32]:
         """Returns the rows of the distinct ids, which are sorted by table, and within a table by partition."""
-        ids = entry.ids
+        ids = batch.ids
         widths = [self._dims[name] for name in ids.names]
         buffer = self._scratch.floats(sum(map(operator.mul, ids.counts, widths)))
         rows = Packed(ids.names, ids.counts, buffer, widths)
-        source.read(ids, entry.packed.bounds, rows)
+        source.read(ids, batch.bounds, rows)
         return rows
 
 

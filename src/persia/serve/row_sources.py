@@ -34,7 +34,7 @@ class RowLookup(Protocol):
 
         Args:
             ids: by table.
-            bounds: bounds of each table and partition, as in `batching.PackedBatch`.
+            bounds: bounds of each table and partition, as in `batching.RoutedBatch`.
             rows: rows by table, float32 `[n, dim]` to write to; zeros where there is no row.
 
         Raises:

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar, cast
 import numpy as np
 
 from persia import batching, rpc
+from persia.batching import RoutedBatch
 from persia.batching.id_column import IdColumn
 from persia.errors import ConfigError, StaleBatchError, StalePushError, StoreError
 from persia.rpc.fan_out import call_all
@@ -32,7 +33,7 @@ from persia.types import (
     sum_counts,
 )
 from persia.worker.buffer import BatchBuffer, WorkerOptions
-from persia.worker.routing import Entry, Router
+from persia.worker.routing import Router
 
 __all__ = ["Worker"]
 
@@ -81,7 +82,7 @@ class Worker:
         self._servers = list(servers)
         self._router = Router(schema, len(self._servers), threads)
         options = options or WorkerOptions()
-        self._buffer: BatchBuffer[Entry] = BatchBuffer(rank, incarnation, options)
+        self._buffer: BatchBuffer[RoutedBatch] = BatchBuffer(rank, incarnation, options)
         self._compresses = options.compression == "fp16"
         self._tables = schema.resolved_tables()
         self._lock = threading.Lock()
@@ -91,8 +92,8 @@ class Worker:
         self._outcomes: dict[tuple[int, int, int], dict[int, _Outcome]] = {}
         """The last pushes of each (generation, rank, part), by sequence number, in case their replies were lost."""
 
-        self._last_pushed: dict[int, tuple[int, Entry]] = {}
-        """Batch id and entry of the last batch that each NN worker has pushed, for repeated reads; by rank."""
+        self._last_pushed: dict[int, tuple[int, RoutedBatch]] = {}
+        """Batch id and ids of the last batch that each NN worker has pushed, for repeated reads; by rank."""
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
         """Removes duplicates from a batch, buffers it and returns its batch id; blocks while the buffer is full.
@@ -101,7 +102,7 @@ class Worker:
             DeadlineError: the buffer stayed full.
             MovedError: this embedding worker is leaving.
         """
-        return self._buffer.put(self._router.entry(id_features))
+        return self._buffer.put(self._router.route(id_features))
 
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
         """Looks up the rows of a registered batch; without `train`, only reads them and forgets the batch.
@@ -112,8 +113,8 @@ class Worker:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
         """
         lookups = [server.lookup for server in self._servers]
-        if not train and (entry := dict(self._last_pushed.values()).get(batch_id)) is not None:
-            return self._rows(entry, lookups, False)
+        if not train and (pushed := dict(self._last_pushed.values()).get(batch_id)) is not None:
+            return self._rows(pushed, lookups, False)
         rows = self._look_up(batch_id, lookups, train)
         if not train:
             self.release(batch_id)
@@ -146,14 +147,14 @@ class Worker:
                 f"Rows of a batch are refreshed with a moment of each PS, {len(self._servers)}, not {len(seen)}. Start "
                 "all roles of a run with the same number of PSs."
             )
-        with self._buffer.use(batch_id) as entry:
+        with self._buffer.use(batch_id) as batch:
             answers = call_all(
                 [
-                    functools.partial(server.refresh, self._router.ids_of(entry, number), moment)
+                    functools.partial(server.refresh, self._router.ids_of(batch, number), moment)
                     for number, (server, moment) in enumerate(zip(self._servers, seen, strict=True))
                 ]
             )
-            fresh = self._router.join_fresh(entry, answers)
+            fresh = self._router.join_fresh(batch, answers)
         if self._compresses:
             halves, scales = batching.encode_packed(cast("Packed[np.float32]", fresh.rows), self._tables)
             fresh = fresh._replace(rows=cast("Packed[np.float32 | np.float16]", halves), scales=scales)
@@ -166,8 +167,8 @@ class Worker:
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
         """
-        with self._buffer.use(batch_id) as entry:
-            return entry.ids
+        with self._buffer.use(batch_id) as batch:
+            return batch.ids
 
     def lookup_part(self, batch_id: int, wanted: Packed[np.bool_]) -> LookedUp:
         """Looks up some rows of a registered batch for training; see `persia.services.EmbeddingWorker`.
@@ -185,7 +186,7 @@ class Worker:
 
     def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
         """Looks up the rows of a batch, read-only; nothing is buffered."""
-        return self._rows(self._router.entry(id_features), [server.lookup for server in self._servers], False)
+        return self._rows(self._router.route(id_features), [server.lookup for server in self._servers], False)
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
         """Sends the summed gradients of the batches to every PS, even if a PS gets none, and forgets the batches.
@@ -283,30 +284,29 @@ class Worker:
         argument: T,
         wanted: Packed[np.bool_] | None = None,
     ) -> LookedUp:
-        with self._buffer.use(batch_id) as entry:
-            rows = self._rows(entry if wanted is None else self._router.part_of(entry, wanted), lookups, argument)
+        with self._buffer.use(batch_id) as batch:
+            rows = self._rows(batch if wanted is None else self._router.part_of(batch, wanted), lookups, argument)
         self._count("looked_up")
         self._carried("row_bytes", rows.rows, rows.scales)
         return rows
 
     def _rows(
-        self, entry: Entry, lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]], argument: T
+        self, batch: RoutedBatch, lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]], argument: T
     ) -> LookedUp:
         """Calls each PS with its ids and the argument."""
         answers = call_all(
             [
-                functools.partial(lookup, self._router.ids_of(entry, number), argument)
+                functools.partial(lookup, self._router.ids_of(batch, number), argument)
                 for number, lookup in enumerate(lookups)
             ]
         )
-        rows = self._router.join(entry, answers)
-        _, _, narrow, wide = entry.packed
+        rows = self._router.join(batch, answers)
         if not self._compresses:
             plain = cast("Packed[np.float32 | np.float16]", rows)
-            return LookedUp(plain, narrow, wide, entry.offsets, weights=entry.weights)
+            return LookedUp(plain, batch.narrow, batch.wide, batch.offsets, weights=batch.weights)
         halves, scales = batching.encode_packed(rows, self._tables)
         short = cast("Packed[np.float32 | np.float16]", halves)
-        return LookedUp(short, narrow, wide, entry.offsets, scales, entry.weights)
+        return LookedUp(short, batch.narrow, batch.wide, batch.offsets, scales, batch.weights)
 
     def _carried(self, what: str, rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None) -> None:
         """Counts bytes to or from an NN worker."""

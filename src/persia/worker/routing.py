@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia import batching
+from persia.batching import RoutedBatch
 from persia.batching.id_column import IdColumn
 from persia.errors import StoreError
 from persia.schema import Schema
-from persia.types import Contribution, Floats, FreshRows, Gradients, Halves, Inverse, Packed, PackedGradients
+from persia.types import Contribution, Floats, FreshRows, Gradients, Halves, Packed, PackedGradients
 from persia.types.half_floats import words_of
 
-__all__ = ["Entry", "Router"]
-
-
-class Entry(NamedTuple):
-    """A registered batch: its distinct ids by owner, and the inverse indices.
-
-    Attributes:
-        packed: distinct ids, sorted by the PS that owns them, and inverse indices.
-        offsets: offsets by feature, for features whose samples have any number of ids.
-        weights: weights of the ids, by feature with weights; None if there are none.
-    """
-
-    packed: batching.PackedBatch
-    offsets: Packed[np.int64]
-    weights: Packed[np.float32] | None = None
-
-    @property
-    def ids(self) -> Packed[np.uint64]:
-        """The distinct ids, by table."""
-        return self.packed.ids
-
-    @property
-    def inverse(self) -> dict[str, Inverse]:
-        """The inverse indices, by feature."""
-        return {**self.packed.narrow, **self.packed.wide}
+__all__ = ["Router"]
 
 
 class Router:
@@ -65,26 +42,22 @@ class Router:
         self._words = {name: words_of(table.dtype, table.dim) for name, table in tables.items()}
         self._truncation = {f.name: (f.max_length, f.keep == "last") for f in schema.id_features}
 
-    def entry(self, id_features: Mapping[str, IdColumn]) -> Entry:
+    def route(self, id_features: Mapping[str, IdColumn]) -> RoutedBatch:
         """Returns the distinct ids of a batch by table, sorted by owner."""
         columns = {name: _truncated(id_features[name], *limit) for name, limit in self._truncation.items()}
-        values = [[columns[name].values for name in features] for _, features in self._features]
-        packed = batching.pack_batch(self._features, values, self._servers, self._pool, self._scratch)
-        ends = {name: column.offsets for name, column in columns.items() if column.offsets is not None}
-        weights = {name: column.weights for name, column in columns.items() if column.weights is not None}
-        return Entry(packed, Packed.of(ends, np.int64), Packed.of(weights, np.float32) if weights else None)
+        return batching.route_batch(self._features, columns, self._servers, self._pool, self._scratch)
 
-    def part_of(self, entry: Entry, wanted: Packed[np.bool_]) -> Entry:
-        """Returns an entry with some of the distinct ids; the inverse indices are unchanged.
+    def part_of(self, batch: RoutedBatch, wanted: Packed[np.bool_]) -> RoutedBatch:
+        """Returns a batch with some of its distinct ids; the inverse indices are unchanged.
 
         Args:
-            entry: the whole entry.
+            batch: the whole batch.
             wanted: whether to include each distinct id, by table, bool `[unique ids]`.
 
         Raises:
             StoreError: `wanted` does not match the ids of the batch.
         """
-        ids, bounds, narrow, wide = entry.packed
+        ids, bounds = batch.ids, batch.bounds
         wanted = Packed.of(wanted, np.bool_)
         if list(wanted.names) != list(ids.names) or list(wanted.counts) != list(ids.counts):
             raise StoreError(
@@ -95,28 +68,28 @@ class Router:
         starts = np.concatenate(([0], np.cumsum(ids.counts)))[:-1, None].astype(np.int64)
         part_bounds = np.ascontiguousarray(before[starts + bounds] - before[starts])
         part = Packed(ids.names, part_bounds[:, -1].tolist(), ids.buffer[wanted.buffer])
-        return Entry(batching.PackedBatch(part, part_bounds, narrow, wide), entry.offsets, entry.weights)
+        return batch._replace(ids=part, bounds=part_bounds)
 
-    def ids_of(self, entry: Entry, server: int) -> Packed[np.uint64]:
+    def ids_of(self, batch: RoutedBatch, server: int) -> Packed[np.uint64]:
         """Returns the ids to request from one PS."""
-        return batching.take_part(entry.ids, entry.packed.bounds, server)
+        return batching.take_part(batch.ids, batch.bounds, server)
 
-    def join(self, entry: Entry, answers: Sequence[Packed[np.float32]]) -> Packed[np.float32]:
+    def join(self, batch: RoutedBatch, answers: Sequence[Packed[np.float32]]) -> Packed[np.float32]:
         """Returns the rows of the distinct ids as stored, from the answers of all PSs."""
         if len(answers) == 1:
             return answers[0]
-        ids = entry.ids
+        ids = batch.ids
         words = [self._words[name] for name in ids.names]
         rows = Packed(ids.names, ids.counts, self._scratch.floats(sum(map(operator.mul, ids.counts, words))), words)
         for server, answer in enumerate(answers):
-            batching.put_part(rows, entry.packed.bounds, server, answer.buffer)
+            batching.put_part(rows, batch.bounds, server, answer.buffer)
         return rows
 
-    def join_fresh(self, entry: Entry, answers: Sequence[FreshRows]) -> FreshRows:
+    def join_fresh(self, batch: RoutedBatch, answers: Sequence[FreshRows]) -> FreshRows:
         """Returns the refreshed rows of a batch from the answers of all PSs. Places are among all its ids."""
         if len(answers) == 1:
             return answers[0]
-        ids, bounds = entry.ids, entry.packed.bounds
+        ids, bounds = batch.ids, batch.bounds
         counts = np.array([answer.places.counts for answer in answers], np.int64).T.reshape(len(ids), len(answers))
         ends = np.zeros((len(ids), len(answers) + 1), np.int64)
         np.cumsum(counts, axis=1, out=ends[:, 1:])
@@ -131,20 +104,20 @@ class Router:
         moments = [moment for answer in answers for moment in answer.seen]
         return FreshRows(places, cast("Packed[np.float32 | np.float16]", rows), moments)
 
-    def gradients_for(self, batches: Sequence[tuple[Entry, Contribution]]) -> list[PackedGradients]:
+    def gradients_for(self, batches: Sequence[tuple[RoutedBatch, Contribution]]) -> list[PackedGradients]:
         """Returns the gradients to push to each PS, summed over the batches.
 
         Raises:
             StoreError: gradients do not match the rows of their batch.
         """
-        parts = [self._parts(entry, contribution) for entry, contribution in batches]
+        parts = [self._parts(batch, contribution) for batch, contribution in batches]
         if len(parts) == 1:
             return parts[0]
         return [self._sum([part[server] for part in parts]) for server in range(self._servers)]
 
-    def _parts(self, entry: Entry, contribution: Contribution) -> list[PackedGradients]:
+    def _parts(self, batch: RoutedBatch, contribution: Contribution) -> list[PackedGradients]:
         """Splits one contribution by PS."""
-        gradients, ids, bounds = contribution.gradients, entry.ids, entry.packed.bounds
+        gradients, ids, bounds = contribution.gradients, batch.ids, batch.bounds
         if list(gradients) != ids.names:  # The loss does not depend on some tables.
             places = {name: place for place, name in enumerate(ids.names)}
             unknown = [name for name in gradients if name not in places]
