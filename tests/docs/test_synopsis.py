@@ -15,9 +15,10 @@ ABRIDGED = ("serve",)
 
 
 def synopsis():
-    """Returns the options by command of the first code block of the page."""
+    """Returns the options by command of the first code block of the page. Continued lines are indented."""
     options = defaultdict(set)
-    for line in PAGE.read_text(encoding="utf-8").split("```")[1].splitlines()[1:]:
+    block = PAGE.read_text(encoding="utf-8").split("```")[1].replace("\n    ", " ")
+    for line in block.splitlines()[1:]:
         name = re.match(r"persia((?: [a-z-]+)+)", line)[1]
         options[name.strip()] |= set(re.findall(r"--[a-z-]+", line))
     return options
