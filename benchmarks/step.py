@@ -2,8 +2,9 @@
 
     python -m benchmarks 'step.*' [--preset smoke|laptop|full] [--json FILE]
 
-Persia is in its default mode. Each peer runs in a separate process. TorchRec also has an environment of its own:
-create it with benchmarks/baselines/torchrec_env.sh; without it that measure is skipped, and says so.
+Persia is in its default mode, `Hybrid("auto")`, and in `Sync()` for names that end with `.sync`. Each peer runs in a
+separate process. TorchRec also has its own environment: create it with benchmarks/baselines/torchrec_env.sh; without it
+its measures are skipped, and say so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from benchmarks import runner
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, TorchRec, Variant, Workload, generate
 from benchmarks.elsewhere import AS_A_PROGRAM, started
 from persia import Batch, IdColumn, IdFeature, Schema
-from persia.modes import Hybrid, Mode
+from persia.modes import Hybrid, Mode, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.schema import Adagrad, EmbeddingOptimizer, RowwiseAdagrad
 from persia.services import Cluster
@@ -31,8 +32,8 @@ from persia.types.half_floats import Dtype
 WORK = {"smoke": Workload(rows=2_000, batch=128, batches=2), "laptop": Workload(), "full": Workload()}
 STEPS = {"smoke": 5, "laptop": 20, "full": 50}
 ROUNDS = {"smoke": 1, "laptop": 9, "full": 15}
-DEFAULT = 'Hybrid("auto")'
-"""The default mode, as a line of a benchmark names it."""
+MODES: Mapping[str, tuple[Mode, str]] = {"": (Hybrid(), 'Hybrid("auto")'), ".sync": (Sync(), "Sync()")}
+"""The default mode and the exact one, by the end of a name, with their names in a line of a benchmark."""
 
 FIRST = 0.01
 """Initial accumulator of Adagrad here and in `step_torch.Plain`, so that both make the same steps."""
@@ -148,38 +149,46 @@ def compared(
         theirs.close()
 
 
-def compare_to(kind: type[Variant], preset: str, name: str, target: float) -> runner.Measure:
-    """Samples/s of persia over samples/s of a variant in a separate process."""
+def compare_to(kind: type[Variant], preset: str, name: str, target: float, end: str = "") -> runner.Measure:
+    """Samples/s of persia over samples/s of a variant in a separate process; `end` selects one of `MODES`."""
     adagrad = Adagrad(lr=0.05, initial_accumulator=FIRST)
+    mode, called = MODES[end]
     return compared(
-        name,
+        name + end,
         preset,
         WORK[preset],
-        lambda work, data: Persia(work, data, adagrad, mode=Hybrid()),
+        lambda work, data: Persia(work, data, adagrad, mode=mode),
         lambda work, _: Apart(kind, work),
         target,
-        {"mode": DEFAULT},
+        {"mode": called},
     )
 
 
 def compare_to_torchrec(
-    preset: str, name: str, target: float | None, ours: Dtype = "float32", theirs: Dtype = "float32", **shape: Any
+    preset: str,
+    name: str,
+    target: float | None,
+    ours: Dtype = "float32",
+    theirs: Dtype = "float32",
+    end: str = "",
+    **shape: Any,
 ) -> runner.Measure | None:
     """Samples/s of persia over FBGEMM's with fused row-wise Adagrad; None without its environment.
 
-    `ours` and `theirs` are dtypes of rows; `shape` replaces fields of the workload.
+    `ours` and `theirs` are dtypes of rows; `end` selects one of `MODES`; `shape` replaces fields of the workload.
     """
+    mode, called = MODES[end]
     if TorchRec.python() is None:
         print("TorchRec's environment is missing; create it: benchmarks/baselines/torchrec_env.sh", file=sys.stderr)
         return None
     return compared(
-        name,
+        name + end,
         preset,
         replace(WORK[preset], **shape),
-        lambda work, data: Persia(work, data, RowwiseAdagrad(lr=0.05), dtype=ours, mode=Hybrid()),
+        lambda work, data: Persia(work, data, RowwiseAdagrad(lr=0.05), dtype=ours, mode=mode),
         lambda work, _: TorchRec(work, dtype=theirs),
         target,
-        {"mode": DEFAULT},
+        {"mode": called},
     )
 
 
@@ -188,9 +197,19 @@ def vs_torch(preset: str) -> runner.Measure:
     return compare_to(Plain, preset, "step.vs_torch", 1.9)
 
 
+@runner.measures("step.vs_torch.sync")
+def vs_torch_sync(preset: str) -> runner.Measure:
+    return compare_to(Plain, preset, "step.vs_torch", 1.9, ".sync")
+
+
 @runner.measures("step.vs_torchrec")
 def vs_torchrec(preset: str) -> runner.Measure | None:
     return compare_to_torchrec(preset, "step.vs_torchrec", 2.8)
+
+
+@runner.measures("step.vs_torchrec.sync")
+def vs_torchrec_sync(preset: str) -> runner.Measure | None:
+    return compare_to_torchrec(preset, "step.vs_torchrec", 2.8, end=".sync")
 
 
 @runner.measures("step.vs_torchrec_bf16")
@@ -217,3 +236,8 @@ def wide(preset: str) -> runner.Measure | None:
 @runner.measures("step.vs_dense_only")
 def vs_dense_only(preset: str) -> runner.Measure:
     return compare_to(DenseOnly, preset, "step.vs_dense_only", 0.55)
+
+
+@runner.measures("step.vs_dense_only.sync")
+def vs_dense_only_sync(preset: str) -> runner.Measure:
+    return compare_to(DenseOnly, preset, "step.vs_dense_only", 0.55, ".sync")
