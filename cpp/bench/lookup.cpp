@@ -1,4 +1,4 @@
-// What bounds a lookup: the store beside the memory accesses that its layout needs, and beside a plain array.
+// What bounds a lookup: the store next to the memory accesses that its layout needs, and next to a plain array.
 //
 //   lookup [million rows]       nanoseconds per row, median of 9 alternating rounds, one thread, dim 16, Adagrad
 //

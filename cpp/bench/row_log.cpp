@@ -1,4 +1,4 @@
-// Random rows read from disk, beside plain reads of the same pages.
+// Random rows read from disk, compared with plain reads of the same pages.
 //
 //   row_log [directory] [MiB] [row bytes]      thousands of rows per second, median of 5 alternating rounds
 //

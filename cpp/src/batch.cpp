@@ -17,7 +17,7 @@ namespace persia {
 
 namespace {
 
-constexpr std::size_t kNarrow = 65536;  // so many distinct ids have an inverse of uint16
+constexpr std::size_t kNarrow = 65536;  // up to this number of distinct ids have an inverse of uint16
 
 }  // namespace
 
@@ -40,7 +40,7 @@ inline std::uint64_t mix(std::uint64_t id) {
 template <class Slot>
 class Index {
  public:
-  // `slots` has slot_count(capacity) entries; `ids` has room for `capacity`; at most so many are added.
+  // `slots` has slot_count(capacity) entries; `ids` has space for `capacity`, the most that are added.
   Index(Slot* slots, std::size_t capacity, std::uint64_t* ids)
       : slots_(slots), ids_(ids), mask_(slot_count(capacity) - 1), shift_(64 - std::countr_zero(mask_ + 1)) {
     std::memset(slots_, 0, (mask_ + 1) * sizeof(Slot));

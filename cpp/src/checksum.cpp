@@ -37,7 +37,7 @@ constexpr std::size_t kBlock = 64;
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
 }
 
-// What lies in `from`, as it would be so many bits further on, added to `to`.
+// What lies in `from`, as it would be that number of bits further on, added to `to`.
 [[gnu::target("pclmul,sse4.1")]] inline __m128i fold(__m128i from, __m128i powers, __m128i to) {
   return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(from, powers, 0x00), to),
                        _mm_clmulepi64_si128(from, powers, 0x11));

@@ -65,7 +65,7 @@ void decode_base(const std::uint16_t* halves, const float* scales, std::size_t c
 #if defined(__x86_64__)
 constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
-// Rows are wider than a vector, or end within one; what is left of a row goes through a vector of its own.
+// Rows are wider than a vector, or end within one; what is left of a row goes through a separate vector.
 [[gnu::target("avx,f16c")]] void encode_f16c(const float* rows, std::size_t count, std::size_t dim,
                                              std::uint16_t* halves, float* scales) {
   const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));

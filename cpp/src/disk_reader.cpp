@@ -396,7 +396,7 @@ void DiskReader::read(std::span<const Read> reads) {
     failure.note(error, reads.front());
     failure.raise();
   }
-  if (reads.size() == 1) return read_now(reads.front());  // Nothing to do beside it.
+  if (reads.size() == 1) return read_now(reads.front());  // Nothing to do meanwhile.
   if (const RingLease ring(*state_); ring) return ring->read(reads);
   {
     const std::lock_guard lock(state_->mutex);

@@ -17,7 +17,7 @@ namespace {
 constexpr std::uint64_t kSample = 512;
 constexpr std::uint64_t kShare = 8;     // a queue has an eighth of the rows ...
 constexpr std::uint64_t kReserve = 16;  // ... and the scan for the next one begins when a sixteenth is left
-constexpr std::uint64_t kPart = 4;      // of which the scan leaves one in so many
+constexpr std::uint64_t kPart = 4;      // the scan leaves one in this number of them
 constexpr std::uint64_t kMidpoint = 3;  // in shares
 constexpr std::uint64_t kAhead = 32;
 constexpr std::size_t kAheadInRun = 2;
@@ -219,7 +219,7 @@ void EvictionQueue::end_run() {
   unsorted_.clear();
 }
 
-// Ends the scan if it goes on, and uses its queue at once.
+// Ends the scan if it goes on, and uses its queue immediately.
 void EvictionQueue::finish(const Stamps& stamps) {
   if (cursor_ < rows_) collect(stamps, rows_);
   change();

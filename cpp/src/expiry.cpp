@@ -11,7 +11,7 @@ namespace {
 constexpr std::uint64_t kMarksOfTtl = 16;  // marks in a time to live; twice as many are kept
 constexpr std::uint64_t kPartsOfTtl = 64;  // how often in a time to live marks are looked at
 constexpr std::uint64_t kSweep = 4;        // rows that each new row looks at for expired ones
-constexpr std::uint64_t kListed = 8;       // one of so many rows is listed at most
+constexpr std::uint64_t kListed = 8;       // at most one in this number of rows is listed
 
 std::uint64_t part(std::uint64_t ttl, std::uint64_t parts) { return std::max<std::uint64_t>(1, ttl / parts); }
 

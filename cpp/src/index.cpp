@@ -81,7 +81,7 @@ bool Index::move(std::uint64_t count) {
       begin = before - 1;
       ++slots;
     }
-    if (!empty(limit() - slots, slots)) return false;  // Each slot fills the next hole: so many are enough.
+    if (!empty(limit() - slots, slots)) return false;  // Each slot fills the next hole: one hole each is enough.
     moved += slots;
     frontier_ = tag_in(slots_[begin]);
     // All but a few times the new line is empty.

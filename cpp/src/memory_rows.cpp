@@ -14,7 +14,7 @@ MemoryRows::MemoryRows(const TableConfig& table, const Optimizer& optimizer, std
 
 void MemoryRows::tick() {
   if (header.clock >= kLastClock) {
-    snapshots.fail("the recency of all rows was numbered anew (once in 2^32 requests); save again");
+    snapshots.fail("the recency of all rows was renumbered (once in 2^32 requests); save again");
     changes.lose();
     expiry.renumber();
     eviction.clear();

@@ -57,7 +57,7 @@ void PushLog::commit(std::uint64_t client, std::uint64_t sequence) {
   replace(client, advance(entry == nullptr ? ClientEntry{client, 0, 0, 0} : *entry, sequence));
 }
 
-// In one step as seen after a kill: the new entry is complete beside the table before the table changes.
+// In one step as seen after a kill: the new entry is complete next to the table before the table changes.
 void PushLog::replace(std::uint64_t client, ClientEntry next) {
   ClientEntry* entry = entry_of(client);
   if (entry == nullptr) {

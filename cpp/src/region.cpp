@@ -120,7 +120,7 @@ void Region::lock(double seconds) {
   }
   struct stat here{}, there{};
   if (fstat(file_, &here) != 0 || stat(path_.c_str(), &there) != 0 || here.st_ino != there.st_ino) {
-    throw std::runtime_error("region " + path_ + ": it was removed while this process waited for it; start anew");
+    throw std::runtime_error("region " + path_ + ": it was removed while this process waited for it; start again");
   }
 }
 

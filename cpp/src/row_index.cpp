@@ -70,7 +70,7 @@ bool RowIndex::move_slots() {
   return moved && slots_.growing();
 }
 
-// Room for so many slots, the tail included; published when it is there.
+// Memory for this number of slots, the tail included; published when it is there.
 void RowIndex::back_slots(std::uint64_t slots) {
   constexpr std::size_t size = sizeof(std::uint64_t);
   Header& header = rows_->header();

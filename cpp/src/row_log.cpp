@@ -401,7 +401,7 @@ void RowLog::load_last_block() {
 class RowLog::Window {
  public:
   // Adds the pages of a record, which follows those of its file that were added before. Returns false if there is no
-  // room for them beside others.
+  // space for them next to others.
   bool add(int fd, std::uint64_t offset, std::size_t bytes, std::byte* to) {
     const std::uint64_t begin = page_begin(offset), end = page_end(offset + bytes);
     DiskReader::Read* const last = reads_.empty() || reads_.back().fd != fd ? nullptr : &reads_.back();

@@ -9,7 +9,7 @@
 namespace persia {
 namespace {
 
-constexpr std::size_t kGroup = 32;  // two are in flight: L2, where `prefetch` puts lines, can wait for so many
+constexpr std::size_t kGroup = 32;  // two are in flight: L2, where `prefetch` puts lines, can wait for that number
 constexpr std::size_t kMaxPrefetch = 8 * kLine;  // the hardware follows a stream by itself from there on
 
 }  // namespace

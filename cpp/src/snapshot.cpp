@@ -65,7 +65,7 @@ bool Snapshot::read(const RowStore& rows, const ChangedRows& now, RowBatch& batc
     if (kept != old.end() && kept->tag.number == number) {
       const auto& header = *reinterpret_cast<const RowHeader*>(kept->row);
       if (!had_expired(header.stamp)) rows.append(kept->row, kept->tag.last_step, batch);
-      // A row that was about to change, and did not as there was no room, is there twice, with the same bytes.
+      // A row that was about to change, and did not as there was no space, is there twice, with the same bytes.
       while (kept != old.end() && kept->tag.number == number) ++kept;
     } else if (const auto n = static_cast<std::uint32_t>(number); in_place(n, now)) {
       if (!had_expired(rows.row(n)->stamp)) rows.append(n, batch);

@@ -40,7 +40,7 @@ Whole whole(std::string_view text) {
   const std::size_t first = at;
   std::uint64_t value = 0;
   bool overflow = false;
-  const std::size_t safe = std::min(text.size(), at + 19);  // So many digits always fit.
+  const std::size_t safe = std::min(text.size(), at + 19);  // 19 digits always fit.
   for (; at < safe && is_digit(text[at]); ++at) value = value * 10 + static_cast<std::uint64_t>(text[at] - '0');
   for (; at < text.size() && is_digit(text[at]); ++at) {
     const auto digit = static_cast<std::uint64_t>(text[at] - '0');
@@ -78,7 +78,7 @@ constexpr std::array<std::uint8_t, 256> byte_kinds() {
 // Whether its bytes are those of a number or of a truth.
 bool may_be_number(std::string_view text) {
   if (text.size() >= 8 && text.front() > ' ' && text.back() > ' ') {
-    // Longer than a truth: a letter, or a byte that is not ASCII, among the first eight settles it at once.
+    // Longer than a truth: a letter, or a byte that is not ASCII, among the first eight settles it.
     std::uint64_t word;
     std::memcpy(&word, text.data(), sizeof(word));
     if ((word & 0xC0C0C0C0C0C0C0C0U) != 0) return false;
@@ -131,7 +131,7 @@ std::int64_t ids(const Texts& texts, std::span<const Offset> offsets, IdKind kin
 
 // The whole number that the first part is, if it is canonical and short; `end` is where it ends.
 bool short_number(std::string_view text, char separator, std::size_t& end, std::uint64_t& out) {
-  constexpr std::size_t kSafe = 18;  // So many digits always fit.
+  constexpr std::size_t kSafe = 18;  // This number of digits always fits.
   const std::size_t most = std::min(text.size(), kSafe);
   std::uint64_t value = 0;
   std::size_t at = 0;

@@ -34,7 +34,7 @@ void Tier::compact() {
       to_compact_ -= block_records();
     }
   } catch (const std::runtime_error&) {
-    // What asked for room has got it. If the disk cannot be written, the next row that moves to the tier says so.
+    // What asked for space has got it. If the disk cannot be written, the next row that moves to the tier says so.
   }
 }
 
@@ -161,7 +161,7 @@ bool Tier::compact_block() {
   return true;
 }
 
-// Makes room for a row in a table at its capacity: rows that have been on disk for the longest are lost.
+// Makes space for a row in a table at its capacity: rows that have been on disk for the longest are lost.
 void Tier::evict() {
   if (log_.live_records() == 0) return;
   for (bool again = false;;) {
@@ -181,9 +181,10 @@ void Tier::evict() {
     if (full == RowLog::kNone) break;
     log_.set_aside(segment);  // Otherwise one record that cannot be read would keep new rows out for good.
   }
-  throw std::runtime_error("rows on disk " + log_.path() +
-                           ": no row can leave to make room, as none of them can be read. Go on from a checkpoint, "
-                           "with an empty table");
+  throw std::runtime_error(
+      "rows on disk " + log_.path() +
+      ": no row can be removed to make space, as none of them can be read. Go on from a checkpoint, "
+      "with an empty table");
 }
 
 // Drops rows of a segment; returns whether there were any.

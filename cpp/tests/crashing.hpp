@@ -170,7 +170,7 @@ struct Tested {
   Store store;
 };
 
-// Runs in a process of its own; whether it died at its `point`-th crash point.
+// Runs in a separate process; whether it died at its `point`-th crash point.
 inline bool dies(long point, const std::function<void()>& work) {
   const pid_t child = fork();
   if (child == 0) {

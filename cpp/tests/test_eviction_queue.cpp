@@ -1,4 +1,4 @@
-// The queue of rows to evict, beside a search for the smallest (stamp, row).
+// The queue of rows to evict, compared with a search for the smallest (stamp, row).
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -109,7 +109,7 @@ void compare_with_a_search(bool midpoint) {
       // The search takes long, above all under sanitizers.
       if (capacity > (kSanitized ? 20 : 600) && run != EvictionQueue::kRun) continue;
       for (const Pattern pattern : {Pattern::kAny, Pattern::kFew, Pattern::kInTurn, Pattern::kOldest}) {
-        for (const std::uint32_t new_in : {1u, 2u, 10u, 50u}) {  // one of so many ids is new
+        for (const std::uint32_t new_in : {1u, 2u, 10u, 50u}) {  // one of this number of ids is new
           Rows rows(capacity, run);
           rows.midpoint = midpoint;
           std::uint32_t turn = 0;

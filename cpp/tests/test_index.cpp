@@ -13,7 +13,7 @@ using namespace persia;
 
 namespace {
 
-// An index beside a map of what should be in it.
+// An index next to a map of what should be in it.
 struct IndexModel {
   std::uint64_t max_slots;
   std::vector<std::uint64_t> memory;
@@ -212,7 +212,7 @@ TEST(growth_that_collisions_stop_leaves_the_rest_as_it_is) {
     if (model.index.full(row)) model.grow();
     add(std::max(static_cast<std::uint32_t>(row * 2654435761u) & kRowMask, 2u));
   }
-  for (int i = 0; i < 6000; ++i) add(1);  // fits beside the old slots, and would not after growth
+  for (int i = 0; i < 6000; ++i) add(1);  // fits next to the old slots, and would not after growth
   CHECK(!model.index.move(Index::kMoves));
   CHECK(model.index.growing() && model.index.sound(row));
   CHECK_THROWS(model.index.grow(), std::runtime_error);

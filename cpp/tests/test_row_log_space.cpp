@@ -189,7 +189,7 @@ TEST(a_full_disk_changes_nothing) {
   disk_hook = nullptr;
 }
 
-// In a mount namespace of its own, of which nothing is left.
+// In a separate mount namespace, of which nothing is left.
 TEST(a_small_file_system_fills_and_has_room_again) {
   const Directory directory{temporary()};
   const int status = status_of_child([&] {

@@ -370,7 +370,7 @@ TEST_OF_ONE_THREAD(rows_leave_that_were_not_touched_for_their_time) {
   CHECK(push(store, range(0, 500)).absent == 500);
   for (const float value : look(store, range(0, 500), false)) CHECK(value == 0.0f);
   CHECK(store.size(0) == 1500);
-  // They begin anew, and their memory serves new rows.
+  // They begin again, and their memory serves new rows.
   const auto fresh = look(store, range(0, 200));
   ThreadPool other_pool(1);
   Store other(other_pool);
@@ -392,7 +392,7 @@ TEST_OF_ONE_THREAD(no_request_waits_for_rows_that_have_left) {
   store.advance_clock(0, 1);
   look(store, range(1, 99'999));
   store.advance_clock(0, 16);
-  look(store, {200'000});  // in place of row 0, which is found at once
+  look(store, {200'000});  // in place of row 0, which is found immediately
   CHECK(store.size(0) == 100'000);
   look(store, range(300'000, 300'010));  // The last row is not looked at before thousands of others.
   CHECK(store.size(0) == 100'010);

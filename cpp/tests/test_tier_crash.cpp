@@ -17,7 +17,7 @@ using namespace persia;
 
 namespace {
 
-// With so many rows in memory.
+// With this number of rows in memory.
 void crash_with(std::uint64_t rows, const Step& prepare, const Step& step, std::uint64_t capacity = 10'000) {
   memory_rows = rows;
   crash_everywhere(capacity, prepare, step);

@@ -196,5 +196,5 @@ def test_a_second_signal_ends_a_program_that_waits(tmp_path, forks):
         running.signal(signal.SIGTERM)
         assert running.end() == 143
     assert time.monotonic() - began < 20.0
-    assert "Stopped at once by SIGTERM" in running.text
+    assert "Stopped immediately by SIGTERM" in running.text
     assert "Nothing was saved: there is no checkpoint in out yet." in running.text

@@ -85,7 +85,7 @@ def test_a_second_signal_ends_a_program_on_ray_at_once(tmp_path, forks):
         running.until(lambda: "A second signal" in running.text, "it has seen the first signal")
         running.signal(signal.SIGTERM, group=False)
         assert running.end() == 143
-    assert "Stopped at once by SIGTERM" in running.text
+    assert "Stopped immediately by SIGTERM" in running.text
     assert f"Step {saved(out)[-1]} is saved in out." in running.text
     assert not [word for word in NOISE if word in running.text], running.text
     assert not list((tmp_path / "regions").iterdir())

@@ -200,7 +200,7 @@ def test_rows_of_the_epoch_before_go_after_the_time_of_grace(log, parts, sharded
 
 def test_a_part_that_ends_and_comes_back(log, parts, sharded):
     first, second = parts(log)
-    predictor = patiently(lambda: sharded(log, (first, second), seconds=0.4))
+    predictor = retried(lambda: sharded(log, (first, second), seconds=0.4))
     second.end()
     found = []
 
@@ -209,27 +209,27 @@ def test_a_part_that_ends_and_comes_back(log, parts, sharded):
             predictor.predict(batch())
         found.append(caught.value)
 
-    patiently(is_late, until=lambda: f"row server 1/2 at {second.address} is late: lookup" in str(found[-1]))
+    retried(is_late, until=lambda: f"row server 1/2 at {second.address} is late: lookup" in str(found[-1]))
     assert response_of(found[-1]).status_code == 503
     mine = IDS[batching.owners("item", IDS, 2) == 0]
-    assert patiently(lambda: predictor.embeddings("item", mine))[0].all()  # The other part is not needed for it.
+    assert retried(lambda: predictor.embeddings("item", mine))[0].all()  # The other part is not needed for it.
     log.publish(4)
     first.refresh()
     late = f"row server 1/2 at {second.address} is late: state"
-    patiently(predictor.refresh, until=lambda: late in predictor.state().problem)
+    retried(predictor.refresh, until=lambda: late in predictor.state().problem)
     assert predictor.state().row_steps == {0: 4, 1: 3}
     assert predictor.state().network_step == 3
     second.start()
     with pytest.raises(PublishError, match=r"row server 1/2 at \S+ cannot answer: It does not have the epoch"):
-        patiently(lambda: predictor.predict(batch()))
-    patiently(predictor.refresh, until=lambda: predictor.state().problem == "")
+        retried(lambda: predictor.predict(batch()))
+    retried(predictor.refresh, until=lambda: predictor.state().problem == "")
     assert predictor.state().row_steps == {0: 4}
     second.refresh()
-    patiently(predictor.refresh, until=lambda: predictor.state().problem == "")
-    assert patiently(lambda: steps_of(predictor)) == (4, 4)
+    retried(predictor.refresh, until=lambda: predictor.state().problem == "")
+    assert retried(lambda: steps_of(predictor)) == (4, 4)
 
 
-def patiently(call, until=lambda: True):
+def retried(call, until=lambda: True):
     """Calls until a row server that has come back answers."""
     for _ in range(200):
         with contextlib.suppress(DeadlineError):
@@ -250,7 +250,7 @@ def test_rows_older_than_the_network_are_refused(log, parts, sharded):
     second.start()
     second.refresh()  # It finds the snapshot of step 3 only.
     with pytest.raises(PublishError, match="Its rows contain step 3, and step 4 is requested"):
-        patiently(lambda: predictor.predict(batch()))
+        retried(lambda: predictor.predict(batch()))
     log.publish(5, whole=True)
     refresh(first, second, predictor)
     assert steps_of(predictor) == (5, 5)
@@ -305,9 +305,9 @@ def test_wrong_parts_are_refused(log, parts, sharded):
     second.start()
     second.refresh()
     with pytest.raises(PublishError, match=r"row server 1/2 at \S+ cannot answer: .* has part 0/2, not 1/2"):
-        patiently(lambda: predictor.predict(batch()))
+        retried(lambda: predictor.predict(batch()))
     with pytest.raises(ConfigError, match="has part 0/2"):
-        patiently(predictor.refresh)
+        retried(predictor.refresh)
     for part, count in ((2, 2), (-1, 2), (0, 0), (0.0, 1)):
         with pytest.raises(ConfigError):
             RowServer(log.url, part, count)
@@ -363,8 +363,8 @@ def test_a_restart_maps_the_rows_that_it_has_kept(log, parts, sharded, tmp_path)
         part.start()
         part.refresh()
         assert all(table.base_name for rows in part.rows._reader.current.source()._tables for table in rows.values())
-    patiently(predictor.refresh)
-    assert patiently(lambda: steps_of(predictor)) == (3, 3)
+    retried(predictor.refresh)
+    assert retried(lambda: steps_of(predictor)) == (3, 3)
 
 
 def test_its_threads_follow_the_log_and_end(log):

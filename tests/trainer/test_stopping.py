@@ -133,7 +133,8 @@ def test_a_second_signal_ends_fit_at_once(tmp_path, capsys, monkeypatch):
     assert time.monotonic() - began < DEADLINE / 2
     release.set()
     told = capsys.readouterr().err
-    assert f"Stopped at once by SIGINT; steps since the last checkpoint are lost. Step 6 is saved in {tmp_path}" in told
+    lost = "Stopped immediately by SIGINT; steps since the last checkpoint are lost."
+    assert f"{lost} Step 6 is saved in {tmp_path}" in told
     assert [entry.step for entry in list_checkpoints(str(tmp_path))] == [6]
 
 

@@ -1,8 +1,8 @@
 // The rows of a shard that have changed since a publisher last took them.
 //
-// Independent of what checkpoints know of changes (snapshot.hpp): both may read at once. Rows are marked by number, so
-// memory is bounded by the number of rows; only the ids of removed rows are listed, up to a limit. It is not in the
-// region: a process that attaches to one begins with all rows.
+// Independent of what checkpoints know of changes (snapshot.hpp): both may read at the same time. Rows are marked by
+// number, so memory is bounded by the number of rows; only the ids of removed rows are listed, up to a limit. It is not
+// in the region: a process that attaches to one begins with all rows.
 #pragma once
 #include <algorithm>
 #include <bit>

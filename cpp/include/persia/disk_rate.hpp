@@ -16,7 +16,7 @@ struct RandomReads {
   std::uint64_t seed = 0;
 };
 
-// Returns the seconds that the reads take by `DiskReader`, in calls of 8,192: so many are in flight as when rows are
+// Returns the seconds that the reads take by `DiskReader`, in calls of 8,192: as many are in flight as when rows are
 // read. Throws std::runtime_error if the file cannot be opened or read.
 double read_as_rows(const RandomReads& reads);
 

@@ -9,7 +9,7 @@
 
 namespace persia {
 
-// Thread-safe. Each calling thread takes an io_uring of its own for the time of a call. Where the kernel has none, or
+// Thread-safe. Each calling thread has its own io_uring for the time of a call. Where the kernel has none, or
 // forbids it (containers often do), a pool of threads reads instead. Rings and threads are made on first use.
 class DiskReader {
  public:

@@ -18,10 +18,10 @@ struct Stamps {
 
 // Queues the oldest eighth of the rows in order, and skips rows touched since. When half of them remain, a scan begins
 // for a queue that has another eighth. It proceeds by a few rows with each row that leaves the queue, whether evicted
-// or touched, so that no caller waits for all of it. The rows that were evicted meanwhile are skipped, likewise by a
+// or touched, so that no caller waits for all of it. The rows that were evicted meanwhile are skipped, also by a
 // few at a time, before its queue is used. The order is exact since stamps only rise: whatever is as old as the
 // threshold of a scan when it ends was so at any moment of it. The queue is derived from the stamps, so dropping it
-// only causes a scan at once.
+// only causes an immediate scan.
 class EvictionQueue {
  public:
   static constexpr std::size_t kRun = 1024;
@@ -35,7 +35,7 @@ class EvictionQueue {
   void pop(const Stamps& stamps, std::uint32_t clock) noexcept;
   // Prepares the first queue by a few rows. To be called with each row added while there is space for `space` more.
   void prepare(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept;
-  // Builds the queue at once, if there is none and the space for more rows is at most a sixteenth of the rows that
+  // Builds the queue immediately, if there is none and the space for more rows is at most a sixteenth of the rows that
   // there are, so that the first request after a restart does not wait for a scan.
   void make_ready(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept;
   // Notes that a row with the stamp `before` has got that of the current batch.

@@ -19,7 +19,7 @@ class FetchedRecords {
   }
   // Returns whether no record is wanted.
   bool empty() const { return wanted_.empty(); }
-  // Reads those of several shards at once. Blocks. Needs no lock.
+  // Reads the records of several shards in one call. Blocks. Needs no lock.
   struct Pending {
     FetchedRecords* records;
     const RowLog* log;

@@ -32,8 +32,8 @@ struct Rounding {
   std::uint64_t first;  // place of the first number in it
 
   // Returns the key of an update of the row of (seed, table, id) at a step, where `words` are its embedding as stored
-  // before. Rows are loaded without their number of updates, and steps begin anew in another run: each alone would meet
-  // the same numbers again.
+  // before. Rows are loaded without their number of updates, and steps begin again in another run: each alone would
+  // meet the same numbers again.
   static std::uint64_t key_of(std::uint64_t seed, std::uint64_t name_hash, std::uint64_t id, std::uint32_t step,
                               const void* words, std::size_t count) {
     constexpr std::uint64_t kApart = 0x726F756E64696E67u;  // from initial values and admission

@@ -33,7 +33,7 @@ class Index {
   static constexpr std::uint64_t kDoubling = 1u << 12;
   static constexpr std::uint64_t kLineSlots = 8;
   // Slots that move for each row that is inserted while the index grows. Until the last one has moved, the slots that
-  // have not take up one in so many of these rows: their load rises from 80 to 87 %.
+  // have not take up one in this number of these rows: their load rises from 80 to 87 %.
   static constexpr std::uint64_t kMoves = 12;
   // Parts of its slots by which a large index grows. A third is the fastest: each slot moves three times per row. An
   // eighth keeps the load above 71 % for twice as many moves, and still ends before the index is full again, as these
@@ -43,7 +43,7 @@ class Index {
   Index() = default;
   // A view of `max_slots` slots and the tail, of which `slot_count` are in use as home slots. Slots behind them and
   // their tail must be zero. If `old_slots` is not 0, the index grows: see `old_slots` and `frontier`. `part` is what
-  // it grows by, one in so many of its slots.
+  // it grows by, one in this number of its slots.
   Index(std::uint64_t* slots, std::uint64_t slot_count, std::uint64_t max_slots, std::uint64_t old_slots = 0,
         std::uint32_t frontier = 0, std::uint64_t part = kThird)
       : slots_(slots), lines_(slot_count / kLineSlots), old_lines_(lines_), max_(max_slots), part_(part) {
@@ -96,7 +96,7 @@ class Index {
     return kNone;
   }
 
-  // Returns the rows that fit beside `rows` before the index has to grow, which is at a load of 80 %.
+  // Returns the rows that fit in addition to `rows` before the index has to grow, which is at a load of 80 %.
   std::uint64_t room(std::uint64_t rows) const {
     const std::uint64_t most = slot_count() * 4 / 5;
     return most > rows ? most - rows : 0;

@@ -150,7 +150,7 @@ struct Header {
   // Changed by requests:
   std::uint64_t owner;  // process that has, or had, the region
   std::uint64_t rows_used;
-  std::uint64_t rows_backed;   // there is memory for so many rows ...
+  std::uint64_t rows_backed;   // there is memory for this number of rows ...
   std::uint64_t index_backed;  // ... and index slots, the tail included
   std::uint64_t index_slots;
   std::uint32_t clock;

@@ -18,7 +18,7 @@ class OldRows {
   OldRows& operator=(const OldRows&) = delete;
   ~OldRows();
 
-  // What is kept of a row beside its bytes.
+  // What is kept of a row in addition to its bytes.
   struct Tag {
     std::uint32_t number;
     std::uint32_t last_step;

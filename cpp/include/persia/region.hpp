@@ -1,4 +1,4 @@
-// A contiguous range of memory, reserved at once and backed by pages on first use.
+// A contiguous range of memory, reserved in one call and backed by pages on first use.
 #pragma once
 #include <sys/types.h>
 

@@ -25,7 +25,7 @@
 namespace persia {
 
 // Not thread-safe: guarded by the lock of its shard, but for methods marked as free, which read only what never
-// changes and may run beside any other one.
+// changes and may run while any other one does.
 class RowLog {
  public:
   static constexpr std::uint32_t kNone = 0xFFFFFFFF;       // no record, or no segment

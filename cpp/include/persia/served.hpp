@@ -2,7 +2,7 @@
 // mapped. docs/decisions/0017-serving-rows.md explains why this is not the store of training.
 //
 // A row is never written where readers see it: its new values go to fresh memory, and one store of a pointer replaces
-// the old ones, which are freed once no reader can hold them (`Epochs`). An index that is full is rebuilt beside the
+// the old ones, which are freed once no reader can hold them (`Epochs`). An index that is full is rebuilt next to the
 // old one and replaced in the same way. So a lookup takes no lock, and waits for nothing.
 #pragma once
 #include <array>

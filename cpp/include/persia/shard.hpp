@@ -123,9 +123,9 @@ class Shard {
   // Ends the snapshot, read or not.
   void end_snapshot();
   // Begins a pass over the rows that have changed since the last pass, or over all. `take_changes` then returns them.
-  // From the first pass over all rows on changes are marked, and the ids of removed rows are listed, so many at most.
-  // Returns false, and begins none, if what has changed is not known: there were too many removed rows, the last pass
-  // was not read to its end, the shard was cleared or got another state.
+  // From the first pass over all rows on changes are marked, and the ids of removed rows are listed, at most this
+  // number. Returns false, and begins none, if what has changed is not known: there were too many removed rows, the
+  // last pass was not read to its end, the shard was cleared or got another state.
   bool begin_changes(bool all, std::size_t removed_limit);
   // Appends what the pass has next: about `max_rows`, and up to `kRowsPerLock` more; ids of removed rows come first.
   // Locks for a few of them at a time. Returns whether there may be more. Values are as of now; a row of which they are

@@ -24,7 +24,7 @@ struct SnapshotOptions {
   std::uint32_t since = 0;  // leaves out rows that have not changed since the snapshot of this id; 0: takes all
   std::string directory;    // of old rows
   std::size_t buffer_bytes = std::size_t{1} << 20;
-  std::size_t evicted_limit = 0;  // ids of rows evicted from the snapshot on are remembered, so many at most
+  std::size_t evicted_limit = 0;  // ids of rows evicted from the snapshot on are remembered, at most this number
   bool live = false;              // rows as they are when they are read, instead: no old rows are kept
 };
 

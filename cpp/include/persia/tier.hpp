@@ -123,7 +123,8 @@ class Tier {
   bool recover();
 
  private:
-  // Rows that move together, or are evicted together: those of a block, but only one in so many of a small table.
+  // Rows that move together, or are evicted together: all rows of a block, but only one in this number of a small
+  // table.
   static constexpr std::uint64_t kMovedShare = 8;
 
   RowStore& store() const { return memory_->store; }

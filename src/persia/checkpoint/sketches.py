@@ -34,7 +34,7 @@ class AdmissionSketches:
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._merged: dict[str, dict[int, list[Sketch]]] = {}
-        """By table and number of shards in a PS: a sketch for each shard, merged over the PSs with so many.
+        """By table and number of shards in a PS: a sketch for each shard, merged over the PSs with this number.
 
         The shard of an id in its PS is its hash modulo their number, whatever the PS.
         """

@@ -55,7 +55,7 @@ def fit_features(
             of a stream those that exist now.
         keep: schema with values to keep, such as that of a checkpoint that the run continues
             (`persia.checkpoint.CheckpointReader(directory).schema`): features with the same rules take them.
-        refit: whether to fit all features anew, also those that are fitted.
+        refit: whether to fit all features again, also those that are fitted.
 
     Returns:
         The schema with fitted values, which `persia.schema.fitted_values` lists. Pass it to the trainer, and to

@@ -122,7 +122,7 @@ def softmax(logits: Tensor, labels: Tensor) -> Tensor:
 def ordinal(logits: Tensor, labels: Tensor) -> Tensor:
     """Returns the sum of binary cross-entropies of "above class k" (CORAL: Cao et al., 2020, arXiv 1901.07884).
 
-    Each class but the last has a logit of its own, as in Frank and Hall (ECML 2001).
+    Each class but the last has its own logit, as in Frank and Hall (ECML 2001).
 
     Args:
         logits: `[batch, classes - 1]`.

@@ -17,7 +17,7 @@ __all__ = ["ModelOutput", "are_log_odds", "logits_of", "predictions_of", "probab
 class ModelOutput(NamedTuple):
     """Logits, and what else the loss needs.
 
-    A model returns it in place of logits for an auxiliary loss, or for a loss of its own, such as a sampled softmax.
+    A model returns it in place of logits for an auxiliary loss, or for its own loss, such as a sampled softmax.
     Its method `loss(logits, labels, extra)`, or `loss(logits, targets, extra)`, gets `extra` back. Metrics and
     predictions use the logits only.
 

@@ -26,7 +26,7 @@ END_GRACE = 1.0
 
 
 class RowRefresher:
-    """Refreshes the rows of the next batch when pushes have returned, in a thread of its own.
+    """Refreshes the rows of the next batch when pushes have returned, in a separate thread.
 
     The thread that looks up offers batches, push threads report the steps that are applied, and the training thread
     takes batches, in the order in which they were offered. A batch counts as current to a step once its rows have all

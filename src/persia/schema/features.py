@@ -316,7 +316,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 self._check_through(each.name, loss.through)
 
     def _check_through(self, name: str, through: str) -> None:
-        """Raises ConfigError unless labels that conversions go through end at one with a probability of its own."""
+        """Raises ConfigError unless labels that conversions go through end at one with its own probability."""
         losses = {each.name: each.effective_loss for each in self.targets}
         seen = [name]
         while isinstance(loss := losses.get(through), EntireSpace) and through not in seen:

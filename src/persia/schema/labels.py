@@ -51,7 +51,7 @@ class Label(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         name: column of the data.
         kind: "binary": a number in [0, 1]; the model answers a probability. "regression": any number. "count": a number
             from 0 on; the model answers its expectation. "multiclass": one of `classes`; the model answers a
-            probability for each. "ordinal": one of `classes`, which are in order; likewise.
+            probability for each. "ordinal": one of `classes`, which are in order; the same.
         classes: number of classes, whose labels are 0, 1, ...; or their names, in order, as the column has them.
         missing: "mask": rows without a value of this label are left out of its loss and metrics. "error" refuses them.
         weight: factor of this label's loss in the mean over labels.

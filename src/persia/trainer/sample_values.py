@@ -40,7 +40,7 @@ class SampleValues:
         self._features = [each.name for each in schema.id_features]
         self._waiting: collections.deque[tuple[list[str], Int64Array]] = collections.deque()
         self._source: _Pieces | None = None
-        # Here, as all readers come with it, which a program with batches of its own does not need.
+        # Here, as all readers come with it, which a program with its own batches does not need.
         from persia.data.reader import ColumnSource, StreamReader
 
         if isinstance(data, StreamReader) and isinstance(data.source, ColumnSource):

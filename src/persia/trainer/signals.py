@@ -56,7 +56,7 @@ def stoppable(
             raise _exception(number)
         stop()
         then = f"and is saved to {directory}" if directory is not None else "and is not saved (no checkpoint_dir)"
-        say(f"{_name(number)}: training ends after this step {then}. A second signal stops it at once.")
+        say(f"{_name(number)}: training ends after this step {then}. A second signal stops it immediately.")
 
     def outcome() -> str:
         return saved(directory, resume_line)
@@ -73,7 +73,7 @@ def stoppable(
         yield
     except (KeyboardInterrupt, SystemExit) as error:
         if came:
-            say(f"Stopped at once by {_name(came[-1])}; steps since the last checkpoint are lost. {outcome()}")
+            say(f"Stopped immediately by {_name(came[-1])}; steps since the last checkpoint are lost. {outcome()}")
             error.add_note(REPORTED)
         raise
     finally:

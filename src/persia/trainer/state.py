@@ -143,7 +143,7 @@ class TrainingState:
 
     Args:
         network: the dense network with its optimizer, schedule and loss scale; its replicas gather.
-        embeddings: the collection, which has the global step, the depth of the gate, and counts of its own.
+        embeddings: the collection, which has the global step, the depth of the gate, and its own counts.
         labels: the labels, for the metrics.
         seed: of the run.
     """
@@ -378,7 +378,7 @@ class TrainingState:
         generators = state["random"]
         if rank < len(generators):
             set_random_state(generators[rank])
-        else:  # A seed of its own: else its dropout would be that of another NN worker.
+        else:  # Its own seed: else its dropout would equal the dropout of another NN worker.
             torch.manual_seed(state["seed"] + rank)
         if trains_in_other_processes:
             self.other_random = generators[1:]

@@ -16,7 +16,7 @@ __all__ = ["MAX_LIST", "guess_list", "guess_text"]
 MAX_LIST = 100
 _SLASHED = r"^\s*(?:\d{1,2}/\d{1,2}/\d{2,4}|\d{4}/\d{1,2}/\d{1,2})\b"
 _PAIR_ROWS, _PAIR_WORDS = 5_000, 12
-"""Pairs of words are ids, too, in at least so many rows of at most so many words on average."""
+"""Pairs of words are ids, too, in at least this number of rows, of at most this number of words on average."""
 
 
 def guess_text(column: str, values: ColumnValues, csv: bool) -> ColumnGuess:

@@ -66,8 +66,7 @@ def prepare(
         source: directory with the published `clicks_hour_*.csv`, also in directories within it.
         target: directory of the files, which is created.
         seed: of the negatives, and of the order in a pair.
-        near: clicks before or after a click among which its negative is drawn. So many clicks at both ends are no
-            positives.
+        near: clicks before or after a click among which its negative is drawn. As many at both ends are no positives.
         least_rows: rows of a day that is written.
 
     Returns:

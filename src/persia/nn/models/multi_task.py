@@ -28,7 +28,7 @@ class MMoE(nn.Module):
         expert_hidden: widths of an expert's layers.
         hidden: widths of a tower's hidden layers.
         dropout: share of each layer that is dropped in training.
-        outputs: number of logits, each with a gate and a tower of its own. By default each label has a gate, and a
+        outputs: number of logits, each with its own gate and tower. By default each label has a gate, and a
             tower with the logits of its kind.
 
     Raises:
@@ -81,7 +81,7 @@ class PLE(nn.Module):
         expert_hidden: widths of an expert's layers.
         hidden: widths of a tower's hidden layers.
         dropout: share of each layer that is dropped in training.
-        outputs: number of logits, each with experts, gates and a tower of its own. By default each label has these, and
+        outputs: number of logits, each with its own experts, gates and tower. By default each label has these, and
             the logits of its kind.
 
     Raises:

@@ -84,7 +84,7 @@ class TwoTower(nn.Module):
         label = schema.targets[0]
         if label.kind != "binary" or label.loss is not None or label.weight != 1:
             raise ConfigError(
-                f"TwoTower has a loss of its own, of a binary label; declare {label.name!r} without another kind, loss "
+                f"TwoTower has its own loss, of a binary label; declare {label.name!r} without another kind, loss "
                 "or weight.",
                 field="labels",
             )
