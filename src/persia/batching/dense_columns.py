@@ -252,9 +252,9 @@ def read_numbers(feature: DenseFeature, column: Any, shared: SharedNumbers | Non
     """
     if feature.size != 1:
         return _vectors(feature, column)
-    found = None if shared is None else shared.get(feature.name)
-    if found is not None:
-        return RawNumbers(found[0], None)  # Missing numbers of texts are NaN.
+    converted = None if shared is None else shared.get(feature.name)
+    if converted is not None:
+        return RawNumbers(converted[0], None)  # Missing numbers of texts are NaN.
     return RawNumbers(*numbers_and_missing(feature.name, column))
 
 

@@ -84,9 +84,9 @@ def derived_ids(
     """
     if feature.split is not None:
         column = from_frame(feature.name, column)
-        found = None if lists else _split_ids(feature, feature.split, column)
-        if found is not None:
-            return column, found
+        split_ids = None if lists else _split_ids(feature, feature.split, column)
+        if split_ids is not None:
+            return column, split_ids
         column = split_texts(feature.name, column, feature.split)
         return column, id_column(feature.name, column, feature.kind)
     if isinstance(column, IdColumn):
@@ -209,9 +209,9 @@ def _shared_numbers(
     feature: IdFeature, raw: Raw, column: Any, shared: SharedNumbers
 ) -> tuple[NDArray[np.float64], BoolArray]:
     """Returns `bucket_numbers` of a column, which are converted once if it is an arrow column of texts."""
-    found = shared.get(feature.column)
-    if found is not None:
-        return found
+    converted = shared.get(feature.column)
+    if converted is not None:
+        return converted
     numbers, present = bucket_numbers(feature, raw)
     # Non-ID-type features read decimals and lists in other ways.
     if (
@@ -273,9 +273,9 @@ def _buckets(
     if buckets.width is None:
         edges = buckets.fitted if buckets.edges is None else buckets.edges
         assert edges is not None, "Schema.check_fitted"
-        found: Ids = np.empty(len(values), np.uint64)
-        features_core.buckets(native(values, "d"), _edges(edges), found)
-        return found
+        indices: Ids = np.empty(len(values), np.uint64)
+        features_core.buckets(native(values, "d"), _edges(edges), indices)
+        return indices
     floors = np.floor(values / buckets.width)
     large = ~(np.abs(floors) < _EXACT)
     if large.any():

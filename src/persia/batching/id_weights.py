@@ -122,10 +122,10 @@ def _of_present(feature: IdFeature, column: IdColumn, source: Any, values: Any, 
     # An id that is filled in has weight 1, unless its sample has one entry, with a weight.
     entries = np.where(absent, 0, entries)
     alone = (entries == 1) & (_sums(present, entries) == 0)
-    kept = present | np.repeat(alone, entries)
-    entries = _sums(kept, entries)
+    retained = present | np.repeat(alone, entries)
+    entries = _sums(retained, entries)
     added = counts_of(column) - entries
-    return np.insert(values[kept], np.repeat(np.cumsum(entries), added), 1.0)
+    return np.insert(values[retained], np.repeat(np.cumsum(entries), added), 1.0)
 
 
 def _present(feature: IdFeature, source: Any) -> tuple[BoolArray, Int64Array]:

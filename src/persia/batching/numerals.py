@@ -147,8 +147,8 @@ def with_plain_numbers(name: str, column: Any, written: WrittenNumbers) -> Any:
     rows = [row for row, value in enumerate(values) if isinstance(value, (str, bytes))]
     texts = [values[row].decode(errors="replace") if isinstance(values[row], bytes) else values[row] for row in rows]
     plain = list(values)
-    found = _plain(name, pa.array(texts, pa.string()), numerals, written.unit, rows).to_pylist()
-    for row, value in zip(rows, found, strict=True):
+    converted = _plain(name, pa.array(texts, pa.string()), numerals, written.unit, rows).to_pylist()
+    for row, value in zip(rows, converted, strict=True):
         plain[row] = value
     return plain
 

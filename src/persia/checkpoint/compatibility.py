@@ -220,17 +220,17 @@ def _records(
     field: str, kind: str, saved: Sequence[DenseFeature | Label], own: Sequence[DenseFeature | Label], saved_in: str
 ) -> list[str]:
     """Lists differences of dense features or labels, apart from fitted values and what only affects the loss."""
-    theirs, mine = {each.name: each for each in saved}, {each.name: each for each in own}
-    only = [f"{name!r}" for name in [*mine, *theirs] if name not in theirs or name not in mine]
+    theirs, declared = {each.name: each for each in saved}, {each.name: each for each in own}
+    only = [f"{name!r}" for name in [*declared, *theirs] if name not in theirs or name not in declared]
     if only:
         return [f"{field} differ in {', '.join(only[:8])}"]
-    if list(theirs) != list(mine):
+    if list(theirs) != list(declared):
         return [f"{field} are in another order"]
     return [
-        f"{kind} {name!r} has {rule} {getattr(mine[name], rule)!r}, in {saved_in} {getattr(other, rule)!r}"
+        f"{kind} {name!r} has {rule} {getattr(declared[name], rule)!r}, in {saved_in} {getattr(other, rule)!r}"
         for name, other in theirs.items()
         for rule in other.__struct_fields__
-        if rule not in _MAY_DIFFER and getattr(mine[name], rule) != getattr(other, rule)
+        if rule not in _MAY_DIFFER and getattr(declared[name], rule) != getattr(other, rule)
     ]
 
 

@@ -23,13 +23,13 @@ def server_pieces(reader: CheckpointReader) -> Iterator[tuple[int, list[dict[str
 
     The states are `server-0.0`, `server-0.1`, `server-1.0`, ...: the number of the PS, and of the part.
     """
-    found: list[tuple[int, int, str]] = []
+    parts: list[tuple[int, int, str]] = []
     for part in reader.manifest.parts:
         if isinstance(part, StatePart) and part.name.startswith("server-"):
             number, _, place = part.name.removeprefix("server-").partition(".")
             if number.isdecimal() and place.isdecimal():
-                found.append((int(number), int(place), part.name))
-    for server, _, name in sorted(found):
+                parts.append((int(number), int(place), part.name))
+    for server, _, name in sorted(parts):
         yield server, reader.state(name)
 
 

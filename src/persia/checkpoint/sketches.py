@@ -72,7 +72,7 @@ class AdmissionSketches:
 def _sketches(reader: CheckpointReader) -> Iterator[tuple[tuple[int, str], Sketch]]:
     """Yields the sketches of all shards: number of the PS and table, and counters, in the order of shards."""
     pieces = (
-        (server, piece) for server, found in server_pieces(reader) for piece in found if piece["array"] == "sketch"
+        (server, piece) for server, pieces in server_pieces(reader) for piece in pieces if piece["array"] == "sketch"
     )
     for (server, table, _), group in itertools.groupby(pieces, key=lambda p: (p[0], p[1]["table"], p[1]["shard"])):
         yield (server, table), np.concatenate([piece["values"] for _, piece in group]).reshape(SKETCH_ROWS, -1)

@@ -87,8 +87,8 @@ def _server_table(state: dict[str, Any]) -> Any:
     for name, index in state.get("psi", {}).items():
         table.add_row(plain(f"drift of {name}"), f"PSI {index:.2f}")
     for column, shares in state.get("inputs", {}).items():
-        found = [f"{what.replace('_', ' ')} {share:.1%}" for what, share in shares.items()]
-        table.add_row(plain(f"column {column}"), ", ".join(found))
+        described = [f"{what.replace('_', ' ')} {share:.1%}" for what, share in shares.items()]
+        table.add_row(plain(f"column {column}"), ", ".join(described))
     return table
 
 

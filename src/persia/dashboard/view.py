@@ -146,8 +146,8 @@ def view(before: Sequence[Answer], now: Sequence[Answer], seconds: float) -> lis
 def mean_others(seen: ClusterView) -> dict[str, float]:
     """Returns the means of `ProcessView.others` over the processes that train."""
     names = dict.fromkeys(name for process in seen.processes for name in process.others)
-    found = {name: [p.others[name] for p in seen.processes if name in p.others] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    shares = {name: [p.others[name] for p in seen.processes if name in p.others] for name in names}
+    return {name: sum(values) / len(values) for name, values in shares.items()}
 
 
 def _process(answer: Answer, before: Health | None, seconds: float) -> ProcessView:

@@ -238,10 +238,10 @@ class _DenseFit:
             raise _nothing(self.column)
         centre = width = None
         if self._moments is not None:
-            found = self._moments
+            statistics = self._moments
             standard = self._feature.scale == "standard"
-            centre = found.mean if standard else found.low
-            width = (found.deviation if standard else found.high - found.low) or 1.0
+            centre = statistics.mean if standard else statistics.low
+            width = (statistics.deviation if standard else statistics.high - statistics.low) or 1.0
         quantiles: tuple[float, ...] = ()
         if self._sample is not None:
             if self._low > self._high:

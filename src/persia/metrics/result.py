@@ -182,11 +182,11 @@ class MetricsResult:
         """
         label, _, name = metric.rpartition(":")
         values = {each: known(figures) | _ranking(self.grouped.get(each)) for each, figures in self.labels.items()}
-        found = [of[name] for each, of in values.items() if name in of and label in ("", each)]
-        if not found:
+        matching = [of[name] for each, of in values.items() if name in of and label in ("", each)]
+        if not matching:
             names = [f"{each}:{name}" for each, of in values.items() for name in of]
             raise ConfigError(f"There is no metric {metric!r}; there are {', '.join(names)}.", field="metric")
-        return mean(found)
+        return mean(matching)
 
 
 def known(figures: LabelFigures) -> dict[str, float]:
@@ -205,13 +205,13 @@ def known(figures: LabelFigures) -> dict[str, float]:
 
 def headlines(labels: Mapping[str, LabelFigures]) -> dict[str, float]:
     """Returns the metric to watch of each label that is not binary, by "LABEL:METRIC": its RMSE, or its accuracy."""
-    found = {}
+    metrics = {}
     for label, figures in labels.items():
         of = known(figures)
         name = next((each for each in ("rmse", "accuracy") if each in of), None)
         if name is not None:
-            found[f"{label}:{name}"] = of[name]
-    return found
+            metrics[f"{label}:{name}"] = of[name]
+    return metrics
 
 
 def titled(metric: str) -> str:

@@ -182,8 +182,8 @@ def decide(auto: Auto, state: AutoState, steps: Sequence[StepTime], end: float) 
     for step in sorted(steps, key=lambda s: s.began):
         by_worker[step.worker].append(step)
     start = end - auto.seconds
-    if not by_worker or any(mine[0].began > start for mine in by_worker.values()):
-        start = max((mine[0].began for mine in by_worker.values()), default=end)
+    if not by_worker or any(timings[0].began > start for timings in by_worker.values()):
+        start = max((timings[0].began for timings in by_worker.values()), default=end)
     if not start < end:
         return state, None
     sync = free = 0.0
@@ -191,8 +191,8 @@ def decide(auto: Auto, state: AutoState, steps: Sequence[StepTime], end: float) 
     for moment in range(MOMENTS):
         time = start + (moment + 0.5) / MOMENTS * (end - start)
         now = {
-            worker: mine[max(0, bisect_right(mine, time, key=lambda s: s.began) - 1)].seconds
-            for worker, mine in by_worker.items()
+            worker: timings[max(0, bisect_right(timings, time, key=lambda s: s.began) - 1)].seconds
+            for worker, timings in by_worker.items()
         }
         slowest = max(now, key=lambda worker: (now[worker], -worker))
         slow_at[slowest] += 1

@@ -69,8 +69,8 @@ def modules() -> list[str]:
 
     Modes that a script itself defines are left out, as other processes cannot import them.
     """
-    found = {mode.__module__ for mode in _MODES.values()}
-    return sorted(name for name in found if name != "__main__" and not name.startswith("persia."))
+    modules = {mode.__module__ for mode in _MODES.values()}
+    return sorted(name for name in modules if name != "__main__" and not name.startswith("persia."))
 
 
 def encode(mode: object) -> str:

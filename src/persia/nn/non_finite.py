@@ -114,13 +114,13 @@ def extreme_inputs(schema: Schema, dense: torch.Tensor, labels: Floats, weights:
     inputs = dense.detach().cpu().numpy()
     columns += [(f"dense feature {name!r}", values) for name, values in zip(schema.dense_values, inputs.T, strict=True)]
     columns += [(f"weight {schema.sample_weight!r}", weights)] if weights is not None else []
-    found = []
+    causes = []
     for name, values in columns:
         extreme = np.abs(values) > LARGEST_SQUARED
         if extreme.any():
             row = int(extreme.argmax())
-            found.append(f"{name} is {values[row]:.4g} at row {row}")
-    return f"In this batch {'; '.join(found)}: too large to square in float32. Scale or clip it." if found else ""
+            causes.append(f"{name} is {values[row]:.4g} at row {row}")
+    return f"In this batch {'; '.join(causes)}: too large to square in float32. Scale or clip it." if causes else ""
 
 
 def _of_batch(schema: Schema, batch: PreparedBatch) -> str:

@@ -258,9 +258,9 @@ class PooledAhead:
             shapes = self._expander.trained.shapes([(len(rows), rows.shape[1]) for rows in self._rows.values()])
             total = dict(of_rows)
             whole: Floats | None = None
-            for kept in taken:  # As many as there were calls of `embeddings`.
-                whole, sums = self._expander.sum_rows(self._plans, shapes, kept.gradients)
-                kept.check()
+            for call in taken:  # As many as there were calls of `embeddings`.
+                whole, sums = self._expander.sum_rows(self._plans, shapes, call.gradients)
+                call.check()
                 for table, part in sums.items():
                     before = total.get(names[table])
                     total[names[table]] = part if before is None else np.add(part, before, out=part)

@@ -139,12 +139,12 @@ class DenseFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         """Whether a rule still needs `persia.fit_features`."""
         if self.fill != "mean" and not isinstance(self.scale, str):
             return False
-        found = self.fitted or DenseStatistics()
-        if self.fill == "mean" and found.mean is None:
+        statistics = self.fitted or DenseStatistics()
+        if self.fill == "mean" and statistics.mean is None:
             return True
         if self.scale == "quantile":
-            return not found.quantiles
-        return isinstance(self.scale, str) and (found.centre is None or found.width is None)
+            return not statistics.quantiles
+        return isinstance(self.scale, str) and (statistics.centre is None or statistics.width is None)
 
     @property
     def plain(self) -> bool:

@@ -220,8 +220,8 @@ def _continued(current: Pass, recorded: SourceFingerprint, given: SourceFingerpr
     """
     places = {part: place for place, part in enumerate(given.parts)}
     read = range(len(recorded.parts)) if current.read is None else current.read
-    found = [places.get(recorded.parts[part]) for part in read]
-    if all(place is None for place in found):
+    given_places = [places.get(recorded.parts[part]) for part in read]
+    if all(place is None for place in given_places):
         return None
     # Parts that are not read matter only if they decide which rows are.
     order = read if not recorded.numbered else range(len(recorded.parts)) if current.order is None else current.order
@@ -247,10 +247,10 @@ def _continued(current: Pass, recorded: SourceFingerprint, given: SourceFingerpr
             missing=missing,
         )
     whole = tuple(range(len(given.parts)))
-    mine = tuple(places[recorded.parts[part]] for part in read)
-    if mine == whole:
+    own_parts = tuple(places[recorded.parts[part]] for part in read)
+    if own_parts == whole:
         return Pass(current.number, current.epoch)
-    return Pass(current.number, current.epoch, tuple(places[recorded.parts[part]] for part in order), mine)
+    return Pass(current.number, current.epoch, tuple(places[recorded.parts[part]] for part in order), own_parts)
 
 
 def _moved(recorded: SourceFingerprint, given: SourceFingerprint, exists: Callable[[str], bool]) -> bool:

@@ -58,14 +58,14 @@ def adopt_hyperparameters(network: DenseStep, training: dict[str, Any]) -> list[
     scheduler, schedule = network.scheduler, training["scheduler"]
     groups = training["optimizer"]["param_groups"]
     recorded = training.get("hyperparameters") or [_standard(group) for group in groups]
-    found: dict[str, None] = {}  # A set in order: groups often share a change.
+    distinct: dict[str, None] = {}  # A set in order: groups often share a change.
     for group, before, now in zip(groups, recorded, network.hyperparameters, strict=False):
         for name, change in changes("optimizer", before, now).items():
             if name == "lr" and "initial_lr" in group and scheduler is None and schedule is None:
                 change += f" (not applied: the program's scheduler has set {_plain(group['lr'])})"
             else:
                 group[name] = now[name]
-            found[change] = None
+            distinct[change] = None
         if schedule is not None and scheduler is None:
             group["lr"] = group["initial_lr"] = now["lr"]
     if scheduler is not None:
@@ -77,7 +77,7 @@ def adopt_hyperparameters(network: DenseStep, training: dict[str, Any]) -> list[
             group["initial_lr"], group["lr"] = base, rate
         own = {"base_lrs": scheduler.base_lrs, "_last_lr": rates, "lr_lambdas": [None] * len(rates)}
         training["scheduler"] = schedule | own
-    return list(found)
+    return list(distinct)
 
 
 def changes(prefix: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -90,8 +90,8 @@ def changes(prefix: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> d
 
 
 def _standard(group: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: group[name] for name in STANDARD if name in group}
-    return found | {"lr": group["initial_lr"]} if "initial_lr" in group else found
+    values = {name: group[name] for name in STANDARD if name in group}
+    return values | {"lr": group["initial_lr"]} if "initial_lr" in group else values
 
 
 def _plain(value: Any) -> Any:

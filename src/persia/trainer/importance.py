@@ -72,7 +72,7 @@ def importance(
     groups = input_groups(schema)
     rng = np.random.default_rng([options.seed, 1])
     orders = [rng.permutation(len(scored.rows)) for _ in range(options.repeats)]
-    found = []
+    features = []
     with (
         LiveLine(options.progress and connection.rank == 0) as line,
         contextlib.closing(passes.logits(groups, orders, line)) as logits,
@@ -81,11 +81,11 @@ def importance(
         for group in groups:
             shuffled, without = [next(logits) for _ in orders], [next(logits)]
             losses = scored.lost(shuffled), scored.lost(without)
-            found.append(FeatureImportance(group.name, [*group.features], *losses))
+            features.append(FeatureImportance(group.name, [*group.features], *losses))
         assert next(logits, None) is None
-    found.sort(key=lambda each: -math.inf if each.permuted.loss is None else each.permuted.loss, reverse=True)
+    features.sort(key=lambda each: -math.inf if each.permuted.loss is None else each.permuted.loss, reverse=True)
     value, step = _number(scored.value), embeddings.global_step
-    return Importance(scored.metric, value, len(scored.rows), options.repeats, step, found)
+    return Importance(scored.metric, value, len(scored.rows), options.repeats, step, features)
 
 
 class _Progress(NamedTuple):

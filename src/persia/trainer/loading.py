@@ -427,12 +427,12 @@ def _declared_changes(reader: CheckpointReader, declared: Declared) -> list[str]
     """Describes changes of the embedding optimizer and of the dense schedule."""
     config = reader.config
     schedule = {"schedule": (config.get("options") or {}).get("schedule")}
-    found = changes("trainer", schedule, dump(declared.options))
+    of_schedule = changes("trainer", schedule, dump(declared.options))
     before, now = config.get("embedding_optimizer") or {}, dump(declared.embedding_optimizer)
     of_tables = changes("embedding_optimizer", before, now)
     if "kind" in of_tables:  # Fields of the same name mean something else.
         of_tables = {"kind": of_tables["kind"]}
-    return [*found.values(), *of_tables.values()]
+    return [*of_schedule.values(), *of_tables.values()]
 
 
 def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:

@@ -121,14 +121,14 @@ class _Pieces:
 
     def next_rows(self, rows: int) -> list[Any]:
         """Returns pyarrow arrays of the next rows."""
-        found = []
+        slices = []
         while rows:
             if self._rest is None or not len(self._rest):
                 self._rest = next(self._pieces)[self._name]
-            found.append(self._rest.slice(0, rows))
+            slices.append(self._rest.slice(0, rows))
             self._rest = self._rest.slice(rows)
-            rows -= len(found[-1])
-        return found
+            rows -= len(slices[-1])
+        return slices
 
 
 def _joined(pieces: list[Any]) -> tuple[list[str], Int64Array]:

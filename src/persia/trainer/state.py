@@ -260,15 +260,15 @@ class TrainingState:
         """Returns the fingerprint of the data; of an object without one, a name that it keeps in this process."""
         if data is None:
             return self.data.source or SourceFingerprint("loaders", (SourcePart("data loaders"),))
-        found = fingerprint_of(data)
-        if found is None and stream:
+        fingerprint = fingerprint_of(data)
+        if fingerprint is None and stream:
             return SourceFingerprint("stream", (SourcePart(type(data).__name__),))
-        if found is None:
+        if fingerprint is None:
             if self._given is None or not self._given.same(data):
                 self._given = _Given(data)
             return self._given.fingerprint
         self._given = None
-        return found
+        return fingerprint
 
     def begin_data(self, stream: StreamPosition | None, stopping: Callable[[], bool]) -> None:
         """Begins to read, after `begin_source`. A stream goes on at its offsets.
@@ -311,10 +311,10 @@ class TrainingState:
     def totals(self) -> RunTotals:
         """Counts so far, of all NN workers. Blocks until all have called it."""
         staleness = self._embeddings.staleness
-        mine = RunTotals(
+        own_totals = RunTotals(
             round(staleness.mean * staleness.lookups), staleness.lookups, staleness.max, self._embeddings.pushed
         )
-        payloads = self._network.replicas.gather(msgspec.json.encode(mine))
+        payloads = self._network.replicas.gather(msgspec.json.encode(own_totals))
         return sum((msgspec.json.decode(payload, type=RunTotals) for payload in payloads), self.earlier)
 
     def state_dict(self) -> dict[str, Any]:

@@ -80,20 +80,20 @@ def _with_sample_columns(
     A column that is just named "weight" is taken if its values lie around 1, as weights of samples do, and products of
     one kilogram; the user is asked.
     """
-    found: set[str] = set()
+    taken: set[str] = set()
     result = []
     for column in columns:
         name, of = "_".join(words_of(column.column)), values[column.column]
         if of.numbers is not None and not of.missing and column.role in ("number", "id") and of.numbers.min() >= 0:
             around = bool(0.2 <= of.numbers.mean() <= 5 and of.numbers.max() <= 100)
             sure = name in _SAMPLE_WEIGHTS
-            if (sure or (name in ("weight", "weights") and around)) and "sample_weight" not in found:
-                found.add("sample_weight")
+            if (sure or (name in ("weight", "weights") and around)) and "sample_weight" not in taken:
+                taken.add("sample_weight")
                 reason = f"numbers from {of.numbers.min():g} to {of.numbers.max():g} with the name of a weight"
                 column = column._replace(role="sample_weight", reason=reason, sure=sure)
         grouped = name in _GROUPS and column.role in ("number", "id", "unused") and 0 < 2 * of.distinct <= sample.rows
-        if grouped and not of.missing and "group" not in found:
-            found.add("group")
+        if grouped and not of.missing and "group" not in taken:
+            taken.add("group")
             size = sample.rows / of.distinct
             reason = f"about {size:.1f} rows of each, ranked against each other in metrics and losses that rank"
             column = column._replace(role="group", reason=reason)

@@ -140,8 +140,8 @@ def label_from(sample: Sample, column: str, values: ColumnValues, kind: LabelKin
         known = numbers[~np.isnan(numbers)]
         if not np.all(np.isfinite(known)):
             raise DataError(f"{path}: column {column!r} has infinite values; leave these rows out.", column=column)
-        found = _of_numbers(column, known, kind)
-        return found._replace(gaps=gaps, nulls=values.nulls, unit=_unit(found, column, sample))
+        guess = _of_numbers(column, known, kind)
+        return guess._replace(gaps=gaps, nulls=values.nulls, unit=_unit(guess, column, sample))
     return _of_texts(path, column, values)._replace(gaps=gaps)
 
 
@@ -158,8 +158,8 @@ def label_targets(label: LabelGuess, values: ColumnValues) -> NDArray[np.float64
         return np.where(np.isnan(values.numbers), np.nan, values.numbers >= least)
     counts = pc.value_counts(values.array.drop_null()).to_pylist()
     positive = next(each["values"] for each in _by_meaning(counts))
-    found = pc.equal(values.array, positive).cast("float64").to_numpy(zero_copy_only=False)
-    return np.asarray(found, np.float64)
+    positives = pc.equal(values.array, positive).cast("float64").to_numpy(zero_copy_only=False)
+    return np.asarray(positives, np.float64)
 
 
 def _of_numbers(column: str, known: NDArray[np.float64], kind: LabelKind | None) -> LabelGuess:

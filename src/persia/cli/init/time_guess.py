@@ -26,15 +26,15 @@ def guess_time(column: str, values: ColumnValues, unit: str = "") -> ColumnGuess
     """
     seconds = _seconds(values, unit)
     reason = f"times since 1970 in {unit}" if unit else "dates or times"
-    found = []
+    parts = []
     if len(np.unique(seconds % _DAY // _HOUR)) > 1:
-        found.append(("hour", "its hours differ"))
+        parts.append(("hour", "its hours differ"))
     span = int(seconds.max() - seconds.min())
     if span >= _TWO_WEEKS:
-        found.append(("weekday", f"{span // _DAY:,} days"))
+        parts.append(("weekday", f"{span // _DAY:,} days"))
     if span >= _TWO_YEARS:
-        found.append(("month", f"{span // _DAY:,} days"))
-    return ColumnGuess(column, "time", reason, parts=dict(found), unit=unit, missing=values.missing / values.rows)
+        parts.append(("month", f"{span // _DAY:,} days"))
+    return ColumnGuess(column, "time", reason, parts=dict(parts), unit=unit, missing=values.missing / values.rows)
 
 
 def _seconds(values: ColumnValues, unit: str) -> NDArray[np.int64]:
@@ -49,5 +49,5 @@ def _seconds(values: ColumnValues, unit: str) -> NDArray[np.int64]:
     if pa.types.is_string(times.type):
         times = times_of_text("", times)
     seconds = times.drop_null().cast(pa.timestamp("s", getattr(times.type, "tz", None)), safe=False)
-    found: NDArray[np.int64] = seconds.cast(pa.int64()).to_numpy(zero_copy_only=False)
-    return found
+    integers: NDArray[np.int64] = seconds.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    return integers

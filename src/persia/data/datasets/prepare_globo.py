@@ -90,10 +90,10 @@ def prepare(
     folder, written = Path(target), []
     folder.mkdir(parents=True, exist_ok=True)
     for day in np.unique(days[days >= 0]):
-        mine = np.flatnonzero(days == day)
-        if 2 * len(mine) < least_rows:
+        of_day = np.flatnonzero(days == day)
+        if 2 * len(of_day) < least_rows:
             continue
-        begin, end = mine[0], mine[-1] + 1  # Pairs are in time order.
+        begin, end = of_day[0], of_day[-1] + 1  # Pairs are in time order.
         history = pa.ListArray.from_arrays(
             pa.array((ends[begin : end + 1] - ends[begin]).astype(np.int32)),
             pa.array(articles[ends[begin] : ends[end]].astype(np.int32)),
@@ -167,8 +167,8 @@ def _pairs(users: Ints, articles: Ints, random: np.random.Generator, near: int) 
                 lengths.append(len(newest))
                 histories += newest
         seen[article] = None
-    found = (np.array(values, np.int64) for values in (positives, negatives, lengths, histories))
-    return next(found), next(found), next(found), next(found)
+    arrays = (np.array(values, np.int64) for values in (positives, negatives, lengths, histories))
+    return next(arrays), next(arrays), next(arrays), next(arrays)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -242,11 +242,11 @@ class MessageConverter:
     def _convert_inputs(
         self, partition: Partition, messages: list[StreamMessage], newest: int | None
     ) -> ConvertedInputs:
-        kept = self._kept(messages, newest)
-        pieces = [next(self._conversion.inputs(iter([self._piece(partition, part)]))) for part in kept.parts]
+        retained = self._kept(messages, newest)
+        pieces = [next(self._conversion.inputs(iter([self._piece(partition, part)]))) for part in retained.parts]
         for columns in pieces:
             _check_numbers(self._conversion.schema, columns)
-        return ConvertedInputs(pieces, kept.newest)
+        return ConvertedInputs(pieces, retained.newest)
 
     def _kept(self, messages: list[StreamMessage], newest: int | None) -> _Kept:
         """Decodes messages, and drops late rows."""

@@ -86,8 +86,8 @@ def _of_state(state: ServeState) -> list[Metric]:
     psi = [Metric("serve_psi", index, {"feature": name}) for name, index in state.drift.items()]
     shares = [
         Metric("serve_input_share", share, {"column": name, "what": what})
-        for name, found in state.inputs.items()
-        for what, share in found.items()
+        for name, of_column in state.inputs.items()
+        for what, share in of_column.items()
     ]
     numbers = {name: float(value) for name, value in values.items() if math.isfinite(value)}
     return [*figures("serve", numbers), *psi, *shares]
