@@ -41,7 +41,7 @@ def test_a_ps_with_rows_on_disk_says_what_is_there():
     health = Health("embedding_ps", 0, 1, 7, "h", 9.0, "", figures, [])
     expected = "on disk 700 rows, 2.0 GiB, 75.0% of hits in memory, 250 read, write amplification 1.30"
     assert expected in _doing(health)
-    assert "on disk" not in _doing(health._replace(figures=figures[:3]))
+    assert "on disk" not in _doing(health._replace(metrics=figures[:3]))
 
 
 def test_a_server_says_what_arrives_unlike_in_training():
@@ -131,4 +131,4 @@ def test_a_ps_that_publishes_says_how_old_that_is():
     figures = [Metric("ps_publish_age_seconds", 1234.0, {}), Metric("ps_publish_failing", 1.0, {})]
     health = Health("embedding_ps", 0, 1, 7, "h", 9.0, "", figures, [])
     assert "published 1,234 s ago, cannot publish" in _doing(health)
-    assert "published" not in _doing(health._replace(figures=[]))
+    assert "published" not in _doing(health._replace(metrics=[]))

@@ -22,7 +22,7 @@ from support.cluster_samples import BATCH, eventually, make_trainer, options, re
 
 
 def total(health: Health, name: str, **labels: str) -> float:
-    return sum(f.value for f in health.figures if f.name == name and labels.items() <= f.labels.items())
+    return sum(f.value for f in health.metrics if f.name == name and labels.items() <= f.labels.items())
 
 
 @pytest.mark.processes
@@ -37,7 +37,7 @@ def test_one_process_tells_what_it_did(tmp_path):
     )
     result = trainer.fit(reader(10))
     health = cluster.health()
-    assert {f.name for f in health.figures} | {t.name for t in health.latencies} <= set(CATALOGUE)
+    assert {f.name for f in health.metrics} | {t.name for t in health.latencies} <= set(CATALOGUE)
     assert (health.role, health.pid) == ("embedded", os.getpid())
     assert health.total("nn_step") == 10
     assert health.total("nn_rows") == 10 * BATCH
@@ -55,7 +55,7 @@ def test_one_process_tells_what_it_did(tmp_path):
     assert (waits.name, steps.name) == ("nn_wait_seconds", "nn_step_seconds")
     assert sum(steps.counts) == 10
     assert sum(waits.counts) >= 10
-    with urllib.request.urlopen(health.metrics, timeout=10) as answer:
+    with urllib.request.urlopen(health.metrics_url, timeout=10) as answer:
         text = answer.read().decode()
     assert f'persia_nn_rows_total{{rank="0",role="embedded"}} {10.0 * BATCH}' in text
     cluster.close()
@@ -70,7 +70,7 @@ def test_being_observed_keeps_nothing_alive():
 
     def gone() -> bool:
         gc.collect()
-        return not any(f.name.startswith(("nn_", "ps_", "worker_")) for f in cluster.health().figures)
+        return not any(f.name.startswith(("nn_", "ps_", "worker_")) for f in cluster.health().metrics)
 
     eventually(gone, "no thread has it any more")  # That which has read the metrics may be about to end.
 
@@ -106,7 +106,7 @@ def test_every_process_answers(tmp_path):
         def trains() -> bool:
             if ask("--targets", str(tmp_path / "targets.json")) != 0:
                 return False
-            steps = [f["value"] for p in found for f in p["figures"] if f["name"] == "nn_step"]
+            steps = [f["value"] for p in found for f in p["metrics"] if f["name"] == "nn_step"]
             return len(steps) == 2 and min(steps) > 3
 
         eventually(trains, "both NN workers answer and train")
@@ -114,9 +114,9 @@ def test_every_process_answers(tmp_path):
         assert by_role == {"coordinator": 1, "embedding_ps": 1, "embedding_worker": 1, "data_loader": 1, "nn_worker": 2}
         assert len({process["pid"] for process in found}) == 6
         for process in found:
-            assert {f["name"] for f in [*process["figures"], *process["latencies"]]} <= set(CATALOGUE)
+            assert {f["name"] for f in [*process["metrics"], *process["latencies"]]} <= set(CATALOGUE)
         (worker,) = (p for p in found if p["role"] == "embedding_worker")
-        sent = {f["labels"]["codec"]: f["value"] for f in worker["figures"] if f["name"] == "worker_row_bytes"}
+        sent = {f["labels"]["codec"]: f["value"] for f in worker["metrics"] if f["name"] == "worker_row_bytes"}
         assert sent["fp16"] > 0
         assert sum(sum(t["counts"]) for t in worker["latencies"] if t["labels"] == {"method": "lookup_ahead"}) > 0
         (targets,) = json.loads((tmp_path / "targets.json").read_text())

@@ -61,7 +61,7 @@ def test_a_disk_that_stalls_kills_nothing(tmp_path):
             return " ".join(done.output.split()), json.loads(file.read_text())
 
         def step():
-            return sum(f["value"] for one in health()[1] for f in one["figures"] if f["name"] == "nn_step")
+            return sum(f["value"] for one in health()[1] for f in one["metrics"] if f["name"] == "nn_step")
 
         eventually(lambda: step() > 5, "it trains", 60.0)
         before = {(one["role"], one["rank"]): one["pid"] for one in health()[1]}
@@ -75,7 +75,7 @@ def test_a_disk_that_stalls_kills_nothing(tmp_path):
                 assert {(one["state"], one["incarnation"]) for one in found} == {("alive", 1)}
                 waiting += "waiting for its disk or a lock for" in text
                 time.sleep(0.5)
-            late = [f["value"] for one in found for f in one["figures"] if f["name"] == "ps_metrics_late_seconds"]
+            late = [f["value"] for one in found for f in one["metrics"] if f["name"] == "ps_metrics_late_seconds"]
             assert waiting > 3
             assert max(late) > STALL_SECONDS / 2
             ages = {name: counts["age"] for name, counts in cluster.statistics().items()}

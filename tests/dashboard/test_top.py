@@ -192,7 +192,7 @@ def test_enter_opens_each_process(rank):
 @pytest.mark.parametrize("width", [40, 60, 79, 80, 100])
 def test_no_figure_of_a_process_is_cut(width):
     answer = metrics_of("embedding_ps", [{"table": "a-table-of-a-rather-long-name", "method": "lookup"}])
-    health = answer.health._replace(figures=[Metric("ps_bytes_of_some_kind", 123456789012.0, {"table": "item" * 9})])
+    health = answer.health._replace(metrics=[Metric("ps_bytes_of_some_kind", 123456789012.0, {"table": "item" * 9})])
     lines = shown(details(answer._replace(health=health)), width)
     assert max(map(len, lines)) <= width
     for figure in ("1.23457e+11", "0.001 s"):

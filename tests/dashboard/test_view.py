@@ -11,14 +11,14 @@ from persia.dashboard.top import _headline
 from persia.dashboard.view import ClusterView, ProcessView, Watch, view
 from persia.errors import DeadlineError
 from persia.membership.observing import Answer, ask_members
-from persia.telemetry.metrics import Health, Latency, Metric, figures
+from persia.telemetry.metrics import Health, Latency, Metric, metrics_of
 from persia.types import Member
 from support.observed_cluster import Trained, observed_cluster
 
 
 def answer(role: str, pid: int = 7, waited: float | None = None, **counts: float) -> Answer:
     latencies = [] if waited is None else [Latency("nn_wait_seconds", {}, [1] * 14, waited)]
-    found = figures("", counts)
+    found = metrics_of("", counts)
     health = Health(role, 0, 1, pid, "host", 9.0, "", [f._replace(name=f.name[1:]) for f in found], latencies)
     return Answer(Member(role, 0, 1, "tcp://h:1"), health)
 
@@ -104,7 +104,7 @@ def test_the_auc_is_calculated_only_while_somebody_looks(seconds, monkeypatch):
     trainer.monitor.observe()
     monkeypatch.setattr(monitor, "WATCHED_SECONDS", seconds)
     trainer.fit(reader(3))
-    names = [figure.name for figure in trainer.monitor.observe().figures]
+    names = [figure.name for figure in trainer.monitor.observe().metrics]
     assert ("nn_auc" in names) == (seconds > 0)
 
 

@@ -305,6 +305,6 @@ def test_a_resumed_run_on_joined_kafka_streams_loses_nothing(tmp_path):
     assert rows + two.fit(made()).rows == 300
     ids = two.embeddings.row_ids("item", np.array(list(expected)))
     assert two.embeddings.rows("item", ids, state=True).state.update_count.tolist() == [1] * 300
-    metrics = {m.name: m.value for m in two.monitor.observe().figures}
+    metrics = {m.name: m.value for m in two.monitor.observe().metrics}
     assert metrics["join_open"] == 0
     assert math.isclose(metrics["join_positives"] + metrics["join_negatives"], 300 - rows)

@@ -109,10 +109,10 @@ def test_rows_that_are_set_are_published_in_the_same_epoch(tmp_path):
 
 def test_metrics_say_how_old_published_rows_are(tmp_path):
     with served("here") as ps:
-        assert not [figure for figure in ps.observe().figures if figure.name.startswith("ps_publish")]
+        assert not [figure for figure in ps.observe().metrics if figure.name.startswith("ps_publish")]
         ps.publish(order(tmp_path))
         published(ps, lambda status: status.sequence >= 0)
-        found = {figure.name: figure.value for figure in ps.observe().figures}
+        found = {figure.name: figure.value for figure in ps.observe().metrics}
         assert found["ps_publish_failing"] == 0
         assert 0 <= found["ps_publish_age_seconds"] < 20
         ps.end_publishing(False)

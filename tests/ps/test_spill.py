@@ -399,7 +399,7 @@ def metrics_of(server):
     """By name; and the seconds that it took."""
     found = {}
     began = time.monotonic()
-    asking = Call(lambda: found.update((metric.name, metric.value) for metric in server.observe().figures))
+    asking = Call(lambda: found.update((metric.name, metric.value) for metric in server.observe().metrics))
     asking.join(10.0)
     assert not asking.is_alive()
     return found, time.monotonic() - began

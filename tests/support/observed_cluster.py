@@ -10,7 +10,7 @@ from persia.cluster.ray.hosts import _ControlPlane, _Observable, together
 from persia.coordinator import CoordinatorServer, TokenScheduler
 from persia.data.streams.offset_log import OffsetLog
 from persia.services import ControlPlane, Observable
-from persia.telemetry.metrics import Histogram, Metric, Readings, figures
+from persia.telemetry.metrics import Histogram, Metric, Readings, metrics_of
 from persia.telemetry.process import ObservedProcess, process_metrics
 
 
@@ -28,7 +28,7 @@ class Trained:
         self.waits.add(0.001)
         counts = {"step": self.steps, "rows": 100 * self.steps, "ready": 3, "loss": 0.25, "auc": 0.75}
         counts |= {"staleness_sum": 3 * self.steps, "staleness_lookups": 2 * self.steps}
-        return Readings([*figures("nn", counts), *process_metrics()], [self.waits.latency("nn_wait_seconds")])
+        return Readings([*metrics_of("nn", counts), *process_metrics()], [self.waits.latency("nn_wait_seconds")])
 
     def embedding_ps(self) -> Readings:
         self.readings += 1

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia.telemetry.catalogue import CATALOGUE
-from persia.telemetry.metrics import BOUNDS, Histogram, figures
+from persia.telemetry.metrics import BOUNDS, Histogram, metrics_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "observed.md"
 
@@ -57,7 +57,7 @@ def test_threads_lose_no_count():
 
 
 def test_counters_become_figures():
-    found = figures("ps", {"hits": 3, "rows": 2}, table="ads")
+    found = metrics_of("ps", {"hits": 3, "rows": 2}, table="ads")
     assert [tuple(figure) for figure in found] == [
         ("ps_hits", 3.0, {"table": "ads"}),
         ("ps_rows", 2.0, {"table": "ads"}),

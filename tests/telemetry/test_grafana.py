@@ -111,10 +111,10 @@ def test_a_real_run_that_publishes_fills_the_dashboard(tmp_path):
         deadline = time.monotonic() + 60
         while not {"persia_ps_publish_age_seconds", "persia_nn_publish_age_seconds"} <= found.keys():
             assert time.monotonic() < deadline
-            found.update(scraped(cluster.health().metrics))  # Afterwards the PS publishes no more.
+            found.update(scraped(cluster.health().metrics_url))  # Afterwards the PS publishes no more.
 
     trainer.fit(batches())
-    missing = missing_of(found | scraped(cluster.health().metrics))
+    missing = missing_of(found | scraped(cluster.health().metrics_url))
     cluster.close()
     assert {name for name in missing if not ELSEWHERE.search(name)} == {"persia_nn_checkpoint_age_seconds"}
 

@@ -115,7 +115,7 @@ def test_a_place_that_cannot_be_written_does_not_end_training(tmp_path, monkeypa
     assert result.steps == 19
     lines = [record.getMessage() for record in caplog.records]
     assert sum("Cannot publish the network" in line for line in lines) == 1
-    found = {figure.name: figure.value for figure in run.monitor.observe().figures}
+    found = {figure.name: figure.value for figure in run.monitor.observe().metrics}
     assert found["nn_publish_failing"] == 1
 
 
@@ -184,7 +184,7 @@ def test_without_the_last_rows_the_last_network_is_not_published(tmp_path, monke
     assert replica.steps[0] == run.global_step
     assert replica.steps[1] < run.global_step
     assert replica.network.step < run.global_step
-    found = {figure.name: figure.value for figure in run.monitor.observe().figures}
+    found = {figure.name: figure.value for figure in run.monitor.observe().metrics}
     assert found["nn_publish_failing"] == 1
 
 

@@ -64,7 +64,7 @@ def test_evaluations_are_shown_and_recorded(tmp_path, monkeypatch):
     assert {point.step for point in points if point.best and point.value == result.best} == {result.best_step}
     assert f"held-out AUC {points[0].value:.4f} at step 4, best" in shown[0]
     assert f"held-out AUC {points[1].value:.4f} at step 8" in shown[1]
-    found = {m.name: m for m in trainer.monitor.observe().figures}["nn_held_out"]
+    found = {m.name: m for m in trainer.monitor.observe().metrics}["nn_held_out"]
     assert (found.value, found.labels) == (points[-1].value, {"metric": "auc"})
     again = make_trainer(None, **options)
     again.load(str(tmp_path))

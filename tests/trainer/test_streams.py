@@ -237,7 +237,7 @@ def test_metrics_of_the_stream_are_those_of_the_process(kafka):
     kafka.write(clicks(range(30)))
     one = trainer()
     one.fit(kafka.reader(10))
-    found = {m.name: m.value for m in one.monitor.observe().figures if m.labels.get("partition", "0") == "0"}
+    found = {m.name: m.value for m in one.monitor.observe().metrics if m.labels.get("partition", "0") == "0"}
     assert (found["stream_rows"], found["stream_poison"], found["stream_lag"]) == (30, 0, 0)
 
 

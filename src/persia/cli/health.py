@@ -49,7 +49,7 @@ def health(
     if json is not None:
         out.write_json(json, [_record(answer) for answer in answers])
     if targets is not None:
-        endpoints = [a.health.metrics for a in answers if a.health is not None and a.health.metrics]
+        endpoints = [a.health.metrics_url for a in answers if a.health is not None and a.health.metrics_url]
         names = [url.removeprefix("http://").removesuffix("/metrics") for url in endpoints]
         out.write_json(targets, [{"targets": names, "labels": {"job": "persia"}}])
     if any(answer.health is None for answer in answers):
@@ -153,7 +153,7 @@ def _doing(health: Health) -> str:
         case "nn_worker":
             staleness = total("nn_staleness_sum") / max(1.0, total("nn_staleness_lookups"))
             dropped = total("nn_dropped_rows") + total("nn_dropped_batches")
-            names = {figure.name for figure in health.figures}
+            names = {metric.name for metric in health.metrics}
             threads = total("nn_torch_threads")
             age = f", checkpoint {total('nn_checkpoint_age_seconds'):,.0f} s ago"
             return (
@@ -174,7 +174,7 @@ def _waiting(health: Health) -> str:
 def _disk(health: Health) -> str:
     """Formats the metrics of rows on disk; empty for a PS without a disk."""
     total = health.total
-    if not any(figure.name == "ps_disk_rows" for figure in health.figures):
+    if not any(metric.name == "ps_disk_rows" for metric in health.metrics):
         return ""
     in_memory = 1 - total("ps_promoted") / max(1.0, total("ps_hits"))
     written = (total("ps_spilled") + total("ps_compacted")) / max(1.0, total("ps_spilled"))
@@ -188,7 +188,7 @@ def _disk(health: Health) -> str:
 def _stream(health: Health) -> str:
     """Formats how far the process is behind a stream; empty if it reads no stream."""
     total = health.total
-    if not any(figure.name == "stream_rows_per_second" for figure in health.figures):
+    if not any(metric.name == "stream_rows_per_second" for metric in health.metrics):
         return ""
     counts = {name: total(f"stream_{name}") + total(f"join_clicks_{name}") for name in ("late", "poison")}
     counted = "".join(f", {count:,.0f} {name}" for name, count in counts.items() if count)
@@ -199,7 +199,7 @@ def _stream(health: Health) -> str:
 def _published(health: Health) -> str:
     """Formats how old published rows are; empty for a PS that does not publish."""
     total = health.total
-    if not any(figure.name == "ps_publish_age_seconds" for figure in health.figures):
+    if not any(metric.name == "ps_publish_age_seconds" for metric in health.metrics):
         return ""
     failing = ", cannot publish" if total("ps_publish_failing") else ""
     return f"; published {total('ps_publish_age_seconds'):,.0f} s ago{failing}"
@@ -209,6 +209,6 @@ def _record(answer: Answer) -> dict[str, Any]:
     member, health, problem = answer
     if health is None:
         return {**member._asdict(), "healthy": False, "problem": problem}
-    figures = [figure._asdict() for figure in health.figures]
+    metrics = [metric._asdict() for metric in health.metrics]
     latencies = [latency._asdict() for latency in health.latencies]
-    return {**member._asdict(), **health._asdict(), "healthy": True, "figures": figures, "latencies": latencies}
+    return {**member._asdict(), **health._asdict(), "healthy": True, "metrics": metrics, "latencies": latencies}

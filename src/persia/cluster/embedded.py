@@ -27,7 +27,7 @@ class Embedded:
     Args:
         threads: threads of the embedding store, in addition to torch's threads; None for one per core, at most 8.
         prometheus_port: port at 127.0.0.1 where this process exports its metrics. If it is in use, the process takes
-            the next free port, which `health().metrics` contains. None for no export.
+            the next free port, which `health().metrics_url` contains. None for no export.
         overcommit: whether to accept tables whose declared capacity exceeds the memory of this host, with a warning:
             for trials that will not fill them.
     """
@@ -62,12 +62,12 @@ class Embedded:
         readings = Readings(process_metrics(), [])
         server, worker, trainer = self._server(), self._worker(), self._trainer()
         if server is not None:
-            readings.figures.extend(server.observe().figures)
+            readings.metrics.extend(server.observe().metrics)
         if worker is not None:
-            readings.figures.extend(worker.observe().figures)
+            readings.metrics.extend(worker.observe().metrics)
         if trainer is not None:
             trainer_readings = trainer()
-            readings.figures.extend(trainer_readings.figures)
+            readings.metrics.extend(trainer_readings.metrics)
             readings.latencies.extend(trainer_readings.latencies)
         return readings
 

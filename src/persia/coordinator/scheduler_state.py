@@ -9,7 +9,7 @@ import msgspec
 from persia.errors import StalePushError
 from persia.modes import Action, Arrival, Mode
 from persia.services import TrainingPhase
-from persia.telemetry.metrics import Readings, figures
+from persia.telemetry.metrics import Readings, metrics_of
 from persia.types import NO_LOSSES, Losses, PushHeader, PushId, Ticket, Token, TokenReport
 
 __all__ = ["OpenToken", "SchedulerState", "StateChange", "WorkerState", "apply_change", "report_metrics"]
@@ -373,4 +373,4 @@ def report_metrics(report: TokenReport) -> Readings:
     """Returns a report as metrics."""
     names = ("batches", "rows", "dropped_batches", "dropped_rows", "staleness_sum", "staleness_max")
     counts = {name: float(getattr(report, name)) for name in names}
-    return Readings(figures("tokens", {**counts, "lost": report.lost_tokens}), [])
+    return Readings(metrics_of("tokens", {**counts, "lost": report.lost_tokens}), [])

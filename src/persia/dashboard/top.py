@@ -122,8 +122,8 @@ def details(answer: Answer) -> RenderableType:
     if health is None:
         return Group(plain(title, "bold"), plain(problem, "red"))
     table = Grid("metric", "labels", "value", text=("metric", "labels"))
-    for figure in sorted(health.figures, key=lambda figure: (figure.name, _labels(figure.labels))):
-        table.add_row(figure.name, _labels(figure.labels), f"{figure.value:,.6g}")
+    for metric in sorted(health.metrics, key=lambda metric: (metric.name, _labels(metric.labels))):
+        table.add_row(metric.name, _labels(metric.labels), f"{metric.value:,.6g}")
     times = Grid("metric", "labels", "p50 ≤", "p99 ≤", "times", text=("metric", "labels"))
     for latency in sorted(health.latencies, key=lambda latency: -latency.seconds):
         if count := sum(latency.counts):

@@ -189,9 +189,9 @@ def _process(answer: Answer, before: Health | None, seconds: float) -> ProcessVi
         staleness=staleness if _has(health, "nn_staleness_lookups") else None,
         hit_rate=hits / lookups if lookups and hits is not None else None,
         others={
-            titled(f"{figure.labels['label']}:{figure.labels['metric']}"): figure.value
-            for figure in health.figures
-            if figure.name == "nn_metric" and math.isfinite(figure.value)
+            titled(f"{metric.labels['label']}:{metric.labels['metric']}"): metric.value
+            for metric in health.metrics
+            if metric.name == "nn_metric" and math.isfinite(metric.value)
         },
     )
 
@@ -202,8 +202,8 @@ def _wait(before: Health | None, health: Health, seconds: float) -> float | None
     return min(1.0, max(0.0, waited[1] - waited[0]) / seconds) if trains and len(waited) == 2 else None
 
 
-def _has(health: Health, metric: str) -> bool:
-    return any(figure.name == metric for figure in health.figures)
+def _has(health: Health, name: str) -> bool:
+    return any(metric.name == name for metric in health.metrics)
 
 
 def _finite(value: float) -> float | None:

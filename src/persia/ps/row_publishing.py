@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from persia.store import EmbeddingStore
-from persia.telemetry.metrics import Metric, figures
+from persia.telemetry.metrics import Metric, metrics_of
 from persia.types import PublishOrder, PublishStatus
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ class RowPublishing:
             self._ended = PublishStatus()
             self._step = 0
 
-    def figures(self) -> list[Metric]:
+    def metrics(self) -> list[Metric]:
         """Returns the metrics of publishing; empty if it has not begun."""
         status = self.status()
         if status.epoch < 0:
             return []
         counts = {"age_seconds": status.age, "step": status.step, "rows": status.rows, "failing": bool(status.error)}
-        return figures("ps_publish", counts)
+        return metrics_of("ps_publish", counts)
 
     def _end(self, *, last: bool) -> None:
         if self._publisher is not None:

@@ -35,7 +35,7 @@ from persia.pushes.step_barrier import ArrivedPush, StepBarrier, completes_step
 from persia.retry import Deadline
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import RowChunk, SnapshotInfo, StatePiece
-from persia.telemetry.metrics import Readings, figures
+from persia.telemetry.metrics import Readings, metrics_of
 from persia.types import (
     MERGED,
     RANK_BITS,
@@ -123,7 +123,7 @@ class EmbeddingServer(JournaledServer):
         self._setter = RowSetter(self._store, self._space)
         # A proxy avoids a reference cycle, so that rows are freed with the last reference to this PS.
         myself = cast("EmbeddingServer", weakref.proxy(self))
-        self._latest = LatestReading(lambda: (myself.statistics(), myself._publishing.figures()))
+        self._latest = LatestReading(lambda: (myself.statistics(), myself._publishing.metrics()))
         stored_mode = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(stored_mode) if stored_mode else mode)
 
@@ -359,9 +359,9 @@ class EmbeddingServer(JournaledServer):
         `ps_metrics_late_seconds` is the time by which newer metrics are delayed.
         """
         (statistics, published), late = self._latest.get()
-        metrics = [f for table, counts in statistics.items() for f in figures("ps", counts, table=table)]
-        metrics += figures("ps_slot", dataclasses.asdict(self._row_staleness))
-        metrics += figures("ps", {"metrics_late_seconds": late})
+        metrics = [f for table, counts in statistics.items() for f in metrics_of("ps", counts, table=table)]
+        metrics += metrics_of("ps_slot", dataclasses.asdict(self._row_staleness))
+        metrics += metrics_of("ps", {"metrics_late_seconds": late})
         return Readings(metrics + published, [])
 
     def row_staleness(self) -> RowStaleness:

@@ -21,7 +21,7 @@ from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, parse
 from persia.rpc.port import Intake, Port, server_port
 from persia.telemetry.logs import get_logger
-from persia.telemetry.metrics import Readings, figures
+from persia.telemetry.metrics import Readings, metrics_of
 from persia.telemetry.tracing import Tracer
 
 __all__ = ["Server", "serve"]
@@ -163,7 +163,7 @@ class Server:
 
     def observe(self) -> Readings:
         """Returns the counters as metrics, and the latencies of methods."""
-        return Readings(figures("rpc", self.statistics()), self._dispatcher.latencies())
+        return Readings(metrics_of("rpc", self.statistics()), self._dispatcher.latencies())
 
     def close(self, seconds: float = 5.0) -> None:
         """Stops reading, waits up to this time for running methods and their replies, and frees the address.

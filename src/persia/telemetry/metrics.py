@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["BOUNDS", "Health", "Histogram", "Latency", "Metric", "Readings", "figures"]
+__all__ = ["BOUNDS", "Health", "Histogram", "Latency", "Metric", "Readings", "metrics_of"]
 
 BOUNDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the buckets of a histogram, in seconds."""
@@ -60,7 +60,7 @@ class Latency(NamedTuple):
 class Readings(NamedTuple):
     """Metrics and latencies of a role at a point in time."""
 
-    figures: list[Metric]
+    metrics: list[Metric]
     latencies: list[Latency]
 
 
@@ -74,8 +74,8 @@ class Health(NamedTuple):
         pid: process id.
         host: host name.
         uptime: seconds since the role was created.
-        metrics: URL of the Prometheus endpoint; empty if there is none.
-        figures: counters and gauges.
+        metrics_url: URL of the Prometheus endpoint; empty if there is none.
+        metrics: counters and gauges.
         latencies: histograms of durations.
     """
 
@@ -85,13 +85,13 @@ class Health(NamedTuple):
     pid: int
     host: str
     uptime: float
-    metrics: str
-    figures: list[Metric]
+    metrics_url: str
+    metrics: list[Metric]
     latencies: list[Latency]
 
     def total(self, name: str) -> float:
         """Returns the sum of a metric over its labels; 0 if there is none."""
-        return sum(figure.value for figure in self.figures if figure.name == name)
+        return sum(metric.value for metric in self.metrics if metric.name == name)
 
 
 class Histogram:
@@ -124,6 +124,6 @@ class Histogram:
             return Latency(name, dict(labels or {}), list(self._counts), self._seconds)
 
 
-def figures(prefix: str, counts: Mapping[str, float], **labels: str) -> list[Metric]:
+def metrics_of(prefix: str, counts: Mapping[str, float], **labels: str) -> list[Metric]:
     """Makes metrics named `prefix_name` from named counters."""
     return [Metric(f"{prefix}_{name}", float(value), labels) for name, value in counts.items()]

@@ -102,14 +102,14 @@ class _Collector:
                 families[name] = makers[kind.type](f"persia_{name}", kind.meaning, labels=list(all_labels))
             return families[name], list(all_labels.values())
 
-        for figure in health.figures:
-            metric, values = family(figure.name, figure.labels)
-            metric.add_metric(values, figure.value)
+        for metric in health.metrics:
+            exported, values = family(metric.name, metric.labels)
+            exported.add_metric(values, metric.value)
         for latency in health.latencies:
-            metric, values = family(latency.name, latency.labels)
+            exported, values = family(latency.name, latency.labels)
             below = itertools.accumulate(latency.counts)
             buckets = [(str(bound), count) for bound, count in zip((*BOUNDS, "+Inf"), below, strict=True)]
-            metric.add_metric(values, buckets, latency.seconds)
+            exported.add_metric(values, buckets, latency.seconds)
         up = GaugeMetricFamily(
             "persia_uptime_seconds", "time since the role was created", labels=[*common, "incarnation"]
         )

@@ -11,7 +11,7 @@ import torch
 
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.telemetry.metrics import Metric, Readings, figures
+from persia.telemetry.metrics import Metric, Readings, metrics_of
 from persia.trainer.checkpointing import Checkpointing
 from persia.trainer.publishing import Publishing
 from persia.trainer.state import TrainingState
@@ -81,7 +81,7 @@ class Monitor:
         staleness = embeddings.staleness
         # `EmbeddingWorkers`, the facade of several processes, counts them; a worker in this process loses none.
         pushed = embeddings.push_log.counts(getattr(embeddings.connection.worker, "lost_gradients", 0))
-        readings = figures(
+        readings = metrics_of(
             "nn",
             {
                 "step": self._state.global_step,
@@ -127,4 +127,4 @@ def _compression(optimizer: Any) -> list[Metric]:
     phase = statistics.pop("phase", None)
     if phase is not None:
         statistics["compressing"] = phase == "compressed"
-    return figures("apmsqueeze", statistics)
+    return metrics_of("apmsqueeze", statistics)

@@ -18,7 +18,7 @@ from persia.errors import ConfigError, StaleBatchError, StalePushError, StoreErr
 from persia.rpc.fan_out import call_all
 from persia.schema import Schema
 from persia.services import EmbeddingPS, RecordableRows
-from persia.telemetry.metrics import Metric, Readings, figures
+from persia.telemetry.metrics import Metric, Readings, metrics_of
 from persia.types import (
     INCARNATION_BITS,
     Contribution,
@@ -270,7 +270,7 @@ class Worker:
         """Returns the counters as metrics, and the bytes of rows and gradients by codec."""
         with self._lock:
             traffic = [Metric(f"worker_{n}", float(v), {"codec": codec}) for (n, codec), v in self._traffic.items()]
-        return Readings(figures("worker", self.statistics()) + traffic, [])
+        return Readings(metrics_of("worker", self.statistics()) + traffic, [])
 
     @property
     def buffered(self) -> int:

@@ -47,7 +47,7 @@ from persia.services import (
     TokenService,
 )
 from persia.telemetry.logs import get_logger, log_to_stderr
-from persia.telemetry.metrics import Readings, figures
+from persia.telemetry.metrics import Readings, metrics_of
 from persia.telemetry.process import LOOPBACK, ObservedProcess, process_metrics
 from persia.types import TITLES, Feed, Membership
 from persia.worker import Worker, WorkerOptions
@@ -137,7 +137,7 @@ class Host:
         role_readings = self.observe() if self.ready else Readings([], [])
         served = self.server.observe() if self.server is not None else Readings([], [])
         return Readings(
-            role_readings.figures + served.figures + process_metrics(), role_readings.latencies + served.latencies
+            role_readings.metrics + served.metrics + process_metrics(), role_readings.latencies + served.latencies
         )
 
     def serve(self, service: object, protocol: type, address: str = "") -> str:
@@ -461,7 +461,7 @@ class DataLoaderHost(Host):
         """Returns the metrics of the role; empty before it reads."""
         loader = self._loader
         stream_metrics = loader.observe() if isinstance(loader, StreamLoader) else []
-        return Readings(figures("loader", self.counters()) + stream_metrics, [])
+        return Readings(metrics_of("loader", self.counters()) + stream_metrics, [])
 
     def _changed(self, membership: Membership) -> None:
         self._workers.update(membership)

@@ -30,7 +30,7 @@ from persia.openmp import limit_spinning
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS, Observable, Recordable
 from persia.telemetry.logs import get_logger
-from persia.telemetry.metrics import Readings, figures
+from persia.telemetry.metrics import Readings, metrics_of
 
 __all__ = [
     "CLUSTER",
@@ -225,7 +225,7 @@ class DenseServerHost(Host):
 
     def observe(self) -> Readings:
         """Returns the metrics of the role."""
-        return Readings(figures("dense", self.servant.statistics()), [])
+        return Readings(metrics_of("dense", self.servant.statistics()), [])
 
     def counters(self) -> dict[str, float]:
         """Returns the counters of the role."""

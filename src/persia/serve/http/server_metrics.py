@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from persia.telemetry.metrics import Histogram, Latency, Metric, Readings, figures
+from persia.telemetry.metrics import Histogram, Latency, Metric, Readings, metrics_of
 from persia.telemetry.process import process_metrics
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class ServerMetrics:
             for (route, status), count in list(self._requests.items())
         ]
         values: dict[str, float] = {**counts._asdict(), "held_bytes": held_bytes, "ready": ready}
-        metrics = [*requests, *figures("serve", values), *(_of_state(state()) if ready else ()), *process_metrics()]
+        metrics = [*requests, *metrics_of("serve", values), *(_of_state(state()) if ready else ()), *process_metrics()]
         if index is not None:
             metrics += _of_index(index)
         latencies: list[Latency] = [
@@ -90,7 +90,7 @@ def _of_state(state: ServeState) -> list[Metric]:
         for what, share in of_column.items()
     ]
     numbers = {name: float(value) for name, value in values.items() if math.isfinite(value)}
-    return [*figures("serve", numbers), *psi, *shares]
+    return [*metrics_of("serve", numbers), *psi, *shares]
 
 
 def _of_index(index: RetrieverState) -> list[Metric]:
@@ -100,7 +100,7 @@ def _of_index(index: RetrieverState) -> list[Metric]:
         "items_waiting": index.waiting,
         "items_failing": bool(index.problem),
     }
-    return figures("serve", values)
+    return metrics_of("serve", values)
 
 
 def least_step(state: ServeState) -> int:
