@@ -36,8 +36,11 @@ UPDATES = {
 }
 STEPS = {
     "step.vs_torch": "plain PyTorch",
+    "step.vs_torch.sync": "plain PyTorch, in Sync()",
     "step.vs_torchrec": "TorchRec (FBGEMM)",
+    "step.vs_torchrec.sync": "TorchRec, in Sync()",
     "step.vs_dense_only": "the network alone",
+    "step.vs_dense_only.sync": "the network, in Sync()",
 }
 SIZES = {
     "store.bytes_per_row": "dim 16, Adagrad",

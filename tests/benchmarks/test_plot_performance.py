@@ -4,13 +4,20 @@ import json
 import re
 
 import pytest
-from benchmarks.plot_performance import LOOKUP, SIZES, STEPS, UPDATES, Ratios
+from benchmarks.plot_performance import ASSETS, LOOKUP, SIZES, STEPS, UPDATES, Ratios
 
 from benchmarks import plot_performance, runner
 
 
 def test_measures_of_the_charts_exist():
     assert not {*LOOKUP, *UPDATES, *STEPS, *SIZES} - set(runner.names())
+
+
+def test_charts_are_up_to_date(tmp_path):
+    plot_performance.main(ASSETS / "measures.jsonl", tmp_path)
+    for chart in tmp_path.iterdir():
+        message = "run: python -m benchmarks.plot_performance"
+        assert chart.read_text() == (ASSETS / chart.name).read_text(), message
 
 
 def test_a_bar_is_as_long_as_its_ratio():
