@@ -115,8 +115,8 @@ def members(header: Path, kind: str) -> tuple[int, int]:
 
 
 def words(page: Path) -> int:
-    """Returns the number of words of a page."""
-    return len(page.read_text(encoding="utf-8").split())
+    """Returns the number of words of a page, without comments and the bars of tables."""
+    return len(re.sub(r"<!--.*?-->|\|", " ", page.read_text(encoding="utf-8")).split())
 
 
 def main(root: Path) -> None:

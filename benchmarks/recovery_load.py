@@ -57,7 +57,7 @@ class Load(NamedTuple):
     def open(self, store: NativeStore, directory: Path) -> bool:
         """Creates the table in these regions, or attaches to it."""
         roots = {"table": self.spill} if self.memory_rows else {}
-        return Regions(str(directory)).create_tables(store, [self.table(self.memory_rows)], roots)
+        return Regions(str(directory)).create_or_attach(store, [self.table(self.memory_rows)], roots)
 
     def batch_of(self, operation: int) -> tuple[np.ndarray, np.random.Generator]:
         generator = np.random.default_rng([self.seed, operation])

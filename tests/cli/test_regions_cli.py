@@ -25,7 +25,7 @@ def test_lists_and_cleans(tmp_path, regions):
     used, left = (tmp_path / f"persia-{name}" / "ps-0" for name in ("used", "left"))
     stores = [NativeStore(), NativeStore()]
     for store, directory in zip(stores, (used, left), strict=True):
-        Regions(str(directory)).create_tables(store, [TableConfig("item", 4, capacity=100)])
+        Regions(str(directory)).create_or_attach(store, [TableConfig("item", 4, capacity=100)])
     stores.pop()
     del store
     text = regions("--directory", str(tmp_path))

@@ -336,7 +336,7 @@ def test_a_bad_manifest(root, text):
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"Cannot create the directory"):
-        Regions(str(tmp_path / "file" / "ps-0")).create_tables(NativeStore(), [TableConfig("item", 4)])
+        Regions(str(tmp_path / "file" / "ps-0")).create_or_attach(NativeStore(), [TableConfig("item", 4)])
 
 
 @pytest.fixture
@@ -423,7 +423,7 @@ def test_a_growth_that_fails_takes_nothing(mounted):
     """Else it would keep what it could get: others that need less would find nothing, and so would the coordinator."""
     place = mounted("size=6m")
     store = NativeStore()
-    Regions(str(place / "ps-0")).create_tables(store, [TableConfig("item", 16, shards=1)])
+    Regions(str(place / "ps-0")).create_or_attach(store, [TableConfig("item", 16, shards=1)])
 
     def free():
         system = os.statvfs(place)

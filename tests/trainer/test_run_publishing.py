@@ -19,7 +19,7 @@ from persia.modes import Gba, Hybrid, Sync
 from persia.optim import Adagrad
 from persia.publish import PublishOptions, Replica, follow
 from persia.publish.publisher import Publisher
-from persia.trainer.publishing import Publishing
+from persia.trainer.run_publishing import Publishing
 from support.change_log import unwritable
 from support.several_ps import Several
 
@@ -189,8 +189,8 @@ def test_without_the_last_rows_the_last_network_is_not_published(tmp_path, monke
 
 
 def test_a_place_that_hangs_at_the_end_is_named(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("persia.trainer.publishing.LAST_SECONDS", 0.5)
-    monkeypatch.setattr("persia.trainer.publishing.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("persia.trainer.run_publishing.LAST_SECONDS", 0.5)
+    monkeypatch.setattr("persia.trainer.run_publishing.RETRY_SECONDS", 0.0)
     url = tmp_path / "log"
     pipe = url / "epoch-0000000000" / "network" / "0000000001.00000.safetensors"
     with caplog.at_level(logging.WARNING, "persia.publish"):

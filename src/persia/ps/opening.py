@@ -50,7 +50,7 @@ def open_tables(
     places = SpillPlaces(roots, regions.directory if regions is not None else None)
     attached = False
     if regions is not None:
-        attached = regions.create_tables(store, list(configs.values()), roots)
+        attached = regions.create_or_attach(store, list(configs.values()), roots)
     else:
         places.create()
         for number, (name, config) in enumerate(configs.items()):

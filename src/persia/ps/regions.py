@@ -74,7 +74,7 @@ class Regions:
         """Whether all tables have been created in this directory."""
         return (self.directory / MANIFEST).exists()
 
-    def create_tables(
+    def create_or_attach(
         self, store: EmbeddingStore, configs: Sequence[TableConfig], roots: Mapping[str, str] | None = None
     ) -> bool:
         """Creates the tables, or attaches to the tables of an earlier process. Blocks while indices are rebuilt.

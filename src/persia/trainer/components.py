@@ -23,7 +23,7 @@ from persia.trainer.finite_state import FiniteState
 from persia.trainer.monitor import Monitor
 from persia.trainer.options import Declared
 from persia.trainer.phases import Phases
-from persia.trainer.publishing import Publishing
+from persia.trainer.run_publishing import Publishing
 from persia.trainer.state import TrainingState
 
 __all__ = ["Components", "assemble"]

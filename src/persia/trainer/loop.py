@@ -30,7 +30,7 @@ from persia.services import Connection
 from persia.telemetry.logs import get_logger
 from persia.telemetry.trace_events import STEP
 from persia.trainer.progress import FitProgress
-from persia.trainer.publishing import Publishing
+from persia.trainer.run_publishing import Publishing
 from persia.trainer.sources import BatchSource
 from persia.trainer.state import TrainingState
 from persia.types import RegisteredBatch

@@ -13,7 +13,7 @@ from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.telemetry.metrics import Metric, Readings, metrics_of
 from persia.trainer.checkpointing import Checkpointing
-from persia.trainer.publishing import Publishing
+from persia.trainer.run_publishing import Publishing
 from persia.trainer.state import TrainingState
 
 __all__ = ["Monitor"]
