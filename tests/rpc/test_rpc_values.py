@@ -1,11 +1,14 @@
 """What crosses comes back as it was, in its own class, and arrays are not copied on the way."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
 
 from persia import rpc
 from persia.errors import ConfigError, WireError
@@ -51,6 +54,17 @@ def test_any_array_comes_back_writable(stub, array):
     assert same(found, array)
     assert found.flags.writeable
     assert found.flags.aligned
+
+
+@pytest.mark.parametrize("offset", range(8))
+@pytest.mark.parametrize("size", [0, 1])
+def test_arrays_are_aligned_wherever_their_frame_lies(offset, size):
+    """Also those without items, which numpy calls aligned and the native core does not."""
+    payload, _ = encode(np.zeros(size, "<f8"), 1)
+    frame = SimpleNamespace(buffer=memoryview(bytearray(offset + 8 * size))[offset:])
+    found = Decoder(NDArray[np.float64]).decode(payload, [frame])
+    assert found.shape == (size,)
+    assert found.ctypes.data % 8 == 0
 
 
 @given(

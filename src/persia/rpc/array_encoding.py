@@ -168,7 +168,8 @@ class Decoder(Generic[T]):
             raise msgspec.ValidationError(f"numpy refuses the shape {shape}") from error
         if kind == 0 and array.size and array.view(np.uint8).max() > 1:
             raise msgspec.ValidationError("a bool array has bytes other than 0 and 1")
-        return array if array.flags.aligned else array.copy()
+        # For numpy an array without items is aligned anywhere; for the native core it is not.
+        return array if array.flags.aligned and array.size else array.copy()
 
     def _check(self, kind: Any, value: object) -> object:
         # msgspec adds the place to a ValueError.
