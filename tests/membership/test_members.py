@@ -374,11 +374,11 @@ def test_a_lost_batch_is_passed_over_in_a_bare_loop():
     embeddings = persia.nn.EmbeddingCollection(SCHEMA, optimizer=SGD(lr=0.1), mode=Sync(), cluster=cluster)
     lookup, seen = cluster.workers[0].lookup_ahead, []
 
-    def losing(batch_id):
+    def losing(batch_id, pool):
         seen.append(batch_id)
         if len(seen) == 3:
             cluster.workers[0].release(batch_id)
-        return lookup(batch_id)
+        return lookup(batch_id, pool)
 
     cluster.workers[0].lookup_ahead = losing
     embeddings.connection.loader.begin(Feed(0, 0, 1, 0, 1, 1))
@@ -402,13 +402,13 @@ class Compressing:
     def __getattr__(self, name):
         return getattr(self.worker, name)
 
-    def lookup(self, batch_id, train=True):
-        found = self.worker.lookup(batch_id, train)
+    def lookup(self, batch_id, train=True, pool=False):
+        found = self.worker.lookup(batch_id, train, pool)
         rows, scales = encode(found.rows)
         return found._replace(rows=rows, scales=scales)
 
-    def lookup_ahead(self, batch_id):
-        found = self.worker.lookup_ahead(batch_id)
+    def lookup_ahead(self, batch_id, pool=False):
+        found = self.worker.lookup_ahead(batch_id, pool)
         rows, scales = encode(found.rows)
         return found._replace(rows=rows, scales=scales)
 

@@ -98,7 +98,7 @@ def test_only_what_a_ps_has_changed_comes_from_it(servers):
     np.testing.assert_array_equal(fresh.rows["item"], looked_up.rows["item"][fresh.places["item"]] + 1)
     assert fresh.places.counts[1:] == [0, 0]
     # A PS whose moment is unknown sends all its rows, the others what has changed.
-    with worker._buffer.use(batch_id) as entry:
+    with worker._buffer.use(batch_id) as (entry, _):
         own = worker._router.ids_of(entry, 0)["item"].tolist()
     seen = [Moment(1, 0), *fresh.seen[1:]]
     again = worker.refresh(batch_id, seen)

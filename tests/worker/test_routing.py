@@ -95,7 +95,7 @@ def test_rows_are_the_same_to_the_bit_with_1_2_and_3_servers(steps):
                 batch_id = worker.register(features(drawn(rng, 20), samples))
                 found = worker.lookup(batch_id)
                 seen.append(rows_of(found))
-                with worker._buffer.use(batch_id) as entry:
+                with worker._buffer.use(batch_id) as (entry, _):
                     ids = entry.ids
                 contributions.append(Contribution(batch_id, gradients_for(ids, found)))
             counts.append(worker.push(header(step), contributions))

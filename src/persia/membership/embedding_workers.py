@@ -82,24 +82,24 @@ class EmbeddingWorkers:
         self._rows[batch_id] = _rows(looked_up)
         return looked_up
 
-    def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
+    def lookup(self, batch_id: int, train: bool = True, pool: bool = False) -> LookedUp:
         """Looks up the rows of a registered batch.
 
         Raises:
             StaleBatchError: the batch is unknown, or lost with its embedding worker.
         """
-        looked_up = self._ask(batch_id, "lookup", lambda worker: worker.lookup(batch_id, train))
+        looked_up = self._ask(batch_id, "lookup", lambda worker: worker.lookup(batch_id, train, pool))
         if train:
             self._rows[batch_id] = _rows(looked_up)
         return looked_up
 
-    def lookup_ahead(self, batch_id: int) -> LookedUp:
+    def lookup_ahead(self, batch_id: int, pool: bool = False) -> LookedUp:
         """Looks up the rows of a registered batch, ahead of their use.
 
         Raises:
             StaleBatchError: the batch is unknown, or lost with its embedding worker.
         """
-        looked_up = self._ask(batch_id, "lookup", lambda worker: worker.lookup_ahead(batch_id))
+        looked_up = self._ask(batch_id, "lookup", lambda worker: worker.lookup_ahead(batch_id, pool))
         self._rows[batch_id] = _rows(looked_up)
         return looked_up
 
@@ -220,4 +220,5 @@ def _rows(looked_up: LookedUp) -> int:
     """Returns the number of samples of the batch."""
     if looked_up.offsets:
         return looked_up.offsets.counts[0] - 1
-    return next(iter([*looked_up.narrow.counts, *looked_up.wide.counts]), 0)
+    indices = [*looked_up.narrow.counts, *looked_up.wide.counts]
+    return next(iter(indices), looked_up.rows.counts[-1] if looked_up.pooled else 0)

@@ -46,6 +46,7 @@ from persia.nn.training_lookup import TrainingLookup
 from persia.nn.training_pass import PassContext, PassData, Push, TrainingPass
 from persia.nn.transfer import Transfer, staging_for
 from persia.schema import EmbeddingOptimizer, Schema
+from persia.schema.pooled_features import sent_tables
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Histogram
@@ -109,9 +110,8 @@ class EmbeddingCollection(torch.nn.Module):
         self.optimizer = optimizer
         self._staging = staging_for(self.options.device)
         self._expander = Expander(schema, self._staging.device)
-        self._transfer = Transfer(
-            self._staging, self._expander.on_host, schema.resolved_tables(), self.options.clip_embedding_norm
-        )
+        clip_norm = self.options.clip_embedding_norm
+        self._transfer = Transfer(self._staging, self._expander.on_host, sent_tables(schema), clip_norm)
         mode = mode or Hybrid()
         self.connection = cluster.connect(schema, optimizer, mode, self.options.seed)
         if not isinstance(cluster, ProcessCluster):  # There, NN workers train.
@@ -145,7 +145,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     @property
     def mode(self) -> Mode:
-        """How far lookups run ahead of updates. The gate owns it."""
+        """How far lookups run ahead of updates."""
         return self.gate.mode
 
     def change_mode(self, mode: Mode) -> None:
@@ -250,7 +250,8 @@ class EmbeddingCollection(torch.nn.Module):
                 self._pass.check_others()
             if batch.pooled is not None:
                 return batch.pooled.embeddings()
-            return self._expander(batch.rows, batch.inverse, batch.offsets, batch.id_weights)
+            pool = batch.expander or self._expander
+            return pool(batch.rows, batch.inverse, batch.offsets, batch.id_weights)
 
     def looked_up_again(self, batch: PreparedBatch) -> PreparedBatch:
         """Returns the batch whose gradient was pushed last, with its rows as they are now; read-only. Blocks.
@@ -358,7 +359,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     def feature_costs(self, batch: PreparedBatch) -> list[FeatureCost]:
         """Measures the work that each feature causes in a trained batch; most expensive first. Blocks."""
-        return feature_costs(self.schema, self._expander, batch)
+        return feature_costs(self.schema, batch.expander or self._expander, batch)
 
     # --- rows by id -------------------------------------------------------------------------------------------
 

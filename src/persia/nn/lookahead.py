@@ -64,12 +64,14 @@ def crowded(rows: Mapping[str, int], tables: Mapping[str, Table], batches: int) 
     """Returns whether lookups of batches ahead might evict rows of batches that are not trained yet.
 
     Args:
-        rows: distinct rows of a batch, by table.
+        rows: distinct rows of a batch, by table; other names are of values, which take no space in a table.
         tables: by name.
         batches: number of batches that may be looked up and not trained, of all NN workers.
     """
     for name, count in rows.items():
-        table = tables[name]
+        table = tables.get(name)
+        if table is None:
+            continue
         held = table.memory_rows if table.memory_rows is not None else table.capacity
         if held is not None and count * batches * MARGIN > held:
             return True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -13,7 +14,8 @@ from persia import batching
 from persia.errors import PersiaError
 from persia.nn.torch_pooling import SequenceEmbedding, expand_with_torch
 from persia.nn.trained_tables import TrainedTables
-from persia.schema import Pooling, Schema
+from persia.schema import Pooling, Schema, Table
+from persia.schema.pooled_features import sent_tables, values_name
 from persia.types import Floats, Int64Array, Inverse, Packed
 
 __all__ = [
@@ -57,10 +59,33 @@ class Expander:
         self._features = {
             f.name: (f.table_name, cast("Pooling | None", f.pooling), f.max_length) for f in schema.id_features
         }
-        self._tables = {name: number for number, name in enumerate(schema.resolved_tables())}
-        self.trained = TrainedTables(schema)
+        self._number(schema.resolved_tables())
+        self._schema = schema
         self._pool = batching.ThreadPool(threads or torch.get_num_threads())
         self._scratch = batching.Scratch()
+
+    def of_pooled(self, tables: Collection[str]) -> Expander:
+        """Returns an expander for batches that have the values of the features of some tables in place of their rows.
+
+        Each of these features has one row for each sample, by `persia.schema.pooled_features.values_name`.
+
+        Args:
+            tables: names of the tables, of which all features are pooled.
+        """
+        expander = copy.copy(self)  # It shares the threads.
+        features = {f.name: values_name(f) for f in self._schema.id_features if f.table_name in tables}
+        expander._features = {
+            name: (features[name], "sum", None) if name in features else of_feature
+            for name, of_feature in self._features.items()
+        }
+        of_schema = {name: table for name, table in self._schema.resolved_tables().items() if name not in tables}
+        sent = sent_tables(self._schema)
+        expander._number({**of_schema, **{name: sent[name] for name in features.values()}})
+        return expander
+
+    def _number(self, tables: Mapping[str, Table]) -> None:
+        self._tables = {name: number for number, name in enumerate(tables)}
+        self.trained = TrainedTables([table.trainable for table in tables.values()])
 
     def __call__(
         self,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Set
 import numpy as np
 import torch
 
-from persia.errors import StaleBatchError
-from persia.nn.pooling import UNWEIGHTED, PooledAhead, Weights
+from persia.errors import PersiaError, StaleBatchError
+from persia.nn.pooling import UNWEIGHTED, Expander, PooledAhead, Weights
 from persia.nn.token_client import DrawnToken
 from persia.schema import Schema
 from persia.types import Floats, Ids, Int32Array, Int64Array, Inverse, Moment, Packed, RegisteredBatch
@@ -43,6 +43,9 @@ class PreparedBatch:
         frozen: tables whose rows get no gradient.
         began: time at which it was drawn, on the monotonic clock.
         looked_up: time at which its lookup began, on the same clock.
+        expander: pools its features, if some were pooled at an embedding worker; None for that of the collection.
+        pooled_ids: number of distinct ids by table, for tables whose features were pooled at an embedding worker: for
+            them `rows` has values.
         seen: moments of the PSs that its rows are of, if they are to be refreshed; else None.
         step: its step within the pass, if its rows are to be refreshed.
         current_to: number of this NN worker's steps of the pass whose updates its rows have, at least.
@@ -77,6 +80,8 @@ class PreparedBatch:
         self.frozen: Set[str] = frozenset()
         self.began = 0.0
         self.looked_up = 0.0
+        self.expander: Expander | None = None
+        self.pooled_ids: Mapping[str, int] = {}
         self.seen: list[Moment] | None = None
         self.step = 0
         self.current_to = 0
@@ -101,6 +106,8 @@ class PreparedBatch:
             self._rows = {n: torch.from_numpy(v) if v.flags.writeable else torch.tensor(v) for n, v in views}
             if self.trains:
                 self._make_leaves(self._trained(self._rows))
+        if self.pooled_ids and not isinstance(self._rows, _SomeRows):
+            self._rows = _SomeRows(self._rows)
         return self._rows
 
     def host_rows(self) -> Mapping[str, Floats]:
@@ -112,6 +119,10 @@ class PreparedBatch:
         if self._packed is not None:
             return dict(zip(self._packed.names, self._packed.counts, strict=True))
         return {name: len(rows) for name, rows in self.rows.items()}
+
+    def id_counts(self) -> dict[str, int]:
+        """Returns the number of distinct ids, by table; also of tables whose features were pooled elsewhere."""
+        return {**self.row_counts(), **self.pooled_ids}
 
     def packed_rows(self) -> Packed[np.float32]:
         """Returns the rows of a batch on a host. Their buffer may be written until they are used."""
@@ -210,6 +221,17 @@ class PreparedBatch:
         assert finish is not None
         finish(self)
         self._closed = True
+
+
+class _SomeRows(dict[str, torch.Tensor]):
+    """The rows of a batch, without those whose features were pooled at an embedding worker."""
+
+    def __missing__(self, table: str) -> torch.Tensor:
+        raise PersiaError(
+            f"This batch has no rows of table {table!r}: an embedding worker has pooled its features. To use rows in "
+            'the loss, set RayOptions(pool_at="nn_worker").',
+            table=table,
+        )
 
 
 def loss_scale(scaler: torch.amp.GradScaler | None, device: torch.device) -> torch.Tensor | None:

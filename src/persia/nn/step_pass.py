@@ -136,7 +136,7 @@ class StepPass(TrainingPass):
         if refresh is None or not (refresh.exact and gate.lookahead):
             return
         batches = (gate.lookahead + 2) * refresh.accumulation * self._log.connection.nn_workers
-        if crowded(batch.row_counts(), refresh.tables, batches):
+        if crowded(batch.id_counts(), refresh.tables, batches):
             gate.lookahead = 0
 
     def _push_failure(self) -> BaseException | None:

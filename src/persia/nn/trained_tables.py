@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from persia.batching import FeaturePlan
-from persia.schema import Schema
 
 __all__ = ["TrainedTables"]
 
 
 class TrainedTables:
-    """Which tables get gradients (`Table.trainable`), by their number in a schema.
+    """Which tables get gradients (`Table.trainable`), by their number.
 
     Args:
-        schema: the tables.
+        trained: whether each table gets gradients.
 
     Attributes:
         count: how many there are.
     """
 
-    def __init__(self, schema: Schema) -> None:
-        self._trained = [table.trainable for table in schema.resolved_tables().values()]
+    def __init__(self, trained: Sequence[bool]) -> None:
+        self._trained = list(trained)
         self.count = sum(self._trained)
 
     def __contains__(self, table: int) -> bool:

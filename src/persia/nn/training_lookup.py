@@ -50,6 +50,9 @@ class TrainingLookup:
         self._expander = expander
         self._gate = gate
         self._device = device
+        self._pools = log.connection.pools and not transfer.clips
+        self._expanders: dict[tuple[str, ...], Expander] = {}
+        """By the tables whose features were pooled elsewhere."""
 
     def begin(self) -> None:
         """Prepares the calling thread, a new one, for lookups next to a network that computes."""
@@ -89,16 +92,19 @@ class TrainingLookup:
             The batch, and the function that makes it ready, in the training thread.
         """
         plan: CachePlan | None = None
+        pooling = {"pool": True} if self._pools else {}  # Else not named: embedding workers of others may lack it.
         began = time.monotonic()
         try:
             with self._tracer.span("lookup", batch=batch.batch_id):
                 if refreshed:
-                    rows = self._worker.lookup_ahead(batch.batch_id)
-                elif cache is None:
-                    rows = (self._log.observer or self._worker).lookup(batch.batch_id)
-                else:
+                    rows = self._worker.lookup_ahead(batch.batch_id, **pooling)
+                elif cache is not None:
                     plan = cache.plan(self._worker.distinct_ids(batch.batch_id), self._gate.last_lookup)
                     rows = self._worker.lookup_part(batch.batch_id, plan.wanted)
+                elif self._log.observer is not None:
+                    rows = self._log.observer.lookup(batch.batch_id)
+                else:
+                    rows = self._worker.lookup(batch.batch_id, **pooling)
         except StaleBatchError:
             if cache is not None:
                 cache.clear()
@@ -110,9 +116,13 @@ class TrainingLookup:
         prepared.compressed = rows.scales is not None
         if plan is not None:
             self._gate.aged(plan.oldest)
-        if self._expander.on_host:
+        expander = self._expander
+        if rows.pooled:
+            prepared.pooled_ids = rows.pooled
+            prepared.expander = expander = self._of_pooled(tuple(rows.pooled))
+        if expander.on_host:
             index = prepared.inverse, prepared.offsets, prepared.id_weights
-            prepared.pooled = self._expander.ahead(prepared.host_rows(), *index)
+            prepared.pooled = expander.ahead(prepared.host_rows(), *index)
             if final and prepared.pooled.fits(ready):
                 with self._tracer.span("pool", batch=batch.batch_id):
                     prepared.pooled.pool()
@@ -141,6 +151,11 @@ class TrainingLookup:
                 batch.pooled.pool_again()
 
         return overwrite
+
+    def _of_pooled(self, tables: tuple[str, ...]) -> Expander:
+        if tables not in self._expanders:
+            self._expanders[tables] = self._expander.of_pooled(tables)
+        return self._expanders[tables]
 
     def dummy(self, rows: int) -> PreparedBatch:
         """Returns the batch with which this NN worker takes part in a step for which it has no data."""

@@ -21,6 +21,7 @@ from persia.nn.pooling import UNWEIGHTED, Weights
 from persia.nn.prepared import PreparedBatch
 from persia.nn.row_cache import CachePlan
 from persia.schema import Table
+from persia.schema.pooled_features import pooled_feature
 from persia.types import Floats, FreshRows, Int64Array, Inverse, LookedUp, Packed, RegisteredBatch, WireRows
 
 __all__ = [
@@ -277,7 +278,7 @@ class Transfer:
     Args:
         staging: of the device.
         on_host: whether the native core works on the rows.
-        tables: the tables of the schema, by name.
+        tables: the tables of the schema, and those of values that embedding workers may pool, by name.
         clip_norm: largest norm of the gradients of a batch; None for no clipping.
     """
 
@@ -290,6 +291,11 @@ class Transfer:
         self._on_host = on_host
         self._clip_norm = clip_norm
         self._scratch = batching.Scratch()
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped, which needs those of all rows."""
+        return self._clip_norm is not None
 
     def rows(
         self, batch: Batch | RegisteredBatch, lookup: LookedUp, cached: CachePlan | None = None
@@ -329,6 +335,8 @@ class Transfer:
                 looked_up = unpacked(tensors["rows"], plain)
                 rows = cached.assemble(looked_up, unpacked(tensors["places"].long(), cached.places))
             ends = cast("Mapping[str, Int64Array]", lookup.offsets)
+            if lookup.pooled:
+                inverse.update(dict.fromkeys(_pooled_features(lookup), _places(len(batch.labels))))
             offsets = {name: ends.get(name) for name in inverse}
             id_weights: Weights = UNWEIGHTED if lookup.weights is None else dict(lookup.weights.items())
         else:
@@ -348,6 +356,9 @@ class Transfer:
 
             tensors, ready = self._staging.to_device(arrays, unpack)
             rows, inverse = made["rows"], {**made["narrow"], **made["wide"]}
+            if lookup.pooled:
+                places = torch.arange(len(batch.labels), device=self._staging.device)
+                inverse.update(dict.fromkeys(_pooled_features(lookup), places))
             offsets = {name: made["offsets"].get(name) for name in inverse}
             id_weights = made.get("id_weights", UNWEIGHTED)
         prepared = PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets)
@@ -441,6 +452,15 @@ class Transfer:
             return Packed(names, counts, arrays["rows"], widths), Packed(names, counts, arrays["scales"])
 
         return wait
+
+
+def _pooled_features(lookup: LookedUp) -> list[str]:
+    """Returns the features that were pooled elsewhere: each sample has a row of its own."""
+    return [feature for name in lookup.rows.names if (feature := pooled_feature(name)) is not None]
+
+
+def _places(samples: int) -> Inverse:
+    return np.arange(samples, dtype=np.uint16 if samples <= 1 << 16 else np.uint32)
 
 
 def unpacked(buffer: torch.Tensor, packed: Packed[Any]) -> dict[str, torch.Tensor]:

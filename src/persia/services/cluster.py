@@ -50,6 +50,7 @@ class Connection(NamedTuple):
         stream: lets the data loaders read the data of `fit` if it is a stream, and returns the stream; returns None
             for other data. All NN workers call it. None without data loaders that read streams.
         near: whether the rows of all tables are in memory of this process, so that lookups and pushes do not wait.
+        pools: whether embedding workers may pool features, where that sends fewer bytes.
     """
 
     worker: EmbeddingWorker
@@ -68,6 +69,7 @@ class Connection(NamedTuple):
     tracer: Tracer | None = None
     stream: Callable[[object], LoaderStream | None] | None = None
     near: bool = False
+    pools: bool = False
 
 
 class Cluster(Protocol):

@@ -304,11 +304,13 @@ class EmbeddingWorker(Protocol):
             MovedError: this embedding worker is leaving; register with another one.
         """
 
-    def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
+    def lookup(self, batch_id: int, train: bool = True, pool: bool = False) -> LookedUp:
         """Looks up the rows of a registered batch.
 
         Args:
             batch_id: id that `register` returned.
+            pool: whether the embedding worker may pool features; see `LookedUp.pooled`. Gradients to push are then
+                those of their values.
             train: whether ids may be admitted, and the batch remains registered until its push or release. Otherwise
                 nothing changes, and the batch is removed; the last batch that an NN worker pushed can still be read.
 
@@ -316,8 +318,12 @@ class EmbeddingWorker(Protocol):
             StaleBatchError: the batch is unknown: pushed, released, expired, or of an earlier incarnation.
         """
 
-    def lookup_ahead(self, batch_id: int) -> LookedUp:
+    def lookup_ahead(self, batch_id: int, pool: bool = False) -> LookedUp:
         """Looks up the rows of a registered batch for training, ahead of their use: `refresh` brings them up to date.
+
+        Args:
+            batch_id: id that `register` returned.
+            pool: as for `lookup`. A refresh returns the values of all samples of which a row has changed.
 
         Raises:
             StaleBatchError: the batch is unknown.

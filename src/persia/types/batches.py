@@ -200,6 +200,9 @@ class LookedUp(NamedTuple):
         weights: weight of each id by which its row is multiplied in pooling, by feature with weights, float32, as long
             as its index. None if no feature has weights.
         seen: moments of the PSs that the rows are of, if they were looked up ahead: one for each PS, in order.
+        pooled: number of distinct ids by table, for tables whose features were pooled by the embedding worker: `rows`
+            has the values of each such feature by `persia.schema.pooled_features.values_name`, `[batch, dim]`, and
+            the other fields lack the feature. None if it pooled none.
     """
 
     rows: Packed[np.float32 | np.float16]
@@ -209,6 +212,7 @@ class LookedUp(NamedTuple):
     scales: Packed[np.float32] | None = None
     weights: Packed[np.float32] | None = None
     seen: list[Moment] | None = None
+    pooled: dict[str, int] | None = None
 
     @property
     def inverse(self) -> dict[str, Inverse]:

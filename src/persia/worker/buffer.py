@@ -25,6 +25,9 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     Args:
         compression: compression of rows and gradients between embedding worker and NN worker: "none", or "fp16" with a
             scale per row (lossy, about half the bytes).
+        pool_at: where features are pooled if NN workers permit it: "nn_worker", "embedding_worker", or "auto": at the
+            embedding worker, for each table and batch for which that sends fewer bytes. Only tables without un-pooled
+            features.
         capacity: maximum number of buffered batches; `register` blocks for more.
         timeout: seconds that `register` waits while the buffer is full.
         expiry: seconds without a call after which a batch is forgotten. Must be longer than the longest push: while a
@@ -32,6 +35,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     """
 
     compression: Literal["none", "fp16"] = "none"
+    pool_at: Literal["nn_worker", "embedding_worker", "auto"] = "nn_worker"
     capacity: int = 4096
     timeout: float = 60.0
     expiry: float = 1800.0
@@ -39,6 +43,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         plain_fields(self)
         check_choice("compression", self.compression, ("none", "fp16"))
+        check_choice("pool_at", self.pool_at, ("nn_worker", "embedding_worker", "auto"))
         check_integer("capacity", self.capacity, 1)
         check_seconds("timeout", self.timeout)
         check_seconds("expiry", self.expiry)

@@ -33,6 +33,7 @@ from persia.types import (
     sum_counts,
 )
 from persia.worker.buffer import BatchBuffer, WorkerOptions
+from persia.worker.feature_pooler import BufferedBatch, FeaturePooler, PooledRows
 from persia.worker.routing import Router
 
 __all__ = ["Worker"]
@@ -82,9 +83,10 @@ class Worker:
         self._servers = list(servers)
         self._router = Router(schema, len(self._servers), threads)
         options = options or WorkerOptions()
-        self._buffer: BatchBuffer[RoutedBatch] = BatchBuffer(rank, incarnation, options)
+        self._buffer: BatchBuffer[BufferedBatch] = BatchBuffer(rank, incarnation, options)
         self._compresses = options.compression == "fp16"
         self._tables = schema.resolved_tables()
+        self._pooler = FeaturePooler(schema, options.pool_at, self._compresses, threads)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._traffic: Counter[tuple[str, str]] = Counter()
@@ -102,10 +104,12 @@ class Worker:
             DeadlineError: the buffer stayed full.
             MovedError: this embedding worker is leaving.
         """
-        return self._buffer.put(self._router.route(id_features))
+        return self._buffer.put(BufferedBatch(self._router.route(id_features), PooledRows()))
 
-    def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
+    def lookup(self, batch_id: int, train: bool = True, pool: bool = False) -> LookedUp:
         """Looks up the rows of a registered batch; without `train`, only reads them and forgets the batch.
+
+        With `pool`, features may be pooled here; see `persia.services.EmbeddingWorker`.
 
         The last batch that an NN worker has pushed can still be read.
 
@@ -115,12 +119,12 @@ class Worker:
         lookups = [server.lookup for server in self._servers]
         if not train and (pushed := dict(self._last_pushed.values()).get(batch_id)) is not None:
             return self._rows(pushed, lookups, False)
-        rows = self._look_up(batch_id, lookups, train)
+        rows = self._look_up(batch_id, lookups, train, pool=pool)
         if not train:
             self.release(batch_id)
         return rows
 
-    def lookup_ahead(self, batch_id: int) -> LookedUp:
+    def lookup_ahead(self, batch_id: int, pool: bool = False) -> LookedUp:
         """Looks up the rows of a registered batch for training, ahead of their use.
 
         Raises:
@@ -133,7 +137,7 @@ class Worker:
             return rows
 
         lookups = [functools.partial(ahead, number) for number in range(len(self._servers))]
-        return self._look_up(batch_id, lookups, True)._replace(seen=seen)
+        return self._look_up(batch_id, lookups, True, pool=pool, keep=True)._replace(seen=seen)
 
     def refresh(self, batch_id: int, seen: list[Moment]) -> FreshRows:
         """Returns the rows of a batch that may have changed since moments; see `persia.services.EmbeddingWorker`.
@@ -147,14 +151,14 @@ class Worker:
                 f"Rows of a batch are refreshed with a moment of each PS, {len(self._servers)}, not {len(seen)}. Start "
                 "all roles of a run with the same number of PSs."
             )
-        with self._buffer.use(batch_id) as batch:
+        with self._buffer.use(batch_id) as (batch, pooled):
             answers = call_all(
                 [
                     functools.partial(server.refresh, self._router.ids_of(batch, number), moment)
                     for number, (server, moment) in enumerate(zip(self._servers, seen, strict=True))
                 ]
             )
-            fresh = self._router.join_fresh(batch, answers)
+            fresh = self._pooler.refreshed(batch, pooled, self._router.join_fresh(batch, answers))
         if self._compresses:
             halves, scales = batching.encode_packed(cast("Packed[np.float32]", fresh.rows), self._tables)
             fresh = fresh._replace(rows=cast("Packed[np.float32 | np.float16]", halves), scales=scales)
@@ -167,7 +171,7 @@ class Worker:
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
         """
-        with self._buffer.use(batch_id) as batch:
+        with self._buffer.use(batch_id) as (batch, _):
             return batch.ids
 
     def lookup_part(self, batch_id: int, wanted: Packed[np.bool_]) -> LookedUp:
@@ -202,12 +206,13 @@ class Worker:
             return known
         with contextlib.ExitStack() as used:
             try:
-                batches = [(used.enter_context(self._buffer.use(c.batch_id)), c) for c in contributions]
+                batches = [used.enter_context(self._buffer.use(c.batch_id)).batch for c in contributions]
             except StaleBatchError:
                 if (known := self._outcome(header, batch_ids)) is not None:
                     return known  # The repeated call has just ended.
                 raise
-            gradients = self._router.gradients_for(batches)
+            of_rows = [self._of_rows(batch, c) for batch, c in zip(batches, contributions, strict=True)]
+            gradients = self._router.gradients_for(list(zip(batches, of_rows, strict=True)))
             answers = call_all(
                 [
                     functools.partial(server.push, header, part)
@@ -223,7 +228,7 @@ class Worker:
             if len(outcomes) > OUTCOMES:
                 del outcomes[min(outcomes)]
             if batches:
-                self._last_pushed[header.rank] = contributions[-1].batch_id, batches[-1][0]
+                self._last_pushed[header.rank] = contributions[-1].batch_id, batches[-1]
         for contribution in contributions:
             self._carried("gradient_bytes", contribution.gradients, contribution.scales)
             self._count("gradient_rows", sum(Packed.counts_of(contribution.gradients)))
@@ -283,15 +288,25 @@ class Worker:
         lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]],
         argument: T,
         wanted: Packed[np.bool_] | None = None,
+        *,
+        pool: bool = False,
+        keep: bool = False,
     ) -> LookedUp:
-        with self._buffer.use(batch_id) as batch:
-            rows = self._rows(batch if wanted is None else self._router.part_of(batch, wanted), lookups, argument)
+        with self._buffer.use(batch_id) as (batch, pooled):
+            whole = batch if wanted is None else self._router.part_of(batch, wanted)
+            rows = self._rows(whole, lookups, argument, pool=pool, kept=pooled if keep else None)
         self._count("looked_up")
         self._carried("row_bytes", rows.rows, rows.scales)
         return rows
 
     def _rows(
-        self, batch: RoutedBatch, lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]], argument: T
+        self,
+        batch: RoutedBatch,
+        lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]],
+        argument: T,
+        *,
+        pool: bool = False,
+        kept: PooledRows | None = None,
     ) -> LookedUp:
         """Calls each PS with its ids and the argument."""
         answers = call_all(
@@ -301,12 +316,22 @@ class Worker:
             ]
         )
         rows = self._router.join(batch, answers)
-        if not self._compresses:
+        if pool:
+            looked_up = self._pooler.looked_up(batch, rows, kept)
+        else:
             plain = cast("Packed[np.float32 | np.float16]", rows)
-            return LookedUp(plain, batch.narrow, batch.wide, batch.offsets, weights=batch.weights)
-        halves, scales = batching.encode_packed(rows, self._tables)
-        short = cast("Packed[np.float32 | np.float16]", halves)
-        return LookedUp(short, batch.narrow, batch.wide, batch.offsets, scales, batch.weights)
+            looked_up = LookedUp(plain, batch.narrow, batch.wide, batch.offsets, weights=batch.weights)
+        if not self._compresses:
+            return looked_up
+        halves, scales = batching.encode_packed(cast("Packed[np.float32]", looked_up.rows), self._tables)
+        return looked_up._replace(rows=cast("Packed[np.float32 | np.float16]", halves), scales=scales)
+
+    def _of_rows(self, batch: RoutedBatch, contribution: Contribution) -> Contribution:
+        """Returns a contribution with the gradients of rows, if it has those of features that were pooled here."""
+        if not self._pooler.pools(contribution.gradients):
+            return contribution
+        gradients = self._pooler.row_gradients(batch, self._router.plain(contribution))
+        return Contribution(contribution.batch_id, cast("Packed[np.float32 | np.float16]", gradients))
 
     def _carried(self, what: str, rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None) -> None:
         """Counts bytes to or from an NN worker."""

@@ -125,7 +125,7 @@ class Router:
                 raise StoreError(f"The batch has no table {unknown[0]!r}.", table=unknown[0])
             bounds = np.ascontiguousarray(bounds[[places[name] for name in gradients]])
             ids = Packed.of({name: ids[name] for name in gradients}, np.uint64)
-        rows = self._plain(contribution)
+        rows = self.plain(contribution)
         dims = [self._dims[name] for name in ids.names]
         if list(rows.counts) != list(ids.counts) or (dims and list(rows.widths or ()) != dims):
             raise StoreError(
@@ -137,8 +137,12 @@ class Router:
             for server in range(self._servers)
         ]
 
-    def _plain(self, contribution: Contribution) -> Packed[np.float32]:
-        """Returns the gradients as float32."""
+    def plain(self, contribution: Contribution) -> Packed[np.float32]:
+        """Returns the gradients as float32.
+
+        Raises:
+            StoreError: they are malformed.
+        """
         gradients, scales = contribution.gradients, contribution.scales
         try:
             if scales is None:

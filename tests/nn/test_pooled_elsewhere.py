@@ -1,0 +1,234 @@
+"""Features that an embedding worker pools train the same bits as features that the NN worker pools."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import persia
+from persia import IdColumn, IdFeature, Schema, Table
+from persia.errors import PersiaError, StoreError
+from persia.modes import Hybrid, Mode, Sync
+from persia.nn import CollectionOptions, EmbeddingCollection
+from persia.optim import Adagrad
+from persia.ps import EmbeddingServer
+from persia.rpc.array_encoding import encode
+from persia.rpc.limits import Limits
+from persia.schema.pooled_features import values_name
+from persia.services import Connection
+from persia.types import Contribution, LookedUp, Packed, PushHeader
+from persia.worker import Worker, WorkerOptions
+
+SCHEMA = Schema(
+    [
+        IdFeature("user", dim=4),
+        IdFeature("tags", dim=4, table="word", pooling="mean"),
+        IdFeature("title", dim=4, table="word", pooling="sum", weights="weight"),
+        IdFeature("seen", dim=2, table="item", pooling="sqrtn"),
+        IdFeature("halves", dim=3, table="half", pooling="sum"),
+        IdFeature("given", dim=2, table="given", pooling="mean"),
+        IdFeature("history", dim=2, table="page", pooling=None, max_length=3),
+        IdFeature("page", dim=2, table="page"),
+    ],
+    tables=[Table("half", 3, dtype="float16"), Table("given", 2, trainable=False)],
+)
+SINGLE = ("user", "page")
+POOLABLE = {"user", "word", "item", "half", "given"}
+
+
+def batch_of(seed: int, size: int, most: int, ids: int) -> persia.Batch:
+    rng = np.random.default_rng(seed)
+    columns = {}
+    for feature in SCHEMA.id_features:
+        lengths = np.ones(size, np.int64) if feature.name in SINGLE else rng.integers(0, most + 1, size)
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        values = rng.integers(0, ids, offsets[-1]).astype(np.uint64)
+        weights = rng.random(len(values), np.float32) if feature.name == "title" else None
+        columns[feature.name] = IdColumn(values, None if feature.name in SINGLE else offsets, weights)
+    labels = rng.integers(0, 2, (size, 1)).astype(np.float32)
+    return persia.Batch(columns, np.zeros((size, 0), np.float32), labels)
+
+
+class Watched(Worker):
+    """Notes the names of rows, and the bytes, that it has sent."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.answers: list[LookedUp] = []
+
+    def lookup(self, batch_id: int, train: bool = True, pool: bool = False) -> LookedUp:
+        self.answers.append(super().lookup(batch_id, train, pool))
+        return self.answers[-1]
+
+    def lookup_ahead(self, batch_id: int, pool: bool = False) -> LookedUp:
+        self.answers.append(super().lookup_ahead(batch_id, pool))
+        return self.answers[-1]
+
+
+class Cluster:
+    """Roles in this process, as if they were on several hosts."""
+
+    def __init__(self, pool_at: Any, servers: int = 2, compression: Any = "none") -> None:
+        self.options, self.count = WorkerOptions(compression, pool_at), servers
+
+    def connect(self, schema: Schema, optimizer: Any, mode: Mode, seed: int) -> Connection:
+        self.servers = [EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1) for _ in range(self.count)]
+        self.worker = Watched(schema, self.servers, options=self.options)
+        return Connection(self.worker, self.servers, pools=True)
+
+
+def trained(
+    cluster: Cluster, mode: Mode, batches: list[persia.Batch], *, on_host: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Losses, and rows by table and id."""
+    torch.manual_seed(0)
+    embeddings = EmbeddingCollection(
+        SCHEMA, optimizer=Adagrad(lr=0.5), mode=mode, cluster=cluster, options=CollectionOptions(**options)
+    )
+    embeddings._expander.on_host = embeddings._transfer._on_host = on_host
+    net = torch.nn.Linear(4 * 3 + 2 + 3 + 2 + 3 * 2 + 2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    found: dict[str, Any] = {"losses": []}
+    for batch in embeddings.prefetch(batches):
+        inputs = [v if isinstance(v, torch.Tensor) else v.values.flatten(1) for v in embeddings(batch).values()]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(net(torch.cat(inputs, 1)), batch.labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(loss.item())
+    for chunk in itertools.chain(*(server.export_rows() for server in cluster.servers)):
+        for number, row in zip(chunk.arrays["ids"], chunk.arrays["embeddings"], strict=True):
+            found[f"{chunk.table} {number}"] = row.tolist()
+    return found
+
+
+MODES: dict[str, Mode] = {"sync": Sync(), "hybrid": Hybrid(2, warmup=0), "paper": Hybrid(2, warmup=0, refresh=False)}
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+@given(seed=st.integers(0, 1000), size=st.integers(1, 12), most=st.integers(1, 6), ids=st.sampled_from([3, 20, 500]))
+def test_the_bits_are_those_of_pooling_at_the_nn_worker(servers, mode, seed, size, most, ids):
+    # Hybrid depends on time, but for the first batch and batches without common rows.
+    count = 6 if mode == "sync" else 1
+    batches = [batch_of(seed + number, size, most, ids) for number in range(count)]
+    expected = trained(Cluster("nn_worker", servers), MODES[mode], batches)
+    for pool_at in ("embedding_worker", "auto"):
+        cluster = Cluster(pool_at, servers)
+        assert trained(cluster, MODES[mode], batches) == expected
+        for answer in cluster.worker.answers:
+            assert set(answer.pooled or ()) <= POOLABLE
+            assert pool_at == "auto" or set(answer.pooled or ()) == POOLABLE
+
+
+@pytest.mark.parametrize("pool_at", ["embedding_worker", "auto"])
+def test_a_device_gets_the_same_values_and_sends_the_same_gradients(pool_at):
+    batches = [batch_of(number, 9, 6, 20) for number in range(4)]
+    expected = trained(Cluster("nn_worker"), Sync(), batches, on_host=False)
+    found = trained(Cluster(pool_at), Sync(), batches, on_host=False)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_float16_is_close():
+    batches = [batch_of(number, 9, 6, 20) for number in range(4)]
+    expected = trained(Cluster("nn_worker"), Sync(), batches)
+    found = trained(Cluster("embedding_worker", compression="fp16"), Sync(), batches)
+    assert found["losses"] != expected["losses"]
+    np.testing.assert_allclose(found["losses"], expected["losses"], atol=1e-3)
+
+
+def sent_bytes(value: Any) -> int:
+    payload, arrays = encode(value, Limits().arrays)
+    return len(payload) + sum(array.nbytes for array in arrays)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize(("ids", "most"), [(2000, 20), (2000, 2), (50, 20), (3, 1)])
+def test_auto_sends_no_more_than_either(compression, ids, most):
+    batch = batch_of(0, 64, most, ids)
+    nbytes = {}
+    for pool_at in ("nn_worker", "embedding_worker", "auto"):
+        cluster = Cluster(pool_at, 1, compression)
+        trained(cluster, Sync(), [batch])
+        (answer,) = cluster.worker.answers
+        # A push has a gradient for each float32 value of an answer.
+        gradients = answer.rows.buffer.nbytes + (0 if answer.scales is None else answer.scales.buffer.nbytes)
+        nbytes[pool_at] = sent_bytes(answer) + gradients
+    headers = 400  # Names.
+    assert nbytes["auto"] <= min(nbytes["nn_worker"], nbytes["embedding_worker"]) + headers
+    if most == 20 and ids == 2000:
+        assert nbytes["auto"] < nbytes["nn_worker"] / 2
+
+
+def test_a_refresh_has_the_samples_whose_rows_have_changed():
+    cluster = Cluster("embedding_worker")
+    schema = Schema([IdFeature("bag", dim=2, pooling="mean"), IdFeature("one", dim=2, table="bag")])
+    worker = cluster.connect(schema, Adagrad(lr=0.5), Sync(), 0).worker
+    bags = IdColumn(np.array([1, 2, 3, 4, 5], np.uint64), np.array([0, 2, 2, 5]))
+    first = worker.register({"bag": bags, "one": IdColumn(np.array([7, 7, 2], np.uint64))})
+    found = worker.lookup_ahead(first, pool=True)
+    assert list(found.rows) == ["bag/bag", "bag/one"]
+    assert found.pooled == {"bag": 6}
+    assert not found.inverse
+    assert found.rows["bag/bag"][1].tolist() == [0.0, 0.0]
+    # Another batch changes the row of id 2.
+    other = worker.register(
+        {"bag": IdColumn(np.empty(0, np.uint64), np.array([0, 0])), "one": IdColumn(np.array([2], np.uint64))}
+    )
+    worker.lookup(other)
+    gradient = Packed.of({"bag": np.ones((1, 2), np.float32)}, np.float32)
+    worker.push(PushHeader(1, 0, 1, 0, 1), [Contribution(other, gradient)])
+    assert found.seen is not None
+    for _ in range(2):  # Its reply may be lost.
+        fresh = worker.refresh(first, found.seen)
+        assert {name: places.tolist() for name, places in fresh.places.items()} == {"bag/bag": [0], "bag/one": [2]}
+        now = worker.evaluate({"bag": bags, "one": IdColumn(np.array([7, 7, 2], np.uint64))})
+        rows = now.rows["bag"]
+        index = now.inverse
+        assert fresh.rows["bag/one"].tolist() == [rows[index["one"][2]].tolist()]
+        np.testing.assert_allclose(fresh.rows["bag/bag"][0], rows[index["bag"][:2]].mean(0), rtol=1e-6)
+    assert worker.refresh(first, fresh.seen).places.buffer.size == 0
+
+
+def test_clipped_gradients_are_those_of_rows():
+    batches = [batch_of(number, 9, 6, 20) for number in range(3)]
+    cluster = Cluster("embedding_worker")
+    found = trained(cluster, Sync(), batches, clip_embedding_norm=0.01)
+    assert found == trained(Cluster("nn_worker"), Sync(), batches, clip_embedding_norm=0.01)
+    assert not any(answer.pooled for answer in cluster.worker.answers)
+
+
+def test_rows_that_are_not_here_are_an_error():
+    embeddings = EmbeddingCollection(
+        SCHEMA, optimizer=Adagrad(lr=0.5), mode=Sync(), cluster=Cluster("embedding_worker")
+    )
+    data = batch_of(0, 4, 3, 20)
+    words = np.concatenate([data.id_features[name].values for name in ("tags", "title")])
+    for batch in embeddings.prefetch([data]):
+        assert batch.rows["page"].shape[1] == 2
+        assert batch.id_counts()["word"] == len(np.unique(words))  # By which `Sync` limits how far it looks ahead.
+        with pytest.raises(PersiaError, match=r"no rows of table 'word'.*pool_at=\"nn_worker\""):
+            batch.rows["word"]
+        costs = {cost.name: cost for cost in embeddings.feature_costs(batch)}
+        assert costs.keys() == {feature.name for feature in SCHEMA.id_features}
+        assert costs["tags"].ids == 4  # The values of the samples are all that there is to do.
+
+
+def test_gradients_of_another_shape_are_refused():
+    worker = Cluster("embedding_worker").connect(SCHEMA, Adagrad(lr=0.5), Sync(), 0).worker
+    batch_id = worker.register(batch_of(0, 4, 3, 20).id_features)
+    worker.lookup(batch_id, pool=True)
+    name = values_name(SCHEMA.feature("tags"))
+    wrong = Contribution(batch_id, Packed.of({name: np.ones((5, 4), np.float32)}, np.float32))
+    with pytest.raises(
+        StoreError, match=r"Gradients of feature 'tags', which was pooled, must be \[4, 4\]; got \[5, 4\]"
+    ):
+        worker.push(PushHeader(1, 0, 1, 0, 4), [wrong])
