@@ -91,6 +91,21 @@ def test_a_plan_of_saved_rates(run, monkeypatch):
     reserved = format_bytes(plan["place"]["ps"]["memory"])
     assert f"Embedding PSs need {reserved} of RayOptions.regions on each host of kind 'this-host'." in shown.output
     assert "sudo mount -o remount,size=95% /dev/shm" in shown.output
+    text = " ".join(shown.output.split())
+    assert "NN workers share a host: rows and gradients travel without compression" in text
+    assert "features are pooled by NN workers (RayOptions.pool_at='auto')" in text
+    assert plan["compression"] == "none"
+    (run / "hosts.toml").write_text('[[hosts]]\nname = "host"\ncores = 8\nmemory = "10GB"\nnetwork = "10Gbit/s"\n')
+    apart = CliRunner().invoke(app, [*on_ray, "--hosts", "hosts.toml", "--json", "apart.json"])
+    assert apart.exit_code == 0, apart.exception
+    text = " ".join(apart.output.split())
+    assert (
+        "NN workers are on different hosts: rows and gradients travel as fp16 (RayOptions.compression='auto')" in text
+    )
+    assert "features are pooled where that sends fewer bytes" in text
+    assert json.loads((run / "apart.json").read_text())["compression"] == "fp16"
+    chosen = CliRunner().invoke(app, [*on_ray, "--hosts", "hosts.toml", "--set", "cluster.ray.compression=none"])
+    assert "travel without compression (RayOptions.compression='none')" in " ".join(chosen.output.split())
     system = os.statvfs("/dev/shm")
     assert plan["hosts"][0]["kind"]["memory"] <= system.f_blocks * system.f_frsize
 

@@ -112,6 +112,31 @@ def test_without_placements_nothing_is_read(hosts):
     assert not hosts.reads
 
 
+@pytest.mark.parametrize(
+    ("place", "addresses", "compression"),
+    [
+        ({}, ["10.0.0.a", "10.0.0.b"], "fp16"),  # Ray may start the embedding worker on either.
+        ({"embedding_worker": {"labels": {"pool": "x"}}}, ["10.0.0.a", "10.0.0.b"], "fp16"),
+        ({role: {"labels": {"pool": "x"}} for role in ("embedding_worker", "nn_worker")}, ["10.0.0.b"], "none"),
+    ],
+)
+def test_rows_are_compressed_where_roles_are_on_different_hosts(hosts, place, addresses, compression):
+    hosts.living = [node("a"), node("b", labels={"pool": "x"})]
+    found = placer(place).row_hosts()
+    assert found == addresses
+    assert RayOptions().row_compression(len(found) == 1) == compression
+    assert RayOptions().feature_pooling(len(found) == 1) == ("auto" if compression == "fp16" else "nn_worker")
+    for chosen in ("none", "fp16"):
+        assert RayOptions(compression=chosen).row_compression(len(found) == 1) == chosen
+    for place in ("nn_worker", "embedding_worker"):
+        assert RayOptions(pool_at=place).feature_pooling(len(found) == 1) == place
+
+
+def test_several_nodes_of_ray_may_be_one_host(hosts):
+    hosts.living = [node("a"), node("b")._replace(address="10.0.0.a")]
+    assert placer({}).row_hosts() == ["10.0.0.a"]
+
+
 def test_free_memory_of_regions_is_measured(hosts):
     hosts.living.append(node("c", labels={"pool": "x"}))
     hosts.memory["a"] = 5 * 10**8

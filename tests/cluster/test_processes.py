@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-rec
 
 from persia.cluster.ray import processes as on_ray
 from persia.cluster.ray.hosts import worker_options
-from persia.cluster.ray.processes import Processes
+from persia.cluster.ray.processes import Processes, make_plan
 from persia.cluster.ray.scaling import free_ranks
 from support.cluster_samples import bare_host, eventually, killing, make_trainer, options, reader
 
@@ -63,7 +63,8 @@ def test_ranks_are_reused_and_end():
 
 @pytest.mark.parametrize("seconds", [30.0, 600.0, 7200.0])
 def test_batches_outlive_a_push_that_waits(seconds):
-    waiting = worker_options(persia.cluster.RayOptions(timeout=seconds, compression="fp16"))
+    plan = make_plan(1, 1, persia.cluster.RayOptions(timeout=seconds))
+    waiting = worker_options(plan._replace(compression="fp16"))
     assert waiting.expiry > 2 * waiting.timeout == 2 * seconds
     assert waiting.expiry > FRESH_SECONDS  # Which data loaders rely on.
     assert waiting.compression == "fp16"

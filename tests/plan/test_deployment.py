@@ -24,6 +24,8 @@ from persia.plan import (
     place_of,
     plan_deployment,
     planned_tables,
+    share_a_host,
+    this_host,
 )
 from persia.plan.rates import (
     BatchShape,
@@ -224,6 +226,20 @@ def test_compression_and_several_nn_workers_change_traffic():
 
 
 GPU = HostKind("gpu", 96, 10**12, ("nn_worker",), network=12.5e9, gpus=8)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "shared"),
+    [
+        ([this_host()], True),
+        ([HostKind("host", 8, 10**9, network=1e9)], False),
+        ([HostKind("host", 8, 10**9, network=1e9, count=1)], True),
+        ([GPU, HostKind("rest", 8, 10**9)], False),
+        ([HostKind("rest", 8, 10**9, ("embedding_ps",)), HostKind("all", 8, 10**9)], True),
+    ],
+)
+def test_roles_that_share_a_host(kinds, shared):
+    assert share_a_host(kinds, "embedding_worker", "nn_worker") is shared
 
 
 def test_the_cluster_file_fits_the_schema_of_ray_up():

@@ -21,7 +21,8 @@ from persia.printable import say
 if TYPE_CHECKING:
     from persia.batching.batch import Batch
     from persia.cli.run_config import RunConfig
-    from persia.plan import DeploymentPlan, PlanRequest, Rates
+    from persia.cluster import RayOptions
+    from persia.plan import DeploymentPlan, HostKind, PlanRequest, Rates
     from persia.plan.rates import WorkloadRate
     from persia.plan.workload import FakeCluster
     from persia.schema import Schema
@@ -89,16 +90,15 @@ def plan(
     run = read_config(config, overrides)
     measured = load_rates(rates or ["rates.json"])
     rate = None if samples_per_second is None else float(parse_count(samples_per_second, "--samples-per-second"))
-    request = request_of(run, measured, table_rows)._replace(samples_per_second=rate, zipf=zipf)
-    if hosts:
-        request = request._replace(hosts=load_hosts(hosts))
+    kinds = load_hosts(hosts) if hosts else None
+    request = request_of(run, measured, table_rows, kinds)._replace(samples_per_second=rate, zipf=zipf)
     deployment = plan_deployment(request)
-    _print(deployment, request, measured, run.cluster.ray.regions)
+    _print(deployment, request, measured, run.cluster.ray)
     if ray_file is not None:
         text = cluster_file(deployment, shlex.join(["persia", *sys.argv[1:]]), run.cluster.ray.regions)
         Path(ray_file).write_text(text, encoding="utf-8")
     if json is not None:
-        out.write_json(json, _record(deployment, measured))
+        out.write_json(json, _record(deployment, request, measured))
 
 
 def rates(
@@ -216,16 +216,19 @@ def core_seconds_of(cluster: Any) -> float:
     return sum(float(counters.get("cpu_seconds", 0.0)) for counters in cluster.statistics().values())
 
 
-def request_of(run: RunConfig, measured: Rates, rows: dict[str, int]) -> PlanRequest:
-    """Returns the request for a plan of a configuration's own processes on this machine.
+def request_of(
+    run: RunConfig, measured: Rates, rows: dict[str, int], hosts: Sequence[HostKind] | None = None
+) -> PlanRequest:
+    """Returns the request for a plan of a configuration's own processes.
 
     Args:
         run: the configuration.
         measured: rates, including the configuration's.
         rows: number of rows by table.
+        hosts: kinds of hosts; None for this machine.
     """
     from persia.modes import Auto, Dense, Hybrid
-    from persia.plan import PlanRequest, Topology, planned_tables, this_host
+    from persia.plan import PlanRequest, Topology, planned_tables, share_a_host, this_host
 
     mode = run.mode.sync if isinstance(run.mode, Auto) else run.mode
     asynchronous = mode.dense() is not Dense.ALL_REDUCE or isinstance(run.mode, Auto)
@@ -237,9 +240,10 @@ def request_of(run: RunConfig, measured: Rates, rows: dict[str, int]) -> PlanReq
         "data_loader": cluster.data_loaders,
         "nn_worker": cluster.nn_workers,
     }
-    topology = Topology(
-        counts if apart else dict.fromkeys(counts, 1), apart, apart and cluster.ray.compression == "fp16"
-    )
+    hosts = hosts or [this_host(cluster.ray.regions if apart else "")]
+    one_host = share_a_host(hosts, "embedding_worker", "nn_worker")
+    compressed = apart and cluster.ray.row_compression(one_host) == "fp16"
+    topology = Topology(counts if apart else dict.fromkeys(counts, 1), apart, compressed)
     if isinstance(mode, Hybrid):
         depth = mode.staleness if isinstance(mode.staleness, int) else None
     else:
@@ -251,8 +255,7 @@ def request_of(run: RunConfig, measured: Rates, rows: dict[str, int]) -> PlanReq
     declared = {
         name: table.memory_rows for name, table in schema.resolved_tables().items() if table.memory_rows is not None
     }
-    here = this_host(cluster.ray.regions if apart else "")
-    return PlanRequest(tables, [here], measured, workload, topology, depth, threads=threads, memory_rows=declared)
+    return PlanRequest(tables, hosts, measured, workload, topology, depth, threads=threads, memory_rows=declared)
 
 
 def run_key(run: RunConfig) -> str:
@@ -311,7 +314,7 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def _print(deployment: DeploymentPlan, request: PlanRequest, measured: Rates, regions: str) -> None:
+def _print(deployment: DeploymentPlan, request: PlanRequest, measured: Rates, options: RayOptions) -> None:
     from persia.cli import ui as out
     from persia.plan import ENLARGE_REGIONS, in_shared_memory
     from persia.telemetry.terminal import Grid
@@ -337,13 +340,15 @@ def _print(deployment: DeploymentPlan, request: PlanRequest, measured: Rates, re
         hosts.add_row(host.kind.name, f"{host.number:,}", host.needed_for, *sizes, processes)
     out.CONSOLE.print(hosts)
     servers = next((host for host in deployment.hosts if host.reserved), None)
-    if request.topology.apart and servers is not None and in_shared_memory(regions):
+    if request.topology.apart and servers is not None and in_shared_memory(options.regions):
         of_each = math.ceil(servers.roles["embedding_ps"] / servers.number) * servers.reserved
         say(
             f"Embedding PSs need {format_bytes(of_each)} of RayOptions.regions on each host of kind "
             f"{servers.kind.name!r}. Its default /dev/shm is often half of the memory: the file of --ray-file enlarges "
             f"it; elsewhere run {ENLARGE_REGIONS}"
         )
+    if request.topology.apart:
+        say(_of_messages(request, options))
     title = f"roles at {deployment.samples_per_second:,.0f} samples/s"
     roles = Grid("role", "processes", "busy cores", "in, each", "out, each", text=["role"], title=title)
     for role in deployment.roles:
@@ -367,13 +372,31 @@ def _print(deployment: DeploymentPlan, request: PlanRequest, measured: Rates, re
         say("Dense PSs of the asynchronous mode are not counted.")
 
 
-def _record(deployment: DeploymentPlan, measured: Rates) -> dict[str, Any]:
+def _of_messages(request: PlanRequest, options: RayOptions) -> str:
+    from persia.plan import share_a_host
+
+    one_host = share_a_host(request.hosts, "embedding_worker", "nn_worker")
+    pool_at = {
+        "nn_worker": "by NN workers",
+        "embedding_worker": "by embedding workers, which this plan does not count",
+        "auto": "where that sends fewer bytes; this plan counts rows, so for lists of ids too many bytes",
+    }[options.feature_pooling(one_host)]
+    return (
+        f"Embedding workers and NN workers {'share a host' if one_host else 'are on different hosts'}: rows and "
+        f"gradients travel {'as fp16' if request.topology.compressed else 'without compression'} "
+        f"(RayOptions.compression={options.compression!r}), and features are pooled {pool_at} "
+        f"(RayOptions.pool_at={options.pool_at!r})."
+    )
+
+
+def _record(deployment: DeploymentPlan, request: PlanRequest, measured: Rates) -> dict[str, Any]:
     import msgspec
 
     from persia.plan import place_of
 
     return {
         **{name: _plain(getattr(deployment, name)) for name in deployment._fields},
+        "compression": "fp16" if request.topology.compressed else "none",
         "place": place_of(deployment),
         "rates": [msgspec.to_builtins(source) for source in measured.sources],
     }

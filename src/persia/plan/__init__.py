@@ -4,7 +4,7 @@ Nothing here starts a process of a cluster. `persia plan` prints a plan, and `pe
 """
 
 from persia.plan.deployment import DeploymentPlan, HostPlan, Limit, PlanRequest, RolePlan, plan_deployment
-from persia.plan.host_kinds import HostKind, load_hosts, this_host
+from persia.plan.host_kinds import HostKind, load_hosts, share_a_host, this_host
 from persia.plan.load import RoleLoad, Topology, role_loads
 from persia.plan.rates import Rates, RateSource, load_rates, row_key, save_rates, workload_key
 from persia.plan.ray_launcher import ENLARGE_REGIONS, cluster_file, in_shared_memory, place_of
@@ -35,6 +35,7 @@ __all__ = [
     "role_loads",
     "row_key",
     "save_rates",
+    "share_a_host",
     "this_host",
     "workload_key",
 ]

@@ -16,7 +16,7 @@ from persia.errors import ConfigError
 from persia.memory import host_memory
 from persia.units import parse_bandwidth, parse_bytes
 
-__all__ = ["ROLES", "HostKind", "host_of", "load_hosts", "this_host"]
+__all__ = ["ROLES", "HostKind", "host_of", "load_hosts", "share_a_host", "this_host"]
 
 ROLES = ("embedding_ps", "embedding_worker", "data_loader", "nn_worker")
 
@@ -142,3 +142,13 @@ def host_of(kinds: Sequence[HostKind], role: str) -> HostKind:
         if role in kind.roles:
             return kind
     raise ConfigError(f"No kind of host runs {role!r}; add it to the `roles` of a [[hosts]] section.", field="roles")
+
+
+def share_a_host(kinds: Sequence[HostKind], *roles: str) -> bool:
+    """Returns whether all processes of these roles are on one host. Kinds without a network are one host.
+
+    Raises:
+        ConfigError: no kind runs a role.
+    """
+    first, *others = (host_of(kinds, role) for role in roles)
+    return all(kind is first for kind in others) and (first.network is None or first.count == 1)

@@ -155,6 +155,7 @@ class WorkerConnection:
             self._tokens,
             dense,
             gpus=plan.options.gpus,
+            pools=plan.pool_at != "nn_worker",
         )
         if self._stream_log is not None and commit is not None and begin is not None:
             stream = RecordedStream(self._stream_log, False, commit)

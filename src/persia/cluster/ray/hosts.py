@@ -16,7 +16,6 @@ from persia import rpc
 from persia.batching import default_threads
 from persia.cluster import numa
 from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator, reach_stream_log
-from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.process_plan import Plan, ProcessInfo, ServerSeat, Service
 from persia.coordinator import CoordinatorServer, TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
@@ -316,14 +315,14 @@ class EmbeddingServerHost(Host):
         return self.servant.observe()
 
 
-def worker_options(options: RayOptions) -> WorkerOptions:
-    """Returns the bounds of an embedding worker.
+def worker_options(plan: Plan) -> WorkerOptions:
+    """Returns the bounds of an embedding worker, and the form of its messages.
 
     A push may wait for `timeout` at a PS. Batches that were read ahead expire later than that, and later than data
     loaders assume.
     """
-    expiry = max(2 * FRESH_SECONDS, 3 * options.timeout)
-    return WorkerOptions(options.compression, timeout=options.timeout, expiry=expiry)
+    timeout = plan.options.timeout
+    return WorkerOptions(plan.compression, plan.pool_at, timeout=timeout, expiry=max(2 * FRESH_SECONDS, 3 * timeout))
 
 
 class EmbeddingWorkerHost(Host):
@@ -337,7 +336,7 @@ class EmbeddingWorkerHost(Host):
         # Joins first, as the incarnation is part of batch ids; calls wait until the role exists.
         deferred = Deferred(repr(self), "a connection to all PSs", plan.options.timeout)
         coordinator = self.join(self.serve(deferred, together(EmbeddingWorker, RecordableWorker)))
-        options = worker_options(plan.options)
+        options = worker_options(plan)
         servers = connect_servers(coordinator, plan)
         self.servant = Worker(service.schema, servers, cores(plan), rank, self.process.incarnation, options)
         deferred.resolve(self.servant)

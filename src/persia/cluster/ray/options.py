@@ -36,8 +36,13 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             instead is rejected. A fraction lets NN workers share a GPU: 0.5 for two.
         backend: backend of torch.distributed for tensors on GPUs. "auto" is nccl, or gloo if NN workers share GPUs,
             which nccl does not support; gloo copies through host memory. CPU tensors always use gloo.
-        compression: compression of rows and gradients between embedding workers and NN workers: "fp16" halves them,
-            lossy.
+        compression: compression of rows and gradients between embedding workers and NN workers. "fp16" halves them,
+            lossy; "none" sends them as they are. "auto" is "none" if these roles are on one host, else "fp16"; it is
+            decided when the cluster starts.
+        pool_at: where features are pooled. With "nn_worker" an NN worker gets each distinct row of a batch once, with
+            "embedding_worker" the pooled values. "auto" is "nn_worker" if these roles are on one host, else whichever
+            sends fewer bytes, for each table and batch. Tables with un-pooled features, and NN workers with
+            `cache_rows` or `clip_embedding_norm`, always have "nn_worker".
         threads: threads of each process: torch threads in an NN worker, store threads in a PS. None divides half of
             this machine's cores among the NN workers; on several hosts each gets half of its host's cores.
         dense_ps: number of processes that share the network's tensors in asynchronous modes; started with the first
@@ -61,7 +66,8 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpus: float = 0.0
     gpus: float = 0.0
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    compression: Literal["none", "fp16"] = "none"
+    compression: Literal["auto", "none", "fp16"] = "auto"
+    pool_at: Literal["auto", "nn_worker", "embedding_worker"] = "auto"
     threads: int | None = None
     dense_ps: int = 1
     restarts: int = 3
@@ -73,7 +79,8 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        check_choice("compression", self.compression, ("none", "fp16"))
+        check_choice("compression", self.compression, ("auto", "none", "fp16"))
+        check_choice("pool_at", self.pool_at, ("auto", "nn_worker", "embedding_worker"))
         check_choice("log_level", self.log_level, ("debug", "info", "warning", "error"))
         check_flag("overcommit", self.overcommit)
         check_kind("address", self.address, (str, NoneType), "the address of a Ray cluster, or None")
@@ -97,6 +104,24 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_integer("dense_ps", self.dense_ps, 1)
         check_port(self.prometheus_port, "prometheus_port")
         check_seconds("timeout", self.timeout)
+
+    def row_compression(self, one_host: bool) -> Literal["none", "fp16"]:
+        """Returns the compression of rows and gradients between embedding workers and NN workers.
+
+        Args:
+            one_host: whether all of them are on one host, where bytes cost less than their conversion.
+        """
+        if self.compression == "auto":
+            return "none" if one_host else "fp16"
+        return self.compression
+
+    def feature_pooling(self, one_host: bool) -> Literal["nn_worker", "embedding_worker", "auto"]:
+        """Returns where features are pooled, for `persia.worker.WorkerOptions`.
+
+        Args:
+            one_host: as for `row_compression`.
+        """
+        return "nn_worker" if self.pool_at == "auto" and one_host else self.pool_at
 
     @property
     def process_group_backend(self) -> str:

@@ -26,6 +26,8 @@ LOG = get_logger("persia.cluster")
 
 RETURNING = ("embedding_worker", "data_loader")
 """Roles that Ray restarts on any host that meets their demands."""
+ROW_ROLES = ("embedding_worker", "nn_worker")
+"""Roles that exchange the rows of batches and their gradients."""
 RELEASE_SECONDS = 10.0
 """Maximum time until Ray has released the reservations of ended processes."""
 POLL_SECONDS = 0.2
@@ -123,6 +125,18 @@ class Placer:
         if layout is None:
             return [node_of(rank) for rank in range(count)]
         return [layout.node_of("embedding_ps", rank) or "" for rank in range(count)]
+
+    def row_hosts(self) -> list[str]:
+        """Returns the addresses of the hosts that exchange rows: of embedding workers and NN workers, sorted.
+
+        Where Ray chooses the hosts of embedding workers, these may be all hosts.
+        """
+        addresses = {node.id: node.address for node in ray_nodes()}
+        layout = self._layout
+        if layout is None:
+            return sorted(set(addresses.values()))
+        nodes = [layout.node_of(role, rank) for role in ROW_ROLES for rank in range(layout.demands[role].number)]
+        return sorted({addresses[node] for node in nodes if node in addresses})
 
     def server_memory(self) -> int | None:
         """Returns the bytes that each PS reserves; None if its placement does not specify it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -37,6 +37,8 @@ class Plan(NamedTuple):
         path: the driver's module search path; Ray only passes on the folder of its script.
         modules: modules of the user's modes, which every process imports.
         coordinator: address of the coordinator; empty for the coordinator itself.
+        compression: compression of rows and gradients between embedding workers and NN workers.
+        pool_at: where features are pooled.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Plan(NamedTuple):
     path: list[str]
     modules: list[str]
     coordinator: str = ""
+    compression: Literal["none", "fp16"] = "none"
+    pool_at: Literal["nn_worker", "embedding_worker", "auto"] = "nn_worker"
 
 
 class ProcessInfo(NamedTuple):

@@ -25,9 +25,12 @@ from persia.errors import ClosedError, ConfigError, RoleDiedError
 from persia.ps.regions import remove_leftovers
 from persia.ps.shares import Shares
 from persia.services import Coordinator, DenseMaker, StreamLog, TokenService
+from persia.telemetry.logs import get_logger
 from persia.types import Feed
 
 __all__ = ["DEPART_SECONDS", "Roles"]
+
+LOG = get_logger("persia.cluster")
 
 DEPART_SECONDS = 5.0
 """Seconds that the coordinator may take to record a departure."""
@@ -99,6 +102,7 @@ class Roles:
                 self._owns_ray = connect(self.options.address) or self._owns_ray
                 plan = make_plan(self.counts["embedding_ps"], self.counts["nn_worker"], self.options)
                 self.placer.lay_out(self.counts)
+                plan = self._for_hosts(plan)
                 self.processes = Processes(self._died, self._restarted, self.options.timeout)
                 process = self.processes.start(
                     CoordinatorHost,
@@ -121,6 +125,24 @@ class Roles:
                     self.forget_deaths()
                 self.processes.check()
             return self.processes, self.plan, self.coordinator
+
+    def _for_hosts(self, plan: Plan) -> Plan:
+        """Returns a plan with the form of messages between embedding workers and NN workers that suits their hosts."""
+        hosts = self.placer.row_hosts()
+        one_host = len(hosts) == 1
+        plan = plan._replace(
+            compression=self.options.row_compression(one_host), pool_at=self.options.feature_pooling(one_host)
+        )
+        LOG.info(
+            "embedding workers and NN workers are on %s, so rows and gradients have compression %s (RayOptions: %s), "
+            "and features are pooled at %s (RayOptions: %s)",
+            ", ".join(hosts),
+            plan.compression,
+            self.options.compression,
+            "whichever sends fewer bytes" if plan.pool_at == "auto" else plan.pool_at,
+            self.options.pool_at,
+        )
+        return plan
 
     def start_nn_workers(self) -> None:
         """Starts the NN workers, unless they run. Does not wait until they are ready."""
