@@ -1,15 +1,13 @@
-"""Several hosts: two network namespaces with a cable between them, and two nodes of Ray."""
+"""Several hosts: two with a link between them, and several nodes of Ray on one."""
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -19,6 +17,7 @@ from persia import rpc
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from support.cluster_samples import losses, one_torch_thread
+from support.hosts import Hosts, UnavailableError
 
 pytestmark = pytest.mark.processes
 
@@ -26,73 +25,27 @@ HERE = Path(__file__).parents[1]
 SECONDS = 120
 
 
-class Namespaces(NamedTuple):
-    """Two hosts, as far as the network goes.
-
-    Attributes:
-        names: of the network namespaces.
-        addresses: in them.
-    """
-
-    names: tuple[str, str]
-    addresses: tuple[str, str]
-
-    def start(self, number: int, *command: str, keys: Path) -> subprocess.Popen[str]:
-        paths = os.pathsep.join([str(HERE), *sys.path])
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[number], sys.executable, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PERSIA_CURVE_KEYS": str(keys), "PYTHONPATH": paths},
-        )
-
-
-@pytest.fixture
-def namespaces() -> Iterator[Namespaces]:
-    """A pair of them, joined by a veth pair. Needs root, and a kernel and container that allow it."""
-    tag = secrets.token_hex(3)
-    names = (f"persia-{tag}-a", f"persia-{tag}-b")
-    links = (f"pv{tag}a", f"pv{tag}b")
-    addresses = ("10.213.77.1", "10.213.77.2")
-    commands = [f"ip netns add {name}" for name in names]
-    commands.append(f"ip link add {links[0]} netns {names[0]} type veth peer name {links[1]} netns {names[1]}")
-    for name, link, address in zip(names, links, addresses, strict=True):
-        commands.append(f"ip -n {name} addr add {address}/24 dev {link}")
-        commands += [f"ip -n {name} link set {device} up" for device in (link, "lo")]
-    try:
-        for command in commands:
-            try:
-                subprocess.run(command.split(), check=True, capture_output=True, text=True)
-            except (OSError, subprocess.CalledProcessError) as error:
-                reason = getattr(error, "stderr", "") or error
-                pytest.skip(f"network namespaces are not allowed here: {command}: {reason}")
-        yield Namespaces(names, addresses)
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def test_roles_in_two_network_namespaces(namespaces, tmp_path):
-    """PS and embedding worker in one, the NN worker in the other: encrypted, and the bits of one process."""
+@pytest.mark.hosts
+def test_roles_on_two_hosts(tmp_path):
+    """PS and embedding worker on one, the NN worker on the other: encrypted, and the bits of one process."""
     keys = tmp_path / "keys"
     rpc.make_keys(keys)
     with one_torch_thread():
         expected = losses(persia.cluster.Embedded(1), 10)
-    serving = namespaces.start(0, "-m", "support.roles_apart", "serve", namespaces.addresses[0], keys=keys)
+    environment = {"PERSIA_CURVE_KEYS": str(keys), "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    program = [sys.executable, "-m", "support.roles_apart"]
     try:
+        hosts = Hosts(2)
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    with hosts:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        serving = hosts.start(0, *program, "serve", hosts.addresses[0], env=environment, **pipes)
         assert serving.stdout is not None
         addresses = serving.stdout.readline().strip()
         assert addresses, "the roles did not start; their error is printed above"
-        training = namespaces.start(1, "-m", "support.roles_apart", "train", addresses, keys=keys)
-        try:
-            found, _ = training.communicate(timeout=SECONDS)
-        finally:
-            training.kill()
-            training.wait()
-        assert json.loads(found) == expected
-    finally:
-        serving.kill()
+        found = hosts.run(1, *program, "train", addresses, env=environment, seconds=SECONDS)
+        assert json.loads(found.stdout) == expected, found.stderr
         serving.communicate()
 
 

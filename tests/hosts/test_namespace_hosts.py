@@ -1,0 +1,133 @@
+"""The hosts that tests and benchmarks make: their links, their ends, and what one of them sees of the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.hosts import Hosts, UnavailableError
+
+pytestmark = [pytest.mark.hosts, pytest.mark.processes]
+
+RECEIVE = """
+import socket
+with socket.create_server(("0.0.0.0", 5000)) as server:
+    print("listens", flush=True)
+    connection, _ = server.accept()
+    while part := connection.recv(1 << 20):
+        pass
+"""
+SEND = """
+import socket, sys, time
+began = time.monotonic()
+connection = socket.create_connection((sys.argv[1], 5000))
+for _ in range(int(sys.argv[2])):
+    connection.sendall(bytes(1 << 20))
+connection.shutdown(socket.SHUT_WR)
+connection.recv(1)
+print(time.monotonic() - began)
+"""
+KNOCK = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 1), 1.0)
+except ConnectionRefusedError:
+    print("refused")
+except OSError:
+    print("silent")
+"""
+DATAGRAMS = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
+    for _ in range(4000):
+        sending.sendto(bytes(100), (sys.argv[1], 9))
+"""
+
+
+@pytest.fixture
+def two() -> Iterator[Hosts]:
+    try:
+        hosts = Hosts(2, 0.1)
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    with hosts:
+        yield hosts
+
+
+def knock(hosts: Hosts, number: int, other: int) -> str:
+    """What a host gets that connects to a port at which nothing listens."""
+    return hosts.run(number, sys.executable, "-c", KNOCK, hosts.addresses[other]).stdout.strip()
+
+
+def test_a_link_carries_its_rate(two):
+    mebibytes = 8
+    receiving = two.start(0, sys.executable, "-c", RECEIVE, stdout=subprocess.PIPE)
+    assert receiving.stdout.readline().strip() == "listens"
+    seconds = float(two.run(1, sys.executable, "-c", SEND, two.addresses[0], str(mebibytes)).stdout)
+    receiving.communicate()
+    # Never faster, however busy this machine is. Some of it passes at once.
+    assert seconds > 0.8 * mebibytes * (1 << 20) * 8 / 0.1e9
+    sent, received = two.moved(1)
+    assert sent > mebibytes << 20 > 20 * received
+    assert two.moved(0)[1] == pytest.approx(sent, rel=0.01)
+
+
+def test_links_are_cut_and_lose_packets(two):
+    assert knock(two, 1, 0) == "refused"
+    two.cut(0)
+    assert knock(two, 1, 0) == "silent"
+    two.join(0)
+    assert knock(two, 1, 0) == "refused"
+    two.mute(0)  # It hears the question, and cannot answer.
+    before = two.moved(0)
+    assert knock(two, 1, 0) == "silent"
+    after = two.moved(0)
+    assert after[1] > before[1]
+    assert after[0] == before[0]
+    two.lose(0, 0.0)
+    assert knock(two, 1, 0) == "refused"
+    two.shape(1, None)
+    two.lose(1, 0.25)
+    before = two.moved(0)[1]
+    two.run(1, sys.executable, "-c", DATAGRAMS, two.addresses[0])
+    assert (two.moved(0)[1] - before) / (4000 * 142) == pytest.approx(0.75, abs=0.05)
+
+
+def test_a_host_is_a_world_of_its_own_and_ends_whole(two):
+    own = two.run(0, "sh", "-c", "hostname && touch /dev/shm/mine && ls /dev/shm && ls -d /proc/[0-9]* | wc -l")
+    name, files, processes = own.stdout.split()
+    assert (name, files) == ("host-0", "mine")
+    assert int(processes) < 10
+    assert two.run(1, "ls", "/dev/shm").stdout == ""
+    left = two.start(0, "sh", "-c", "setsid sleep 300 & echo started; wait", stdout=subprocess.PIPE)
+    assert left.stdout.readline().strip() == "started"
+    sleepers = two.run(0, "pgrep", "-x", "sleep").stdout.split()
+    assert len(sleepers) == 2  # Its own, and the first process of the host.
+    two.kill(0)
+    left.communicate(timeout=20)
+    assert knock(two, 1, 0) == "silent"
+    two.boot(0)
+    assert two.run(0, "ls", "/dev/shm").stdout == ""
+    assert knock(two, 1, 0) == "refused"
+
+
+def test_nothing_is_left_in_this_process_s_namespaces():
+    links = Path("/proc/net/dev").read_text().count("\n")
+    try:
+        with Hosts(3) as hosts:
+            assert Path("/proc/net/dev").read_text().count("\n") == links
+            firsts = [host.pid for host in hosts._hosts if host is not None]
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    assert len(firsts) == 3
+    assert not any(Path(f"/proc/{pid}").exists() for pid in firsts)
+
+
+def test_the_reason_is_said_where_they_are_not_permitted(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UnavailableError, match="setpriv, unshare, nsenter, ip, tc, which is not installed"):
+        Hosts(1)
