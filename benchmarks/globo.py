@@ -25,6 +25,7 @@ from persia import Trainer, TrainerOptions, data
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn.models import FFNN
 from persia.optim import Adagrad
+from persia.services import Cluster
 
 SEEDS = {"smoke": (0,), "laptop": (0, 1, 2), "full": (0, 1, 2)}
 SPEED_ROWS = {"smoke": 10_240, "laptop": 1_000_000, "full": 1_000_000}
@@ -66,7 +67,9 @@ SCRIPT = Adagrad(lr=0.2, initial_accumulator=0.01)
 """Optimizer of the PyTorch script."""
 
 
-def persia_run(mode: Mode, seed: int, rows: int | None, optimizer: Adagrad = SCRIPT) -> Run:
+def persia_run(
+    mode: Mode, seed: int, rows: int | None, optimizer: Adagrad = SCRIPT, cluster: Cluster | None = None
+) -> Run:
     reader = data.globo(batch_size=globo_torch.BATCH)
     torch.manual_seed(seed)
     trainer = Trainer(
@@ -75,6 +78,7 @@ def persia_run(mode: Mode, seed: int, rows: int | None, optimizer: Adagrad = SCR
         optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3, fused=True),
         embedding_optimizer=optimizer,
         mode=mode,
+        cluster=cluster,
         options=TrainerOptions(seed=seed, device="cpu", progress=False),
     )
     result = trainer.fit(reader, max_steps=None if rows is None else rows // globo_torch.BATCH)

@@ -41,10 +41,11 @@ MODULES = (
     "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "features", "checkpoint", "rpc", "step",
     "sync", "gpu", "reuse",
     "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "fresh", "fresh_rows",
-    "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "roles", "cluster", "recovery", "ssd",
-    "ssd_rates", "plan", "plan_seconds", "capacity", "capacity_measured", "capacity_simulated", "threads",
-    "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish", "publish_ray", "kafka",
-    "serve_rows", "serve_predict", "serve_updates", "serve_http", "online", "exactly_once", "targets", "scheduler",
+    "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "several_hosts", "roles", "cluster",
+    "recovery", "ssd", "ssd_rates", "plan", "plan_seconds", "capacity", "capacity_measured", "capacity_simulated",
+    "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish", "publish_ray",
+    "kafka", "serve_rows", "serve_predict", "serve_updates", "serve_http", "online", "exactly_once", "targets",
+    "scheduler",
 )  # fmt: skip
 UNITS = (
     "ratio", "fraction", "s", "rows/s", "calls/s", "tokens/s", "rows", "steps", "bytes", "MB", "bytes/s", "AUC", "loss",

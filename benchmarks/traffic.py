@@ -8,8 +8,9 @@ the embedding worker would send, float32 `[batch, dim]` for every feature and di
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import torch
 
 import persia
 from benchmarks import runner
+from benchmarks.globo import persia_run
+from benchmarks.public_data import is_here
 from persia import data
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
@@ -74,6 +77,41 @@ def traffic(preset: str):
     for name, values, target in (("forward", forward, 0.12), ("backward", backward, 0.06)):
         details = {"of": "bytes of pooled float32", **facts, "bytes_per_sample": statistics.mean(values) * pooled}
         yield runner.quantity(f"traffic.{name}", values, "ratio", at_most=target, details=details)
+
+
+# --- lists of ids, which an embedding worker may pool ---------------------------------------------------------------
+
+
+LENGTHS = (1, 5, 20, 50, 100)
+"""Ids of a sample."""
+
+
+@runner.measures("traffic.lists")
+def lists(preset: str) -> runner.Measure:
+    """Bytes of a lookup and a push of 20 of 100,000 ids for each sample with `pool_at="auto"`, over those of rows."""
+    batch = {"smoke": 512, "laptop": BATCH, "full": BATCH}[preset]
+    found = {
+        f"{length} of {ids:,} ids": {place: list_bytes(batch, length, ids, place) for place in ("nn_worker", "auto")}
+        for ids in (100_000, 10_000_000)
+        for length in LENGTHS
+    }
+    shown = found[f"20 of {100_000:,} ids"]
+    details = {"of": "bytes of rows, and of their gradients", "bytes_per_sample": found}
+    return runner.Measure("traffic.lists", shown["auto"] / shown["nn_worker"], "ratio", at_most=0.25, details=details)
+
+
+def list_bytes(samples: int, length: int, ids: int, pool_at: Any) -> float:
+    """Bytes of the answer to a lookup and of a push, for each sample, with fp16."""
+    schema = persia.Schema([persia.IdFeature("list", dim=DIM, pooling="mean")])
+    server = EmbeddingServer(schema.resolved_tables(), Adagrad(lr=0.05), Sync(), 0, 1)
+    worker = Worker(schema, [server], options=WorkerOptions("fp16", pool_at))
+    drawn = Zipf(ids, 1.05).sample(np.random.default_rng(0), samples * length).view(np.uint64)
+    ends = np.arange(0, samples * length + 1, length, dtype=np.int64)
+    batch_id = worker.register({"list": IdColumn(drawn, ends)})
+    found = worker.lookup(batch_id, pool=True)
+    gradients = transfer.encode(transfer.decode(found.rows, found.scales))
+    pushed = (PushHeader(1, 0, 1, 0, samples), [Contribution(batch_id, *gradients)])
+    return (message_bytes(found) + message_bytes(pushed)) / samples
 
 
 # --- what float16 costs ------------------------------------------------------------------------------------------
@@ -134,22 +172,25 @@ def trained_auc(rows: int, seed: int, cluster: Any) -> float:
     return trainer.evaluate(made.batches(epoch=1)).auc
 
 
-@runner.measures("traffic.auc")
-def auc(preset: str):
-    """AUC with compression less AUC without it, same data and initial values; mean over seeds."""
+@runner.measures("traffic.auc", "traffic.auc_globo")
+def auc(preset: str, selected: Collection[str]) -> Iterator[runner.Measure]:
+    """AUC with compression less AUC without it, same data and initial values: of another pass, and progressive."""
     rows, seeds = {"smoke": (20_000, 2), "laptop": (500_000, 5), "full": (3_000_000, 5)}[preset]
-    plain = [trained_auc(rows, seed, persia.cluster.Embedded()) for seed in range(seeds)]
-    through = [trained_auc(rows, seed, Compressed()) for seed in range(seeds)]
-    gaps = [b - a for a, b in zip(plain, through, strict=True)]
-    details = {
-        "rows": rows,
-        "seeds": seeds,
-        "auc_none": statistics.mean(plain),
-        "auc_fp16": statistics.mean(through),
-        "standard_error": statistics.stdev(gaps) / seeds**0.5,
-        "largest": max(gaps, key=abs),
-    }
-    return runner.Measure("traffic.auc", statistics.mean(gaps), "AUC", **runner.within(0.0003), details=details)
+
+    def compared(name: str, trained: Callable[[int, Any], float], **bounds: float) -> runner.Measure:
+        ours = [trained(seed, Compressed()) for seed in range(seeds)]
+        theirs = [trained(seed, persia.cluster.Embedded()) for seed in range(seeds)]
+        return runner.paired(name, ours, theirs, "AUC", **bounds, details={"rows": rows})  # type: ignore[arg-type]
+
+    if "traffic.auc" in selected:
+        yield compared("traffic.auc", functools.partial(trained_auc, rows), **runner.within(0.0003))
+    if "traffic.auc_globo" in selected and is_here("globo_ctr"):
+        yield compared("traffic.auc_globo", functools.partial(globo_auc, rows), at_least=-0.001)
+
+
+def globo_auc(rows: int, seed: int, cluster: Any) -> float:
+    """Progressive AUC, the mean of the days."""
+    return persia_run(Sync(), seed, rows, cluster=cluster).auc
 
 
 # --- how evenly PSs share a batch ----------------------------------------------------------------------------------
