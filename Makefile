@@ -11,7 +11,7 @@ RUNS := $(VENV)/.ready-to-run
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 CONSTRAINTS := constraints.txt
 PIP = $(BIN)/python -m pip install -q -c $(CONSTRAINTS)
-.PHONY: install install-tests install-runs demo demo-online demo-cluster quick quick-list test test-all test-processes test-slow \
+.PHONY: install install-tests install-runs demo demo-online demo-cluster demo-hosts quick quick-list test test-all test-processes test-slow \
   test-cpp row-bits-16 bench-cpp sanitize lint format wheel wheel-test bench bench-smoke chaos gpu gpu-wheels examples docs clean
 
 # With -j2 packages are installed while the core compiles.
@@ -64,6 +64,9 @@ demo-online: install  ## from clicks in Kafka to predictions over HTTP, two minu
 
 demo-cluster: install  ## the same program on processes of this machine
 	$(BIN)/python examples/cluster.py
+
+demo-hosts: install  ## over three hosts in network namespaces, one of which dies and comes back, two minutes; needs root
+	PYTHONPATH=tests $(BIN)/python tests/hosts/hosts_demo.py $(HOSTS)
 
 # A test command prints its seconds, and runs on all cores, file by file. What each holds is in CONTRIBUTING.md.
 PYTEST = $(BIN)/python -m pytest -q --dist loadscope --no-loadscope-reorder -n auto
