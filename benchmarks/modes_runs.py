@@ -47,10 +47,12 @@ __all__ = [
     "everywhere",
     "joined",
     "norms",
+    "seconds_to",
     "synthetic",
     "train",
     "train_through",
     "train_through_along",
+    "training",
     "tuned_for",
 ]
 
@@ -149,7 +151,7 @@ def train(plan: Plan) -> list[Day]:
     schema, batches = synthetic(plan, len(plan.modes) + 1)
     per_day = plan.rows // plan.local
     today: dict[int, Batch] = {}
-    run = _training(plan, schema, today.__getitem__)
+    run = training(plan, schema, today.__getitem__)
     days, step, time = [], 0, 0.0
     for day, mode in enumerate(plan.modes):
         setting, first = plan.setting(day), day * per_day
@@ -181,7 +183,7 @@ def train_through_along(plan: Plan, schedule: Timeline) -> Curve:
     torch.set_num_threads(1)
     days, per_day = len(plan.modes), plan.rows // plan.local
     schema, batches = synthetic(plan, days + 1)
-    run = _training(plan, schema, batches.__getitem__)
+    run = training(plan, schema, batches.__getitem__)
     test = joined(batches[days * per_day :])
     areas, ends = [], []
     arrived = dict.fromkeys(schedule.servers, 0)
@@ -202,7 +204,7 @@ def norms(plan: Plan) -> list[float]:
     """L2 norms of the gradients that are applied to the dense parameters, in the second half of the days."""
     torch.set_num_threads(1)
     schema, batches = synthetic(plan, len(plan.modes))
-    run = _training(plan, schema, batches.__getitem__)
+    run = training(plan, schema, batches.__getitem__)
     lengths: list[float] = []
     held: list[np.ndarray] = []
 
@@ -217,7 +219,8 @@ def norms(plan: Plan) -> list[float]:
     return lengths[len(lengths) // 2 :]
 
 
-def _training(plan: Plan, schema: Schema, batches: Callable[[int], Batch]) -> VirtualTraining:
+def training(plan: Plan, schema: Schema, batches: Callable[[int], Batch]) -> VirtualTraining:
+    """Returns a DeepFM with the rates of a plan, before its first step."""
     torch.manual_seed(plan.seed)
     return VirtualTraining(
         DeepFM(schema, hidden=(64, 32)),
@@ -239,6 +242,21 @@ def area(batches: Sequence[Batch], logits: np.ndarray) -> float:
     metrics = Metrics(["click"])
     metrics.update(logits, np.concatenate([b.labels for b in batches]), None)
     return metrics.result().auc
+
+
+def seconds_to(curve: Iterable[tuple[float, float]], goal: float) -> float | None:
+    """Returns the seconds after which a curve reaches an AUC, between points on a straight line; None if never.
+
+    Args:
+        curve: seconds and AUC of each point.
+        goal: the AUC.
+    """
+    before = (0.0, 0.5)
+    for seconds, reached in curve:
+        if reached >= goal:
+            return before[0] + (seconds - before[0]) * (goal - before[1]) / (reached - before[1])
+        before = (seconds, reached)
+    return None
 
 
 # --- many runs --------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import msgspec
 
 from benchmarks import runner
 from benchmarks.compressed.network import ShapedNetwork
-from benchmarks.modes_runs import everywhere
+from benchmarks.modes_runs import everywhere, seconds_to
 from benchmarks.paper_figures_runs import MODES, Curve, CurvePlan, SpeedPlan, Speeds, learn, rates
 
 SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": (0, 1, 2, 3, 4)}
@@ -58,7 +58,7 @@ def figure6(preset: str) -> runner.Measure:
     hybrid, faster = [], []
     for seed in SEEDS[preset]:
         goal = curves["sync", seed].auc[PIECES[preset] * 3 // 4 - 1]
-        reached = {kind: seconds_to(curves[kind, seed], goal) for kind in MODES}
+        reached = {kind: seconds_to(points_of(curves[kind, seed]), goal) for kind in MODES}
         for kind, time in reached.items():
             times[kind].append(time)
         needed = {kind: math.inf if time is None else time for kind, time in reached.items()}
@@ -76,14 +76,9 @@ def figure6(preset: str) -> runner.Measure:
     return runner.paired_ratio("paper.figure6", faster, hybrid, at_least=1.0, details=details)
 
 
-def seconds_to(curve: Curve, goal: float) -> float | None:
-    """Returns the seconds after which a curve reaches an AUC, between points on a straight line; None if never."""
-    before = (0.0, 0.5)
-    for seconds, area in zip(curve.seconds, curve.auc, strict=True):
-        if area >= goal:
-            return before[0] + (seconds - before[0]) * (goal - before[1]) / (area - before[1])
-        before = (seconds, area)
-    return None
+def points_of(curve: Curve) -> Iterator[tuple[float, float]]:
+    """Returns seconds and AUC of each point."""
+    return zip(curve.seconds, curve.auc, strict=True)
 
 
 def mean_curve(curves: Sequence[Curve]) -> dict[str, list[float]]:

@@ -41,6 +41,7 @@ MODULES = (
     "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "features", "checkpoint", "rpc", "step",
     "sync", "gpu", "reuse",
     "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "fresh", "fresh_rows",
+    "paper_arrival", "paper_gba",
     "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "several_hosts", "roles", "cluster",
     "recovery", "ssd", "ssd_rates", "plan", "plan_seconds", "capacity", "capacity_measured", "capacity_simulated",
     "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish", "publish_ray",

@@ -1,7 +1,7 @@
 """Runs in virtual time are comparable: the same rows, however many NN workers share them."""
 
 import pytest
-from benchmarks.modes_runs import NNWorkers, Plan, Rates, train, train_through
+from benchmarks.modes_runs import NNWorkers, Plan, Rates, seconds_to, train, train_through
 
 from persia.modes import Gba, Hybrid, Sync
 
@@ -29,3 +29,11 @@ def test_a_run_through_all_days_is_tested_after_each():
     hybrid = train_through(plan._replace(modes=(Hybrid("auto", warmup=0),) * 2))
     assert len(hybrid.areas) == 2
     assert hybrid.summary.rate > 1.2 * sync.summary.rate
+
+
+def test_seconds_to_an_auc_lie_between_the_points_of_a_curve():
+    curve = [(10.0, 0.6), (20.0, 0.7), (30.0, 0.65)]
+    assert seconds_to(curve, 0.55) == pytest.approx(5.0)
+    assert seconds_to(curve, 0.6) == pytest.approx(10.0)
+    assert seconds_to(curve, 0.675) == pytest.approx(17.5)
+    assert seconds_to(curve, 0.71) is None

@@ -7,19 +7,12 @@ import pytest
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from benchmarks.compressed.network import ShapedNetwork
-from benchmarks.paper_figures import mean_curve, seconds_to, shaped_loopback
+from benchmarks.paper_figures import mean_curve, shaped_loopback
 from benchmarks.paper_figures_runs import Curve
 
 from benchmarks import paper_figures
 
 CURVE = Curve([10.0, 20.0, 30.0], [0.6, 0.7, 0.65], 1.5)
-
-
-def test_seconds_to_an_auc_lie_between_the_points_of_a_curve():
-    assert seconds_to(CURVE, 0.55) == pytest.approx(5.0)
-    assert seconds_to(CURVE, 0.6) == pytest.approx(10.0)
-    assert seconds_to(CURVE, 0.675) == pytest.approx(17.5)
-    assert seconds_to(CURVE, 0.71) is None
 
 
 def test_a_mean_of_curves():
