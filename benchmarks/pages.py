@@ -1,10 +1,11 @@
-"""Writes the tables of figures in README.md, docs/performance.md and two guides from the lines of benchmarks.
+"""Writes the figures of README.md, docs/performance.md and the other `PAGES` from the lines of benchmarks.
 
     python -m benchmarks.pages [--check]
 
 The lines are in docs/assets/**/measures.jsonl, to which `python -m benchmarks NAME --json FILE` appends. A later line
 of a name replaces an earlier one of the same kind of machine. `TOPICS` says which measures a page shows, and in which
-words. A table stands between `<!-- begin NAME -->` and `<!-- end -->`.
+words. A table stands between `<!-- begin NAME -->` and `<!-- end -->`, the figure of one measure, in a sentence or a
+cell, between `<!-- figure MEASURE -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ PAGES = tuple(
         "docs/guide/features.md",
         "docs/guide/targets.md",
         "docs/concepts/fresh-rows.md",
+        "docs/papers.md",
+        "docs/papers/persia.md",
+        "docs/papers/gba.md",
     )
 )
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+INLINE = re.compile(r"(<!-- figure ([\w.*]+) -->).*?(<!-- end -->)")
 
 Line = Mapping[str, Any]
 
@@ -155,7 +160,11 @@ def rewritten(text: str, figures: Figures) -> str:
         body = headline(figures) if name == "headline" else table(TOPICS[name], figures)
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
-    return BLOCK.sub(block, text)
+    def inline(match: re.Match[str]) -> str:
+        lines = [line for of_machine in figures.of(Row(match[2], "", newest=True)) for line in of_machine]
+        return f"{match[1]}{figure(lines)}{match[3]}"
+
+    return INLINE.sub(inline, BLOCK.sub(block, text))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -57,6 +57,13 @@ def test_a_row_has_the_newest_line_of_each_machine_and_says_what_misses():
     assert row == "| store.x: lookups | 1.50x; 2.50x | ≥ 2.00x: **1 of 2 missed** | E 08ca878; X 08ca878 |"
 
 
+def test_a_figure_in_a_sentence_is_the_newest_of_all_machines():
+    figures = pages.Figures({"store.x": [LINE, LINE | {"machine": "Intel(R) Xeon(R)", "value": 2.5}]})
+    text = "of <!-- figure store.x -->1.00x<!-- end --> and <!-- figure store.* --><!-- end -->."
+    shown = "of <!-- figure store.x -->2.50x<!-- end --> and <!-- figure store.* -->2.50x<!-- end -->."
+    assert pages.rewritten(text, figures) == shown
+
+
 def test_runs_on_other_days_are_shown():
     figures = pages.Figures({"store.x": [LINE | {"others": [1.9, 1.2]}]})
     assert "| 1.50x (also 1.20x to 1.90x) |" in pages.table([Row("store.x", "lookups")], figures)
