@@ -2,9 +2,9 @@
 
     python -m benchmarks.plot_modes [LINES] [DIRECTORY]
 
-`python -m benchmarks 'modes.*' paper.figure6 'paper.theorem1*' 'quality.adagrad.*' --json FILE` prints the lines.
-Figure 6 is that of the Persia paper (arXiv 2111.05897), figures 3, 4, 7 and 8 those of the GBA paper (arXiv
-2205.11048). A chart whose measures are missing is left out.
+`python -m benchmarks 'modes.*' paper.figure6 'paper.gba_figure*' 'paper.theorem1*' 'quality.adagrad.*' --json FILE`
+prints the lines. Figure 6 is that of the Persia paper (arXiv 2111.05897), figures 1, 2, 3, 4, 7 and 8 those of the GBA
+paper (arXiv 2205.11048). A chart whose measures are missing is left out.
 """
 
 from __future__ import annotations
@@ -163,6 +163,28 @@ def figure_6(lines: Lines) -> Chart:
     return Chart("Figure 6 of Persia: test AUC over time", "seconds", "AUC", series)
 
 
+def figure_1(lines: Lines) -> Chart:
+    """Rates by hour."""
+    names = {"Sync": "sync", "Hybrid(4)": "hybrid", "Gba": "gba", "Async": "async"}
+    series = {name: _days(lines[f"paper.gba_figure1.{kind}"]["by_hour"]) for name, kind in names.items()}
+    series["load"] = _days(lines["paper.gba_figure1.sync"]["load"])
+    return Chart("Figure 1 of GBA: rate over the best one, and load", "hour", "share", series)
+
+
+def figure_2(lines: Lines) -> Chart:
+    """AUC by progress, with a switch after half of the data, by the learning rates after it."""
+    series: dict[str, Points] = {}
+    for first, then in (("Sync", "async"), ("Async", "sync")):
+        areas = lines[f"paper.gba_figure2.{DATA}.to_{then}.first"]["areas"]
+        base, pieces = areas["base"], len(areas["base"]) + len(areas["stay"])
+        for name, kind in ((first, "stay"), ("same", f"to_{then}"), ("own", f"to_{then}_tuned")):
+            points = [*base, *areas[kind]] if kind == "stay" else [base[-1], *areas[kind]]
+            began = pieces - len(points)
+            label = name if kind == "stay" else f"to {then.capitalize()}, {name}"
+            series[label] = [(100 * (began + n + 1) / pieces, area) for n, area in enumerate(points)]
+    return Chart("Figure 2 of GBA: AUC, with the same or own rates after 50 %", "% of the data", "AUC", series)
+
+
 def figure_3(lines: Lines) -> Chart:
     """Norms of applied gradients."""
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if f"modes.gradients.bsp_{n}" in lines]
@@ -234,8 +256,8 @@ def adagrad_rates(lines: Lines) -> Chart:
 
 
 CHARTS: Sequence[Callable[[Lines], Chart]] = (
-    which_mode, switch_auc, switch_rate, time_to_auc, figure_6, figure_3, figure_4, figure_7, figure_8, theorem1,
-    adagrad_rates,
+    which_mode, switch_auc, switch_rate, time_to_auc, figure_6, figure_1, figure_2, figure_3, figure_4, figure_7,
+    figure_8, theorem1, adagrad_rates,
 )  # fmt: skip
 
 

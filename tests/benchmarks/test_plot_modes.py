@@ -11,6 +11,8 @@ LINE = {
     "value": 0.1, "per_day": [0.1, 0.2], "rate_per_day": [1, 2], "virtual_s_per_day": [1, 2], "quantiles": {"0.5": 0.1},
     "ids_within": {"0.1": 0.5}, "costs": [[1.0, 4, 2.0, 9.0]], "curves": {"sync": {"seconds": [1], "auc": [0.5]}},
     "rows_per_virtual_s": 9.0, "test": {"1e-06": {"0.1": 0.7}, "0.01": {"0.1": 0.6}},
+    "by_hour": [0.5, 1.0], "load": [0.2, 0.9],
+    "areas": {way: [0.5, 0.6] for way in ("base", "stay", "to_async", "to_async_tuned", "to_sync", "to_sync_tuned")},
     "by_size": [{"rows": 1, "samples_per_s": 2, "uniform_samples_per_s": 3}],
 }  # fmt: skip
 """What a chart may read of any measure."""
@@ -56,6 +58,16 @@ def test_what_a_mode_gains_is_in_rates_of_sync():
     assert series["Hybrid(auto), cold"] == [(1.5, -0.001)]
     assert series["Gba"] == [(4.0, -0.002)]
     assert series["HopBs(2)"] == [(1.0, -0.002)]
+
+
+def test_ways_begin_where_the_base_ends():
+    areas = {"base": [0.5, 0.6], "stay": [0.7, 0.8], "to_async": [0.4, 0.5], "to_async_tuned": [0.6, 0.7]}
+    areas |= {"to_sync": [0.4, 0.5], "to_sync_tuned": [0.6, 0.7]}
+    kinds = [f"paper.gba_figure2.{plot_modes.DATA}.to_{mode}.first" for mode in ("async", "sync")]
+    series = plot_modes.figure_2({kind: {"areas": areas} for kind in kinds}).series
+    assert series["Sync"] == [(25.0, 0.5), (50.0, 0.6), (75.0, 0.7), (100.0, 0.8)]
+    assert series["to Async, same"] == [(50.0, 0.6), (75.0, 0.4), (100.0, 0.5)]
+    assert len(series) == 6
 
 
 def test_areas_by_learning_rate_are_below_the_best_of_all():
