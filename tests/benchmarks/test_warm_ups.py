@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 FILES = sorted((Path(__file__).parents[2] / "benchmarks").rglob("*.py"))
-DEFAULT = {"globo.py": 1, "paper.py": 2, "quality.py": 2, "row_dtypes.py": 1, "step.py": 2, "threads.py": 1}
+DEFAULT = {"globo.py": 1, "paper.py": 2, "quality.py": 2, "row_dtypes.py": 1, "step.py": 1, "threads.py": 1}
 """Files that measure the default warm-up, with the number of modes that have it."""
 WITHOUT_GATE = {"EmbeddingServer"}
 """They get a mode, and look nothing up ahead."""
