@@ -6,6 +6,7 @@ or along one that a run has recorded. Both call the same pure functions of the m
 
 from persia.replay.comparison import ReportLine, record, table
 from persia.replay.follow import Compute, replay
+from persia.replay.local_all_reduce import LocalAllReduce
 from persia.replay.plain import PlainRows, PlainTable
 from persia.replay.records import Records, check_replayable, recorded
 from persia.replay.replay_servers import ReplayDense, ReplayRows, ReplayServer, TakenGradient
@@ -15,6 +16,7 @@ from persia.replay.speed_trace import Slowdown, Trace, alternating, load_trace, 
 
 __all__ = [
     "Compute",
+    "LocalAllReduce",
     "PlainRows",
     "PlainTable",
     "Records",

@@ -79,7 +79,7 @@ class ReplayDense:
     """A dense PS, whose parameters are one flat vector.
 
     Args:
-        read: returns a copy of the parameters `[n]`; called once per step.
+        read: returns a copy of the parameters `[n]`; called once per step, and at the start of a timeline.
         update: takes the mean gradient `[n]` and the step.
     """
 
@@ -90,7 +90,8 @@ class ReplayDense:
         self._now: Numbers | None = None
 
     def begin(self, mode: Mode) -> None:
-        """No-op: weights come with the gradients."""
+        """Reads the parameters again; weights come with the gradients."""
+        self._now = None
 
     def read(self, batch: int) -> Numbers:
         """Returns all parameters, which every batch needs."""

@@ -35,6 +35,8 @@ from persia.replay import (
     check_replayable,
     replay,
 )
+from persia.replay.local_all_reduce import LocalAllReduce
+from persia.replay.local_networks import LocalNetworks
 from persia.replay.replay_servers import Numbers, RowGradients
 from persia.replay.schedule import DENSE
 from persia.schema import EmbeddingOptimizer, Schema, Table
@@ -104,6 +106,7 @@ class VirtualTraining:
         self._expander = Expander(schema, torch.device("cpu"))
         self._used = [p for p in model.parameters() if p.requires_grad]
         self._trained = [torch.nn.Parameter(p.detach().clone()) for p in self._used]
+        self._optimizers = optimizer
         self._optimizer = optimizer(self._trained)
         self._routed: dict[int, tuple[Batch, RoutedBatch]] = {}
         self.logits: dict[int, Floats] = {}
@@ -135,13 +138,30 @@ class VirtualTraining:
             self._servers[f"dense-{rank}"] = ReplayDense(read, update)
 
     def run(self, schedule: Timeline, on_event: Callable[[ScheduleEvent, Any], None] | None = None) -> None:
-        """Trains along a timeline; see :func:`persia.replay.replay`."""
+        """Trains along a timeline; see :func:`persia.replay.replay`.
+
+        In `LocalAllReduce`, `evaluate` does not see the networks of a run before its end, when they are averaged.
+        """
         names = schedule.servers
         dense = sum(name.startswith(DENSE) for name in names)
         if not self._servers:
             self._begin(len(names) - dense, dense)
         self.model.train()
-        replay(schedule, self._servers, self._compute, on_event)
+        if isinstance(schedule.mode, LocalAllReduce):
+            self._run_local(schedule, on_event)
+        else:
+            replay(schedule, self._servers, self._compute, on_event)
+
+    def _run_local(self, schedule: Timeline, on_event: Callable[[ScheduleEvent, Any], None] | None) -> None:
+        networks = LocalNetworks(schedule, self._trained, self._optimizer, self._optimizers)
+
+        def trained(event: ScheduleEvent, gradient: Any) -> None:
+            networks.trained(event, gradient)
+            if on_event is not None:
+                on_event(event, gradient)
+
+        replay(schedule, self._servers | {f"{DENSE}-0": networks}, self._compute, trained)
+        networks.into(self._trained, self._optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of the parameters, rows and optimizer states, from which other trainings can continue.
