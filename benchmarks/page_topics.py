@@ -236,5 +236,46 @@ TOPICS = {
         Row("targets.listwise", "1 - NDCG within groups, the same"),
         Row("targets.esmm", "AUC of conversions among all rows: `EntireSpace` less training on clicks"),
     ),
+    "paper_scaling": (Row("cluster.scaling", "rows/s of 8 NN workers over one, computation emulated, two cores"),),
+    "paper_local_all_reduce": (
+        *(
+            Row(f"paper.local_all_reduce.{data}.{way}_{kind}.{part}", f"{ids}, {words}, {days}")
+            for data, ids in (("dense", "500 ids"), ("sparse", "100,000 ids"))
+            for way, kind, words in (
+                ("to", "combined", "from Sync to it, rows combined"),
+                ("from", "combined", "from it to Sync, rows combined"),
+                ("to", "on_arrival", "from Sync to it, rows on arrival"),
+                ("from", "on_arrival", "from it to Sync, rows on arrival"),
+            )
+            for part, days in (("first_day", "first day"), ("mean", "mean of eight"))
+        ),
+    ),
+    "paper_switch_models": (
+        *(
+            Row(f"paper.switch.{model}.{way}_gba.{part}", f"{name}, {words}, {days}")
+            for model, name in (("dien", "DIEN"), ("youtube_dnn", "YouTubeDNN"))
+            for way, words in (("to", "from Sync to Gba"), ("from", "from Gba to Sync"))
+            for part, days in (("first_day", "first day"), ("mean", "mean of three"))
+        ),
+    ),
+    "paper_gba_theorems": (
+        Row("paper.gba_theorem1", "largest error of Gba over what Theorem 1 allows"),
+        Row("paper.gba_theorem2", "largest error of Sync over what Theorem 2 allows"),
+        Row("paper.gba_theorem3.async", "error floor of Sync after Async, over that of Sync throughout"),
+        Row("paper.gba_theorem4.async", "error floor of Async after Sync, over Sync's"),
+        Row("paper.gba_theorem4.gba", "error floor of Gba after Sync, over Sync's"),
+    ),
+    "paper_apms_theorem": (
+        Row("paper.apms_theorem1", "mean of squared gradients over what Theorem 1 allows, the largest"),
+        *(
+            Row(f"paper.apms_speed_up.{kind}.n{n}", f"one worker over {n} with equal samples, {words}")
+            for kind, words in (
+                ("printed", "at Corollary 1's rate"),
+                ("parallel", "at the rate of parallel SGD"),
+                ("uncompressed", "the same without compression"),
+            )
+            for n in (2, 4, 8, 16)
+        ),
+    ),
 }
 """Tables of the pages, by the name of their block."""

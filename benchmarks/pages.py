@@ -33,6 +33,7 @@ PAGES = tuple(
         "docs/papers.md",
         "docs/papers/persia.md",
         "docs/papers/gba.md",
+        "docs/papers/apmsqueeze.md",
     )
 )
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

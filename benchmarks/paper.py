@@ -7,10 +7,11 @@ real (persia.replay.virtual). Runs are spread over the cores, and kept in the fi
 
 paper.table2.DATA.NETWORK.*
     Test AUC after one pass less Sync's, paired by seed. 4 NN workers with local batches of 256; a lookup and a push
-    take a quarter of a batch's time each; a fifth of the rows, at random, are for tests. The paper splits by time: what
-    a delay costs on data in time order is the question of `modes.globo.*`.
+    take a quarter of a batch's time each; a fifth of the rows, at random, are for tests. The paper does not say how
+    it splits. What a delay costs on data in time order is the question of `modes.globo.*`.
     DATA      globo (needs globo_ctr), the shapes of Taobao, Avazu and Criteo (benchmarks/shapes.py), and the files of
-              those sets where PERSIA_DATA has them, as taobao_file, avazu_file and criteo_file.
+              those sets where PERSIA_DATA has them (benchmarks/public_files.py), as taobao_file, avazu_file and
+              criteo_file.
     NETWORK   ffnn (256-128) and deepfm (256-128).
     hybrid_4, hybrid_auto, hybrid_4_cold, hybrid_auto_cold, async
               with the rates that are the best of a grid for Sync, found with a separate seed; "cold" is without the

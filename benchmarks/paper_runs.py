@@ -5,22 +5,22 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from benchmarks import shapes
+from benchmarks import public_files, shapes
 from benchmarks.modes_runs import Rates, area
+from benchmarks.public_files import Source
 from persia import Batch, Schema, data
 from persia.modes import Mode
 from persia.nn.models import FFNN, DeepFM
 from persia.optim import Adagrad
 from persia.replay import Setting, Summary, Timeline, phases, simulate
 from persia.replay.virtual import VirtualTraining
-from persia.schema import EmbeddingOptimizer, IdFeature
+from persia.schema import EmbeddingOptimizer
 from persia.types import Int64Array
 from persia.types.half_floats import Dtype
 
@@ -71,8 +71,6 @@ class Dataset(NamedTuple):
 
 # --- sources ----------------------------------------------------------------------------------------------------------
 
-Source = tuple[Schema, Iterable[Batch]]
-
 
 def _globo(_rows: int, _seed: int) -> Source:
     reader = data.globo(batch_size=READ)
@@ -87,64 +85,14 @@ def _shape(name: str) -> Callable[[int, int], Source]:
     return source
 
 
-def _criteo(_rows: int, _seed: int) -> Source:
-    """Kaggle's train.txt."""
-    reader = data.criteo(str(_folder("criteo") / "train*"), READ)
-    return reader.schema, reader
-
-
-def _avazu(_rows: int, _seed: int) -> Source:
-    """Kaggle's train.csv."""
-    reader = data.avazu(str(_folder("avazu") / "train*"), READ)
-    return reader.schema, reader
-
-
-def _taobao(_rows: int, _seed: int) -> Source:
-    """Tianchi's raw_sample.csv, each row with its ad of ad_feature.csv and its user of user_profile.csv."""
-    names = [field.name for field in shapes.TAOBAO.fields]
-    schema = Schema([IdFeature(n, dim=16, kind="text") for n in names], dense_features=["price"], labels=["clk"])
-    return schema, _taobao_batches(schema)
-
-
-def _taobao_batches(schema: Schema) -> Iterator[Batch]:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    from pyarrow import csv
-
-    folder = _folder("taobao")
-
-    def options(columns: Iterable[str]) -> csv.ConvertOptions:
-        return csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), null_values=["", "NULL"])
-
-    def read(name: str, key: str) -> Any:
-        table = csv.read_csv(folder / name, convert_options=options([key]))
-        return table.rename_columns([column.strip() for column in table.column_names])  # One name ends with a space.
-
-    ads, users = read("ad_feature.csv", "adgroup_id"), read("user_profile.csv", "userid")
-    for part in csv.open_csv(folder / "raw_sample.csv", convert_options=options(["user", "adgroup_id"])):
-        columns = {name: part[name] for name in ("user", "adgroup_id", "pid", "clk")}
-        for table, key, own in ((ads, "adgroup_id", "adgroup_id"), (users, "userid", "user")):
-            at = pc.index_in(part[own], value_set=table[key])
-            columns |= {name: table[name].take(at) for name in table.column_names if name not in (key, own)}
-        price = columns["price"].to_numpy(zero_copy_only=False).astype(np.float32)
-        columns["price"] = np.log1p(np.nan_to_num(price))
-        yield Batch.from_columns(schema, columns)
-
-
-def _folder(name: str) -> Path:
-    folder = data.find(name)
-    assert folder is not None
-    return folder
-
-
-FILES = {"globo": "globo_ctr", "criteo_file": "criteo", "avazu_file": "avazu", "taobao_file": "taobao"}
+FILES = {"globo": "globo_ctr", **public_files.DIRECTORIES}
 """Directory in PERSIA_DATA of each source that reads one."""
 SOURCES: Mapping[str, Callable[[int, int], Source]] = {
     "globo": _globo,
     **{name: _shape(name) for name in ("taobao", "avazu", "criteo")},
-    "taobao_file": _taobao,
-    "avazu_file": _avazu,
-    "criteo_file": _criteo,
+    "taobao_file": lambda _rows, _seed: public_files.taobao(READ),
+    "avazu_file": lambda _rows, _seed: public_files.avazu(READ),
+    "criteo_file": lambda _rows, _seed: public_files.criteo(READ),
 }
 """Schema and rows by name, from a number of rows and a seed; sources that read files ignore both."""
 

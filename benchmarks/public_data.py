@@ -12,12 +12,19 @@ GLOBO = (
     "globo_ctr is made by `python -m persia.data.datasets.prepare_globo SOURCE $PERSIA_DATA/globo_ctr` from the "
     "published News Portal User Interactions by Globo.com, whose terms allow academic use only."
 )
+SOURCES = {
+    "globo_ctr": GLOBO,
+    "criteo": "Kaggle's train.txt of the Display Advertising Challenge, or Criteo's Terabyte logs day_0 to day_23.",
+    "avazu": "Kaggle's train.gz of the Click-Through Rate Prediction.",
+    "taobao_ad": "raw_sample.csv, ad_feature.csv and user_profile.csv of Tianchi's data set 56.",
+}
+"""Where a data set comes from, by its directory."""
 
 
 def is_here(name: str) -> bool:
     """Returns whether PERSIA_DATA has a data set; prints where to get it if not."""
     if data.find(name) is not None:
         return True
-    source = f" {GLOBO}" if name == "globo_ctr" else ""
+    source = f" {SOURCES[name]}" if name in SOURCES else ""
     print(f"{name} is not here; set PERSIA_DATA to the directory that holds it.{source}", file=sys.stderr)
     return False

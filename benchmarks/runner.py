@@ -47,6 +47,7 @@ MODULES = (
     "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish", "publish_ray",
     "kafka", "serve_rows", "serve_predict", "serve_updates", "serve_http", "online", "exactly_once", "targets",
     "scheduler",
+    "gba_theory", "apms_theory", "gba_comparisons",
 )  # fmt: skip
 UNITS = (
     "ratio", "fraction", "s", "rows/s", "calls/s", "tokens/s", "rows", "steps", "bytes", "MB", "bytes/s", "AUC", "loss",

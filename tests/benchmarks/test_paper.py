@@ -129,52 +129,6 @@ def test_data_that_are_not_here_are_skipped_with_a_line(monkeypatch, capsys):
     assert [line.split(" ")[0] for line in capsys.readouterr().err.splitlines()] == ["globo_ctr", "criteo"]
 
 
-def test_the_files_of_taobao_are_joined(monkeypatch, tmp_path):
-    folder = tmp_path / "taobao"
-    folder.mkdir()
-    (folder / "raw_sample.csv").write_text(
-        "user,time_stamp,adgroup_id,pid,nonclk,clk\n581738,1494137644,1,430548_1007,1,0\n449818,1494638778,3,430548_1007,0,1\n"
-    )
-    (folder / "ad_feature.csv").write_text(
-        "adgroup_id,cate_id,campaign_id,customer,brand,price\n3,6406,83237,1,95471,170.0\n1,6406,83237,1,NULL,0.0\n"
-    )
-    (folder / "user_profile.csv").write_text(
-        "userid,cms_segid,cms_group_id,final_gender_code,age_level,pvalue_level,shopping_level,occupation,"
-        "new_user_class_level \n449818,0,5,2,5,,3,0,3\n"
-    )
-    monkeypatch.setenv("PERSIA_DATA", str(tmp_path))
-    schema, batches = paper_runs.SOURCES["taobao_file"](2, 0)
-    (batch,) = batches
-    batch.validate(schema)
-    ids = batch.id_features
-    assert batch.labels[:, 0].tolist() == [0.0, 1.0]
-    assert batch.dense[:, 0] == pytest.approx([0.0, np.log(171.0)])
-    assert ids["cate_id"].values[0] == ids["cate_id"].values[1]
-    assert ids["user"].values[0] != ids["user"].values[1]
-    counts = {name: np.diff(ids[name].offsets).tolist() for name in ("brand", "age_level", "pvalue_level")}
-    # The ad of the first row has no brand, its user no profile; the profile of the second lacks one value.
-    assert counts == {"brand": [0, 1], "age_level": [0, 1], "pvalue_level": [0, 0]}
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "line"),
-    [
-        ("criteo", "train.txt", "\t".join(["1", *["2"] * 13, *["68fd1e64"] * 26])),
-        ("avazu", "train.csv", ",".join(["1000009", "1", "14102100", *["a"] * 21])),
-    ],
-)
-def test_files_of_kaggle_are_read_without_their_test_set(monkeypatch, tmp_path, name, file, line):
-    folder = tmp_path / name
-    folder.mkdir()
-    (folder / file).write_text(f"{line}\n" * 3)
-    (folder / file.replace("train", "test")).write_text("no labels here\n")
-    monkeypatch.setenv("PERSIA_DATA", str(tmp_path))
-    schema, batches = paper_runs.SOURCES[f"{name}_file"](3, 0)
-    whole = list(batches)
-    assert [len(batch) for batch in whole] == [3]
-    assert (len(schema.id_features), whole[0].labels.tolist()) == ({"criteo": 26, "avazu": 22}[name], [[1.0]] * 3)
-
-
 def test_states_of_the_cluster_have_the_spread_of_the_paper():
     for deviation, _ in paper.STATES.values():
         trace = paper.cluster(50, deviation, 0.0, 200)
