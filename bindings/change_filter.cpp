@@ -29,12 +29,14 @@ void mark(ChangeFilter& filter, const Sizes& tables, const Sizes& counts, nb::ha
 }
 
 Sizes changed(const ChangeFilter& filter, const Sizes& tables, const Sizes& counts, nb::handle ids_in,
-              nb::handle since_in, nb::handle places_out) {
+              nb::handle since_in, nb::handle places_out, nb::handle found_out) {
   const Buffer ids = take_dense<const std::uint64_t>(ids_in, 1, {"argument", 2, ", ids"}, kIds);
   const std::size_t since = take_size(since_in, {"argument", 3, ", since"});
   const Buffer places = take_dense<std::uint32_t>(places_out, 1, {"output", 0}, "a contiguous uint32 array [n]");
+  const Buffer found = take_dense<std::uint64_t>(found_out, 1, {"output", 1}, kIds);
   const nb::gil_scoped_release release;
-  return filter.changed({tables, counts}, ids.span<const std::uint64_t>(), since, places.span<std::uint32_t>());
+  return filter.changed({tables, counts}, ids.span<const std::uint64_t>(), since, places.span<std::uint32_t>(),
+                        found.span<std::uint64_t>());
 }
 
 }  // namespace
@@ -49,5 +51,5 @@ void register_change_filter(nb::module_& m) {
           },
           arg("bits"))
       .def("mark", &mark, arg("tables"), arg("counts"), arg("ids"), arg("version"))
-      .def("changed", &changed, arg("tables"), arg("counts"), arg("ids"), arg("since"), arg("places"));
+      .def("changed", &changed, arg("tables"), arg("counts"), arg("ids"), arg("since"), arg("places"), arg("found"));
 }

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia.batching import ChangeFilter
+from persia.batching import LAST_VERSION, ChangeFilter
 from persia.errors import DataError
 from persia.types.packed import Packed
 from support.twins import batching as reference
-
-NEWEST = 2**32 - 1
 
 
 def packed(arrays):
@@ -24,7 +22,7 @@ def packed(arrays):
 
 ids = st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 40), max_size=9)
 batches = st.lists(st.tuples(st.integers(0, 2**40) | st.integers(0, 2), ids), max_size=4)
-versions = st.integers(1, 6) | st.just(NEWEST)
+versions = st.integers(1, 6) | st.just(LAST_VERSION)
 
 
 @given(st.sampled_from([1, 4, 22, 32]), st.lists(st.tuples(batches, versions, batches, versions), max_size=6))
@@ -39,10 +37,11 @@ def test_changed_ids_are_those_of_the_twin_and_all_that_were_marked(bits, rounds
         parts = [*asked, *marked]
         tables, arrays = [table for table, _ in parts], packed({f"t{i}": part for i, (_, part) in enumerate(parts)})
         for after in (0, since - 1, since):
-            found = filter_.changed(tables, arrays, after)
+            found, found_ids = filter_.changed(tables, arrays, after)
             assert found.buffer.dtype == np.uint32
             assert {name: places.tolist() for name, places in found.items()} == twin.changed(tables, arrays, after)
-            for (table, part), places in zip(parts, found.values(), strict=True):
+            for (table, part), places, own in zip(parts, found.values(), found_ids.values(), strict=True):
+                assert own.tolist() == [part[place] for place in places.tolist()]
                 updated = {place for place, id_ in enumerate(part) if record.get((table, id_), 0) > after}
                 assert updated <= set(places.tolist())
 
@@ -51,11 +50,14 @@ def test_few_other_ids_are_found():
     filter_ = ChangeFilter()
     consecutive = packed({"a": range(20_000), "b": range(10_000, 30_000)})
     filter_.mark([0, 1], consecutive, 5)
-    assert len(filter_.changed([0, 1], consecutive, 4).buffer) == 40_000
-    assert not len(filter_.changed([0, 1], consecutive, 5).buffer)
+    assert len(filter_.changed([0, 1], consecutive, 4)[0].buffer) == 40_000
+    assert not len(filter_.changed([0, 1], consecutive, 5)[0].buffer)
+    following = packed({"a": range(20_000, 40_000), "b": range(10_000), "c": range(10_000)})
+    assert len(filter_.changed([0, 1, 2], following, 0)[0].buffer) < 600
     # One slot in a hundred has a mark.
-    others = packed({"a": range(20_000, 40_000), "b": range(10_000), "c": range(10_000)})
-    assert 200 < len(filter_.changed([0, 1, 2], others, 0).buffer) < 600
+    draw = np.random.default_rng(0)
+    others = packed({name: draw.integers(1 << 20, 1 << 62, 20_000) for name in "ab"})
+    assert 200 < len(filter_.changed([0, 1], others, 0)[0].buffer) < 600
 
 
 def resident_bytes():
@@ -66,7 +68,7 @@ def test_an_unused_filter_takes_no_memory():
     before = resident_bytes()
     filter_ = ChangeFilter(28)
     filter_.mark([0], packed({"a": range(10)}), 1)
-    assert resident_bytes() - before < 64 << 20  # Its slots are 1 GiB.
+    assert resident_bytes() - before < 64 << 20  # Its slots are 512 MiB.
 
 
 def test_other_arguments_are_refused_and_change_nothing():
@@ -79,7 +81,7 @@ def test_other_arguments_are_refused_and_change_nothing():
         ([0, 1], Packed(["a", "b"], [2, 1], np.arange(6, dtype=np.uint64)[::2]), 1, "contiguous"),
         ([0, 1], Packed(["a", "b"], [2, 2], good.buffer), 1, "fewer"),
         ([0, 1], Packed(["a", "b"], [1, 1], good.buffer), 1, "more"),
-        ([0, 1], good, NEWEST + 1, "version|since"),
+        ([0, 1], good, LAST_VERSION + 1, "version|since"),
         ([0, 1], good, -1, "version|since"),
         ([0, 1], good, 1.0, "version|since"),
     ]
@@ -90,7 +92,7 @@ def test_other_arguments_are_refused_and_change_nothing():
             filter_.changed(tables, arrays, version)
     with pytest.raises(DataError, match="version"):
         filter_.mark([0, 1], good, 0)
-    assert not len(filter_.changed([0, 1], good, 0).buffer)
+    assert not len(filter_.changed([0, 1], good, 0)[0].buffer)
     for bits in (0, 33, -1, 4.0):
         with pytest.raises(DataError, match="bits"):
             ChangeFilter(bits)

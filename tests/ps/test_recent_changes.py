@@ -29,9 +29,10 @@ def update(changes, first, second=()):
 def changed(changes, seen, first, second=()):
     """The ids, of those given, that are taken for changed, by table."""
     ids = packed(first, second)
-    places = changes.places(TABLES, ids, seen)
+    places, found = changes.changed(TABLES, ids, seen)
     assert places.buffer.dtype == np.uint32
     assert list(places.names) == ["a", "b"]
+    assert all((ids[name][places[name]] == found[name]).all() for name in ids)
     return [ids[name][places[name]].tolist() for name in ("a", "b")]
 
 
@@ -199,25 +200,28 @@ def test_epochs_fit_a_message_and_differ():
     assert max(epochs) < 2**63
 
 
-def test_another_epoch_before_versions_run_out(monkeypatch):
-    """It begins with an update while no other is in progress."""
-    monkeypatch.setattr(recent_changes, "LAST_VERSION", 3)
+def test_another_epoch_when_versions_run_out(monkeypatch):
+    """Updates of the epoch before may be in progress: until they have ended, moments know nothing."""
+    monkeypatch.setattr(recent_changes, "LAST_VERSION", 4)
     changes = RecentChanges()
     seen = changes.now()
     update(changes, [1])
     update(changes, [2])
     running = Updating(changes, [3])
     update(changes, [4])
-    assert changed(changes, seen, range(6)) == [[1, 2, 3, 4], []]
-    running.end()
     last = changes.now()
-    assert last == Moment(seen.epoch, 4)
-    assert changed(changes, last, range(6)) == [[], []]
-    update(changes, [5])
+    assert last == Moment(seen.epoch, 2)
+    assert changed(changes, last, range(6)) == [[3, 4], []]
+    for _ in range(3):
+        update(changes, [4])
     assert changed(changes, last, range(6)) == [list(range(6)), []]
+    during = changes.now()
+    assert during.epoch != seen.epoch
+    assert changed(changes, during, range(6)) == [list(range(6)), []]
+    running.end()
+    assert changed(changes, during, range(6)) == [list(range(6)), []]  # The rows may lack it.
     now = changes.now()
-    assert now.epoch != seen.epoch
-    assert now.version == 1
+    assert now == Moment(during.epoch, 3)
     assert changed(changes, now, range(6)) == [[], []]
     update(changes, [2])
     assert changed(changes, now, range(6)) == [[2], []]

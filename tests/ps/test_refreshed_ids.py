@@ -179,7 +179,7 @@ def test_an_update_during_a_call_comes_with_the_next_refresh(monkeypatch):
     copy = Copy(ps, [1, 2, 3])
     assert copy.refresh()["item"] == [1]
     copy.check()
-    once_after(monkeypatch, ps._changes, "places", lambda: push([2]))
+    once_after(monkeypatch, ps._changes, "changed", lambda: push([2]))
     assert copy.refresh()["item"] == []
     assert copy.refresh()["item"] == [2]
     copy.check()

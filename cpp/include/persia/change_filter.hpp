@@ -14,11 +14,14 @@
 
 namespace persia {
 
-// Thread-safe. Versions are from 1 to 2^32 - 1. Both calls throw std::invalid_argument, before they do anything, if a
-// version is out of range or the counts do not add up to the ids. Forked children do not inherit the slots.
+// Thread-safe. Versions are from 1 to 2^16 - 1: the smaller the slots, the more of them are in the caches. Both calls
+// throw std::invalid_argument, before they do anything, if a version is out of range or the counts do not add up to the
+// ids. Forked children do not inherit the slots.
 class ChangeFilter {
  public:
-  // Has 2^bits slots of 4 bytes, backed by pages on first use. `bits` is from 1 to 32.
+  using Mark = std::uint16_t;
+
+  // Has 2^bits slots of 2 bytes, backed by pages on first use. `bits` is from 1 to 32.
   explicit ChangeFilter(std::size_t bits);
 
   // Marks ids as updated in `version`. A slot keeps its version if that is newer.
@@ -26,10 +29,10 @@ class ChangeFilter {
 
   // Finds the ids that may have been marked with a version after `since`, 0 for any. Writes their places among the ids
   // of their table to `places`, ascending, for one table after another without gaps; `places` needs capacity for one
-  // entry per id. Returns the number by table. Never waits for `mark`: a call of `mark` in progress may be seen in
-  // part.
+  // entry per id. Writes the ids themselves to `found` in the same way. Returns the number by table. Never waits for
+  // `mark`: a call of `mark` in progress may be seen in part.
   std::vector<std::size_t> changed(const PackedTables& tables, std::span<const std::uint64_t> ids, std::uint64_t since,
-                                   std::span<std::uint32_t> places) const;
+                                   std::span<std::uint32_t> places, std::span<std::uint64_t> found) const;
 
  private:
   template <class Body>

@@ -3,7 +3,7 @@
 `tests/support/twins/batching.py` has a slow, readable twin of every function here.
 """
 
-from persia.batching.change_filter import ChangeFilter
+from persia.batching.change_filter import LAST_VERSION, ChangeFilter
 from persia.batching.copying import copy_array
 from persia.batching.duplicates import average_gradients, merge_gradients, unique
 from persia.batching.hashing import hash_cross
@@ -26,6 +26,7 @@ from persia.batching.row_copies import CopiedTable, plan_copies
 from persia.batching.texts import TextBuffers, TextIds, TextNumbers, text_ids, text_numbers
 
 __all__ = [
+    "LAST_VERSION",
     "ChangeFilter",
     "CopiedTable",
     "FeaturePlan",

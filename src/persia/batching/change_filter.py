@@ -11,7 +11,10 @@ import numpy as np
 from persia.batching.native import as_data_error
 from persia.types.packed import Packed
 
-__all__ = ["ChangeFilter"]
+__all__ = ["LAST_VERSION", "ChangeFilter"]
+
+LAST_VERSION = (1 << 16) - 1
+"""The last version that a filter can hold: later ones need another filter."""
 
 _core: Any = importlib.import_module("persia._core")
 
@@ -25,7 +28,7 @@ class ChangeFilter:
     Thread-safe. A call sees all marks of calls that returned before it began. Forked children must not use it.
 
     Args:
-        bits: binary logarithm of the number of slots, from 1 to 32. A slot takes 4 bytes, from its first use on.
+        bits: binary logarithm of the number of slots, from 1 to 32. A slot takes 2 bytes, from its first use on.
 
     Raises:
         DataError: `bits` is out of range.
@@ -41,7 +44,7 @@ class ChangeFilter:
         Args:
             tables: number of the table of each array of ids.
             ids: updated ids, uint64 `[n_i]`.
-            version: version that contains the updates, from 1 to `2**32 - 1`.
+            version: version that contains the updates, from 1 to `LAST_VERSION`.
 
         Raises:
             DataError: an argument has another dtype, size or range; nothing has changed.
@@ -51,23 +54,26 @@ class ChangeFilter:
         with as_data_error:
             self._native.mark(tables, ids.counts, ids.buffer, version)
 
-    def changed(self, tables: Sequence[int], ids: Packed[np.uint64], since: int) -> Packed[np.uint32]:
+    def changed(
+        self, tables: Sequence[int], ids: Packed[np.uint64], since: int
+    ) -> tuple[Packed[np.uint32], Packed[np.uint64]]:
         """Finds the ids that may have been marked with a version after `since`.
 
         Args:
             tables: number of the table of each array of ids.
             ids: ids to find, uint64 `[n_i]`.
-            since: version, from 0 (finds all marked ids) to `2**32 - 1`.
+            since: version, from 0 (finds all marked ids) to `LAST_VERSION`.
 
         Returns:
-            Positions in each array of ids, by the names of the arrays; ascending, uint32 `[found_i]`.
+            Positions in each array of ids, by the names of the arrays; ascending, uint32 `[found_i]`. And these ids.
 
         Raises:
             DataError: an argument has another dtype, size or range.
 
         Runs without the GIL, and never waits for another call.
         """
-        places = np.empty(len(ids.buffer), np.uint32)
+        places, found = np.empty(len(ids.buffer), np.uint32), np.empty(len(ids.buffer), np.uint64)
         with as_data_error:
-            counts = self._native.changed(tables, ids.counts, ids.buffer, since, places)
-        return Packed(ids.names, counts, places[: sum(counts)])
+            counts = self._native.changed(tables, ids.counts, ids.buffer, since, places, found)
+        total = sum(counts)
+        return Packed(ids.names, counts, places[:total]), Packed(ids.names, counts, found[:total])

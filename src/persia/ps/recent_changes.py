@@ -9,13 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from persia.batching import ChangeFilter
+from persia.batching import LAST_VERSION, ChangeFilter
 from persia.types import Moment, Packed
 
 __all__ = ["RecentChanges"]
-
-LAST_VERSION = 1 << 31
-"""Number of updates after which another epoch begins, in a moment without any: marks have 32 bits."""
 
 EPOCH_BITS = 62
 """Of the random number of an epoch, so that it fits a signed integer of any message format."""
@@ -30,8 +27,8 @@ class RecentChanges:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: set[int] = set()
-        """Versions of updates that have begun and not ended."""
+        self._running: dict[object, int] = {}
+        """Versions of updates that have begun and not ended; 0 for those of an earlier epoch."""
         self._begun = 0
         self._marks: ChangeFilter | None = None
         self._first_marked = 0
@@ -49,7 +46,7 @@ class RecentChanges:
         with self._lock:
             if self._marks is None:
                 self._marks, self._first_marked = ChangeFilter(), self._begun
-            return Moment(self._epoch, min(self._running, default=self._begun + 1) - 1)
+            return Moment(self._epoch, min(self._running.values(), default=self._begun + 1) - 1)
 
     @contextlib.contextmanager
     def updating(self, tables: Sequence[int], ids: Packed[np.uint64]) -> Iterator[None]:
@@ -59,14 +56,16 @@ class RecentChanges:
             tables: number of the table of each array of ids.
             ids: ids of the rows, by table.
         """
+        update = object()
         with self._lock:
-            if self._begun >= LAST_VERSION and not self._running:
+            if self._begun >= LAST_VERSION:
                 self._begun = self._first_marked = 0
                 self._epoch = secrets.randbits(EPOCH_BITS)
                 self._marks = None if self._marks is None else ChangeFilter()
+                # Their marks are in the other filter, so that moments before their end know nothing.
+                self._running = dict.fromkeys(self._running, 0)
             self._begun += 1
-            version = self._begun
-            self._running.add(version)
+            version = self._running[update] = self._begun
             marks = self._marks
         try:
             if marks is not None:
@@ -74,10 +73,12 @@ class RecentChanges:
             yield
         finally:
             with self._lock:
-                self._running.discard(version)
+                del self._running[update]
 
-    def places(self, tables: Sequence[int], ids: Packed[np.uint64], seen: Moment) -> Packed[np.uint32]:
-        """Returns the places of ids whose rows may have changed after a moment, by table, uint32, ascending.
+    def changed(
+        self, tables: Sequence[int], ids: Packed[np.uint64], seen: Moment
+    ) -> tuple[Packed[np.uint32], Packed[np.uint64]]:
+        """Returns the places of ids whose rows may have changed after a moment, uint32, ascending; and these ids.
 
         Args:
             tables: number of the table of each array of ids.
@@ -90,4 +91,4 @@ class RecentChanges:
         if marks is not None and comparable:
             return marks.changed(tables, ids, seen.version)
         every = [np.arange(count, dtype=np.uint32) for count in ids.counts]
-        return Packed(ids.names, ids.counts, np.concatenate(every) if every else np.empty(0, np.uint32))
+        return Packed(ids.names, ids.counts, np.concatenate(every) if every else np.empty(0, np.uint32)), ids

@@ -143,7 +143,7 @@ class ChangeFilter:
         self._newest: dict[int, int] = {}  # Version by slot.
 
     def _slots(self, table: int, ids: Ids) -> list[int]:
-        return [mix64((id_ + (table + 1) * GOLDEN) & _WORD) >> (64 - self._bits) for id_ in ids.tolist()]
+        return [((id_ + (table + 1) * GOLDEN) * GOLDEN & _WORD) >> (64 - self._bits) for id_ in ids.tolist()]
 
     def mark(self, tables: Sequence[int], ids: Packed[np.uint64], version: int) -> None:
         for table, marked in zip(tables, ids.arrays(), strict=True):
