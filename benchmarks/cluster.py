@@ -127,15 +127,15 @@ class SlowNetwork:
         began = time.monotonic()
         return self._late(began, self._worker.lookup(batch_id, train), 1.0)
 
-    def lookup_ahead(self, batch_id: int) -> Any:
+    def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> Any:
         began = time.monotonic()
-        found = self._worker.lookup_ahead(batch_id)
-        self._rows = max(1, sum(found.rows.counts))
+        found = self._worker.lookup_ahead(batch_id, pool, recent)
+        self._rows = max(1, sum((found.left_out or found.rows).counts))
         return self._late(began, found, 1.0)
 
-    def refresh(self, batch_id: int, seen: Any) -> Any:
+    def refresh(self, batch_id: int, seen: Any, left_out: Any = None) -> Any:
         began = time.monotonic()
-        fresh = self._worker.refresh(batch_id, seen)
+        fresh = self._worker.refresh(batch_id, seen, left_out)
         return self._late(began, fresh, sum(fresh.rows.counts) / self._rows)
 
     def _late(self, began: float, result: Any, share: float) -> Any:

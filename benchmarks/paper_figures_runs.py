@@ -146,16 +146,16 @@ class Distant:
         time.sleep(self._seconds if train else 0.0)
         return self._worker.lookup(batch_id, train)
 
-    def lookup_ahead(self, batch_id: int) -> Any:
+    def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> Any:
         """Looks up rows ahead of their use."""
         time.sleep(self._seconds)
-        found = self._worker.lookup_ahead(batch_id)
-        self._rows = max(1, sum(found.rows.counts))
+        found = self._worker.lookup_ahead(batch_id, pool, recent)
+        self._rows = max(1, sum((found.left_out or found.rows).counts))
         return found
 
-    def refresh(self, batch_id: int, seen: Any) -> Any:
+    def refresh(self, batch_id: int, seen: Any, left_out: Any = None) -> Any:
         """Reads the rows that have changed."""
-        fresh = self._worker.refresh(batch_id, seen)
+        fresh = self._worker.refresh(batch_id, seen, left_out)
         time.sleep(self._seconds * sum(fresh.rows.counts) / self._rows)
         return fresh
 

@@ -127,11 +127,11 @@ class Wire:
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
         return self._decoded(self._worker.lookup(batch_id, train))
 
-    def lookup_ahead(self, batch_id: int) -> LookedUp:
-        return self._decoded(self._worker.lookup_ahead(batch_id))
+    def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> LookedUp:
+        return self._decoded(self._worker.lookup_ahead(batch_id, pool, recent))
 
-    def refresh(self, batch_id: int, seen: list[Moment]) -> FreshRows:
-        fresh = self._worker.refresh(batch_id, seen)
+    def refresh(self, batch_id: int, seen: list[Moment], left_out: Packed[np.bool_] | None = None) -> FreshRows:
+        fresh = self._worker.refresh(batch_id, seen, left_out)
         return fresh._replace(rows=transfer.decode(fresh.rows, fresh.scales), scales=None)
 
     def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia.batching import keep, put_places, take_places
+from persia.batching import complement, flag_places, keep, places_of, put_places, take_places
 from persia.errors import DataError
 from persia.types import Packed
 from support.twins import batching as reference
@@ -124,3 +124,16 @@ def test_rows_that_do_not_match_are_refused_and_nothing_changes(widths):
             with pytest.raises(DataError, match=message):
                 put_places(rows, *wrong)
     same(rows, rows_of([3, 1], widths))
+
+
+@given(tables())
+def test_flags_of_places_and_places_of_flags(case):
+    counts, _, places = case
+    packed = named(places, np.uint32)
+    flags = flag_places(counts, packed)
+    assert [array.tolist() for array in flags.arrays()] == [
+        [place in own for place in range(count)] for count, own in zip(counts, places, strict=True)
+    ]
+    same(places_of(flags), packed)
+    others = [sorted(set(range(count)) - set(own)) for count, own in zip(counts, places, strict=True)]
+    same(places_of(complement(flags)), named(others, np.uint32))

@@ -308,16 +308,16 @@ class Losing:
         self._lose(batch_id)
         return self.worker.lookup(batch_id, train)
 
-    def lookup_ahead(self, batch_id):
+    def lookup_ahead(self, batch_id, pool=False, recent=0):
         self._lose(batch_id)
-        return self.worker.lookup_ahead(batch_id)
+        return self.worker.lookup_ahead(batch_id, pool, recent)
 
     def _lose(self, batch_id):
         if next(self.lookups) == self.on_lookup:
             self.worker.release(batch_id)
 
-    def refresh(self, batch_id, seen):
-        return self.worker.refresh(batch_id, seen)
+    def refresh(self, batch_id, seen, left_out=None):
+        return self.worker.refresh(batch_id, seen, left_out)
 
     def push(self, header, contributions):
         if contributions and next(self.pushes) == self.on_push:

@@ -374,11 +374,11 @@ def test_a_lost_batch_is_passed_over_in_a_bare_loop():
     embeddings = persia.nn.EmbeddingCollection(SCHEMA, optimizer=SGD(lr=0.1), mode=Sync(), cluster=cluster)
     lookup, seen = cluster.workers[0].lookup_ahead, []
 
-    def losing(batch_id, pool):
+    def losing(batch_id, pool, recent):
         seen.append(batch_id)
         if len(seen) == 3:
             cluster.workers[0].release(batch_id)
-        return lookup(batch_id, pool)
+        return lookup(batch_id, pool, recent)
 
     cluster.workers[0].lookup_ahead = losing
     embeddings.connection.loader.begin(Feed(0, 0, 1, 0, 1, 1))
@@ -407,13 +407,13 @@ class Compressing:
         rows, scales = encode(found.rows)
         return found._replace(rows=rows, scales=scales)
 
-    def lookup_ahead(self, batch_id, pool=False):
-        found = self.worker.lookup_ahead(batch_id, pool)
+    def lookup_ahead(self, batch_id, pool=False, recent=0):
+        found = self.worker.lookup_ahead(batch_id, pool, recent)
         rows, scales = encode(found.rows)
         return found._replace(rows=rows, scales=scales)
 
-    def refresh(self, batch_id, seen):
-        fresh = self.worker.refresh(batch_id, seen)
+    def refresh(self, batch_id, seen, left_out=None):
+        fresh = self.worker.refresh(batch_id, seen, left_out)
         rows, scales = encode(fresh.rows)
         return fresh._replace(rows=rows, scales=scales)
 

@@ -86,6 +86,36 @@ def test_refreshed_rows_have_the_bits_of_a_lookup(dtype, compression):
 
 
 @pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_were_left_out_are_zeros_until_the_refresh(dtype, compression, on_host):
+    case = Case(dtype, compression)
+    case.push()
+    before, transfer = case.whole(), case.transfers[not on_host]
+    few = {name: IdColumn(np.arange(12, dtype=np.uint64) % 4) for name in ("item", "history", "user")}
+    case.worker.lookup_ahead(case.worker.register(few))
+    prepared, _ = transfer.rows(case.batch, case.worker.lookup_ahead(case.batch_id, recent=1))
+    left_out = {name: torch.from_numpy(flags) for name, flags in prepared.left_out.items()}
+    for name, rows in prepared.rows.items():
+        assert 0 < left_out[name].sum() == (rows == 0).all(1).sum() < len(rows)
+        assert torch.equal(rows[~left_out[name]], before[name][~left_out[name]])
+    fresh = case.worker.refresh(case.batch_id, prepared.seen, prepared.left_out)
+    transfer.fresh_rows(prepared, fresh)()
+    prepared.finish_refresh()
+    for name, rows in case.whole().items():
+        assert torch.equal(prepared.rows[name], rows)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_lookup_that_does_not_say_what_it_leaves_out(on_host):
+    case = Case("float32", "none")
+    found = case.worker.lookup_ahead(case.batch_id)
+    none = Packed(found.rows.names, found.rows.counts, np.ones(sum(found.rows.counts), np.bool_))
+    with pytest.raises(DataError, match="left out"):
+        case.transfers[not on_host].rows(case.batch, found._replace(left_out=none))
+
+
+@pytest.mark.parametrize("on_host", [True, False])
 def test_leaves_that_wait_for_a_gradient_are_refreshed(on_host):
     """They stay leaves, with the values of the refresh in the backward pass."""
     case = Case("float32", "none")

@@ -66,8 +66,8 @@ class Watched(Worker):
         self.answers.append(super().lookup(batch_id, train, pool))
         return self.answers[-1]
 
-    def lookup_ahead(self, batch_id: int, pool: bool = False) -> LookedUp:
-        self.answers.append(super().lookup_ahead(batch_id, pool))
+    def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> LookedUp:
+        self.answers.append(super().lookup_ahead(batch_id, pool, recent))
         return self.answers[-1]
 
 
@@ -174,7 +174,9 @@ def test_a_refresh_has_the_samples_whose_rows_have_changed():
     worker = cluster.connect(schema, Adagrad(lr=0.5), Sync(), 0).worker
     bags = IdColumn(np.array([1, 2, 3, 4, 5], np.uint64), np.array([0, 2, 2, 5]))
     first = worker.register({"bag": bags, "one": IdColumn(np.array([7, 7, 2], np.uint64))})
-    found = worker.lookup_ahead(first, pool=True)
+    worker.lookup_ahead(first, pool=True)
+    found = worker.lookup_ahead(first, pool=True, recent=1)
+    assert found.left_out is None  # All rows are needed for the values.
     assert list(found.rows) == ["bag/bag", "bag/one"]
     assert found.pooled == {"bag": 6}
     assert not found.inverse

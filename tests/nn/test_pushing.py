@@ -49,13 +49,13 @@ class RecordedWorker:
         self.note_lookup(batch_id)
         return self.worker.lookup(batch_id)
 
-    def lookup_ahead(self, batch_id):
+    def lookup_ahead(self, batch_id, pool=False, recent=0):
         self.note_lookup(batch_id)
-        return self.worker.lookup_ahead(batch_id)
+        return self.worker.lookup_ahead(batch_id, pool, recent)
 
-    def refresh(self, batch_id, seen):
+    def refresh(self, batch_id, seen, left_out=None):
         self.returned_at_refresh.append(self.returned)
-        return self.worker.refresh(batch_id, seen)
+        return self.worker.refresh(batch_id, seen, left_out)
 
     def note_lookup(self, batch_id):
         self.returned_at_lookup.append(self.returned)

@@ -48,10 +48,12 @@ def make_batches(count):
 
 
 class Controlled:
-    """An embedding worker whose pushes and refreshes a test holds, or lets fail."""
+    """An embedding worker whose pushes and refreshes a test holds, or lets fail; it may look up all rows ahead."""
 
     def __init__(self, worker):
         self._worker = worker
+        self.leaves_out = False
+        self.left_out, self.recent, self.asked = [], [], []
         self.may_push, self.may_refresh = threading.Semaphore(0), threading.Event()
         self.holds_pushes = False
         self.may_refresh.set()
@@ -66,12 +68,19 @@ class Controlled:
         self.on_push(self.pushes)
         return self._worker.push(header, contributions)
 
-    def refresh(self, batch_id, seen):
+    def lookup_ahead(self, batch_id, pool, recent):
+        self.recent.append(recent)
+        found = self._worker.lookup_ahead(batch_id, pool, recent if self.leaves_out else 0)
+        self.left_out.append(0 if found.left_out is None else int(found.left_out.buffer.sum()))
+        return found
+
+    def refresh(self, batch_id, seen, left_out):
         self.begun += 1
+        self.asked.append(left_out is not None)
         assert self.may_refresh.wait(20)
         self.refreshes += 1
         self.on_refresh(self.refreshes)
-        fresh = self._worker.refresh(batch_id, seen)
+        fresh = self._worker.refresh(batch_id, seen, left_out)
         self.refreshed_rows.append(sum(fresh.places.counts))
         return fresh
 
@@ -80,19 +89,22 @@ class Controlled:
 
 
 class Cluster:
-    """All roles in this process, with calls to an embedding worker as if it were elsewhere."""
+    """All roles in this process, with calls to an embedding worker as if it were elsewhere, unless it is near."""
+
+    def __init__(self, near=False):
+        self.near = near
 
     def connect(self, schema, optimizer, mode, seed):
         self.server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1)
         self.worker = Worker(schema, [self.server])
         self.controlled = Controlled(self.worker)
         workers = EmbeddingWorkers(Directory.fixed("embedding_worker", [self.controlled]), 20.0)
-        return Connection(workers, [self.server])
+        return Connection(workers, [self.server], near=self.near)
 
 
-def collection(mode, timeout=20.0):
-    cluster = Cluster()
-    options = CollectionOptions(timeout=timeout)
+def collection(mode, timeout=20.0, accumulation=1, near=False):
+    cluster = Cluster(near)
+    options = CollectionOptions(timeout=timeout, accumulation_steps=accumulation)
     embeddings = EmbeddingCollection(schema(), optimizer=SGD(lr=1.0), mode=mode, cluster=cluster, options=options)
     return embeddings, cluster.controlled
 
@@ -209,8 +221,10 @@ def test_a_batch_waits_for_updates_that_were_applied_when_the_batch_before_was_u
     batches.close()
 
 
-def test_sync_has_all_updates_and_refreshes_each_row_once():
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_sync_has_all_updates_and_refreshes_each_row_once(leaves_out):
     embeddings, worker = collection(Sync())
+    worker.leaves_out = leaves_out
     embeddings.gate.versions = []
     batches, used = embeddings.prefetch(make_batches(20)), []
     for number, batch in enumerate(batches):
@@ -222,6 +236,7 @@ def test_sync_has_all_updates_and_refreshes_each_row_once():
     assert embeddings.staleness == (0, 0, 20)
     assert worker.refreshes == 19
     assert worker.refreshed_rows == [1] * 19  # The hot row, not that of a batch's own id.
+    assert worker.left_out == [0] + [int(leaves_out)] * 19
 
 
 def test_a_batch_that_is_current_is_not_refreshed():
@@ -234,6 +249,84 @@ def test_a_batch_that_is_current_is_not_refreshed():
     assert worker.refreshes == 0
     worker.may_push.release(5)
     assert next(batches, None) is None
+
+
+def test_a_batch_without_some_rows_is_refreshed_before_its_use():
+    """Also if no push has returned since its lookup; it is not refreshed before it is drawn, as a push may return."""
+    embeddings, worker = collection(Hybrid(4, warmup=0))
+    worker.leaves_out = worker.holds_pushes = True
+    batches, used = embeddings.prefetch(make_batches(6)), []
+    for number in range(5):
+        wait_until(lambda number=number: not number or embeddings.ready == 5 - number, "that lookups run ahead")
+        assert worker.refreshes == max(0, number - 2)
+        batch = next(batches)
+        used.append(batch.packed_rows()["item"].tolist())
+        train(embeddings, batch)
+    assert worker.left_out == [0, 0, 1, 1, 1]  # One missing step is tolerated, so the second batch has its rows.
+    assert worker.refreshed_rows == [1, 1, 1]
+    assert used == [[[0, 0], [0, 0]]] * 5
+    worker.may_push.release(1)
+    wait_until(lambda: embeddings.gate.applied == 1)
+    batch = next(batches)
+    assert hot_value(batch) == 1
+    train(embeddings, batch)
+    assert worker.refreshed_rows == [1, 1, 1, 1]
+    worker.may_push.release(5)
+    assert next(batches, None) is None
+
+
+@pytest.mark.parametrize(("mode", "tolerated"), [(Sync(), 0), (Hybrid(4, warmup=0), 1)], ids=["sync", "hybrid"])
+def test_rows_of_all_batches_in_flight_are_left_out(mode, tolerated):
+    """Unless so few are in flight that there will hardly be a refresh."""
+    embeddings, worker = collection(mode, accumulation=3)
+    worker.leaves_out = worker.holds_pushes = True
+    batches = embeddings.prefetch(make_batches(15))
+    first = next(batches)
+    wait_until(lambda: embeddings.ready == 14, "that lookups run ahead")
+    in_flight = [step if step > tolerated else 0 for step in range(5)]
+    assert worker.recent == [3 * steps for steps in in_flight for _ in range(3)]
+    worker.holds_pushes = False
+    train(embeddings, first)
+    for batch in batches:
+        train(embeddings, batch)
+    assert embeddings.rows("item", [HOT]).values[0, 0] == 15
+
+
+def test_rows_in_memory_of_the_process_are_not_left_out():
+    embeddings, worker = collection(Hybrid(4, warmup=0), near=True)
+    worker.leaves_out = worker.holds_pushes = True
+    batches = embeddings.prefetch(make_batches(5))
+    first = next(batches)
+    wait_until(lambda: embeddings.ready == 4, "that lookups run ahead")
+    assert worker.recent == [0] * 5
+    worker.holds_pushes = False
+    worker.may_push.release(5)
+    train(embeddings, first)
+    for batch in batches:
+        train(embeddings, batch)
+    assert embeddings.rows("item", [HOT]).values[0, 0] == 5
+
+
+def test_a_push_brings_rows_that_were_left_out():
+    """They come with the refresh that the push causes, next to the network, once."""
+    embeddings, worker = collection(Hybrid(4, warmup=0))
+    worker.leaves_out = worker.holds_pushes = True
+    batches = embeddings.prefetch(make_batches(4))
+    train(embeddings, next(batches))
+    train(embeddings, next(batches))
+    wait_until(lambda: embeddings.ready == 2 and noticed(embeddings), "that lookups run ahead")
+    assert worker.refreshes == 0
+    worker.may_push.release()
+    wait_until(lambda: current_to(embeddings) == 1)
+    assert worker.refreshed_rows == [1]
+    worker.may_push.release()
+    wait_until(lambda: current_to(embeddings) == 2)
+    assert worker.refreshed_rows == [1, 1]
+    assert worker.asked == [True, False]  # Now it is refreshed as any other row.
+    assert hot_value(next(batches)) == 2
+    worker.holds_pushes = False
+    worker.may_push.release(4)
+    batches.close()
 
 
 @pytest.mark.parametrize("most", [pooling.MOST_AHEAD, 0], ids=["pooled ahead", "pooled late"])
@@ -379,11 +472,11 @@ def test_a_batch_that_is_lost_before_its_refresh(mode):
     embeddings, worker = collection(mode)
     refresh, lost = worker._worker.refresh, []
 
-    def losing(batch_id, seen):
+    def losing(batch_id, seen, left_out):
         if worker.refreshes == 3:
             worker._worker.release(batch_id)
             lost.append(batch_id)
-        return refresh(batch_id, seen)
+        return refresh(batch_id, seen, left_out)
 
     worker._worker.refresh = losing
     used = []
@@ -397,6 +490,34 @@ def test_a_batch_that_is_lost_before_its_refresh(mode):
     assert len(lost) == 1
     assert embeddings.pushed.lost_gradients == 1
     assert embeddings.rows("item", [HOT]).values[0, 0] == 11
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["sync", "hybrid"])
+def test_a_batch_that_is_lost_with_rows_that_were_left_out(mode):
+    """Its rows are not known, so it is not trained: as a batch that is lost before its lookup."""
+    embeddings, worker = collection(mode)
+    worker.leaves_out = True
+    refresh, lost = worker._worker.refresh, []
+
+    def losing(batch_id, seen, left_out):
+        if left_out is not None and not lost:
+            worker._worker.release(batch_id)
+            lost.append(batch_id)
+        return refresh(batch_id, seen, left_out)
+
+    worker._worker.refresh = losing
+    used = []
+    for number, batch in enumerate(embeddings.prefetch(make_batches(12))):
+        if not number:
+            wait_until(lambda: embeddings.ready >= 4, "that lookups run ahead")
+        used.append(batch.batch_id)
+        train(embeddings, batch)
+    assert len(used) == 11
+    assert lost[0] not in used
+    pushed = embeddings.pushed
+    assert (pushed.lost_batches, pushed.lost_rows, pushed.lost_gradients) == (1, 2, 0)
+    assert embeddings.rows("item", [HOT]).values[0, 0] == 11
+    assert embeddings.global_step == 12
 
 
 class Held:

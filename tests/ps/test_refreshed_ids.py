@@ -78,7 +78,7 @@ class Copy:
 
     def refresh(self):
         """Returns the ids of the rows that came, by table."""
-        places, rows, (self.seen,), scales = self.ps.refresh(self.ids, self.seen)
+        places, rows, (self.seen,), scales, _ = self.ps.refresh(self.ids, self.seen)
         assert scales is None
         assert list(places.names) == list(rows.names) == list(self.ids.names)
         came = {}
@@ -132,7 +132,7 @@ def test_rows_in_one_table_only():
     ids = Packed.of({"user": np.array([4, 2], np.uint64)}, np.uint64)
     rows, seen = ps.lookup_ahead(ids)
     push([4], [2])
-    places, fresh, (seen,), _ = ps.refresh(ids, seen)
+    places, fresh, (seen,), _, _ = ps.refresh(ids, seen)
     assert list(places.names) == ["user"]
     assert places["user"].tolist() == [1]
     np.testing.assert_array_equal(fresh["user"], rows["user"][[1]] + 1)
@@ -316,6 +316,38 @@ def test_a_refresh_counts_nothing_and_keeps_the_order_of_evictions(how):
             kept.append((ps.contains(packed(range(140)))["item"].tolist(), ps.statistics()))
     assert kept[0] == kept[1]
     assert kept[0][1]["item"]["evicted"] > 0
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_late_ids_are_looked_up_with_a_refresh(how):
+    """As by a lookup for training: rows are made, and counted; those that were looked up ahead do not change."""
+    with served(how) as ps:
+        push = Pusher(ps)
+        copy, late = Copy(ps, [1, 2], [1]), packed([7, 2], [9])
+        push([2])
+        before = ps.statistics()
+        assert not ps.contains(late)["item"][0]
+        assert ps.refresh(copy.ids, copy.seen).late is None
+        places, rows, (seen,), _, found = ps.refresh(copy.ids, copy.seen, late)
+        assert {name: own.tolist() for name, own in places.items()} == {"item": [1], "user": []}
+        after = ps.statistics()
+        assert {n: after["item"][n] - before["item"][n] for n in ("hits", "misses")} == {"hits": 1, "misses": 1}
+        assert after["user"]["misses"] - before["user"]["misses"] == 1
+        assert ps.contains(late)["item"].all()
+        np.testing.assert_array_equal(found["item"][1], rows["item"][0])
+        np.testing.assert_array_equal(found.buffer, ps.lookup(late, train=False).buffer)
+        push([7])
+        assert ps.refresh(late, seen).places["item"].tolist() == [0]
+
+
+def test_an_update_after_the_lookup_of_late_rows_comes_with_the_next_refresh(monkeypatch):
+    ps = started()
+    push = Pusher(ps)
+    copy, late = Copy(ps, [1]), packed([2])
+    ps.lookup(late, train=True)
+    once_after(monkeypatch, ps, "lookup", lambda: push([2]))
+    (seen,) = ps.refresh(copy.ids, copy.seen, late).seen
+    assert ps.refresh(late, seen).places["item"].tolist() == [0]
 
 
 def test_rows_come_while_they_are_published(tmp_path):

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 import persia
 from persia import batching
 from persia.batching.id_column import IdColumn
+from persia.batching.places import _in_buffer
 from persia.errors import StaleBatchError, StoreError
 from persia.modes import Sync
 from persia.nn.transfer import decode
 from persia.optim import SGD
 from persia.ps import EmbeddingServer
 from persia.schema import Table
-from persia.types import Contribution, Moment, PushHeader
+from persia.types import Contribution, Moment, Packed, PushHeader
 from persia.worker import Worker, WorkerOptions
 from support.examples import examples
 
@@ -72,7 +73,7 @@ def test_refreshed_rows_are_those_of_a_whole_lookup(ahead, pushed, servers):
         worker.lookup(other)
         changed = worker.distinct_ids(other)
         push(worker, step, other, changed)
-        places, fresh, seen, scales = worker.refresh(batch_id, seen)
+        places, fresh, seen, scales, _ = worker.refresh(batch_id, seen)
         assert scales is None
         assert len(seen) == servers
         for name, own in ids.items():
@@ -81,6 +82,68 @@ def test_refreshed_rows_are_those_of_a_whole_lookup(ahead, pushed, servers):
         batching.put_places(rows, places, fresh)
         np.testing.assert_array_equal(rows.buffer, worker.lookup_ahead(batch_id).rows.buffer)
     assert worker.refresh(batch_id, seen).places.buffer.size == 0
+
+
+@settings(max_examples=examples(25))
+@given(
+    st.lists(features, min_size=1, max_size=4),
+    features,
+    st.integers(0, 4),
+    st.integers(0, 3),
+    st.sampled_from([1, 2, 3]),
+)
+def test_rows_that_were_left_out_come_with_the_refresh(before, ids_of, recent, pushed, servers):
+    """Those of ids of the last batches that were looked up ahead, whether or not these have been pushed."""
+    worker = a_worker(servers)
+    earlier = [worker.register(columns(batch)) for batch in before]
+    for other in earlier:
+        worker.lookup_ahead(other)
+    batch_id = worker.register(columns(ids_of))
+    ids = worker.distinct_ids(batch_id)
+    found = worker.lookup_ahead(batch_id, recent=recent)
+    in_last = {name: set() for name in ids}
+    for other in earlier[max(0, len(earlier) - recent) :]:
+        for name, own in worker.distinct_ids(other).items():
+            in_last[name].update(own.tolist())
+    flags = [id_ in in_last[name] for name, own in ids.items() for id_ in own.tolist()]
+    assert (found.left_out is None) == (not any(flags))
+    if found.left_out is not None:
+        assert found.left_out.buffer.tolist() == flags  # No id shares its slot here.
+    included = batching.places_of(Packed(ids.names, ids.counts, ~np.array(flags, np.bool_)))
+    assert list(found.rows.counts) == list(included.counts)
+    changed = earlier[pushed % len(earlier)]
+    push(worker, 0, changed, worker.distinct_ids(changed))
+    fresh = worker.refresh(batch_id, found.seen, found.left_out)
+    widths = [DIMS[name] for name in ids]
+    size = sum(count * width for count, width in zip(ids.counts, widths, strict=True))
+    rows = Packed(ids.names, ids.counts, np.full(size, np.nan, np.float32), widths)
+    batching.put_places(rows, included, found.rows)
+    batching.put_places(rows, fresh.places, fresh.rows)
+    np.testing.assert_array_equal(rows.buffer, worker.lookup(batch_id).rows.buffer)
+    assert len(fresh.places.buffer) == len(np.unique(_in_buffer(ids.counts, fresh.places)))  # No row twice.
+    assert worker.refresh(batch_id, fresh.seen).places.buffer.size == 0
+
+
+def test_new_rows_that_were_left_out_are_made_at_the_refresh():
+    """An id may be left out that has no row, as another id shares its slot."""
+    worker = a_worker(2)
+    batch_id = worker.register(columns({"item": [1, 2], "user": [3]}))
+    seen, ids = worker.lookup_ahead(worker.register(columns({}))).seen, worker.distinct_ids(batch_id)
+    left_out = Packed(ids.names, ids.counts, np.ones(3, np.bool_))
+    fresh = worker.refresh(batch_id, seen, left_out)
+    assert sorted(fresh.places["item"].tolist()) == [0, 1]
+    assert fresh.places["user"].tolist() == [0]
+    assert (fresh.rows["item"] != 0).any(axis=1).all()
+    assert push(worker, 0, batch_id, ids)["item"].applied == 2
+
+
+def test_rows_left_out_have_to_be_those_of_the_batch():
+    worker = a_worker()
+    batch_id = worker.register(columns({"item": [1, 2]}))
+    seen = worker.lookup_ahead(batch_id).seen
+    names = worker.distinct_ids(batch_id).names
+    with pytest.raises(StoreError, match="one flag for each of the distinct ids"):
+        worker.refresh(batch_id, seen, Packed(names, [1, 0, 0], np.ones(1, np.bool_)))
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -150,7 +213,7 @@ def test_compressed_rows_are_those_of_a_compressed_lookup(schema, servers):
         if len(own)
     }
     worker.push(PushHeader(1, 0, 1, 0, 1), [Contribution(other, gradients)])
-    places, rows, _, scales = worker.refresh(batch_id, looked_up.seen)
+    places, rows, _, scales, _ = worker.refresh(batch_id, looked_up.seen)
     assert scales is not None
     assert sorted(places.counts, reverse=True)[:2] == [5, 1]
     mine = decode(looked_up.rows, looked_up.scales, tables=tables)

@@ -19,7 +19,16 @@ from persia.batching.packed_batch import (
     route_batch,
     take_part,
 )
-from persia.batching.places import check_places, keep, put_places, take_places
+from persia.batching.places import (
+    check_places,
+    complement,
+    flag_places,
+    keep,
+    places_included,
+    places_of,
+    put_places,
+    take_places,
+)
 from persia.batching.pooling import FeaturePlan, Pooled, Pooler, pool_backward, pool_forward
 from persia.batching.row_codec import decode_rows, encode_rows
 from persia.batching.row_copies import CopiedTable, plan_copies
@@ -43,17 +52,21 @@ __all__ = [
     "borrow",
     "check_places",
     "check_rows",
+    "complement",
     "copy_array",
     "decode_packed",
     "decode_rows",
     "default_threads",
     "encode_packed",
     "encode_rows",
+    "flag_places",
     "group_by_owner",
     "hash_cross",
     "keep",
     "merge_gradients",
     "owners",
+    "places_included",
+    "places_of",
     "plain_packed",
     "plan_copies",
     "pool_backward",

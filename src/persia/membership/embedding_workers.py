@@ -93,23 +93,23 @@ class EmbeddingWorkers:
             self._rows[batch_id] = _rows(looked_up)
         return looked_up
 
-    def lookup_ahead(self, batch_id: int, pool: bool = False) -> LookedUp:
+    def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> LookedUp:
         """Looks up the rows of a registered batch, ahead of their use.
 
         Raises:
             StaleBatchError: the batch is unknown, or lost with its embedding worker.
         """
-        looked_up = self._ask(batch_id, "lookup", lambda worker: worker.lookup_ahead(batch_id, pool))
+        looked_up = self._ask(batch_id, "lookup", lambda worker: worker.lookup_ahead(batch_id, pool, recent))
         self._rows[batch_id] = _rows(looked_up)
         return looked_up
 
-    def refresh(self, batch_id: int, seen: list[Moment]) -> FreshRows:
-        """Returns the rows of a batch that may have changed since moments.
+    def refresh(self, batch_id: int, seen: list[Moment], left_out: Packed[np.bool_] | None = None) -> FreshRows:
+        """Returns the rows of a batch that may have changed since moments, or were left out.
 
         Raises:
             StaleBatchError: the batch is unknown, or lost with its embedding worker.
         """
-        return self._ask(batch_id, "refresh", lambda worker: worker.refresh(batch_id, seen))
+        return self._ask(batch_id, "refresh", lambda worker: worker.refresh(batch_id, seen, left_out))
 
     def recorded_lookup(self, batch_id: int) -> LookedUp:
         """Looks up a batch for training; see `persia.services.RecordableWorker`."""

@@ -118,6 +118,11 @@ class LookupTime(NamedTuple):
     applied: int
     limit: int
 
+    @property
+    def in_flight(self) -> int:
+        """Number of earlier steps that may be missing in the rows."""
+        return self.step - self.applied
+
 
 class StalenessGate:
     """Lets lookups pass as the mode allows. A step is one batch, or `accumulation_steps` of them.
@@ -264,7 +269,7 @@ class StalenessGate:
     def aged(self, staleness: int) -> None:
         """Notes that the oldest row of the last lookup is a copy that lacks this many steps."""
         with self._changed:
-            fresh = self.last_lookup.step - self.last_lookup.applied
+            fresh = self.last_lookup.in_flight
             if staleness > fresh:
                 self._counts[fresh] -= 1
                 self._counts[staleness] += 1

@@ -26,12 +26,15 @@ class Refresh(NamedTuple):
         lookahead: `Mode.lookahead`.
         accumulation: batches of a step.
         exact: whether rows have all updates when they are used.
+        leaves_out: whether lookups leave out rows that batches in flight have: not where all rows are in memory of this
+            process, so that nothing is sent.
     """
 
     tables: Mapping[str, Table]
     lookahead: int
     accumulation: int
     exact: bool
+    leaves_out: bool
 
 
 def refreshes(mode: Mode, schema: Schema, near: bool, options: CollectionOptions) -> Refresh | None:
@@ -57,7 +60,7 @@ def refreshes(mode: Mode, schema: Schema, near: bool, options: CollectionOptions
     exact = mode.initial_depth() == 0 and not asynchronous
     if not mode.refresh or (exact and not plain) or (near and (exact or asynchronous)):
         return None
-    return Refresh(tables, mode.lookahead, options.accumulation_steps, exact)
+    return Refresh(tables, mode.lookahead, options.accumulation_steps, exact, not near)
 
 
 def crowded(rows: Mapping[str, int], tables: Mapping[str, Table], batches: int) -> bool:

@@ -47,9 +47,12 @@ class PreparedBatch:
         pooled_ids: number of distinct ids by table, for tables whose features were pooled at an embedding worker: for
             them `rows` has values.
         seen: moments of the PSs that its rows are of, if they are to be refreshed; else None.
+        left_out: which of its rows are zeros until they are refreshed, as in `LookedUp`; None if none is.
+        lost: whether they will not be refreshed, as the batch was lost with its embedding worker.
         step: its step within the pass, if its rows are to be refreshed.
-        current_to: number of this NN worker's steps of the pass whose updates its rows have, at least.
-        needs_step: number of these steps whose updates its rows have to have.
+        current_to: number of this NN worker's steps of the pass whose updates its rows have, at least; -1 if some rows
+            were left out.
+        needs_step: number of these steps whose updates its rows have to have; -1 as long as any will do.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class PreparedBatch:
         self.expander: Expander | None = None
         self.pooled_ids: Mapping[str, int] = {}
         self.seen: list[Moment] | None = None
+        self.left_out: Packed[np.bool_] | None = None
+        self.lost = False
         self.step = 0
         self.current_to = 0
         self.needs_step = 0

@@ -13,7 +13,7 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Encoded
 from persia.services import Connection, ReadObserver
 from persia.telemetry.tracing import Tracer
-from persia.types import Contribution, Losses, ReadRecord, RegisteredBatch, UpdateCounts, sum_counts
+from persia.types import Contribution, Losses, ReadRecord, UpdateCounts, sum_counts
 
 __all__ = ["Gradient", "PushCounts", "PushLog"]
 
@@ -99,11 +99,11 @@ class PushLog:
         gradients = getattr(self.connection.worker, "lost_gradients", 0)
         return Losses(self._lost_batches, self._lost_rows, gradients)
 
-    def lost(self, batch: RegisteredBatch) -> None:
-        """Counts a batch that was lost with its embedding worker before its lookup."""
-        self.registered.discard(batch.batch_id)
+    def lost(self, batch_id: int, rows: int) -> None:
+        """Counts a batch that was lost with its embedding worker before all its rows were looked up."""
+        self.registered.discard(batch_id)
         self._lost_batches += 1
-        self._lost_rows += len(batch.labels)
+        self._lost_rows += rows
 
     def release(self, batch: PreparedBatch) -> None:
         """Releases a batch that was drawn and never back-propagated, and counts it."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from persia.errors import PersiaError
 from persia.nn.batch_counts import BatchCounts
-from persia.nn.gate import StalenessGate
+from persia.nn.gate import LookupTime, StalenessGate
 from persia.nn.lookahead import Refresh, crowded
 from persia.nn.prepared import PreparedBatch
 from persia.nn.push_log import Gradient, PushLog
@@ -32,6 +32,9 @@ from persia.nn.transfer import Encoded, Ready
 from persia.types import PushHeader, RegisteredBatch
 
 __all__ = ["MOST_PUSHES", "StepPass", "StepPushes", "named"]
+
+NOT_CURRENT = -1
+"""Instead of a number of steps: of a batch with rows that were not read."""
 
 MOST_PUSHES = 4
 """Maximum number of pushes that an NN worker has in flight, in modes whose PSs combine the pushes of all NN workers.
@@ -103,22 +106,31 @@ class StepPass(TrainingPass):
     def look_up(self, batch: RegisteredBatch) -> tuple[PreparedBatch, Ready]:
         """Looks up and numbers a batch."""
         moment, gate = self._gate.last_lookup, self._gate
+        workers = self._log.connection.nn_workers
         refresher = self._refresher if self.ahead else None
+        # If hardly an update is missing, its rows may be used as they are.
+        final = refresher is None or moment.applied >= moment.step - int(refresher.eager)
         prepared, make_ready = self._lookup.look_up(
             batch,
             self.end_of_backward,
             ready=self.runner.ready,
             cache=self._cache,
             refreshed=refresher is not None,
-            final=refresher is None or moment.applied >= moment.step - int(refresher.eager),
+            recent=0 if final else self._recent(moment),
+            final=final,
             dummy_rows=self.rows_of_dummy,
         )
-        prepared.number, self._number = self._number, self._number + self._log.connection.nn_workers
+        prepared.number, self._number = self._number, self._number + workers
         if refresher is None or prepared.dummy:
             if gate.refreshing:
                 gate.used(moment, moment.step if prepared.dummy else moment.applied)
             return prepared, make_ready
         prepared.step, prepared.current_to, prepared.needs_step = moment.step, moment.applied, gate.needs(moment)
+        if prepared.left_out is not None:
+            # It cannot be used before a refresh, which is worth most if it is not earlier than necessary.
+            prepared.current_to = NOT_CURRENT
+            if prepared.needs_step <= moment.applied:
+                prepared.needs_step = NOT_CURRENT
         self._limit_lookahead(prepared)
         refresher.offer(prepared)
 
@@ -129,6 +141,24 @@ class StepPass(TrainingPass):
             gate.used(moment, prepared.current_to)
 
         return prepared, use
+
+    def _recent(self, moment: LookupTime) -> int:
+        """Returns of how many batches before one that is looked up now the rows may be left out of it."""
+        if self._refresh is None or not self._refresh.leaves_out:
+            return 0
+        return moment.in_flight * self._refresh.accumulation * self._log.connection.nn_workers
+
+    def _drawn_batch(self) -> PreparedBatch:
+        batch = super()._drawn_batch()
+        if not batch.lost:
+            return batch
+        # Some of its rows were never read: nothing can be learned from it.
+        assert batch.batch_id is not None
+        self._log.connection.worker.release(batch.batch_id)
+        self._log.lost(batch.batch_id, len(batch))
+        dummy = self._lookup.dummy(self.rows_of_dummy)
+        dummy.number = batch.number
+        return dummy
 
     def _limit_lookahead(self, batch: PreparedBatch) -> None:
         """Looks up less far ahead if a table is too small for the rows of as many batches."""

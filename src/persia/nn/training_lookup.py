@@ -74,6 +74,7 @@ class TrainingLookup:
         ready: int = 0,
         cache: RowCache | None = None,
         refreshed: bool = False,
+        recent: int = 0,
         final: bool = True,
         dummy_rows: int = 1,
     ) -> tuple[PreparedBatch, Ready]:
@@ -85,7 +86,8 @@ class TrainingLookup:
             ready: number of batches that are looked up and wait for the network.
             cache: has copies of rows on the device; None without.
             refreshed: whether its rows may be refreshed before it is used.
-            final: whether that will hardly happen, so that it is worth pooling them here.
+            recent: number of earlier batches whose rows it may leave out, so that they have to be refreshed.
+            final: whether they will hardly be, so that it is worth pooling them here.
             dummy_rows: rows of a dummy batch.
 
         Returns:
@@ -97,7 +99,7 @@ class TrainingLookup:
         try:
             with self._tracer.span("lookup", batch=batch.batch_id):
                 if refreshed:
-                    rows = self._worker.lookup_ahead(batch.batch_id, **pooling)
+                    rows = self._worker.lookup_ahead(batch.batch_id, self._pools, recent)
                 elif cache is not None:
                     plan = cache.plan(self._worker.distinct_ids(batch.batch_id), self._gate.last_lookup)
                     rows = self._worker.lookup_part(batch.batch_id, plan.wanted)
@@ -108,7 +110,7 @@ class TrainingLookup:
         except StaleBatchError:
             if cache is not None:
                 cache.clear()
-            self._log.lost(batch)
+            self._log.lost(batch.batch_id, len(batch.labels))
             return self.dummy(dummy_rows), nothing_to_do
         with self._tracer.span("transfer", batch=batch.batch_id):
             prepared, make_ready = self._transfer.rows(batch, rows, plan)
@@ -123,7 +125,7 @@ class TrainingLookup:
         if expander.on_host:
             index = prepared.inverse, prepared.offsets, prepared.id_weights
             prepared.pooled = expander.ahead(prepared.host_rows(), *index)
-            if final and prepared.pooled.fits(ready):
+            if final and prepared.left_out is None and prepared.pooled.fits(ready):
                 with self._tracer.span("pool", batch=batch.batch_id):
                     prepared.pooled.pool()
         prepared.await_gradient(batch.batch_id, end_of_backward)
@@ -139,14 +141,15 @@ class TrainingLookup:
         assert batch.seen is not None
         with self._tracer.span("refresh", batch=batch.batch_id):
             try:
-                fresh = self._worker.refresh(batch.batch_id, batch.seen)
+                fresh = self._worker.refresh(batch.batch_id, batch.seen, batch.left_out)
             except StaleBatchError:  # Lost with its embedding worker, as its gradient will be, which is counted.
+                batch.lost = batch.left_out is not None
                 return nothing_to_do
             replace = self._transfer.fresh_rows(batch, fresh)
 
         def overwrite() -> None:
             replace()
-            batch.seen = fresh.seen
+            batch.seen, batch.left_out = fresh.seen, None
             if batch.pooled is not None:
                 batch.pooled.pool_again()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -311,6 +312,7 @@ class Transfer:
             DataError: the rows do not have the form that their tables declare.
         """
         batching.check_rows(lookup.rows, lookup.scales, self._tables)
+        included = None if lookup.left_out is None else batching.places_included(lookup.left_out, lookup.rows)
         arrays: dict[str, NDArray[Any]] = {"dense": batch.dense, "labels": batch.labels}
         if batch.weights is not None:
             arrays["weights"] = batch.weights
@@ -323,7 +325,10 @@ class Transfer:
         offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None]
         if self._on_host:
             plain = decode(lookup.rows, lookup.scales, self._scratch, self._tables)
-            if lookup.seen is not None and not plain.buffer.flags.writeable:  # In a message; `fresh_rows` writes them.
+            if lookup.left_out is not None and included is not None:
+                plain = self._with_zeros(plain, included, lookup.left_out.counts)
+            elif lookup.seen is not None and not plain.buffer.flags.writeable:
+                # In a message, and `fresh_rows` writes them.
                 own = self._scratch.floats(plain.buffer.size)
                 own[:] = plain.buffer
                 plain = Packed(plain.names, plain.counts, own, plain.widths)
@@ -344,6 +349,8 @@ class Transfer:
             optional = {"scales": lookup.scales, "id_weights": lookup.weights}
             packed: dict[str, Packed[Any]] = {**packs, **{k: pack for k, pack in optional.items() if pack is not None}}
             arrays.update({kind: pack.buffer for kind, pack in packed.items()})
+            if included is not None:
+                arrays["included"] = included.buffer.astype(np.int64)
             # Made on the device, in the stream that has copied the rest.
             made: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -352,6 +359,11 @@ class Transfer:
                 made["rows"] = decode_tensors(made["rows"], made.get("scales"), self._tables)
                 if cached is not None:
                     made["rows"] = cached.assemble(made["rows"], unpacked(tensors["places"].long(), cached.places))
+                if lookup.left_out is not None and included is not None:
+                    index, whole = unpacked(tensors["included"], included), dict[str, torch.Tensor]()
+                    for (name, rows), count in zip(made["rows"].items(), lookup.left_out.counts, strict=True):
+                        whole[name] = rows.new_zeros(count, rows.shape[1]).index_copy_(0, index[name], rows)
+                    made["rows"] = whole
                 return {**tensors, **{f"rows/{name}": rows for name, rows in made["rows"].items()}}
 
             tensors, ready = self._staging.to_device(arrays, unpack)
@@ -365,8 +377,19 @@ class Transfer:
         prepared.frozen = self._frozen
         prepared.weights, prepared.groups = tensors.get("weights"), tensors.get("groups")
         prepared.id_weights = id_weights
-        prepared.seen = lookup.seen
+        prepared.seen, prepared.left_out = lookup.seen, lookup.left_out
         return prepared, ready
+
+    def _with_zeros(
+        self, rows: Packed[np.float32], included: Packed[np.uint32], counts: Sequence[int]
+    ) -> Packed[np.float32]:
+        """Returns rows in their places among all rows of a batch; the others are zeros."""
+        widths = rows.widths or []
+        buffer = self._scratch.floats(sum(map(operator.mul, counts, widths)))
+        buffer[:] = 0.0
+        whole = Packed(rows.names, counts, buffer, widths)
+        batching.put_places(whole, included, rows)
+        return whole
 
     def fresh_rows(self, batch: PreparedBatch, fresh: FreshRows) -> Callable[[], None]:
         """Returns a function that overwrites rows of a batch that is not used yet with their current values.

@@ -88,10 +88,10 @@ class _FakeWorker:
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
         return self._registered[batch_id]
 
-    def lookup_ahead(self, batch_id: int) -> LookedUp:
+    def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> LookedUp:
         return self._registered[batch_id]._replace(seen=[Moment(0, 0)])
 
-    def refresh(self, batch_id: int, seen: list[Moment]) -> FreshRows:
+    def refresh(self, batch_id: int, seen: list[Moment], left_out: Packed[np.bool_] | None = None) -> FreshRows:
         """Answers that no row has changed."""
         rows = self._registered[batch_id].rows
         none = [0] * len(rows)

@@ -185,19 +185,21 @@ class EmbeddingServer(JournaledServer):
         seen = self._changes.now()  # Before the lookup, which may then have newer rows, never older ones.
         return RowsAhead(self.lookup(ids, train=True), seen)
 
-    def refresh(self, ids: Packed[np.uint64], seen: Moment) -> FreshRows:
-        """Returns the rows that may have changed since a moment; see `persia.services.EmbeddingPS`."""
+    def refresh(self, ids: Packed[np.uint64], seen: Moment, late: Packed[np.uint64] | None = None) -> FreshRows:
+        """Returns the rows that may have changed since a moment, and late ones; see `persia.services.EmbeddingPS`."""
         if ids.widths is not None or sum(ids.counts) != len(ids.buffer):
             raise StoreError(f"refresh: expected ids uint64 [n] by table, got {ids!r} with widths {ids.widths}.")
         numbers, _, words = self._numbers.places(ids.names)
         now = self._changes.now()
         places, changed = self._changes.changed(numbers, ids, seen)
         rows = self._scratch.floats(sum(map(operator.mul, changed.counts, words)))
-        found = self._store.read_packed(numbers, changed.counts, changed.buffer, rows)
         fresh = Packed(ids.names, changed.counts, rows, words)
-        if not found.all():  # Evicted since; the caller keeps what it has.
-            places, fresh = batching.keep(places, found), batching.keep(fresh, found)
-        return FreshRows(places, cast("Packed[np.float32 | np.float16]", fresh), [now])
+        if changed.buffer.size:
+            found = self._store.read_packed(numbers, changed.counts, changed.buffer, rows)
+            if not found.all():  # Evicted since; the caller keeps what it has.
+                places, fresh = batching.keep(places, found), batching.keep(fresh, found)
+        looked_up = None if late is None else self.lookup(late, train=True)
+        return FreshRows(places, cast("Packed[np.float32 | np.float16]", fresh), [now], late=looked_up)
 
     def recorded_lookup(self, ids: Mapping[str, Ids], batch_id: int) -> Packed[np.float32]:
         """Looks up rows for training, and records it; see `persia.services.RecordableRows`."""

@@ -100,14 +100,16 @@ class EmbeddingPS(Protocol):
     def lookup_ahead(self, ids: Packed[np.uint64]) -> RowsAhead:
         """Looks up rows for training like `lookup`, ahead of their use: `refresh` brings them up to date."""
 
-    def refresh(self, ids: Packed[np.uint64], seen: Moment) -> FreshRows:
-        """Returns the rows that may have been updated since they were looked up ahead. Nothing changes.
+    def refresh(self, ids: Packed[np.uint64], seen: Moment, late: Packed[np.uint64] | None = None) -> FreshRows:
+        """Returns the rows that may have been updated since they were looked up ahead, and looks up the others.
 
-        Rows that are no longer in their table are left out: the caller keeps the values that it has.
+        Rows that were looked up ahead do not change. Those that are no longer in their table are left out: the caller
+        keeps the values that it has.
 
         Args:
-            ids: the ids that were looked up, by table.
+            ids: the ids that were looked up ahead, by table.
             seen: the moment that their rows are of.
+            late: ids that were not, by table: they are looked up for training. None if there are none.
         """
 
     @rpc.waits
@@ -318,27 +320,30 @@ class EmbeddingWorker(Protocol):
             StaleBatchError: the batch is unknown: pushed, released, expired, or of an earlier incarnation.
         """
 
-    def lookup_ahead(self, batch_id: int, pool: bool = False) -> LookedUp:
+    def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> LookedUp:
         """Looks up the rows of a registered batch for training, ahead of their use: `refresh` brings them up to date.
 
         Args:
             batch_id: id that `register` returned.
             pool: as for `lookup`. A refresh returns the values of all samples of which a row has changed.
+            recent: number of batches that were looked up ahead here and are trained before this one. Their rows will
+                have changed by then, so they may be left out; see `LookedUp.left_out`. 0 leaves out no row.
 
         Raises:
             StaleBatchError: the batch is unknown.
         """
 
-    def refresh(self, batch_id: int, seen: list[Moment]) -> FreshRows:
-        """Returns the rows of a batch that may have been updated since they were looked up ahead.
+    def refresh(self, batch_id: int, seen: list[Moment], left_out: Packed[np.bool_] | None = None) -> FreshRows:
+        """Returns the rows of a batch that may have been updated since they were looked up ahead, or were left out.
 
         Args:
             batch_id: id that `register` returned.
             seen: the moments that its rows are of, from `lookup_ahead` or an earlier `refresh`.
+            left_out: from `lookup_ahead`, until a `refresh` has returned.
 
         Raises:
             StaleBatchError: the batch is unknown.
-            StoreError: `seen` does not have a moment for each PS.
+            StoreError: `seen` does not have a moment for each PS, or `left_out` does not match the ids of the batch.
         """
 
     def distinct_ids(self, batch_id: int) -> Packed[np.uint64]:

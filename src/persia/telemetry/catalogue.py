@@ -76,7 +76,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "worker_stale": MetricKind("counter", "calls for an unknown batch"),
     "worker_gradient_rows": MetricKind("counter", "rows of gradients sent to PSs"),
     "worker_row_bytes": MetricKind("counter", "bytes of rows to NN workers, by codec"),
-    "worker_refreshed_bytes": MetricKind("counter", "bytes of rows that were sent again, since they changed, by codec"),
+    "worker_refreshed_bytes": MetricKind("counter", "bytes of rows that refreshes sent, by codec"),
     "worker_gradient_bytes": MetricKind("counter", "bytes of gradients from NN workers, by codec"),
     # Data loader.
     "loader_ready": MetricKind("gauge", "batches ready for NN workers"),

@@ -174,17 +174,21 @@ class RowsAhead(NamedTuple):
 class FreshRows(NamedTuple):
     """The current values of those rows of a batch that may have changed since they were looked up.
 
+    From an embedding worker, also the rows that its lookup has left out.
+
     Attributes:
-        places: index of each row among the ids that were asked for, by table, uint32 `[changed]`, ascending.
+        places: index of each row among the ids that were looked up, by table, uint32 `[changed]`.
         rows: values by table, `[changed, dim]`, in the form in which they were looked up.
         seen: moments that these, and the rows that have not changed, are of: one for each PS.
         scales: as in `LookedUp`.
+        late: from a PS, the rows of the ids that are looked up only now, by table, `[late ids, dim]`; else None.
     """
 
     places: Packed[np.uint32]
     rows: Packed[np.float32 | np.float16]
     seen: list[Moment]
     scales: Packed[np.float32] | None = None
+    late: Packed[np.float32] | None = None
 
 
 class LookedUp(NamedTuple):
@@ -203,6 +207,8 @@ class LookedUp(NamedTuple):
         pooled: number of distinct ids by table, for tables whose features were pooled by the embedding worker: `rows`
             has the values of each such feature by `persia.schema.pooled_features.values_name`, `[batch, dim]`, and
             the other fields lack the feature. None if it pooled none.
+        left_out: whether each distinct row is missing in `rows`, by table, bool `[unique ids]`: `refresh` brings it.
+            None if no row is.
     """
 
     rows: Packed[np.float32 | np.float16]
@@ -213,6 +219,7 @@ class LookedUp(NamedTuple):
     weights: Packed[np.float32] | None = None
     seen: list[Moment] | None = None
     pooled: dict[str, int] | None = None
+    left_out: Packed[np.bool_] | None = None
 
     @property
     def inverse(self) -> dict[str, Inverse]:

@@ -34,6 +34,7 @@ from persia.types import (
 )
 from persia.worker.buffer import BatchBuffer, WorkerOptions
 from persia.worker.feature_pooler import BufferedBatch, FeaturePooler, PooledRows
+from persia.worker.recent_lookups import RecentLookups
 from persia.worker.routing import Router
 
 __all__ = ["Worker"]
@@ -87,6 +88,7 @@ class Worker:
         self._compresses = options.compression == "fp16"
         self._tables = schema.resolved_tables()
         self._pooler = FeaturePooler(schema, options.pool_at, self._compresses, threads)
+        self._recent = RecentLookups()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._traffic: Counter[tuple[str, str]] = Counter()
@@ -124,12 +126,16 @@ class Worker:
             self.release(batch_id)
         return rows
 
-    def lookup_ahead(self, batch_id: int, pool: bool = False) -> LookedUp:
-        """Looks up the rows of a registered batch for training, ahead of their use.
+    def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> LookedUp:
+        """Looks up the rows of a registered batch ahead of their use; see `persia.services.EmbeddingWorker`.
 
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
         """
+        with self._buffer.use(batch_id) as (batch, _):
+            pool = pool and self._pooler.applies(batch)  # Then all its rows are needed.
+            left_out = self._recent.add(batch.ids, 0 if pool else recent)
+        wanted = None if left_out is None else batching.complement(left_out)
         seen: list[Moment] = [Moment(0, 0)] * len(self._servers)
 
         def ahead(number: int, ids: Packed[np.uint64], _: bool) -> Packed[np.float32]:
@@ -137,14 +143,15 @@ class Worker:
             return rows
 
         lookups = [functools.partial(ahead, number) for number in range(len(self._servers))]
-        return self._look_up(batch_id, lookups, True, pool=pool, keep=True)._replace(seen=seen)
+        rows = self._look_up(batch_id, lookups, True, wanted, pool=pool, keep=True)
+        return rows._replace(seen=seen, left_out=left_out)
 
-    def refresh(self, batch_id: int, seen: list[Moment]) -> FreshRows:
-        """Returns the rows of a batch that may have changed since moments; see `persia.services.EmbeddingWorker`.
+    def refresh(self, batch_id: int, seen: list[Moment], left_out: Packed[np.bool_] | None = None) -> FreshRows:
+        """Returns the rows of a batch that may have changed or were left out; see `persia.services.EmbeddingWorker`.
 
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
-            StoreError: `seen` does not have a moment for each PS.
+            StoreError: `seen` does not have a moment for each PS, or `left_out` does not match the ids of the batch.
         """
         if len(seen) != len(self._servers):
             raise StoreError(
@@ -152,13 +159,14 @@ class Worker:
                 "all roles of a run with the same number of PSs."
             )
         with self._buffer.use(batch_id) as (batch, pooled):
+            split = self._router.split(batch, left_out)
             answers = call_all(
                 [
-                    functools.partial(server.refresh, self._router.ids_of(batch, number), moment)
+                    functools.partial(server.refresh, *self._router.ids_to_refresh(split, number, moment))
                     for number, (server, moment) in enumerate(zip(self._servers, seen, strict=True))
                 ]
             )
-            fresh = self._pooler.refreshed(batch, pooled, self._router.join_fresh(batch, answers))
+            fresh = self._pooler.refreshed(batch, pooled, self._router.join_fresh(split, answers))
         if self._compresses:
             halves, scales = batching.encode_packed(cast("Packed[np.float32]", fresh.rows), self._tables)
             fresh = fresh._replace(rows=cast("Packed[np.float32 | np.float16]", halves), scales=scales)

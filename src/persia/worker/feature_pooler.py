@@ -84,6 +84,10 @@ class FeaturePooler:
         self._pool = batching.ThreadPool(threads if self._features else 1)
         self._scratch = batching.Scratch()
 
+    def applies(self, batch: RoutedBatch) -> bool:
+        """Returns whether some features of a batch are pooled here."""
+        return bool(self._chosen(batch))
+
     def looked_up(self, batch: RoutedBatch, rows: Packed[np.float32], kept: PooledRows | None) -> LookedUp:
         """Returns the answer to a lookup, not compressed, with the values of features that are pooled here.
 

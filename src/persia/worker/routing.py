@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,26 @@ from persia.batching import RoutedBatch
 from persia.batching.id_column import IdColumn
 from persia.errors import StoreError
 from persia.schema import Schema
-from persia.types import Contribution, Floats, FreshRows, Gradients, Halves, Packed, PackedGradients
+from persia.types import Contribution, Floats, FreshRows, Gradients, Halves, Moment, Packed, PackedGradients
 from persia.types.half_floats import words_of
 
-__all__ = ["Router"]
+__all__ = ["Router", "SplitBatch"]
+
+
+class SplitBatch(NamedTuple):
+    """A batch that was looked up ahead: with the rows that were, and those that were left out.
+
+    Attributes:
+        ahead: the batch with the ids that were looked up.
+        ahead_places: their places among all its ids; None if no row was left out.
+        late: the batch with the ids that were left out; None without any.
+        late_places: their places among all its ids.
+    """
+
+    ahead: RoutedBatch
+    ahead_places: Packed[np.uint32] | None = None
+    late: RoutedBatch | None = None
+    late_places: Packed[np.uint32] | None = None
 
 
 class Router:
@@ -64,10 +80,11 @@ class Router:
                 f"wanted has {dict(zip(wanted.names, wanted.counts, strict=True))} rows; give one flag for each of the "
                 f"distinct ids, {dict(zip(ids.names, ids.counts, strict=True))}."
             )
-        before = np.concatenate(([0], np.cumsum(wanted.buffer, dtype=np.int64)))  # Wanted ids before each id.
+        index = np.flatnonzero(wanted.buffer)
         starts = np.concatenate(([0], np.cumsum(ids.counts)))[:-1, None].astype(np.int64)
-        part_bounds = np.ascontiguousarray(before[starts + bounds] - before[starts])
-        part = Packed(ids.names, part_bounds[:, -1].tolist(), ids.buffer[wanted.buffer])
+        before = np.searchsorted(index, starts + bounds)  # Wanted ids before each bound.
+        part_bounds = np.ascontiguousarray(before - before[:, :1])
+        part = Packed(ids.names, part_bounds[:, -1].tolist(), ids.buffer[index])
         return batch._replace(ids=part, bounds=part_bounds)
 
     def ids_of(self, batch: RoutedBatch, server: int) -> Packed[np.uint64]:
@@ -85,24 +102,58 @@ class Router:
             batching.put_part(rows, batch.bounds, server, answer.buffer)
         return rows
 
-    def join_fresh(self, batch: RoutedBatch, answers: Sequence[FreshRows]) -> FreshRows:
+    def split(self, batch: RoutedBatch, left_out: Packed[np.bool_] | None) -> SplitBatch:
+        """Returns a batch without the rows that were left out, and with only these.
+
+        Args:
+            batch: the whole batch.
+            left_out: whether each distinct id was left out, by table, bool `[unique ids]`; None if none was.
+
+        Raises:
+            StoreError: `left_out` does not match the ids of the batch.
+        """
+        if left_out is None:
+            return SplitBatch(batch)
+        late = self.part_of(batch, left_out)
+        others = batching.complement(left_out)
+        return SplitBatch(self.part_of(batch, others), batching.places_of(others), late, batching.places_of(left_out))
+
+    def ids_to_refresh(
+        self, split: SplitBatch, server: int, seen: Moment
+    ) -> tuple[Packed[np.uint64], Moment, Packed[np.uint64] | None]:
+        """Returns the arguments of `EmbeddingPS.refresh` for one PS."""
+        late = None if split.late is None else self.ids_of(split.late, server)
+        return self.ids_of(split.ahead, server), seen, late
+
+    def join_fresh(self, split: SplitBatch, answers: Sequence[FreshRows]) -> FreshRows:
         """Returns the refreshed rows of a batch from the answers of all PSs. Places are among all its ids."""
-        if len(answers) == 1:
+        if len(answers) == 1 and split.late is None:
             return answers[0]
-        ids, bounds = batch.ids, batch.bounds
-        counts = np.array([answer.places.counts for answer in answers], np.int64).T.reshape(len(ids), len(answers))
-        ends = np.zeros((len(ids), len(answers) + 1), np.int64)
+        parts: list[tuple[Packed[np.uint32], NDArray[Any]]] = []
+        for server, answer in enumerate(answers):
+            parts.append((self._places_in_batch(split, server, answer.places), answer.rows.buffer))
+            if split.late is not None and split.late_places is not None and answer.late is not None:
+                late = batching.take_part(split.late_places, split.late.bounds, server)
+                parts.append((late, answer.late.buffer))
+        ids = split.ahead.ids
+        counts = np.array([own.counts for own, _ in parts], np.int64).T.reshape(len(ids), len(parts))
+        ends = np.zeros((len(ids), len(parts) + 1), np.int64)
         np.cumsum(counts, axis=1, out=ends[:, 1:])
         sizes = ends[:, -1].tolist()
         words = [self._words[name] for name in ids.names]
         places = Packed(ids.names, sizes, np.empty(sum(sizes), np.uint32))
         rows = Packed(ids.names, sizes, self._scratch.floats(sum(map(operator.mul, sizes, words))), words)
-        for server, answer in enumerate(answers):
-            first = np.repeat(bounds[:, server], counts[:, server]).astype(np.uint32)
-            batching.put_part(places, ends, server, answer.places.buffer + first)
-            batching.put_part(rows, ends, server, cast("NDArray[np.float32]", answer.rows.buffer))
+        for number, (own, values) in enumerate(parts):
+            batching.put_part(places, ends, number, own.buffer)
+            batching.put_part(rows, ends, number, values)
         moments = [moment for answer in answers for moment in answer.seen]
         return FreshRows(places, cast("Packed[np.float32 | np.float16]", rows), moments)
+
+    def _places_in_batch(self, split: SplitBatch, server: int, places: Packed[np.uint32]) -> Packed[np.uint32]:
+        """Returns places among all ids of a batch, from places among those that one PS was asked to refresh."""
+        first = np.repeat(split.ahead.bounds[:, server], places.counts).astype(np.uint32)
+        ahead = Packed(places.names, places.counts, places.buffer + first)
+        return ahead if split.ahead_places is None else batching.take_places(split.ahead_places, ahead)
 
     def gradients_for(self, batches: Sequence[tuple[RoutedBatch, Contribution]]) -> list[PackedGradients]:
         """Returns the gradients to push to each PS, summed over the batches.
