@@ -7,7 +7,8 @@ fresh.sync_bits          Share of cases in which a row or its optimizer state di
                          optimizers of rows, their dtypes, accumulation; with one NN worker, tables that evict.
 fresh.sync_rate.network  Rate of `Sync` over `Sync` whose lookups wait, on Ray: 40 ms of network, 30 ms of lookups.
 fresh.sync_rate.disk     The same in one process, with a tenth of the rows of a table in memory.
-fresh.bytes              Bytes of rows to the NN worker in `Hybrid(4)`, refreshed over not: ids of Zipf(1.05).
+fresh.bytes              Bytes of rows and their places to the NN worker in `Hybrid(4)`, refreshed over not:
+                         ids of Zipf(1.05).
 fresh.ps_cpu             CPU time of a PS for the same batches, refreshed over not.
 """
 
@@ -16,8 +17,9 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,9 +34,11 @@ from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.optim import SGD, Adagrad, Adam
 from persia.ps import EmbeddingServer
 from persia.schema import EmbeddingOptimizer
+from persia.services import EmbeddingPS
 from persia.testing import Threads
-from persia.types import Moment, Packed, PackedGradients, PushHeader
+from persia.types import Contribution, Floats, LookedUp, Packed, PushHeader
 from persia.types.half_floats import Dtype
+from persia.worker import Worker
 
 FEATURES, DIM, ROWS = 4, 8, 128
 WARM = 10
@@ -176,48 +180,91 @@ def disk(preset: str) -> runner.Measure:
 # --- cost ---------------------------------------------------------------------------------------------------------
 
 
+class Clocked:
+    """A PS, and the CPU seconds of the thread that calls it, which does all its work."""
+
+    def __init__(self, server: EmbeddingServer) -> None:
+        self._server = server
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._server, name)
+
+        def call(*arguments: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return method(*arguments)
+            finally:
+                self.seconds += time.thread_time() - began
+
+        return call
+
+
+class Costs:
+    """One PS and one embedding worker serve an NN worker whose lookups run 4 steps ahead; one more is in flight."""
+
+    def __init__(self, refreshed: bool) -> None:
+        schema = Schema([IdFeature(f"t{i}", dim=COST_DIM) for i in range(TABLES)])
+        tables = schema.resolved_tables()
+        self.ps = Clocked(EmbeddingServer(tables, Adagrad(lr=0.05), Hybrid(AHEAD, warmup=0), 0, 1))
+        self._worker = Worker(schema, cast("list[EmbeddingPS]", [self.ps]))
+        self._refreshed = refreshed
+        self._ahead = deque[tuple[int, LookedUp]]()
+        self._computed = deque[tuple[int, LookedUp]]()
+        self._steps = 0
+
+    def run(self, batches: Sequence[dict[str, IdColumn]], gradients: Floats) -> int:
+        """Trains with batches, after those before. Returns the bytes of rows, and of their places, that are sent."""
+        sent, ahead, computed = 0, self._ahead, self._computed
+        for batch in batches:
+            batch_id = self._worker.register(batch)
+            if self._refreshed:
+                found = self._worker.lookup_ahead(batch_id, recent=len(ahead) + len(computed))
+                sent += 0 if found.left_out is None else found.left_out.buffer.nbytes
+            else:
+                found = self._worker.lookup(batch_id)
+            sent += found.rows.buffer.nbytes
+            ahead.append((batch_id, found))
+            if len(ahead) > AHEAD:
+                batch_id, found = ahead.popleft()
+                if self._refreshed:
+                    fresh = self._worker.refresh(batch_id, found.seen or [], found.left_out)
+                    sent += fresh.rows.buffer.nbytes + fresh.places.buffer.nbytes
+                computed.append((batch_id, found))
+            if len(computed) > 1:
+                self._push(computed.popleft(), gradients)
+        return sent
+
+    def _push(self, batch: tuple[int, LookedUp], gradients: Floats) -> None:
+        ids = self._worker.distinct_ids(batch[0])
+        rows = Packed(ids.names, ids.counts, gradients[: len(ids.buffer) * COST_DIM], [COST_DIM] * TABLES)
+        header = PushHeader(1, 0, self._steps + 1, self._steps, BATCH)
+        self._worker.push(header, [Contribution(batch[0], rows)])
+        self._steps += 1
+
+
 @runner.measures("fresh.bytes", "fresh.ps_cpu")
 def cost(preset: str) -> list[runner.Measure]:
-    """One PS serves an NN worker whose lookups run 4 steps ahead, without the messages; one more step is in flight."""
-    tables = {f"t{i}": Table(f"t{i}", dim=COST_DIM) for i in range(TABLES)}
+    """Without the messages between the roles."""
     chances = np.cumsum(1.0 / np.arange(1, IDS + 1) ** SKEW)
     draw = np.random.default_rng(0)
-    batches = []
-    for _ in range(COST_STEPS[preset]):
-        drawn = [np.unique(np.searchsorted(chances / chances[-1], draw.random(BATCH))) for _ in tables]
-        ids = Packed(list(tables), [len(part) for part in drawn], np.concatenate(drawn).astype(np.uint64))
-        values = (draw.random(len(ids.buffer) * COST_DIM, np.float32) - 0.5) * 0.01
-        batches.append(PackedGradients(ids, Packed(ids.names, ids.counts, values, [COST_DIM] * TABLES)))
 
-    def run(server: EmbeddingServer, first: int, refreshed: bool) -> tuple[float, int]:
-        sent, seen = 0, list[Moment]()
-        began = time.process_time()
-        for number, batch in enumerate(batches):
-            if refreshed:
-                ahead = server.lookup_ahead(batch.ids)
-                seen.append(ahead.seen)
-                sent += ahead.rows.buffer.nbytes
-            else:
-                sent += server.lookup(batch.ids, True).buffer.nbytes
-            used = number - AHEAD
-            if refreshed and used >= 0:
-                fresh = server.refresh(batches[used].ids, seen[used])
-                sent += fresh.rows.buffer.nbytes + fresh.places.buffer.nbytes
-            pushed = used - 1
-            if pushed >= 0:
-                step = first + pushed
-                server.push(PushHeader(1, 0, step + 1, step, BATCH), batches[pushed])
-        return time.process_time() - began, sent
+    def ids() -> IdColumn:
+        return IdColumn(np.searchsorted(chances / chances[-1], draw.random(BATCH)).astype(np.uint64))
 
-    servers = {way: EmbeddingServer(tables, Adagrad(lr=0.05), Hybrid(AHEAD, warmup=0), 0, 1) for way in (False, True)}
-    steps = len(batches) - AHEAD - 1
-    for way, server in servers.items():
-        run(server, 0, way)
+    batches = [{f"t{i}": ids() for i in range(TABLES)} for _ in range(COST_STEPS[preset])]
+    gradients = (draw.random(TABLES * BATCH * COST_DIM, np.float32) - 0.5) * 0.01
+    ways = {refreshed: Costs(refreshed) for refreshed in (False, True)}
+    for way in ways.values():
+        way.run(batches, gradients)
     ratios, sizes = [], dict[bool, int]()
     for number in range(1, 1 + runner.rounds_of(preset)):
         cpu: dict[bool, float] = {}
-        for way in (True, False) if number % 2 else (False, True):
-            cpu[way], sizes[way] = run(servers[way], number * steps, way)
+        for refreshed in (True, False) if number % 2 else (False, True):
+            way = ways[refreshed]
+            before = way.ps.seconds
+            sizes[refreshed] = way.run(batches, gradients)
+            cpu[refreshed] = way.ps.seconds - before
         ratios.append(cpu[True] / cpu[False])
     details = {"ids": f"{TABLES} tables, Zipf({SKEW})", "dim": COST_DIM}
     return [
