@@ -34,7 +34,10 @@ LEAST_BURST = 128 << 10
 """Bytes; a packet of TCP may have 64 KiB until it leaves the host."""
 LOSE = "4,32 0 0 4294963256,53 1 0 {},6 0 0 4294967295,6 0 0 0"
 """A classic BPF program that matches a share of all packets at random, as 2^32 times the share."""
-FIRST = "mount -t tmpfs -o size=50% tmpfs /dev/shm && hostname {} && ip link set lo up && echo ready && sleep infinity"
+FIRST = (
+    "mount -t tmpfs -o size=50% tmpfs /dev/shm && hostname {} && ip link set lo up && echo ready"
+    " && {{ sleep infinity & wait; }}"  # Not as the last command: bash would become it, and reap no orphan.
+)
 
 
 class UnavailableError(Exception):
