@@ -9,6 +9,7 @@ a given rate to the others. Prints the rate of training and the bytes that each 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import subprocess
@@ -57,7 +58,8 @@ class Story:
                 stdout=subprocess.PIPE,
                 stderr=log,
             )
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
 
     def say(self, text: str) -> None:
         """Prints what happens, with the seconds since the training was started."""
@@ -96,6 +98,15 @@ class Story:
                 result: dict[str, Any] = line["result"]
                 return result
         raise AssertionError
+
+    def close(self) -> None:
+        """Ends the hosts, and the driver with its host."""
+        self._hosts.hosts.close()
+        self._driver.wait()
+        self._reading.join()
+        for pipe in (self._driver.stdin, self._driver.stdout):
+            assert pipe is not None
+            pipe.close()
 
     def _rates(self) -> Iterator[float]:
         """Yields the rate of each second, and prints it."""
@@ -149,9 +160,8 @@ def tell(gbits: float, seconds: float, folder: Path) -> dict[str, Any]:
     """
     keys = folder / "keys"
     rpc.make_keys(keys)
-    with RayHosts(HOSTS, gbits, keys) as hosts:
+    with RayHosts(HOSTS, gbits, keys) as hosts, contextlib.closing(Story(hosts, folder)) as story:
         addresses = hosts.hosts.addresses
-        story = Story(hosts, folder)
         story.say(f"Ray runs on {', '.join(addresses)}, with {gbits:g} Gbit/s each")
         story.until(lambda: story.trains)
         for address, roles in sorted(story.places.items()):

@@ -28,7 +28,8 @@ def main(folder: str) -> None:
         1 << 40, id_features=8, ids_per_feature=20_000, dense_features=4, batch_size=BATCH, dim=16
     )
     options = RayOptions(threads=1, timeout=180.0)
-    with Ray(2, 2, 1, 2, options) as cluster:
+    # With a placement, so that a new process goes to the host with the fewest: the one that has joined.
+    with Ray(2, 2, 1, 2, options, {"embedding_worker": {"strategy": "spread"}}) as cluster:
         torch.manual_seed(0)
         trainer = persia.Trainer(
             persia.nn.models.FFNN(reader.schema, hidden=(32,)),
