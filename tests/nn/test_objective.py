@@ -117,7 +117,7 @@ def test_models_of_histories_train_with_weights_and_masks(kind):
 def test_models_of_one_logit_say_which_labels_they_take():
     with pytest.raises(ConfigError, match="1 labels with 3 logits; declare one label, whose kind and loss have one"):
         models.SASRec(history_schema(Label("kind", "multiclass", classes=3)))
-    with pytest.raises(ConfigError, match="TwoTower has a loss of its own, of a binary label; declare 'stars' without"):
+    with pytest.raises(ConfigError, match="TwoTower has its own loss, of a binary label; declare 'stars' without"):
         models.TwoTower(schema_of([Label("stars", "regression")]), item=["item"])
 
 

@@ -42,7 +42,7 @@ def test_the_interfaces_of_roles_have_no_recording():
 
 
 def test_rows_travel_without_a_version():
-    assert LookedUp._fields == ("rows", "narrow", "wide", "offsets", "scales", "weights", "seen", "pooled")
+    assert LookedUp._fields == ("rows", "narrow", "wide", "offsets", "scales", "weights", "seen", "pooled", "left_out")
     server = EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Sync(), seed=1, threads=1)
     found = server.lookup({"user": np.arange(3, dtype=np.uint64)}, train=True)
     assert {name: rows.shape for name, rows in found.items()} == {"user": (3, 4)}
