@@ -51,9 +51,11 @@ HEADLINE = (
 TOPICS = {
     "steps": (
         Row("step.vs_torch", "samples/s against plain PyTorch, 26 features of dim 16"),
+        Row("step.vs_torch.sync", "the same"),
         Row("step.vs_torchrec", "against TorchRec with FBGEMM's fused row-wise Adagrad"),
         Row("step.wide", "against TorchRec, dim 64"),
         Row("step.vs_dense_only", "against the network alone, without any rows"),
+        Row("step.vs_dense_only.sync", "the same"),
         Row("globo.rows", "rows/s on globo_ctr from its files, against plain PyTorch"),
         Row("zoo.rate.*", "rows/s of 26 models and data sets, against plain PyTorch", newest=True),
         Row("zoo.auc.*", "AUC of these less plain PyTorch's", newest=True),

@@ -51,11 +51,12 @@ class Figures(NamedTuple):
     def read(cls, root: Path = ROOT) -> Figures:
         """Reads all lines below `docs/assets`."""
         found: dict[str, dict[Machine, Line]] = {}
-        for path in sorted((root / "docs" / "assets").rglob("measures.jsonl")):
-            for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-                machines = found.setdefault(line["name"], {})
-                machines.pop(machine_of(line), None)
-                machines[machine_of(line)] = line
+        paths = sorted((root / "docs" / "assets").rglob("measures.jsonl"))
+        lines = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+        for line in sorted(lines, key=lambda line: "source" not in line):  # Copied lines are the oldest.
+            machines = found.setdefault(line["name"], {})
+            machines.pop(machine_of(line), None)
+            machines[machine_of(line)] = line
         return cls({name: list(machines.values()) for name, machines in found.items()})
 
     def of(self, row: Row) -> list[list[Line]]:
