@@ -17,7 +17,7 @@ from persia.modes import Mode
 from persia.retry import Deadline
 from persia.rpc.fan_out import call_all, try_all
 from persia.services import DensePS
-from persia.types import PushedDense, PushHeader, PushId
+from persia.types import Bytes, PushedDense, PushHeader, PushId
 
 __all__ = ["SharedNetwork"]
 
@@ -107,8 +107,7 @@ class SharedNetwork:
                 elif pulled.values is None:
                     answers[rank] = _PulledValues(pulled.version, None)
                 else:
-                    values = self._values[rank].unpack(pulled.values, self._parameters[0].device)
-                    answers[rank] = _PulledValues(pulled.version, values)
+                    answers[rank] = _PulledValues(pulled.version, pulled.values)
             if late is not None:
                 if not needed():
                     raise ClosedError("The parameters are no longer needed.")
@@ -117,10 +116,12 @@ class SharedNetwork:
 
         @torch.no_grad()
         def adopt() -> None:
-            for rank, (version, values) in sorted(answers.items()):
+            for rank, (version, packed) in sorted(answers.items()):
                 self._versions[rank] = version
-                if values is None:
+                if packed is None:
                     continue
+                # Not in `pull`: a copy there would wait for the batch that the device computes.
+                values = self._values[rank].unpack(packed, self._parameters[0].device)
                 owned = self._owned[rank]
                 for number, value in zip(owned, values, strict=False):
                     self._parameters[number].copy_(value)
@@ -182,4 +183,4 @@ class _PulledValues(NamedTuple):
     """Response of a dense PS to a pull; without values if the NN worker already has the version."""
 
     version: int
-    values: list[torch.Tensor] | None
+    values: Bytes | None
