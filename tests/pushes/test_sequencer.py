@@ -15,8 +15,8 @@ from support.examples import examples
 TIMEOUT = 20.0
 
 
-def header(rank, sequence, group=2, generation=1):
-    return PushHeader(generation, rank, sequence, 0, 4, slot=0, group=group)
+def header(rank, sequence, group=2, generation=1, step=0):
+    return PushHeader(generation, rank, sequence, step, 4, slot=0, group=group)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -40,7 +40,8 @@ def test_each_push_counts_once_in_the_order_in_which_it_comes(data):
             done.append((rank, sequence, at, last))
             return rank
 
-        assert sequencer.push(header(rank, sequence, group), work) == (None if repeats else rank)
+        at = step if repeats else expected[-1][2]
+        assert sequencer.push(header(rank, sequence, group, step=at), work) == (None if repeats else rank)
         assert sequencer.step == step
         if data.draw(st.integers(0, 5)) == 0:
             sequencer.drain(1, step, held, lambda: None)
@@ -48,6 +49,13 @@ def test_each_push_counts_once_in_the_order_in_which_it_comes(data):
             step, held = step + bool(held), 0
             sequencer.begin(1, step)
     assert done == expected
+
+
+def test_a_push_of_an_earlier_phase_is_a_repetition_to_a_new_process():
+    sequencer = PushSequencer()
+    sequencer.begin(1, 5)
+    assert sequencer.push(header(0, 9, step=4), lambda step, _: step) is None
+    assert sequencer.push(header(0, 9, step=5), lambda step, _: step) == 5
 
 
 def test_no_push_waits_for_another():
@@ -112,5 +120,5 @@ def test_a_new_generation_counts_from_one():
     for sequence in range(1, 4):
         assert sequencer.push(header(0, sequence), lambda *_: True)
     sequencer.begin(2, 1)
-    assert sequencer.push(header(0, 1, generation=2), lambda *_: True)
-    assert sequencer.push(header(0, 1, generation=2), lambda *_: True) is None
+    assert sequencer.push(header(0, 1, generation=2, step=1), lambda *_: True)
+    assert sequencer.push(header(0, 1, generation=2, step=1), lambda *_: True) is None

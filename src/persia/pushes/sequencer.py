@@ -30,6 +30,8 @@ class PushSequencer(Generic[T]):
         self._generation = 0
         self._next = (0, 0)
         """The number of complete steps, and the number of pushes since."""
+        self._first = 0
+        """The step at which the phase began."""
         self._counted: dict[int, int] = {}
         """Sequence number of the last push of each NN worker in this generation. It has one push in flight."""
         self._drained: tuple[int, int] | None = None
@@ -59,6 +61,7 @@ class PushSequencer(Generic[T]):
             if generation > self._generation:  # Else repetitions of earlier pushes may still arrive.
                 self._counted = {}
             self._generation, self._next, self._failure, self._drained = generation, (step, 0), None, None
+            self._first = step
             self._changed.notify_all()
 
     def push(self, header: PushHeader, work: Callable[[int, bool], T]) -> T | None:
@@ -81,7 +84,8 @@ class PushSequencer(Generic[T]):
             )
         with self._changed:
             self._check(header.generation)
-            if header.sequence <= self._counted.get(header.rank, 0):
+            # A process that has restarted since does not know the pushes of the phase before.
+            if header.step < self._first or header.sequence <= self._counted.get(header.rank, 0):
                 return None
             step, held = self._next
             last = held + 1 == header.group
