@@ -245,7 +245,7 @@ def test_a_damaged_log_is_refused(tmp_path):
         with pytest.raises(PersiaError, match="is not the state of a coordinator: wrong checksum"):
             TokenScheduler(DEADLINE, str(path))
     path.write_bytes(b"")
-    with pytest.raises(PersiaError, match="is not the state"):
+    with pytest.raises(PersiaError, match="is not the state of a coordinator: its snapshot is incomplete"):
         TokenScheduler(DEADLINE, str(path))
 
 

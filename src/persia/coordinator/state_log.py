@@ -65,10 +65,12 @@ class StateLog(Generic[S, C]):
             return None
         try:
             records = _records(Path(self._path).read_bytes())
-            state = msgspec.msgpack.decode(next(records), type=self._kind, dec_hook=decode_hook)
+            if (snapshot := next(records, None)) is None:
+                raise ValueError("its snapshot is incomplete, or of another version of Persia")
+            state = msgspec.msgpack.decode(snapshot, type=self._kind, dec_hook=decode_hook)
             for record in records:
                 self._apply(state, msgspec.msgpack.decode(record, type=self._change, dec_hook=decode_hook))
-        except (msgspec.MsgspecError, StopIteration, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             raise PersiaError(
                 f"{self._path} is not the state of a coordinator: {error}. Remove it and resume from a checkpoint.",
                 path=self._path,
