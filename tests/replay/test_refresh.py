@@ -188,6 +188,18 @@ def test_an_nn_worker_has_two_open_tokens_at_most(data, mode, batches):
     assert opened == [0] * workers
 
 
+@pytest.mark.parametrize("at", [1.5, 2.05, 2.2])
+def test_a_crash_loses_the_token_that_was_drawn_ahead(at):
+    """Before the draw that begins at 2 and reads at 2.125; while it has read nothing; and after it has read."""
+    setting = Setting(steady([1.0, 1.0]), crashes=[(at, 0)], lookup=0.25, push=0.25)
+    timeline = simulate(Gba(2), setting, 12, refresh=True)
+    lost = [e.batch for e in timeline.events if e.kind == "lost" and e.server == "dense-0"]
+    assert len(lost) == (1 if at == 1.5 else 2)
+    pushed = [e.batch for e in timeline.events if e.kind == "push" and e.server == "dense-0"]
+    assert sorted([*lost, *pushed]) == list(range(12))
+    assert Problem().run(timeline).apart(Problem()) > 0.01
+
+
 def test_auto_has_no_rows_to_refresh():
     with pytest.raises(ConfigError, match="Invalid refresh = True") as error:
         simulate(Hybrid("auto"), Setting(steady([1, 1])), 8, refresh=True)

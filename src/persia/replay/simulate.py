@@ -335,14 +335,20 @@ class _Simulation:
 
     def _crash(self, worker: _Worker) -> None:
         worker.incarnation += 1
-        batch = worker.computing
-        if batch is None:
+        if worker.computing is None:
             return
-        worker.computing = None
+        ahead = [*(ready.batch for ready in worker.looked_up), worker.looking]
+        lost = [worker.computing, *(batch for batch in ahead if batch is not None)]
+        worker.computing = worker.looking = None
+        worker.looked_up.clear()
+        reading = [(_MESSAGES.index(message), worker.rank) for message in ("_read", "_deliver")]
+        self.messages = [message for message in self.messages if message[1:] not in reading]
+        heapq.heapify(self.messages)
         worker.began -= 1
-        self.reissue += 1  # Reissues a token of the current value, so that tokens and steps stay aligned.
-        for server in (self.rows, self.dense):
-            self._note("lost", server, worker, batch)
+        self.reissue += len(lost)  # Reissues tokens of the current value, so that tokens and steps stay aligned.
+        for batch in lost:
+            for server in (self.rows, self.dense):
+                self._note("lost", server, worker, batch)
 
     # --- servers ------------------------------------------------------------------------------------------------
 
