@@ -20,15 +20,39 @@ def test_a_draw_begins_so_that_it_ends_with_the_shortest_computation():
     assert times.delay == 4.0
     times.computed(3.0)
     times.drew(2.0)
+    assert times.delay == 4.0  # One of each may have stalled.
+    times.computed(3.0)
+    times.drew(2.0)
+    assert times.delay == 1.0
+    times.drew(9.0)
     assert times.delay == 1.0
     times.drew(9.0)
     assert times.delay == 0.0
 
 
+def test_waiting_at_the_gate_is_no_part_of_a_draw(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("persia.nn.token_client.time.monotonic", lambda: clock[0])
+
+    class Slow(Tokens):
+        def draw(self, *arguments):
+            clock[0] += 100.0
+            return super().draw(*arguments)
+
+    client = TokenClient(Slow(), Caller(1, 1, 0), Worker(), Dense(), 0, losses=lambda: NO_LOSSES)
+    client._numbers.append(0)
+    client.draw(1)
+    clock[0] += 0.25
+    client.ready()
+    client._draw_time.computed(1.0)
+    assert client._draw_time.delay == 0.5
+
+
 def test_times_of_long_ago_are_forgotten():
     times = DrawTime()
-    times.computed(1.0)
-    times.drew(9.0)
+    for _ in range(2):
+        times.computed(1.0)
+        times.drew(9.0)
     for _ in range(RECENT):
         times.computed(5.0)
         times.drew(1.0)
@@ -83,7 +107,7 @@ class Lookups:
         while self.client.pass_lookup(ahead=ahead):
             self.client._numbers.append(0)
             self.client.draw(1)
-            self.client.ready(0.0)
+            self.client.ready()
             self.passed.release()
 
     def drew(self, seconds=DEADLINE):

@@ -14,7 +14,7 @@ class DrawTime:
     """Predicts how long after the beginning of a computation the next token is to be drawn. Not thread-safe.
 
     It is better to draw a little early than to let the network wait: a prediction takes the shortest computation of
-    late, and the longest draw.
+    late but one, and the longest draw but one, as one that stalled says nothing about the next.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class DrawTime:
         self._computations.append(seconds)
 
     def drew(self, seconds: float) -> None:
-        """Notes how long a draw took: until parameters and rows were there."""
+        """Notes how long a draw took: until parameters and rows were there, without waits for other NN workers."""
         self._draws.append(seconds)
 
     @property
@@ -34,4 +34,4 @@ class DrawTime:
         """Seconds from the beginning of a computation to the next draw, at least 0; None before both are known."""
         if not self._computations or not self._draws:
             return None
-        return max(0.0, min(self._computations) - max(self._draws))
+        return max(0.0, sorted(self._computations)[:2][-1] - sorted(self._draws)[-2:][0])

@@ -101,9 +101,10 @@ class PushLog:
 
     def lost(self, batch_id: int, rows: int) -> None:
         """Counts a batch that was lost with its embedding worker before all its rows were looked up."""
-        self.registered.discard(batch_id)
-        self._lost_batches += 1
-        self._lost_rows += rows
+        with self._lock:  # The lookup thread and the training thread may both find an embedding worker dead.
+            self.registered.discard(batch_id)
+            self._lost_batches += 1
+            self._lost_rows += rows
 
     def release(self, batch: PreparedBatch) -> None:
         """Releases a batch that was drawn and never back-propagated, and counts it."""

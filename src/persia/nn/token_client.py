@@ -101,6 +101,7 @@ class TokenClient:
         """Batches that the training thread has asked for, less those that were drawn; -1: one was drawn ahead."""
         self._computing_since: float | None = None
         self._draw_time = DrawTime()
+        self._granted_at = self._drawing_took = 0.0
         self._closed = False
         self._open: list[int] = []
         """Tokens that were drawn, and whose gradients have not arrived."""
@@ -149,14 +150,17 @@ class TokenClient:
             return None
         return max(0.0, self._computing_since + delay - time.monotonic())
 
-    def ready(self, seconds: float) -> None:
-        """Notes that a batch is ready, so many seconds after `pass_lookup` let it pass."""
+    def ready(self) -> None:
+        """Notes that the batch that was drawn last has its parameters and rows."""
         with self._changed:
-            self._draw_time.drew(seconds)
+            seconds = time.monotonic() - self._granted_at
+            # A draw that took longer than all that follows has waited at the gate, or filled abandoned pushes.
+            self._draw_time.drew(seconds + min(seconds, self._drawing_took))
 
     def draw(self, rows: int) -> DrawnToken:
         """Draws the token of the next batch, which has `rows` rows, and pulls the parameters for it. Blocks."""
         number, sequence = self._numbers.popleft(), self.sequence + 1
+        began = time.monotonic()
         while True:
             token = self._retried_while_idle(
                 lambda: self._tokens.draw(self._caller, sequence, number, rows, *self._outcome())
@@ -167,6 +171,8 @@ class TokenClient:
         with self._changed:
             self.sequence = sequence
             self._open.append(sequence)
+            self._granted_at = time.monotonic()
+            self._drawing_took = self._granted_at - began
         return DrawnToken(sequence, number, self.dense.pull(token.least, self._still_wanted, token.after))
 
     def _outcome(self) -> tuple[int, int, Losses]:

@@ -15,7 +15,6 @@ GBA, section 4, has the algorithm.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -75,7 +74,6 @@ class TokenPass(TrainingPass):
 
         Rows are pushed before dense gradients, so the rows are at least as new as the parameters.
         """
-        began = time.monotonic()
         with self._log.tracer.span("gate", batch=batch.batch_id):
             token = self._client.draw(len(batch.labels))
         found, self._found = self._found, None
@@ -86,7 +84,7 @@ class TokenPass(TrainingPass):
             if not prepared.dummy:
                 self._lookup.refresh(prepared)()
         prepared.number, prepared.token = token.number, token
-        self._client.ready(time.monotonic() - began)
+        self._client.ready()
 
         def adopt() -> None:
             token.adopt()
@@ -139,7 +137,8 @@ class TokenPass(TrainingPass):
     def _drawn_batch(self) -> PreparedBatch:
         self._client.want()
         batch = super()._drawn_batch()
-        self._client.computing()
+        if not batch.dummy:  # Nothing is computed for a lost batch.
+            self._client.computing()
         return batch
 
     def _end_steps(self, left: PreparedBatch | None, *, complete: bool) -> None:
