@@ -23,8 +23,9 @@ import torch
 
 import persia
 from benchmarks import runner
+from benchmarks.paper_figures_runs import SpeedPlan, distant_rate
 from persia.data.zipf import Zipf
-from persia.modes import Auto, Gba, HopBw, Hybrid, Mode, Sync
+from persia.modes import Async, Auto, Gba, HopBw, Hybrid, Mode, Sync
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.accumulator import GradientAccumulator
 from persia.replay import ScheduleEvent, Setting, Trace, alternating, load_timeline, phases, simulate, steady
@@ -161,6 +162,22 @@ def dropped(preset: str) -> Iterator[runner.Measure]:
             measures.append(runner.quantity(name, shares, "fraction", at_most=at_most))
     yield from measures
     yield runner.worst("modes.dropped", [each for each in measures if each.at_most is not None])
+
+
+@runner.measures("modes.latency.async", "modes.latency.gba")
+def latency(preset: str) -> Iterator[runner.Measure]:
+    """Rate over Hybrid(1), with equally fast NN workers and latencies of half a batch for a lookup and a push."""
+    seconds, steps = (0.01, 5) if preset == "smoke" else (0.08, 60)
+    plan = SpeedPlan(None, 4, 256, steps, 1, seconds, 0.0, False)
+    modes = {"hybrid": Hybrid(1, warmup=0), "async": Async(), "gba": Gba(plan.nn_workers * plan.local)}
+    rounds = [
+        {kind: distant_rate(mode, plan, seconds / 2) for kind, mode in modes.items()}
+        for _ in range(1 if preset == "smoke" else 3)
+    ]
+    for kind in ("async", "gba"):
+        ratios = [rates[kind] / rates["hybrid"] for rates in rounds]
+        details = {"of": "rows/s", "compute_s": seconds, "latency_s": seconds / 2}
+        yield runner.quantity(f"modes.latency.{kind}", ratios, "ratio", at_least=1.0, details=details)
 
 
 @runner.measures("modes.staleness")

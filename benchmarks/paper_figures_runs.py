@@ -28,7 +28,7 @@ from persia.optim import Adagrad
 from persia.services import Cluster
 from persia.testing import Threads
 
-__all__ = ["MODES", "Curve", "CurvePlan", "SpeedPlan", "Speeds", "learn", "rates"]
+__all__ = ["MODES", "Curve", "CurvePlan", "SpeedPlan", "Speeds", "distant_rate", "learn", "rates"]
 
 MODES: dict[str, Mode] = {"sync": Sync(), "hybrid": Hybrid("auto", warmup=0), "async": Async()}
 SEEDING = threading.Lock()
@@ -218,6 +218,17 @@ def learn(plan: CurvePlan) -> Curve:
             curve.auc.append(trainer.evaluate(test).auc)
         report = result.asynchronous
         return curve._replace(staleness=report.staleness_mean if report is not None else result.staleness_mean)
+
+    return Threads(plan.nn_workers).run(work)[0]
+
+
+def distant_rate(mode: Mode, plan: SpeedPlan, network: float) -> float:
+    """Returns the rows/s of a mode, on threads; a lookup and a push take `network` seconds."""
+    reader = data.synthetic(plan.steps * plan.nn_workers * plan.local, id_features=8, dim=16, batch_size=plan.local)
+
+    def work(member: Any) -> float:
+        cluster = DistantCluster(member, network)
+        return _trainer(reader.schema, mode, plan, cluster, 0, 0.05, 1e-3).fit(reader).rows_per_second
 
     return Threads(plan.nn_workers).run(work)[0]
 
