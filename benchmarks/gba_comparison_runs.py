@@ -7,16 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.modes_runs import LOCAL, Day, Rates, area, joined
+from benchmarks.modes_runs import LOCAL, TWO_SLOW, Day, Rates, area, joined
 from benchmarks.zoo_runs import MODELS, Clicks, sequences
 from persia.modes import Mode
 from persia.optim import Adagrad
 from persia.replay import Setting, simulate, steady
 from persia.replay.virtual import VirtualTraining
 
-__all__ = ["FACTORS", "Histories", "days_of"]
+__all__ = ["Histories", "days_of"]
 
-FACTORS = (1.0,) * 6 + (4.0,) * 2
 TEST_ROWS = 32_768
 
 
@@ -62,7 +61,7 @@ def days_of(plan: Histories) -> list[Day]:
     days, step, time = [], 0, 0.0
     for day, mode in enumerate(plan.modes):
         numbers = range(day * per_day, (day + 1) * per_day)
-        timeline = simulate(mode, Setting(steady(FACTORS), local_batch=LOCAL), numbers, step=step, start=time)
+        timeline = simulate(mode, Setting(steady(TWO_SLOW), local_batch=LOCAL), numbers, step=step, start=time)
         run.run(timeline)
         step, time = timeline.end_step, timeline.end
         days.append(Day(area(test, run.evaluate(test)), timeline.summary(), time))

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import runner
-from benchmarks.modes_runs import everywhere
+from benchmarks.modes_runs import TWO_SLOW, everywhere
 from persia.modes import Async, Gba, Mode, Sync
 from persia.replay import (
     PlainRows,
@@ -45,7 +45,6 @@ RATES = (0.5, 0.2, 0.1, 0.05, 0.02)
 SWITCH_RATE = 0.2
 WORKERS = 8
 SAMPLES, DIM, RIDGE = 64, 8, 0.1
-FACTORS = (1.0,) * 6 + (4.0,) * 2
 
 Parameters = NDArray[np.float64]
 """Of all runs, `[runs, DIM]`."""
@@ -149,7 +148,7 @@ class Training:
     def run(self, mode: Mode, batches: int) -> Trace:
         """Trains and measures; continues where the previous call ended."""
         numbers = range(self._batches, self._batches + batches)
-        setting = Setting(steady(FACTORS))
+        setting = Setting(steady(TWO_SLOW))
         timeline = simulate(mode, setting, numbers, step=self._step)
         read: dict[int, Parameters] = {}
         stale: list[float] = []

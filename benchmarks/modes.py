@@ -32,6 +32,7 @@ from benchmarks.modes_runs import (
     GLOBAL,
     LOCAL,
     TUNING_SEED,
+    TWO_SLOW,
     WORKERS,
     Curve,
     Day,
@@ -76,7 +77,7 @@ AFTER = ("first_day", "mean")
 """Days after a switch that are compared: the first one, and the mean of all."""
 PAPER_GLOBAL = 3_200
 PAPER_ROWS = {"smoke": 2 * PAPER_GLOBAL, "laptop": 20 * PAPER_GLOBAL, "full": 80 * PAPER_GLOBAL}
-ALL_REDUCE = NNWorkers((1.0,) * 6 + (4.0,) * 2, 400, 1.0)
+ALL_REDUCE = NNWorkers(TWO_SLOW, 400, 1.0)
 DENSE_PS = NNWorkers((1.0,) * 24 + (4.0,) * 8, 100, 0.25)
 SPLIT_ROWS, SPLIT_STEPS = 32, {"smoke": 10, "laptop": 200, "full": 200}
 PHASES = (2, 10, 50)
@@ -141,7 +142,7 @@ def bound(preset: str) -> Iterator[runner.Measure]:
     "auto", whose rule is for rows that are not. `hybrid_warm` warms up over half of the steps.
     """
     count = 8 if preset == "smoke" else 64
-    traces = {"static": steady([1.0] * 6 + [4.0] * 2), "latency": steady(EQUAL)}
+    traces = {"static": steady(TWO_SLOW), "latency": steady(EQUAL)}
     traces |= {f"phases_{n}": phases(WORKERS, length=float(n), count=count) for n in PHASES}
     for name, trace in traces.items():
         steps = 32 if preset == "smoke" else 250

@@ -35,6 +35,7 @@ __all__ = [
     "GLOBAL",
     "LOCAL",
     "TUNING_SEED",
+    "TWO_SLOW",
     "WORKERS",
     "Curve",
     "Day",
@@ -58,6 +59,8 @@ __all__ = [
 
 WORKERS, LOCAL = 8, 128
 GLOBAL = WORKERS * LOCAL
+TWO_SLOW = (1.0,) * 6 + (4.0,) * 2
+"""Factors on the compute time of NN workers, two of which are slow."""
 TUNING_SEED = 99
 DENSE_FACTOR, ROWS_FACTOR = 3.0, 2.0
 MAX_ROUNDS = 20
@@ -95,7 +98,7 @@ class Plan(NamedTuple):
     seed: int
     rows: int
     drift: float = 0.0
-    factors: tuple[float, ...] = (1.0,) * 6 + (4.0,) * 2
+    factors: tuple[float, ...] = TWO_SLOW
     local: int = LOCAL
     compute: float = 1.0
     moving: float | None = None  # Batches in a phase, instead of steady factors.
