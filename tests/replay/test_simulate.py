@@ -140,6 +140,34 @@ def test_staleness_is_within_the_gate(data, workers, depth, batches):
     assert schedule.summary().staleness_max == 0
 
 
+def updates_missed(depth, setting, batches):
+    """The most updates that a batch misses when it is used, and when its gradient arrives; updates are on arrival."""
+    schedule = simulate(Hybrid(depth, combine=False, warmup=0), setting, batches)
+    applied, at_use = set(), 0
+    for event in (e for e in schedule.events if e.server == "ps-0"):
+        if event.kind == "lookup":
+            steps_before = range(event.batch // setting.nn_workers * setting.nn_workers)
+            at_use = max(at_use, len(set(steps_before) - applied))
+        elif event.kind == "push":
+            applied.add(event.batch)
+    return at_use, schedule.summary().row_staleness_max
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(1, 60))
+def test_updates_on_arrival_that_a_batch_misses_are_bounded(data, workers, depth, batches):
+    setting = Setting(data.draw(traces(workers)), lookup=data.draw(latencies), push=data.draw(latencies))
+    at_use, at_arrival = updates_missed(depth, setting, batches)
+    assert at_use <= workers * (depth + 1) - 1
+    assert at_arrival <= workers * (depth + 2) - 2
+
+
+def test_four_workers_with_a_depth_of_4_miss_19_updates_at_the_use_and_22_at_the_arrival():
+    speeds = np.random.default_rng(0).lognormal(0.0, 0.2, (4, 256))
+    slowdowns = [[Slowdown(float(at), float(speed)) for at, speed in enumerate(worker)] for worker in speeds]
+    assert updates_missed(4, Setting(Trace(slowdowns, 256.0), lookup=0.25, push=0.25), 4 * 200) == (19, 22)
+
+
 def rate(mode, trace, batches=2000):
     return simulate(mode, Setting(trace), batches).summary().rate
 
