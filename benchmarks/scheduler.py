@@ -4,7 +4,7 @@
 
 token.scheduler.rate        tokens per second of processor time, with the state in a file: a token is taken, drawn, and
                             its gradient placed.
-token.scheduler.over_rpc    the same in a process of its own, called over sockets by another.
+token.scheduler.over_rpc    the same in a separate process, called over sockets.
 token.scheduler.lost_steps  batches that other NN workers do not train while one stalls between its token and its push:
                             the largest of all modes and of three places of the stall.
 """

@@ -14,7 +14,7 @@ __all__ = ["LocalAllReduce"]
 
 
 class LocalAllReduce(Asynchronous, frozen=True, tag="local_all_reduce"):
-    """Every NN worker trains its own network, and averages it with that of a random other one; nobody waits.
+    """Each NN worker trains its own network, and averages it with the network of a random other one, without waiting.
 
     After `local_steps` of its own batches, an NN worker draws a partner, and both continue from the mean of their
     parameters. A batch that the partner is computing meanwhile changes this mean when it is done. Optimizer states stay

@@ -464,8 +464,8 @@ def simulate(
         start: time of the start in seconds.
         refresh: whether rows that are looked up ahead stay fresh: a batch misses only the updates that are not applied
             one lookup latency before its computation begins, whatever the depth of the mode. `Sync` waits for them,
-            but not for lookups. The time of a "lookup" is then that of the last update which the batch sees. In modes
-            with dense PSs tokens are drawn and rows read just before they are needed. Not for `Hybrid("auto")`.
+            but not for lookups. The time of a "lookup" is then the time of the last update that the batch sees. In
+            modes with dense PSs tokens are drawn and rows read just before they are needed. Not for `Hybrid("auto")`.
 
     Raises:
         ConfigError: the mode cannot run in this setting, or cannot refresh rows.
