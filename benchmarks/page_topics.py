@@ -212,7 +212,7 @@ TOPICS = {
         Row("paper.gba_figure1.hybrid", "of `Hybrid(4)`"),
         Row("paper.gba_figure1.gba", "of Gba"),
         Row("paper.gba_figure1.async", "of Async"),
-        Row("paper.gba_figure1.async_over_sync", "rate of Async over that of Sync, the largest of an hour"),
+        Row("paper.gba_figure1.async_over_sync", "rate of Async over Sync's, the largest of an hour"),
     ),
     "gba_figure2": (
         Row("paper.gba_figure2.100000_1.05.to_async.first", "Sync to Async with Sync's rates, next 5 %"),
@@ -229,6 +229,8 @@ TOPICS = {
         Row("paper.gba_figure2.500_1.05.to_async_tuned.last", "at the end"),
         Row("paper.gba_figure2.500_1.05.to_sync.first", "500 ids, Async to Sync with Async's rates, next 5 %"),
         Row("paper.gba_figure2.500_1.05.to_sync.last", "at the end"),
+        Row("paper.gba_figure2.500_1.05.to_sync_tuned.first", "500 ids, Async to Sync with Sync's rates, next 5 %"),
+        Row("paper.gba_figure2.500_1.05.to_sync_tuned.last", "at the end"),
     ),
     "targets": (
         Row("targets.regression", "RMSE over plain PyTorch's"),
@@ -263,7 +265,7 @@ TOPICS = {
     "paper_gba_theorems": (
         Row("paper.gba_theorem1", "largest error of Gba over what Theorem 1 allows"),
         Row("paper.gba_theorem2", "largest error of Sync over what Theorem 2 allows"),
-        Row("paper.gba_theorem3.async", "error floor of Sync after Async, over that of Sync throughout"),
+        Row("paper.gba_theorem3.async", "error floor of Sync after Async, over Sync's throughout"),
         Row("paper.gba_theorem4.async", "error floor of Async after Sync, over Sync's"),
         Row("paper.gba_theorem4.gba", "error floor of Gba after Sync, over Sync's"),
     ),

@@ -94,6 +94,23 @@ def quantity(value: float, unit: str, signed: bool = False) -> str:
     return f"{value:,.3g} {unit}"
 
 
+def span(low: float, high: float, unit: str, signed: bool = False) -> str:
+    """Returns a range as a page shows it: a unit that follows a space once, and one value if both look the same."""
+    first, last = quantity(low, unit, signed), quantity(high, unit, signed)
+    if first == last:
+        return first
+    number, _, of_first = first.partition(" ")
+    same = of_first and of_first == last.partition(" ")[2]
+    return f"{number if same else first} to {last}"
+
+
+def commit_of(lines: Sequence[Line]) -> str:
+    """Returns the commit of the last line, followed by + if files of a line had uncommitted changes."""
+    commit: str = lines[-1]["commit"]
+    changed = any(line["commit"].endswith("-dirty") for line in lines)
+    return commit.removesuffix("-dirty")[:7] + "+" * changed
+
+
 def figure(lines: Sequence[Line]) -> str:
     """Returns the figure of a row on one kind of machine."""
     first = lines[0]
@@ -101,13 +118,12 @@ def figure(lines: Sequence[Line]) -> str:
     signed = first["interval"] is not None
     if len(lines) > 1:
         values = sorted(line["value"] for line in lines)
-        return " to ".join(quantity(value, unit, signed) for value in (values[0], values[-1]))
+        return span(values[0], values[-1], unit, signed)
     text = quantity(first["value"], unit, signed)
     if signed:
         text += f" ({' to '.join(quantity(end, unit) for end in first['interval'])})"
     if others := sorted(first.get("others", ())):
-        ends = dict.fromkeys(quantity(value, unit) for value in (others[0], others[-1]))
-        text += f" (also {' to '.join(ends)})"
+        text += f" (also {span(others[0], others[-1], unit)})"
     return f"{text}, `{first['mode']}`" if "mode" in first else text
 
 
@@ -138,7 +154,7 @@ def table(rows: Sequence[Row], figures: Figures) -> str:
     for row in rows:
         machines = figures.of(row)
         values = "; ".join(figure(lines) for lines in machines)
-        at = "; ".join(f"{machine_of(lines[-1]).short} {lines[-1]['commit'][:7]}" for lines in machines)
+        at = "; ".join(f"{machine_of(lines[-1]).short} {commit_of(lines)}" for lines in machines)
         every = [line for lines in machines for line in lines]
         name = row.name.replace(".*", "", 1) if row.name.endswith(".*") else row.name
         parts.append(f"| {name}: {row.what} | {values} | {target(every)} | {at} |")

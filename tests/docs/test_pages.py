@@ -75,6 +75,29 @@ def test_a_pattern_has_its_smallest_and_largest_value():
     assert row == "| store: lookups | 1.00x to 3.00x | ≥ 2.00x: **1 of 3 missed** | E 08ca878 |"
 
 
+def test_a_range_has_its_unit_once_and_a_single_value_once():
+    lines = [LINE | {"value": value, "unit": "steps"} for value in (0.938, 0.984)]
+    assert pages.figure(lines) == "0.938 to 0.984 steps"
+    assert pages.figure([LINE | {"value": value, "unit": "steps"} for value in (7.931, 7.929)]) == "7.93 steps"
+    assert pages.figure([LINE | {"value": 6e6, "unit": "rows/s", "others": [9.5e6, 8.2e6]}]).endswith(
+        "(also 8.2 to 9.5 M rows/s)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "unit", "shown"),
+    [(0.05, 0.2, "s", "50 ms to 0.2 s"), (0.01, 0.02, "fraction", "1 to 2 %"), (-0.1, 0.1, "AUC", "-0.1000 to 0.1000")],
+)
+def test_spans(low, high, unit, shown):
+    assert pages.span(low, high, unit) == shown
+
+
+def test_a_commit_with_uncommitted_changes_has_a_plus():
+    figures = pages.Figures({"store.0": [LINE | {"commit": "0a641297-dirty"}], "store.1": [LINE]})
+    rows = pages.table([Row("store.0", ""), Row("store.1", ""), Row("store.*", "")], figures).splitlines()[2:]
+    assert [row.split(" | ")[-1] for row in rows] == ["E 0a64129+ |", "E 08ca878 |", "E 08ca878+ |"]
+
+
 def test_a_measure_without_a_line_is_refused():
     with pytest.raises(KeyError, match="No line"):
         pages.table([Row("store.gone", "")], FIGURES)
