@@ -147,22 +147,16 @@ class Story:
         self._lines.put(None)
 
 
-def tell(gbits: float, seconds: float, folder: Path) -> dict[str, Any]:
+def tell(hosts: RayHosts, seconds: float, folder: Path) -> dict[str, Any]:
     """Runs the whole story; returns its figures.
 
     Args:
-        gbits: rate of each link.
+        hosts: hosts that run Ray, `HOSTS` of them.
         seconds: seconds of training before, without and after the host.
-        folder: an empty directory.
-
-    Raises:
-        UnavailableError: this machine does not permit hosts.
+        folder: a directory without checkpoints.
     """
-    keys = folder / "keys"
-    rpc.make_keys(keys)
-    with RayHosts(HOSTS, gbits, keys) as hosts, contextlib.closing(Story(hosts, folder)) as story:
-        addresses = hosts.hosts.addresses
-        story.say(f"Ray runs on {', '.join(addresses)}, with {gbits:g} Gbit/s each")
+    addresses = hosts.hosts.addresses
+    with contextlib.closing(Story(hosts, folder)) as story:
         story.until(lambda: story.trains)
         for address, roles in sorted(story.places.items()):
             story.say(f"{address}: {', '.join(sorted(roles))}")
@@ -194,10 +188,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="seconds before, without and after the host")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys"
+        rpc.make_keys(keys)
         try:
-            figures = tell(arguments.gbits, arguments.seconds, Path(folder))
+            hosts = RayHosts(HOSTS, arguments.gbits, keys)
         except UnavailableError as reason:
             sys.exit(f"This needs hosts in namespaces: {reason}")
+        with hosts:
+            print(f"Ray runs on {', '.join(hosts.hosts.addresses)}, with {arguments.gbits:g} Gbit/s each", flush=True)
+            figures = tell(hosts, arguments.seconds, Path(folder))
     print(json.dumps(figures, indent=2))
 
 

@@ -116,13 +116,21 @@ def test_a_host_is_a_world_of_its_own_and_ends_whole(two):
 def test_nothing_is_left_in_this_process_s_namespaces():
     links = Path("/proc/net/dev").read_text().count("\n")
     try:
-        with Hosts(3) as hosts:
-            assert Path("/proc/net/dev").read_text().count("\n") == links
-            firsts = [host.pid for host in hosts._hosts if host is not None]
+        hosts = Hosts(3)
     except UnavailableError as reason:
         pytest.skip(str(reason))
+    with hosts:
+        assert Path("/proc/net/dev").read_text().count("\n") == links
+        firsts = [host.pid for host in hosts._hosts if host is not None]
     assert len(firsts) == 3
     assert not any(Path(f"/proc/{pid}").exists() for pid in firsts)
+
+
+def test_a_failing_command_is_an_error_once_hosts_are_made(two):
+    """Not an `UnavailableError`, for which tests are skipped."""
+    two.kill(0)
+    with pytest.raises(RuntimeError, match="`ip link set h0 down` failed"):
+        two.cut(0)
 
 
 def test_the_reason_is_said_where_they_are_not_permitted(monkeypatch):

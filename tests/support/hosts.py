@@ -41,7 +41,7 @@ FIRST = (
 
 
 class UnavailableError(Exception):
-    """Hosts cannot be made here; the message says why."""
+    """This machine does not permit hosts, or lacks a program; raised only by the constructor of `Hosts`."""
 
 
 class Hosts:
@@ -72,6 +72,9 @@ class Hosts:
             self._on_switch("ip link set switch up")
             for number in range(count):
                 self.boot(number)
+        except RuntimeError as error:
+            self.close()
+            raise UnavailableError(str(error)) from error
         except BaseException:
             self.close()
             raise
@@ -80,7 +83,7 @@ class Hosts:
         """Starts a host that has not been started, or that was killed: without processes, with an empty `/dev/shm`.
 
         Raises:
-            UnavailableError: it could not be started; the message says why.
+            RuntimeError: a command failed.
         """
         assert self._switch is not None
         kinds = ("--kill-child", "--fork", "--pid", "--mount-proc", "--uts", "--ipc", "--net")
@@ -228,7 +231,7 @@ class _First:
         arguments: makes the namespaces, and prints "ready" in them.
 
     Raises:
-        UnavailableError: it did not.
+        RuntimeError: it did not.
     """
 
     def __init__(self, *arguments: str) -> None:
@@ -245,7 +248,7 @@ class _First:
         answer = self._process.stdout.readline()
         if answer.strip() != "ready":
             self.kill()
-            raise UnavailableError(f"namespaces are not permitted here: {answer.strip() or arguments}")
+            raise RuntimeError(f"cannot make namespaces: {answer.strip() or arguments}")
         if "--fork" in arguments:
             self.pid = int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text())
 
@@ -253,7 +256,7 @@ class _First:
         """Runs a command in the namespaces and returns its output.
 
         Raises:
-            UnavailableError: it failed.
+            RuntimeError: it failed.
         """
         words = command.split() if isinstance(command, str) else list(command)
         done = subprocess.run(
@@ -264,7 +267,7 @@ class _First:
             check=False,
         )
         if check and done.returncode:
-            raise UnavailableError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
+            raise RuntimeError(f"`{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}")
         return done.stdout
 
     def kill(self) -> None:
