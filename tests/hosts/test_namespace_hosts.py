@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.hosts import Hosts, UnavailableError
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.processes]
 
@@ -58,9 +59,14 @@ def two() -> Iterator[Hosts]:
         yield hosts
 
 
-def knock(hosts: Hosts, number: int, other: int) -> str:
-    """What a host gets that connects to a port at which nothing listens."""
-    return hosts.run(number, sys.executable, "-c", KNOCK, hosts.addresses[other]).stdout.strip()
+def answers(hosts: Hosts, number: int, other: int) -> bool:
+    """Returns whether a connection from one host to a closed port of another is refused, within a second."""
+    return hosts.run(number, sys.executable, "-c", KNOCK, hosts.addresses[other]).stdout.strip() == "refused"
+
+
+def wait_for_answer(hosts: Hosts, number: int, other: int) -> None:
+    """Connects until the other host answers: on a busy machine, an answer may take longer than a second."""
+    wait_until(lambda: answers(hosts, number, other), f"an answer of host {other}", 120.0)
 
 
 def test_a_link_carries_its_rate(two):
@@ -69,7 +75,7 @@ def test_a_link_carries_its_rate(two):
     assert receiving.stdout.readline().strip() == "listens"
     seconds = float(two.run(1, sys.executable, "-c", SEND, two.addresses[0], str(mebibytes)).stdout)
     receiving.communicate()
-    # Never faster, however busy this machine is. Some of it passes at once.
+    # Never faster, however busy this machine is, except for the burst that passes without waiting.
     assert seconds > 0.8 * mebibytes * (1 << 20) * 8 / 0.1e9
     sent, received = two.moved(1)
     assert sent > mebibytes << 20 > 20 * received
@@ -77,27 +83,27 @@ def test_a_link_carries_its_rate(two):
 
 
 def test_links_are_cut_and_lose_packets(two):
-    assert knock(two, 1, 0) == "refused"
+    wait_for_answer(two, 1, 0)
     two.cut(0)
-    assert knock(two, 1, 0) == "silent"
+    assert not answers(two, 1, 0)
     two.join(0)
-    assert knock(two, 1, 0) == "refused"
+    wait_for_answer(two, 1, 0)
     two.mute(0)  # It hears the question, and cannot answer.
     before = two.moved(0)
-    assert knock(two, 1, 0) == "silent"
+    assert not answers(two, 1, 0)
     after = two.moved(0)
     assert after[1] > before[1]
     assert after[0] == before[0]
     two.lose(0, 0.0)
-    assert knock(two, 1, 0) == "refused"
+    wait_for_answer(two, 1, 0)
     two.shape(1, None)
     two.lose(1, 0.25)
-    before = two.moved(0)[1]
+    before = two.moved(1)[0]  # Counted as packets leave the host, so none is still on its way when it is read.
     two.run(1, sys.executable, "-c", DATAGRAMS, two.addresses[0])
-    assert (two.moved(0)[1] - before) / (4000 * 142) == pytest.approx(0.75, abs=0.05)
+    assert (two.moved(1)[0] - before) / (4000 * 142) == pytest.approx(0.75, abs=0.05)
 
 
-def test_a_host_is_a_world_of_its_own_and_ends_whole(two):
+def test_a_host_is_isolated_and_ends_with_all_its_processes(two):
     own = two.run(0, "sh", "-c", "hostname && touch /dev/shm/mine && ls /dev/shm && ls -d /proc/[0-9]* | wc -l")
     name, files, processes = own.stdout.split()
     assert (name, files) == ("host-0", "mine")
@@ -106,11 +112,11 @@ def test_a_host_is_a_world_of_its_own_and_ends_whole(two):
     left = two.start(0, "sh", "-c", "setsid sleep 300 & echo started; wait", stdout=subprocess.PIPE)
     assert left.stdout.readline().strip() == "started"
     two.kill(0)
-    left.communicate(timeout=20)  # The detached process has the other end of the pipe until its own end.
-    assert knock(two, 1, 0) == "silent"
+    left.communicate(timeout=120)  # The detached process has the other end of the pipe until its own end.
+    assert not answers(two, 1, 0)
     two.boot(0)
     assert two.run(0, "ls", "/dev/shm").stdout == ""
-    assert knock(two, 1, 0) == "refused"
+    wait_for_answer(two, 1, 0)
 
 
 def test_nothing_is_left_in_this_process_s_namespaces():

@@ -1,4 +1,4 @@
-"""Hosts of this machine: namespaces with processes, memory and addresses of their own, joined by links of a given rate.
+"""Virtual hosts on this machine: namespaces with their own processes, `/dev/shm` and addresses, joined by links.
 
 A switch (a bridge) joins their links. Everything lives in namespaces that the first process of a host, or of the
 switch, holds: its end, also by the death of this process, ends all processes of the host, and removes its links and its
@@ -25,7 +25,7 @@ __all__ = ["Hosts", "UnavailableError"]
 
 PROGRAMS = ("setpriv", "unshare", "nsenter", "ip", "tc")
 NETWORK = "10.213.77"
-COMMAND_SECONDS = 20.0
+COMMAND_SECONDS = 60.0
 QUEUE_SECONDS = 0.05
 """How much a link queues before it drops, as a switch does."""
 UNSHAPED_GBITS = 100.0
@@ -71,7 +71,7 @@ class Hosts:
             self._on_switch("ip link add name switch type bridge")
             self._on_switch("ip link set switch up")
             for number in range(count):
-                self.boot(number)
+                self._boot(number)
         except RuntimeError as error:
             self.close()
             raise UnavailableError(str(error)) from error
@@ -80,23 +80,19 @@ class Hosts:
             raise
 
     def boot(self, number: int) -> None:
-        """Starts a host that has not been started, or that was killed: without processes, with an empty `/dev/shm`.
+        """Starts a host that was killed, without processes and with an empty `/dev/shm`.
 
         Raises:
             RuntimeError: a command failed.
         """
-        assert self._switch is not None
-        kinds = ("--kill-child", "--fork", "--pid", "--mount-proc", "--uts", "--ipc", "--net")
-        host = _First("unshare", *kinds, "bash", "-c", FIRST.format(f"host-{number}"))
-        self._hosts[number] = host
-        self._on_switch(f"ip link add name h{number} type veth peer name eth0 netns {host.pid}")
-        self._on_switch(f"ip link set h{number} master switch up")
-        self._on_host(number, f"ip addr add {self.addresses[number]}/24 dev eth0")
-        self._on_host(number, "ip link set eth0 up")
-        self._shape(number)
+        self._boot(number)
+        for other, host in enumerate(self._hosts):
+            if host is not None and other != number:
+                # Else a connection may fail with the ARP probes that the host, while it was down, did not answer.
+                host.run(f"ip neigh flush to {self.addresses[number]} dev eth0")
 
     def kill(self, number: int) -> None:
-        """Ends all processes of a host at once, as a power failure does: nothing says so to the others."""
+        """Kills all processes of a host, as a power failure does: the other hosts get no notice."""
         host, self._hosts[number] = self._hosts[number], None
         if host is not None:
             self._on_switch(f"ip link delete h{number}")  # First, else its connections would be closed properly.
@@ -192,6 +188,17 @@ class Hosts:
         self.close()
 
     # --- their parts ------------------------------------------------------------------------------------------------
+
+    def _boot(self, number: int) -> None:
+        assert self._switch is not None
+        kinds = ("--kill-child", "--fork", "--pid", "--mount-proc", "--uts", "--ipc", "--net")
+        host = _First("unshare", *kinds, "bash", "-c", FIRST.format(f"host-{number}"))
+        self._hosts[number] = host
+        self._on_switch(f"ip link add name h{number} type veth peer name eth0 netns {host.pid}")
+        self._on_switch(f"ip link set h{number} master switch up")
+        self._on_host(number, f"ip addr add {self.addresses[number]}/24 dev eth0")
+        self._on_host(number, "ip link set eth0 up")
+        self._shape(number)
 
     def _shape(self, number: int) -> None:
         gbits = self._gbits[number] or UNSHAPED_GBITS
