@@ -28,6 +28,7 @@ from support.ray_hosts import RayHosts
 
 HOSTS = 3
 WAIT_SECONDS = 240.0
+"""How long to wait for the next message of the training, and for a condition."""
 
 
 class Story:
@@ -66,24 +67,24 @@ class Story:
         print(f"{time.monotonic() - self._began:6.1f} s  {text}", flush=True)
 
     def follow(self, seconds: float) -> float:
-        """Prints rates for some seconds; returns the mean rate, samples/s."""
+        """Prints rates for some seconds, and until a sample was trained; returns the mean rate, samples/s."""
         end, rates = time.monotonic() + seconds, []
-        for rate in self._rates():
+        for rate in self._rates(seconds + WAIT_SECONDS):
             rates.append(rate)
-            if time.monotonic() >= end:
-                break
-        return sum(rates) / len(rates)
+            if time.monotonic() >= end and any(rates):
+                return sum(rates) / len(rates)
+        raise AssertionError
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Prints rates until a condition holds."""
-        for _ in self._rates():
+        for _ in self._rates(WAIT_SECONDS):
             if condition():
                 return
 
     def joined(self) -> dict[str, list[str]]:
         """Adds an embedding worker, now that a host has joined; returns the roles by address."""
         self._tell("joined")
-        for line in self._following():
+        for line in self._following(WAIT_SECONDS):
             if "scaled" in line:
                 self.places = line["scaled"]
                 return self.places
@@ -93,7 +94,7 @@ class Story:
         """Ends the training and returns its result."""
         assert self._driver.stdin is not None
         self._driver.stdin.close()
-        for line in self._following():
+        for line in self._following(WAIT_SECONDS):
             if "result" in line:
                 result: dict[str, Any] = line["result"]
                 return result
@@ -108,9 +109,9 @@ class Story:
             assert pipe is not None
             pipe.close()
 
-    def _rates(self) -> Iterator[float]:
-        """Yields the rate of each second, and prints it."""
-        for line in self._following():
+    def _rates(self, seconds: float) -> Iterator[float]:
+        """Yields the rate of each second, and prints it; see `_following` for its deadline."""
+        for line in self._following(seconds):
             if "looked_up" not in line:
                 continue
             now, counts = time.monotonic(), line["looked_up"]
@@ -126,13 +127,29 @@ class Story:
             self.trains, self.places = rate > 0, line["hosts"]
             yield rate
 
-    def _following(self) -> Iterator[dict[str, Any]]:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while (line := self._lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
+    def _following(self, seconds: float) -> Iterator[dict[str, Any]]:
+        """Yields the messages of the training.
+
+        Raises:
+            AssertionError: the training failed or ended, no message came for `WAIT_SECONDS`, or `seconds` have passed.
+        """
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            timeout = min(left, WAIT_SECONDS)
+            try:
+                line = self._lines.get(timeout=timeout)
+            except queue.Empty:
+                raise AssertionError(f"no message of the training for {timeout:.0f} s:\n{self._tail()}") from None
+            if line is None:
+                raise AssertionError(f"the training has ended:\n{self._tail()}")
             if "failed" in line:
                 raise AssertionError(f"the training has failed:\n{line['failed']}")
             yield line
-        raise AssertionError(f"the training has ended:\n{self._log.read_text()[-4000:]}")
+        raise AssertionError(f"the training did not reach the expected state in {seconds:g} s:\n{self._tail()}")
+
+    def _tail(self) -> str:
+        """Returns the end of the log of the training."""
+        return self._log.read_text()[-4000:]
 
     def _tell(self, line: str) -> None:
         assert self._driver.stdin is not None

