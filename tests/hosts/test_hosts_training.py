@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from support.hosts import UnavailableError
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 import hosts_demo
-from hosts_demo import HOSTS, Story, tell
+from hosts_demo import HOSTS, HostsRun, run_scenario
 
 from support.ray_hosts import RayHosts
 
@@ -38,31 +39,31 @@ def ray_hosts(tmp_path) -> Iterator[RayHosts]:
 @pytest.mark.timeout(600)
 def test_a_training_over_three_hosts(ray_hosts):
     """Roles are on all of them, all traffic has keys, and rows travel as fp16 by default."""
-    run = ray_hosts.run(0, "-m", "support.over_hosts", seconds=240)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
-    found = json.loads(run.stdout.strip().splitlines()[-1])
+    done = ray_hosts.run(0, "-m", "support.over_hosts", seconds=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    result = json.loads(done.stdout.strip().splitlines()[-1])
     moved = [sum(ray_hosts.hosts.moved(number)) for number in range(HOSTS)]
     addresses = ray_hosts.hosts.addresses
-    assert (found["rows"], found["steps"], found["lost"]) == (60 * 64, 30, 0)
-    assert found["compression"] == "fp16"
-    assert found["hosts"]["embedding_ps"] == addresses
-    assert len(set(found["hosts"]["nn_worker"])) == 2
-    assert found["auc"] > found["progressive"] > 0.55
+    assert (result["rows"], result["steps"], result["lost"]) == (60 * 64, 30, 0)
+    assert result["compression"] == "fp16"
+    assert result["hosts"]["embedding_ps"] == addresses
+    assert len(set(result["hosts"]["nn_worker"])) == 2
+    assert result["auc"] > result["progressive"] > 0.55
     assert min(moved) > 100_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_host_dies_and_comes_back(ray_hosts, tmp_path):
-    """As in a power failure, without notice. Training continues, and uses the host again once it has joined."""
-    found = tell(ray_hosts, 4.0, tmp_path)
-    address = found["victim"]
-    assert address in found["placed"]
-    assert found["before"] > 0
-    assert found["without"] > 0
-    assert found["after"] > 0
-    assert found["result"]["failures"] >= 1
-    assert address in found["rejoined"]
+    """As in a power failure, without notice. Training continues, and uses the host again once it has joined.
+
+    `run_scenario` fails if it does not continue.
+    """
+    metrics = run_scenario(ray_hosts, 4.0, tmp_path)
+    address = metrics["victim"]
+    assert address in metrics["placed"]
+    assert metrics["result"]["failures"] >= 1
+    assert address in metrics["rejoined"]
 
 
 def test_a_silent_training_fails_with_the_end_of_its_log(tmp_path, monkeypatch):
@@ -75,7 +76,8 @@ def test_a_silent_training_fails_with_the_end_of_its_log(tmp_path, monkeypatch):
         return drivers[0]
 
     hosts = SimpleNamespace(start=start, hosts=SimpleNamespace(close=lambda: drivers[0].kill()))
-    with contextlib.closing(Story(hosts, tmp_path)) as story:
-        for wait in (lambda: story.follow(300.0), lambda: story.until(lambda: True), story.joined, story.end):
+    with contextlib.closing(HostsRun(hosts, tmp_path)) as run:
+        measure, wait = partial(run.measure_rate, 300.0), partial(run.wait_until, lambda: True)
+        for method in (measure, wait, run.add_embedding_worker, run.stop):
             with pytest.raises(AssertionError, match="waits for a lock"):
-                wait()
+                method()

@@ -139,7 +139,7 @@ def test_a_failing_command_is_an_error_once_hosts_are_made(two):
         two.cut(0)
 
 
-def test_the_reason_is_said_where_they_are_not_permitted(monkeypatch):
+def test_the_error_names_missing_programs(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UnavailableError, match="setpriv, unshare, nsenter, ip, tc, which is not installed"):
         Hosts(1)

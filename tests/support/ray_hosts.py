@@ -25,7 +25,7 @@ QUICK_NOTICE = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "4",
 }
-"""Ray takes a host that does not answer for dead after 6 seconds, not 30."""
+"""Ray considers a host dead that has not answered for 6 seconds, not 30."""
 
 
 class RayHosts:
@@ -65,7 +65,7 @@ class RayHosts:
             raise
 
     def start_ray(self, number: int) -> None:
-        """Starts Ray on a host, which joins that of the first one. Returns once it has."""
+        """Starts Ray on a host, which joins the Ray of the first host. Returns once it has joined."""
         address = self.hosts.addresses[number]
         head = f"{self.hosts.addresses[0]}:{PORT}"
         where = ["--head", f"--port={PORT}", f"--temp-dir={FOLDER}", "--include-dashboard=false"]

@@ -1,6 +1,6 @@
 """Trains over the hosts of Ray until its input ends; prints one line of JSON each second, and the result.
 
-An input line "joined" adds an embedding worker, which may run on a host that has just joined.
+The input line `scale` adds an embedding worker, which may run on a host that has just joined.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ def main(folder: str) -> None:
             try:
                 results.append(trainer.fit(reader))
             except Exception:
-                _say(failed=traceback.format_exc())
+                _send(failed=traceback.format_exc())
 
         training = threading.Thread(target=train)
         training.start()
-        threading.Thread(target=_report, args=(cluster, training), daemon=True).start()
+        threading.Thread(target=_report_lookups, args=(cluster, training), daemon=True).start()
         for line in sys.stdin:
-            if line.strip() == "joined":
+            if line.strip() == "scale":
                 cluster.scale(embedding_workers=3)
-                _say(scaled=_where(cluster))
+                _send(scaled=_roles_by_host(cluster))
         trainer.stop()
         training.join()
         if results:
             (result,) = results
-            _say(
+            _send(
                 result={
                     "rows": result.rows,
                     "steps": result.steps,
@@ -78,7 +78,7 @@ def main(folder: str) -> None:
     ray.shutdown()
 
 
-def _report(cluster: Ray, training: threading.Thread) -> None:
+def _report_lookups(cluster: Ray, training: threading.Thread) -> None:
     while training.is_alive():
         time.sleep(REPORT_SECONDS)
         try:
@@ -86,10 +86,10 @@ def _report(cluster: Ray, training: threading.Thread) -> None:
         except persia.PersiaError:  # A role has just died.
             continue
         looked_up = {name: values.get("looked_up", 0.0) for name, values in counters if "embedding_worker" in name}
-        _say(looked_up=looked_up, hosts=_where(cluster))
+        _send(looked_up=looked_up, hosts=_roles_by_host(cluster))
 
 
-def _where(cluster: Ray) -> dict[str, list[str]]:
+def _roles_by_host(cluster: Ray) -> dict[str, list[str]]:
     """Returns the roles on each host, by address."""
     assert cluster._roles.processes is not None
     hosts: dict[str, list[str]] = {}
@@ -99,8 +99,9 @@ def _where(cluster: Ray) -> dict[str, list[str]]:
     return hosts
 
 
-def _say(**values: Any) -> None:
-    print(json.dumps(values), flush=True)
+def _send(**values: Any) -> None:
+    sys.stdout.write(f"{json.dumps(values)}\n")  # In one call: two threads send.
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
