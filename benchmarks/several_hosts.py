@@ -83,14 +83,9 @@ def train(addresses: str, preset: str) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts(preset: str) -> Iterator[tuple[Any, Callable[[str, int], float]]]:
-    """Yields the hosts, and a function that trains: form and number of steps to seconds.
-
-    Raises:
-        UnavailableError: this machine does not permit network namespaces.
-    """
-    support = tests_support("hosts")
-    with support.Hosts(2, GBITS) as hosts, tempfile.TemporaryDirectory() as folder:
+def roles_on(hosts: Any, preset: str) -> Iterator[Callable[[str, int], float]]:
+    """Starts the roles on two hosts; yields a function that trains: form and number of steps to seconds."""
+    with tempfile.TemporaryDirectory() as folder:
         keys = str(Path(folder) / "keys")
         rpc.make_keys(keys)
         program = [sys.executable, "-m", "benchmarks.several_hosts"]
@@ -106,7 +101,7 @@ def two_hosts(preset: str) -> Iterator[tuple[Any, Callable[[str, int], float]]]:
             return float(training.stdout.readline())
 
         try:
-            yield hosts, seconds
+            yield seconds
         finally:
             hosts.close()
             for process in (serving, training):
@@ -117,30 +112,32 @@ def two_hosts(preset: str) -> Iterator[tuple[Any, Callable[[str, int], float]]]:
 def several_hosts(preset: str) -> runner.Measure | None:
     """Steps/s with fp16 between hosts over steps/s without, over a link of 1 Gbit/s with keys."""
     steps = STEPS[preset]
+    support = tests_support("hosts")
     try:
-        with two_hosts(preset) as (hosts, seconds):
-            moved: dict[str, list[tuple[int, int]]] = {form: [] for form in FORMS}
-            for form in FORMS:  # Every id of the batches gets its row.
-                seconds(form, WORK[preset].batches)
-
-            def rate(form: str) -> float:
-                sent, received = hosts.moved(1)
-                taken = seconds(form, steps)
-                now = hosts.moved(1)
-                moved[form].append((now[0] - sent, now[1] - received))
-                return steps / taken
-
-            measure = runner.ratio(
-                "rpc.several_hosts",
-                ours=lambda: rate("fp16"),
-                theirs=lambda: rate("none"),
-                of="steps/s",
-                rounds=ROUNDS[preset],
-                at_least=1.3,
-            )
-    except tests_support("hosts").UnavailableError as reason:
+        hosts = support.Hosts(2, GBITS)
+    except support.UnavailableError as reason:
         print(f"rpc.several_hosts is skipped: {reason}", file=sys.stderr)
         return None
+    with hosts, roles_on(hosts, preset) as seconds:
+        moved: dict[str, list[tuple[int, int]]] = {form: [] for form in FORMS}
+        for form in FORMS:  # Every id of the batches gets its row.
+            seconds(form, WORK[preset].batches)
+
+        def rate(form: str) -> float:
+            sent, received = hosts.moved(1)
+            taken = seconds(form, steps)
+            now = hosts.moved(1)
+            moved[form].append((now[0] - sent, now[1] - received))
+            return steps / taken
+
+        measure = runner.ratio(
+            "rpc.several_hosts",
+            ours=lambda: rate("fp16"),
+            theirs=lambda: rate("none"),
+            of="steps/s",
+            rounds=ROUNDS[preset],
+            at_least=1.3,
+        )
     for form in FORMS:
         sent, received = (sum(column) / len(column) for column in zip(*moved[form], strict=True))
         measure.details[form] = {"sent_bytes": sent / steps, "received_bytes": received / steps}  # type: ignore[index]
