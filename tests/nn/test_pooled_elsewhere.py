@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -198,6 +200,70 @@ def test_a_refresh_has_the_samples_whose_rows_have_changed():
         assert fresh.rows["bag/one"].tolist() == [rows[index["one"][2]].tolist()]
         np.testing.assert_allclose(fresh.rows["bag/bag"][0], rows[index["bag"][:2]].mean(0), rtol=1e-6)
     assert worker.refresh(first, fresh.seen).places.buffer.size == 0
+
+
+class Gate:
+    """Lets the first call of a PS that has read its rows wait until it is opened; also the lock of a batch.
+
+    A call that would wait for the lock opens it: the other call is the one that waits here.
+    """
+
+    def __init__(self, server: Any, name: str) -> None:
+        self.call, self.lock = getattr(server, name), threading.Lock()
+        self.has_read, self.opened = threading.Event(), threading.Event()
+        setattr(server, name, self.called)
+
+    def called(self, *arguments: Any) -> Any:
+        answer, first = self.call(*arguments), not self.has_read.is_set()
+        self.has_read.set()
+        if first:
+            assert self.opened.wait(20)
+        return answer
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.opened.set()
+            assert self.lock.acquire(timeout=20)
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+@pytest.mark.parametrize("repeated", ["refresh", "lookup_ahead"])
+def test_a_call_that_overlaps_with_its_repetition_keeps_no_older_rows(repeated: str):
+    """Calls are repeated after a reconnection, while the first one may still run."""
+    cluster = Cluster("embedding_worker", servers=1)
+    schema = Schema([IdFeature("bag", dim=2, pooling="mean")])
+    worker = cluster.connect(schema, Adagrad(lr=0.5), Sync(), 0).worker
+    columns = {"bag": IdColumn(np.array([1, 2], np.uint64), np.array([0, 2]))}
+    batch_id, sequence = worker.register(columns), itertools.count(1)
+
+    def update(id_: int) -> None:
+        other = worker.register({"bag": IdColumn(np.array([id_], np.uint64), np.array([0, 1]))})
+        worker.lookup(other)
+        gradient = Packed.of({"bag": np.ones((1, 2), np.float32)}, np.float32)
+        number = next(sequence)
+        worker.push(PushHeader(1, 0, number, number - 1, 1), [Contribution(other, gradient)])
+
+    found = worker.lookup_ahead(batch_id, pool=True)
+    update(1)
+    gate = Gate(cluster.servers[0], repeated)
+    with worker._buffer.use(batch_id) as (_, state):
+        state.lock = gate
+
+    def call() -> Any:
+        return worker.refresh(batch_id, found.seen) if repeated == "refresh" else worker.lookup_ahead(batch_id, True)
+
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(call)
+        assert gate.has_read.wait(20)
+        update(1)
+        answered = call()  # While the first call still has the row from before that update.
+        gate.opened.set()
+        first.result(20)
+    update(2)
+    fresh = worker.refresh(batch_id, answered.seen)
+    np.testing.assert_allclose(fresh.rows["bag/bag"][0], worker.evaluate(columns).rows["bag"].mean(0), rtol=1e-6)
 
 
 def test_clipped_gradients_are_those_of_rows():

@@ -124,6 +124,22 @@ def test_rows_that_were_left_out_come_with_the_refresh(before, ids_of, recent, p
     assert worker.refresh(batch_id, fresh.seen).places.buffer.size == 0
 
 
+def test_a_repeated_lookup_ahead_leaves_out_the_same_rows():
+    worker = a_worker()
+    worker.lookup_ahead(worker.register(columns({"item": [1]})))
+    batch_id = worker.register(columns({"item": [1, 2], "user": [3]}))
+    ids = worker.distinct_ids(batch_id)
+    found = [worker.lookup_ahead(batch_id, recent=4) for _ in range(3)]
+    for each in found:
+        assert {name: ids[name][flags].tolist() for name, flags in each.left_out.items()} == {
+            "item": [1],
+            "user": [],
+            "shop": [],
+        }
+        np.testing.assert_array_equal(each.rows.buffer, found[0].rows.buffer)
+    assert worker.lookup_ahead(batch_id).left_out is None  # No repetition: it asks for all rows.
+
+
 def test_new_rows_that_were_left_out_are_made_at_the_refresh():
     """An id may be left out that has no row, as another id shares its slot."""
     worker = a_worker(2)

@@ -33,7 +33,7 @@ from persia.types import (
     sum_counts,
 )
 from persia.worker.buffer import BatchBuffer, WorkerOptions
-from persia.worker.feature_pooler import BufferedBatch, FeaturePooler, PooledRows
+from persia.worker.feature_pooler import BufferedBatch, FeaturePooler, LookupState
 from persia.worker.recent_lookups import RecentLookups
 from persia.worker.routing import Router
 
@@ -106,7 +106,7 @@ class Worker:
             DeadlineError: the buffer stayed full.
             MovedError: this embedding worker is leaving.
         """
-        return self._buffer.put(BufferedBatch(self._router.route(id_features), PooledRows()))
+        return self._buffer.put(BufferedBatch(self._router.route(id_features), LookupState()))
 
     def lookup(self, batch_id: int, train: bool = True, pool: bool = False) -> LookedUp:
         """Looks up the rows of a registered batch; without `train`, only reads them and forgets the batch.
@@ -132,10 +132,6 @@ class Worker:
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
         """
-        with self._buffer.use(batch_id) as (batch, _):
-            pool = pool and self._pooler.applies(batch)  # Then all its rows are needed.
-            left_out = self._recent.add(batch.ids, 0 if pool else recent)
-        wanted = None if left_out is None else batching.complement(left_out)
         seen: list[Moment] = [Moment(0, 0)] * len(self._servers)
 
         def ahead(number: int, ids: Packed[np.uint64], _: bool) -> Packed[np.float32]:
@@ -143,7 +139,14 @@ class Worker:
             return rows
 
         lookups = [functools.partial(ahead, number) for number in range(len(self._servers))]
-        rows = self._look_up(batch_id, lookups, True, wanted, pool=pool, keep=True)
+        with self._buffer.use(batch_id) as (batch, state), state.lock:
+            pool = pool and self._pooler.applies(batch)
+            recent = 0 if pool else recent  # To pool them, all its rows are needed.
+            if state.recent != recent:  # Else a repetition, to which all ids of the batch would be recent ones.
+                state.left_out, state.recent = self._recent.add(batch.ids, recent), recent
+            left_out = state.left_out
+            wanted = None if left_out is None else batching.complement(left_out)
+            rows = self._look_up(batch_id, lookups, True, wanted, pool=pool, keep=True)
         return rows._replace(seen=seen, left_out=left_out)
 
     def refresh(self, batch_id: int, seen: list[Moment], left_out: Packed[np.bool_] | None = None) -> FreshRows:
@@ -158,7 +161,7 @@ class Worker:
                 f"Rows of a batch are refreshed with a moment of each PS, {len(self._servers)}, not {len(seen)}. Start "
                 "all roles of a run with the same number of PSs."
             )
-        with self._buffer.use(batch_id) as (batch, pooled):
+        with self._buffer.use(batch_id) as (batch, state), state.lock:
             split = self._router.split(batch, left_out)
             answers = call_all(
                 [
@@ -166,7 +169,7 @@ class Worker:
                     for number, (server, moment) in enumerate(zip(self._servers, seen, strict=True))
                 ]
             )
-            fresh = self._pooler.refreshed(batch, pooled, self._router.join_fresh(split, answers))
+            fresh = self._pooler.refreshed(batch, state, self._router.join_fresh(split, answers))
         if self._compresses:
             halves, scales = batching.encode_packed(cast("Packed[np.float32]", fresh.rows), self._tables)
             fresh = fresh._replace(rows=cast("Packed[np.float32 | np.float16]", halves), scales=scales)
@@ -300,9 +303,9 @@ class Worker:
         pool: bool = False,
         keep: bool = False,
     ) -> LookedUp:
-        with self._buffer.use(batch_id) as (batch, pooled):
+        with self._buffer.use(batch_id) as (batch, state):
             whole = batch if wanted is None else self._router.part_of(batch, wanted)
-            rows = self._rows(whole, lookups, argument, pool=pool, kept=pooled if keep else None)
+            rows = self._rows(whole, lookups, argument, pool=pool, state=state if keep else None)
         self._count("looked_up")
         self._carried("row_bytes", rows.rows, rows.scales)
         return rows
@@ -314,7 +317,7 @@ class Worker:
         argument: T,
         *,
         pool: bool = False,
-        kept: PooledRows | None = None,
+        state: LookupState | None = None,
     ) -> LookedUp:
         """Calls each PS with its ids and the argument."""
         answers = call_all(
@@ -325,7 +328,7 @@ class Worker:
         )
         rows = self._router.join(batch, answers)
         if pool:
-            looked_up = self._pooler.looked_up(batch, rows, kept)
+            looked_up = self._pooler.looked_up(batch, rows, state)
         else:
             plain = cast("Packed[np.float32 | np.float16]", rows)
             looked_up = LookedUp(plain, batch.narrow, batch.wide, batch.offsets, weights=batch.weights)

@@ -16,7 +16,7 @@ from persia.schema import Schema
 from persia.schema.pooled_features import poolable_features, values_name
 from persia.types import Floats, FreshRows, Int64Array, Inverse, LookedUp, Packed, WireRows
 
-__all__ = ["BufferedBatch", "FeaturePooler", "PoolAt", "PooledRows"]
+__all__ = ["BufferedBatch", "FeaturePooler", "LookupState", "PoolAt"]
 
 PoolAt = Literal["nn_worker", "embedding_worker", "auto"]
 """Where features are pooled. "auto": at the embedding worker, for each table and batch for which that sends less."""
@@ -27,24 +27,30 @@ Rows = Packed[np.float32 | np.float16]
 T = TypeVar("T")
 
 
-class PooledRows:
-    """The rows of a batch whose features were pooled here and may be refreshed, which pools them again.
+class LookupState:
+    """State of a batch between its lookup ahead and its push.
 
     Attributes:
-        lock: held while they change.
-        rows: float32 `[unique ids, dim]` by table; empty if no features were pooled.
+        lock: held by a lookup ahead or a refresh from before it reads rows until these are stored. Calls may overlap
+            with their repetitions; what is stored last has then been read last.
+        pooled_rows: rows of tables whose features were pooled here, which a refresh pools again, float32
+            `[unique ids, dim]` by table; empty if none were.
+        recent: `recent` of the last lookup ahead; None before it.
+        left_out: which rows it left out, also for its repetitions; None if none.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.rows: dict[str, Floats] = {}
+        self.pooled_rows: dict[str, Floats] = {}
+        self.recent: int | None = None
+        self.left_out: Packed[np.bool_] | None = None
 
 
 class BufferedBatch(NamedTuple):
-    """A registered batch, and the rows of its pooled features."""
+    """A registered batch, and the state of its lookup ahead."""
 
     batch: RoutedBatch
-    pooled: PooledRows
+    state: LookupState
 
 
 class _Feature(NamedTuple):
@@ -88,21 +94,19 @@ class FeaturePooler:
         """Returns whether some features of a batch are pooled here."""
         return bool(self._chosen(batch))
 
-    def looked_up(self, batch: RoutedBatch, rows: Packed[np.float32], kept: PooledRows | None) -> LookedUp:
+    def looked_up(self, batch: RoutedBatch, rows: Packed[np.float32], state: LookupState | None) -> LookedUp:
         """Returns the answer to a lookup, not compressed, with the values of features that are pooled here.
 
         Args:
             batch: the batch.
             rows: rows of its ids, as stored.
-            kept: gets the rows of pooled features; None if the batch is not refreshed.
+            state: gets the rows of pooled features, under its lock; None if the batch is not refreshed.
         """
         if not (tables := self._chosen(batch)):
             return LookedUp(cast("Rows", rows), batch.narrow, batch.wide, batch.offsets, weights=batch.weights)
         own = self._decoded(tables, rows)
-        if kept is not None:
-            own = {table: part.copy() for table, part in own.items()}
-            with kept.lock:
-                kept.rows = own
+        if state is not None:
+            state.pooled_rows = own = {table: part.copy() for table, part in own.items()}
         values = self._values(batch, own)
         names = {feature.name for table in tables for feature in self._features[table]}
         return LookedUp(
@@ -114,22 +118,21 @@ class FeaturePooler:
             pooled={table: len(batch.ids[table]) for table in tables},
         )
 
-    def refreshed(self, batch: RoutedBatch, pooled: PooledRows, fresh: FreshRows) -> FreshRows:
+    def refreshed(self, batch: RoutedBatch, state: LookupState, fresh: FreshRows) -> FreshRows:
         """Returns refreshed rows with the new values of pooled features, for the samples whose ids have changed.
 
         Args:
             batch: the batch.
-            pooled: rows of its pooled features.
+            state: has the rows of its pooled features, which change under its lock.
             fresh: its rows that have changed, as stored.
         """
-        with pooled.lock:
-            kept = pooled.rows
-            if not kept:
-                return fresh
-            changed = self._decoded(list(kept), cast("Packed[np.float32]", fresh.rows))
-            for table, own in kept.items():
-                own[fresh.places[table]] = changed[table]
-            values = self._values(batch, kept)
+        kept = state.pooled_rows
+        if not kept:
+            return fresh
+        changed = self._decoded(list(kept), cast("Packed[np.float32]", fresh.rows))
+        for table, own in kept.items():
+            own[fresh.places[table]] = changed[table]
+        values = self._values(batch, kept)
         places: dict[str, NDArray[np.uint32]] = dict(_without(fresh.places, kept))
         rows: dict[str, WireRows] = dict(_without(fresh.rows, kept))
         inverse = batch.inverse
