@@ -215,6 +215,20 @@ def test_a_peer_that_is_there_and_does_not_answer_ends_the_call():
         several.lookup(batch_id)
 
 
+@pytest.mark.parametrize(("recent", "workers", "share"), [(0, 3, 0), (5, 1, 5), (6, 3, 2), (7, 3, 3)])
+def test_each_embedding_worker_has_its_share_of_the_recent_batches(recent, workers, share):
+    several, directory, services, _, _ = facade(workers=workers)
+    batch_id = services[0, 1].register(make_batches(1)[0].id_features)
+    look_up, asked = services[0, 1].lookup_ahead, []
+    services[0, 1].lookup_ahead = lambda batch_id, pool, recent: (asked.append(recent), look_up(batch_id, pool))[1]
+    several.lookup_ahead(batch_id, recent=recent)
+    assert asked == [share]
+    # One that is leaving gets no batches; if all are, each may have had all.
+    directory.update(Membership(2, 1, [member(rank, state="leaving") for rank in range(workers)]))
+    several.lookup_ahead(batch_id, recent=recent)
+    assert asked == [share, recent]
+
+
 def test_a_leaving_embedding_worker_gets_nothing_new():
     several, directory, services, _, _ = facade()
     batch = make_batches(1)[0]

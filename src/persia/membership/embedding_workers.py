@@ -96,10 +96,13 @@ class EmbeddingWorkers:
     def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> LookedUp:
         """Looks up the rows of a registered batch, ahead of their use.
 
+        `recent` is a number of batches at all embedding workers; each gets an equal share, rounded up.
+
         Raises:
             StaleBatchError: the batch is unknown, or lost with its embedding worker.
         """
-        looked_up = self._ask(batch_id, "lookup", lambda worker: worker.lookup_ahead(batch_id, pool, recent))
+        share = -(-recent // max(1, len(self._directory.roster().alive())))
+        looked_up = self._ask(batch_id, "lookup", lambda worker: worker.lookup_ahead(batch_id, pool, share))
         self._rows[batch_id] = _rows(looked_up)
         return looked_up
 
