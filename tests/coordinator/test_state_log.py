@@ -127,6 +127,24 @@ def test_a_process_that_dies_at_any_byte_answers_no_call_twice(tmp_path_factory,
             tokens = calls.tokens = restarted
 
 
+def test_records_do_not_grow_with_the_pushes_that_were_filled(tmp_path):
+    path, nn_workers = tmp_path / "tokens", 12
+    tokens, sizes = begun(path, Async(), nn_workers), []
+    filler = Caller(1, 1, 0)
+    for filled, rank in enumerate(range(1, nn_workers)):
+        dead = Caller(1, 1, rank)
+        tokens.draw(dead, 1, tokens.take(dead, 1), ROWS, 0, 0)
+        header = tokens.arrive(dead, 1, ROWS, 0).header
+        tokens.cancel(1, rank)
+        assert tokens.abandoned(filler, filled) == [header]
+        before = path.stat().st_size
+        assert tokens.abandoned(filler, filled + 1) == []
+        sizes.append(path.stat().st_size - before)
+    assert len(set(sizes)) == 1
+    assert tokens.abandoned(filler, 3) == []  # A late repetition.
+    assert loaded(path) == current(tokens)
+
+
 def slow_gate(state, mode, rank):
     """`SchedulerState.gate` while no NN worker waits, over all NN workers."""
     worker = state.workers[rank]

@@ -40,8 +40,8 @@ class WorkerState(msgspec.Struct, array_like=True):
         finished: number of gradients that have arrived, dropped ones included.
         completed: its last push that completed a step.
         done: sequence number up to which all pushes have returned.
-        assigned: abandoned pushes that it must fill.
-        filled: number of assigned pushes that it has filled.
+        assigned: abandoned pushes that it must still fill.
+        filled: number of abandoned pushes that it has filled.
         lost: its losses since it started, as last reported.
     """
 
@@ -281,7 +281,7 @@ class SchedulerState(msgspec.Struct):
         self.report.lost_tokens += len(lost)
         self.returned = sorted([*self.returned, *worker.taken, *(drawn.number for drawn in lost)])
         self.report.abandoned += len(worker.pushes)  # Its assigned pushes are already counted.
-        self.abandoned += [*worker.pushes.values(), *worker.assigned[worker.filled :]]
+        self.abandoned += [*worker.pushes.values(), *worker.assigned]
         worker.taken, worker.drawn, worker.pushes, worker.assigned = [], {}, {}, []
 
     def confirm(self, worker: WorkerState, done: int, filled: int, lost: Losses | None = None) -> None:
@@ -289,16 +289,17 @@ class SchedulerState(msgspec.Struct):
         for sequence in [s for s in worker.pushes if s <= done and worker.pushes[s].step < self.step]:
             del worker.pushes[sequence]
         worker.done = max(worker.done, done)
-        worker.filled = max(worker.filled, filled)
+        if filled > worker.filled:  # Else a repeated call.
+            worker.assigned = worker.assigned[filled - worker.filled :]
+            worker.filled = filled
         if lost is not None:
             worker.lost = Losses(*map(max, zip(worker.lost, lost, strict=True)))  # A repeated call may be late.
 
     def assign(self, worker: WorkerState) -> list[PushHeader]:
         """Returns the abandoned pushes that this NN worker must fill; the same ones until it has filled them."""
-        if worker.filled >= len(worker.assigned) and self.abandoned:
-            worker.assigned += self.abandoned
-            self.abandoned = []
-        return worker.assigned[worker.filled :]
+        if not worker.assigned:
+            worker.assigned, self.abandoned = self.abandoned, []
+        return worker.assigned
 
     def leaderless(self) -> bool:
         """Returns whether the NN worker that drains the PSs is dead."""
@@ -313,7 +314,7 @@ class SchedulerState(msgspec.Struct):
 
     def all_waiting(self) -> bool:
         """Returns whether all NN workers have finished the phase."""
-        return all(w.waiting and not w.assigned[w.filled :] for w in self.workers.values() if w.alive)
+        return all(w.waiting and not w.assigned for w in self.workers.values() if w.alive)
 
 
 class SharedState(msgspec.Struct, array_like=True):
