@@ -167,12 +167,12 @@ def dropped(preset: str) -> Iterator[runner.Measure]:
 @runner.measures("modes.latency.async", "modes.latency.gba")
 def latency(preset: str) -> Iterator[runner.Measure]:
     """Rate over Hybrid(1), with equally fast NN workers and latencies of half a batch for a lookup and a push."""
-    seconds, steps = (0.01, 5) if preset == "smoke" else (0.08, 60)
+    seconds, steps = (0.01, 5) if preset == "smoke" else (0.08, 40)
     plan = SpeedPlan(None, 4, 256, steps, 1, seconds, 0.0, False)
     modes = {"hybrid": Hybrid(1, warmup=0), "async": Async(), "gba": Gba(plan.nn_workers * plan.local)}
     rounds = [
         {kind: distant_rate(mode, plan, seconds / 2) for kind, mode in modes.items()}
-        for _ in range(1 if preset == "smoke" else 3)
+        for _ in range(runner.rounds_of(preset))
     ]
     for kind in ("async", "gba"):
         ratios = [rates[kind] / rates["hybrid"] for rates in rounds]
