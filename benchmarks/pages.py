@@ -30,6 +30,7 @@ PAGES = tuple(
         "docs/guide/features.md",
         "docs/guide/targets.md",
         "docs/concepts/fresh-rows.md",
+        "docs/modes.md",
         "docs/papers.md",
         "docs/papers/persia.md",
         "docs/papers/gba.md",
