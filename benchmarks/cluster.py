@@ -123,9 +123,9 @@ class SlowNetwork:
         self._worker = worker
         self._rows = 1
 
-    def lookup(self, batch_id: int, train: bool = True) -> Any:
+    def lookup(self, batch_id: int, train: bool = True, pool: bool = False) -> Any:
         began = time.monotonic()
-        return self._late(began, self._worker.lookup(batch_id, train), 1.0)
+        return self._late(began, self._worker.lookup(batch_id, train, pool), 1.0)
 
     def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> Any:
         began = time.monotonic()

@@ -141,10 +141,10 @@ class Distant:
         self._rows = 1
         """Of the last lookup."""
 
-    def lookup(self, batch_id: int, train: bool = True) -> Any:
+    def lookup(self, batch_id: int, train: bool = True, pool: bool = False) -> Any:
         """Looks up rows."""
         time.sleep(self._seconds if train else 0.0)
-        return self._worker.lookup(batch_id, train)
+        return self._worker.lookup(batch_id, train, pool)
 
     def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> Any:
         """Looks up rows ahead of their use."""

@@ -124,8 +124,8 @@ class Wire:
         self._worker = worker
         self.register, self.release, self.statistics = worker.register, worker.release, worker.statistics
 
-    def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
-        return self._decoded(self._worker.lookup(batch_id, train))
+    def lookup(self, batch_id: int, train: bool = True, pool: bool = False) -> LookedUp:
+        return self._decoded(self._worker.lookup(batch_id, train, pool))
 
     def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> LookedUp:
         return self._decoded(self._worker.lookup_ahead(batch_id, pool, recent))

@@ -304,9 +304,9 @@ class Losing:
         self.worker, self.on_lookup, self.on_push = worker, lookup, push
         self.lookups, self.pushes = itertools.count(1), itertools.count(1)  # Calls may come at the same time.
 
-    def lookup(self, batch_id, train=True):
+    def lookup(self, batch_id, train=True, pool=False):
         self._lose(batch_id)
-        return self.worker.lookup(batch_id, train)
+        return self.worker.lookup(batch_id, train, pool)
 
     def lookup_ahead(self, batch_id, pool=False, recent=0):
         self._lose(batch_id)

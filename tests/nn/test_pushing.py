@@ -45,9 +45,9 @@ class RecordedWorker:
     def __getattr__(self, name):
         return getattr(self.worker, name)
 
-    def lookup(self, batch_id):
+    def lookup(self, batch_id, train=True, pool=False):
         self.note_lookup(batch_id)
-        return self.worker.lookup(batch_id)
+        return self.worker.lookup(batch_id, train, pool)
 
     def lookup_ahead(self, batch_id, pool=False, recent=0):
         self.note_lookup(batch_id)

@@ -94,7 +94,7 @@ class TokenPass(TrainingPass):
         return prepared, adopt
 
     def drawn(self, lead: float, *, inline: bool) -> None:
-        """No-op: no token is drawn ahead, so there is no depth to adapt."""
+        """No-op: these modes have no depth to adapt."""
 
     def _computed(self, batch: PreparedBatch, gradients: Callable[[], Encoded]) -> None:
         """Pushes the gradients of a batch together with the gradients of the network."""

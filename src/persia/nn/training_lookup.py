@@ -94,7 +94,6 @@ class TrainingLookup:
             The batch, and the function that makes it ready, in the training thread.
         """
         plan: CachePlan | None = None
-        pooling = {"pool": True} if self._pools else {}  # Else not named: embedding workers of others may lack it.
         began = time.monotonic()
         try:
             with self._tracer.span("lookup", batch=batch.batch_id):
@@ -106,7 +105,7 @@ class TrainingLookup:
                 elif self._log.observer is not None:
                     rows = self._log.observer.lookup(batch.batch_id)
                 else:
-                    rows = self._worker.lookup(batch.batch_id, **pooling)
+                    rows = self._worker.lookup(batch.batch_id, True, self._pools)
         except StaleBatchError:
             if cache is not None:
                 cache.clear()

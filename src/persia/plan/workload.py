@@ -85,7 +85,7 @@ class _FakeWorker:
         self._registered[number] = self._answers[fingerprint(id_features)]
         return number
 
-    def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
+    def lookup(self, batch_id: int, train: bool = True, pool: bool = False) -> LookedUp:
         return self._registered[batch_id]
 
     def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> LookedUp:
