@@ -466,6 +466,14 @@ def test_a_loop_that_is_left_while_a_refresh_runs():
     assert embeddings.rows("item", [HOT]).values[0, 0] == 1
 
 
+def batches_ahead(embeddings):
+    """Twelve batches, the first of which is used once others are looked up ahead."""
+    for number, batch in enumerate(embeddings.prefetch(make_batches(12))):
+        if not number:
+            wait_until(lambda: embeddings.ready >= 4, "that lookups run ahead")
+        yield batch
+
+
 @pytest.mark.parametrize("mode", MODES, ids=["sync", "hybrid"])
 def test_a_batch_that_is_lost_before_its_refresh(mode):
     """Its rows stay as they were looked up; its gradient is lost with the embedding worker, and counted."""
@@ -480,9 +488,7 @@ def test_a_batch_that_is_lost_before_its_refresh(mode):
 
     worker._worker.refresh = losing
     used = []
-    for number, batch in enumerate(embeddings.prefetch(make_batches(12))):
-        if not number:
-            wait_until(lambda: embeddings.ready >= 4, "that lookups run ahead")
+    for number, batch in enumerate(batches_ahead(embeddings)):
         wait_until(lambda number=number: worker.refreshes >= min(number, 2))
         used.append(batch.batch_id)
         train(embeddings, batch)
@@ -507,9 +513,7 @@ def test_a_batch_that_is_lost_with_rows_that_were_left_out(mode):
 
     worker._worker.refresh = losing
     used = []
-    for number, batch in enumerate(embeddings.prefetch(make_batches(12))):
-        if not number:
-            wait_until(lambda: embeddings.ready >= 4, "that lookups run ahead")
+    for batch in batches_ahead(embeddings):
         used.append(batch.batch_id)
         train(embeddings, batch)
     assert len(used) == 11

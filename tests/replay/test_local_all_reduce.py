@@ -1,5 +1,7 @@
 """Local all-reduce in virtual time: each NN worker's own network, averaged in random pairs."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -71,7 +73,7 @@ def test_pairs_are_averaged_after_local_steps(local_steps):
     workers, rate = 3, 0.5
     pushes = [0, 0, 1, 2, 1, 0, 2, 2]
     start = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    optimizers = lambda parameters: torch.optim.SGD(parameters, rate)  # noqa: E731
+    optimizers = functools.partial(torch.optim.SGD, lr=rate)
     timeline = timeline_of(LocalAllReduce(local_steps=local_steps, seed=7), pushes, workers)
     networks = LocalNetworks(timeline, [start], optimizers([start]), optimizers)
     ours = np.tile(start.detach().numpy(), (workers, 1)).astype(np.float64)
