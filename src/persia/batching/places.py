@@ -58,8 +58,12 @@ def complement(flags: Packed[np.bool_]) -> Packed[np.bool_]:
 
 def places_of(flags: Packed[np.bool_]) -> Packed[np.uint32]:
     """Returns the places that have a flag, by table, ascending: the inverse of `flag_places`."""
-    found = [np.flatnonzero(array).astype(np.uint32) for array in flags.arrays()]
-    return Packed(flags.names, list(map(len, found)), np.concatenate(found) if found else np.empty(0, np.uint32))
+    index = np.flatnonzero(flags.buffer)
+    sizes = np.asarray(flags.counts, np.int64)
+    ends = np.cumsum(sizes)
+    counts = np.diff(np.searchsorted(index, ends), prepend=0)
+    index -= np.repeat(ends - sizes, counts)
+    return Packed(flags.names, counts.tolist(), index.astype(np.uint32))
 
 
 def take_places(values: Packed[S], places: Packed[np.uint32]) -> Packed[S]:
