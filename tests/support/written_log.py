@@ -13,7 +13,7 @@ from persia.checkpoint.storage import Storage
 from persia.publish.epochs import begin_epoch, remove_older_epochs
 from persia.publish.format import NETWORK, TableChanges, epoch_name, stream_of
 from persia.publish.stream import StreamWriter
-from persia.types import ModelDescription
+from persia.types import BucketMap, ModelDescription
 
 SCHEMA = persia.Schema([persia.IdFeature("item", 4), persia.IdFeature("user", 2)])
 IDS = np.arange(64, dtype=np.uint64)
@@ -35,6 +35,7 @@ class WrittenLog:
 
     def __init__(self, url, servers=1, schema=SCHEMA, model=None):
         self.url, self.servers, self.schema, self.model = str(url), servers, schema, model
+        self.buckets = BucketMap.even(servers)
         self.storage = Storage(self.url)
 
     def begin(self, step, *, rows=True, network=True):
@@ -62,8 +63,8 @@ class WrittenLog:
         gone = np.array(removed, np.uint64)
         for place, name in enumerate(sorted(self.schema.resolved_tables())):
             dim = (dims or {}).get(name) or self.schema.resolved_tables()[name].dim
-            ids = IDS[batching.owners(name, IDS, self.servers) == server]
-            mine = gone[batching.owners(name, gone, self.servers) == server]
+            ids = IDS[batching.owners(name, IDS, self.buckets) == server]
+            mine = gone[batching.owners(name, gone, self.buckets) == server]
             ids = ids if readmitted else np.setdiff1d(ids, mine)
             part |= {f"{place}.ids": ids, f"{place}.values": self.values(ids, dim, step)}
             if len(mine):

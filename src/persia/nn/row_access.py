@@ -19,7 +19,7 @@ from persia.errors import ConfigError, DataError
 from persia.rpc.fan_out import call_all
 from persia.schema import IdFeature, IdKind, IdMapping, Quotient, Schema, Table
 from persia.services import EmbeddingPS
-from persia.types import BoolArray, Floats, Ids, Int64Array, Packed, RowsSet, RowState, StoredRows
+from persia.types import BoolArray, BucketMap, Floats, Ids, Int64Array, Packed, RowsSet, RowState, StoredRows
 from persia.types.half_floats import LARGEST
 
 __all__ = ["RowAccess"]
@@ -45,6 +45,7 @@ class RowAccess:
         self._schema = schema
         self._tables = schema.resolved_tables()
         self._servers = servers
+        self._buckets = BucketMap.even(len(servers))
 
     def read(self, table: str, ids: ArrayLike, state: bool) -> StoredRows:
         """Reads rows by id, as they are now: nothing is admitted, touched or counted.
@@ -169,7 +170,7 @@ class RowAccess:
         if len(self._servers) == 1:
             return dict(self._servers[0].contains(Packed.of(ids, np.uint64)))
         present = {table: np.zeros(len(of_table), np.bool_) for table, of_table in ids.items()}
-        owners = {table: batching.owners(table, of_table, len(self._servers)) for table, of_table in ids.items()}
+        owners = {table: batching.owners(table, of_table, self._buckets) for table, of_table in ids.items()}
         owned = [
             {table: np.flatnonzero(owner == number) for table, owner in owners.items()}
             for number in range(len(self._servers))
@@ -204,7 +205,7 @@ class RowAccess:
     def _rounds(self, table: Table, ids: Ids) -> Iterator[list[tuple[EmbeddingPS, Int64Array]]]:
         """Yields PSs to ask at the same time, with places of ids that each owns; many places take several rounds."""
         most = max(1, CHUNK_BYTES // (17 + 4 * (1 + MOST_STATE) * table.dim))
-        owner = batching.owners(table.name, ids, len(self._servers))
+        owner = batching.owners(table.name, ids, self._buckets)
         owned = [np.flatnonzero(owner == number) for number in range(len(self._servers))]
         for start in itertools.count(0, most):
             asked = [

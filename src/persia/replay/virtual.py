@@ -40,7 +40,7 @@ from persia.replay.local_networks import LocalNetworks
 from persia.replay.replay_servers import Numbers, RowGradients
 from persia.replay.schedule import DENSE
 from persia.schema import EmbeddingOptimizer, Schema, Table
-from persia.types import Floats, Gradients, Ids, Int64Array, PushHeader
+from persia.types import BucketMap, Floats, Gradients, Ids, Int64Array, PushHeader
 from persia.worker.routing import Router
 
 __all__ = ["VirtualTraining"]
@@ -127,7 +127,7 @@ class VirtualTraining:
             EmbeddingServer(tables, optimizer, mode, self._seed, threads, ServerOptions(**shares._asdict()))
             for shares in divide_here(tables, optimizer, ps)
         ]
-        self._router = Router(self._schema, ps, threads)
+        self._router = Router(self._schema, BucketMap.even(ps), threads)
         self._owned = partition([spec_of(str(n), p) for n, p in enumerate(self._used)], dense)
         for rank, store in enumerate(self.stores):
             self._servers[f"ps-{rank}"] = ReplayRows(

@@ -33,6 +33,7 @@ from persia.telemetry.logs import get_logger
 from persia.trainer.hyperparameters import adopt_hyperparameters, changes, check_optimizer
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.state import TrainingState
+from persia.types import BucketMap
 from persia.types.half_floats import LARGEST
 
 __all__ = [
@@ -399,7 +400,7 @@ def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk, ranks: Collecti
     if len(servers) == 1:
         servers[0].import_rows(chunk)
         return
-    owners = batching.owners(chunk.table, chunk.arrays["ids"], len(servers))
+    owners = batching.owners(chunk.table, chunk.arrays["ids"], BucketMap.even(len(servers)))
     for owner in (int(number) for number in np.unique(owners)):
         if owner not in ranks:
             continue

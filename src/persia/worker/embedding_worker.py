@@ -21,6 +21,7 @@ from persia.services import EmbeddingPS, RecordableRows
 from persia.telemetry.metrics import Metric, Readings, metrics_of
 from persia.types import (
     INCARNATION_BITS,
+    BucketMap,
     Contribution,
     Floats,
     FreshRows,
@@ -82,7 +83,7 @@ class Worker:
                 field="rank",
             )
         self._servers = list(servers)
-        self._router = Router(schema, len(self._servers), threads)
+        self._router = Router(schema, BucketMap.even(len(self._servers)), threads)
         options = options or WorkerOptions()
         self._buffer: BatchBuffer[BufferedBatch] = BatchBuffer(rank, incarnation, options)
         self._compresses = options.compression == "fp16"

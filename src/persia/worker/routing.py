@@ -14,7 +14,7 @@ from persia.batching import RoutedBatch
 from persia.batching.id_column import IdColumn
 from persia.errors import StoreError
 from persia.schema import Schema
-from persia.types import Contribution, Floats, FreshRows, Gradients, Halves, Moment, Packed, PackedGradients
+from persia.types import BucketMap, Contribution, Floats, FreshRows, Gradients, Halves, Moment, Packed, PackedGradients
 from persia.types.half_floats import words_of
 
 __all__ = ["Router", "SplitBatch"]
@@ -41,12 +41,15 @@ class Router:
 
     Args:
         schema: schema of the model, which maps features to tables.
-        servers: number of embedding PSs.
+        buckets: the PS of each bucket of ids.
         threads: number of threads that share the work of a call.
+
+    Attributes:
+        buckets: see above.
     """
 
-    def __init__(self, schema: Schema, servers: int, threads: int) -> None:
-        self._servers = servers
+    def __init__(self, schema: Schema, buckets: BucketMap, threads: int) -> None:
+        self.buckets = buckets
         self._pool = batching.ThreadPool(threads)
         self._scratch = batching.Scratch()
         features: dict[str, list[str]] = {name: [] for name in schema.resolved_tables()}
@@ -61,7 +64,7 @@ class Router:
     def route(self, id_features: Mapping[str, IdColumn]) -> RoutedBatch:
         """Returns the distinct ids of a batch by table, sorted by owner."""
         columns = {name: _truncated(id_features[name], *limit) for name, limit in self._truncation.items()}
-        return batching.route_batch(self._features, columns, self._servers, self._pool, self._scratch)
+        return batching.route_batch(self._features, columns, self.buckets, self._pool, self._scratch)
 
     def part_of(self, batch: RoutedBatch, wanted: Packed[np.bool_]) -> RoutedBatch:
         """Returns a batch with some of its distinct ids; the inverse indices are unchanged.
@@ -164,7 +167,7 @@ class Router:
         parts = [self._parts(batch, contribution) for batch, contribution in batches]
         if len(parts) == 1:
             return parts[0]
-        return [self._sum([part[server] for part in parts]) for server in range(self._servers)]
+        return [self._sum([part[server] for part in parts]) for server in range(self.buckets.servers)]
 
     def _parts(self, batch: RoutedBatch, contribution: Contribution) -> list[PackedGradients]:
         """Splits one contribution by PS."""
@@ -185,7 +188,7 @@ class Router:
             )
         return [
             PackedGradients(batching.take_part(ids, bounds, server), batching.take_part(rows, bounds, server))
-            for server in range(self._servers)
+            for server in range(self.buckets.servers)
         ]
 
     def plain(self, contribution: Contribution) -> Packed[np.float32]:
