@@ -45,7 +45,11 @@ class RowAccess:
         self._schema = schema
         self._tables = schema.resolved_tables()
         self._servers = servers
-        self._buckets = BucketMap.even(len(servers))
+
+    @functools.cached_property
+    def _buckets(self) -> BucketMap:
+        """The PS of each bucket of ids."""
+        return self._servers[0].buckets()
 
     def read(self, table: str, ids: ArrayLike, state: bool) -> StoredRows:
         """Reads rows by id, as they are now: nothing is admitted, touched or counted.
@@ -66,8 +70,11 @@ class RowAccess:
         keys = self.ids(table, ids)
         rounds = list(self._rounds(declared, keys)) or [[(self._servers[0], np.empty(0, np.int64))]]
         parts: list[StoredRows] = []
+        version = self._buckets.version
         for asked in rounds:
-            parts += call_all([functools.partial(s.read_rows, table, keys[places], state) for s, places in asked])
+            parts += call_all(
+                [functools.partial(s.read_rows, table, keys[places], state, version) for s, places in asked]
+            )
         order = np.concatenate([places for asked in rounds for _, places in asked])
         states = [part.state for part in parts if part.state is not None]
         return StoredRows(
@@ -116,6 +123,7 @@ class RowAccess:
                     keys[places],
                     rows[places],
                     None if checked is None else _state_at(checked, places),
+                    self._buckets.version,
                 )
                 for server, places in asked
             ]
@@ -168,7 +176,7 @@ class RowAccess:
     def contains(self, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
         """Returns by table whether each id has a row; one call to each PS."""
         if len(self._servers) == 1:
-            return dict(self._servers[0].contains(Packed.of(ids, np.uint64)))
+            return dict(self._servers[0].contains(Packed.of(ids, np.uint64), self._buckets.version))
         present = {table: np.zeros(len(of_table), np.bool_) for table, of_table in ids.items()}
         owners = {table: batching.owners(table, of_table, self._buckets) for table, of_table in ids.items()}
         owned = [
@@ -178,7 +186,7 @@ class RowAccess:
         asked = [Packed.of({table: ids[table][at] for table, at in places.items()}, np.uint64) for places in owned]
         answers = call_all(
             [
-                functools.partial(server.contains, ids_of_server)
+                functools.partial(server.contains, ids_of_server, self._buckets.version)
                 for server, ids_of_server in zip(self._servers, asked, strict=True)
             ]
         )

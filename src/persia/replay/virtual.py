@@ -122,12 +122,14 @@ class VirtualTraining:
         """Makes the servers."""
         threads = torch.get_num_threads()
         tables, optimizer = self._schema.resolved_tables(), self._embedding_optimizer
-        mode = Hybrid(None, combine=False)
+        mode, buckets = Hybrid(None, combine=False), BucketMap.even(ps)
         self.stores = [
-            EmbeddingServer(tables, optimizer, mode, self._seed, threads, ServerOptions(**shares._asdict()))
+            EmbeddingServer(
+                tables, optimizer, mode, self._seed, threads, ServerOptions(**shares._asdict(), buckets=buckets)
+            )
             for shares in divide_here(tables, optimizer, ps)
         ]
-        self._router = Router(self._schema, BucketMap.even(ps), threads)
+        self._router = Router(self._schema, buckets, threads)
         self._owned = partition([spec_of(str(n), p) for n, p in enumerate(self._used)], dense)
         for rank, store in enumerate(self.stores):
             self._servers[f"ps-{rank}"] = ReplayRows(

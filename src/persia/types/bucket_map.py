@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.checks import check_integer
-from persia.errors import ConfigError
+from persia.errors import ConfigError, StaleMapError
 from persia.types.arrays import Int64Array
 
 __all__ = ["BUCKETS", "BucketMap"]
@@ -75,6 +75,23 @@ class BucketMap(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tr
     def counts(self) -> Int64Array:
         """Number of buckets of each PS, int64 `[servers]`."""
         return np.bincount(self.owners, minlength=self.servers)
+
+    def check(self, version: int) -> None:
+        """Checks that ids were routed by this map.
+
+        Args:
+            version: version of the map by which the ids were routed.
+
+        Raises:
+            StaleMapError: it is another version.
+        """
+        if version != self.version:
+            raise StaleMapError(
+                f"Ids were routed to this embedding PS by bucket map {version}, and it has bucket map {self.version}. "
+                "Nothing was read or changed; route the ids by the current map, `EmbeddingPS.buckets`.",
+                routed=version,
+                current=self.version,
+            )
 
     def moved(self, servers: int) -> BucketMap:
         """Returns the next map, for another number of PSs or to balance the PSs.

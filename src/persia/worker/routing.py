@@ -123,10 +123,10 @@ class Router:
 
     def ids_to_refresh(
         self, split: SplitBatch, server: int, seen: Moment
-    ) -> tuple[Packed[np.uint64], Moment, Packed[np.uint64] | None]:
+    ) -> tuple[Packed[np.uint64], Moment, Packed[np.uint64] | None, int]:
         """Returns the arguments of `EmbeddingPS.refresh` for one PS."""
         late = None if split.late is None else self.ids_of(split.late, server)
-        return self.ids_of(split.ahead, server), seen, late
+        return self.ids_of(split.ahead, server), seen, late, split.ahead.buckets.version
 
     def join_fresh(self, split: SplitBatch, answers: Sequence[FreshRows]) -> FreshRows:
         """Returns the refreshed rows of a batch from the answers of all PSs. Places are among all its ids."""
@@ -158,16 +158,19 @@ class Router:
         ahead = Packed(places.names, places.counts, places.buffer + first)
         return ahead if split.ahead_places is None else batching.take_places(split.ahead_places, ahead)
 
-    def gradients_for(self, batches: Sequence[tuple[RoutedBatch, Contribution]]) -> list[PackedGradients]:
-        """Returns the gradients to push to each PS, summed over the batches.
+    def gradients_for(self, batches: Sequence[tuple[RoutedBatch, Contribution]]) -> tuple[list[PackedGradients], int]:
+        """Returns the gradients to push to each PS, summed over the batches, and the version of their bucket map.
 
         Raises:
             StoreError: gradients do not match the rows of their batch.
         """
+        # If their maps differ, no PS has the oldest one, and all refuse the push.
+        version = min((batch.buckets.version for batch, _ in batches), default=self.buckets.version)
         parts = [self._parts(batch, contribution) for batch, contribution in batches]
         if len(parts) == 1:
-            return parts[0]
-        return [self._sum([part[server] for part in parts]) for server in range(self.buckets.servers)]
+            return parts[0], version
+        sums = [self._sum([part[server] for part in parts]) for server in range(self.buckets.servers)]
+        return sums, version
 
     def _parts(self, batch: RoutedBatch, contribution: Contribution) -> list[PackedGradients]:
         """Splits one contribution by PS."""
