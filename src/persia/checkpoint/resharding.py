@@ -103,6 +103,7 @@ def reshard(
         return writer.commit(
             schema=schema,
             config=reader.config,
+            buckets=buckets,
             global_step=reader.manifest.global_step,
             extra=reader.extra,
             span=reader.manifest.span,
@@ -139,6 +140,7 @@ def compact(url: str | os.PathLike[str], step: StepChoice = None, *, progress: P
         return writer.commit(
             schema=reader.schema,
             config=reader.config,
+            buckets=manifest.buckets,
             global_step=manifest.global_step,
             extra=reader.extra,
             span=manifest.span,
