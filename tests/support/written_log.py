@@ -33,14 +33,14 @@ class Steps(torch.nn.Module):
 class WrittenLog:
     """Writes epochs with rows of all `IDS` in both tables, and networks of `Steps`."""
 
-    def __init__(self, url, servers=1, schema=SCHEMA, model=None):
+    def __init__(self, url, servers=1, schema=SCHEMA, model=None, buckets=None):
         self.url, self.servers, self.schema, self.model = str(url), servers, schema, model
-        self.buckets = BucketMap.even(servers)
+        self.buckets = buckets or BucketMap.even(servers)
         self.storage = Storage(self.url)
 
     def begin(self, step, *, rows=True, network=True):
         model = None if self.model is None else ModelDescription(*self.model)
-        self.epoch = begin_epoch(self.storage, self.servers, self.schema, model=model)
+        self.epoch = begin_epoch(self.storage, self.buckets, self.schema, model=model)
         self.streams = [self.writer(stream_of(server)) for server in range(self.servers)]
         self.networks = self.writer(NETWORK)
         if rows:

@@ -90,7 +90,7 @@ class EpochRows:
         self.run = run
         self.number = update.epoch
         self.dims = {name: table.dim for name, table in schema.resolved_tables().items()}
-        self.buckets = BucketMap.even(update.servers)
+        self.buckets = update.buckets
         self._reading = reading
         self._servers: dict[int, ServerRows] = {}
 
