@@ -268,7 +268,9 @@ def _import_rows(
     changed = [servers[rank] for rank in ranks]
     buckets = servers[0].buckets()
     shapes = _shapes(_exported(servers)) if shards else {}
-    same = shards and _same_owners(reader.manifest.buckets, buckets) and _shapes(server_pieces(reader)) == shapes
+    written_by = reader.manifest.buckets
+    same_owners = written_by is not None and written_by.same_owners(buckets)
+    same = shards and same_owners and _shapes(server_pieces(reader)) == shapes
     # Stamps of rows, by which the oldest are evicted, count the clock of their shard. Rows that change shards need a
     # common clock.
     gaps = {} if same else clock_gaps(reader)
@@ -407,11 +409,6 @@ def _distribute(servers: Sequence[EmbeddingPS], buckets: BucketMap, chunk: RowCh
             continue
         part = {name: array[owners == owner] for name, array in chunk.arrays.items()}
         servers[owner].import_rows(RowChunk(chunk.table, chunk.shard, part), buckets.version)
-
-
-def _same_owners(recorded: BucketMap | None, buckets: BucketMap) -> bool:
-    """Returns whether each PS owns the ids that it owned when a checkpoint was written. Versions are of one run."""
-    return recorded is not None and (recorded.servers, recorded.runs) == (buckets.servers, buckets.runs)
 
 
 def _shapes(states: Iterable[tuple[int, list[dict[str, Any]]]]) -> dict[tuple[int, str, int, str], int]:

@@ -76,6 +76,10 @@ class BucketMap(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tr
         """Number of buckets of each PS, int64 `[servers]`."""
         return np.bincount(self.owners, minlength=self.servers)
 
+    def same_owners(self, other: BucketMap) -> bool:
+        """Returns whether each PS owns the same buckets by both maps, which may be of different runs."""
+        return (self.servers, self.runs) == (other.servers, other.runs)
+
     def check(self, version: int) -> None:
         """Checks that ids were routed by this map.
 
