@@ -29,7 +29,7 @@ from persia.serve.updates import RowPart
 from persia.services import RowsVersion, ServedRows
 from persia.types import BucketMap, Packed
 from support.ports import lasting_port
-from support.written_log import IDS, Steps, batch
+from support.written_log import IDS, Steps, WrittenLog, batch
 
 pytestmark = pytest.mark.processes
 
@@ -148,8 +148,22 @@ def test_each_part_has_its_ids_only_and_removed_rows_are_gone(log, parts, sharde
     assert predictor.state().rows == 124
 
 
+@pytest.mark.parametrize("buckets", [BucketMap.even(5).moved(3), BucketMap.even(3).reassigned(9, 2).emptied([1])])
+def test_a_log_of_any_bucket_map_is_served(tmp_path, buckets, parts, serve, sharded):
+    log = WrittenLog(tmp_path / "any", servers=3, buckets=buckets)
+    log.begin(3)
+    servers = parts(log)
+    predictors = serve(log), sharded(log, servers)
+    for predictor in predictors:
+        assert steps_of(predictor) == (3, 3)
+    log.publish(4)
+    refresh(*servers, *predictors)
+    for predictor in predictors:
+        assert steps_of(predictor) == (4, 4)
+
+
 def test_partitions_meet_the_servers_that_have_their_ids():
-    ids = np.arange(2000, dtype=np.uint64)
+    ids = np.arange(50_000, dtype=np.uint64)  # Some for each bucket.
     moved = BucketMap.even(2).moved(5), BucketMap.even(4).emptied([0]), BucketMap.even(3).reassigned(0, 2)
     for parts in (1, 2, 3, 5):
         for buckets in (*map(BucketMap.even, (1, 2, 3, 4, 6)), *moved):

@@ -66,7 +66,8 @@ class WrittenLog:
             ids = IDS[batching.owners(name, IDS, self.buckets) == server]
             mine = gone[batching.owners(name, gone, self.buckets) == server]
             ids = ids if readmitted else np.setdiff1d(ids, mine)
-            part |= {f"{place}.ids": ids, f"{place}.values": self.values(ids, dim, step)}
+            if len(ids):  # Empty tensors are left out.
+                part |= {f"{place}.ids": ids, f"{place}.values": self.values(ids, dim, step)}
             if len(mine):
                 (first if readmitted else part)[f"{place}.removed"] = mine
             tables.append(TableChanges(name=name, dim=dim, rows=len(ids), removed=len(mine)))
