@@ -37,6 +37,7 @@ from persia.cluster import Ray
 from persia.modes import Hybrid
 from persia.ps.sizes import water_level
 from persia.schema import RowwiseAdagrad, Table
+from persia.types import BucketMap
 from persia.worker.routing import Router
 
 VOCABULARIES = (
@@ -181,7 +182,8 @@ class Run:
         asked: collections.deque[Future[Any]] = collections.deque()
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
             for i, (before, size) in enumerate(zip(self._filled, sizes, strict=True)):
-                router = Router(Schema([self._schema.id_features[i]], tables=[self._schema.tables[i]]), SERVERS, 1)
+                schema = Schema([self._schema.id_features[i]], tables=[self._schema.tables[i]])
+                router = Router(schema, BucketMap.even(SERVERS), 1)
                 for end in range(size, before, -FILL):
                     ids = ids_of(np.arange(max(before, end - FILL), end))
                     routed = router.route({f"c{i}": IdColumn(ids)})

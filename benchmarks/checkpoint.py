@@ -37,7 +37,7 @@ from persia.ps import EmbeddingServer
 from persia.schema import IdFeature, Schema
 from persia.store import NativeStore, Spill, TableConfig
 from persia.trainer.checkpointing import write_rows
-from persia.types import Gradients, PushHeader
+from persia.types import BucketMap, Gradients, PushHeader
 
 ROWS = {"smoke": 50_000, "laptop": 10_000_000, "full": 10_000_000}
 ROUNDS = {"smoke": 1, "laptop": 5, "full": 9}
@@ -385,7 +385,7 @@ def resharding(preset: str) -> runner.Measure:
         ps.begin_snapshot("snapshot", {}, str(path))
         with CheckpointWriter(path / "a", 1) as writer:
             for chunk in ps.snapshot_rows("snapshot"):
-                owners = batching.owners("item", chunk.arrays["ids"], 2)
+                owners = batching.owners("item", chunk.arrays["ids"], BucketMap.even(2))
                 for owner in range(2):
                     own = {name: array[owners == owner] for name, array in chunk.arrays.items()}
                     writer.add_rows("item", owner * 1024 + chunk.shard, own)

@@ -52,11 +52,11 @@ from persia.plan import (
 from persia.plan.load import batch_traffic
 from persia.plan.queue_simulation import BatchCosts, SimulatedCluster, SimulatedHosts, SimulatedMode, simulate_training
 from persia.plan.rates import BatchShape, RowRate, StepRate, WireRate, WorkloadRate
-from persia.ps import EmbeddingServer
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import Adagrad, Adam, EmbeddingOptimizer, RowwiseAdagrad, Table
 from persia.store import NativeStore, TableConfig
 from persia.trainer.checkpointing import write_rows
-from persia.types import Contribution, Packed, PushHeader
+from persia.types import BucketMap, Contribution, Packed, PushHeader
 from persia.worker import Worker, WorkerOptions
 
 BATCH = 65_536
@@ -177,15 +177,18 @@ class Counting:
         self._server = server
         self.received = self.sent = 0
 
-    def lookup(self, ids: Packed, train: bool) -> Packed:
-        rows = self._server.lookup(ids, train)
-        self.received += message_bytes((ids, train))
+    def buckets(self) -> BucketMap:
+        return self._server.buckets()
+
+    def lookup(self, ids: Packed, train: bool, map_version: int) -> Packed:
+        rows = self._server.lookup(ids, train, map_version)
+        self.received += message_bytes((ids, train, map_version))
         self.sent += message_bytes(rows)
         return rows
 
-    def push(self, header: PushHeader, gradients: Any) -> Any:
-        self.received += message_bytes((header, gradients))
-        return self._server.push(header, gradients)
+    def push(self, header: PushHeader, gradients: Any, map_version: int) -> Any:
+        self.received += message_bytes((header, gradients, map_version))
+        return self._server.push(header, gradients, map_version)
 
 
 def messages() -> Iterator[runner.Measure]:
@@ -201,7 +204,8 @@ def messages() -> Iterator[runner.Measure]:
         offsets = np.arange(0, 5 * count + 1, 5, dtype=np.int64)
         columns["f7"] = IdColumn((200_000 * rng.random(5 * count)).astype(np.uint64), offsets)
         tables = schema.resolved_tables()
-        apart = [Counting(EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, 1)) for _ in range(servers)]
+        options = ServerOptions(buckets=BucketMap.even(servers))
+        apart = [Counting(EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, 1, options)) for _ in range(servers)]
         worker = Worker(schema, apart, options=WorkerOptions(compression="fp16" if compressed else "none"))
         number = worker.register(columns)
         ids = worker.distinct_ids(number)

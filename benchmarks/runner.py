@@ -42,7 +42,7 @@ MODULES = (
     "sync", "gpu", "reuse",
     "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "fresh", "fresh_rows",
     "paper_arrival", "paper_gba",
-    "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "several_hosts", "roles", "cluster",
+    "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "buckets", "several_hosts", "roles", "cluster",
     "recovery", "ssd", "ssd_rates", "plan", "plan_seconds", "capacity", "capacity_measured", "capacity_simulated",
     "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish", "publish_ray",
     "kafka", "serve_rows", "serve_predict", "serve_updates", "serve_http", "online", "exactly_once", "targets",

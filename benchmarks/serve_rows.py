@@ -35,6 +35,7 @@ from persia.publish.epochs import begin_epoch
 from persia.publish.format import NETWORK, TableChanges, stream_of
 from persia.publish.stream import StreamWriter
 from persia.store.served import ServedTable, lookup_packed
+from persia.types import BucketMap
 
 TABLES, IDS = 26, 256
 UPDATES_PER_SECOND, UPDATE = 100_000, 1_000
@@ -194,7 +195,7 @@ def publish_rows(url: str, rows: int) -> None:
     """Writes a log of changes with one PS, `rows` rows of one table, and a network."""
     schema = persia.Schema([persia.IdFeature("item", DIM)])
     storage = Storage(url)
-    epoch = begin_epoch(storage, 1, schema)
+    epoch = begin_epoch(storage, BucketMap.even(1), schema)
     stream = StreamWriter(storage, epoch.epoch, epoch.run, stream_of(0), keep=3)
     for start in range(0, rows, BATCH):
         ids = ids_of(np.arange(start, min(start + BATCH, rows)))

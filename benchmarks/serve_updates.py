@@ -41,6 +41,7 @@ from persia.publish.epochs import begin_epoch
 from persia.publish.format import NETWORK, Kind, TableChanges, entry_name, epoch_name, stream_of
 from persia.publish.stream import StreamWriter
 from persia.serve import Predictor, ServeOptions
+from persia.types import BucketMap
 
 SCHEMA = persia.Schema(
     [persia.IdFeature(f"f{number:02}", DIM) for number in range(FEATURES)], [f"d{number}" for number in range(13)]
@@ -88,7 +89,7 @@ class Log:
         self._scale = scale
         self._random = np.random.default_rng(0)
         self._storage = storage = LaterStorage(url)
-        epoch = begin_epoch(storage, 1, SCHEMA)
+        epoch = begin_epoch(storage, BucketMap.even(1), SCHEMA)
         self._epoch = url / epoch_name(epoch.epoch)
         self._rows = StreamWriter(storage, epoch.epoch, epoch.run, stream_of(0), keep=3)
         self._network = StreamWriter(storage, epoch.epoch, epoch.run, NETWORK, keep=3)

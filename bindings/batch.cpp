@@ -21,6 +21,7 @@
 #include "persia/codec.hpp"
 #include "persia/half.hpp"
 #include "persia/hash.hpp"
+#include "persia/mix.hpp"
 #include "persia/texts.hpp"
 #include "persia/times.hpp"
 #include "persia/words.hpp"
@@ -67,10 +68,12 @@ nb::list unique(nb::list groups, nb::handle ids_out, nb::handle inverse_out, Thr
 }
 
 // Groups are (table name, ids, [inverse, ...]); `bounds` is int64 [groups, servers + 1].
-void group_by_owner(nb::list groups, nb::handle bounds_out, ThreadPool& pool, Arena& arena) {
+void group_by_owner(nb::list groups, nb::handle owners_in, nb::handle bounds_out, ThreadPool& pool, Arena& arena) {
+  const Buffer owners =
+      take_dense<const std::uint16_t>(owners_in, 1, {"argument", 1}, "a contiguous uint16 array [buckets]");
   const Buffer bounds =
       take_dense<std::int64_t>(bounds_out, 2, {"output", 0}, "a contiguous int64 array [groups, servers + 1]");
-  if (bounds.shape(0) != groups.size() || bounds.shape(1) < 2 || bounds.shape(1) > (1u << 16) + 1) {
+  if (bounds.shape(0) != groups.size() || bounds.shape(1) < 2 || bounds.shape(1) > persia::kBuckets + 1) {
     throw nb::value_error("bounds: must have the shape [groups, servers + 1]");
   }
   std::vector<Buffer> held;
@@ -95,8 +98,17 @@ void group_by_owner(nb::list groups, nb::handle bounds_out, ThreadPool& pool, Ar
       held.push_back(std::move(entries));
     }
   }
+  const persia::BucketOwners of{owners.span<const std::uint16_t>(), static_cast<std::uint32_t>(bounds.shape(1) - 1)};
   const nb::gil_scoped_release release;
-  persia::group_by_owner(records, static_cast<std::uint32_t>(bounds.shape(1) - 1), pool, arena);
+  persia::group_by_owner(records, of, pool, arena);
+}
+
+void buckets_of(const std::string& table, nb::handle ids_in, nb::handle buckets_out) {
+  const Buffer ids = take_dense<const std::uint64_t>(ids_in, 1, {"argument", 1}, "a contiguous uint64 array [n]");
+  const Buffer buckets = take_dense<std::uint16_t>(buckets_out, 1, {"output", 0}, "a contiguous uint16 array [n]");
+  const nb::gil_scoped_release release;
+  persia::buckets_of(persia::xxh64(table.data(), table.size(), 0), ids.span<const std::uint64_t>(),
+                     buckets.span<std::uint16_t>());
 }
 
 // The plans of a call, with the arrays they point into.
@@ -457,7 +469,8 @@ void register_batch(nb::module_& parent) {
       .def(nb::init<>())
       .def("floats", &floats, arg("count"));
   m.def("unique", &unique, arg("groups"), arg("ids"), arg("inverse"), arg("pool"), arg("scratch"));
-  m.def("group_by_owner", &group_by_owner, arg("groups"), arg("bounds"), arg("pool"), arg("scratch"));
+  m.def("group_by_owner", &group_by_owner, arg("groups"), arg("owners"), arg("bounds"), arg("pool"), arg("scratch"));
+  m.def("buckets_of", &buckets_of, arg("table"), arg("ids"), arg("buckets"));
   m.def("pool_forward", &pool_forward, arg("rows"), arg("plans"), arg("outputs"), arg("masks"), arg("pool"));
   m.def("pool_backward", &pool_backward, arg("plans"), arg("gradients"), arg("outputs"), arg("pool"), arg("scratch"));
   m.def("encode_fp16", &encode_fp16, arg("rows"), arg("halves"), arg("scales"));

@@ -11,6 +11,7 @@
 #include "buffer.hpp"
 #include "module.hpp"
 #include "persia/hash.hpp"
+#include "persia/mix.hpp"
 
 namespace nb = nanobind;
 using bindings::Buffer;
@@ -61,14 +62,16 @@ nb::list update(Store& store, const Sizes& tables, const Sizes& counts, nb::hand
 }
 
 // Returns (ids, entries of uint16, entries of uint32, whether each group has the latter).
-nb::tuple pack_batch(const std::vector<std::string>& names, nb::list groups, nb::handle ids_out, nb::handle inverse_out,
-                     nb::handle bounds_out, ThreadPool& pool, Arena& arena) {
+nb::tuple pack_batch(const std::vector<std::string>& names, nb::list groups, nb::handle owners_in, nb::handle ids_out,
+                     nb::handle inverse_out, nb::handle bounds_out, ThreadPool& pool, Arena& arena) {
+  const Buffer owners =
+      take_dense<const std::uint16_t>(owners_in, 1, {"argument", 2}, "a contiguous uint16 array [buckets]");
   const Buffer ids = take_dense<std::uint64_t>(ids_out, 1, {"output", 0}, kIds);
   const Buffer inverse = take_dense<std::uint32_t>(inverse_out, 1, {"output", 1}, "a contiguous uint32 array [n]");
   const Buffer bounds =
       take_dense<std::int64_t>(bounds_out, 2, {"output", 2}, "a contiguous int64 array [groups, servers + 1]");
   if (names.size() != groups.size() || bounds.shape(0) != groups.size() || bounds.shape(1) < 2 ||
-      bounds.shape(1) > (1u << 16) + 1) {
+      bounds.shape(1) > persia::kBuckets + 1) {
     throw nb::value_error("names, groups, bounds: must have one entry per table, bounds servers + 1 columns");
   }
   std::vector<Buffer> held;
@@ -81,11 +84,11 @@ nb::tuple pack_batch(const std::vector<std::string>& names, nb::list groups, nb:
       records[g].features.push_back(held.back().span<const std::uint64_t>());
     }
   }
+  const persia::BucketOwners of{owners.span<const std::uint16_t>(), static_cast<std::uint32_t>(bounds.shape(1) - 1)};
   persia::PackedSizes sizes;
   {
     const nb::gil_scoped_release release;
-    sizes = persia::pack_batch(records, static_cast<std::uint32_t>(bounds.shape(1) - 1), ids.span<std::uint64_t>(),
-                               inverse.span<std::uint32_t>(), pool, arena);
+    sizes = persia::pack_batch(records, of, ids.span<std::uint64_t>(), inverse.span<std::uint32_t>(), pool, arena);
   }
   nb::list wide;
   for (const auto& record : records) wide.append(record.wide);
@@ -133,8 +136,8 @@ void register_packed(nb::module_& parent) {
   m.def("read", &read_rows, arg("store"), arg("tables"), arg("counts"), arg("ids"), arg("out"), arg("found"));
   m.def("update", &update, arg("store"), arg("tables"), arg("counts"), arg("ids"), arg("gradients"), arg("lrs"),
         arg("step"), arg("client"), arg("sequence"));
-  m.def("pack_batch", &pack_batch, arg("names"), arg("groups"), arg("ids"), arg("inverse"), arg("bounds"), arg("pool"),
-        arg("scratch"));
+  m.def("pack_batch", &pack_batch, arg("names"), arg("groups"), arg("owners"), arg("ids"), arg("inverse"),
+        arg("bounds"), arg("pool"), arg("scratch"));
   m.def("move_part", &move_part, arg("whole"), arg("part"), arg("bounds"), arg("server"), arg("widths"), arg("take"));
   m.def("copy", &copy, arg("to"), arg("from"), arg("pool"));
 }

@@ -1,4 +1,4 @@
-// Which embedding PS owns an id, and batches sorted by it.
+// The buckets of ids, and batches sorted by the embedding PS that owns their bucket.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -11,7 +11,12 @@
 namespace persia {
 namespace {
 
-constexpr std::uint32_t kMaxServers = 65536;  // an owner is a uint16
+void check(const BucketOwners& owners) {
+  if (owners.of_bucket.size() != kBuckets) throw std::invalid_argument("owners: must have one entry per bucket");
+  bool valid = owners.servers != 0;
+  for (const std::uint16_t owner : owners.of_bucket) valid &= owner < owners.servers;
+  if (!valid) throw std::invalid_argument("owners: must be below the number of servers");
+}
 
 template <class Entry>
 void follow(const OwnerGroup::Inverse& inverse, std::span<const std::uint32_t> place) {
@@ -22,8 +27,10 @@ void follow(const OwnerGroup::Inverse& inverse, std::span<const std::uint32_t> p
   }
 }
 
-void group_one(const OwnerGroup& group, std::uint32_t servers, Arena& arena) {
+void group_one(const OwnerGroup& group, const BucketOwners& owners_of, Arena& arena) {
   const std::size_t n = group.ids.size();
+  const std::uint32_t servers = owners_of.servers;
+  const std::uint16_t* const of_bucket = owners_of.of_bucket.data();
   Arena::Lease copy(arena, n * sizeof(std::uint64_t));
   Arena::Lease places(arena, n * sizeof(std::uint32_t));
   Arena::Lease owners(arena, n * sizeof(std::uint16_t));
@@ -33,7 +40,7 @@ void group_one(const OwnerGroup& group, std::uint32_t servers, Arena& arena) {
   std::fill(group.bounds, group.bounds + servers + 1, 0);
   for (std::size_t i = 0; i < n; ++i) {
     before[i] = group.ids[i];
-    owner[i] = static_cast<std::uint16_t>(owner_of(group.name_hash, before[i], servers));
+    owner[i] = of_bucket[bucket_of(group.name_hash, before[i])];
     ++group.bounds[owner[i] + 1];
   }
   std::vector<std::uint32_t> next(servers);
@@ -52,14 +59,19 @@ void group_one(const OwnerGroup& group, std::uint32_t servers, Arena& arena) {
 
 }  // namespace
 
-void group_by_owner(std::span<OwnerGroup> groups, std::uint32_t servers, ThreadPool& pool, Arena& arena) {
-  if (servers == 0 || servers > kMaxServers) throw std::invalid_argument("servers must be within 1 ... 65536");
+void group_by_owner(std::span<OwnerGroup> groups, const BucketOwners& owners, ThreadPool& pool, Arena& arena) {
+  check(owners);
   for (const auto& group : groups) {
     if (group.ids.size() >= std::numeric_limits<std::uint32_t>::max()) {
       throw std::invalid_argument("a table has 2^32 - 1 ids or more: use smaller batches");
     }
   }
-  pool.parallel_for(groups.size(), [&](std::size_t g) { group_one(groups[g], servers, arena); });
+  pool.parallel_for(groups.size(), [&](std::size_t g) { group_one(groups[g], owners, arena); });
+}
+
+void buckets_of(std::uint64_t name_hash, std::span<const std::uint64_t> ids, std::span<std::uint16_t> buckets) {
+  if (ids.size() != buckets.size()) throw std::invalid_argument("buckets: must have one entry per id");
+  for (std::size_t i = 0; i < ids.size(); ++i) buckets[i] = static_cast<std::uint16_t>(bucket_of(name_hash, ids[i]));
 }
 
 }  // namespace persia

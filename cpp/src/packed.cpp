@@ -105,7 +105,7 @@ std::vector<PushCounts> update_packed(Store& store, const PackedTables& asked, s
   return store.update(requests, step, client, sequence);
 }
 
-PackedSizes pack_batch(std::span<PackedGroup> groups, std::uint32_t servers, std::span<std::uint64_t> ids,
+PackedSizes pack_batch(std::span<PackedGroup> groups, const BucketOwners& owners, std::span<std::uint64_t> ids,
                        std::span<std::uint32_t> inverse, ThreadPool& pool, Arena& arena) {
   std::size_t positions = 0;
   for (const auto& group : groups) {
@@ -144,7 +144,7 @@ PackedSizes pack_batch(std::span<PackedGroup> groups, std::uint32_t servers, std
     sizes.ids += found.count;
     (found.wide ? sizes.wide : sizes.narrow) += found.positions();
   }
-  group_by_owner(owner_groups, servers, threads, arena);
+  group_by_owner(owner_groups, owners, threads, arena);
   auto* const bytes = reinterpret_cast<std::byte*>(inverse.data());
   threads.parallel_for(groups.size(), [&](std::size_t g) {
     const auto& found = unique_groups[g];

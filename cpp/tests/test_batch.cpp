@@ -243,6 +243,14 @@ TEST(hostile_contents_are_refused) {
   refused({good.data(), true, 4, offsets.data(), 2, Pooling::sequence, 2, rows.data()});
 }
 
+TEST(buckets_are_the_top_bits_of_the_hash) {
+  const std::vector<std::uint64_t> ids = {0, 1, 2, 1000, ~std::uint64_t{0}};
+  std::vector<std::uint16_t> buckets(ids.size());
+  buckets_of(42, ids, buckets);
+  for (std::size_t i = 0; i < ids.size(); ++i) CHECK(buckets[i] == mix64(42 ^ ids[i]) >> 52);
+  CHECK_THROWS(buckets_of(42, ids, std::span(buckets).first(4)), std::invalid_argument);
+}
+
 TEST(ids_are_grouped_by_owner_and_inverses_follow) {
   Arena arena;
   for (const std::size_t threads : {1u, 3u}) {
@@ -255,17 +263,21 @@ TEST(ids_are_grouped_by_owner_and_inverses_follow) {
       std::vector<std::uint32_t> wide(1000);
       for (std::size_t i = 0; i < ids.size(); ++i) narrow[i] = wide[i] = static_cast<std::uint16_t>(999 - i);
       std::vector<std::int64_t> bounds(servers + 1);
+      // Not in ranges: neighbouring buckets have different owners.
+      std::vector<std::uint16_t> of_bucket(kBuckets);
+      for (std::uint32_t b = 0; b < kBuckets; ++b) of_bucket[b] = static_cast<std::uint16_t>(b % servers);
+      const BucketOwners owners{of_bucket, servers};
       std::vector<OwnerGroup> groups(1);
       groups[0].name_hash = 42;
       groups[0].ids = ids;
       groups[0].inverses = {{narrow.data(), narrow.size(), false}, {wide.data(), wide.size(), true}};
       groups[0].bounds = bounds.data();
-      group_by_owner(groups, servers, pool, arena);
+      group_by_owner(groups, owners, pool, arena);
       CHECK(bounds.front() == 0 && bounds.back() == 1000);
       for (std::uint32_t p = 0; p < servers; ++p) {
         CHECK(bounds[p + 1] - bounds[p] > 1000 / servers / 2);
         for (auto i = bounds[p]; i < bounds[p + 1]; ++i) {
-          CHECK(owner_of(42, ids[i], servers) == p);
+          CHECK(of_bucket[bucket_of(42, ids[i])] == p);
           CHECK(i == bounds[p] || ids[i - 1] < ids[i]);
         }
       }
@@ -274,7 +286,13 @@ TEST(ids_are_grouped_by_owner_and_inverses_follow) {
         CHECK(narrow[i] == wide[i]);
       }
       wide[0] = 1000;
-      CHECK_THROWS(group_by_owner(groups, servers, pool, arena), std::invalid_argument);
+      CHECK_THROWS(group_by_owner(groups, owners, pool, arena), std::invalid_argument);
+      wide[0] = 0;
+      const auto refused = [&](const BucketOwners& wrong) {
+        CHECK_THROWS(group_by_owner(groups, wrong, pool, arena), std::invalid_argument);
+      };
+      refused({std::span(of_bucket).first(kBuckets - 1), servers});
+      refused({of_bucket, servers - 1});  // An owner beyond the servers, or no servers.
     }
   }
 }

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "persia/mix.hpp"
 #include "persia/packed.hpp"
 
 using namespace persia;
@@ -126,9 +127,12 @@ TEST(a_packed_batch_is_what_unique_and_group_by_owner_make_without_gaps) {
       group.bounds = bounds.data() + g * (servers + 1);
       groups.push_back(group);
     }
+    std::vector<std::uint16_t> of_bucket(kBuckets);
+    for (std::uint32_t b = 0; b < kBuckets; ++b) of_bucket[b] = static_cast<std::uint16_t>(b % servers);
+    const BucketOwners of{of_bucket, servers};
     std::vector<std::uint64_t> ids(positions);
     std::vector<std::uint32_t> inverse(positions);
-    const auto sizes = pack_batch(groups, servers, ids, inverse, pool, arena);
+    const auto sizes = pack_batch(groups, of, ids, inverse, pool, arena);
     std::size_t id = 0, narrow = 0, wide = 0;
     for (std::size_t g = 0; g < given.size(); ++g) {
       UniqueGroup one;
@@ -142,7 +146,7 @@ TEST(a_packed_batch_is_what_unique_and_group_by_owner_make_without_gaps) {
                         {room.data(), one.count},
                         {{entries.data(), entries.size(), one.wide}},
                         expected_bounds.data() + g * (servers + 1)};
-      group_by_owner({&owners, 1}, servers, pool, arena);
+      group_by_owner({&owners, 1}, of, pool, arena);
       CHECK(groups[g].wide == one.wide);
       for (std::size_t i = 0; i < one.count; ++i) CHECK(ids[id + i] == room[i]);
       id += one.count;
@@ -154,8 +158,8 @@ TEST(a_packed_batch_is_what_unique_and_group_by_owner_make_without_gaps) {
     }
     CHECK(bounds == expected_bounds);
     CHECK(sizes.ids == id && sizes.narrow == narrow && sizes.wide == wide && wide == 70010);
-    CHECK(refuses([&] { pack_batch(groups, servers, std::span(ids).first(positions - 1), inverse, pool, arena); }));
-    CHECK(refuses([&] { pack_batch(groups, servers, ids, std::span(inverse).first(0), pool, arena); }));
+    CHECK(refuses([&] { pack_batch(groups, of, std::span(ids).first(positions - 1), inverse, pool, arena); }));
+    CHECK(refuses([&] { pack_batch(groups, of, ids, std::span(inverse).first(0), pool, arena); }));
   }
 }
 

@@ -28,6 +28,7 @@ __all__ = [
     "RoleDiedError",
     "ServeError",
     "StaleBatchError",
+    "StaleMapError",
     "StalePushError",
     "StoreError",
     "StoreFullError",
@@ -156,6 +157,13 @@ class DivergedError(PersiaError):
 
 class StaleBatchError(PersiaError):
     """A batch was used after its release, for example by a second backward after its gradient was pushed."""
+
+
+class StaleMapError(PersiaError):
+    """Ids were routed by another bucket map than that of the embedding PS. Nothing was read or changed.
+
+    Fields: `routed` (version of the map by which the ids were routed), `current` (version of the PS's map).
+    """
 
 
 class StalePushError(PersiaError):

@@ -9,7 +9,8 @@ from hypothesis.extra import numpy as hnp
 from persia import batching
 from persia.batching.id_column import IdColumn
 from persia.errors import DataError
-from persia.types.packed import Packed
+from persia.types import BucketMap, Packed
+from support.bucket_maps import bucket_maps
 
 POOLS = {threads: batching.ThreadPool(threads) for threads in (1, 3)}
 SCRATCH = batching.Scratch()
@@ -23,7 +24,7 @@ def named(groups):
     return [(f"table {t}", [f"{t}.{f}" for f in range(len(group))]) for t, group in enumerate(groups)]
 
 
-def check(groups, servers, pool):
+def check(groups, buckets, pool):
     """Against `unique` and `group_by_owner`."""
     tables = named(groups)
     names = [name for name, _ in tables]
@@ -32,10 +33,11 @@ def check(groups, servers, pool):
         for (_, names), group in zip(tables, groups, strict=True)
         for name, ids in zip(names, group, strict=True)
     }
-    routed = batching.route_batch(tables, columns, servers, pool, SCRATCH)
+    routed = batching.route_batch(tables, columns, buckets, pool, SCRATCH)
     expected = batching.unique(groups, pool)
-    bounds = batching.group_by_owner(names, expected, servers, pool)
+    bounds = batching.group_by_owner(names, expected, buckets, pool)
     assert list(routed.ids) == names
+    assert routed.buckets is buckets
     inverse = routed.inverse
     assert len(inverse) == sum(map(len, groups))
     for t, ((name, mine), (ids, inverses)) in enumerate(zip(tables, expected, strict=True)):
@@ -49,15 +51,15 @@ def check(groups, servers, pool):
 
 @pytest.mark.parametrize("threads", POOLS)
 @settings(deadline=None)
-@given(groups=groups, servers=st.integers(1, 4))
-def test_a_routed_batch_is_that_of_each_table(threads, groups, servers):
-    check(groups, servers, POOLS[threads])
+@given(groups=groups, buckets=bucket_maps())
+def test_a_routed_batch_is_that_of_each_table(threads, groups, buckets):
+    check(groups, buckets, POOLS[threads])
 
 
 def test_tables_with_many_ids_have_wide_inverses():
     rng = np.random.default_rng(0)
     many = [rng.integers(0, 2**40, 100_000).astype(np.uint64), rng.integers(0, 2**40, 10).astype(np.uint64)]
-    routed = check([[many[1]], many, [], [many[1]]], 3, POOLS[3])
+    routed = check([[many[1]], many, [], [many[1]]], BucketMap.even(3), POOLS[3])
     assert list(routed.wide) == ["1.0", "1.1"]
     assert list(routed.narrow) == ["0.0", "3.0"]
 
@@ -65,7 +67,7 @@ def test_tables_with_many_ids_have_wide_inverses():
 @pytest.mark.parametrize("bad", [np.zeros(3), np.zeros((3, 1), np.uint64), np.arange(6, dtype=np.uint64)[::2]])
 def test_other_arrays_are_refused(bad):
     with pytest.raises(DataError, match="group 0"):
-        batching.route_batch([("a", ["f"])], {"f": IdColumn(bad)}, 1, POOLS[1], SCRATCH)
+        batching.route_batch([("a", ["f"])], {"f": IdColumn(bad)}, BucketMap.even(1), POOLS[1], SCRATCH)
 
 
 @settings(deadline=None)

@@ -45,14 +45,14 @@ class Recorded:
     def push(self) -> Any:
         """The role's own, with its records around it."""
 
-        def push(header: Any, gradients: Any) -> Any:
+        def push(header: Any, gradients: Any, map_version: int = 0) -> Any:
             known = {}
             for table, (ids, values) in gradients.items():
                 mine = ids % np.uint64(1 if table == WHOLE else self._every) == 0
                 known[table] = (ids[mine].copy(), values[mine].copy())
             self._write(("begun", tuple(header), known))
             try:
-                answer = self._role.push(header, gradients)
+                answer = self._role.push(header, gradients, map_version)
             except StalePushError:
                 self._write(("refused", tuple(header), None))
                 raise

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from persia import batching
 from persia.checkpoint import AdmissionSketches, sketches
 from persia.store import NativeStore, TableConfig
+from persia.types import BucketMap
 from support.examples import examples
 from support.stores import lookup
 
@@ -26,7 +27,7 @@ def store_of(shards, capacity):
 
 
 def split(ids, stores):
-    owners = batching.owners("t", ids, len(stores)) if len(stores) > 1 else np.zeros(len(ids), int)
+    owners = batching.owners("t", ids, BucketMap.even(len(stores)))
     return [(store, ids[owners == number]) for number, store in enumerate(stores)]
 
 

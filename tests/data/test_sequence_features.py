@@ -22,6 +22,7 @@ from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.errors import ConfigError, DataError
 from persia.schema import HashTo, IdFeature, Schema
+from persia.types import BucketMap
 from persia.worker.routing import Router
 
 
@@ -33,7 +34,7 @@ def sequence(name: str, **options: Any) -> IdFeature:
 def test_the_first_or_last_ids_are_kept(lists: list[list[int]], most: int) -> None:
     schema = Schema([sequence("a", max_length=most), sequence("b", table="a", max_length=most, keep="last")])
     batch = Batch.from_columns(schema, {"a": lists, "b": lists, "label": [0] * len(lists)})
-    routed = Router(schema, servers=1, threads=1).route(batch.id_features)
+    routed = Router(schema, BucketMap.even(1), threads=1).route(batch.id_features)
     ids = routed.ids["a"]
     for name, expected in (("a", [one[:most] for one in lists]), ("b", [one[-most:] for one in lists])):
         offsets = routed.offsets.get(name)

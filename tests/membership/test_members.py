@@ -19,10 +19,11 @@ from persia.membership.embedding_workers import EmbeddingWorkers
 from persia.modes import Hybrid, Sync
 from persia.nn.transfer import decode, encode
 from persia.optim import SGD, Adagrad
-from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps import EmbeddingServer
 from persia.services import Connection
 from persia.types import Contribution, Delivery, Feed, Member, Membership, PushHeader, RegisteredBatch
 from persia.worker import Worker
+from support.several_ps import several_servers
 
 TIMEOUT = 20.0
 SCHEMA = persia.Schema(
@@ -72,7 +73,7 @@ class Several:
 
     def connect(self, schema, optimizer, mode, seed):
         servers, workers, loaders = self.counts
-        self.servers = [EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1) for _ in range(servers)]
+        self.servers = several_servers(servers, schema.resolved_tables(), optimizer, mode, seed)
         self.workers = [Worker(schema, self.servers, rank=rank) for rank in range(workers)]
         self.loaders = [Loader(self.batches, self.workers) for _ in range(loaders)]
         return Connection(
@@ -346,10 +347,9 @@ class Delayed:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_staleness_of_two_workers_never_exceeds_the_bound(bound, accumulation, combine):
     mode = Hybrid(bound, combine, warmup=0, refresh=False)
-    hold = ServerOptions(2, TIMEOUT)
-    servers = [
-        Delayed(EmbeddingServer(SCHEMA.resolved_tables(), SGD(lr=0.1), mode, 3, 1, hold), seed) for seed in range(2)
-    ]
+    hold = {"nn_workers": 2, "timeout": TIMEOUT}
+    both = several_servers(2, SCHEMA.resolved_tables(), SGD(lr=0.1), mode, **hold)
+    servers = [Delayed(server, seed) for seed, server in enumerate(both)]
     workers = [Worker(SCHEMA, servers, rank=rank) for rank in range(2)]
 
     class OfRank:

@@ -12,10 +12,10 @@ from persia.errors import DataError
 from persia.modes import Sync
 from persia.nn.transfer import CpuStaging, Transfer
 from persia.optim import SGD
-from persia.ps import EmbeddingServer
 from persia.schema import Table
 from persia.types import Contribution, FreshRows, Packed, PushHeader
 from persia.worker import Worker, WorkerOptions
+from support.several_ps import several_servers
 
 
 def schema(dtype):
@@ -43,7 +43,7 @@ class Case:
         tables = self.schema.resolved_tables()
         self.worker = Worker(
             self.schema,
-            [EmbeddingServer(tables, SGD(lr=1.0), Sync(), 3, 1) for _ in range(2)],
+            several_servers(2, tables, SGD(lr=1.0), Sync()),
             options=WorkerOptions(compression),
         )
         self.batch = a_batch()

@@ -19,13 +19,13 @@ from persia.errors import PersiaError, StoreError
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.optim import Adagrad
-from persia.ps import EmbeddingServer
 from persia.rpc.array_encoding import encode
 from persia.rpc.limits import Limits
 from persia.schema.pooled_features import values_name
 from persia.services import Connection
 from persia.types import Contribution, LookedUp, Packed, PushHeader
 from persia.worker import Worker, WorkerOptions
+from support.several_ps import several_servers
 
 SCHEMA = Schema(
     [
@@ -80,7 +80,7 @@ class Cluster:
         self.options, self.count = WorkerOptions(compression, pool_at), servers
 
     def connect(self, schema: Schema, optimizer: Any, mode: Mode, seed: int) -> Connection:
-        self.servers = [EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1) for _ in range(self.count)]
+        self.servers = several_servers(self.count, schema.resolved_tables(), optimizer, mode, seed)
         self.worker = Watched(schema, self.servers, options=self.options)
         return Connection(self.worker, self.servers, pools=True)
 

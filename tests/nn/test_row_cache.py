@@ -19,12 +19,12 @@ from persia.nn.gate import LookupTime
 from persia.nn.options import CollectionOptions
 from persia.nn.row_cache import SLOT_BYTES, RowCache, leaves_time_for_copies
 from persia.nn.transfer import CpuStaging, unpacked
-from persia.ps import EmbeddingServer
 from persia.schema import AdmitMinFrequency, Table
 from persia.services import Connection
 from persia.types import Packed
 from persia.worker import Worker, WorkerOptions
 from support.examples import examples
+from support.several_ps import several_servers
 
 # --- the cache against a slow twin -----------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Watching:
 
     def connect(self, schema, optimizer, mode, seed):
         tables = schema.resolved_tables()
-        self.servers = [EmbeddingServer(tables, optimizer, mode, seed, 1) for _ in range(self.count)]
+        self.servers = several_servers(self.count, tables, optimizer, mode, seed)
         self.worker = Worker(schema, self.servers, options=WorkerOptions(self.compression))
         push, lookup = self.worker.push, self.worker.lookup_part
 

@@ -26,6 +26,7 @@ from persia.types import LookedUp, Packed
 from persia.types.half_floats import DTYPES, from_halves, to_halves, words_of
 from persia.worker import Worker, WorkerOptions
 from support.examples import examples
+from support.several_ps import several_servers
 
 SCHEMA = persia.Schema(
     [
@@ -66,7 +67,7 @@ class Cluster:
 
     def connect(self, schema, optimizer, mode, seed):
         tables = schema.resolved_tables()
-        self.servers = [EmbeddingServer(tables, optimizer, mode, seed, 1) for _ in range(self.count)]
+        self.servers = several_servers(self.count, tables, optimizer, mode, seed)
         return Connection(Worker(schema, self.servers, options=WorkerOptions(self.compression)), self.servers)
 
 

@@ -13,11 +13,11 @@ from persia.dense import DenseServer, SharedNetwork
 from persia.modes import Bsp, Gba
 from persia.nn.token_client import TokenClient
 from persia.optim import SGD
-from persia.ps import EmbeddingServer
 from persia.services import DenseMaker, TrainingPhase
 from persia.types import Caller, Contribution
 from persia.worker import Worker
 from support.examples import examples
+from support.several_ps import several_servers
 
 DEADLINE = 20.0
 IDS = np.arange(24, dtype=np.uint64)
@@ -40,7 +40,7 @@ class Unreached:
     def __getattr__(self, name):
         return getattr(self.server, name)
 
-    def push(self, header, gradients):
+    def push(self, header, gradients, map_version=0):
         return {}
 
 
@@ -90,7 +90,8 @@ def step(mode, batches, reached):
     Returns:
         The sums that were applied: by name of the PS, those of its ids, and that of its tensor.
     """
-    servers = {name: EmbeddingServer(SCHEMA.resolved_tables(), SGD(1.0), mode, 0, 1) for name in EMBEDDING}
+    rows = several_servers(len(EMBEDDING), SCHEMA.resolved_tables(), SGD(1.0), mode, 0)
+    servers = dict(zip(EMBEDDING, rows, strict=True))
     servers |= {name: DenseServer(DenseMaker(optimizer), rank, 2, DEADLINE) for rank, name in enumerate(DENSE)}
     tokens = TokenScheduler(DEADLINE)
     last = NNWorker(tokens, len(batches), servers)

@@ -14,7 +14,6 @@ from persia.modes import Hybrid, Sync
 from persia.nn.pooling import Expander
 from persia.nn.transfer import CpuStaging, Transfer
 from persia.optim import SGD
-from persia.ps import EmbeddingServer
 from persia.replay import Setting, simulate, steady
 from persia.replay.virtual import VirtualTraining
 from persia.services import Connection
@@ -22,6 +21,7 @@ from persia.worker import Worker, WorkerOptions
 from support import nn_processes
 from support.examples import examples
 from support.nn_processes import Model, Services, parameters
+from support.several_ps import several_servers
 
 
 class Cluster:
@@ -32,7 +32,7 @@ class Cluster:
 
     def connect(self, schema, optimizer, mode, seed):
         tables = schema.resolved_tables()
-        self.servers = [EmbeddingServer(tables, optimizer, mode, seed, 1) for _ in range(2)]
+        self.servers = several_servers(2, tables, optimizer, mode, seed)
         return Connection(Worker(schema, self.servers, options=WorkerOptions(self.compression)), self.servers)
 
 

@@ -25,6 +25,7 @@ from persia.ps.table_configs import table_config
 from persia.schema import IdFeature, Schema, Table
 from persia.store import MAX_ROWS, ROW_OVERHEAD
 from persia.testing import Threads
+from persia.types import BucketMap
 from support.several_ps import Several
 
 GIB = 1 << 30
@@ -174,7 +175,7 @@ def test_a_table_that_is_just_full_evicts_few_rows(servers):
     table = Table("item", dim=1, capacity=capacity, optimizer=SGD(0.1))
     shares = divide(declared_sizes({"item": table}, SGD(0.1)), [None] * servers)
     ids = np.arange(capacity, dtype=np.uint64)
-    owner = owners("item", ids, servers)
+    owner = owners("item", ids, BucketMap.even(servers))
     parts, kept = 0, 0
     for rank, share in enumerate(shares):
         parts += table_config(table, 0, share["item"]).resolved_shards

@@ -11,6 +11,7 @@ from persia.errors import PublishError
 from persia.publish import ModelDescription, Replica, RowsUpdate, follow
 from persia.publish.epochs import begin_epoch
 from persia.publish.format import EPOCH_FILE, MAX_MODEL_BYTES, MODEL_FILE, LogEntry, epoch_name
+from persia.types import BucketMap
 from support.change_log import ChangeLog, advance, assert_equal_rows, everywhere
 
 pytestmark = pytest.mark.processes
@@ -274,7 +275,7 @@ def test_an_epoch_whose_writer_is_killed_before_it_begins_is_ignored(log, replic
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(type(log.storage), "put", killed)
-        begin_epoch(log.storage, 1, SCHEMA)
+        begin_epoch(log.storage, BucketMap.even(1), SCHEMA)
     assert log.names(epoch_name(1)) == [MODEL_FILE][:writes]
     advance(log)
     for reader in (replica, Replica(follow(log.url))):
@@ -282,7 +283,7 @@ def test_an_epoch_whose_writer_is_killed_before_it_begins_is_ignored(log, replic
         assert not reader.problem
         assert reader.epoch == 0
         assert_equal_rows(reader, log)
-    assert begin_epoch(log.storage, 1, SCHEMA).epoch == 1 + writes
+    assert begin_epoch(log.storage, BucketMap.even(1), SCHEMA).epoch == 1 + writes
     assert log.names(epoch_name(1 + writes)) == [EPOCH_FILE, MODEL_FILE]
 
 
@@ -323,7 +324,7 @@ def test_the_description_of_an_epoch(log):
     list(follower.updates())
     with pytest.raises(PublishError, match=r"model\.json is missing"):
         follower.description()
-    number = begin_epoch(log.storage, 1, SCHEMA, "bf16", ModelDescription("din", {"hidden": [8]})).epoch
+    number = begin_epoch(log.storage, BucketMap.even(1), SCHEMA, "bf16", ModelDescription("din", {"hidden": [8]})).epoch
     epoch = epoch_name(number)
     for stream in ("rows-0", "network"):
         for name in log.names(f"{epoch_name(0)}/{stream}"):

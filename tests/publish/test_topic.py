@@ -28,6 +28,7 @@ from persia.publish.topic.address import parse_address
 from persia.publish.topic.client import TopicClient
 from persia.publish.topic.file_records import CHUNK, FileRecord, RemovalRecord
 from persia.publish.topic.index import TopicIndex
+from persia.types import BucketMap
 from support.change_log import ChangeLog, advance, assert_equal_rows, begun, outgrow, replica_of
 from support.kafka import Outages, until
 
@@ -200,7 +201,7 @@ def test_an_epoch_that_was_not_removed_is_read_from_its_start(topic):
     advance(log, 3)
     log.epoch += 1
     log.run = f"{log.epoch:032x}"
-    begin_epoch(log.storage, 2, SCHEMA)  # Its PSs never begin.
+    begin_epoch(log.storage, BucketMap.even(2), SCHEMA)  # Its PSs never begin.
     late = replica_of(log)
     assert (late.epoch, late.problem) == (0, "")
     assert late.steps == {0: log.step}
@@ -312,7 +313,7 @@ def test_a_stream_that_has_begun_is_left_alone(topic):
     until(lambda: again.status.epoch == -1)
     again.stop(last=True)
     assert "0000000001-increment.json" not in log.names()
-    assert begin_epoch(open_storage(topic), 1, SCHEMA).epoch == 1
+    assert begin_epoch(open_storage(topic), BucketMap.even(1), SCHEMA).epoch == 1
 
 
 # --- outages ------------------------------------------------------------------------------------------------
@@ -339,7 +340,7 @@ def test_brokers_that_are_away_make_rows_older_and_nothing_else(outages, monkeyp
     monkeypatch.setattr("persia.publish.publisher.BACKOFF", persia.publish.publisher.BACKOFF._replace(longest=0.5))
     log = ChangeLog(f"kafka://{outages.bootstrap}/changes")
     log.train(2)
-    epoch = begin_epoch(log.storage, 1, SCHEMA)
+    epoch = begin_epoch(log.storage, BucketMap.even(1), SCHEMA)
     network = StreamWriter(log.storage, 0, epoch.run, NETWORK)
     network.add_part({"weight": np.zeros(1, np.float32)})
     network.commit("network", 0, 0.0, [])

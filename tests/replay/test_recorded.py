@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -24,8 +25,8 @@ from persia.ps import EmbeddingServer
 from persia.pushes.step_barrier import StepBarrier
 from persia.replay import Records, load_timeline, recorded
 from persia.replay.virtual import VirtualTraining
-from persia.testing import Threads
-from persia.types import JournalRecord, PushHeader, ReadRecord
+from persia.testing import Threads, threads
+from persia.types import BucketMap, JournalRecord, PushHeader, ReadRecord
 from persia.types.half_floats import from_halves
 from support.examples import examples
 from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, batches, leave_batches_to, rows_of, trainer
@@ -394,6 +395,22 @@ def test_any_interleaving_and_any_crash_are_their_replay(data):
             assert report.lost_tokens == len(dead)
             if in_order:
                 assert_same_report(schedules, result)
+
+
+def test_a_run_with_another_bucket_map_is_its_replay(tmp_path, monkeypatch):
+    buckets = BucketMap.even(3).moved(2)
+    monkeypatch.setattr(threads, "BucketMap", SimpleNamespace(even=lambda servers: buckets))
+    data = batches(12, seed=0)
+    _, t = run(Gba(2 * ROWS), data, tmp_path, of_seed(0)[:2], servers=(2, 1))
+    (schedule,) = assert_replayed(tmp_path, data, t)
+    assert schedule.buckets == buckets
+    training = VirtualTraining(Net(torch.float32), SCHEMA, data.__getitem__, torch.optim.Adam, Adagrad(lr=0.05))
+    training.run(schedule)
+    copied = VirtualTraining(Net(torch.float32), SCHEMA, data.__getitem__, torch.optim.Adam, Adagrad(lr=0.05))
+    copied.load_state_dict(training.state_dict())
+    np.testing.assert_array_equal(copied.evaluate(data), training.evaluate(data))
+    with pytest.raises(DataError, match="other ids at each of them"):
+        training.run(msgspec.structs.replace(schedule, buckets=None))
 
 
 def test_only_batch_by_batch_and_with_tokens(tmp_path):

@@ -281,6 +281,7 @@ def test_worker(worker):
 CALLS = {
     EmbeddingPS: {
         "tables": (),
+        "buckets": (),
         "lookup": (IDS, True),
         "lookup_ahead": (IDS,),
         "refresh": (IDS, Moment(1, 0)),

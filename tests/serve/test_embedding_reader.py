@@ -12,6 +12,7 @@ from persia.nn.transfer import CpuStaging
 from persia.serve.embedding_reader import EmbeddingReader
 from persia.serve.row_sources import LocalRows, ServerRows
 from persia.store.served import ServedTable
+from persia.types import BucketMap
 
 SCHEMA = persia.Schema(
     [
@@ -39,16 +40,16 @@ def served(servers):
     found = [{name: ServedTable(t.dim) for name, t in SCHEMA.resolved_tables().items()} for _ in range(servers)]
     for name, table in SCHEMA.resolved_tables().items():
         values = random.normal(size=(len(ids), table.dim)).astype(np.float32)
-        owners = batching.owners(name, ids, servers)
+        owners = batching.owners(name, ids, BucketMap.even(servers))
         for server, tables in enumerate(found):
             tables[name].set(ids[owners == server], values[owners == server])
-    return LocalRows([ServerRows(tables, 0, 0.0) for tables in found])
+    return LocalRows([ServerRows(tables, 0, 0.0) for tables in found], BucketMap.even(servers))
 
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_both_paths_read_the_same(servers):
     random, rows = np.random.default_rng(2), served(servers)
-    readers = [EmbeddingReader(SCHEMA, servers, staging, 2) for staging in (CpuStaging(), DeviceStaging())]
+    readers = [EmbeddingReader(SCHEMA, rows.buckets, staging, 2) for staging in (CpuStaging(), DeviceStaging())]
     for samples in (7, 7, 20):
         columns = {
             name: [random.integers(0, 300, random.integers(0, 6)) for _ in range(samples)]
@@ -74,7 +75,11 @@ def test_single_ids_are_multiplied_by_their_weights():
     scores = np.array([0.5, 1, -2, 0], np.float32)
     columns = {"tags": [1, 2, 4, 5], "words": [4, 4, 5, 8], "scores": scores}
     rows = served(1)
-    _, _, found = EmbeddingReader(schema, 1, CpuStaging(), 1).read(persia.Batch.from_columns(schema, columns), rows)
-    _, _, expected = EmbeddingReader(plain, 1, CpuStaging(), 1).read(persia.Batch.from_columns(plain, columns), rows)
+    _, _, found = EmbeddingReader(schema, rows.buckets, CpuStaging(), 1).read(
+        persia.Batch.from_columns(schema, columns), rows
+    )
+    _, _, expected = EmbeddingReader(plain, rows.buckets, CpuStaging(), 1).read(
+        persia.Batch.from_columns(plain, columns), rows
+    )
     assert torch.equal(found["tags"], expected["tags"] * torch.from_numpy(scores)[:, None])
     assert torch.equal(found["words"], expected["words"])

@@ -90,8 +90,10 @@ def test_fields_of_manifests(written, name, data):
 @FEW
 @given(st.sampled_from([EPOCH_FILE, MODEL_FILE]), st.data())
 def test_fields_of_a_new_epoch(written, name, data):
-    keys = ["format", "version", "epoch", "run", "servers", "schema", "precision", "model"]
+    keys = ["format", "version", "epoch", "run", "buckets", "schema", "precision", "model"]
     field, value = data.draw(st.sampled_from(keys)), data.draw(JSON)
+    if field == "buckets":
+        value = data.draw(st.just(value) | st.fixed_dictionaries(dict.fromkeys(["version", "servers", "runs"], JSON)))
     model = data.draw(st.none() | st.fixed_dictionaries({"kind": st.text(max_size=8), "options": JSON}))
 
     def harm(copy):

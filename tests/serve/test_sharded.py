@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -26,9 +27,9 @@ from persia.serve import Predictor, RowServer, RowServerOptions, ServeOptions
 from persia.serve.http.problems import response_of
 from persia.serve.updates import RowPart
 from persia.services import RowsVersion, ServedRows
-from persia.types import Packed
+from persia.types import BucketMap, Packed
 from support.ports import lasting_port
-from support.written_log import IDS, Steps, batch
+from support.written_log import IDS, Steps, WrittenLog, batch
 
 pytestmark = pytest.mark.processes
 
@@ -136,7 +137,7 @@ def test_each_part_has_its_ids_only_and_removed_rows_are_gone(log, parts, sharde
     predictor = sharded(log, servers)
     for number, part in enumerate(servers):
         (epoch,) = part.rows.state().epochs
-        owned = sum(int((batching.owners(table, IDS, 3) == number).sum()) for table in ("item", "user"))
+        owned = sum(int((batching.owners(table, IDS, BucketMap.even(3)) == number).sum()) for table in ("item", "user"))
         assert epoch.rows == owned > 0
     for server in range(2):
         log.rows(server, 4, removed=[5, 6])
@@ -147,12 +148,29 @@ def test_each_part_has_its_ids_only_and_removed_rows_are_gone(log, parts, sharde
     assert predictor.state().rows == 124
 
 
+@pytest.mark.parametrize("buckets", [BucketMap.even(5).moved(3), BucketMap.even(3).reassigned(9, 2).emptied([1])])
+def test_a_log_of_any_bucket_map_is_served(tmp_path, buckets, parts, serve, sharded):
+    log = WrittenLog(tmp_path / "any", servers=3, buckets=buckets)
+    log.begin(3)
+    servers = parts(log)
+    predictors = serve(log), sharded(log, servers)
+    for predictor in predictors:
+        assert steps_of(predictor) == (3, 3)
+    log.publish(4)
+    refresh(*servers, *predictors)
+    for predictor in predictors:
+        assert steps_of(predictor) == (4, 4)
+
+
 def test_partitions_meet_the_servers_that_have_their_ids():
-    ids = np.arange(2000, dtype=np.uint64)
-    for parts, servers in ((1, 3), (2, 2), (2, 4), (3, 2), (4, 6), (5, 1)):
-        mine, theirs = batching.owners("item", ids, parts), batching.owners("item", ids, servers)
-        met = {(int(part), int(server)) for part, server in zip(mine, theirs, strict=True)}
-        assert met == {(p, s) for p in range(parts) for s in range(servers) if RowPart(p, parts).meets(s, servers)}
+    ids = np.arange(50_000, dtype=np.uint64)  # Some for each bucket.
+    moved = BucketMap.even(2).moved(5), BucketMap.even(4).emptied([0]), BucketMap.even(3).reassigned(0, 2)
+    for parts in (1, 2, 3, 5):
+        for buckets in (*map(BucketMap.even, (1, 2, 3, 4, 6)), *moved):
+            mine, theirs = batching.owners("item", ids, BucketMap.even(parts)), batching.owners("item", ids, buckets)
+            met = {(int(part), int(server)) for part, server in zip(mine, theirs, strict=True)}
+            pairs = itertools.product(range(parts), range(buckets.servers))
+            assert met == {(part, server) for part, server in pairs if RowPart(part, parts).meets(server, buckets)}
 
 
 def test_a_network_waits_for_the_part_that_lags(log, parts, sharded):
@@ -211,7 +229,7 @@ def test_a_part_that_ends_and_comes_back(log, parts, sharded):
 
     retried(is_late, until=lambda: f"row server 1/2 at {second.address} is late: lookup" in str(found[-1]))
     assert response_of(found[-1]).status_code == 503
-    mine = IDS[batching.owners("item", IDS, 2) == 0]
+    mine = IDS[batching.owners("item", IDS, BucketMap.even(2)) == 0]
     assert retried(lambda: predictor.embeddings("item", mine))[0].all()  # The other part is not needed for it.
     log.publish(4)
     first.refresh()

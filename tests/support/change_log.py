@@ -15,6 +15,7 @@ from persia.publish.log_storage import open_storage
 from persia.publish.publisher import Publisher
 from persia.publish.stream import StreamWriter
 from persia.store import NativeStore, TableConfig
+from persia.types import BucketMap
 from support.stores import contents, lookup, update
 
 
@@ -48,7 +49,9 @@ class ChangeLog:
     def begin(self):
         """Begins an epoch, with a snapshot of each PS and a network."""
         self.epoch, self.run = self.epoch + 1, f"{self.epoch + 1:032x}"
-        epoch = Epoch(format=FORMAT, version=VERSION, epoch=self.epoch, run=self.run, servers=self.servers)
+        epoch = Epoch(
+            format=FORMAT, version=VERSION, epoch=self.epoch, run=self.run, buckets=BucketMap.even(self.servers)
+        )
         self.storage.put(f"{epoch_name(self.epoch)}/{EPOCH_FILE}", msgspec.json.encode(epoch))
         self.publishers = [self.publisher(server) for server in range(self.servers)]
         self.network = StreamWriter(self.storage, self.epoch, self.run, NETWORK, keep=2)

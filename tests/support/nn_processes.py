@@ -15,11 +15,11 @@ from persia.membership.directory import Directory
 from persia.membership.embedding_workers import EmbeddingWorkers
 from persia.modes import Sync
 from persia.optim import SGD
-from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker
 from persia.types import Delivery, RegisteredBatch
 from persia.worker import Worker
 from support.processes import TIMEOUT
+from support.several_ps import several_servers
 
 
 class Loader:
@@ -69,12 +69,11 @@ class Services:
 
     def __init__(self, schema, batches, nn_workers, mode=None, optimizer=None, wrap=lambda worker: worker, **options):
         counts = {"servers": 2, "workers": 2, "loaders": 2, "accumulation": 1, "seed": 0} | options
-        hold = ServerOptions(nn_workers, TIMEOUT)
+        hold = {"nn_workers": nn_workers, "timeout": TIMEOUT}
         tables = schema.resolved_tables()
-        self.servers = [
-            EmbeddingServer(tables, optimizer or SGD(lr=0.1), mode or Sync(), counts["seed"], 1, hold)
-            for _ in range(counts["servers"])
-        ]
+        self.servers = several_servers(
+            counts["servers"], tables, optimizer or SGD(lr=0.1), mode or Sync(), counts["seed"], **hold
+        )
         self.workers = [wrap(Worker(schema, self.servers, 1, rank)) for rank in range(counts["workers"])]
         self.loaders = [Loader(batches, self.workers, counts["accumulation"]) for _ in range(counts["loaders"])]
         self._stack = contextlib.ExitStack()

@@ -19,6 +19,7 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.shares import divide_here
 from persia.schema import EmbeddingOptimizer, Schema, Table
 from persia.services import Connection, EmbeddingPS, EmbeddingWorker
+from persia.types import BucketMap
 from persia.worker import Worker, WorkerOptions
 
 START_SECONDS = 60.0
@@ -52,7 +53,7 @@ class PSProcesses:
         spawn = multiprocessing.get_context("spawn")
         for shares in divide_here(tables, optimizer, self.count):
             ours, theirs = spawn.Pipe()
-            options = ServerOptions(1, self.timeout, **shares._asdict())
+            options = ServerOptions(1, self.timeout, **shares._asdict(), buckets=BucketMap.even(self.count))
             process = spawn.Process(
                 target=_serve, args=(theirs, str(self.log), tables, optimizer, encode(mode), seed, options), daemon=True
             )

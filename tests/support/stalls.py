@@ -16,10 +16,10 @@ from persia.dense import DenseServer, SharedNetwork
 from persia.errors import DeadlineError
 from persia.nn.token_client import TokenClient
 from persia.optim import SGD
-from persia.ps import EmbeddingServer
 from persia.services import DenseMaker, TrainingPhase
 from persia.types import Caller, Contribution, QuiesceResult
 from persia.worker import Worker
+from support.several_ps import several_servers
 
 PLACES = ("before it arrives", "before its rows", "within its network")
 """Where it stalls: before the token scheduler places its gradient, after that, and at one of two dense PSs."""
@@ -98,7 +98,7 @@ def train_beside_stall(mode, place, batches, nn_workers=3, deadline=10.0):
     Raises:
         PersiaError: a PS has not got each push once.
     """
-    rows = [EmbeddingServer(SCHEMA.resolved_tables(), SGD(1.0), mode, 0, 1) for _ in range(2)]
+    rows = several_servers(2, SCHEMA.resolved_tables(), SGD(1.0), mode, 0)
     dense = [DenseServer(DenseMaker(_optimizer), rank, 2, deadline) for rank in range(2)]
     tokens, worker, last = TokenScheduler(deadline), Worker(SCHEMA, rows), nn_workers - 1
     others = [NNWorker(tokens, rank, worker, dense, deadline) for rank in range(last)]

@@ -13,7 +13,7 @@ from persia.checkpoint.storage import Storage
 from persia.publish.epochs import begin_epoch, remove_older_epochs
 from persia.publish.format import NETWORK, TableChanges, epoch_name, stream_of
 from persia.publish.stream import StreamWriter
-from persia.types import ModelDescription
+from persia.types import BucketMap, ModelDescription
 
 SCHEMA = persia.Schema([persia.IdFeature("item", 4), persia.IdFeature("user", 2)])
 IDS = np.arange(64, dtype=np.uint64)
@@ -33,13 +33,14 @@ class Steps(torch.nn.Module):
 class WrittenLog:
     """Writes epochs with rows of all `IDS` in both tables, and networks of `Steps`."""
 
-    def __init__(self, url, servers=1, schema=SCHEMA, model=None):
+    def __init__(self, url, servers=1, schema=SCHEMA, model=None, buckets=None):
         self.url, self.servers, self.schema, self.model = str(url), servers, schema, model
+        self.buckets = buckets or BucketMap.even(servers)
         self.storage = Storage(self.url)
 
     def begin(self, step, *, rows=True, network=True):
         model = None if self.model is None else ModelDescription(*self.model)
-        self.epoch = begin_epoch(self.storage, self.servers, self.schema, model=model)
+        self.epoch = begin_epoch(self.storage, self.buckets, self.schema, model=model)
         self.streams = [self.writer(stream_of(server)) for server in range(self.servers)]
         self.networks = self.writer(NETWORK)
         if rows:
@@ -62,10 +63,11 @@ class WrittenLog:
         gone = np.array(removed, np.uint64)
         for place, name in enumerate(sorted(self.schema.resolved_tables())):
             dim = (dims or {}).get(name) or self.schema.resolved_tables()[name].dim
-            ids = IDS[batching.owners(name, IDS, self.servers) == server]
-            mine = gone[batching.owners(name, gone, self.servers) == server]
+            ids = IDS[batching.owners(name, IDS, self.buckets) == server]
+            mine = gone[batching.owners(name, gone, self.buckets) == server]
             ids = ids if readmitted else np.setdiff1d(ids, mine)
-            part |= {f"{place}.ids": ids, f"{place}.values": self.values(ids, dim, step)}
+            if len(ids):  # Empty tensors are left out.
+                part |= {f"{place}.ids": ids, f"{place}.values": self.values(ids, dim, step)}
             if len(mine):
                 (first if readmitted else part)[f"{place}.removed"] = mine
             tables.append(TableChanges(name=name, dim=dim, rows=len(ids), removed=len(mine)))

@@ -13,11 +13,11 @@ from persia.errors import StaleBatchError, StoreError
 from persia.modes import Sync
 from persia.nn.transfer import decode
 from persia.optim import SGD
-from persia.ps import EmbeddingServer
 from persia.schema import Table
 from persia.types import Contribution, Moment, Packed, PushHeader
 from persia.worker import Worker, WorkerOptions
 from support.examples import examples
+from support.several_ps import several_servers
 
 SCHEMA = persia.Schema(
     id_features=[
@@ -34,7 +34,7 @@ SHORT = persia.Schema(
 
 
 def a_worker(servers=1, schema=SCHEMA, compression="none"):
-    parts = [EmbeddingServer(schema.resolved_tables(), SGD(lr=1.0), Sync(), 3, 1) for _ in range(servers)]
+    parts = several_servers(servers, schema.resolved_tables(), SGD(lr=1.0), Sync())
     return Worker(schema, parts, options=WorkerOptions(compression))
 
 

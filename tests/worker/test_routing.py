@@ -10,19 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import persia
-from persia import rpc
+from persia import batching, rpc
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
-from persia.errors import StaleBatchError, StoreError
+from persia.errors import ConfigError, StaleBatchError, StaleMapError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.nn import transfer
 from persia.nn.push_log import PushCounts
 from persia.optim import SGD, Adagrad
-from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection, EmbeddingWorker
-from persia.types import Contribution, PushHeader, UpdateCounts
+from persia.types import BucketMap, Contribution, PushHeader, UpdateCounts
 from persia.worker import Worker, WorkerOptions
+from support.bucket_maps import bucket_maps
 from support.examples import examples
+from support.several_ps import several_servers
 
 TIMEOUT = 20.0
 SCHEMA = persia.Schema(
@@ -37,19 +38,19 @@ SCHEMA = persia.Schema(
 
 
 class SeveralServers:
-    """A cluster of `count` PSs in this process."""
+    """A cluster of `count` PSs in this process, with the first map or another."""
 
-    def __init__(self, count, nn_workers=1):
-        self.count, self.nn_workers = count, nn_workers
+    def __init__(self, count, nn_workers=1, buckets=None):
+        self.count, self.nn_workers, self.buckets = count, nn_workers, buckets or BucketMap.even(count)
 
     def connect(self, schema, optimizer, mode, seed):
-        hold = ServerOptions(self.nn_workers, TIMEOUT)
-        servers = [EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1, hold) for _ in range(self.count)]
+        hold = {"nn_workers": self.nn_workers, "timeout": TIMEOUT, "buckets": self.buckets}
+        servers = several_servers(self.count, schema.resolved_tables(), optimizer, mode, seed, **hold)
         return Connection(Worker(schema, servers), servers)
 
 
-def connect(servers, nn_workers=1, mode=None, optimizer=None):
-    cluster = SeveralServers(servers, nn_workers)
+def connect(servers, nn_workers=1, mode=None, optimizer=None, buckets=None):
+    cluster = SeveralServers(servers, nn_workers, buckets)
     return cluster.connect(SCHEMA, optimizer or Adagrad(lr=0.1), mode or Sync(), 5)
 
 
@@ -82,11 +83,14 @@ def gradients_for(ids_of, found):
 
 
 @settings(deadline=None, max_examples=examples(30))
-@given(st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 12), st.integers(1, 2)), max_size=5))
-def test_rows_are_the_same_to_the_bit_with_1_2_and_3_servers(steps):
+@given(
+    st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 12), st.integers(1, 2)), max_size=5),
+    bucket_maps(3),
+)
+def test_rows_are_the_same_to_the_bit_with_1_2_and_3_servers_and_any_map(steps, buckets):
     results = []
-    for servers in (1, 2, 3):
-        connection = connect(servers)
+    for buckets_of_run in (*map(BucketMap.even, (1, 2, 3)), buckets):
+        connection = connect(buckets_of_run.servers, buckets=buckets_of_run)
         worker, seen, counts = connection.worker, [], []
         for step, (seed, samples, batches) in enumerate(steps):
             rng = np.random.default_rng(seed)
@@ -101,7 +105,10 @@ def test_rows_are_the_same_to_the_bit_with_1_2_and_3_servers(steps):
             counts.append(worker.push(header(step), contributions))
         results.append((seen, counts))
         assert worker.buffered == 0
-        if servers == 3 and sum(samples for _, samples, _ in steps) > 30:
+        for number, server in enumerate(connection.servers):
+            for chunk in server.export_rows():
+                assert (batching.owners(chunk.table, chunk.arrays["ids"], buckets_of_run) == number).all()
+        if buckets_of_run == BucketMap.even(3) and sum(samples for _, samples, _ in steps) > 30:
             assert all(sum(t["rows"] for t in server.statistics().values()) for server in connection.servers)
     for seen, counts in results[1:]:
         assert counts == results[0][1]
@@ -266,6 +273,43 @@ def test_a_push_that_reached_some_servers_is_completed_by_repeat():
     assert sum(c.duplicate for c in counts.values()) > 0
     counts_in_rows = [chunk.arrays["update_count"] for server in connection.servers for chunk in server.export_rows()]
     assert set(np.concatenate(counts_in_rows).tolist()) == {1}
+
+
+def test_batches_that_were_routed_by_another_map_are_refused():
+    """Registered before the PSs changed their map: neither looked up nor pushed, also with batches of the new map."""
+    connection = connect(2, optimizer=SGD(lr=1.0))
+    worker = connection.worker
+    contribution = mean_gradient(worker, features(lambda n: np.arange(n, dtype=np.uint64), 6))
+    for server in connection.servers:
+        server._buckets = BucketMap.even(2).reassigned(0, 1)
+    before = [chunk for server in connection.servers for chunk in server.export_rows()]
+    calls = [
+        lambda: worker.lookup(contribution.batch_id),
+        lambda: worker.lookup_ahead(contribution.batch_id),
+        lambda: worker.push(header(0), [contribution]),
+        lambda: worker.push(header(0), []),
+        lambda: worker.evaluate(features(lambda n: np.arange(n, dtype=np.uint64), 6)),
+    ]
+    for call in calls:
+        with pytest.raises(StaleMapError, match="by bucket map 0, and it has bucket map 1"):
+            call()
+    worker._router.buckets = connection.servers[0].buckets()
+    other = worker.register(features(lambda n: np.arange(n, dtype=np.uint64), 6))
+    both = [contribution, Contribution(other, contribution.gradients)]
+    for batches in (both, both[::-1]):
+        with pytest.raises(StaleMapError):
+            worker.push(header(0), batches)
+    after = [chunk for server in connection.servers for chunk in server.export_rows()]
+    for chunk, expected in zip(after, before, strict=True):
+        for name, array in expected.arrays.items():
+            np.testing.assert_array_equal(chunk.arrays[name], array)
+    worker.push(header(0), [])
+
+
+def test_an_embedding_worker_needs_all_ps_of_the_map():
+    servers = connect(3).servers
+    with pytest.raises(ConfigError, match="2 embedding PSs, and their bucket map has 3"):
+        Worker(SCHEMA, servers[:2])
 
 
 def test_evaluation_lookups_forget_the_batch_and_change_nothing():

@@ -80,8 +80,17 @@ struct OwnerGroup {
   std::int64_t* bounds = nullptr;  // result: [servers + 1], the ids of server p are bounds[p] ... bounds[p + 1]
 };
 
-// Sorts ids stably by the server that owns them (`owner_of`), and updates the inverses.
-void group_by_owner(std::span<OwnerGroup> groups, std::uint32_t servers, ThreadPool& pool, Arena& arena);
+// The server of each bucket: `of_bucket` is [kBuckets], each below `servers`.
+struct BucketOwners {
+  std::span<const std::uint16_t> of_bucket;
+  std::uint32_t servers = 0;
+};
+
+// Sorts ids stably by the server that owns their bucket, and updates the inverses.
+void group_by_owner(std::span<OwnerGroup> groups, const BucketOwners& owners, ThreadPool& pool, Arena& arena);
+
+// Writes the bucket of each id of a table, whose name has the hash XXH64 `name_hash`.
+void buckets_of(std::uint64_t name_hash, std::span<const std::uint64_t> ids, std::span<std::uint16_t> buckets);
 
 enum class Pooling : std::uint8_t { sum, mean, sqrtn, sequence };
 

@@ -30,12 +30,15 @@ inline constexpr std::uint64_t row_key(std::uint64_t seed, std::uint64_t name_ha
   return mix64(mix64(seed + name_hash) ^ mix64(id));
 }
 
-// Returns the embedding PS that owns an id, from the top bits of a hash that neither shards nor indices use. This is
-// part of the protocol. `name_hash` is XXH64 of the table's name. Multiplication spreads as evenly as a remainder and
-// avoids a division.
-inline constexpr std::uint32_t owner_of(std::uint64_t name_hash, std::uint64_t id, std::uint32_t servers) {
-  return static_cast<std::uint32_t>(((mix64(name_hash ^ id) >> 32) * servers) >> 32);
+// Number of buckets of ids. A map has the embedding PS of each.
+inline constexpr std::uint32_t kBuckets = 4096;
+
+// Returns the bucket of an id, from the top bits of a hash that neither shards nor indices use. This is part of the
+// protocol. `name_hash` is XXH64 of the table's name.
+inline constexpr std::uint32_t bucket_of(std::uint64_t name_hash, std::uint64_t id) {
+  return static_cast<std::uint32_t>(mix64(name_hash ^ id) >> 52);
 }
+static_assert(kBuckets == 1u << (64 - 52));
 
 // Returns number `counter` of the random 64-bit sequence of a key (splitmix64, addressed by position).
 inline constexpr std::uint64_t random_bits(std::uint64_t key, std::uint64_t counter) {

@@ -49,7 +49,7 @@ struct PackedSizes {
 // Runs `unique` and `group_by_owner` for all tables, without gaps between them. `ids` and `inverse` need capacity for
 // one entry per position. `inverse` holds the uint32 entries first, feature by feature, then the uint16 ones. Returns
 // the numbers of entries.
-PackedSizes pack_batch(std::span<PackedGroup> groups, std::uint32_t servers, std::span<std::uint64_t> ids,
+PackedSizes pack_batch(std::span<PackedGroup> groups, const BucketOwners& owners, std::span<std::uint64_t> ids,
                        std::span<std::uint32_t> inverse, ThreadPool& pool, Arena& arena);
 
 // The slices of one server in a buffer of whole tables. `bounds` is [tables, servers + 1] as above; `row_bytes` has an

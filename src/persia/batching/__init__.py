@@ -8,7 +8,7 @@ from persia.batching.copying import copy_array
 from persia.batching.duplicates import average_gradients, merge_gradients, unique
 from persia.batching.hashing import hash_cross
 from persia.batching.native import RowSums, Scratch, ThreadPool, borrow, default_threads
-from persia.batching.owners import group_by_owner, owners
+from persia.batching.owners import buckets_of, group_by_owner, owners
 from persia.batching.packed_batch import (
     RoutedBatch,
     check_rows,
@@ -50,6 +50,7 @@ __all__ = [
     "ThreadPool",
     "average_gradients",
     "borrow",
+    "buckets_of",
     "check_places",
     "check_rows",
     "complement",

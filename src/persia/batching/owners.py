@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.duplicates import UniqueIds
-from persia.batching.native import Scratch, ThreadPool, as_data_error, core
-from persia.types import Ids, Int64Array
+from persia.batching.native import Scratch, ThreadPool, as_data_error, core, native
+from persia.types import BucketMap, Ids, Int64Array
 
-__all__ = ["group_by_owner", "owners"]
+__all__ = ["buckets_of", "group_by_owner", "owners"]
 
 
 def group_by_owner(
     tables: Sequence[str],
     unique_ids: Sequence[UniqueIds],
-    servers: int,
+    buckets: BucketMap,
     pool: ThreadPool,
     scratch: Scratch | None = None,
 ) -> list[Int64Array]:
@@ -28,7 +28,7 @@ def group_by_owner(
     Args:
         tables: names of the tables.
         unique_ids: the result of `unique`; ids of one PS keep their order.
-        servers: number of PSs.
+        buckets: the PS of each bucket.
         pool: threads to run on, over tables.
         scratch: memory reused from call to call.
 
@@ -40,18 +40,21 @@ def group_by_owner(
 
     Blocks until done, without the GIL. Thread-safe.
     """
-    bounds = np.empty((len(tables), servers + 1), np.int64)
+    bounds = np.empty((len(tables), buckets.servers + 1), np.int64)
     with as_data_error:
         groups = [(table, ids, list(inverses)) for table, (ids, inverses) in zip(tables, unique_ids, strict=True)]
-        core.group_by_owner(groups, bounds, pool, scratch or Scratch())
+        core.group_by_owner(groups, buckets.owners, bounds, pool, scratch or Scratch())
     return list(bounds)
 
 
-def owners(table: str, ids: Ids, servers: int) -> NDArray[np.uint16]:
-    """The number of the PS that owns each id, uint16 `[n]`; for whole tables, as in checkpoints."""
-    order = np.arange(len(ids), dtype=np.uint32)
-    scratch = np.empty(len(ids), np.uint64)
-    scratch[:] = ids  # `copy()` would keep the byte order of the file that the ids come from.
-    (bounds,) = group_by_owner([table], [(scratch, [order])], servers, ThreadPool(1))
-    # `order` is now the position of each id among the sorted ones.
-    return (np.searchsorted(bounds, order, side="right") - 1).astype(np.uint16)
+def buckets_of(table: str, ids: Ids) -> NDArray[np.uint16]:
+    """Returns the bucket of each id, uint16 `[n]`, below `persia.types.BUCKETS`."""
+    buckets = np.empty(len(ids), np.uint16)
+    with as_data_error:
+        core.buckets_of(table, native(ids, "Q"), buckets)
+    return buckets
+
+
+def owners(table: str, ids: Ids, buckets: BucketMap) -> NDArray[np.uint16]:
+    """Returns the number of the PS that owns each id, uint16 `[n]`; for whole tables, as in checkpoints."""
+    return buckets.owners[buckets_of(table, ids)]

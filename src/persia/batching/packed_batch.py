@@ -16,7 +16,7 @@ from persia.batching.native import Scratch, ThreadPool, as_data_error, core
 from persia.batching.row_codec import encode_rows
 from persia.errors import DataError
 from persia.schema import Table
-from persia.types import Int64Array, Inverse
+from persia.types import BucketMap, Int64Array, Inverse
 from persia.types.half_floats import words_of
 from persia.types.packed import Packed
 
@@ -44,6 +44,7 @@ class RoutedBatch(NamedTuple):
     Attributes:
         ids: distinct ids by table.
         bounds: int64 `[tables, servers + 1]`: PS p owns `ids[table][bounds[t, p]:bounds[t, p + 1]]`.
+        buckets: the PS of each bucket, by which they are sorted.
         narrow: inverse indices by feature (positions in the ids of its table), for tables with at most 65,536 ids.
         wide: inverse indices by feature, for the other tables.
         offsets: offsets by feature, for features whose samples have any number of ids.
@@ -52,6 +53,7 @@ class RoutedBatch(NamedTuple):
 
     ids: Packed[np.uint64]
     bounds: Int64Array
+    buckets: BucketMap
     narrow: Packed[np.uint16]
     wide: Packed[np.uint32]
     offsets: Packed[np.int64]
@@ -66,7 +68,7 @@ class RoutedBatch(NamedTuple):
 def route_batch(
     tables: Sequence[tuple[str, Sequence[str]]],
     columns: Mapping[str, IdColumn],
-    servers: int,
+    buckets: BucketMap,
     pool: ThreadPool,
     scratch: Scratch,
 ) -> RoutedBatch:
@@ -75,7 +77,7 @@ def route_batch(
     Args:
         tables: name of each table, and the names of its features.
         columns: ids by feature; the values are contiguous.
-        servers: number of PSs.
+        buckets: the PS of each bucket.
         pool: threads to run on, over tables.
         scratch: memory reused from call to call. Ids and inverse indices are borrowed from it.
 
@@ -89,10 +91,12 @@ def route_batch(
     total = sum(map(sum, lengths))
     block = scratch.floats(3 * total)
     ids, inverse = block[: 2 * total].view(np.uint64), block[2 * total :].view(np.uint32)
-    bounds = np.empty((len(tables), servers + 1), np.int64)
+    bounds = np.empty((len(tables), buckets.servers + 1), np.int64)
     names = [name for name, _ in tables]
     with as_data_error:
-        distinct, narrow, wide, are_wide = _core.pack_batch(names, groups, ids, inverse, bounds, pool, scratch)
+        distinct, narrow, wide, are_wide = _core.pack_batch(
+            names, groups, buckets.owners, ids, inverse, bounds, pool, scratch
+        )
     names_of: tuple[list[str], list[str]] = [], []
     counts: tuple[list[int], list[int]] = [], []
     for (_, table_features), sizes, is_wide in zip(tables, lengths, are_wide, strict=True):
@@ -103,6 +107,7 @@ def route_batch(
     return RoutedBatch(
         Packed(names, bounds[:, -1].tolist(), ids[:distinct]),
         bounds,
+        buckets,
         Packed(names_of[0], counts[0], inverse[wide:].view(np.uint16)[:narrow]),
         Packed(names_of[1], counts[1], inverse[:wide]),
         Packed.of(offsets, np.int64),

@@ -17,6 +17,7 @@ import msgspec
 
 from persia.errors import CheckpointError, PersiaError
 from persia.schema import EmbeddingOptimizer
+from persia.types import BucketMap
 from persia.types.half_floats import Dtype
 
 __all__ = [
@@ -142,6 +143,7 @@ class Manifest(_Record, Generic[Document], frozen=True):
     Args:
         span: first and last global step at which rows were captured; equal if all belong to one step boundary.
         base: checkpoint that this one builds on; None for a full checkpoint.
+        buckets: the PS of each bucket of ids when it was written, in the numbers of shards; None if that is not known.
         content: random identifier of the contents. It is kept when a chain is compacted into one full checkpoint.
         checksum: checksum of the file's bytes before the last `"checksum"` in it.
     """
@@ -154,6 +156,7 @@ class Manifest(_Record, Generic[Document], frozen=True):
     span: tuple[Count, Count]
     base: Base | None
     tables: dict[Name, TableRecord]
+    buckets: BucketMap | None
     parts: list[Part]
     schema: Document
     config: Document

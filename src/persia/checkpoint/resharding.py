@@ -20,13 +20,12 @@ from persia.checkpoint.storage import ahead
 from persia.checkpoint.writer import CheckpointWriter
 from persia.errors import CheckpointError
 from persia.schema import Schema
+from persia.types import BUCKETS, BucketMap
 from persia.types.half_floats import Dtype, to_halves
 
 __all__ = ["ReshardOptions", "compact", "reshard"]
 
 PART_BYTES = 32 << 20
-MAX_SERVERS = 1 << 16
-"""Limited by the owner of an id, which is a uint16."""
 Arrays = dict[str, NDArray[Any]]
 Progress = Callable[[int], object]
 
@@ -75,8 +74,9 @@ def reshard(
     Raises:
         CheckpointError: an argument is invalid, a part is damaged, a value exceeds the dtype, or writing failed.
     """
-    if not 1 <= options.servers <= MAX_SERVERS:
-        raise CheckpointError(f"Invalid servers = {options.servers}; expected 1 to {MAX_SERVERS}.", field="servers")
+    if not 1 <= options.servers <= BUCKETS:
+        raise CheckpointError(f"Invalid servers = {options.servers}; expected 1 to {BUCKETS}.", field="servers")
+    buckets = BucketMap.even(options.servers)
     reader = CheckpointReader(source, step)
     with CheckpointWriter(target, reader.manifest.global_step) as writer:
         if reader.path == writer.path:
@@ -90,7 +90,7 @@ def reshard(
                 _converted(reader.path, table, arrays, gaps.get(shard, 0), options.state, dtype)
                 for shard, arrays in reader.rows(table)
             )
-            with closing(ahead(_by_owner(table, converted, options.servers, progress))) as parts:
+            with closing(ahead(_by_owner(table, converted, buckets, progress))) as parts:
                 for owner, arrays in parts:
                     writer.add_rows(table, owner * MOST_SHARDS, arrays)
         for part in reader.manifest.parts if options.tables is None else []:
@@ -103,6 +103,7 @@ def reshard(
         return writer.commit(
             schema=schema,
             config=reader.config,
+            buckets=buckets,
             global_step=reader.manifest.global_step,
             extra=reader.extra,
             span=reader.manifest.span,
@@ -139,6 +140,7 @@ def compact(url: str | os.PathLike[str], step: StepChoice = None, *, progress: P
         return writer.commit(
             schema=reader.schema,
             config=reader.config,
+            buckets=manifest.buckets,
             global_step=manifest.global_step,
             extra=reader.extra,
             span=manifest.span,
@@ -178,13 +180,15 @@ def _converted(path: str, table: str, arrays: Arrays, gap: int, state: bool, dty
     return arrays
 
 
-def _by_owner(table: str, chunks: Iterator[Arrays], servers: int, progress: Progress) -> Iterator[tuple[int, Arrays]]:
+def _by_owner(
+    table: str, chunks: Iterator[Arrays], buckets: BucketMap, progress: Progress
+) -> Iterator[tuple[int, Arrays]]:
     """Yields the rows by PS, in parts of about `PART_BYTES`."""
-    waiting: list[list[Arrays]] = [[] for _ in range(servers)]
-    sizes = [0] * servers
+    waiting: list[list[Arrays]] = [[] for _ in range(buckets.servers)]
+    sizes = [0] * buckets.servers
     for arrays in chunks:
         rows = len(arrays["ids"])
-        for owner, part in _split(table, arrays, servers):
+        for owner, part in _split(table, arrays, buckets):
             waiting[owner].append(part)
             sizes[owner] += sum(array.nbytes for array in part.values())
             if sizes[owner] >= PART_BYTES:
@@ -196,13 +200,13 @@ def _by_owner(table: str, chunks: Iterator[Arrays], servers: int, progress: Prog
             yield owner, _joined(parts)
 
 
-def _split(table: str, arrays: Arrays, servers: int) -> Iterator[tuple[int, Arrays]]:
-    if servers == 1:
+def _split(table: str, arrays: Arrays, buckets: BucketMap) -> Iterator[tuple[int, Arrays]]:
+    if buckets.servers == 1:
         yield 0, arrays
         return
-    owners = batching.owners(table, arrays["ids"], servers)
-    order = np.argsort(owners.astype(np.uint16), kind="stable")
-    ends = np.cumsum(np.bincount(owners, minlength=servers))
+    owners = batching.owners(table, arrays["ids"], buckets)
+    order = np.argsort(owners, kind="stable")
+    ends = np.cumsum(np.bincount(owners, minlength=buckets.servers))
     grouped = {name: np.take(array, order, axis=0) for name, array in arrays.items()}
     for owner, end in enumerate(ends):
         begin = ends[owner - 1] if owner else 0

@@ -48,6 +48,7 @@ from persia.checkpoint.tensors import TensorView, Value, encode, view
 from persia.errors import CheckpointError
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.telemetry.logs import get_logger
+from persia.types import BucketMap
 
 __all__ = ["ROW_ARRAYS", "CheckpointWriter"]
 
@@ -213,6 +214,7 @@ class CheckpointWriter:
         optimizer: EmbeddingOptimizer | None = None,
         span: tuple[int, int] | None = None,
         base: Base | None = None,
+        buckets: BucketMap | None = None,
         score: Score | None = None,
         content: str | None = None,
     ) -> str:
@@ -226,6 +228,7 @@ class CheckpointWriter:
             optimizer: optimizer of tables that declare none.
             span: first and last global step at which rows were captured; defaults to `global_step` for both.
             base: checkpoint of this directory that this one builds on.
+            buckets: the PS of each bucket of ids, if shards are numbered by PS (`MOST_SHARDS`); None if they are not.
             score: held-out metric that `keep_best` compares. Stored as `score`, `metric` and `value` of `extra`.
             content: identifier of the checkpoint of this step that this one replaces with equal contents; LATEST does
                 not change. None for a new identifier.
@@ -248,6 +251,7 @@ class CheckpointWriter:
             span=(step, step) if span is None else span,
             base=self._checked_base(base),
             tables=self._table_records(schema, optimizer),
+            buckets=buckets,
             parts=self._parts,
             schema=_builtins(schema, "schema"),
             config=_builtins({} if config is None else config, "config"),

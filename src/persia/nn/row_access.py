@@ -19,7 +19,7 @@ from persia.errors import ConfigError, DataError
 from persia.rpc.fan_out import call_all
 from persia.schema import IdFeature, IdKind, IdMapping, Quotient, Schema, Table
 from persia.services import EmbeddingPS
-from persia.types import BoolArray, Floats, Ids, Int64Array, Packed, RowsSet, RowState, StoredRows
+from persia.types import BoolArray, BucketMap, Floats, Ids, Int64Array, Packed, RowsSet, RowState, StoredRows
 from persia.types.half_floats import LARGEST
 
 __all__ = ["RowAccess"]
@@ -46,6 +46,11 @@ class RowAccess:
         self._tables = schema.resolved_tables()
         self._servers = servers
 
+    @functools.cached_property
+    def _buckets(self) -> BucketMap:
+        """The PS of each bucket of ids."""
+        return self._servers[0].buckets()
+
     def read(self, table: str, ids: ArrayLike, state: bool) -> StoredRows:
         """Reads rows by id, as they are now: nothing is admitted, touched or counted.
 
@@ -65,8 +70,11 @@ class RowAccess:
         keys = self.ids(table, ids)
         rounds = list(self._rounds(declared, keys)) or [[(self._servers[0], np.empty(0, np.int64))]]
         parts: list[StoredRows] = []
+        version = self._buckets.version
         for asked in rounds:
-            parts += call_all([functools.partial(s.read_rows, table, keys[places], state) for s, places in asked])
+            parts += call_all(
+                [functools.partial(s.read_rows, table, keys[places], state, version) for s, places in asked]
+            )
         order = np.concatenate([places for asked in rounds for _, places in asked])
         states = [part.state for part in parts if part.state is not None]
         return StoredRows(
@@ -115,6 +123,7 @@ class RowAccess:
                     keys[places],
                     rows[places],
                     None if checked is None else _state_at(checked, places),
+                    self._buckets.version,
                 )
                 for server, places in asked
             ]
@@ -167,9 +176,9 @@ class RowAccess:
     def contains(self, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
         """Returns by table whether each id has a row; one call to each PS."""
         if len(self._servers) == 1:
-            return dict(self._servers[0].contains(Packed.of(ids, np.uint64)))
+            return dict(self._servers[0].contains(Packed.of(ids, np.uint64), self._buckets.version))
         present = {table: np.zeros(len(of_table), np.bool_) for table, of_table in ids.items()}
-        owners = {table: batching.owners(table, of_table, len(self._servers)) for table, of_table in ids.items()}
+        owners = {table: batching.owners(table, of_table, self._buckets) for table, of_table in ids.items()}
         owned = [
             {table: np.flatnonzero(owner == number) for table, owner in owners.items()}
             for number in range(len(self._servers))
@@ -177,7 +186,7 @@ class RowAccess:
         asked = [Packed.of({table: ids[table][at] for table, at in places.items()}, np.uint64) for places in owned]
         answers = call_all(
             [
-                functools.partial(server.contains, ids_of_server)
+                functools.partial(server.contains, ids_of_server, self._buckets.version)
                 for server, ids_of_server in zip(self._servers, asked, strict=True)
             ]
         )
@@ -204,7 +213,7 @@ class RowAccess:
     def _rounds(self, table: Table, ids: Ids) -> Iterator[list[tuple[EmbeddingPS, Int64Array]]]:
         """Yields PSs to ask at the same time, with places of ids that each owns; many places take several rounds."""
         most = max(1, CHUNK_BYTES // (17 + 4 * (1 + MOST_STATE) * table.dim))
-        owner = batching.owners(table.name, ids, len(self._servers))
+        owner = batching.owners(table.name, ids, self._buckets)
         owned = [np.flatnonzero(owner == number) for number in range(len(self._servers))]
         for start in itertools.count(0, most):
             asked = [

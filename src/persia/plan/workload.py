@@ -23,7 +23,17 @@ from persia.plan.rates import BatchShape, StepRate, WorkloadRate
 from persia.ps import EmbeddingServer
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, EmbeddingPS, EmbeddingWorker
-from persia.types import Contribution, FreshRows, LookedUp, Moment, Packed, PackedGradients, PushHeader, UpdateCounts
+from persia.types import (
+    BucketMap,
+    Contribution,
+    FreshRows,
+    LookedUp,
+    Moment,
+    Packed,
+    PackedGradients,
+    PushHeader,
+    UpdateCounts,
+)
 from persia.types.half_floats import words_of
 from persia.worker import Worker
 
@@ -61,14 +71,17 @@ class _FakeServer:
         self._words = {name: words_of(table.dtype, table.dim) for name, table in schema.resolved_tables().items()}
         self._zeros = np.zeros(0, np.float32)
 
-    def lookup(self, ids: Packed[np.uint64], train: bool) -> Packed[np.float32]:
+    def buckets(self) -> BucketMap:
+        return BucketMap.even(1)
+
+    def lookup(self, ids: Packed[np.uint64], train: bool, map_version: int = 0) -> Packed[np.float32]:
         widths = [self._words[name] for name in ids.names]
         size = sum(count * width for count, width in zip(ids.counts, widths, strict=True))
         if len(self._zeros) < size:
             self._zeros = np.zeros(size, np.float32)
         return Packed(ids.names, ids.counts, self._zeros[:size], widths)
 
-    def push(self, header: PushHeader, gradients: PackedGradients) -> dict[str, UpdateCounts]:
+    def push(self, header: PushHeader, gradients: PackedGradients, map_version: int = 0) -> dict[str, UpdateCounts]:
         return {}
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from persia import batching
 from persia.store import EmbeddingStore, NativeStore
+from persia.types import BucketMap
 
 __all__ = ["ServerOptions"]
 
@@ -28,6 +29,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         store: creates the store, given the threads of the PS.
         overcommit: whether to accept tables whose capacity exceeds the memory of this host, with a warning.
         memory_rows: maximum rows in the memory of this PS of each table with `spill`, by name.
+        buckets: the PS of each bucket of ids. Requests are refused whose ids were routed by another version.
     """
 
     nn_workers: int = 1
@@ -38,3 +40,4 @@ class ServerOptions(msgspec.Struct, frozen=True):
     store: Callable[[batching.ThreadPool], EmbeddingStore] = NativeStore
     overcommit: bool = False
     memory_rows: Mapping[str, int] | None = None
+    buckets: BucketMap = BucketMap.even(1)

@@ -39,6 +39,7 @@ from persia.telemetry.metrics import Readings, metrics_of
 from persia.types import (
     MERGED,
     RANK_BITS,
+    BucketMap,
     Floats,
     FreshRows,
     Gradients,
@@ -101,6 +102,7 @@ class EmbeddingServer(JournaledServer):
         options: ServerOptions | None = None,
     ) -> None:
         self._options = options or ServerOptions()
+        self._buckets = self._options.buckets
         self._sequencer: PushSequencer[dict[str, UpdateCounts]] = PushSequencer()
         self._row_staleness = RowStaleness()
         self._pool = batching.ThreadPool(threads)
@@ -168,8 +170,13 @@ class EmbeddingServer(JournaledServer):
         """Returns the tables by name, with their optimizers filled in; None for those that are not trainable."""
         return self._tables
 
-    def lookup(self, ids: Mapping[str, Ids], train: bool) -> Packed[np.float32]:
+    def buckets(self) -> BucketMap:
+        """Returns the PS of each bucket of ids, by which callers route ids."""
+        return self._buckets
+
+    def lookup(self, ids: Mapping[str, Ids], train: bool, map_version: int = 0) -> Packed[np.float32]:
         """Returns rows of distinct ids, by table; see `persia.services.EmbeddingPS`."""
+        self._buckets.check(map_version)
         if not isinstance(ids, Packed):
             try:
                 ids = Packed.of(ids, np.uint64)
@@ -180,13 +187,16 @@ class EmbeddingServer(JournaledServer):
         self._space.retry(lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train), "lookup")
         return Packed(ids.names, ids.counts, rows, words)
 
-    def lookup_ahead(self, ids: Packed[np.uint64]) -> RowsAhead:
+    def lookup_ahead(self, ids: Packed[np.uint64], map_version: int = 0) -> RowsAhead:
         """Looks up rows for training, ahead of their use; see `persia.services.EmbeddingPS`."""
         seen = self._changes.now()  # Before the lookup, which may then have newer rows, never older ones.
-        return RowsAhead(self.lookup(ids, train=True), seen)
+        return RowsAhead(self.lookup(ids, True, map_version), seen)
 
-    def refresh(self, ids: Packed[np.uint64], seen: Moment, late: Packed[np.uint64] | None = None) -> FreshRows:
+    def refresh(
+        self, ids: Packed[np.uint64], seen: Moment, late: Packed[np.uint64] | None = None, map_version: int = 0
+    ) -> FreshRows:
         """Returns the rows that may have changed since a moment, and late ones; see `persia.services.EmbeddingPS`."""
+        self._buckets.check(map_version)
         if ids.widths is not None or sum(ids.counts) != len(ids.buffer):
             raise StoreError(f"refresh: expected ids uint64 [n] by table, got {ids!r} with widths {ids.widths}.")
         numbers, _, words = self._numbers.places(ids.names)
@@ -198,14 +208,14 @@ class EmbeddingServer(JournaledServer):
             found = self._store.read_packed(numbers, changed.counts, changed.buffer, rows)
             if not found.all():  # Evicted since; the caller keeps what it has.
                 places, fresh = batching.keep(places, found), batching.keep(fresh, found)
-        looked_up = None if late is None else self.lookup(late, train=True)
+        looked_up = None if late is None else self.lookup(late, True, map_version)
         return FreshRows(places, cast("Packed[np.float32 | np.float16]", fresh), [now], late=looked_up)
 
-    def recorded_lookup(self, ids: Mapping[str, Ids], batch_id: int) -> Packed[np.float32]:
+    def recorded_lookup(self, ids: Mapping[str, Ids], batch_id: int, map_version: int = 0) -> Packed[np.float32]:
         """Looks up rows for training, and records it; see `persia.services.RecordableRows`."""
         if (journal := self.journal) is None:
-            return self.lookup(ids, train=True)
-        return journal.read(batch_id, lambda: self.lookup(ids, train=True))
+            return self.lookup(ids, True, map_version)
+        return journal.read(batch_id, lambda: self.lookup(ids, True, map_version))
 
     def close(self) -> None:
         """Removes the regions and their rows, if there are any. Must be the last call."""
@@ -213,8 +223,11 @@ class EmbeddingServer(JournaledServer):
         if self._regions is not None:
             self._regions.remove()
 
-    def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
+    def push(
+        self, header: PushHeader, gradients: Mapping[str, Gradients], map_version: int = 0
+    ) -> dict[str, UpdateCounts]:
         """Applies gradients, each once; see `persia.services.EmbeddingPS`."""
+        self._buckets.check(map_version)
         packed = self._numbers.packed(gradients)
         if header.slot >= 0:
             return self._push_token(header, packed)
@@ -371,20 +384,25 @@ class EmbeddingServer(JournaledServer):
 
     # --- rows by id -------------------------------------------------------------------------------------------
 
-    def contains(self, ids: Packed[np.uint64]) -> Packed[np.bool_]:
+    def contains(self, ids: Packed[np.uint64], map_version: int = 0) -> Packed[np.bool_]:
         """Returns whether each id has a row, by table."""
+        self._buckets.check(map_version)
         return Packed.of(
             {name: self._store.contains(self._numbers.number(name), own) for name, own in ids.items()}, np.bool_
         )
 
-    def read_rows(self, table: str, ids: Ids, state: bool) -> StoredRows:
+    def read_rows(self, table: str, ids: Ids, state: bool, map_version: int = 0) -> StoredRows:
         """Returns rows of ids without changing anything; see `persia.services.EmbeddingPS`."""
+        self._buckets.check(map_version)
         exists, rows = self._store.peek(self._numbers.number(table), ids)
         row_state = RowState(rows.state, rows.update_count, rows.last_step) if state else None
         return StoredRows(ids, exists, rows.embeddings, row_state)
 
-    def set_rows(self, call: int, table: str, ids: Ids, values: Floats, state: RowState | None) -> RowsSet:
+    def set_rows(
+        self, call: int, table: str, ids: Ids, values: Floats, state: RowState | None, map_version: int = 0
+    ) -> RowsSet:
         """Inserts or overwrites rows, once per call; see `persia.services.EmbeddingPS`."""
+        self._buckets.check(map_version)
         try:
             return self._setter.set(call, self._numbers.number(table), ids, values, state)
         finally:
@@ -428,8 +446,9 @@ class EmbeddingServer(JournaledServer):
         """Ends publishing; see `persia.services.EmbeddingPS`."""
         return self._publishing.end(last=last)
 
-    def import_rows(self, chunk: RowChunk) -> None:
+    def import_rows(self, chunk: RowChunk, map_version: int = 0) -> None:
         """Imports rows; rows of the same ids are replaced. See `persia.services.EmbeddingPS`."""
+        self._buckets.check(map_version)
         index = self._numbers.number(chunk.table)
         config = self._store.config(index)
         rows = chunk_rows(config, chunk)

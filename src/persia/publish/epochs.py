@@ -22,6 +22,7 @@ from persia.publish.format import (
 )
 from persia.publish.log_storage import LogStorage
 from persia.schema import NO_RULES, InputRules, Schema
+from persia.types import BucketMap
 from persia.types.publishing import ModelDescription
 
 __all__ = ["begin_epoch", "remove_older_epochs", "write_drift"]
@@ -29,7 +30,7 @@ __all__ = ["begin_epoch", "remove_older_epochs", "write_drift"]
 
 def begin_epoch(
     storage: LogStorage,
-    servers: int,
+    buckets: BucketMap,
     schema: Schema,
     precision: Precision = "float32",
     model: ModelDescription | None = None,
@@ -41,7 +42,7 @@ def begin_epoch(
 
     Args:
         storage: storage of the log.
-        servers: number of streams of rows.
+        buckets: the PS of each bucket of ids; each PS has a stream of rows.
         schema: the input of the model.
         precision: precision of its forward pass.
         model: how to build it; None if that is not known.
@@ -54,7 +55,7 @@ def begin_epoch(
     storage.refresh()
     used = [number for name in storage.names() if (number := parse_epoch(name)) is not None]
     number, run = max(used, default=-1) + 1, secrets.token_hex(16)
-    epoch = Epoch(format=FORMAT, version=VERSION, epoch=number, run=run, servers=servers)
+    epoch = Epoch(format=FORMAT, version=VERSION, epoch=number, run=run, buckets=buckets)
     description = Description(
         format=FORMAT,
         version=VERSION,

@@ -39,6 +39,7 @@ from persia.publish.format import (
 from persia.publish.log_storage import open_storage
 from persia.publish.values import NAMES, decode_values
 from persia.telemetry.logs import get_logger
+from persia.types import BucketMap
 
 __all__ = ["Change", "Changes", "Follower", "NetworkUpdate", "RowsUpdate", "follow"]
 
@@ -105,7 +106,7 @@ class RowsUpdate:
 
     Attributes:
         epoch: number of the epoch. A new epoch invalidates the rows of earlier ones.
-        servers: number of PSs in this epoch; the first update of each PS is whole.
+        buckets: the PS of each bucket of ids in this epoch; the first update of each PS is whole.
         server: number of the PS.
         sequence: number of the entry.
         step: global steps that the PS's rows contain after it.
@@ -116,7 +117,7 @@ class RowsUpdate:
     """
 
     epoch: int
-    servers: int
+    buckets: BucketMap
     server: int
     sequence: int
     step: int
@@ -131,7 +132,7 @@ class NetworkUpdate:
 
     Attributes:
         epoch: number of the epoch.
-        servers: number of PSs in this epoch.
+        buckets: the PS of each bucket of ids in this epoch.
         sequence: number of the version.
         step: its global step.
         time: time of the version, in seconds since 1970.
@@ -139,7 +140,7 @@ class NetworkUpdate:
     """
 
     epoch: int
-    servers: int
+    buckets: BucketMap
     sequence: int
     step: int
     time: float
@@ -245,7 +246,7 @@ class Follower:
             if self._epoch is None:
                 return
             if self._reads_rows:
-                for server in range(self._epoch.servers):
+                for server in range(self._epoch.buckets.servers):
                     yield from self._rows(self._epoch, server)
             if self._reads_network:
                 yield from self._network(self._epoch)
@@ -307,7 +308,7 @@ class Follower:
         return description
 
     def _is_complete(self, epoch: Epoch) -> bool:
-        streams = [stream_of(server) for server in range(epoch.servers)]
+        streams = [stream_of(server) for server in range(epoch.buckets.servers)]
         kinds = {stream: [kind for _, kind in self._entries(epoch, stream)] for stream in [*streams, NETWORK]}
         return all("snapshot" in kinds[stream] for stream in streams) and bool(kinds[NETWORK])
 
@@ -331,7 +332,7 @@ class Follower:
                 self._record_problem(error.message)
                 entries = [other for other in entries if other[0] > entry.sequence and other[1] == "snapshot"]
                 continue
-            yield RowsUpdate(epoch.epoch, epoch.servers, server, entry.sequence, entry.step, entry.time, whole, read)
+            yield RowsUpdate(epoch.epoch, epoch.buckets, server, entry.sequence, entry.step, entry.time, whole, read)
             if read.failure:
                 self._record_problem(read.failure)
                 entries = [other for other in entries if other[0] != entry.sequence]
@@ -379,7 +380,7 @@ class Follower:
             except (PublishError, CheckpointError) as error:
                 self._record_problem(error.message)
                 continue
-            yield NetworkUpdate(epoch.epoch, epoch.servers, sequence, entry.step, entry.time, tensors)
+            yield NetworkUpdate(epoch.epoch, epoch.buckets, sequence, entry.step, entry.time, tensors)
             self._positions[NETWORK] = sequence
             return
 

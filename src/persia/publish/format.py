@@ -14,6 +14,7 @@ import msgspec
 from persia.errors import PersiaError, PublishError
 from persia.metrics.drift import DriftReference
 from persia.schema import InputRules, Schema
+from persia.types import BucketMap
 from persia.types.publishing import ModelDescription, PublishDtype
 
 __all__ = [
@@ -68,7 +69,6 @@ _ENTRY = re.compile(r"([0-9]{10})-(snapshot|increment|network)\.json")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=10**10)]
-Servers = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Dim = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 TableName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Run = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
@@ -83,18 +83,18 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Epoch(_Record, frozen=True):
-    """`epoch.json`: an epoch, whose streams are `rows-0` to `rows-(servers - 1)`, and `network`.
+    """`epoch.json`: an epoch, whose streams are `rows-0` to `rows-(n - 1)` of n PSs, and `network`.
 
     Args:
         run: random identifier, which all entries of the epoch repeat.
-        servers: number of embedding PSs.
+        buckets: the PS of each bucket of ids; another map needs another epoch.
     """
 
     format: Format
     version: Version
     epoch: Number
     run: Run
-    servers: Servers
+    buckets: BucketMap
 
 
 class Description(_Record, frozen=True):

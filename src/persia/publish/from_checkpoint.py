@@ -22,6 +22,7 @@ from persia.publish.publisher import PART_BYTES
 from persia.publish.stream import StreamWriter
 from persia.publish.values import encode_values
 from persia.schema import InputRules
+from persia.types import BucketMap
 from persia.types.publishing import ModelDescription, PublishDtype
 
 __all__ = ["publish_checkpoint"]
@@ -63,7 +64,7 @@ def publish_checkpoint(
     network = reader.tensors("model")
     started, at = time.monotonic(), reader.manifest.global_step
     description = _precision(reader), model or _model(reader), _input_rules(reader)
-    epoch = begin_epoch(storage, 1, reader.schema, *description)
+    epoch = begin_epoch(storage, BucketMap.even(1), reader.schema, *description)
     rows = StreamWriter(storage, epoch.epoch, epoch.run, stream_of(0), dtype)
     tables = []
     for place, name in enumerate(sorted(reader.manifest.tables)):

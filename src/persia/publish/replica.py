@@ -63,7 +63,7 @@ class Replica:
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
         self._reader = EpochReader(
-            follower, lambda run, update, _: _Copy(run, update.epoch, update.servers), described=False
+            follower, lambda run, update, _: _Copy(run, update.epoch, update.buckets.servers), described=False
         )
 
     @property

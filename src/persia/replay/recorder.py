@@ -56,7 +56,8 @@ class Recorder:
         token_records = self._tokens.end_recording()
         rows = call_all([functools.partial(server.end_recording) for server in self._servers()])
         dense_records = call_all([functools.partial(server.end_recording) for server in _recordable(dense)])
-        return Records(token_records.reads, token_records.arrivals, rows, dense_records)
+        buckets = self._connection.servers[0].buckets()
+        return Records(token_records.reads, token_records.arrivals, rows, dense_records, buckets)
 
     def lookup(self, batch_id: int) -> LookedUp:
         """Looks up a batch for training; PSs record which version it reads."""

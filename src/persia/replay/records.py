@@ -14,7 +14,7 @@ from persia.modes import Dense, Mode
 from persia.replay.schedule import DENSE, ROWS, Kind, ScheduleEvent, Timeline
 from persia.schema import Days, Schema
 from persia.types import ArrivalRecord as Arrival
-from persia.types import JournalRecord, PushHeader, ReadRecord
+from persia.types import BucketMap, JournalRecord, PushHeader, ReadRecord
 
 __all__ = ["Records", "check_replayable", "recorded"]
 
@@ -38,12 +38,14 @@ class Records(NamedTuple):
         arrivals: records of the token scheduler; empty in modes with all-reduce.
         rows: journals of the embedding PSs, by rank.
         dense: journals of the dense PSs, by rank; empty in modes with all-reduce.
+        buckets: the embedding PS of each bucket of ids; None for the first map.
     """
 
     reads: Sequence[ReadRecord]
     arrivals: Sequence[Arrival]
     rows: Sequence[JournalRecord]
     dense: Sequence[JournalRecord]
+    buckets: BucketMap | None = None
 
 
 def recorded(mode: Mode, nn_workers: int, local_batch: int, step: int, records: Records) -> Timeline:
@@ -76,7 +78,7 @@ def recorded(mode: Mode, nn_workers: int, local_batch: int, step: int, records: 
         else:
             steps = _together(journal.headers, group)
         lists.append(indexed.events(f"{DENSE}-{rank}", journal, steps, versions))
-    return Timeline(mode, nn_workers, local_batch, group, _merged(lists), step)
+    return Timeline(mode, nn_workers, local_batch, group, _merged(lists), step, buckets=records.buckets)
 
 
 def _together(headers: Sequence[PushHeader], group: int) -> list[list[PushHeader]]:

@@ -9,6 +9,7 @@ import msgspec
 
 from persia.errors import DataError
 from persia.modes import Dense, Mode, StepTime
+from persia.types import BucketMap
 from persia.types.decoding import decode_hook
 
 __all__ = ["DENSE", "ROWS", "Kind", "ScheduleEvent", "Summary", "Timeline", "load_timeline"]
@@ -97,6 +98,7 @@ class Timeline(msgspec.Struct, frozen=True):
         events: events in order of time.
         step: k at the start.
         start: time of the start in seconds.
+        buckets: the embedding PS of each bucket of ids; None for the first map of so many PSs.
     """
 
     mode: Mode
@@ -106,6 +108,7 @@ class Timeline(msgspec.Struct, frozen=True):
     events: list[ScheduleEvent]
     step: int = 0
     start: float = 0.0
+    buckets: BucketMap | None = None
 
     def save(self, path: str | Path) -> None:
         """Writes the file."""

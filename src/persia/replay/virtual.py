@@ -40,7 +40,7 @@ from persia.replay.local_networks import LocalNetworks
 from persia.replay.replay_servers import Numbers, RowGradients
 from persia.replay.schedule import DENSE
 from persia.schema import EmbeddingOptimizer, Schema, Table
-from persia.types import Floats, Gradients, Ids, Int64Array, PushHeader
+from persia.types import BucketMap, Floats, Gradients, Ids, Int64Array, PushHeader
 from persia.worker.routing import Router
 
 __all__ = ["VirtualTraining"]
@@ -53,21 +53,24 @@ class _StoredRows:
         self._server = server
         self._tables = tables
         self._scratch = batching.Scratch()
+        self._map_version = server.buckets().version
         self._pushes = 0
 
     def lookup(self, ids: Mapping[str, Ids]) -> dict[str, Floats]:
-        return dict(batching.plain_packed(self._server.lookup(ids, train=True), None, self._tables, self._scratch))
+        rows = self._server.lookup(ids, True, self._map_version)
+        return dict(batching.plain_packed(rows, None, self._tables, self._scratch))
 
     def update(self, gradients: RowGradients, step: int) -> None:
         self._pushes += 1
         header = PushHeader(generation=1, rank=0, sequence=self._pushes, step=step, rows=1)
-        self._server.push(header, {table: Gradients(*part) for table, part in gradients.items()})
+        packed = {table: Gradients(*part) for table, part in gradients.items()}
+        self._server.push(header, packed, self._map_version)
 
 
 class VirtualTraining:
     """A model, its tables and their optimizers, trained along one timeline after another.
 
-    The number of PSs is that number in the first timeline.
+    The number of PSs, and the ids of each, are those of the first timeline.
 
     Not thread-safe. Networks whose buffers change in training (BatchNorm) are trained as if by one NN worker.
 
@@ -115,19 +118,23 @@ class VirtualTraining:
         self._scratch = batching.Scratch()
         self.stores: list[EmbeddingServer] = []
         """The embedding PSs."""
+        self._buckets = BucketMap.even(1)
         self._owned: list[list[int]] = []
         self._servers: dict[str, ReplayServer] = {}
 
-    def _begin(self, ps: int, dense: int) -> None:
+    def _begin(self, buckets: BucketMap, dense: int) -> None:
         """Makes the servers."""
+        self._buckets = buckets
         threads = torch.get_num_threads()
         tables, optimizer = self._schema.resolved_tables(), self._embedding_optimizer
         mode = Hybrid(None, combine=False)
         self.stores = [
-            EmbeddingServer(tables, optimizer, mode, self._seed, threads, ServerOptions(**shares._asdict()))
-            for shares in divide_here(tables, optimizer, ps)
+            EmbeddingServer(
+                tables, optimizer, mode, self._seed, threads, ServerOptions(**shares._asdict(), buckets=buckets)
+            )
+            for shares in divide_here(tables, optimizer, buckets.servers)
         ]
-        self._router = Router(self._schema, ps, threads)
+        self._router = Router(self._schema, buckets, threads)
         self._owned = partition([spec_of(str(n), p) for n, p in enumerate(self._used)], dense)
         for rank, store in enumerate(self.stores):
             self._servers[f"ps-{rank}"] = ReplayRows(
@@ -141,11 +148,20 @@ class VirtualTraining:
         """Trains along a timeline; see :func:`persia.replay.replay`.
 
         In `LocalAllReduce`, `evaluate` does not see the networks of a run before its end, when they are averaged.
+
+        Raises:
+            DataError: the timeline before had another bucket map.
         """
         names = schedule.servers
         dense = sum(name.startswith(DENSE) for name in names)
+        buckets = schedule.buckets or BucketMap.even(len(names) - dense)
         if not self._servers:
-            self._begin(len(names) - dense, dense)
+            self._begin(buckets, dense)
+        elif not buckets.same_owners(self._buckets):
+            raise DataError(
+                f"The timeline has {buckets.servers} embedding PSs, or other ids at each of them than the "
+                f"{self._buckets.servers} of the timeline before; create a new VirtualTraining for it."
+            )
         self.model.train()
         if isinstance(schedule.mode, LocalAllReduce):
             self._run_local(schedule, on_event)
@@ -173,6 +189,7 @@ class VirtualTraining:
             "buffers": [buffer.detach().clone() for buffer in self.model.buffers()],
             "optimizer": copy.deepcopy(self._optimizer.state_dict()),
             "rows": [list(store.export_rows()) for store in self.stores],
+            "buckets": self._buckets,
             "dense": len(self._owned),
         }
 
@@ -190,22 +207,25 @@ class VirtualTraining:
             for buffer, value in zip(self.model.buffers(), state["buffers"], strict=True):
                 buffer.copy_(value)
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        self._begin(len(state["rows"]), state["dense"])
+        self._begin(state["buckets"], state["dense"])
         for store, chunks in zip(self.stores, state["rows"], strict=True):
             for chunk in chunks:
-                store.import_rows(chunk)
+                store.import_rows(chunk, self._buckets.version)
 
     def evaluate(self, batches: Iterable[Batch]) -> Floats:
         """Returns logits `[rows, labels]` with the current parameters. Changes nothing."""
         if not self._servers:
-            self._begin(1, 1)
+            self._begin(BucketMap.even(1), 1)
         self._show(dict(enumerate(map(self._pull, range(len(self._owned))))))
         self.model.eval()
         logits = []
         with torch.no_grad():
             for batch in batches:
                 routed = self._router.route(batch.id_features)
-                answers = [s.lookup(self._router.ids_of(routed, n), train=False) for n, s in enumerate(self.stores)]
+                answers = [
+                    store.lookup(self._router.ids_of(routed, number), False, self._buckets.version)
+                    for number, store in enumerate(self.stores)
+                ]
                 stored = self._router.join(routed, answers)
                 rows = batching.plain_packed(stored, None, self._tables, self._scratch)
                 embeddings = self._expander(

@@ -20,7 +20,7 @@ from persia.nn.transfer import Staging, Transfer, copied_array
 from persia.schema import Pooling, Schema
 from persia.serve.row_sources import RowLookup, Rows
 from persia.store.served import lookup_packed
-from persia.types import LookedUp, Packed
+from persia.types import BucketMap, LookedUp, Packed
 from persia.worker.routing import Router
 
 __all__ = ["EmbeddingReader"]
@@ -31,17 +31,17 @@ class EmbeddingReader:
 
     Args:
         schema: the features to read.
-        partitions: number of partitions of the ids, as in `RowLookup`.
+        buckets: the source of each bucket of ids, as in `RowLookup`.
         staging: copies tensors to the device of the network.
         threads: threads of each call.
     """
 
-    def __init__(self, schema: Schema, partitions: int, staging: Staging, threads: int) -> None:
+    def __init__(self, schema: Schema, buckets: BucketMap, staging: Staging, threads: int) -> None:
         # The log has float32 values, whatever the dtype of a table in training.
         tables = {name: msgspec.structs.replace(t, dtype="float32") for name, t in schema.resolved_tables().items()}
         self.schema = schema
         self._dims = {name: table.dim for name, table in tables.items()}
-        self._router = Router(schema, partitions, threads)
+        self._router = Router(schema, buckets, threads)
         self._scratch = batching.Scratch()
         self._names = [feature.name for feature in schema.id_features]
         self._on_host = staging.device.type == "cpu"

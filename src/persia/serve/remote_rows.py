@@ -15,7 +15,7 @@ from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError, 
 from persia.rpc.fan_out import try_all
 from persia.serve.row_sources import Rows
 from persia.services import FoundRows, RowServerState, RowsVersion, ServedEpoch, ServedRows
-from persia.types import Int64Array, Packed
+from persia.types import BucketMap, Int64Array, Packed
 
 __all__ = ["RemoteEpoch", "RemoteRows", "RowServers"]
 
@@ -28,6 +28,7 @@ class RowServers:
         seconds: deadline of each call.
 
     Attributes:
+        buckets: the row server of each bucket of ids.
         problem: problem of the last `poll`; empty if there was none.
 
     Raises:
@@ -35,6 +36,7 @@ class RowServers:
     """
 
     def __init__(self, addresses: Sequence[str], seconds: float) -> None:
+        self.buckets = BucketMap.even(len(addresses))
         self.problem = ""
         self._addresses = tuple(addresses)
         self._stubs: list[ServedRows] = []
@@ -154,6 +156,11 @@ class RemoteEpoch:
         self._run = run
         self._dims = dims
 
+    @property
+    def buckets(self) -> BucketMap:
+        """The row server of each bucket of ids."""
+        return self._servers.buckets
+
     def contained(self) -> int | None:
         """See `RowServers.contained`."""
         return self._servers.contained(self._run)
@@ -180,9 +187,9 @@ class RemoteRows:
     dims: Mapping[str, int] = field(compare=False)
 
     @property
-    def partitions(self) -> int:
+    def buckets(self) -> BucketMap:
         """See `RowLookup`."""
-        return len(self.servers)
+        return self.servers.buckets
 
     @property
     def whole(self) -> Rows | None:
@@ -191,17 +198,17 @@ class RemoteRows:
 
     def read(self, ids: Packed[np.uint64], bounds: Int64Array, rows: Packed[np.float32]) -> None:
         """See `RowLookup`."""
-        parts = [batching.take_part(ids, bounds, number) for number in range(self.partitions)]
+        parts = [batching.take_part(ids, bounds, number) for number in range(len(self.servers))]
         for number, answer in enumerate(self.servers.lookup(self.run, self.step, self.dims, parts)):
             if answer is not None:
                 batching.put_part(rows, bounds, number, answer.rows.buffer)
 
     def lookup(self, ids: Packed[np.uint64]) -> FoundRows:
         """See `RowLookup`."""
-        owners = {name: batching.owners(name, table_ids, self.partitions) for name, table_ids in ids.items()}
+        owners = {name: batching.owners(name, table_ids, self.buckets) for name, table_ids in ids.items()}
         parts = [
             Packed.of({name: table_ids[owners[name] == number] for name, table_ids in ids.items()}, np.uint64)
-            for number in range(self.partitions)
+            for number in range(len(self.servers))
         ]
         widths = [self.dims[name] for name in ids.names]
         total = sum(count * width for count, width in zip(ids.counts, widths, strict=True))

@@ -10,7 +10,7 @@ import numpy as np
 from persia import batching
 from persia.services import FoundRows
 from persia.store.served import ServedTable, lookup_packed
-from persia.types import Int64Array, Packed
+from persia.types import BucketMap, Int64Array, Packed
 
 __all__ = ["LocalRows", "RowLookup", "Rows", "ServerRows"]
 
@@ -22,19 +22,19 @@ class RowLookup(Protocol):
     """The rows of one epoch of the log. Thread-safe. Equal sources share a view."""
 
     @property
-    def partitions(self) -> int:
-        """Number of partitions of the ids, as of `batching.owners`."""
+    def buckets(self) -> BucketMap:
+        """The source of each bucket of ids: a PS, or a row server."""
 
     @property
     def whole(self) -> Rows | None:
         """All rows, if they are in tables of one PS in this process."""
 
     def read(self, ids: Packed[np.uint64], bounds: Int64Array, rows: Packed[np.float32]) -> None:
-        """Reads the rows of ids that are sorted by partition.
+        """Reads the rows of ids that are sorted by `buckets`.
 
         Args:
             ids: by table.
-            bounds: bounds of each table and partition, as in `batching.RoutedBatch`.
+            bounds: bounds of each table and source, as in `batching.RoutedBatch`.
             rows: rows by table, float32 `[n, dim]` to write to; zeros where there is no row.
 
         Raises:
@@ -75,16 +75,16 @@ class LocalRows:
 
     Args:
         servers: rows by PS.
+        buckets: the PS of each bucket of ids.
+
+    Attributes:
+        buckets: see above.
     """
 
-    def __init__(self, servers: Sequence[ServerRows]) -> None:
+    def __init__(self, servers: Sequence[ServerRows], buckets: BucketMap) -> None:
         self._servers = tuple(servers)
+        self.buckets = buckets
         self._tables = tuple(server.tables for server in servers)
-
-    @property
-    def partitions(self) -> int:
-        """See `RowLookup`."""
-        return len(self._servers)
 
     @property
     def whole(self) -> Rows | None:
@@ -113,7 +113,7 @@ class LocalRows:
             lookup_packed([self.whole[name] for name in ids.names], ids.counts, ids.buffer, rows.buffer, found.buffer)
             return FoundRows(found, rows)
         for name, table_ids in ids.items():
-            owners = batching.owners(name, table_ids, self.partitions)
+            owners = batching.owners(name, table_ids, self.buckets)
             for number, tables in enumerate(self._tables):
                 places = np.flatnonzero(owners == number)
                 hits, values = np.zeros(len(places), np.bool_), np.empty((len(places), tables[name].dim), np.float32)

@@ -16,12 +16,13 @@ from persia.schema import Schema
 from persia.serve.cache import SnapshotCache, SnapshotKey
 from persia.serve.row_sources import LocalRows, ServerRows
 from persia.store.served import ServedTable
+from persia.types import BucketMap
 
 __all__ = ["EpochRows", "RowPart", "RowReading"]
 
 
 class RowPart(NamedTuple):
-    """A part of all ids: the ids that one embedding PS would own if there were `parts` PSs.
+    """A part of all ids: the ids that one embedding PS would own by the first map of `parts` PSs.
 
     Attributes:
         part: number of the part.
@@ -35,13 +36,19 @@ class RowPart(NamedTuple):
         """Returns the changes of the ids of this part."""
         if self.parts == 1:
             return change
-        own = batching.owners(change.table, change.ids, self.parts) == self.part
-        own_removed = batching.owners(change.table, change.removed, self.parts) == self.part
+        buckets = self.buckets
+        own = batching.owners(change.table, change.ids, buckets) == self.part
+        own_removed = batching.owners(change.table, change.removed, buckets) == self.part
         return change._replace(ids=change.ids[own], values=change.values[own], removed=change.removed[own_removed])
 
-    def meets(self, server: int, servers: int) -> bool:
-        """Returns whether PS `server` of `servers` can have ids of this part: both are ranges of one hash."""
-        return self.part * servers < (server + 1) * self.parts and server * self.parts < (self.part + 1) * servers
+    def meets(self, server: int, buckets: BucketMap) -> bool:
+        """Returns whether a PS of a map can have ids of this part."""
+        return bool((self.buckets.owners[buckets.owners == server] == self.part).any())
+
+    @property
+    def buckets(self) -> BucketMap:
+        """The part of each bucket of ids."""
+        return BucketMap.even(self.parts)
 
 
 class RowReading(NamedTuple):
@@ -75,6 +82,7 @@ class EpochRows:
     Attributes:
         run: random identifier of the epoch.
         number: number of the epoch.
+        buckets: the PS of each bucket of ids.
         dims: dimensions of the tables, by name.
     """
 
@@ -82,19 +90,20 @@ class EpochRows:
         self.run = run
         self.number = update.epoch
         self.dims = {name: table.dim for name, table in schema.resolved_tables().items()}
-        self._count = update.servers
+        self.buckets = update.buckets
         self._reading = reading
         self._servers: dict[int, ServerRows] = {}
 
     def contained(self) -> int | None:
         """Returns the minimum number of global steps that all rows contain; None while rows of a PS are missing."""
-        if len(self._servers) < self._count:
+        if len(self._servers) < self.buckets.servers:
             return None
         return min(server.step for server in self._servers.values())
 
     def source(self, _step: int = 0) -> LocalRows:
         """Returns the rows of all PSs, which stay up to date until a whole update replaces the rows of a PS."""
-        return LocalRows([self._servers[number] for number in range(self._count)])
+        servers = [self._servers[number] for number in range(self.buckets.servers)]
+        return LocalRows(servers, self.buckets)
 
     def apply(self, update: Update) -> list[Change] | None:
         """See `EpochState.apply`. The rows of a whole update go to new tables, which then replace its PS's tables.
@@ -126,7 +135,7 @@ class EpochRows:
         """Returns new tables with the rows of a whole update."""
         tables = {name: ServedTable(dim) for name, dim in self.dims.items()}
         partition = self._reading.partition
-        if not partition.meets(update.server, self._count):
+        if not partition.meets(update.server, self.buckets):
             update.changes.skip()
             return tables
         for change in update.changes:
@@ -138,7 +147,7 @@ class EpochRows:
 
     def _cached(self, cache: SnapshotCache, update: RowsUpdate) -> dict[str, ServedTable]:
         """Returns the same tables, in files that are shared with other processes of this host."""
-        key = SnapshotKey(self.run, self.number, update.server, update.sequence, self._count)
+        key = SnapshotKey(self.run, self.number, update.server, update.sequence, self.buckets.servers)
         with cache.locked(update.server, self._reading.check_open):
             cached = cache.open(key, self.dims)
             if cached is not None:

@@ -249,11 +249,11 @@ class ViewUpdater:
         schema = description.schema
         rows: EpochRows | RemoteEpoch
         if self._servers is None:
-            rows, partitions = EpochRows(run, update, schema, self._reading), update.servers
+            rows = EpochRows(run, update, schema, self._reading)
         else:
             dims = {name: table.dim for name, table in schema.resolved_tables().items()}
-            rows, partitions = RemoteEpoch(self._servers, run, dims), len(self._servers)
-        readers = Readers(schema, partitions, self._staging, options.threads)
+            rows = RemoteEpoch(self._servers, run, dims)
+        readers = Readers(schema, rows.buckets, self._staging, options.threads)
         compiler_options = CompilerOptions(
             options.compile, options.cache_dir, self._staging.device, description.precision
         )

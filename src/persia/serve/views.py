@@ -15,6 +15,7 @@ from persia.serve.embedding_reader import EmbeddingReader
 from persia.serve.network_builder import Network
 from persia.serve.row_sources import RowLookup
 from persia.serve.schema_parts import part_of
+from persia.types import BucketMap
 
 __all__ = ["Readers", "View"]
 
@@ -27,14 +28,14 @@ class Readers:
 
     Args:
         schema: schema of all features.
-        partitions: number of partitions of the ids, as in `RowLookup`.
+        buckets: the source of each bucket of ids, as in `RowLookup`.
         staging: copies tensors to the device of the network.
         threads: threads of each request.
     """
 
-    def __init__(self, schema: Schema, partitions: int, staging: Staging, threads: int) -> None:
-        self.whole = EmbeddingReader(schema, partitions, staging, threads)
-        self._arguments = (partitions, staging, threads)
+    def __init__(self, schema: Schema, buckets: BucketMap, staging: Staging, threads: int) -> None:
+        self.whole = EmbeddingReader(schema, buckets, staging, threads)
+        self._arguments = (buckets, staging, threads)
         self._parts: dict[frozenset[str], EmbeddingReader] = {}
         self._lock = threading.Lock()
 

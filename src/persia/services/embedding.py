@@ -13,6 +13,7 @@ from persia.batching.id_column import IdColumn
 from persia.modes import Mode
 from persia.schema import Table
 from persia.types import (
+    BucketMap,
     Contribution,
     FreshRows,
     LookedUp,
@@ -81,26 +82,36 @@ class StatePiece(NamedTuple):
 
 
 class EmbeddingPS(Protocol):
-    """Embedding parameter server: owns the rows of a partition of every table."""
+    """Embedding parameter server: owns the rows of a partition of every table.
+
+    Methods with ids have the version of the bucket map by which their caller has routed them, 0 for the first map of a
+    run. They raise `StaleMapError`, without any effect, if the PS has another version.
+    """
+
+    def buckets(self) -> BucketMap:
+        """Returns the PS of each bucket of ids, by which callers route ids; the same at all PSs."""
 
     def tables(self) -> Mapping[str, Table]:
         """Returns the tables by name, with their optimizers filled in."""
 
-    def lookup(self, ids: Packed[np.uint64], train: bool) -> Packed[np.float32]:
+    def lookup(self, ids: Packed[np.uint64], train: bool, map_version: int = 0) -> Packed[np.float32]:
         """Looks up rows of distinct ids, by table.
 
         Args:
             ids: distinct ids by table, uint64 `[n]`.
             train: whether missing ids may be admitted; otherwise their rows are zeros and nothing changes.
+            map_version: version of the bucket map by which the ids were routed.
 
         Returns:
             Rows as stored, by table: float32 `[n, dim]`, or the words of 16-bit values; see `persia.types.half_floats`.
         """
 
-    def lookup_ahead(self, ids: Packed[np.uint64]) -> RowsAhead:
+    def lookup_ahead(self, ids: Packed[np.uint64], map_version: int = 0) -> RowsAhead:
         """Looks up rows for training like `lookup`, ahead of their use: `refresh` brings them up to date."""
 
-    def refresh(self, ids: Packed[np.uint64], seen: Moment, late: Packed[np.uint64] | None = None) -> FreshRows:
+    def refresh(
+        self, ids: Packed[np.uint64], seen: Moment, late: Packed[np.uint64] | None = None, map_version: int = 0
+    ) -> FreshRows:
         """Returns the rows that may have been updated since they were looked up ahead, and looks up the others.
 
         Rows that were looked up ahead do not change. Those that are no longer in their table are left out: the caller
@@ -110,10 +121,11 @@ class EmbeddingPS(Protocol):
             ids: the ids that were looked up ahead, by table.
             seen: the moment that their rows are of.
             late: ids that were not, by table: they are looked up for training. None if there are none.
+            map_version: version of the bucket map by which all ids were routed.
         """
 
     @rpc.waits
-    def push(self, header: PushHeader, gradients: PackedGradients) -> dict[str, UpdateCounts]:
+    def push(self, header: PushHeader, gradients: PackedGradients, map_version: int = 0) -> dict[str, UpdateCounts]:
         """Receives gradients of an NN worker, which are applied exactly once, as the mode decides.
 
         In `Sync` and `Hybrid` it returns once they are applied. If a step combines the gradients of all NN workers,
@@ -125,6 +137,7 @@ class EmbeddingPS(Protocol):
             header: sender and step; the step determines the learning rate and `last_step` of the rows, except in
                 asynchronous modes, in which the PS counts steps.
             gradients: gradients by table.
+            map_version: version of the bucket map by which they were routed.
 
         Returns:
             Counts of the gradients by table. One call gets the counts of a step: in a combined step the call of the
@@ -207,7 +220,7 @@ class EmbeddingPS(Protocol):
                 set if that succeeds.
         """
 
-    def import_rows(self, chunk: RowChunk) -> None:
+    def import_rows(self, chunk: RowChunk, map_version: int = 0) -> None:
         """Imports rows. Replaces rows with the same ids.
 
         Without the column `state`, or with a column of another width, rows start with the optimizer's initial state and
@@ -218,16 +231,17 @@ class EmbeddingPS(Protocol):
                 uint16, or values exceed the dtype of the table. None of the rows was imported.
         """
 
-    def contains(self, ids: Packed[np.uint64]) -> Packed[np.bool_]:
+    def contains(self, ids: Packed[np.uint64], map_version: int = 0) -> Packed[np.bool_]:
         """Returns, by table, whether each id has a row. Read-only."""
 
-    def read_rows(self, table: str, ids: NDArray[np.uint64], state: bool) -> StoredRows:
+    def read_rows(self, table: str, ids: NDArray[np.uint64], state: bool, map_version: int = 0) -> StoredRows:
         """Reads rows of ids, which may repeat. Nothing is admitted, touched or counted.
 
         Args:
             table: name of the table.
             ids: ids, uint64 `[n]`.
             state: whether to also read the optimizer state.
+            map_version: version of the bucket map by which the ids were routed.
 
         Raises:
             StoreError: the table does not exist.
@@ -240,6 +254,7 @@ class EmbeddingPS(Protocol):
         ids: NDArray[np.uint64],
         values: NDArray[np.float32],
         state: RowState | None,
+        map_version: int = 0,
     ) -> RowsSet:
         """Inserts or overwrites rows, which become the most recently used ones of their table.
 
@@ -250,6 +265,7 @@ class EmbeddingPS(Protocol):
             ids: distinct ids, uint64 `[n]`.
             values: embeddings, float32 `[n, dim]`.
             state: optimizer state. None keeps the state of existing rows; new rows get the initial state.
+            map_version: version of the bucket map by which the ids were routed.
 
         Raises:
             StoreError: the table does not exist, arrays do not match it, or a checkpoint is being read from it; in the

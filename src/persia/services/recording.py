@@ -31,7 +31,7 @@ class Recordable(Protocol):
 class RecordableRows(Recordable, Protocol):
     """An embedding PS that can record the order of lookups and updates, which are mutually exclusive meanwhile."""
 
-    def recorded_lookup(self, ids: Packed[np.uint64], batch_id: int) -> Packed[np.float32]:
+    def recorded_lookup(self, ids: Packed[np.uint64], batch_id: int, map_version: int = 0) -> Packed[np.float32]:
         """Looks up rows for training like `EmbeddingPS.lookup`, and records the version that the batch reads."""
 
 

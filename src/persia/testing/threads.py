@@ -32,7 +32,7 @@ from persia.services import (
     SharedStream,
 )
 from persia.testing.thread_replicas import Meeting, ThreadReplicas
-from persia.types import Feed, Member, Membership
+from persia.types import BucketMap, Feed, Member, Membership
 from persia.worker import Worker
 
 __all__ = ["ThreadMember", "ThreadStream", "Threads"]
@@ -160,8 +160,11 @@ class Threads:
         with self._lock:
             if self._worker is None:
                 threads, tables = Embedded().threads, schema.resolved_tables()
+                buckets = BucketMap.even(self._ps)
                 options = [
-                    ServerOptions(self.nn_workers, self._timeout, neighbours=self._ps, **shares._asdict())
+                    ServerOptions(
+                        self.nn_workers, self._timeout, neighbours=self._ps, **shares._asdict(), buckets=buckets
+                    )
                     for shares in divide_here(tables, optimizer, self._ps)
                 ]
                 self._servers = [

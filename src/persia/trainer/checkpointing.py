@@ -341,7 +341,7 @@ class Checkpointing:
                 states = _states(writer, servers)
                 model = _copied(dict(self._network.model.state_dict()))
                 training = _copied(captured.training)
-                schema = resolved(self._declared.schema, servers)
+                schema, buckets = resolved(self._declared.schema, servers), servers[0].buckets()
                 since = chain.snapshots if chain else None
                 name, infos = _begin_snapshots(servers, since, directory, live=live)
         except BaseException:
@@ -382,6 +382,7 @@ class Checkpointing:
                         config=config,
                         span=(step, max(step, state.global_step) if live else step),
                         base=None if whole or chain is None else chain.base,
+                        buckets=buckets,
                         score=captured.score,
                     )
             except BaseException:

@@ -33,6 +33,7 @@ from persia.telemetry.logs import get_logger
 from persia.trainer.hyperparameters import adopt_hyperparameters, changes, check_optimizer
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.state import TrainingState
+from persia.types import BucketMap
 from persia.types.half_floats import LARGEST
 
 __all__ = [
@@ -265,8 +266,11 @@ def _import_rows(
         ranks = range(len(servers))
     _check_dtypes(reader, [(table, tables[name]) for name, table in servers[0].tables().items() if name in tables])
     changed = [servers[rank] for rank in ranks]
+    buckets = servers[0].buckets()
     shapes = _shapes(_exported(servers)) if shards else {}
-    same = shards and _shapes(server_pieces(reader)) == shapes
+    written_by = reader.manifest.buckets
+    same_owners = written_by is not None and written_by.same_owners(buckets)
+    same = shards and same_owners and _shapes(server_pieces(reader)) == shapes
     # Stamps of rows, by which the oldest are evicted, count the clock of their shard. Rows that change shards need a
     # common clock.
     gaps = {} if same else clock_gaps(reader)
@@ -285,7 +289,7 @@ def _import_rows(
             if gap_of_shard:
                 arrays["stamp"] = arrays["stamp"] + np.uint32(gap_of_shard.get(shard, 0))
             rows += len(arrays["ids"])
-            _distribute(servers, RowChunk(name, shard, arrays), ranks)
+            _distribute(servers, buckets, RowChunk(name, shard, arrays), ranks)
         loaded[name] = LoadedTable(rows, with_state)
         if more := _count(changed, name, "evicted") - evicted:
             _warn_of_capacity(reader, declared, more, None if had_rows else rows, len(servers))
@@ -338,8 +342,8 @@ def _merge_counts(
         for table in dict.fromkeys(table for _, table, _ in lengths)
     ]
     LOG.warning(
-        "%s was written by PSs of another number, capacity or admission. Counts of ids that are not admitted are "
-        "merged, so ids may be admitted early: %s.",
+        "%s was written by PSs of another number, bucket map, capacity or admission. Counts of ids that are not "
+        "admitted are merged, so ids may be admitted early: %s.",
         reader.path, "; ".join(tables),
     )  # fmt: skip
 
@@ -395,16 +399,16 @@ def _exported(servers: Sequence[EmbeddingPS]) -> Iterator[tuple[int, list[dict[s
             yield number, [piece._asdict() for piece in pieces]
 
 
-def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk, ranks: Collection[int]) -> None:
+def _distribute(servers: Sequence[EmbeddingPS], buckets: BucketMap, chunk: RowChunk, ranks: Collection[int]) -> None:
     if len(servers) == 1:
-        servers[0].import_rows(chunk)
+        servers[0].import_rows(chunk, buckets.version)
         return
-    owners = batching.owners(chunk.table, chunk.arrays["ids"], len(servers))
+    owners = batching.owners(chunk.table, chunk.arrays["ids"], buckets)
     for owner in (int(number) for number in np.unique(owners)):
         if owner not in ranks:
             continue
         part = {name: array[owners == owner] for name, array in chunk.arrays.items()}
-        servers[owner].import_rows(RowChunk(chunk.table, chunk.shard, part))
+        servers[owner].import_rows(RowChunk(chunk.table, chunk.shard, part), buckets.version)
 
 
 def _shapes(states: Iterable[tuple[int, list[dict[str, Any]]]]) -> dict[tuple[int, str, int, str], int]:

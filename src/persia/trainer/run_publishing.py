@@ -303,7 +303,7 @@ class _Run:
         options = self._declared.options
         epoch = begin_epoch(
             self._storage,
-            len(self._servers),
+            self._servers[0].buckets(),
             self._declared.schema,
             options.precision,
             self._model,

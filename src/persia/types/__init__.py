@@ -25,6 +25,7 @@ from persia.types.batches import (
     UpdateCounts,
     sum_counts,
 )
+from persia.types.bucket_map import BUCKETS, BucketMap
 from persia.types.dense import DenseState, Pulled, PushedDense, TensorSpec
 from persia.types.membership import TITLES, Member, Membership
 from persia.types.packed import Gradients, Packed, PackedGradients
@@ -50,6 +51,7 @@ from persia.types.tokens import (
 )
 
 __all__ = [
+    "BUCKETS",
     "COUNTER_BITS",
     "INCARNATION_BITS",
     "MERGED",
@@ -59,6 +61,7 @@ __all__ = [
     "ArrivalRecord",
     "BatchId",
     "BoolArray",
+    "BucketMap",
     "Bytes",
     "Caller",
     "Contribution",

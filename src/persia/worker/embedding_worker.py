@@ -7,7 +7,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -41,6 +41,9 @@ __all__ = ["Worker"]
 
 T = TypeVar("T")
 
+Lookup: TypeAlias = Callable[[Packed[np.uint64], T, int], Packed[np.float32]]
+"""A lookup at one PS: of ids, with an argument and the version of the bucket map."""
+
 OUTCOMES = 64
 """Pushes per NN worker whose outcome is retained for repeated calls; far more than it has in flight."""
 
@@ -59,11 +62,15 @@ class Worker:
 
     Args:
         schema: schema of the model, which maps features to tables.
-        servers: the embedding PSs, by partition.
+        servers: the embedding PSs, by partition. The first one is asked for the bucket map.
         threads: number of threads for duplicate removal, not shared with other roles.
         rank: rank of this embedding worker, 0 to 255.
         incarnation: incarnation of this embedding worker, 1 to 65,535; increases with each restart.
         options: bounds, deadlines, compression.
+
+    Raises:
+        ConfigError: the rank or the incarnation does not fit a batch id, or the PSs are more or fewer than in their
+            bucket map.
     """
 
     def __init__(
@@ -82,7 +89,14 @@ class Worker:
                 field="rank",
             )
         self._servers = list(servers)
-        self._router = Router(schema, len(self._servers), threads)
+        buckets = self._servers[0].buckets()
+        if buckets.servers != len(self._servers):
+            raise ConfigError(
+                f"An embedding worker has {len(self._servers)} embedding PSs, and their bucket map has "
+                f"{buckets.servers}; start all roles of a run with the same number of PSs.",
+                field="servers",
+            )
+        self._router = Router(schema, buckets, threads)
         options = options or WorkerOptions()
         self._buffer: BatchBuffer[BufferedBatch] = BatchBuffer(rank, incarnation, options)
         self._compresses = options.compression == "fp16"
@@ -134,8 +148,8 @@ class Worker:
         """
         seen: list[Moment] = [Moment(0, 0)] * len(self._servers)
 
-        def ahead(number: int, ids: Packed[np.uint64], _: bool) -> Packed[np.float32]:
-            rows, seen[number] = self._servers[number].lookup_ahead(ids)
+        def ahead(number: int, ids: Packed[np.uint64], _: bool, map_version: int) -> Packed[np.float32]:
+            rows, seen[number] = self._servers[number].lookup_ahead(ids, map_version)
             return rows
 
         lookups = [functools.partial(ahead, number) for number in range(len(self._servers))]
@@ -223,10 +237,10 @@ class Worker:
                     return known  # The repeated call has just ended.
                 raise
             of_rows = [self._of_rows(batch, c) for batch, c in zip(batches, contributions, strict=True)]
-            gradients = self._router.gradients_for(list(zip(batches, of_rows, strict=True)))
+            gradients, version = self._router.gradients_for(list(zip(batches, of_rows, strict=True)))
             answers = call_all(
                 [
-                    functools.partial(server.push, header, part)
+                    functools.partial(server.push, header, part, version)
                     for server, part in zip(self._servers, gradients, strict=True)
                 ]
             )
@@ -296,7 +310,7 @@ class Worker:
     def _look_up(
         self,
         batch_id: int,
-        lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]],
+        lookups: Sequence[Lookup[T]],
         argument: T,
         wanted: Packed[np.bool_] | None = None,
         *,
@@ -313,7 +327,7 @@ class Worker:
     def _rows(
         self,
         batch: RoutedBatch,
-        lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]],
+        lookups: Sequence[Lookup[T]],
         argument: T,
         *,
         pool: bool = False,
@@ -322,7 +336,7 @@ class Worker:
         """Calls each PS with its ids and the argument."""
         answers = call_all(
             [
-                functools.partial(lookup, self._router.ids_of(batch, number), argument)
+                functools.partial(lookup, self._router.ids_of(batch, number), argument, batch.buckets.version)
                 for number, lookup in enumerate(lookups)
             ]
         )

@@ -14,7 +14,7 @@ from persia.batching import RoutedBatch
 from persia.batching.id_column import IdColumn
 from persia.errors import StoreError
 from persia.schema import Schema
-from persia.types import Contribution, Floats, FreshRows, Gradients, Halves, Moment, Packed, PackedGradients
+from persia.types import BucketMap, Contribution, Floats, FreshRows, Gradients, Halves, Moment, Packed, PackedGradients
 from persia.types.half_floats import words_of
 
 __all__ = ["Router", "SplitBatch"]
@@ -41,12 +41,15 @@ class Router:
 
     Args:
         schema: schema of the model, which maps features to tables.
-        servers: number of embedding PSs.
+        buckets: the PS of each bucket of ids.
         threads: number of threads that share the work of a call.
+
+    Attributes:
+        buckets: see above.
     """
 
-    def __init__(self, schema: Schema, servers: int, threads: int) -> None:
-        self._servers = servers
+    def __init__(self, schema: Schema, buckets: BucketMap, threads: int) -> None:
+        self.buckets = buckets
         self._pool = batching.ThreadPool(threads)
         self._scratch = batching.Scratch()
         features: dict[str, list[str]] = {name: [] for name in schema.resolved_tables()}
@@ -61,7 +64,7 @@ class Router:
     def route(self, id_features: Mapping[str, IdColumn]) -> RoutedBatch:
         """Returns the distinct ids of a batch by table, sorted by owner."""
         columns = {name: _truncated(id_features[name], *limit) for name, limit in self._truncation.items()}
-        return batching.route_batch(self._features, columns, self._servers, self._pool, self._scratch)
+        return batching.route_batch(self._features, columns, self.buckets, self._pool, self._scratch)
 
     def part_of(self, batch: RoutedBatch, wanted: Packed[np.bool_]) -> RoutedBatch:
         """Returns a batch with some of its distinct ids; the inverse indices are unchanged.
@@ -120,10 +123,10 @@ class Router:
 
     def ids_to_refresh(
         self, split: SplitBatch, server: int, seen: Moment
-    ) -> tuple[Packed[np.uint64], Moment, Packed[np.uint64] | None]:
+    ) -> tuple[Packed[np.uint64], Moment, Packed[np.uint64] | None, int]:
         """Returns the arguments of `EmbeddingPS.refresh` for one PS."""
         late = None if split.late is None else self.ids_of(split.late, server)
-        return self.ids_of(split.ahead, server), seen, late
+        return self.ids_of(split.ahead, server), seen, late, split.ahead.buckets.version
 
     def join_fresh(self, split: SplitBatch, answers: Sequence[FreshRows]) -> FreshRows:
         """Returns the refreshed rows of a batch from the answers of all PSs. Places are among all its ids."""
@@ -155,16 +158,19 @@ class Router:
         ahead = Packed(places.names, places.counts, places.buffer + first)
         return ahead if split.ahead_places is None else batching.take_places(split.ahead_places, ahead)
 
-    def gradients_for(self, batches: Sequence[tuple[RoutedBatch, Contribution]]) -> list[PackedGradients]:
-        """Returns the gradients to push to each PS, summed over the batches.
+    def gradients_for(self, batches: Sequence[tuple[RoutedBatch, Contribution]]) -> tuple[list[PackedGradients], int]:
+        """Returns the gradients to push to each PS, summed over the batches, and the version of their bucket map.
 
         Raises:
             StoreError: gradients do not match the rows of their batch.
         """
+        # If their maps differ, no PS has the oldest one, and all refuse the push.
+        version = min((batch.buckets.version for batch, _ in batches), default=self.buckets.version)
         parts = [self._parts(batch, contribution) for batch, contribution in batches]
         if len(parts) == 1:
-            return parts[0]
-        return [self._sum([part[server] for part in parts]) for server in range(self._servers)]
+            return parts[0], version
+        sums = [self._sum([part[server] for part in parts]) for server in range(self.buckets.servers)]
+        return sums, version
 
     def _parts(self, batch: RoutedBatch, contribution: Contribution) -> list[PackedGradients]:
         """Splits one contribution by PS."""
@@ -185,7 +191,7 @@ class Router:
             )
         return [
             PackedGradients(batching.take_part(ids, bounds, server), batching.take_part(rows, bounds, server))
-            for server in range(self._servers)
+            for server in range(self.buckets.servers)
         ]
 
     def plain(self, contribution: Contribution) -> Packed[np.float32]:

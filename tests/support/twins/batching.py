@@ -19,13 +19,14 @@ from persia.batching.pooling import FeaturePlan, Pooled
 from persia.batching.row_copies import CopiedTable
 from persia.batching.texts import TextBuffers
 from persia.schema import IdKind
-from persia.types import BoolArray, Floats, Halves, Ids, Int32Array, Int64Array, Inverse
+from persia.types import BoolArray, BucketMap, Floats, Halves, Ids, Int32Array, Int64Array, Inverse
 from persia.types.packed import Packed
 from support.twins.random_rows import GOLDEN, mix64
 
 __all__ = [
     "ChangeFilter",
     "average_gradients",
+    "bucket",
     "decode_rows",
     "encode_rows",
     "group_by_owner",
@@ -158,21 +159,31 @@ class ChangeFilter:
         return result
 
 
-def owner(table: str, id_: int, servers: int) -> int:
+def bucket(table: str, id_: int) -> int:
+    """The bucket of an id."""
+    return mix64(xxh64(table.encode()) ^ id_) * 4096 >> 64
+
+
+def owner(table: str, id_: int, buckets: BucketMap) -> int:
     """The number of the embedding PS that owns an id."""
-    return ((mix64(xxh64(table.encode()) ^ id_) >> 32) * servers) >> 32
+    end = 0
+    for server, count in buckets.runs:
+        end += count
+        if bucket(table, id_) < end:
+            return server
+    raise AssertionError("the map lacks buckets")
 
 
-def group_by_owner(tables: Sequence[str], found: Sequence[UniqueIds], servers: int) -> list[Int64Array]:
+def group_by_owner(tables: Sequence[str], found: Sequence[UniqueIds], buckets: BucketMap) -> list[Int64Array]:
     """Twin of :func:`persia.batching.group_by_owner`."""
     result: list[Int64Array] = []
     for table, (ids, inverses) in zip(tables, found, strict=True):
-        owners = np.array([owner(table, id_, servers) for id_ in ids.tolist()], np.int64)
+        owners = np.array([owner(table, id_, buckets) for id_ in ids.tolist()], np.int64)
         order = np.argsort(owners, kind="stable")  # Place, of the id that is to be there.
         for inverse in inverses:
             inverse[:] = np.argsort(order)[inverse]
         ids[:] = ids[order]
-        result.append(np.searchsorted(owners[order], np.arange(servers + 1)).astype(np.int64))
+        result.append(np.searchsorted(owners[order], np.arange(buckets.servers + 1)).astype(np.int64))
     return result
 
 

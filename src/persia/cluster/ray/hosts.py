@@ -48,7 +48,7 @@ from persia.services import (
 from persia.telemetry.logs import get_logger, log_to_stderr
 from persia.telemetry.metrics import Readings, metrics_of
 from persia.telemetry.process import LOOPBACK, ObservedProcess, process_metrics
-from persia.types import TITLES, Feed, Membership
+from persia.types import TITLES, BucketMap, Feed, Membership
 from persia.worker import Worker, WorkerOptions
 
 __all__ = [
@@ -272,7 +272,13 @@ class EmbeddingServerHost(Host):
         # The host may differ from the one that was measured. After a loss, training continues on any available host.
         overcommit = plan.options.overcommit or losses > 0
         options = ServerOptions(
-            plan.nn_workers, plan.options.timeout, regions, seat.neighbours, **shares._asdict(), overcommit=overcommit
+            plan.nn_workers,
+            plan.options.timeout,
+            regions,
+            seat.neighbours,
+            **shares._asdict(),
+            overcommit=overcommit,
+            buckets=BucketMap.even(plan.servers),
         )
         threads = cores(plan)
         numa.pin(seat.position, threads)

@@ -60,7 +60,7 @@ def save_tables(embeddings: EmbeddingCollection, directory: str) -> int:
             "schema": dump(embeddings.schema),
             "embedding_optimizer": dump(embeddings.optimizer),
         }
-        writer.commit(schema=resolved(embeddings.schema, servers), config=config)
+        writer.commit(schema=resolved(embeddings.schema, servers), config=config, buckets=servers[0].buckets())
     return step
 
 
