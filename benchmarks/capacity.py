@@ -151,7 +151,7 @@ def measured_costs(step: float) -> BatchCosts:
 def traffic_of(tables: list[PlannedTable], unique: float) -> Any:
     names = [table.config.name for table in tables]
     shape = BatchShape(
-        BATCH, dict.fromkeys(names, float(BATCH)), dict.fromkeys(names, unique), 0.0, BATCH * 56.0, PARAMETERS
+        BATCH, dict.fromkeys(names, float(BATCH)), dict.fromkeys(names, unique), {}, BATCH * 56.0, PARAMETERS
     )  # fmt: skip
     counts = {"embedding_ps": SERVERS, "embedding_worker": WORKERS, "data_loader": WORKERS, "nn_worker": GPUS}
     return batch_traffic(tables, shape, Topology(counts, compressed=True))  # As in the paper, section 4.2.3.

@@ -148,7 +148,7 @@ def simulated(dim: int, first: int, rows: int, kept: int, uniform: bool, steps: 
             missing += unique[name] * missing_share(size, max(1, memory), exponent, roles.ids[name])
     tables = tables_of(schema_of(dim), 1)
     samples = round(max(roles.ids.values()))
-    shape = BatchShape(samples, roles.ids, unique, 0.0, roles.dense, roles.parameters)
+    shape = BatchShape(samples, roles.ids, unique, {}, roles.dense, roles.parameters)
     counts = {"embedding_ps": SERVERS, "embedding_worker": 1, "data_loader": 1, "nn_worker": 1}
     row = rows_of(dim)
     costs = BatchCosts(

@@ -57,7 +57,9 @@ from persia.schema import Adagrad, Adam, EmbeddingOptimizer, RowwiseAdagrad, Tab
 from persia.store import NativeStore, TableConfig
 from persia.trainer.checkpointing import write_rows
 from persia.types import BucketMap, Contribution, Packed, PushHeader
+from persia.types.half_floats import Dtype
 from persia.worker import Worker, WorkerOptions
+from persia.worker.feature_pooler import PoolAt
 
 BATCH = 65_536
 
@@ -96,7 +98,7 @@ SHRINK = {"smoke": 10, "laptop": 1, "full": 1}
 @runner.measures(
     *(f"plan.bytes.{kind}.{name}" for name in STORED for kind in ("memory", "resident", "checkpoint")),
     *(f"plan.bytes.{kind}.spilled" for kind in ("memory", "resident", "disk")),
-    *(f"plan.bytes.traffic.{name}" for name in ("plain", "fp16", "bf16")),
+    *(f"plan.bytes.traffic.{name}" for name in ("plain", "fp16", "bf16", "pooled")),
     "plan.bytes",
 )
 def size(preset: str) -> Iterator[runner.Measure]:
@@ -197,7 +199,13 @@ def messages() -> Iterator[runner.Measure]:
     from persia.nn import transfer
 
     rng, count, servers = np.random.default_rng(0), 4096, 3
-    for name, dtype, compressed in (("plain", "float32", False), ("fp16", "float32", True), ("bf16", "bfloat16", True)):
+    cases: list[tuple[str, Dtype, bool, PoolAt]] = [
+        ("plain", "float32", False, "nn_worker"),
+        ("fp16", "float32", True, "nn_worker"),
+        ("bf16", "bfloat16", True, "nn_worker"),
+        ("pooled", "float32", True, "auto"),
+    ]
+    for name, dtype, compressed, pool_at in cases:
         features = [IdFeature(f"f{i}", dim=32, dtype=dtype) for i in range(8)]
         schema = Schema(features, ["x"])
         columns = {f"f{i}": IdColumn((50_000 * rng.random(count) ** 2).astype(np.uint64)) for i in range(7)}
@@ -206,11 +214,12 @@ def messages() -> Iterator[runner.Measure]:
         tables = schema.resolved_tables()
         options = ServerOptions(buckets=BucketMap.even(servers))
         apart = [Counting(EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, 1, options)) for _ in range(servers)]
-        worker = Worker(schema, apart, options=WorkerOptions(compression="fp16" if compressed else "none"))
+        worker = Worker(schema, apart, options=WorkerOptions("fp16" if compressed else "none", pool_at))
         number = worker.register(columns)
         ids = worker.distinct_ids(number)
-        rows = worker.lookup(number)
-        gradients = {n: np.zeros((c, 32), np.float32) for n, c in zip(ids.names, ids.counts, strict=True)}
+        rows = worker.lookup(number, pool=True)
+        named = zip(rows.rows.names, rows.rows.counts, strict=True)
+        gradients = {n: np.zeros((c, 32), np.float32) for n, c in named}
         packed, scales = Packed.of(gradients, np.float32), None
         if compressed:
             packed, scales = transfer.encode(packed)
@@ -227,16 +236,15 @@ def messages() -> Iterator[runner.Measure]:
             count,
             {n: float(len(c.values)) for n, c in columns.items()},
             {n: float(c) for n, c in zip(ids.names, ids.counts, strict=True)},
-            float(offsets.nbytes),
+            {"f7": float(offsets.nbytes)},
             0.0,
             0,
         )
         planned = planned_tables(schema, Adagrad(0.05), dict.fromkeys(tables, 1), False)
         rates = Rates(1, [], {"32/float32/adagrad": NO_ROW, "32/bfloat16/adagrad": NO_ROW}, {}, WireRate(0, 0, 1))
         workload = WorkloadRate("", shape, 0, 0, 0, StepRate("cpu", 1, 1))
-        topology = Topology(
-            {"embedding_ps": servers, "embedding_worker": 1, "data_loader": 1, "nn_worker": 1}, True, compressed
-        )
+        counts = {"embedding_ps": servers, "embedding_worker": 1, "data_loader": 1, "nn_worker": 1}
+        topology = Topology(counts, True, compressed, pool_at)
         loads = role_loads(planned, rates, workload, topology)
         expected = {
             "embedding_ps in": loads["embedding_ps"].received,

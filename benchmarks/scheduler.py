@@ -2,8 +2,8 @@
 
     python -m benchmarks 'token.*' [--preset smoke|laptop|full] [--json FILE]
 
-token.scheduler.rate        tokens per second of processor time, with the state in a file: a token is taken, drawn, and
-                            its gradient placed.
+token.scheduler.rate        tokens per second of processor time, with the state in a file: a token is drawn, which
+                            hands out the next batch, and its gradient placed.
 token.scheduler.over_rpc    the same in a separate process, called over sockets.
 token.scheduler.lost_steps  batches that other NN workers do not train while one stalls between its token and its push:
                             the largest of all modes and of three places of the stall.
@@ -26,7 +26,7 @@ from persia import rpc
 from persia.coordinator import TokenScheduler
 from persia.modes import Async, Bsp, Gba, HopBs, Mode
 from persia.services import TokenService, TrainingPhase
-from persia.types import Caller
+from persia.types import NO_LOSSES, Caller
 
 NN_WORKERS = {"smoke": 40, "laptop": 400, "full": 400}
 TOKENS = {"smoke": 200, "laptop": 20_000, "full": 100_000}
@@ -51,12 +51,13 @@ def tokens_per_second(mode: Mode, nn_workers: int, tokens: int, path: str | None
     scheduler = TokenScheduler(path=path)
     scheduler.begin(phase(mode, nn_workers))
     callers = [Caller(1, 1, rank) for rank in range(nn_workers)]
+    numbers = [scheduler.take(caller, 1) for caller in callers]
     began = time.process_time()
     for made in range(tokens):
         turn, rank = divmod(made, nn_workers)
         caller, sequence = callers[rank], turn + 1
-        number = scheduler.take(caller, sequence)
-        token = scheduler.draw(caller, sequence, number or 0, ROWS, turn, 0)
+        token = scheduler.draw(caller, sequence, numbers[rank] or 0, ROWS, turn, 0, NO_LOSSES, sequence + 1)
+        numbers[rank] = token.following
         scheduler.arrive(caller, sequence, ROWS, token.least)
     return tokens / (time.process_time() - began)
 
@@ -110,11 +111,12 @@ def over_rpc(preset: str) -> runner.Measure:
             process.start()
             try:
                 stub = rpc.connect(here.recv(), TokenService, peer="tokens")
+                numbers = _all_of(stub.take, nn_workers, lambda _: (1,))
                 here.send(None)
                 here.recv()
                 began = time.perf_counter()
                 for turn in range(turns):
-                    _turn(stub, nn_workers, turn)
+                    numbers = _turn(stub, turn, numbers)
                 seconds.append(time.perf_counter() - began)
                 here.send(None)
                 rates.append(turns * nn_workers / here.recv())
@@ -122,26 +124,25 @@ def over_rpc(preset: str) -> runner.Measure:
                 process.join(10)
             finally:
                 process.kill()
-    details = {"of": "a second of the coordinator's processor", "nn_workers": nn_workers}
+    details = {"of": "a second of the coordinator's processor", "nn_workers": nn_workers, "calls": 2}
     details["tokens_s_elapsed"] = turns * nn_workers / statistics.median(seconds)
     return runner.quantity("token.scheduler.over_rpc", rates, "tokens/s", details=details)
 
 
-def _turn(stub: TokenService, nn_workers: int, turn: int) -> None:
-    """A batch of each NN worker, all with a call in flight."""
-    callers = [Caller(1, 1, rank) for rank in range(nn_workers)]
-    sequence = turn + 1
+def _turn(stub: TokenService, turn: int, numbers: list[int]) -> list[int]:
+    """A batch of each NN worker. Returns the numbers of their next batches."""
+    nn_workers, sequence = len(numbers), turn + 1
+    tokens = _all_of(
+        stub.draw, nn_workers, lambda rank: (sequence, numbers[rank], ROWS, turn, 0, NO_LOSSES, sequence + 1)
+    )
+    _all_of(stub.arrive, nn_workers, lambda _: (sequence, ROWS, turn))
+    return [token.following for token in tokens]
 
-    def all_of(call: Call, *arguments: Any, numbers: list[Any] | None = None) -> list[Any]:
-        started: list[Future[Any]] = [
-            rpc.start(call, caller, sequence, *([] if numbers is None else [numbers[rank]]), *arguments)
-            for rank, caller in enumerate(callers)
-        ]
-        return [future.result() for future in started]
 
-    numbers = all_of(stub.take)
-    all_of(stub.draw, ROWS, turn, 0, numbers=numbers)
-    all_of(stub.arrive, ROWS, turn)
+def _all_of(call: Call, nn_workers: int, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+    """A call of each NN worker, all of them in flight; `arguments` are by rank."""
+    started: list[Future[Any]] = [rpc.start(call, Caller(1, 1, rank), *arguments(rank)) for rank in range(nn_workers)]
+    return [future.result() for future in started]
 
 
 @runner.measures("token.scheduler.lost_steps")

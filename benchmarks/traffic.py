@@ -134,8 +134,8 @@ class Wire:
         fresh = self._worker.refresh(batch_id, seen, left_out)
         return fresh._replace(rows=transfer.decode(fresh.rows, fresh.scales), scales=None)
 
-    def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
-        return self._decoded(self._worker.evaluate(id_features))
+    def evaluate(self, id_features: Mapping[str, IdColumn], pool: bool = False) -> LookedUp:
+        return self._decoded(self._worker.evaluate(id_features, pool))
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]):
         return self._worker.push(

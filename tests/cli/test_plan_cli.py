@@ -64,7 +64,7 @@ def test_a_plan_of_saved_rates(run, monkeypatch):
 
     monkeypatch.chdir(run)
     names = ("id_0", "id_1")
-    shape = BatchShape(256, dict.fromkeys(names, 256.0), dict.fromkeys(names, 200.0), 0.0, 1024.0, 5000)
+    shape = BatchShape(256, dict.fromkeys(names, 256.0), dict.fromkeys(names, 200.0), {}, 1024.0, 5000)
     work = WorkloadRate("run.toml", shape, 1e-4, 1e-4, 1e-5, StepRate("cpu", 0.002, 0.002))
     key = run_key(convert(load("run.toml", []), RunConfig, "run.toml"))
     save_rates("rates.json", Rates(
@@ -102,12 +102,27 @@ def test_a_plan_of_saved_rates(run, monkeypatch):
     assert (
         "NN workers are on different hosts: rows and gradients travel as fp16 (RayOptions.compression='auto')" in text
     )
-    assert "features are pooled where that sends fewer bytes" in text
-    assert json.loads((run / "apart.json").read_text())["compression"] == "fp16"
+    assert "features are pooled where that sends fewer bytes (RayOptions.pool_at='auto')" in text
+    written = json.loads((run / "apart.json").read_text())
+    assert (written["compression"], written["pool_at"]) == ("fp16", "auto")
+    assert received(written) == 1024 + 2 * (200 * 12 + 256 * 2)
+    pooled = ["--set", "cluster.ray.pool_at=embedding_worker", "--json", "pooled.json"]
+    shown = CliRunner().invoke(app, [*on_ray, "--hosts", "hosts.toml", *pooled])
+    assert "are pooled by embedding workers (RayOptions.pool_at='embedding_worker')" in " ".join(shown.output.split())
+    assert received(json.loads((run / "pooled.json").read_text())) == 1024 + 2 * 256 * 12
+    shown = CliRunner().invoke(
+        app, [*on_ray, "--hosts", "hosts.toml", *pooled, "--set", "trainer.clip_embedding_norm=1.0"]
+    )
+    assert "features are pooled by NN workers" in " ".join(shown.output.split())
     chosen = CliRunner().invoke(app, [*on_ray, "--hosts", "hosts.toml", "--set", "cluster.ray.compression=none"])
     assert "travel without compression (RayOptions.compression='none')" in " ".join(chosen.output.split())
     system = os.statvfs("/dev/shm")
     assert plan["hosts"][0]["kind"]["memory"] <= system.f_blocks * system.f_frsize
+
+
+def received(plan):
+    """Returns the bytes that NN workers receive for a batch."""
+    return next(role["load"]["received"] for role in plan["roles"] if role["role"] == "nn_worker")
 
 
 @pytest.mark.slow

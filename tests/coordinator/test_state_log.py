@@ -72,9 +72,9 @@ class Calls:
             return lambda tokens: self._took(rank, tokens.take(caller, request))
         number, sequence, filled = self.taken[rank][0], self.sequence[rank] + 1, self.filled[rank]
         lost = Losses(self.data.draw(st.integers(0, 2), "lost"), 0, 0)
-        return lambda tokens: self._drew(
-            rank, number, sequence, tokens.draw(caller, sequence, number, ROWS, sequence - 1, filled, lost)
-        )
+        request = self.requests[rank] + 1 if self.data.draw(st.booleans(), "asks for the next batch") else 0
+        asked = (sequence, number, ROWS, sequence - 1, filled, lost, request)
+        return lambda tokens: self._drew(rank, number, sequence, tokens.draw(caller, *asked))
 
     def _took(self, rank, number):
         if number is not None and number not in self.taken[rank]:
@@ -87,6 +87,9 @@ class Calls:
         elif self.sequence[rank] < sequence:
             self.taken[rank].remove(number)
             self.sequence[rank] = self.drawn[rank] = sequence
+            if token.request > self.requests[rank]:
+                self.requests[rank] = token.request
+                self._took(rank, token.following)
         return token
 
 

@@ -130,6 +130,52 @@ def test_repetitions_change_nothing(tokens):
     assert worker.train().header.slot == 1
 
 
+def draw_and_take(worker, sequence, number, request):
+    return worker.tokens.draw(worker.caller, sequence, number, ROWS, sequence - 1, 0, NO_LOSSES, request)
+
+
+def test_a_token_brings_the_next_batch(tokens):
+    tokens.begin(phase(Gba(2 * ROWS), steps=2))
+    a, b = two(tokens)
+    assert a.take() == 0
+    first = draw_and_take(a, 1, 0, 2)
+    assert (first.value, first.request, first.following) == (0, 2, 1)
+    assert draw_and_take(a, 1, 0, 2) == first  # A repetition.
+    assert tokens.take(a.caller, 2) == 1  # It was asked for in either way.
+    assert b.take() == 2
+    other = draw_and_take(b, 1, 2, 3)  # Its request 2 is on its way, and would get the same number.
+    assert (other.request, other.following) == (1, 2)
+    tokens.arrive(a.caller, 1, ROWS, 0)
+    second = draw_and_take(a, 2, 1, 3)
+    assert (second.value, second.request, second.following) == (1, 3, 3)
+    tokens.arrive(a.caller, 2, ROWS, 0)
+    last = draw_and_take(a, 3, 3, 4)
+    assert (last.request, last.following) == (4, None)  # Two steps of two batches.
+    assert tokens.take(a.caller, 4) is None
+
+
+def test_a_token_does_not_wait_for_the_next_batch(tokens):
+    """HopBw may drop a batch that is open, and its step then needs another one."""
+    tokens.begin(phase(HopBw(0), steps=1))
+    a, b = two(tokens)
+    assert [a.take(), b.take()] == [0, 1]
+    token = draw_and_take(a, 1, 0, 2)
+    assert (token.value, token.request, token.following) == (0, 1, 0)
+    tokens.arrive(a.caller, 1, ROWS, 0)
+    b.draw()
+    b.arrive()
+    assert tokens.take(a.caller, 2) is None
+
+
+def test_a_batch_that_came_with_a_token_is_handed_out_again(tokens):
+    tokens.begin(phase(Async()))
+    a, dead = two(tokens)
+    dead.take()
+    assert draw_and_take(dead, 1, 0, 2).following == 1
+    tokens.cancel(1, 1)
+    assert [a.take(), a.take(), a.take()] == [0, 1, 2]
+
+
 def test_so_many_steps_and_no_more(tokens):
     tokens.begin(phase(Gba(3 * ROWS), steps=2))
     a, b = two(tokens)

@@ -330,8 +330,8 @@ class Losing:
     def release(self, batch_id):
         self.worker.release(batch_id)
 
-    def evaluate(self, id_features):
-        return self.worker.evaluate(id_features)
+    def evaluate(self, id_features, pool=False):
+        return self.worker.evaluate(id_features, pool)
 
     def statistics(self):
         return self.worker.statistics()

@@ -66,7 +66,7 @@ class Tokens:
         self.drawn = []
         self.arrived = []
 
-    def draw(self, caller, sequence, number, rows, done, filled, lost):
+    def draw(self, caller, sequence, number, rows, done, filled, lost, request):
         self.drawn.append(sequence)
         return Token(0, 0, None, [])
 

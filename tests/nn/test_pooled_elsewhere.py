@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import persia
-from persia import IdColumn, IdFeature, Schema, Table
+from persia import IdColumn, IdFeature, Schema
 from persia.errors import PersiaError, StoreError
+from persia.membership.directory import Directory
+from persia.membership.embedding_workers import EmbeddingWorkers
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.optim import Adagrad
@@ -23,66 +25,8 @@ from persia.rpc.array_encoding import encode
 from persia.rpc.limits import Limits
 from persia.schema.pooled_features import values_name
 from persia.services import Connection
-from persia.types import Contribution, LookedUp, Packed, PushHeader
-from persia.worker import Worker, WorkerOptions
-from support.several_ps import several_servers
-
-SCHEMA = Schema(
-    [
-        IdFeature("user", dim=4),
-        IdFeature("tags", dim=4, table="word", pooling="mean"),
-        IdFeature("title", dim=4, table="word", pooling="sum", weights="weight"),
-        IdFeature("seen", dim=2, table="item", pooling="sqrtn"),
-        IdFeature("halves", dim=3, table="half", pooling="sum"),
-        IdFeature("given", dim=2, table="given", pooling="mean"),
-        IdFeature("history", dim=2, table="page", pooling=None, max_length=3),
-        IdFeature("page", dim=2, table="page"),
-    ],
-    tables=[Table("half", 3, dtype="float16"), Table("given", 2, trainable=False)],
-)
-SINGLE = ("user", "page")
-POOLABLE = {"user", "word", "item", "half", "given"}
-
-
-def batch_of(seed: int, size: int, most: int, ids: int) -> persia.Batch:
-    rng = np.random.default_rng(seed)
-    columns = {}
-    for feature in SCHEMA.id_features:
-        lengths = np.ones(size, np.int64) if feature.name in SINGLE else rng.integers(0, most + 1, size)
-        offsets = np.concatenate(([0], np.cumsum(lengths)))
-        values = rng.integers(0, ids, offsets[-1]).astype(np.uint64)
-        weights = rng.random(len(values), np.float32) if feature.name == "title" else None
-        columns[feature.name] = IdColumn(values, None if feature.name in SINGLE else offsets, weights)
-    labels = rng.integers(0, 2, (size, 1)).astype(np.float32)
-    return persia.Batch(columns, np.zeros((size, 0), np.float32), labels)
-
-
-class Watched(Worker):
-    """Notes the names of rows, and the bytes, that it has sent."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.answers: list[LookedUp] = []
-
-    def lookup(self, batch_id: int, train: bool = True, pool: bool = False) -> LookedUp:
-        self.answers.append(super().lookup(batch_id, train, pool))
-        return self.answers[-1]
-
-    def lookup_ahead(self, batch_id: int, pool: bool = False, recent: int = 0) -> LookedUp:
-        self.answers.append(super().lookup_ahead(batch_id, pool, recent))
-        return self.answers[-1]
-
-
-class Cluster:
-    """Roles in this process, as if they were on several hosts."""
-
-    def __init__(self, pool_at: Any, servers: int = 2, compression: Any = "none") -> None:
-        self.options, self.count = WorkerOptions(compression, pool_at), servers
-
-    def connect(self, schema: Schema, optimizer: Any, mode: Mode, seed: int) -> Connection:
-        self.servers = several_servers(self.count, schema.resolved_tables(), optimizer, mode, seed)
-        self.worker = Watched(schema, self.servers, options=self.options)
-        return Connection(self.worker, self.servers, pools=True)
+from persia.types import Contribution, Packed, PushHeader
+from support.pooled_roles import POOLABLE, SCHEMA, WIDTH, Cluster, batch_of
 
 
 def trained(
@@ -94,7 +38,7 @@ def trained(
         SCHEMA, optimizer=Adagrad(lr=0.5), mode=mode, cluster=cluster, options=CollectionOptions(**options)
     )
     embeddings._expander.on_host = embeddings._transfer._on_host = on_host
-    net = torch.nn.Linear(4 * 3 + 2 + 3 + 2 + 3 * 2 + 2, 1)
+    net = torch.nn.Linear(WIDTH, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     found: dict[str, Any] = {"losses": []}
     for batch in embeddings.prefetch(batches):
@@ -104,10 +48,7 @@ def trained(
         optimizer.step()
         optimizer.zero_grad()
         found["losses"].append(loss.item())
-    for chunk in itertools.chain(*(server.export_rows() for server in cluster.servers)):
-        for number, row in zip(chunk.arrays["ids"], chunk.arrays["embeddings"], strict=True):
-            found[f"{chunk.table} {number}"] = row.tolist()
-    return found
+    return found | cluster.stored()
 
 
 MODES: dict[str, Mode] = {"sync": Sync(), "hybrid": Hybrid(2, warmup=0), "paper": Hybrid(2, warmup=0, refresh=False)}
@@ -300,3 +241,98 @@ def test_gradients_of_another_shape_are_refused():
         StoreError, match=r"Gradients of feature 'tags', which was pooled, must be \[4, 4\]; got \[5, 4\]"
     ):
         worker.push(PushHeader(1, 0, 1, 0, 4), [wrong])
+
+
+def pooled_anew(embeddings: EmbeddingCollection, batches: list[persia.Batch]) -> list[Any]:
+    """Returns the values of all features of batches that are only read: with `prefetch`, and without."""
+    found = []
+    embeddings.eval()
+    with torch.no_grad():
+        for prepared, plain in zip(embeddings.prefetch(batches), batches, strict=True):
+            for values in (embeddings(prepared).values(), embeddings(plain).values()):
+                found.append([v.tolist() if isinstance(v, torch.Tensor) else v.values.tolist() for v in values])
+    return found
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@given(seed=st.integers(0, 1000), size=st.integers(1, 12), most=st.integers(1, 6), ids=st.sampled_from([3, 20, 500]))
+def test_what_is_only_read_has_the_same_bits(on_host, seed, size, most, ids):
+    batches = [batch_of(seed + number, size, most, ids) for number in range(3)]
+    found = []
+    for pool_at in ("nn_worker", "embedding_worker", "auto"):
+        cluster = Cluster(pool_at)
+        embeddings = EmbeddingCollection(SCHEMA, optimizer=Adagrad(lr=0.5), mode=Sync(), cluster=cluster)
+        cluster.worker.lookup(cluster.worker.register(batches[0].id_features))  # Makes rows.
+        cluster.worker.answers.clear()
+        embeddings._expander.on_host = embeddings._transfer._on_host = on_host
+        found.append(pooled_anew(embeddings, batches))
+        assert len(cluster.worker.answers) == 2 * len(batches)
+        pooled = [set(answer.pooled or ()) for answer in cluster.worker.answers]
+        assert all(tables <= POOLABLE for tables in pooled)
+        assert pool_at != "embedding_worker" or all(tables == POOLABLE for tables in pooled)
+        assert pool_at != "nn_worker" or not any(pooled)
+    if on_host:
+        assert found[0] == found[1] == found[2]
+    else:
+        for other in found[1:]:
+            for mine, theirs in zip(itertools.chain(*found[0]), itertools.chain(*other), strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_batch_that_was_trained_last_is_read_with_its_new_rows():
+    found = []
+    for pool_at in ("nn_worker", "embedding_worker"):
+        cluster = Cluster(pool_at)
+        embeddings = EmbeddingCollection(SCHEMA, optimizer=Adagrad(lr=0.5), mode=Sync(), cluster=cluster)
+        for batch in embeddings.prefetch([batch_of(0, 9, 6, 20)]):
+            before = embeddings(batch)["tags"]
+            before.square().sum().backward()
+            embeddings.await_pushes()
+            with torch.no_grad():
+                again = embeddings(embeddings.looked_up_again(batch))["tags"]
+        assert not torch.equal(before, again)
+        assert set(cluster.worker.answers[-1].pooled or ()) == (POOLABLE if pool_at == "embedding_worker" else set())
+        found.append(again)
+    assert torch.equal(*found)
+
+
+def test_without_gradients_fewer_bytes_decide():
+    """10 values of 4 bytes are fewer than 7 rows and 10 indices of 2 bytes, unless a gradient follows for each."""
+    schema = Schema([IdFeature("one", dim=1)])
+    worker = Cluster("auto", 1).connect(schema, Adagrad(lr=0.5), Sync(), 0).worker
+    columns = {"one": IdColumn(np.array([0, 1, 2, 3, 4, 5, 6, 0, 0, 0], np.uint64))}
+    assert worker.lookup(worker.register(columns), pool=True).pooled is None
+    assert worker.evaluate(columns).pooled is None
+    assert worker.evaluate(columns, pool=True).pooled == {"one": 7}
+    assert worker.lookup(worker.register(columns), train=False, pool=True).pooled == {"one": 7}
+    everyone = EmbeddingWorkers(Directory.fixed("embedding_worker", [worker]))
+    assert everyone.evaluate(columns, True).pooled == {"one": 7}
+    pushed = worker.register(columns)
+    worker.lookup(pushed)
+    worker.push(PushHeader(1, 0, 1, 0, 10), [Contribution(pushed, Packed.of({}, np.float32))])
+    assert worker.lookup(pushed, train=False, pool=True).pooled == {"one": 7}
+
+
+def test_a_cluster_whose_roles_share_a_host_pools_nothing():
+    class Near(Cluster):
+        def connect(self, *arguments: Any) -> Connection:
+            return super().connect(*arguments)._replace(pools=False)
+
+    cluster = Near("embedding_worker")
+    embeddings = EmbeddingCollection(SCHEMA, optimizer=Adagrad(lr=0.5), mode=Sync(), cluster=cluster)
+    pooled_anew(embeddings, [batch_of(0, 9, 6, 20)])
+    assert cluster.worker.answers
+    assert not any(answer.pooled for answer in cluster.worker.answers)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_a_gradient_that_is_not_finite_is_blamed_on_its_feature(compression):
+    """The sums by row do not tell which feature it was; the values that were sent do."""
+    embeddings = EmbeddingCollection(
+        SCHEMA, optimizer=Adagrad(lr=0.5), mode=Sync(), cluster=Cluster("embedding_worker", compression=compression)
+    )
+    for batch in embeddings.prefetch([batch_of(0, 9, 6, 20)]):
+        values = embeddings(batch)
+        (values["tags"].sum() + (values["title"] * torch.inf).sum()).backward()
+    (found,) = embeddings.push_log.non_finite.found()
+    assert (found.table, found.features) == ("word", ["title"])

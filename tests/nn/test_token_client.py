@@ -1,4 +1,11 @@
-"""Deaths of NN workers in asynchronous modes: each PS has some of their pushes, and all divide by the same rows."""
+"""Deaths of NN workers in asynchronous modes: each PS has some of their pushes, and all divide by the same rows.
+
+And the calls that a batch takes.
+"""
+
+import itertools
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +17,7 @@ from persia import IdFeature, Schema
 from persia.batching.id_column import IdColumn
 from persia.coordinator import TokenScheduler
 from persia.dense import DenseServer, SharedNetwork
-from persia.modes import Bsp, Gba
+from persia.modes import Async, Bsp, Gba, HopBw
 from persia.nn.token_client import TokenClient
 from persia.optim import SGD
 from persia.services import DenseMaker, TrainingPhase
@@ -149,3 +156,48 @@ def test_all_servers_divide_a_step_by_the_same_rows(data):
             divisor = rows if reduction == "global" else sum(weight for weight, _ in having)
             expected = sum(weight * value for weight, value in having) / max(1, divisor)
             assert change == pytest.approx(expected, abs=1e-5)
+
+
+class Counting(TokenScheduler):
+    """Counts calls by name."""
+
+    def __init__(self):
+        super().__init__(DEADLINE)
+        self.calls = Counter()
+
+    def take(self, *arguments):
+        self.calls["take"] += 1
+        return super().take(*arguments)
+
+    def draw(self, *arguments):
+        self.calls["draw"] += 1
+        return super().draw(*arguments)
+
+    def arrive(self, *arguments):
+        self.calls["arrive"] += 1
+        return super().arrive(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps", "takes"),
+    [
+        (Async(), None, 1),
+        (Gba(ROWS), 5, 1),
+        (HopBw(0), 5, 2),  # After its last token, it waits for the gradient: it might be dropped.
+    ],
+    ids=str,
+)
+def test_a_batch_takes_two_calls(mode, steps, takes):
+    """Its token brings the next batch."""
+    tokens = Counting()
+    tokens.begin(TrainingPhase(1, 1, mode, 1, 0, 0, 0, steps, ROWS))
+    worker = SimpleNamespace(push=lambda header, contributions: {})
+    network = SimpleNamespace(version=0, pull=lambda *_: lambda: None, push_empty=lambda header: None)
+    client = TokenClient(tokens, Caller(1, 1, 0), worker, network, 0)
+    trained = []
+    for number in itertools.islice(client.batches(lambda number: number if number < 5 else None), 6):
+        client.push(client.draw(ROWS).sequence, ROWS, 0, [], None)
+        trained.append(number)
+    assert trained == [0, 1, 2, 3, 4]
+    assert tokens.calls == {"take": takes, "draw": 5, "arrive": 5}
+    assert client.quiesce().position == 5

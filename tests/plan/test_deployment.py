@@ -27,6 +27,7 @@ from persia.plan import (
     share_a_host,
     this_host,
 )
+from persia.plan.load import batch_traffic
 from persia.plan.rates import (
     BatchShape,
     CheckpointRate,
@@ -46,7 +47,7 @@ MACHINE = RateSource("test", 8, "0", "", "", "rates.json")
 ROW = RowRate(1e-7, 3e-7, 1000)
 CHECKPOINT = CheckpointRate(1e8, 2e8, 0.5)
 DISK = DiskRate("/ssd", 100_000.0, 1e9)
-BATCH = BatchShape(1000, {"item": 5000.0}, {"item": 4000.0}, 0.0, 8000.0, 1_000_000)
+BATCH = BatchShape(1000, {"item": 5000.0}, {"item": 4000.0}, {}, 8000.0, 1_000_000)
 WORK = WorkloadRate("run.toml", BATCH, 0.002, 0.004, 0.0001, StepRate("cpu", 0.01, 0.01))
 
 
@@ -223,6 +224,41 @@ def test_compression_and_several_nn_workers_change_traffic():
     assert short["nn_worker"].sent == pytest.approx(4000 * 36 + reduced)
     assert short["nn_worker"].received == pytest.approx(8000 + 4000 * 36 + 5000 * 2 + reduced)
     assert short["embedding_ps"] == plain["embedding_ps"]
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize(
+    ("pool_at", "pooling", "of_values"),
+    [
+        ("nn_worker", "sum", False),
+        ("auto", "sum", True),
+        ("auto", None, False),
+        ("embedding_worker", "sum", True),
+        ("embedding_worker", None, False),
+    ],
+)
+def test_values_of_pooled_features_take_the_place_of_rows(compressed, pool_at, pooling, of_values):
+    """1,000 samples of two features on one table, with 5,000 ids of which 4,000 are distinct."""
+    features = [IdFeature("item", dim=16), IdFeature("history", dim=16, table="item", pooling=pooling, max_length=5)]
+    tables = planned_tables(Schema(features), Adagrad(0.05), {"item": 1_000_000}, False)
+    batch = structs.replace(BATCH, offsets={"item": 8008.0})
+    found = batch_traffic(tables, batch, Topology(ONE, compressed=compressed, pool_at=pool_at))
+    value = 36 if compressed else 64
+    assert found.pushed == (2000 if of_values else 4000) * value
+    assert found.answers == (2000 * value if of_values else 4000 * value + 5000 * 2 + 8008)
+    # Embedding PSs and data loaders send and receive the same.
+    assert (found.rows, found.gradients, found.keys) == (4000 * 64, 4000 * 64, 4000 * 8)
+    assert found.ids == 5000 * 8 + 8008
+
+
+@pytest.mark.parametrize(("distinct", "of_values"), [(1700.0, False), (1900.0, False), (1960.0, True)])
+def test_features_are_pooled_where_that_sends_fewer_bytes(distinct, of_values):
+    """2,000 values and their gradients, against rows and gradients of the distinct ids, and 5,000 indices."""
+    features = [IdFeature("item", dim=16), IdFeature("last", dim=16, table="item")]
+    tables = planned_tables(Schema(features), Adagrad(0.05), {"item": 1_000_000}, False)
+    found = batch_traffic(tables, structs.replace(BATCH, unique={"item": distinct}), Topology(ONE, pool_at="auto"))
+    assert (found.pushed == 2000 * 64) == of_values
+    assert found.answers + found.pushed == min(4000 * 64, 2 * distinct * 64 + 5000 * 2)
 
 
 GPU = HostKind("gpu", 96, 10**12, ("nn_worker",), network=12.5e9, gpus=8)

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from persia import Batch, IdColumn, IdFeature, Schema
 from persia.memory import IN_MEMORY, file_system
-from persia.plan import measure
+from persia.plan import measure, workload
 
 
 def read_bytes():
@@ -30,3 +32,12 @@ def test_rows_that_move_come_from_pages_of_their_own(monkeypatch, tmp_path):
     (before, moved), (after, all_of_them) = passes[-2:]
     # A record of 104 bytes, in a page of 4 KiB that is read for it alone, mostly.
     assert (after - before) / (all_of_them - moved) > 3000
+
+
+def test_offsets_and_weights_of_ids_are_counted_by_table():
+    features = [IdFeature("one", dim=4), IdFeature("many", dim=4, table="one", weights="w"), IdFeature("other", dim=4)]
+    ids = np.arange(4, dtype=np.uint64)
+    many = IdColumn(ids, np.array([0, 1, 4]), np.ones(4, np.float32))
+    columns = {"one": IdColumn(ids[:2]), "many": many, "other": IdColumn(ids[:2])}
+    batch = Batch(columns, np.zeros((2, 0), np.float32), np.zeros((2, 1), np.float32))
+    assert workload._offsets_by_table(Schema(features), batch) == {"one": 3 * 8 + 4 * 4, "other": 0}

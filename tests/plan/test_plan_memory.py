@@ -34,7 +34,7 @@ RATES = Rates(
 def planned(tables, rows, kind, servers, rate=None):
     schema = Schema([IdFeature(table.name) for table in tables], tables=tables)
     ids = {table.name: 100.0 for table in tables}
-    work = WorkloadRate("", BatchShape(100, ids, ids, 0.0, 0.0, 0), 1e-6, 1e-6, 1e-6, StepRate("cpu", 0.01, 0.01))
+    work = WorkloadRate("", BatchShape(100, ids, ids, {}, 0.0, 0), 1e-6, 1e-6, 1e-6, StepRate("cpu", 0.01, 0.01))
     counts = {"embedding_ps": servers, "embedding_worker": 1, "data_loader": 1, "nn_worker": 1}
     return plan_deployment(PlanRequest(
         planned_tables(schema, ADAGRAD, rows, False), [kind], RATES, work, Topology(counts), samples_per_second=rate

@@ -300,7 +300,7 @@ class LockStep(TokenScheduler):
 
     def draw(self, *arguments):
         self.barrier.wait(DEADLINE)
-        return super().draw(*arguments)
+        return super().draw(*arguments[:-1])  # Without a request for the next batch: `take` hands it out.
 
     def arrive(self, caller, *arguments):
         with self.turn:

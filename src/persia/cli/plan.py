@@ -242,20 +242,25 @@ def request_of(
     }
     hosts = hosts or [this_host(cluster.ray.regions if apart else "")]
     one_host = share_a_host(hosts, "embedding_worker", "nn_worker")
-    compressed = apart and cluster.ray.row_compression(one_host) == "fp16"
-    topology = Topology(counts if apart else dict.fromkeys(counts, 1), apart, compressed)
+    schema = run.reader().schema
+    declared = schema.resolved_tables()
+    copies = mode.dense() is Dense.ALL_REDUCE and any(table.cache_rows for table in declared.values())
+    if apart:
+        pool_at = cluster.ray.feature_pooling(one_host)
+        if copies or run.trainer.clip_embedding_norm is not None:  # NN workers need the rows.
+            pool_at = "nn_worker"
+        topology = Topology(counts, compressed=cluster.ray.row_compression(one_host) == "fp16", pool_at=pool_at)
+    else:
+        topology = Topology(dict.fromkeys(counts, 1), apart=False)
     if isinstance(mode, Hybrid):
         depth = mode.staleness if isinstance(mode.staleness, int) else None
     else:
         depth = 0
     workload = measured.workload(run_key(run))
-    schema = run.reader().schema
     tables = planned_tables(schema, run.embedding_optimizer, rows, asynchronous)
     threads = cluster.ray.threads or cluster.threads
-    declared = {
-        name: table.memory_rows for name, table in schema.resolved_tables().items() if table.memory_rows is not None
-    }
-    return PlanRequest(tables, hosts, measured, workload, topology, depth, threads=threads, memory_rows=declared)
+    memory_rows = {name: table.memory_rows for name, table in declared.items() if table.memory_rows is not None}
+    return PlanRequest(tables, hosts, measured, workload, topology, depth, threads=threads, memory_rows=memory_rows)
 
 
 def run_key(run: RunConfig) -> str:
@@ -378,9 +383,9 @@ def _of_messages(request: PlanRequest, options: RayOptions) -> str:
     one_host = share_a_host(request.hosts, "embedding_worker", "nn_worker")
     pool_at = {
         "nn_worker": "by NN workers",
-        "embedding_worker": "by embedding workers, which this plan does not count",
-        "auto": "where that sends fewer bytes; this plan counts rows, so for lists of ids too many bytes",
-    }[options.feature_pooling(one_host)]
+        "embedding_worker": "by embedding workers",
+        "auto": "where that sends fewer bytes",
+    }[request.topology.pool_at]
     return (
         f"Embedding workers and NN workers {'share a host' if one_host else 'are on different hosts'}: rows and "
         f"gradients travel {'as fp16' if request.topology.compressed else 'without compression'} "
@@ -397,6 +402,7 @@ def _record(deployment: DeploymentPlan, request: PlanRequest, measured: Rates) -
     return {
         **{name: _plain(getattr(deployment, name)) for name in deployment._fields},
         "compression": "fp16" if request.topology.compressed else "none",
+        "pool_at": request.topology.pool_at,
         "place": place_of(deployment),
         "rates": [msgspec.to_builtins(source) for source in measured.sources],
     }

@@ -75,7 +75,7 @@ class WorkerState(msgspec.Struct, array_like=True):
         drawn = self.drawn.get(sequence)
         if drawn is None:
             raise StalePushError(f"Token {sequence} is already used: the call is a late repetition.", sequence=sequence)
-        return Token(drawn.value, drawn.least, drawn.after, [])
+        return Token(drawn.value, drawn.least, drawn.after, [], self.requests, self.answer)
 
 
 class SchedulerState(msgspec.Struct):
@@ -227,8 +227,8 @@ class SchedulerState(msgspec.Struct):
             return True
         return not ahead and all(other == rank or other in waiting for other in active)
 
-    def draw(self, mode: Mode, worker: WorkerState, sequence: int, number: int) -> Token:
-        """Draws a token for a batch."""
+    def draw(self, mode: Mode, worker: WorkerState, sequence: int, number: int) -> None:
+        """Draws a token for a batch, which the NN worker then holds."""
         # A lost token is drawn again with the current value, so that values and steps stay aligned.
         if self.spare:
             self.spare -= 1
@@ -242,7 +242,6 @@ class SchedulerState(msgspec.Struct):
         self.open += 1
         if number in worker.taken:
             self.untake(worker, [number])
-        return worker.token_of(sequence)
 
     def arrive(self, mode: Mode, rank: int, sequence: int, rows: int) -> tuple[Ticket, OpenToken]:
         """Places a gradient in the order of arrivals. Returns the ticket of its push, and its token.

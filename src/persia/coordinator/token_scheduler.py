@@ -160,9 +160,17 @@ class TokenScheduler(RecordedArrivals):
             self._save()
 
     def draw(
-        self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int, lost: Losses = NO_LOSSES
+        self,
+        caller: Caller,
+        sequence: int,
+        number: int,
+        rows: int,
+        done: int,
+        filled: int,
+        lost: Losses = NO_LOSSES,
+        request: int = 0,
     ) -> Token:
-        """Draws the token of a batch; see `persia.services.TokenService`."""
+        """Draws the token of a batch, and may hand out the next batch; see `persia.services.TokenService`."""
         with self._changed:
             worker = self._enter(caller)
             self._state.confirm(worker, done, filled, lost)
@@ -197,9 +205,11 @@ class TokenScheduler(RecordedArrivals):
             if abandoned:
                 self._append(caller.rank)
                 return Token(None, 0, None, abandoned)
-            token = self._state.draw(mode, worker, sequence, number)
+            self._state.draw(mode, worker, sequence, number)
+            if request == worker.requests + 1 and self._state.may_take(mode):  # A call of `take` may be in flight.
+                self._state.take(worker, request)
             self._append(caller.rank)
-            return token
+            return worker.token_of(sequence)
 
     def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
         """Decides what happens to a gradient; see `persia.services.TokenService`."""

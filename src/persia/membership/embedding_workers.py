@@ -152,9 +152,9 @@ class EmbeddingWorkers:
         with contextlib.suppress(StaleBatchError):
             self._ask(batch_id, "release", lambda worker: worker.release(batch_id))
 
-    def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
+    def evaluate(self, id_features: Mapping[str, IdColumn], pool: bool = False) -> LookedUp:
         """Looks up rows for evaluation, at each embedding worker in turn."""
-        return self._any("evaluate", lambda member: member.service.evaluate(id_features), next(self._turns))
+        return self._any("evaluate", lambda member: member.service.evaluate(id_features, pool), next(self._turns))
 
     @property
     def lost_gradients(self) -> int:

@@ -113,14 +113,14 @@ class EmbeddingCollection(torch.nn.Module):
         clip_norm = self.options.clip_embedding_norm
         self._transfer = Transfer(self._staging, self._expander.on_host, sent_tables(schema), clip_norm)
         mode = mode or Hybrid()
-        self.connection = cluster.connect(schema, optimizer, mode, self.options.seed)
+        connection = self.connection = cluster.connect(schema, optimizer, mode, self.options.seed)
         if not isinstance(cluster, ProcessCluster):  # There, NN workers train.
             check_gpus(self._staging.device.type, self.connection.gpus)
         self._worker = self.connection.worker
         self._rows = RowAccess(schema, self.connection.servers)
         checked = self._rows if self.connection.rank == 0 else None  # One of several NN workers is enough.
         far = not self.connection.near or self._staging.device.type != "cpu"
-        self._reading = EvaluationReader(schema, self._worker, self._transfer, self.options.timeout, checked, ahead=far)
+        self._reading = EvaluationReader(schema, connection, self._transfer, self.options.timeout, checked, ahead=far)
         self.gate = StalenessGate(mode, self.options.accumulation_steps, self.connection.near)
         scaled = grad_scaler is not None and grad_scaler.is_enabled()
         self.push_log = PushLog(self.connection, NonFiniteLog(schema, usual=scaled))
@@ -250,7 +250,7 @@ class EmbeddingCollection(torch.nn.Module):
                 self._pass.check_others()
             if batch.pooled is not None:
                 return batch.pooled.embeddings()
-            pool = batch.expander or self._expander
+            pool = self._expander.of_pooled(batch.pooled_ids)
             return pool(batch.rows, batch.inverse, batch.offsets, batch.id_weights)
 
     def looked_up_again(self, batch: PreparedBatch) -> PreparedBatch:
@@ -261,7 +261,7 @@ class EmbeddingCollection(torch.nn.Module):
         if batch.batch_id is None:
             return batch
         try:
-            rows = self._worker.lookup(batch.batch_id, train=False)
+            rows = self._worker.lookup(batch.batch_id, False, self.connection.pools)
         except StaleBatchError:  # Its gradient was dropped, or its embedding worker has been replaced.
             return batch
         now, ready = self._transfer.rows(batch.on_host(), rows)
@@ -359,7 +359,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     def feature_costs(self, batch: PreparedBatch) -> list[FeatureCost]:
         """Measures the work that each feature causes in a trained batch; most expensive first. Blocks."""
-        return feature_costs(self.schema, batch.expander or self._expander, batch)
+        return feature_costs(self.schema, self._expander.of_pooled(batch.pooled_ids), batch)
 
     # --- rows by id -------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from persia.nn.reading_thread import ReadingThread
 from persia.nn.row_access import RowAccess
 from persia.nn.transfer import Transfer
 from persia.schema import Schema
-from persia.services import EmbeddingWorker
+from persia.services import Connection
 from persia.types import RegisteredBatch
 
 __all__ = ["EvaluationPass", "EvaluationReader"]
@@ -29,7 +29,7 @@ class EvaluationReader:
 
     Args:
         schema: of the batches.
-        worker: the embedding workers.
+        connection: has the embedding workers.
         transfer: brings rows to the device.
         timeout: seconds that a batch may take.
         rows: access to rows, to check at the end of a pass whether ids have rows; None for no check.
@@ -39,7 +39,7 @@ class EvaluationReader:
     def __init__(
         self,
         schema: Schema,
-        worker: EmbeddingWorker,
+        connection: Connection,
         transfer: Transfer,
         timeout: float,
         rows: RowAccess | None,
@@ -51,7 +51,7 @@ class EvaluationReader:
         self.timeout = timeout
         self.transfer = transfer
         self._ahead = ahead
-        self._worker = worker
+        self._worker, self._pools = connection.worker, connection.pools
 
     @property
     def ahead(self) -> bool:
@@ -79,7 +79,7 @@ class EvaluationReader:
 
     def look_up(self, batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
         """Looks up a valid batch."""
-        return self.transfer.rows(batch, self._worker.evaluate(batch.id_features))
+        return self.transfer.rows(batch, self._worker.evaluate(batch.id_features, self._pools))
 
 
 class EvaluationPass:

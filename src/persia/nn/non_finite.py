@@ -11,6 +11,7 @@ import torch
 
 from persia.nn.prepared import PreparedBatch
 from persia.schema import Schema
+from persia.schema.pooled_features import values_name
 from persia.telemetry.logs import get_logger
 from persia.telemetry.run_record import NonFiniteRows
 from persia.types import BoolArray, Contribution, Floats, UpdateCounts
@@ -40,6 +41,7 @@ class NonFiniteLog:
     def __init__(self, schema: Schema, *, usual: bool = False) -> None:
         self._schema = schema
         self._features: dict[str, list[str]] = {}
+        self._values = {feature.name: values_name(feature) for feature in schema.id_features}
         for feature in schema.id_features:
             self._features.setdefault(feature.table_name, []).append(feature.name)
         self._level = logging.INFO if usual else logging.WARNING
@@ -87,11 +89,12 @@ class NonFiniteLog:
         alone: set[str] = set()
         shared: set[str] = set()
         for batch, contribution in pushed:
+            # Of features that an embedding worker has pooled, each has its own gradients.
+            pooled = [name for name in features if self._values[name] in contribution.gradients]
+            alone |= {name for name in pooled if _bad(contribution, self._values[name]).any()}
             if table not in contribution.gradients:
                 continue
-            bad: BoolArray = np.logical_not(np.isfinite(contribution.gradients[table]).all(axis=1))
-            if contribution.scales is not None:
-                bad |= ~np.isfinite(contribution.scales[table])
+            bad = _bad(contribution, table)
             uses = np.stack([_used(batch, feature, bad) for feature in features])
             shared |= {name for name, rows in zip(features, uses, strict=True) if rows.any()}
             uses[:, uses.sum(axis=0) > 1] = False  # A row of several features does not tell which one.
@@ -126,6 +129,14 @@ def extreme_inputs(schema: Schema, dense: torch.Tensor, labels: Floats, weights:
 def _of_batch(schema: Schema, batch: PreparedBatch) -> str:
     weights = None if batch.weights is None else batch.weights.cpu().numpy()
     return extreme_inputs(schema, batch.dense, batch.labels.cpu().numpy(), weights)
+
+
+def _bad(contribution: Contribution, name: str) -> BoolArray:
+    """Returns which rows of a gradient are not finite, bool `[n]`."""
+    bad: BoolArray = np.logical_not(np.isfinite(contribution.gradients[name]).all(axis=1))
+    if contribution.scales is not None:
+        bad |= ~np.isfinite(contribution.scales[name])
+    return bad
 
 
 def _used(batch: PreparedBatch, feature: str, bad: BoolArray) -> BoolArray:

@@ -63,15 +63,24 @@ class Expander:
         self._schema = schema
         self._pool = batching.ThreadPool(threads or torch.get_num_threads())
         self._scratch = batching.Scratch()
+        self._of_pooled: dict[tuple[str, ...], Expander] = {}
 
     def of_pooled(self, tables: Collection[str]) -> Expander:
         """Returns an expander for batches that have the values of the features of some tables in place of their rows.
 
-        Each of these features has one row for each sample, by `persia.schema.pooled_features.values_name`.
+        Each of these features has one row for each sample, by `persia.schema.pooled_features.values_name`. Thread-safe.
 
         Args:
-            tables: names of the tables, of which all features are pooled.
+            tables: names of the tables, of which all features are pooled. Without any, it is this expander.
         """
+        if not tables:
+            return self
+        key = tuple(tables)
+        if key not in self._of_pooled:
+            self._of_pooled[key] = self._without_rows(key)
+        return self._of_pooled[key]
+
+    def _without_rows(self, tables: Collection[str]) -> Expander:
         expander = copy.copy(self)  # It shares the threads.
         features = {f.name: values_name(f) for f in self._schema.id_features if f.table_name in tables}
         expander._features = {

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from persia.errors import PersiaError, StaleBatchError
-from persia.nn.pooling import UNWEIGHTED, Expander, PooledAhead, Weights
+from persia.nn.pooling import UNWEIGHTED, PooledAhead, Weights
 from persia.nn.token_client import DrawnToken
 from persia.schema import Schema
 from persia.types import Floats, Ids, Int32Array, Int64Array, Inverse, Moment, Packed, RegisteredBatch
@@ -43,7 +43,6 @@ class PreparedBatch:
         frozen: tables whose rows get no gradient.
         began: time at which it was drawn, on the monotonic clock.
         looked_up: time at which its lookup began, on the same clock.
-        expander: pools its features, if some were pooled at an embedding worker; None for that of the collection.
         pooled_ids: number of distinct ids by table, for tables whose features were pooled at an embedding worker: for
             them `rows` has values.
         seen: moments of the PSs that its rows are of, if they are to be refreshed; else None.
@@ -83,7 +82,6 @@ class PreparedBatch:
         self.frozen: Set[str] = frozenset()
         self.began = 0.0
         self.looked_up = 0.0
-        self.expander: Expander | None = None
         self.pooled_ids: Mapping[str, int] = {}
         self.seen: list[Moment] | None = None
         self.left_out: Packed[np.bool_] | None = None

@@ -90,6 +90,9 @@ class TokenClient:
         self.dense = dense
         self.sequence = sequence
         self._requests = 0
+        """Number of the last request for a batch, from 1."""
+        self._following: tuple[int, int | None] = 0, None
+        """The last request that a token has answered, and its answer."""
         self._numbers: deque[int] = deque()
         """Numbers of batches that were read and have no token yet."""
         self._done = sequence
@@ -115,8 +118,7 @@ class TokenClient:
             read: returns the batch of a number; None if the pass has none of this number, nor a higher one.
         """
         while not self._closed:
-            self._requests += 1
-            number = self._retried_while_idle(lambda: self._tokens.take(self._caller, self._requests))
+            number = self._next_number()
             if number is None:
                 return
             batch = read(number)
@@ -125,6 +127,14 @@ class TokenClient:
                 return
             self._numbers.append(number)
             yield batch
+
+    def _next_number(self) -> int | None:
+        """Returns the number of the next batch: as the last token has brought it, or else by a call."""
+        self._requests += 1
+        request, number = self._following
+        if request == self._requests:
+            return number
+        return self._retried_while_idle(lambda: self._tokens.take(self._caller, self._requests))
 
     def pass_lookup(self, *, ahead: bool = False) -> bool:
         """Blocks until the next token may be drawn; False when closed instead.
@@ -159,15 +169,16 @@ class TokenClient:
 
     def draw(self, rows: int) -> DrawnToken:
         """Draws the token of the next batch, which has `rows` rows, and pulls the parameters for it. Blocks."""
-        number, sequence = self._numbers.popleft(), self.sequence + 1
+        number, sequence, request = self._numbers.popleft(), self.sequence + 1, self._requests + 1
         began = time.monotonic()
         while True:
             token = self._retried_while_idle(
-                lambda: self._tokens.draw(self._caller, sequence, number, rows, *self._outcome())
+                lambda: self._tokens.draw(self._caller, sequence, number, rows, *self._outcome(), request)
             )
             if token.value is not None:
                 break
             self._fill(token.abandoned)
+        self._following = token.request, token.following
         with self._changed:
             self.sequence = sequence
             self._open.append(sequence)

@@ -51,8 +51,6 @@ class TrainingLookup:
         self._gate = gate
         self._device = device
         self._pools = log.connection.pools and not transfer.clips
-        self._expanders: dict[tuple[str, ...], Expander] = {}
-        """By the tables whose features were pooled elsewhere."""
 
     def begin(self) -> None:
         """Prepares the calling thread, a new one, for lookups next to a network that computes."""
@@ -117,13 +115,9 @@ class TrainingLookup:
         prepared.compressed = rows.scales is not None
         if plan is not None:
             self._gate.aged(plan.oldest)
-        expander = self._expander
-        if rows.pooled:
-            prepared.pooled_ids = rows.pooled
-            prepared.expander = expander = self._of_pooled(tuple(rows.pooled))
-        if expander.on_host:
+        if self._expander.on_host:
             index = prepared.inverse, prepared.offsets, prepared.id_weights
-            prepared.pooled = expander.ahead(prepared.host_rows(), *index)
+            prepared.pooled = self._expander.of_pooled(prepared.pooled_ids).ahead(prepared.host_rows(), *index)
             if final and prepared.left_out is None and prepared.pooled.fits(ready):
                 with self._tracer.span("pool", batch=batch.batch_id):
                     prepared.pooled.pool()
@@ -153,11 +147,6 @@ class TrainingLookup:
                 batch.pooled.pool_again()
 
         return overwrite
-
-    def _of_pooled(self, tables: tuple[str, ...]) -> Expander:
-        if tables not in self._expanders:
-            self._expanders[tables] = self._expander.of_pooled(tables)
-        return self._expanders[tables]
 
     def dummy(self, rows: int) -> PreparedBatch:
         """Returns the batch with which this NN worker takes part in a step for which it has no data."""

@@ -376,7 +376,7 @@ class Transfer:
         prepared = PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets)
         prepared.frozen = self._frozen
         prepared.weights, prepared.groups = tensors.get("weights"), tensors.get("groups")
-        prepared.id_weights = id_weights
+        prepared.id_weights, prepared.pooled_ids = id_weights, lookup.pooled or {}
         prepared.seen, prepared.left_out = lookup.seen, lookup.left_out
         return prepared, ready
 

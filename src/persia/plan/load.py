@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from persia.plan.host_kinds import ROLES
 from persia.plan.rates import BatchShape, Rates, WorkloadRate
@@ -24,11 +24,13 @@ class Topology(NamedTuple):
         counts: processes by role.
         apart: whether they are processes that call one another; otherwise all are in one process.
         compressed: whether rows and gradients are sent to NN workers and back as fp16.
+        pool_at: where features are pooled, as in `persia.worker.WorkerOptions`.
     """
 
     counts: Mapping[str, int]
     apart: bool = True
     compressed: bool = False
+    pool_at: Literal["nn_worker", "embedding_worker", "auto"] = "nn_worker"
 
 
 class BatchTraffic(NamedTuple):
@@ -39,8 +41,8 @@ class BatchTraffic(NamedTuple):
         dense: other features and labels, from a data loader to an NN worker.
         keys: distinct ids, from an embedding worker to the PSs; a push sends them again.
         rows: rows, from the PSs to an embedding worker.
-        answers: rows and indices, from an embedding worker to an NN worker.
-        pushed: gradients, from an NN worker to an embedding worker.
+        answers: rows and indices, or values of pooled features, from an embedding worker to an NN worker.
+        pushed: gradients of these rows or values, from an NN worker to an embedding worker.
         gradients: gradients, from an embedding worker to the PSs.
         reduced: parts of the all-reduce, in and out of an NN worker.
     """
@@ -114,28 +116,41 @@ def batch_traffic(tables: Sequence[PlannedTable], batch: BatchShape, topology: T
     Args:
         tables: tables of the plan.
         batch: shape of a batch.
-        topology: numbers of processes, and whether rows are compressed.
+        topology: numbers of processes, and the form of messages to and from NN workers.
     """
     rows, workers = batch.unique, topology.counts["nn_worker"]
     row_bytes = answers = gradients = pushed = 0.0
     for table in tables:
         config, count = table.config, rows[table.config.name]
-        halves = (2 * config.dim + SCALE_BYTES) * count
         row_bytes += 4 * config.row_words * count
         gradients += 4 * config.dim * count
-        answers += halves if topology.compressed and config.dtype == "float32" else 4 * config.row_words * count
-        answers += batch.ids[config.name] * (2 if count <= NARROW_ROWS else 4)
-        pushed += halves if topology.compressed else 4 * config.dim * count
+        answer, push = _with_nn_worker(table, batch, topology)
+        answers += answer
+        pushed += push
     return BatchTraffic(
-        ids=sum(batch.ids.values()) * ID_BYTES + batch.offset_bytes,
+        ids=sum(batch.ids.values()) * ID_BYTES + sum(batch.offsets.values()),
         dense=batch.dense_bytes,
         keys=sum(rows[table.config.name] for table in tables) * ID_BYTES,
         rows=row_bytes,
-        answers=answers + batch.offset_bytes,
+        answers=answers,
         pushed=pushed,
         gradients=gradients,
         reduced=2 * (workers - 1) / workers * 4 * batch.parameters,
     )
+
+
+def _with_nn_worker(table: PlannedTable, batch: BatchShape, topology: Topology) -> tuple[float, float]:
+    """Returns the bytes of the answer to a lookup and of the push, for a table: of its rows, or of values.
+
+    `persia.worker.feature_pooler` makes the same choice for each batch.
+    """
+    config, count = table.config, batch.unique[table.config.name]
+    value = 2 * config.dim + SCALE_BYTES if topology.compressed else 4 * config.dim
+    row = value if config.dtype == "float32" else 4 * config.row_words
+    index = batch.ids[config.name] * (2 if count <= NARROW_ROWS else 4) + batch.offsets.get(config.name, 0.0)
+    of_rows, of_values = (count * row + index, count * value), (table.poolable * batch.samples * value,) * 2
+    pools = topology.pool_at == "embedding_worker" or (topology.pool_at == "auto" and sum(of_values) < sum(of_rows))
+    return of_values if table.poolable and pools else of_rows
 
 
 def _by_role(traffic: BatchTraffic, servers: int) -> dict[str, tuple[float, float, float]]:

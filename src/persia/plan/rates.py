@@ -134,7 +134,7 @@ class BatchShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         samples: number of samples.
         ids: number of ids by table, repetitions included.
         unique: number of distinct ids by table.
-        offset_bytes: bytes of the offsets of features whose samples have any number of ids.
+        offsets: bytes of the offsets and weights of ids by table, for features whose samples have any number of ids.
         dense_bytes: bytes of non-ID-type features and labels.
         parameters: number of parameters of the network.
     """
@@ -142,7 +142,7 @@ class BatchShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: int
     ids: dict[str, float]
     unique: dict[str, float]
-    offset_bytes: float
+    offsets: dict[str, float]
     dense_bytes: float
     parameters: int
 

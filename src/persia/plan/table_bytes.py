@@ -12,6 +12,7 @@ import msgspec
 from persia.errors import ConfigError
 from persia.ps.table_configs import table_config
 from persia.schema import EmbeddingOptimizer, IdFeature, Schema, Table
+from persia.schema.pooled_features import poolable_features
 from persia.store import TableConfig
 from persia.types.half_floats import words_of
 
@@ -55,12 +56,15 @@ class PlannedTable(NamedTuple):
         rows: number of rows in the whole cluster.
         table: declaration in the schema, with its optimizer, and a capacity of at least `rows` if it declares one.
         last_steps: whether each row has its last step, as in asynchronous modes.
+        poolable: number of features whose values an embedding worker can send in place of rows; 0 if a feature of the
+            table is not pooled.
     """
 
     config: TableConfig
     rows: int
     table: Table
     last_steps: bool = False
+    poolable: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -116,7 +120,7 @@ def planned_tables(
         raise ConfigError(
             f"Invalid --rows {unknown[0]}: there is no such table; expected one of: {', '.join(tables)}.", field="rows"
         )
-    planned = []
+    planned, poolable = [], poolable_features(schema)
     for name, table in tables.items():
         count = rows.get(name, table.capacity)
         count = _bounded_rows(schema, name) if count is None else count
@@ -127,7 +131,8 @@ def planned_tables(
             )
         capacity = None if table.capacity is None else max(count, table.capacity)
         table = msgspec.structs.replace(table, optimizer=table.optimizer_or(optimizer), capacity=capacity)
-        planned.append(PlannedTable(table_config(table, 0, None), count, table, asynchronous))
+        config, features = table_config(table, 0, None), len(poolable.get(name, []))
+        planned.append(PlannedTable(config, count, table, asynchronous, features))
     return planned
 
 

@@ -169,7 +169,7 @@ def measure_workload(
         len(full[0]),
         _mean([_ids_by_table(schema, batch) for batch in full]),
         _mean([dict(zip(ids.names, map(float, ids.counts), strict=True)) for ids in distinct]),
-        float(sum(column.offsets.nbytes for column in full[0].id_features.values() if column.offsets is not None)),
+        _mean([_offsets_by_table(schema, batch) for batch in full]),
         float(full[0].dense.nbytes + full[0].labels.nbytes),
         parameters,
     )
@@ -188,6 +188,14 @@ def _ids_by_table(schema: Schema, batch: Batch) -> dict[str, float]:
     for feature in schema.id_features:
         ids[feature.table_name] += len(batch.id_features[feature.name].values)
     return ids
+
+
+def _offsets_by_table(schema: Schema, batch: Batch) -> dict[str, float]:
+    nbytes = dict.fromkeys(schema.resolved_tables(), 0.0)
+    for feature in schema.id_features:
+        column = batch.id_features[feature.name]
+        nbytes[feature.table_name] += sum(a.nbytes for a in (column.offsets, column.weights) if a is not None)
+    return nbytes
 
 
 def _mean(mappings: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -113,9 +113,19 @@ class TokenService(Protocol):
 
     @rpc.waits
     def draw(
-        self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int, lost: Losses = NO_LOSSES
+        self,
+        caller: Caller,
+        sequence: int,
+        number: int,
+        rows: int,
+        done: int,
+        filled: int,
+        lost: Losses = NO_LOSSES,
+        request: int = 0,
     ) -> Token:
         """Draws the token of a batch, just before its lookup. Waits while the gate of the mode is closed.
+
+        With `request`, it also hands out the next batch, as `take` would, unless that has to wait.
 
         Args:
             caller: the NN worker.
@@ -125,6 +135,7 @@ class TokenService(Protocol):
             done: sequence number up to which all pushes have returned.
             filled: number of abandoned pushes that it has filled in this phase, in the order of receipt.
             lost: its losses since it started, including losses of pushes up to `done`.
+            request: number of the request for the next batch; 0 for none. If `Token.request` is less, call `take`.
 
         Raises:
             ConfigError: the mode cannot run with batches of this size.

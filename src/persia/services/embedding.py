@@ -328,7 +328,8 @@ class EmbeddingWorker(Protocol):
         Args:
             batch_id: id that `register` returned.
             pool: whether the embedding worker may pool features; see `LookedUp.pooled`. Gradients to push are then
-                those of their values.
+                those of their values. What is only read, with `train` False, is pooled more often, as no gradients
+                follow.
             train: whether ids may be admitted, and the batch remains registered until its push or release. Otherwise
                 nothing changes, and the batch is removed; the last batch that an NN worker pushed can still be read.
 
@@ -404,8 +405,8 @@ class EmbeddingWorker(Protocol):
     def release(self, batch_id: int) -> None:
         """Removes a batch that will have no gradient. No-op if it is unknown."""
 
-    def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
-        """Looks up rows for evaluation. Nothing is admitted, touched or buffered."""
+    def evaluate(self, id_features: Mapping[str, IdColumn], pool: bool = False) -> LookedUp:
+        """Looks up rows for evaluation. Nothing is admitted, touched or buffered. `pool` is as for `lookup`."""
 
     def statistics(self) -> dict[str, int]:
         """Returns counters: batches buffered, registered, looked up, pushed, released, expired; rows of gradients."""

@@ -101,12 +101,16 @@ class Token(NamedTuple):
         least: minimum version of the dense parameters for training on the batch.
         after: push of this NN worker that the dense parameters must have counted; None if any will do.
         abandoned: pushes of dead NN workers; push each without gradients to every PS.
+        request: number of the last request of this NN worker for a batch that is answered.
+        following: answer to that request, as of `TokenService.take`.
     """
 
     value: int | None
     least: int
     after: PushId | None
     abandoned: list[PushHeader]
+    request: int = 0
+    following: int | None = None
 
 
 class Ticket(NamedTuple):

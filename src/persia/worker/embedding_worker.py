@@ -134,8 +134,8 @@ class Worker:
         """
         lookups = [server.lookup for server in self._servers]
         if not train and (pushed := dict(self._last_pushed.values()).get(batch_id)) is not None:
-            return self._rows(pushed, lookups, False)
-        rows = self._look_up(batch_id, lookups, train, pool=pool)
+            return self._rows(pushed, lookups, False, pool=pool, pushed=False)
+        rows = self._look_up(batch_id, lookups, train, pool=pool, pushed=train)
         if not train:
             self.release(batch_id)
         return rows
@@ -213,9 +213,10 @@ class Worker:
         servers = [rpc.cast_to(RecordableRows, server) for server in self._servers]
         return self._look_up(batch_id, [server.recorded_lookup for server in servers], batch_id)
 
-    def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
+    def evaluate(self, id_features: Mapping[str, IdColumn], pool: bool = False) -> LookedUp:
         """Looks up the rows of a batch, read-only; nothing is buffered."""
-        return self._rows(self._router.route(id_features), [server.lookup for server in self._servers], False)
+        lookups = [server.lookup for server in self._servers]
+        return self._rows(self._router.route(id_features), lookups, False, pool=pool, pushed=False)
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
         """Sends the summed gradients of the batches to every PS, even if a PS gets none, and forgets the batches.
@@ -315,11 +316,12 @@ class Worker:
         wanted: Packed[np.bool_] | None = None,
         *,
         pool: bool = False,
+        pushed: bool = True,
         keep: bool = False,
     ) -> LookedUp:
         with self._buffer.use(batch_id) as (batch, state):
             whole = batch if wanted is None else self._router.part_of(batch, wanted)
-            rows = self._rows(whole, lookups, argument, pool=pool, state=state if keep else None)
+            rows = self._rows(whole, lookups, argument, pool=pool, pushed=pushed, state=state if keep else None)
         self._count("looked_up")
         self._carried("row_bytes", rows.rows, rows.scales)
         return rows
@@ -331,9 +333,10 @@ class Worker:
         argument: T,
         *,
         pool: bool = False,
+        pushed: bool = True,
         state: LookupState | None = None,
     ) -> LookedUp:
-        """Calls each PS with its ids and the argument."""
+        """Calls each PS with its ids and the argument; `pushed` says whether gradients will be pushed."""
         answers = call_all(
             [
                 functools.partial(lookup, self._router.ids_of(batch, number), argument, batch.buckets.version)
@@ -342,7 +345,7 @@ class Worker:
         )
         rows = self._router.join(batch, answers)
         if pool:
-            looked_up = self._pooler.looked_up(batch, rows, state)
+            looked_up = self._pooler.looked_up(batch, rows, state, pushed=pushed)
         else:
             plain = cast("Packed[np.float32 | np.float16]", rows)
             looked_up = LookedUp(plain, batch.narrow, batch.wide, batch.offsets, weights=batch.weights)

@@ -91,18 +91,21 @@ class FeaturePooler:
         self._scratch = batching.Scratch()
 
     def applies(self, batch: RoutedBatch) -> bool:
-        """Returns whether some features of a batch are pooled here."""
-        return bool(self._chosen(batch))
+        """Returns whether some features of a batch that is trained are pooled here."""
+        return bool(self._chosen(batch, pushed=True))
 
-    def looked_up(self, batch: RoutedBatch, rows: Packed[np.float32], state: LookupState | None) -> LookedUp:
+    def looked_up(
+        self, batch: RoutedBatch, rows: Packed[np.float32], state: LookupState | None, *, pushed: bool
+    ) -> LookedUp:
         """Returns the answer to a lookup, not compressed, with the values of features that are pooled here.
 
         Args:
             batch: the batch.
             rows: rows of its ids, as stored.
             state: gets the rows of pooled features, under its lock; None if the batch is not refreshed.
+            pushed: whether gradients will be pushed.
         """
-        if not (tables := self._chosen(batch)):
+        if not (tables := self._chosen(batch, pushed=pushed)):
             return LookedUp(cast("Rows", rows), batch.narrow, batch.wide, batch.offsets, weights=batch.weights)
         own = self._decoded(tables, rows)
         if state is not None:
@@ -177,8 +180,8 @@ class FeaturePooler:
         others = _without(gradients, [feature.values for _, feature in features])
         return Packed.of({**others, **dict(zip(tables, sums, strict=True))}, np.float32)
 
-    def _chosen(self, batch: RoutedBatch) -> list[str]:
-        """Returns the tables whose features are pooled here, by the bytes of the answer and of the push."""
+    def _chosen(self, batch: RoutedBatch, *, pushed: bool) -> list[str]:
+        """Returns the tables whose features are pooled here, by the bytes of the answer, and of a push that follows."""
         if self._always:
             return list(self._features)
         chosen, inverse = [], batch.inverse
@@ -186,7 +189,7 @@ class FeaturePooler:
             table = self._tables[name]
             value = 2 * table.dim + SCALE_BYTES if self._compressed else 4 * table.dim
             row = value if table.dtype == "float32" else 2 * table.dim
-            gradient = value if table.trainable else 0
+            gradient = value if table.trainable and pushed else 0
             indices = sum(_index_bytes(batch, inverse[feature.name], feature.name) for feature in features)
             samples = sum(_samples(batch, inverse[feature.name], feature.name) for feature in features)
             if samples * (value + gradient) < len(batch.ids[name]) * (row + gradient) + indices:

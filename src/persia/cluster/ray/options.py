@@ -41,8 +41,8 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             decided when the cluster starts.
         pool_at: where features are pooled. With "nn_worker" an NN worker gets each distinct row of a batch once, with
             "embedding_worker" the pooled values. "auto" is "nn_worker" if these roles are on one host, else whichever
-            sends fewer bytes, for each table and batch. Tables with un-pooled features, and NN workers with
-            `cache_rows` or `clip_embedding_norm`, always have "nn_worker".
+            sends fewer bytes, for each table and batch. Tables with un-pooled features always have "nn_worker", and so
+            has training with `cache_rows` or `clip_embedding_norm`.
         threads: threads of each process: torch threads in an NN worker, store threads in a PS. None divides half of
             this machine's cores among the NN workers; on several hosts each gets half of its host's cores.
         dense_ps: number of processes that share the network's tensors in asynchronous modes; started with the first
