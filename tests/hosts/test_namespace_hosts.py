@@ -169,6 +169,14 @@ def test_links_are_cut_and_lose_packets(two):
     assert after[0] == before[0]
     two.lose(0, 0.0)
     wait_for_answer(two, 1, 0)
+    two.deafen(0)
+    before = two.moved(0)
+    assert not answers(two, 0, 1)  # It asks, and hears no answer.
+    after = two.moved(0)
+    assert after[0] > before[0]
+    assert after[1] == before[1]
+    two.lose(0, 0.0)
+    wait_for_answer(two, 0, 1)
     two.shape(1, None)
     two.lose(1, 0.25)
     before = two.moved(1)[0]  # Counted as packets leave the host, so none is still on its way when it is read.

@@ -136,6 +136,10 @@ class Hosts:
         """Drops what a host sends, and delivers what others send to it, until `lose` sets another share."""
         _lose("eth0", 1.0, partial(self._on_host, number))
 
+    def deafen(self, number: int) -> None:
+        """Drops what others send to a host, and delivers what it sends, until `lose` sets another share."""
+        _lose(f"h{number}", 1.0, self._on_switch)
+
     def treat(self, number: int, treatment: Treatment) -> None:
         """Delays, reorders and duplicates the packets of a host's link, both those that it sends and receives.
 

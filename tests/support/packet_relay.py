@@ -2,8 +2,8 @@
 
     python packet_relay.py DEVICE DEVICE SEED
 
-Each line of the input is a `Treatment` as a JSON list; the answer is an empty line. Ends with its input. Imports nothing
-of this project, so that it starts in milliseconds.
+Each line of the input is a `Treatment` as a JSON list; the answer is an empty line. Ends with its input. Imports
+nothing of this project, so that it starts in milliseconds.
 
 Packets are treated below TCP: connections, encryption and addresses stay as they are, and what applications observe is
 what a slow network makes of TCP. It hides loss, order and copies, and shows them as stalls (retransmission), as
