@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
 PORT = 6379
 FOLDER = "/dev/shm/ray"
 """Of each host."""
-SECONDS = 120.0
+SECONDS = 240.0
 RETRIES = 2
 """Ray gives itself 30 seconds to start, in which it imports itself several times: too few where much else runs."""
 QUICK_NOTICE = {
