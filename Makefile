@@ -12,7 +12,7 @@ SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMa
 CONSTRAINTS := constraints.txt
 PIP = $(BIN)/python -m pip install -q -c $(CONSTRAINTS)
 .PHONY: install install-tests install-runs demo demo-online demo-cluster demo-hosts quick quick-list test test-all test-processes test-slow \
-  test-cpp row-bits-16 bench-cpp sanitize lint format wheel wheel-test bench bench-smoke chaos gpu gpu-wheels examples docs clean
+  test-cpp row-bits-16 bench-cpp sanitize lint format wheel wheel-test bench bench-smoke chaos chaos-hosts gpu gpu-wheels examples docs clean
 
 # With -j2 packages are installed while the core compiles.
 INSTALL = @+$(MAKE) --no-print-directory -j2
@@ -157,6 +157,10 @@ smoke-on-ray smoke-others: install
 # Arguments: make chaos CHAOS="--seconds 300 --faults 20 --seeds 7 --mode gba"
 chaos: install  ## train while things go wrong, 90 minutes
 	PYTHONPATH=tests $(BIN)/python tests/chaos/chaos_run.py $(CHAOS)
+
+# Arguments: make chaos-hosts CHAOS_HOSTS="--seeds 7 --mode gba --faults 10 --shrink"
+chaos-hosts: install  ## train over three hosts whose network fails, 20 minutes; needs root
+	PYTHONPATH=tests $(BIN)/python tests/chaos/chaos_network.py $(CHAOS_HOSTS)
 
 # The machine with the GPU needs no network: copy the checkout there with .whl, and run `make gpu`.
 GPU_WHEELS = nanobind msgspec pyzmq pyarrow typer shellingham rich markdown-it-py mdurl pygments pytest pluggy iniconfig \

@@ -45,6 +45,9 @@ def _refuse(event: str) -> None:
         )
 
 
+RAY_ADDRESS = "PERSIA_TESTS_RAY"
+"""Environment variable: address of the Ray that tests use, in place of their own."""
+
 NOT_QUICK = Path(__file__).with_name("not_quick.txt")
 
 
@@ -162,8 +165,17 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
-    """One Ray for all tests: clusters come and go in it, as in an existing Ray job."""
+    """One Ray for all tests: clusters come and go in it, as in an existing Ray job.
+
+    That of several hosts, where `tests/hosts/test_cluster_on_hosts.py` runs tests on one of them; else of this process.
+    """
     import ray
+
+    if RAY_ADDRESS in os.environ:
+        ray.init(address=os.environ[RAY_ADDRESS], log_to_driver=False, logging_level="error")
+        yield
+        ray.shutdown()
+        return
 
     from persia.cluster.ray.processes import of_this_host_only
     from support.ray_forks import forking

@@ -26,3 +26,15 @@ def proxied(host: type, folder: str = "", every: int = 1) -> type:
             self.proxy.spoil(kind)
 
     return Proxied
+
+
+def recorded(host: type, folder: str, every: int = 1) -> type:
+    """A host of an embedding PS that writes its pushes into a folder. Without a proxy, so that it may have keys."""
+
+    class RecordedHost(host):  # type: ignore[misc,valid-type]
+        def serve(self, service: Any, protocol: type, address: str = "") -> str:
+            from chaos_records import Recorded
+
+            return str(super().serve(Recorded(service, folder, every, self.rank), protocol, address))
+
+    return RecordedHost

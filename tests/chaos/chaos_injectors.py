@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import ray
 from chaos_disk import SIGN
-from chaos_schedule import Fault
+from chaos_schedule import BY_PROXY, Fault
 
 from persia.checkpoint import list_checkpoints
 from support.cluster_samples import pids
@@ -122,9 +122,7 @@ def full_memory(site: Site, fault: Fault) -> None:
 INJECTORS: dict[str, Callable[[Site, Fault], None]] = {
     "kill": kill,
     "stop": stop,
-    "cut": spoil,
-    "lost_reply": spoil,
-    "duplicate": spoil,
+    **dict.fromkeys(BY_PROXY, spoil),
     "slow_disk": disk,
     "full_disk": disk,
     "corrupted_part": corrupted_part,

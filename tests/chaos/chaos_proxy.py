@@ -1,18 +1,31 @@
-"""A proxy in front of a role, that cuts connections, loses replies and repeats requests.
+"""A proxy in front of a role, that cuts connections, loses, repeats and reorders messages, and holds them up.
 
-It understands as much of ZMTP 3 (rfc.zeromq.org/spec/23) as is needed to tell one message from the next.
+It understands as much of ZMTP 3 (rfc.zeromq.org/spec/23) as is needed to tell one message from the next, which it can
+only without keys: encrypted messages are numbered, and ZeroMQ closes a connection that lacks one or has one twice.
+
+TCP hides lost, late, reordered and repeated packets. What is left of them above it are messages that are held up, as
+here by `stall`; connections that end, as by `cut`; and requests that come twice or in another order, since clients
+repeat them over a new connection, as by `duplicate` and `reorder`. `support.packet_relay` treats packets themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
 GREETING = 64
+STALL_SECONDS = 1.0
+HOLD_SECONDS = 1.0
+"""How long a message waits for one that may overtake it."""
 MORE, LONG, COMMAND = 1, 2, 4
+
+Spoiler = Callable[[socket.socket, socket.socket, bytes], None]
+"""Passes on a message, or does not: from, to, message."""
 
 
 class Proxy:
@@ -34,7 +47,7 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def spoil(self, kind: str) -> None:
-        """`cut`: ends all connections now. `lost_reply`, `duplicate`: befalls the next message of its direction."""
+        """`cut` ends all connections now; others, see `REQUESTS` and `REPLIES`, befall the next message."""
         if kind == "cut":
             self._cut()
         else:
@@ -51,24 +64,20 @@ class Proxy:
                 continue
             with self._lock:
                 self._open |= {client, server}
-            for source, sink, kind, spoiled in (
-                (client, server, "duplicate", self._twice),
-                (server, client, "lost_reply", self._never),
-            ):
-                threading.Thread(target=self._pump, args=(source, sink, kind, spoiled), daemon=True).start()
+            for source, sink, spoilers in ((client, server, REQUESTS), (server, client, REPLIES)):
+                threading.Thread(target=self._pump, args=(source, sink, spoilers), daemon=True).start()
 
-    def _pump(
-        self, source: socket.socket, sink: socket.socket, kind: str, spoiled: Callable[[socket.socket, bytes], None]
-    ) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, spoilers: Mapping[str, Spoiler]) -> None:
         with contextlib.suppress(OSError, EOFError):
             for _ in range(GREETING):  # At once: each end waits for the beginning of the other's greeting.
                 sink.sendall(_exactly(source, 1))
             while True:
                 message, is_command = _message(source)
-                if not is_command and self._disarm(kind):
-                    spoiled(sink, message)
-                else:
+                kind = None if is_command else self._disarm(spoilers)
+                if kind is None:
                     sink.sendall(message)
+                else:
+                    spoilers[kind](source, sink, message)
         for end in (source, sink):
             with self._lock:
                 self._open.discard(end)
@@ -76,19 +85,13 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
 
-    def _disarm(self, kind: str) -> bool:
+    def _disarm(self, kinds: Mapping[str, Spoiler]) -> str | None:
         with self._lock:
-            if kind not in self._armed:
-                return False
-            self._armed.remove(kind)
-            return True
-
-    def _twice(self, sink: socket.socket, message: bytes) -> None:
-        sink.sendall(message + message)
-
-    def _never(self, sink: socket.socket, message: bytes) -> None:
-        """A reply is only ever lost together with its connection."""
-        raise EOFError
+            for kind in self._armed:
+                if kind in kinds:
+                    self._armed.remove(kind)
+                    return kind
+            return None
 
     def _cut(self) -> None:
         with self._lock:
@@ -96,6 +99,34 @@ class Proxy:
         for end in ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+def _twice(source: socket.socket, sink: socket.socket, message: bytes) -> None:
+    del source
+    sink.sendall(message + message)
+
+
+def _later(source: socket.socket, sink: socket.socket, message: bytes) -> None:
+    """After the next message, if one comes soon."""
+    overtaking = b""
+    if select.select([source], [], [], HOLD_SECONDS)[0]:
+        overtaking, _ = _message(source)
+    sink.sendall(overtaking + message)
+
+
+def _stalled(source: socket.socket, sink: socket.socket, message: bytes) -> None:
+    del source
+    time.sleep(STALL_SECONDS)
+    sink.sendall(message)
+
+
+def _never(source: socket.socket, sink: socket.socket, message: bytes) -> None:
+    """A reply is only ever lost together with its connection."""
+    raise EOFError
+
+
+REQUESTS: Mapping[str, Spoiler] = {"duplicate": _twice, "reorder": _later}
+REPLIES: Mapping[str, Spoiler] = {"lost_reply": _never, "stall": _stalled}
 
 
 def _message(source: socket.socket) -> tuple[bytes, bool]:

@@ -10,7 +10,8 @@ ROLES = ("embedding_ps", "embedding_worker", "data_loader", "coordinator", "nn_w
 PROXIED = ("embedding_ps", "embedding_worker", "data_loader", "coordinator")
 """Roles that are called, through a proxy that can lose and repeat messages."""
 
-ON_PROCESSES = {"kill": ROLES, "stop": ROLES, "cut": PROXIED, "lost_reply": PROXIED, "duplicate": PROXIED}
+BY_PROXY = ("cut", "lost_reply", "duplicate", "reorder", "stall")
+ON_PROCESSES = {"kill": ROLES, "stop": ROLES, **dict.fromkeys(BY_PROXY, PROXIED)}
 ON_DISKS = ("slow_disk", "full_disk", "corrupted_part")
 ON_MEMORY = ("full_memory",)
 """Only where a small file system may be mounted."""

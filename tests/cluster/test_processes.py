@@ -15,6 +15,8 @@ from persia.errors import ConfigError, RoleDiedError
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
+from ray.exceptions import ActorUnavailableError
+
 from persia.cluster.ray import processes as on_ray
 from persia.cluster.ray.hosts import worker_options
 from persia.cluster.ray.processes import Processes, make_plan
@@ -49,6 +51,30 @@ def test_all_deaths_are_told():
             processes.check()
         processes.forget_failures("embedding_ps")
         processes.check()
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_process_that_answers_is_not_dead(answers, monkeypatch):
+    """Ray says "unavailable" both when a connection is lost, and when a process is dead that restarts."""
+    told: list[int] = []
+    processes = Processes(lambda process, _: told.append(process.rank), lambda _: None, 60.0)
+    try:
+        process = processes.start(bare_host(), "embedding_ps", 0, (), num_cpus=0)
+        processes.await_ready([process], 60.0)
+        monkeypatch.setattr(on_ray, "_error_of", lambda _: ActorUnavailableError("reset by peer", None))
+        if not answers:  # What does is its successor.
+            process.info = process.info._replace(pid=1)
+        before = process.watching
+        processes._ended(process)
+        assert told == ([] if answers else [0])
+        assert bool(processes.failures()) != answers
+        assert (process.watching is not before, process in processes.all()) == (answers, answers)
+        monkeypatch.undo()
+        if answers:
+            os.kill(process.info.pid, signal.SIGKILL)
+            eventually(lambda: bool(told), "it is watched again")  # Twice, if the first call is still watched.
     finally:
         processes.close()
 

@@ -25,7 +25,7 @@ pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-rec
 
 import ray
 
-from support.cluster_samples import eventually, killing, losses, make_trainer, options, pids, reader, running
+from support.cluster_samples import eventually, killing, losses, make_trainer, options, pids, reader, watched
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,8 +58,8 @@ def same_numbers(ps: int, embedding_workers: int, data_loaders: int, tmp_path: P
         roles = {name.rpartition("-")[0] for name in cluster.statistics()}
         assert roles == {"embedding_ps", "embedding_worker", "data_loader", "nn_worker"}
         assert there.save(str(tmp_path)).endswith("step-000000000012")
-        processes = pids(cluster)
-    eventually(lambda: not any(map(running, processes)), "all processes have ended")
+        still_running = watched(cluster)
+    eventually(lambda: not still_running(), "all processes have ended")
     with pytest.raises(ClosedError):
         cluster.run(lambda: 0)
 
@@ -112,8 +112,8 @@ def test_two_nn_workers_a_bare_loop_resizing_and_deaths(one_thread):
             pytest.raises(RoleDiedError, match=r"embedding PS 0 \(process \d+ on .*has died"),
         ):
             trainer.fit(gated(reader(100_000)))
-        processes = pids(cluster)
-    eventually(lambda: not any(map(running, processes)), "all processes have ended")
+        still_running = watched(cluster)
+    eventually(lambda: not still_running(), "all processes have ended")
 
 
 @pytest.mark.usefixtures("one_thread")

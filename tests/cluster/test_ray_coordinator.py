@@ -12,7 +12,7 @@ from persia.ps.regions import leftovers
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-from support.cluster_samples import BATCH, eventually, killing, make_trainer, options, pids, reader, running
+from support.cluster_samples import BATCH, eventually, killing, make_trainer, options, pids, reader, watched
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -38,6 +38,6 @@ def test_a_coordinator_that_dies_loses_no_batch(mode, tmp_path):
         assert [Path(one.path).name for one in left] == ["coordinator", "ps-0"]
         assert all(one.in_use for one in left)
         cluster.scale(data_loaders=2)  # Membership goes on, too.
-        processes = pids(cluster)
-    eventually(lambda: not any(map(running, processes)), "all processes have ended")
+        still_running = watched(cluster)
+    eventually(lambda: not still_running(), "all processes have ended")
     assert not list(tmp_path.iterdir())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import threading
 from typing import Any
 
@@ -18,7 +16,17 @@ from persia.modes import Gba, Hybrid, Sync
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-from support.cluster_samples import BATCH, eventually, kill_once_training, killing, make_trainer, options, pids, reader
+from support.cluster_samples import (
+    BATCH,
+    eventually,
+    kill_once_training,
+    killing,
+    make_trainer,
+    options,
+    pids,
+    reader,
+    signal_process,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -110,7 +118,7 @@ def test_between_two_calls_of_fit_and_data_that_are_a_list():
     with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
         trainer = make_trainer(cluster, Gba(2 * BATCH))
         assert trainer.fit(data).rows == 20 * BATCH
-        os.kill(pids(cluster, "nn_worker")[1], signal.SIGKILL)
+        signal_process(cluster, "nn_worker", rank=1)
         eventually(lambda: len(cluster._roles.processes.of("nn_worker")) == 1, "its death is noticed")
         assert "embedding_ps-0" in cluster.statistics()
         again = trainer.fit(data, again=True)

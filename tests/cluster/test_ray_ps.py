@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from persia.ps.regions import leftovers
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from persia.cluster.ray import processes, runs
-from support.cluster_samples import eventually, killing, make_trainer, options, pids, reader, running
+from support.cluster_samples import eventually, killing, make_trainer, options, reader, signal_process, watched
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -40,8 +38,8 @@ def test_a_ps_that_dies_changes_no_number(tmp_path):
         left = leftovers(str(tmp_path))
         assert [Path(one.path).name for one in left] == ["coordinator", "ps-0", "ps-1"]
         assert all(one.in_use for one in left)
-        processes = pids(cluster)
-    eventually(lambda: not any(map(running, processes)), "all processes have ended")
+        still_running = watched(cluster)
+    eventually(lambda: not still_running(), "all processes have ended")
     assert not list(tmp_path.iterdir())  # Nothing is left over.
 
 
@@ -102,6 +100,6 @@ def test_a_ps_that_is_dead_for_good_leaves_no_memory(tmp_path):
         assert result.failures == 1
         left = leftovers(str(tmp_path / "regions"))
         assert [Path(one.path).name for one in left] == ["coordinator", "ps-0.1", "ps-1"]
-        os.kill(pids(cluster, "embedding_ps")[0], signal.SIGKILL)
+        signal_process(cluster, "embedding_ps")
         eventually(lambda: len(cluster._roles.processes.of("embedding_ps")) == 1, "its death is noticed")
     assert not (tmp_path / "regions").exists() or not list((tmp_path / "regions").iterdir())

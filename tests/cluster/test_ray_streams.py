@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 
 import numpy as np
@@ -15,7 +13,7 @@ from persia.modes import Gba, Hybrid, Sync
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-from support.cluster_samples import eventually, options, pids
+from support.cluster_samples import eventually, options, pids, signal_process
 from support.kafka import SCHEMA, Kafka, clicks
 
 pytestmark = pytest.mark.usefixtures("ray_here")
@@ -59,7 +57,7 @@ def kill(cluster, role):
     eventually(lambda: bool(pids(cluster, role)), "it starts", 60.0)
     before = calls()
     eventually(lambda: calls() > before + 40, "it trains", 60.0)
-    os.kill(pids(cluster, role)[0], signal.SIGKILL)
+    signal_process(cluster, role)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from support.hosts import UnavailableError
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-import hosts_demo
 from hosts_demo import HOSTS, HostsRun, run_scenario
 
 from support.ray_hosts import RayHosts
@@ -67,7 +66,7 @@ def test_a_host_dies_and_comes_back(ray_hosts, tmp_path):
 
 
 def test_a_silent_training_fails_with_the_end_of_its_log(tmp_path, monkeypatch):
-    monkeypatch.setattr(hosts_demo, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(HostsRun, "WAIT_SECONDS", 0.01)
     drivers = []
 
     def start(_number, *_arguments, stderr, **pipes):

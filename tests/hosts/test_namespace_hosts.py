@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
-from support.hosts import Hosts, UnavailableError
+from support.hosts import Hosts, Treatment, UnavailableError
 from support.waiting import wait_until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.processes]
@@ -46,6 +48,77 @@ import socket, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
     for _ in range(4000):
         sending.sendto(bytes(100), (sys.argv[1], 9))
+"""
+NUMBERED = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
+    for number in range(2000):
+        sending.sendto(number.to_bytes(2, "big"), (sys.argv[1], 5000))
+    sending.settimeout(0.1)
+    while True:  # As any of them may be lost.
+        sending.sendto(b"end", (sys.argv[1], 5000))
+        try:
+            sending.recv(1)
+            break
+        except TimeoutError:
+            pass
+"""
+COUNT = """
+import contextlib, json, socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiving:
+    receiving.setsockopt(socket.SOL_SOCKET, 33, 8 << 20)  # SO_RCVBUFFORCE
+    receiving.bind(("0.0.0.0", 5000))
+    print("listens", flush=True)
+    numbers = []
+    with contextlib.suppress(TimeoutError):
+        while True:
+            data, sender = receiving.recvfrom(16)
+            if data == b"end":
+                receiving.sendto(b".", sender)
+                receiving.settimeout(1.0)  # What was held back is there by then.
+            else:
+                numbers.append(int.from_bytes(data, "big"))
+    print(json.dumps(numbers), flush=True)
+"""
+ECHO = """
+import socket
+with socket.create_server(("0.0.0.0", 5000)) as server:
+    print("listens", flush=True)
+    connection, _ = server.accept()
+    while part := connection.recv(1 << 20):
+        connection.sendall(part)
+"""
+QUESTIONS = """
+import hashlib, json, random, socket, sys, threading, time
+data = random.Random(1).randbytes(4 << 20)
+connection = socket.create_connection((sys.argv[1], 5000))
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+times = []
+for _ in range(5):
+    began = time.monotonic()
+    connection.sendall(b"?")
+    connection.recv(1)
+    times.append(time.monotonic() - began)
+thread = threading.Thread(target=connection.sendall, args=(data,))
+thread.start()
+answer = b""
+while len(answer) < len(data):
+    answer += connection.recv(1 << 20)
+thread.join()
+print(json.dumps({"seconds": times, "same": answer == data}))
+"""
+WAIT = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 5000))
+connection.sendall(b"?")
+connection.recv(1)
+print("connected", flush=True)
+try:
+    connection.recv(1)
+except ConnectionResetError:
+    print("reset")
+except ConnectionAbortedError:
+    print("aborted")
 """
 
 
@@ -96,11 +169,71 @@ def test_links_are_cut_and_lose_packets(two):
     assert after[0] == before[0]
     two.lose(0, 0.0)
     wait_for_answer(two, 1, 0)
+    two.deafen(0)
+    before = two.moved(0)
+    assert not answers(two, 0, 1)  # It asks, and hears no answer.
+    after = two.moved(0)
+    assert after[0] > before[0]
+    assert after[1] == before[1]
+    two.lose(0, 0.0)
+    wait_for_answer(two, 0, 1)
     two.shape(1, None)
     two.lose(1, 0.25)
     before = two.moved(1)[0]  # Counted as packets leave the host, so none is still on its way when it is read.
     two.run(1, sys.executable, "-c", DATAGRAMS, two.addresses[0])
     assert (two.moved(1)[0] - before) / (4000 * 142) == pytest.approx(0.75, abs=0.05)
+
+
+def listen(hosts: Hosts, number: int, program: str) -> subprocess.Popen[str]:
+    """Starts a program on a host and waits until it listens."""
+    listening = hosts.start(number, sys.executable, "-c", program, stdout=subprocess.PIPE)
+    assert listening.stdout is not None
+    assert listening.stdout.readline().strip() == "listens"
+    return listening
+
+
+def test_packets_are_late_reordered_and_duplicated(two):
+    two.shape(0, None)
+    two.shape(1, None)
+    two.treat(1, Treatment(0.02, 0.01, 0.05, 0.05))
+    counting = listen(two, 0, COUNT)
+    two.run(1, sys.executable, "-c", NUMBERED, two.addresses[0])
+    numbers = json.loads(counting.communicate(timeout=120)[0])
+    copies = len(numbers) - len(set(numbers))
+    first = list(dict.fromkeys(numbers))
+    overtaken = sum(number < latest for number, latest in zip(first, accumulate(first, max), strict=True))
+    assert 50 < copies < 200
+    assert 50 < overtaken < 200
+    # TCP makes a stream of it again, and is late.
+    echo = listen(two, 0, ECHO)
+    answer = json.loads(two.run(1, sys.executable, "-c", QUESTIONS, two.addresses[0]).stdout)
+    echo.communicate(timeout=120)
+    assert answer["same"]
+    assert min(answer["seconds"]) > 0.04
+    two.treat(1, Treatment())  # Without a relay again.
+    echo = listen(two, 0, ECHO)
+    answer = json.loads(two.run(1, sys.executable, "-c", QUESTIONS, two.addresses[0]).stdout)
+    echo.communicate(timeout=120)
+    assert min(answer["seconds"]) < 0.04
+
+
+def test_a_host_with_a_relay_dies_and_boots_without_one(two):
+    two.treat(0, Treatment(delay=0.01))
+    two.kill(0)
+    two.boot(0)
+    wait_for_answer(two, 1, 0)
+    two.treat(0, Treatment(delay=0.01))
+    wait_for_answer(two, 1, 0)
+
+
+def test_connections_are_reset(two):
+    echo = listen(two, 0, ECHO)
+    waiting = two.start(1, sys.executable, "-c", WAIT, two.addresses[0], stdout=subprocess.PIPE)
+    assert waiting.stdout is not None
+    assert waiting.stdout.readline().strip() == "connected"
+    two.reset(0)
+    assert waiting.communicate(timeout=120)[0].strip() == "reset"
+    echo.communicate(timeout=120)
 
 
 def test_a_host_is_isolated_and_ends_with_all_its_processes(two):
@@ -141,5 +274,5 @@ def test_a_failing_command_is_an_error_once_hosts_are_made(two):
 
 def test_the_error_names_missing_programs(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UnavailableError, match="setpriv, unshare, nsenter, ip, tc, which is not installed"):
+    with pytest.raises(UnavailableError, match="setpriv, unshare, nsenter, ip, tc, ss, which is not installed"):
         Hosts(1)

@@ -64,8 +64,12 @@ def test_calls_without_reply_are_sent_again(first):
         assert 3 <= counts["resent"] <= 5
         assert counts["connects"] == 2
         assert counts["in_flight"] == 3  # The new server has them, and they block there.
-        with pytest.raises(DeadlineError):
+        with pytest.raises(DeadlineError) as caught:
             rpc.within(stub, 0.1).wait()
+        assert "lost" not in caught.value.message
+        expire(stub)
+        with pytest.raises(DeadlineError, match=r"connected, and has not answered; its connection was lost 1 times"):
+            kept[0].result()
     del kept
 
 

@@ -31,10 +31,14 @@ BATCH = 64
 
 
 def options(**changes: Any) -> RayOptions:
-    """Processes import torch before they are ready, which takes a minute where much else runs."""
+    """Processes import torch before they are ready, which takes a minute where much else runs.
+
+    Rows travel as they are, also between hosts, so that numbers are those of one process.
+    """
     from persia.cluster import RayOptions  # Needs Ray, unlike other parts of this module.
 
-    return RayOptions(threads=1, timeout=180.0, **changes)
+    as_they_are = {"compression": "none", "pool_at": "nn_worker"}
+    return RayOptions(threads=1, timeout=180.0, **{**as_they_are, **changes})
 
 
 def reader(batches: int, epoch_seed: int = 1) -> Any:
@@ -88,10 +92,37 @@ def pids(cluster: Ray, role: str | None = None) -> list[int]:
 
 
 def running(pid: int) -> bool:
+    """Whether a process of this host runs."""
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
+
+
+def watched(cluster: Any) -> Callable[[], list[int]]:
+    """Returns a function that returns those of the present processes that still run, on whichever host."""
+    from persia.cluster.ray.processes import run_on
+
+    assert cluster._roles.processes is not None
+    by_node: dict[str, list[int]] = {}
+    for process in cluster._roles.processes.all():
+        if process.info is not None:
+            by_node.setdefault(process.info.node, []).append(process.info.pid)
+
+    def left() -> list[int]:
+        found = [run_on(node, lambda pids=pids: [p for p in pids if running(p)]) for node, pids in by_node.items()]
+        return [pid for of_node in found for pid in of_node]
+
+    return left
+
+
+def signal_process(cluster: Any, role: str, rank: int = 0, number: int = signal.SIGKILL) -> None:
+    """Signals a living process of a role, on whichever host it is."""
+    from persia.cluster.ray.processes import run_on
+
+    assert cluster._roles.processes is not None
+    info = [process.info for process in cluster._roles.processes.of(role) if process.info is not None][rank]
+    run_on(info.node, functools.partial(os.kill, info.pid, number))
 
 
 def eventually(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
@@ -113,7 +144,7 @@ def kill_once_training(cluster: Any, role: str, counter: str | None, rank: int =
     eventually(lambda: bool(pids(cluster, role)), "it starts")
     before = counted(cluster, role, counter)
     eventually(lambda: counted(cluster, role, counter) > before + 20, "it trains", 60.0)
-    os.kill(pids(cluster, role)[rank], signal.SIGKILL)
+    signal_process(cluster, role, rank)
 
 
 class Gated:
@@ -162,7 +193,7 @@ def killing(
         def kill() -> None:
             eventually(once, "it may be killed", 60.0)
             eventually(lambda: counted(cluster, role, counter) > before + 20, "it trains", 120.0)
-            os.kill(pids(cluster, role)[rank], signal.SIGKILL)
+            signal_process(cluster, role, rank)
             gate.touch()
 
         thread = threading.Thread(target=kill)

@@ -10,20 +10,25 @@ Needs root, a kernel and container that permit namespaces, `unshare` and `nsente
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Hosts", "UnavailableError"]
+from support.packet_relay import Treatment
 
-PROGRAMS = ("setpriv", "unshare", "nsenter", "ip", "tc")
+__all__ = ["Hosts", "Treatment", "UnavailableError"]
+
+PROGRAMS = ("setpriv", "unshare", "nsenter", "ip", "tc", "ss")
+RELAY = Path(__file__).with_name("packet_relay.py")
 NETWORK = "10.213.77"
 COMMAND_SECONDS = 60.0
 QUEUE_SECONDS = 0.05
@@ -65,6 +70,7 @@ class Hosts:
         self._gbits = [gbits] * count
         self._lost = [0.0] * count
         self._hosts: list[_First | None] = [None] * count
+        self._relays: dict[int, subprocess.Popen[str]] = {}
         self._switch: _First | None = None
         try:
             self._switch = _First("unshare", "--net", "sh", "-c", "echo ready && exec sleep infinity")
@@ -95,6 +101,7 @@ class Hosts:
         """Kills all processes of a host, as a power failure does: the other hosts get no notice."""
         host, self._hosts[number] = self._hosts[number], None
         if host is not None:
+            self._end_relay(number)
             self._on_switch(f"ip link delete h{number}")  # First, else its connections would be closed properly.
             host.kill()
 
@@ -128,6 +135,36 @@ class Hosts:
     def mute(self, number: int) -> None:
         """Drops what a host sends, and delivers what others send to it, until `lose` sets another share."""
         _lose("eth0", 1.0, partial(self._on_host, number))
+
+    def deafen(self, number: int) -> None:
+        """Drops what others send to a host, and delivers what it sends, until `lose` sets another share."""
+        _lose(f"h{number}", 1.0, self._on_switch)
+
+    def treat(self, number: int, treatment: Treatment) -> None:
+        """Delays, reorders and duplicates the packets of a host's link, both those that it sends and receives.
+
+        Which packets, the number of the host decides, as the seed of random numbers. The packets of TCP; as with
+        `lose`, each may have 64 KiB.
+        """
+        if treatment == Treatment():
+            if number in self._relays:
+                self._end_relay(number)
+                self._on_switch(f"ip link set h{number} master switch")
+            return
+        if number not in self._relays:
+            self._start_relay(number)
+        relay = self._relays[number]
+        assert relay.stdin is not None
+        assert relay.stdout is not None
+        relay.stdin.write(f"{json.dumps(treatment)}\n")
+        relay.stdin.flush()
+        if not relay.stdout.readline():
+            raise RuntimeError(f"the relay of host {number} has ended")
+
+    def reset(self, number: int) -> None:
+        """Resets all TCP connections between a host and others, as a firewall does that has lost its state."""
+        own = self.addresses[number]
+        self._on_host(number, ["ss", "--kill", "--tcp", "dst", f"{NETWORK}.0/24", "and", "not", "dst", own])
 
     def moved(self, number: int) -> tuple[int, int]:
         """Returns the bytes that a host has sent and received over its link; zeros once it was killed."""
@@ -173,6 +210,8 @@ class Hosts:
 
     def close(self) -> None:
         """Ends all processes of all hosts, and removes hosts and links. Idempotent."""
+        for number in list(self._relays):
+            self._end_relay(number)
         for host in (*self._hosts, self._switch):
             if host is not None:
                 host.kill()
@@ -212,6 +251,23 @@ class Hosts:
             run(f"tc class add dev {device} parent 1: classid 1:20 htb rate 1gbit")
             run(f"tc qdisc add dev {device} parent 1:20 bfifo limit 1")
             _lose(device, self._lost[number], run)
+
+    def _start_relay(self, number: int) -> None:
+        """Puts a relay between a host's link and the switch."""
+        assert self._switch is not None
+        self._on_switch(f"ip link add name r{number} type veth peer name p{number}")
+        for device in (f"r{number}", f"p{number}"):
+            self._on_switch(f"ip link set {device} up")
+        command = [sys.executable, "-IS", str(RELAY), f"h{number}", f"r{number}", str(number)]
+        self._relays[number] = self._switch.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._on_switch(f"ip link set h{number} nomaster")
+        self._on_switch(f"ip link set p{number} master switch")
+
+    def _end_relay(self, number: int) -> None:
+        relay = self._relays.pop(number, None)
+        if relay is not None:
+            relay.communicate()  # It ends with its input.
+            self._on_switch(f"ip link delete r{number}")
 
     def _on_host(self, number: int, command: str | Sequence[str], check: bool = True) -> str:
         host = self._hosts[number]
@@ -266,16 +322,15 @@ class _First:
             RuntimeError: it failed.
         """
         words = command.split() if isinstance(command, str) else list(command)
-        done = subprocess.run(
-            ["nsenter", "-t", str(self.pid), "--net", "--", *words],
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-            check=False,
-        )
-        if check and done.returncode:
-            raise RuntimeError(f"`{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}")
-        return done.stdout
+        process = self.start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, err = process.communicate(timeout=COMMAND_SECONDS)
+        if check and process.returncode:
+            raise RuntimeError(f"`{' '.join(words)}` failed: {err.strip() or process.returncode}")
+        return out
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Starts a program in the network of the namespaces, with options of `subprocess.Popen`."""
+        return subprocess.Popen(["nsenter", "-t", str(self.pid), "--net", "--", *command], text=True, **options)
 
     def kill(self) -> None:
         """Ends the process, and with it all others in the namespaces; returns once they are gone."""

@@ -17,7 +17,7 @@ def main() -> None:
 
     ray.init(address="auto", log_to_driver=False, logging_level="error")
     found: dict[str, object] = {}
-    with Ray(3, 2, 1, 2, options()) as cluster:
+    with Ray(3, 2, 1, 2, options(compression="auto", pool_at="auto")) as cluster:
         trainer = make_trainer(cluster, Hybrid(2, warmup=0))
         result = trainer.fit(reader(BATCHES))
         assert cluster._roles.processes is not None

@@ -17,7 +17,7 @@ from persia.rpc.array_encoding import Decoder
 from persia.rpc.failures import Failure, to_error
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Body, Kind, Message, header_bytes, parse
-from persia.rpc.port import Port
+from persia.rpc.port import DEAD_SECONDS, Port
 
 __all__ = ["Call", "RpcConnection"]
 
@@ -43,7 +43,7 @@ class Call:
     """
 
     __slots__ = (
-        "body", "error", "expires", "gate", "kind", "method", "number", "once", "reply", "seconds", "sent",
+        "body", "error", "expires", "gate", "kind", "losses", "method", "number", "once", "reply", "seconds", "sent",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, method: str, body: Body, seconds: float, once: bool) -> None:
@@ -55,6 +55,7 @@ class Call:
         self.once = once
         self.number = 0
         self.sent = False
+        self.losses = 0  # Number of connections that were lost after the call was sent.
         self.reply: Message | None = None
         self.error: PersiaError | None = None
         # Locked while the calling thread sleeps; created before its first sleep.
@@ -376,6 +377,7 @@ class RpcConnection:
                 self._end(call, error=self.peer.restarted(call))
             else:
                 self._counts["resent"] += call.sent
+                call.losses += call.sent
                 call.sent = False
                 self._unsent[call.number] = call
 
@@ -404,6 +406,11 @@ class RpcConnection:
             state = "the connection is lost"
         else:
             state = "nothing answers there"
+        if call.losses:
+            state += (
+                f"; its connection was lost {call.losses} times since it was sent, as happens if a request or reply "
+                f"takes more than {DEAD_SECONDS} s on a slow network: send less at a time"
+            )
         return self.peer.late(call, state)
 
 

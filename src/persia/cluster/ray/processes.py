@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from persia import modes
 from persia.cluster.ray.options import RayOptions
@@ -33,6 +33,8 @@ END_SECONDS = 20.0
 RELEASE_SECONDS = 10.0
 RETRY_SECONDS = 0.1
 ATTEMPT_SECONDS = 2.0
+ANSWER_SECONDS = 5.0
+"""Time for a process to answer whose connection to Ray was lost, before it counts as dead."""
 LAST_LINES = 15
 PINNED = ("embedding_ps", "coordinator")
 """Roles that restart only on their own host, which has their state."""
@@ -236,6 +238,9 @@ class Processes:
         if process not in self.all():
             return  # It was ended on purpose.
         error = _error_of(process.watching)
+        if isinstance(error, ActorUnavailableError) and process.role != "nn_worker" and self._answers(process):
+            process.watching = process.handle.watch.remote()
+            return
         reason = _first_line(error) + _quoted(last_lines(process))
         with contextlib.suppress(PersiaError):  # The failure below reports it, too.
             self._died(process, reason)
@@ -243,6 +248,23 @@ class Processes:
             self._await_restart(process, reason)
         else:
             self._fail(process, reason)
+
+    def _answers(self, process: Process) -> bool:
+        """Returns whether only the connection to a process was lost, for example by a reset: it runs, and answers.
+
+        An NN worker is not asked: the result of its function is lost with the connection.
+        """
+        deadline = Deadline(ANSWER_SECONDS)
+        while process.info is not None and not deadline.passed:
+            try:
+                info = ray.get(process.handle.info.remote(), timeout=deadline.left)
+            except ActorUnavailableError:
+                self._ending.wait(RETRY_SECONDS)
+            except (RayError, PersiaError):
+                return False
+            else:
+                return bool((info.node, info.pid) == (process.info.node, process.info.pid))
+        return False
 
     def _await_restart(self, process: Process, reason: str) -> None:
         deadline = Deadline(self._timeout)
