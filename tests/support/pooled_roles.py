@@ -8,10 +8,10 @@ import numpy as np
 import persia
 from persia import IdColumn, IdFeature, Schema, Table
 from persia.modes import Mode
-from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection
 from persia.types import LookedUp
 from persia.worker import Worker, WorkerOptions
+from support.several_ps import several_servers
 
 SCHEMA = Schema(
     [
@@ -72,10 +72,8 @@ class Cluster:
         self.options, self.count, self.nn_workers = WorkerOptions(compression, pool_at), servers, nn_workers
 
     def connect(self, schema: Schema, optimizer: Any, mode: Mode, seed: int) -> Connection:
-        options = ServerOptions(self.nn_workers)
-        self.servers = [
-            EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1, options) for _ in range(self.count)
-        ]
+        tables = schema.resolved_tables()
+        self.servers = several_servers(self.count, tables, optimizer, mode, seed, nn_workers=self.nn_workers)
         self.worker = Watched(schema, self.servers, options=self.options)
         return Connection(self.worker, self.servers, pools=True)
 
