@@ -96,7 +96,7 @@ def test_a_ps_is_pinned_before_it_starts_threads(monkeypatch):
     options = SimpleNamespace(regions=None, overcommit=False, timeout=1.0)
     schema = SimpleNamespace(resolved_tables=dict)
     hosts.EmbeddingServerHost(
-        SimpleNamespace(options=options, nn_workers=1, name="job"),
+        SimpleNamespace(options=options, nn_workers=1, servers=3, name="job"),
         2,
         (schema, None, '{"kind": "sync"}', 0),
         hosts.Shares({}, {}),

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from persia.cluster import Embedded
-from persia.coordinator import TokenScheduler
+from persia.coordinator.scheduler_state import SchedulerState
 from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.modes import Async, Gba, HopBs, HopBw, Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
@@ -433,13 +433,13 @@ def test_token_modes_take_a_batch_after_the_previous_lookup(monkeypatch):
     cluster = Recorded(seconds=0.005)
     t = trainer(Gba(2 * ROWS), cluster)
     lookups_before = []
-    take = TokenScheduler.take
+    take = SchedulerState.take  # By a call of its own, or with the token of the batch before.
 
     def counted(self, *arguments):
         lookups_before.append(len(cluster.worker.returned_at_lookup))
         return take(self, *arguments)
 
-    monkeypatch.setattr(TokenScheduler, "take", counted)
+    monkeypatch.setattr(SchedulerState, "take", counted)
     t.fit(batches(20))
     assert all(lookups >= taken - 1 for taken, lookups in enumerate(lookups_before))
     assert len(lookups_before) >= 20

@@ -47,15 +47,16 @@ LEAST = 400
 class Server:
     """A PS process that can be killed and started again, at the same address."""
 
-    def __init__(self, regions, mode):
+    def __init__(self, regions, mode, servers=2):
         self.regions = str(regions)
+        self.servers = servers
         self.mode = mode
         self.address = "tcp://127.0.0.1:*"
         self.start()
 
     def start(self):
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), self.address, self.regions, encode(self.mode)],
+            [sys.executable, str(SCRIPT), self.address, self.regions, encode(self.mode), str(self.servers)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.address = self.process.stdout.readline().strip()

@@ -206,9 +206,9 @@ def test_the_record_has_pushes_that_take_long(mode, tmp_path, monkeypatch):
     """The NN worker that writes it does not wait for the others' rows otherwise."""
     push = EmbeddingServer.push
 
-    def slow(self, header, gradients):
+    def slow(self, header, gradients, map_version):
         time.sleep(0.05 * (header.rank == 2))
-        return push(self, header, gradients)
+        return push(self, header, gradients, map_version)
 
     data = batches(6)
     with monkeypatch.context() as patch:
@@ -222,9 +222,9 @@ def test_a_run_whose_pushes_overtake_each_other_is_its_replay(mode, tmp_path, mo
     """Several pushes of each NN worker are in flight, and several steps open at two PSs, in any order."""
     push, add, open_steps = EmbeddingServer.push, StepBarrier._add, []
 
-    def slow(self, header, gradients):
+    def slow(self, header, gradients, map_version):
         time.sleep(np.random.default_rng().choice([0.0, 0.005, 0.03]))
-        return push(self, header, gradients)
+        return push(self, header, gradients, map_version)
 
     def counted(self, step, arrived):
         open_steps.append(len(self._open))
@@ -281,12 +281,12 @@ def test_a_gradient_that_a_ps_lacks_is_missing_in_the_replay(mode, tmp_path, mon
     """As if its embedding worker had died within the push: another one sends the rest of the push empty."""
     push, first, lost = EmbeddingServer.push, [], []
 
-    def pushed(self, header, gradients):
+    def pushed(self, header, gradients, map_version):
         first.append(self)
         if header.sequence == 3 and self is not first[0]:
             lost.append(header)
             gradients = {}
-        return push(self, header, gradients)
+        return push(self, header, gradients, map_version)
 
     data = batches(30)
     with monkeypatch.context() as patch:
@@ -322,12 +322,12 @@ def kill_at(deaths, monkeypatch):
 
     push, push_dense = EmbeddingServer.push, DenseServer.push
 
-    def pushed(self, header, gradients):
+    def pushed(self, header, gradients, map_version):
         if moment := last(header):
             server = first.setdefault(header.rank, self)
             if moment == "arriving" or (moment == "pushing" and self is not server):
                 fail(self, header)
-        return push(self, header, gradients)
+        return push(self, header, gradients, map_version)
 
     def pushed_dense(self, header, part):
         if last(header) == "between":

@@ -27,6 +27,7 @@ from persia.services import (
 from persia.testing import Threads
 from persia.types import Contribution, LookedUp, PushHeader
 from persia.worker import Worker
+from support.several_ps import several_servers
 from support.switching_samples import DEADLINE, ROWS, SCHEMA, batches, trainer
 
 RECORDING = ("persia/replay/", "persia/pushes/journal.py", "persia/coordinator/recorded_arrivals.py")
@@ -91,10 +92,7 @@ def columns(number):
 @pytest.mark.parametrize("how", ["here", "rpc"])
 def test_lookups_and_pushes_are_journaled(how):
     """The version of the rows of each batch, and the pushes in order, empty ones too; repetitions have no effect."""
-    servers = [
-        EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4, warmup=0), seed=1, threads=1)
-        for _ in range(2)
-    ]
+    servers = several_servers(2, SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4, warmup=0), seed=1)
     with ExitStack() as stack:
 
         def reached(role, *protocols):

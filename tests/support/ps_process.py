@@ -1,4 +1,7 @@
-"""A PS in a process of its own, `python ps_process.py ADDRESS REGIONS MODE`: prints its address; ends with stdin."""
+"""A PS in a process of its own: `python ps_process.py ADDRESS REGIONS MODE SERVERS`.
+
+Prints its address; ends with stdin.
+"""
 
 import sys
 
@@ -7,13 +10,15 @@ from persia.modes import decode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import SGD, Table, Zeros
 from persia.services import EmbeddingPS
+from persia.types import BucketMap
 
 TABLES = {"item": Table("item", dim=4, initializer=Zeros())}
 
 
 if __name__ == "__main__":
-    address, regions, mode = sys.argv[1:]
-    servant = EmbeddingServer(TABLES, SGD(lr=1.0), decode(mode), 3, 2, ServerOptions(4, 60.0, regions))
+    address, regions, mode, servers = sys.argv[1:]
+    options = ServerOptions(4, 60.0, regions, buckets=BucketMap.even(int(servers)))
+    servant = EmbeddingServer(TABLES, SGD(lr=1.0), decode(mode), 3, 2, options)
     with rpc.serve(servant, address, protocol=EmbeddingPS) as server:
         print(server.address, flush=True)
         sys.stdin.read()
