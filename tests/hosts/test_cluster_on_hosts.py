@@ -52,3 +52,5 @@ def test_over_three_hosts(tests, ray_hosts, tmp_path):
     arguments = ("-m", "pytest", *own, f"tests/cluster/{tests}")
     done = ray_hosts.run(0, *arguments, env={"PERSIA_TESTS_RAY": "auto"}, seconds=SECONDS)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout, done.stdout[-2000:]
+    assert "skipped" not in done.stdout, done.stdout[-2000:]

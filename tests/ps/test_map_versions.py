@@ -77,6 +77,14 @@ def test_a_request_by_another_map_is_refused_without_effect(name):
     CALLS[name](ps, 2)
 
 
+def test_a_refused_lookup_is_not_recorded():
+    ps = server(CURRENT)
+    ps.begin_recording(0)
+    with pytest.raises(StaleMapError):
+        CALLS["recorded_lookup"](ps, 1)
+    assert not ps.end_recording().reads
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_without_a_version_requests_are_by_the_first_map(name):
     ps = server(BucketMap.even(3))

@@ -323,7 +323,12 @@ class _First:
         """
         words = command.split() if isinstance(command, str) else list(command)
         process = self.start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        out, err = process.communicate(timeout=COMMAND_SECONDS)
+        try:
+            out, err = process.communicate(timeout=COMMAND_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise
         if check and process.returncode:
             raise RuntimeError(f"`{' '.join(words)}` failed: {err.strip() or process.returncode}")
         return out

@@ -130,11 +130,12 @@ class TokenClient:
 
     def _next_number(self) -> int | None:
         """Returns the number of the next batch: as the last token has brought it, or else by a call."""
-        self._requests += 1
-        request, number = self._following
-        if request == self._requests:
-            return number
-        return self._retried_while_idle(lambda: self._tokens.take(self._caller, self._requests))
+        request = self._requests + 1
+        brought, number = self._following
+        if brought != request:
+            number = self._retried_while_idle(lambda: self._tokens.take(self._caller, request))
+        self._requests = request  # Only now: a token that is drawn meanwhile asks for this batch, not the one after it.
+        return number
 
     def pass_lookup(self, *, ahead: bool = False) -> bool:
         """Blocks until the next token may be drawn; False when closed instead.

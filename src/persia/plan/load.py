@@ -148,7 +148,8 @@ def _with_nn_worker(table: PlannedTable, batch: BatchShape, topology: Topology) 
     value = 2 * config.dim + SCALE_BYTES if topology.compressed else 4 * config.dim
     row = value if config.dtype == "float32" else 4 * config.row_words
     index = batch.ids[config.name] * (2 if count <= NARROW_ROWS else 4) + batch.offsets.get(config.name, 0.0)
-    of_rows, of_values = (count * row + index, count * value), (table.poolable * batch.samples * value,) * 2
+    push, values = value if table.table.trainable else 0, table.poolable * batch.samples
+    of_rows, of_values = (count * row + index, count * push), (values * value, values * push)
     pools = topology.pool_at == "embedding_worker" or (topology.pool_at == "auto" and sum(of_values) < sum(of_rows))
     return of_values if table.poolable and pools else of_rows
 

@@ -213,6 +213,7 @@ class EmbeddingServer(JournaledServer):
 
     def recorded_lookup(self, ids: Mapping[str, Ids], batch_id: int, map_version: int = 0) -> Packed[np.float32]:
         """Looks up rows for training, and records it; see `persia.services.RecordableRows`."""
+        self._buckets.check(map_version)  # Before it is recorded.
         if (journal := self.journal) is None:
             return self.lookup(ids, True, map_version)
         return journal.read(batch_id, lambda: self.lookup(ids, True, map_version))

@@ -1,8 +1,8 @@
 """Divides embedding tables among PSs: computes the number of rows of each table in each PS.
 
-Ids are hashed to PSs, so each PS owns an equal part of the ids, whatever its memory. Capacities are therefore divided
-equally, unless the memory of a PS is too small for an equal part. For tables with `spill`, the rows in memory are
-divided in this way; their capacity, which the disk bounds, is divided equally.
+Ids are hashed to buckets, of which each PS owns equally many (up to one), whatever its memory. Capacities are therefore
+divided equally, unless the memory of a PS is too small for an equal part. For tables with `spill`, the rows in memory
+are divided in this way; their capacity, which the disk bounds, is divided equally.
 """
 
 from __future__ import annotations

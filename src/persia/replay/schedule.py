@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from persia.errors import DataError
+from persia.errors import DataError, PersiaError
 from persia.modes import Dense, Mode, StepTime
 from persia.types import BucketMap
 from persia.types.decoding import decode_hook
@@ -210,7 +210,7 @@ def load_timeline(path: str | Path) -> Timeline:
                 head = msgspec.json.decode(line, type=Timeline, dec_hook=decode_hook)
             else:
                 events.append(msgspec.json.decode(line, type=ScheduleEvent))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, PersiaError) as error:
             raise DataError(f"{path}:{number}: not a schedule: {error}.", path=str(path), line=number) from error
     if head is None:
         raise DataError(f"{path}: the schedule is empty.", path=str(path))

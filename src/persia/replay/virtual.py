@@ -154,7 +154,7 @@ class VirtualTraining:
         """
         names = schedule.servers
         dense = sum(name.startswith(DENSE) for name in names)
-        buckets = schedule.buckets or BucketMap.even(len(names) - dense)
+        buckets = schedule.buckets or (BucketMap.even(len(names) - dense) if len(names) > dense else self._buckets)
         if not self._servers:
             self._begin(buckets, dense)
         elif not buckets.same_owners(self._buckets):

@@ -93,7 +93,8 @@ class Worker:
         if buckets.servers != len(self._servers):
             raise ConfigError(
                 f"An embedding worker has {len(self._servers)} embedding PSs, and their bucket map has "
-                f"{buckets.servers}; start all roles of a run with the same number of PSs.",
+                f"{buckets.servers}. Start all roles of a run with the same number of PSs, each with "
+                f"ServerOptions(buckets=BucketMap.even({len(self._servers)})).",
                 field="servers",
             )
         self._router = Router(schema, buckets, threads)

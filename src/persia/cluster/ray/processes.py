@@ -241,6 +241,8 @@ class Processes:
         if isinstance(error, ActorUnavailableError) and process.role != "nn_worker" and self._answers(process):
             process.watching = process.handle.watch.remote()
             return
+        if process not in self.all():
+            return  # It was ended while it was asked.
         reason = _first_line(error) + _quoted(last_lines(process))
         with contextlib.suppress(PersiaError):  # The failure below reports it, too.
             self._died(process, reason)
@@ -255,7 +257,7 @@ class Processes:
         An NN worker is not asked: the result of its function is lost with the connection.
         """
         deadline = Deadline(ANSWER_SECONDS)
-        while process.info is not None and not deadline.passed:
+        while process.info is not None and not deadline.passed and not self._ending.is_set():
             try:
                 info = ray.get(process.handle.info.remote(), timeout=deadline.left)
             except ActorUnavailableError:
@@ -263,7 +265,8 @@ class Processes:
             except (RayError, PersiaError):
                 return False
             else:
-                return bool((info.node, info.pid) == (process.info.node, process.info.pid))
+                known = process.info
+                return bool((info.node, info.pid, info.incarnation) == (known.node, known.pid, known.incarnation))
         return False
 
     def _await_restart(self, process: Process, reason: str) -> None:
