@@ -160,7 +160,7 @@ class StaleBatchError(PersiaError):
 
 
 class StaleMapError(PersiaError):
-    """Ids were routed by another bucket map than that of the embedding PS. Nothing was read or changed.
+    """Ids were routed by a bucket map that the embedding PS does not have. Nothing was read or changed.
 
     Fields: `routed` (version of the map by which the ids were routed), `current` (version of the PS's map).
     """

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from persia.plan.host_kinds import ROLES
 from persia.plan.rates import BatchShape, Rates, WorkloadRate
 from persia.plan.table_bytes import PlannedTable
+from persia.worker.feature_pooler import PoolAt
 
 __all__ = ["BatchTraffic", "RoleLoad", "Topology", "batch_traffic", "role_loads"]
 
@@ -30,7 +31,7 @@ class Topology(NamedTuple):
     counts: Mapping[str, int]
     apart: bool = True
     compressed: bool = False
-    pool_at: Literal["nn_worker", "embedding_worker", "auto"] = "nn_worker"
+    pool_at: PoolAt = "nn_worker"
 
 
 class BatchTraffic(NamedTuple):

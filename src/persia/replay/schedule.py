@@ -98,7 +98,7 @@ class Timeline(msgspec.Struct, frozen=True):
         events: events in order of time.
         step: k at the start.
         start: time of the start in seconds.
-        buckets: the embedding PS of each bucket of ids; None for the first map of so many PSs.
+        buckets: the embedding PS of each bucket of ids; None for `BucketMap.even`.
     """
 
     mode: Mode

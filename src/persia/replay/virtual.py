@@ -70,7 +70,7 @@ class _StoredRows:
 class VirtualTraining:
     """A model, its tables and their optimizers, trained along one timeline after another.
 
-    The number of PSs, and the ids of each, are those of the first timeline.
+    The first timeline decides how many PSs there are, and which ids each owns.
 
     Not thread-safe. Networks whose buffers change in training (BatchNorm) are trained as if by one NN worker.
 

@@ -408,7 +408,7 @@ class RpcConnection:
             state = "nothing answers there"
         if call.losses:
             state += (
-                f"; its connection was lost {call.losses} times since it was sent, as happens if a request or reply "
+                f"; connections lost since it was sent: {call.losses}, as happens if a request or reply "
                 f"takes more than {DEAD_SECONDS} s on a slow network: send less at a time"
             )
         return self.peer.late(call, state)
