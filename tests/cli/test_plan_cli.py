@@ -63,6 +63,7 @@ def test_a_plan_of_saved_rates(run, monkeypatch):
     from persia.units import format_bytes
 
     monkeypatch.chdir(run)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})  # The cores of this host limit the plan.
     names = ("id_0", "id_1")
     shape = BatchShape(256, dict.fromkeys(names, 256.0), dict.fromkeys(names, 200.0), {}, 1024.0, 5000)
     work = WorkloadRate("run.toml", shape, 1e-4, 1e-4, 1e-5, StepRate("cpu", 0.002, 0.002))

@@ -410,6 +410,7 @@ class _Stream(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")  # On one core.
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_torch_dataloader_workers(context):
     """`spawn` pickles the data set as `forkserver` does, but each worker would import torch."""

@@ -14,6 +14,7 @@ import pytest
 from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError
 from persia.publish import Publisher, PublishOptions, PublishOrder, Replica, follow, publisher
+from persia.publish.stream import StreamWriter
 from persia.retry import Backoff
 from support.change_log import ChangeLog, advance, assert_equal_rows, begun, replica_of, unwritable
 from support.stores import lookup, update
@@ -121,6 +122,22 @@ def test_it_publishes_by_rows(trained):
     until(lambda: publisher.status.sequence == 0)
     trained.train()
     until(lambda: publisher.status.sequence >= 1)  # Perhaps two: one that was due amid the step.
+    publisher.stop(last=False)
+
+
+def test_rows_count_from_the_beginning_of_the_entry_before(trained, monkeypatch):
+    """Those that are applied while it is written may not be in it."""
+    publisher = publisher_of(trained, seconds=3600.0, rows=70)
+    commit, trains = StreamWriter.commit, [trained.train]
+
+    def commit_amid_training(*arguments):
+        commit(*arguments)
+        while trains:
+            trains.pop()()
+
+    monkeypatch.setattr(StreamWriter, "commit", commit_amid_training)
+    publisher.start()
+    until(lambda: publisher.status.sequence >= 1)
     publisher.stop(last=False)
 
 

@@ -93,6 +93,8 @@ class Publisher:
         self._incomplete = False
         """Whether changes were taken from the store but are not in any entry."""
         self._status = PublishStatus(order.epoch)
+        self._applied_before = 0
+        """Number of gradients that were applied before the last entry began: it certainly has these."""
         self._published_at: float | None = None
         """Time of the rows in the last entry, by the monotonic clock."""
         self._thread = threading.Thread(target=self._run, name="persia-publish", daemon=True)
@@ -175,8 +177,8 @@ class Publisher:
         options = self._order.options
         if options.rows is None:
             return not self._stop.wait(options.seconds)
-        due, applied = time.monotonic() + options.seconds, self._applied()
-        while (left := due - time.monotonic()) > 0 and self._applied() - applied < options.rows:
+        due = time.monotonic() + options.seconds
+        while (left := due - time.monotonic()) > 0 and self._applied() - self._applied_before < options.rows:
             if self._stop.wait(min(left, POLL_SECONDS)):
                 return False
         return not self._stop.is_set()
@@ -200,6 +202,7 @@ class Publisher:
     def _publish(self) -> None:
         """Writes a snapshot, or the changes since the last entry."""
         started, step, writer = time.monotonic(), self._step(), self._writer
+        self._applied_before = self._applied()
         grown = writer.increment_bytes > writer.snapshot_bytes or writer.increments >= MAX_INCREMENTS
         whole = self._incomplete or writer.sequence < 0 or grown or not self._begin(whole=False)
         if whole:
