@@ -1,0 +1,96 @@
+"""No death, loss or repetition violates the protocol; without one of its rules, some do."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from model.model_checker import explore
+from model.model_mutations import MUTATIONS
+from model.model_protocol import Protocol
+from model.model_rules import CASES, LARGE, Rules
+
+MOST = 200_000
+"""States of a small case, with a mistake too."""
+
+IMPLIED = {"logs_order", "sorts_refused"}
+"""Rules that others imply: without one of them, nothing goes wrong."""
+
+
+class Reached(Protocol):
+    """A search for an end after the last move."""
+
+    def violation(self, state):
+        last = not self.maps[state[self.DECIDED]].following
+        return "reached" if last and self.done(state) else ""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_invariant_is_violated(case):
+    found = explore(Protocol(CASES[case]), MOST)
+    assert found.violation is None, str(found.violation)
+    assert found.complete
+    assert found.ends
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_move_can_be_made(case):
+    assert explore(Reached(CASES[case]), MOST).violation.wrong == "reached"
+
+
+@pytest.mark.parametrize("mistake", MUTATIONS)
+def test_a_mistake_is_found(mistake):
+    mutation = MUTATIONS[mistake]
+    found = explore(Protocol(CASES[mutation.case], mutation.rules), MOST).violation
+    assert found is not None
+    assert (found.wrong, len(found.trace)) == (mutation.wrong, mutation.steps), str(found)
+
+
+def test_each_rule_is_needed():
+    alone = {mutation.off[0] for mutation in MUTATIONS.values() if len(mutation.off) == 1}
+    assert alone | IMPLIED == {rule.name for rule in fields(Rules)}
+    assert not alone & IMPLIED
+
+
+@pytest.mark.parametrize("rule", sorted(IMPLIED))
+@pytest.mark.parametrize("case", ["without lookups", "restart", "combined"])
+def test_rules_that_others_imply(rule, case):
+    found = explore(Protocol(CASES[case], Rules(**{rule: False})), MOST)
+    assert (found.complete, found.violation) == (True, None)
+
+
+def test_a_trace_reads_as_a_list_of_actions():
+    mutation = MUTATIONS["a push whose answer was lost is sent by another map"]
+    found = explore(Protocol(CASES[mutation.case], mutation.rules), MOST).violation
+    assert str(found) == TRACE
+
+
+TRACE = """\
+ 1. coordinator: logs that map 1 is wanted
+ 2. NN worker 0: push 0 of generation 1; its embedding worker sends it by map 0
+ 3. NN worker 0: all are quiesced; asks receivers of map 1 for the last difference (round 1)
+ 4. PS 1: follows PS 0 for bucket 0; changes of all its rows are noted
+ 5. PS 0: push 0 of NN worker 0, generation 1, sent by map 0: applied, the answer is lost
+ 6. PS 1: asks PS 0 for the last difference
+ 7. PS 0: seals itself; sends the last difference to PS 1, which arrives
+ 8. PS 1: complete for map 1; NN worker 0 is told
+ 9. NN worker 0: asks the coordinator to commit map 1
+10. coordinator: commits map 1; the answer arrives
+11. PS 1: adopts map 1 (round 1); the answer is lost
+12. embedding worker 0: gets map 1 from a PS
+13. embedding worker 0: sorts push 0 of generation 1 again, and sends it by map 1
+14. PS 1: push 0 of NN worker 0, generation 1, sent by map 1: applied, the answer is lost
+=> an update was applied twice"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_million_states():
+    states = 0
+    for name, case in LARGE.items():
+        found = explore(Protocol(case))
+        assert found.violation is None, f"{name}\n{found.violation}"
+        assert found.complete
+        states += found.states
+    assert states >= 1_000_000
