@@ -23,7 +23,7 @@ from persia.openmp import SPINS
 
 __all__ = [
     "AS_A_COMMAND", "AS_A_PROGRAM", "Elsewhere", "forking", "methods", "run_python", "start_python", "started",
-    "tests_support",
+    "tests_module", "tests_support",
 ]  # fmt: skip
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
@@ -57,9 +57,14 @@ def forking() -> Iterator[None]:
 
 def tests_support(name: str) -> Any:
     """Returns a module of tests/support, which knows how to fork."""
+    return tests_module(f"support.{name}")
+
+
+def tests_module(name: str) -> Any:
+    """Returns a module of tests."""
     if str(TESTS) not in sys.path:
         sys.path.append(str(TESTS))
-    return importlib.import_module(f"support.{name}")
+    return importlib.import_module(name)
 
 
 def methods() -> BaseContext:

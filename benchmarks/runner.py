@@ -46,12 +46,12 @@ MODULES = (
     "recovery", "ssd", "ssd_rates", "plan", "plan_seconds", "capacity", "capacity_measured", "capacity_simulated",
     "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish", "publish_ray",
     "kafka", "serve_rows", "serve_predict", "serve_updates", "serve_http", "online", "exactly_once", "targets",
-    "scheduler",
+    "scheduler", "protocol_model",
     "gba_theory", "apms_theory", "gba_comparisons",
 )  # fmt: skip
 UNITS = (
     "ratio", "fraction", "s", "rows/s", "calls/s", "tokens/s", "rows", "steps", "bytes", "MB", "bytes/s", "AUC", "loss",
-    "norm", "bool",
+    "norm", "bool", "states", "violations",
 )  # fmt: skip
 MIN_ROUNDS = 5
 
