@@ -60,6 +60,29 @@ def test_rules_that_others_imply(rule, case):
     assert (found.complete, found.violation) == (True, None)
 
 
+class Answering(Protocol):
+    """Without the invariant that one PS answers."""
+
+    def violation(self, state):
+        found = super().violation(state)
+        return "" if found.startswith("two PSs answer") else found
+
+
+@pytest.mark.parametrize(
+    ("case", "wrong"),
+    [
+        ("one move", None),
+        ("restart", None),
+        ("write", "PS 1 owns bucket 0 by the coordinator's map and lacks an acknowledged update"),
+        ("evict", "PS 1 has a row of bucket 0 that was evicted"),
+    ],
+)
+def test_the_seal_protects_rows_that_are_set_and_evicted(case, wrong):
+    """Quiescing protects pushes: two PSs may answer without it, but with the same rows."""
+    found = explore(Answering(CASES[case], Rules(seals=False)), MOST).violation
+    assert (None if found is None else found.wrong) == wrong
+
+
 def test_a_trace_reads_as_a_list_of_actions():
     mutation = MUTATIONS["a push whose answer was lost is sent by another map"]
     found = explore(Protocol(CASES[mutation.case], mutation.rules), MOST).violation
