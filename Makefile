@@ -154,7 +154,7 @@ smoke-others: AREAS = $(filter-out $(BESIDE_RAY),$(BENCHMARKS))
 smoke-on-ray smoke-others: install
 	$(BIN)/python -m benchmarks $(AREAS:%='%.*') --preset smoke
 
-# Arguments: make chaos CHAOS="--seconds 300 --faults 20 --seeds 7 --mode gba"
+# Arguments: make chaos CHAOS="--seconds 300 --faults 20 --seeds 7 --mode gba --shrink"
 chaos: install  ## train while things go wrong, 90 minutes
 	PYTHONPATH=tests $(BIN)/python tests/chaos/chaos_run.py $(CHAOS)
 

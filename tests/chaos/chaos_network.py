@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from chaos_shrinking import shrink
+
 from persia import rpc
 from support.clocks import make_clock
 from support.hosts import Treatment, UnavailableError
@@ -227,31 +229,6 @@ def draw(seed: int, count: int) -> list[NetworkFault]:
             )
         )
     return faults
-
-
-def shrink(faults: Sequence[NetworkFault], fails: Callable[[list[NetworkFault]], bool]) -> list[NetworkFault]:
-    """Returns a part of a schedule that still fails, such that each of its faults is needed.
-
-    Leaves out half of the faults, then a quarter, and so on to single ones.
-
-    Args:
-        faults: a schedule that fails.
-        fails: runs a schedule; returns whether it fails.
-    """
-    left = list(faults)
-    size = max(1, len(left) // 2)
-    while True:
-        before = len(left)
-        at = 0
-        while at < len(left):
-            shorter = left[:at] + left[at + size :]
-            if shorter and fails(shorter):
-                left = shorter
-            else:
-                at += size
-        if size == 1 and len(left) == before:
-            return left
-        size = max(1, size // 2)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

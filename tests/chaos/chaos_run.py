@@ -1,12 +1,14 @@
 """Training while things go wrong: `make chaos`, or with `PYTHONPATH=tests` this file.
 
 Prints a JSON line for each seed: the share of the time that was spent training, and every invariant that does not hold.
+With `--shrink`, a schedule that fails is run again without some of its faults, until each that is left is needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -25,7 +27,8 @@ from chaos_hosts import proxied
 from chaos_injectors import Chaos, Site
 from chaos_invariants import Before, checkpoints, connected, counts, quality, rows_of, stale, values
 from chaos_records import collect
-from chaos_schedule import KINDS, ON_MEMORY, draw
+from chaos_schedule import KINDS, ON_MEMORY, Fault, draw
+from chaos_shrinking import shrink
 from chaos_training import BATCH, LEARNING_RATE, MODES, make_data, make_schema, make_test_data, make_trainer
 
 import persia
@@ -73,6 +76,7 @@ class Outcome(NamedTuple):
         compared: rows whose values were compared, by table; none where the mode weighs gradients by their age.
         counted: rows whose update counts were compared.
         stale: rows of gradients that Gba dropped as too old.
+        schedule: the faults that were to be made.
     """
 
     wrong: list[str]
@@ -85,10 +89,13 @@ class Outcome(NamedTuple):
     compared: dict[str, int]
     counted: int
     stale: int
+    schedule: list[Fault]
 
 
-def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) -> Outcome:
-    """Trains through the faults of a plan, and as long without them."""
+def run(
+    plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None, faults: Sequence[Fault] | None = None
+) -> Outcome:
+    """Trains through the faults of a plan, or through given ones, and as long without them."""
     before = Before()
     with _small_memory(folder / "regions") as mounted:
         kinds = [kind for kind in KINDS if mounted or kind not in ON_MEMORY]
@@ -101,8 +108,9 @@ def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) 
             site = site._replace(cluster=cluster)
             trainer = make_trainer(cluster, plan.mode, f"chaos://{site.checkpoints}")
             trainer.fit(make_data(), max_steps=10)  # Until all roles are there.
-            faults = draw(plan.seed, plan.seconds, plan.faults, kinds, plan.faults // 4)
-            chaos = Chaos(site, faults, lambda fault: told(f"{fault.kind} {fault.role}"))
+            if faults is None:
+                faults = draw(plan.seed, plan.seconds, plan.faults, kinds, plan.faults // 4)
+            chaos = Chaos(site, list(faults), lambda fault: told(f"{fault.kind} {fault.role}"))
             began = time.monotonic()
             chaos.start()
             training, deaths, dropped = 0.0, 0, Dropped()
@@ -145,7 +153,8 @@ def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) 
     made = dict(Counter(fault.kind for fault in chaos.made))
     counted = sum(len(of.ids) for of in pushes.values())
     aucs = auc, undisturbed
-    return Outcome(wrong, made, deaths, trainer.global_step, training, wall, aucs, compared, counted, dropped.rows)
+    steps, stale_rows = trainer.global_step, dropped.rows
+    return Outcome(wrong, made, deaths, steps, training, wall, aucs, compared, counted, stale_rows, list(faults))
 
 
 class Dropped:
@@ -208,6 +217,12 @@ def _small_memory(place: Path) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+def _fails(plan: Plan, faults: Sequence[Fault]) -> bool:
+    """Returns whether a run through some faults violates an invariant."""
+    with tempfile.TemporaryDirectory(prefix="persia-chaos-") as folder:
+        return bool(run(plan, Path(folder), lambda line: print(line, file=sys.stderr, flush=True), faults).wrong)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -217,6 +232,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="at least; the AUC still rises until step 600 or so")
     parser.add_argument("--mode", choices=sorted(MODES), default="hybrid")
     parser.add_argument("--every", type=int, default=4, help="watch only every so many-th id, of the table `many` all")
+    parser.add_argument("--shrink", action="store_true", help="run a schedule that fails again without some faults")
     of = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -229,6 +245,8 @@ def main() -> None:
             plan = Plan(seed, of.seconds, of.faults, of.mode, of.steps, every=of.every)
             found = run(plan, Path(folder), lambda line: print(line, file=sys.stderr, flush=True))
         failed |= bool(found.wrong)
+        if found.wrong and of.shrink:
+            found = found._replace(schedule=shrink(found.schedule, functools.partial(_fails, plan)))
         share = found.training / found.wall
         line = {
             "name": "chaos",

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-from chaos_network import INJECTORS, NetworkFault, draw, shrink, train_through
+from chaos_network import INJECTORS, NetworkFault, draw, train_through
 
 from support.hosts import UnavailableError
 
@@ -40,21 +40,6 @@ def test_a_schedule_is_drawn_from_its_seed():
     assert {fault.kind for fault in faults} == set(INJECTORS)
     assert all(0.01 <= fault.amount <= 0.1 for fault in faults if fault.kind == "loss")
     assert all(fault.role for fault in faults if fault.kind == "stop")
-
-
-def test_a_schedule_is_shrunk_to_what_fails():
-    schedule = draw(3, 40)
-    needed = [schedule[5], schedule[23], schedule[38]]
-    tried = []
-
-    def fails(faults):
-        tried.append(faults)
-        left = iter(faults)
-        return all(fault in left for fault in needed)  # In this order.
-
-    assert shrink(schedule, fails) == needed
-    assert len(tried) < 60
-    assert shrink(schedule, lambda faults: True) in [[fault] for fault in schedule]
 
 
 def outcome_of(faults, mode, folder):
