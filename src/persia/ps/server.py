@@ -235,6 +235,7 @@ class EmbeddingServer(JournaledServer):
         arrived = ArrivedPush(header, packed, self._space.deadline())
         if not self._barrier_per_rank:
             return self._barriers[0].push(header.step, arrived)
+        self._sequencer.refuse_earlier(header.generation)  # These barriers learn of a generation by its first push.
         if header.parts == 1 and completes_step(self._mode.arrive, header.step):
             return self._apply([arrived], header.client, header.sequence, packed, header.step)
         if header.rank >= len(self._barriers):

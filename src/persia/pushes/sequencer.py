@@ -64,6 +64,12 @@ class PushSequencer(Generic[T]):
             self._first = step
             self._changed.notify_all()
 
+    def refuse_earlier(self, generation: int) -> None:
+        """Raises StalePushError if a later generation of NN workers has begun a phase."""
+        with self._changed:
+            if generation < self._generation:
+                raise self._stale(generation)
+
     def push(self, header: PushHeader, work: Callable[[int, bool], T]) -> T | None:
         """Counts a push and does its work. A repeated push has no effect.
 
