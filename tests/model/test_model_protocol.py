@@ -60,6 +60,29 @@ def test_rules_that_others_imply(rule, case):
     assert (found.complete, found.violation) == (True, None)
 
 
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({"ROW": 0}, "PS 0 owns bucket 0 by the coordinator's map and lacks an acknowledged update"),
+        ({"GONE": 1}, "PS 0 has a row of bucket 0 that was evicted"),
+        ({"DECIDED": 1, "ROW": 0}, "PS 0 answers for bucket 0, without its row or an acknowledged update"),
+        ({"DECIDED": 1, "MAP": 1}, "two PSs answer for bucket 0"),
+        ({"DECIDED": 1, "MAP": 1, "SEALED": 2}, ""),
+        ({"BAD": 1}, "an update was applied twice"),
+        ({"BAD": 2}, "a push was applied in another phase"),
+    ],
+)
+def test_invariants(changed, wrong):
+    """Bucket 0 moves from PS 0 to PS 1, which has its row."""
+    protocol = Protocol(CASES["one move"])
+    state = list(protocol.initial())
+    state[protocol.ROW[1][0]] = state[protocol.ACKED] = 1
+    places = {"ROW": protocol.ROW[0][0], "GONE": protocol.GONE[0], "MAP": protocol.MAP[1], "SEALED": protocol.SEALED[0]}
+    for name, value in changed.items():
+        state[places.get(name) or getattr(protocol, name)] = value
+    assert protocol.violation(tuple(state)) == wrong
+
+
 class Answering(Protocol):
     """Without the invariant that one PS answers."""
 
