@@ -31,12 +31,12 @@ import persia
 from benchmarks import runner
 from persia import batching
 from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, reshard
+from persia.checkpoint.row_writing import write_rows
 from persia.modes import Hybrid
 from persia.optim import Adagrad
 from persia.ps import EmbeddingServer
 from persia.schema import IdFeature, Schema
 from persia.store import NativeStore, Spill, TableConfig
-from persia.trainer.checkpointing import write_rows
 from persia.types import BucketMap, Gradients, PushHeader
 
 ROWS = {"smoke": 50_000, "laptop": 10_000_000, "full": 10_000_000}
@@ -78,7 +78,7 @@ def write(ps: EmbeddingServer, path: Path, step: int, since: dict[str, int], bas
     info = ps.begin_snapshot(f"snapshot-{step}", since, str(path))
     assert info.whole == (base is None)
     with CheckpointWriter(path, step) as writer:
-        write_rows(writer, 0, ps, f"snapshot-{step}")
+        write_rows(writer, [ps], f"snapshot-{step}")
         writer.commit(schema=SCHEMA, optimizer=Adagrad(0.1), base=base)
     ps.end_snapshot(f"snapshot-{step}")
     return time.perf_counter() - begin, info.numbers

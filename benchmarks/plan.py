@@ -34,6 +34,7 @@ from benchmarks.store import ids_of, resident_bytes
 from benchmarks.traffic import message_bytes
 from persia import IdFeature, Schema
 from persia.checkpoint import CheckpointWriter
+from persia.checkpoint.row_writing import write_rows
 from persia.cli.plan import core_seconds_of, measure_rates, request_of
 from persia.cli.run_config import RunConfig
 from persia.cluster import Ray
@@ -55,7 +56,6 @@ from persia.plan.rates import BatchShape, RowRate, StepRate, WireRate, WorkloadR
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import Adagrad, Adam, EmbeddingOptimizer, RowwiseAdagrad, Table
 from persia.store import NativeStore, TableConfig
-from persia.trainer.checkpointing import write_rows
 from persia.types import BucketMap, Contribution, Packed, PushHeader
 from persia.types.half_floats import Dtype
 from persia.worker import Worker, WorkerOptions
@@ -154,7 +154,7 @@ def stored(name: str, case: Stored, rows: int) -> Iterator[runner.Measure]:
     try:
         server.begin_snapshot("s", {}, str(folder))
         with CheckpointWriter(folder, 1) as writer:
-            write_rows(writer, 0, server, "s")
+            write_rows(writer, [server], "s")
             writer.commit(schema=schema, optimizer=case.optimizer)
         written = size_of(folder)
     finally:

@@ -13,6 +13,7 @@ def proxied(host: type, folder: str = "", every: int = 1) -> type:
 
     class Proxied(host):  # type: ignore[misc,valid-type]
         def serve(self, service: Any, protocol: type, address: str = "") -> str:
+            import chaos_disk  # noqa: F401  It registers the disk, to which PSs write as well.
             from chaos_proxy import Proxy
             from chaos_records import Recorded
 

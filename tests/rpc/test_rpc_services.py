@@ -46,7 +46,10 @@ from persia.types import (
     PushHeader,
     PushId,
     ReadRecord,
+    RowsToRead,
+    RowsToWrite,
     StepTiming,
+    TableToRead,
     UpdateCounts,
 )
 from persia.worker import Worker
@@ -278,6 +281,8 @@ def test_worker(worker):
     assert worker.release(batch_id) is None
 
 
+TABLE_TO_READ = TableToRead("item", "item", True, np.array([1024], np.uint64), np.array([3], np.uint32))
+
 CALLS = {
     EmbeddingPS: {
         "tables": (),
@@ -294,7 +299,13 @@ CALLS = {
         "begin_snapshot": ("snapshot", {"item": 2}, "/tmp", True),
         "snapshot_rows": ("snapshot",),
         "snapshot_removed": ("snapshot",),
+        "write_snapshot": ("snapshot", RowsToWrite("/tmp", 12, 0, "0" * 8, 1, 0.5)),
+        "write_state": (RowsToWrite("/tmp", 12, 0, "0" * 8, 1, 0.5),),
+        "hurry_snapshot": ("snapshot",),
         "end_snapshot": ("snapshot",),
+        "check_place": ("/tmp", "step-000000000012/mark-1", "crc32:00000000"),
+        "check_row_parts": ("/tmp", 12, "crc32:00000000", 0, 2),
+        "read_own_rows": (RowsToRead("/tmp", 12, "crc32:00000000", 1, 0, [TABLE_TO_READ], True),),
         "publish": (PublishOrder(PublishOptions("changes"), 0, "0" * 32, 0, 0),),
         "published": (),
         "approve": ("0" * 32, 1),

@@ -17,7 +17,15 @@ from fsspec.implementations.local import LocalFileOpener
 import persia
 from persia.checkpoint import list_checkpoints
 from persia.cluster import Embedded
-from persia.errors import CheckpointError, DataError, PeerRestartedError, PersiaError, StoreError, WireError
+from persia.errors import (
+    CheckpointError,
+    DataError,
+    DeadlineError,
+    PeerRestartedError,
+    PersiaError,
+    StoreError,
+    WireError,
+)
 from persia.modes import Hybrid, Sync, encode
 from persia.nn.gate import StalenessGate
 from persia.optim import SGD, Adagrad, Adam
@@ -390,8 +398,8 @@ def test_the_checkpoint_at_the_end_waits_for_room(tmp_path, monkeypatch, caplog)
     assert persia.checkpoint.CheckpointReader(str(tmp_path)).manifest.global_step == 4
 
 
-@pytest.mark.parametrize("method", ["export_state", "begin_snapshot", "snapshot_rows"])
-@pytest.mark.parametrize("kind", [StoreError, WireError, PeerRestartedError])
+@pytest.mark.parametrize("method", ["export_state", "begin_snapshot", "write_snapshot"])
+@pytest.mark.parametrize("kind", [StoreError, WireError, PeerRestartedError, DeadlineError])
 def test_a_ps_restart_during_a_checkpoint_costs_that_checkpoint(tmp_path, monkeypatch, caplog, method, kind):
     t = trainer(schema_of())
     t.fit(reader(), max_steps=3)
@@ -406,7 +414,7 @@ def test_a_ps_restart_during_a_checkpoint_costs_that_checkpoint(tmp_path, monkey
     monkeypatch.setattr(EmbeddingServer, method, started_again)
     lost = "The checkpoint of step 3 is lost, training is unharmed: There is no such snapshot"
     begun = t.checkpointing.begin(str(tmp_path), t.checkpointing.capture())
-    assert begun == (method == "snapshot_rows")
+    assert begun == (method == "write_snapshot")
     if begun:
         with pytest.raises(CheckpointError, match=lost):
             t.checkpointing.wait()

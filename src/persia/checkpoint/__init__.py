@@ -8,6 +8,7 @@ from persia.checkpoint.comparing import TableDifference, diff
 from persia.checkpoint.compatibility import check_values, same_rule
 from persia.checkpoint.exporting import export
 from persia.checkpoint.format import (
+    MOST_SHARDS,
     Base,
     Manifest,
     Part,
@@ -23,11 +24,7 @@ from persia.checkpoint.listing import CheckpointEntry, list_checkpoints
 from persia.checkpoint.reader import CheckpointReader
 from persia.checkpoint.resharding import ReshardOptions, compact, reshard
 from persia.checkpoint.row_view import Checkpoint, TableRows, open
-from persia.checkpoint.servers import (
-    MOST_SHARDS,
-    clock_gaps,
-    server_pieces,
-)
+from persia.checkpoint.servers import clock_gaps, server_pieces
 from persia.checkpoint.sketches import AdmissionSketches
 from persia.checkpoint.writer import CheckpointWriter
 

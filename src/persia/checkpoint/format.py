@@ -26,6 +26,7 @@ __all__ = [
     "MANIFEST",
     "MAX_MANIFEST_BYTES",
     "MAX_PART_BYTES",
+    "MOST_SHARDS",
     "VERSION",
     "Base",
     "Manifest",
@@ -53,6 +54,8 @@ MAX_MANIFEST_BYTES = 64 << 20
 MAX_DOCUMENT_BYTES = 4 << 20  # schema, config, extra: decoded JSON takes up to 20 times its length in memory
 MAX_PART_BYTES = 64 << 30
 MAX_STEP = 10**12
+MOST_SHARDS = 1024
+"""Maximum number of shards of a table in one PS: shard s of PS p is number p * MOST_SHARDS + s in a checkpoint."""
 
 _STEP = re.compile(r"step-([0-9]{12})")
 

@@ -17,9 +17,9 @@ from persia.checkpoint.format import (
     checksum_text,
     decode_manifest,
 )
+from persia.checkpoint.row_files import ROW_ARRAYS
 from persia.checkpoint.storage import Storage
 from persia.checkpoint.tensors import TensorView, decode, header_length, parse_header
-from persia.checkpoint.writer import ROW_ARRAYS
 from persia.errors import CheckpointError
 
 __all__ = ["PartReader"]

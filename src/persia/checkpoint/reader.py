@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +17,7 @@ from persia.checkpoint.compatibility import NEW_OPTIMIZER, differences
 from persia.checkpoint.format import (
     LATEST,
     MANIFEST,
+    MOST_SHARDS,
     Base,
     Part,
     RemovedPart,
@@ -28,6 +29,7 @@ from persia.checkpoint.format import (
     step_name,
 )
 from persia.checkpoint.listing import complete_steps, latest_step
+from persia.checkpoint.owned import Owned
 from persia.checkpoint.packing import unpack
 from persia.checkpoint.parts import PartReader
 from persia.checkpoint.storage import Storage
@@ -35,6 +37,7 @@ from persia.checkpoint.tensors import TensorView
 from persia.errors import CheckpointError, ConfigError, PersiaError
 from persia.schema import NO_RULES, EmbeddingOptimizer, InputRules, Schema, with_declared_rules
 from persia.telemetry.logs import get_logger
+from persia.types import PartCheck
 from persia.types.half_floats import from_halves
 
 __all__ = ["CheckpointReader"]
@@ -42,6 +45,7 @@ __all__ = ["CheckpointReader"]
 _log = get_logger("persia.checkpoint")
 
 _P = TypeVar("_P", TensorsPart, StatePart)
+_R = TypeVar("_R", RowsPart, RemovedPart)
 
 READERS = 3
 """Maximum number of parts in memory: those being read and verified, and the one in use."""
@@ -80,6 +84,11 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path}: the schema is not valid: {error}.", path=self.path) from None
         if self.manifest.base is not None:
             self._follow(self.manifest.base)
+
+    @property
+    def address(self) -> tuple[str, int | None]:
+        """The URL and the step by which other processes open this checkpoint, whatever their working directory."""
+        return self._storage.address, parse_step(self._prefix.rstrip("/"))
 
     @property
     def base(self) -> Base:
@@ -146,12 +155,16 @@ class CheckpointReader:
         except (msgspec.ValidationError, ConfigError):
             return NO_RULES
 
-    def rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+    def rows(self, table: str, owned: Owned | None = None) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         """Iterates over the rows of a table, part by part, ordered by shard and then as written.
 
         An incremental checkpoint yields its own rows first, then the rows of the checkpoints that it builds on, without
         replaced and removed ones. This keeps the ids of all incremental checkpoints of the chain in memory (8 bytes
         each).
+
+        Args:
+            table: name of the table.
+            owned: only yield these rows, and only read the parts that may have them; None for all.
 
         Yields:
             The number of the shard, and the arrays of `CheckpointWriter.add_rows` with embeddings as float32. The
@@ -163,12 +176,27 @@ class CheckpointReader:
         if table not in self.manifest.tables:
             known = ", ".join(self.manifest.tables) or "none"
             raise CheckpointError(f"{self.path} has no table {table!r}; it has {known}.", path=self.path, table=table)
-        return self._own_rows(table) if len(self.links) == 1 else self._chained_rows(table)
+        return self._own_rows(table, owned) if len(self.links) == 1 else self._chained_rows(table, owned)
 
-    def parts(self, table: str) -> list[RowsPart]:
-        """Returns the row parts of a table in this checkpoint, without its base, in the order of `rows`."""
-        parts = [part for part in self.manifest.parts if isinstance(part, RowsPart) and part.table == table]
-        return sorted(parts, key=lambda part: part.shard)
+    def parts(self, table: str, owned: Owned | None = None) -> list[RowsPart]:
+        """Returns the row parts of a table in this checkpoint, without its base, in the order of `rows`.
+
+        Args:
+            table: name of the table.
+            owned: only return parts that may have these rows; None for all.
+        """
+        return sorted(self._parts_of(RowsPart, table, owned), key=lambda part: part.shard)
+
+    def _parts_of(self, kind: type[_R], table: str, owned: Owned | None) -> list[_R]:
+        """Returns the parts of a kind and a table that may have some rows, in the manifest's order."""
+        writers = None if owned is None else owned.writers(table, self.manifest.buckets)
+        return [
+            part
+            for part in self.manifest.parts
+            if isinstance(part, kind)
+            and part.table == table
+            and (writers is None or part.shard // MOST_SHARDS in writers)
+        ]
 
     def read_part(self, part: RowsPart) -> dict[str, NDArray[Any]]:
         """Reads the rows of one part, embeddings as float32.
@@ -180,11 +208,15 @@ class CheckpointReader:
         arrays["embeddings"] = from_halves(arrays["embeddings"])
         return arrays
 
-    def _own_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+    def _own_rows(self, table: str, owned: Owned | None) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        def read(part: RowsPart) -> dict[str, NDArray[Any]]:
+            arrays = self.read_part(part)
+            return arrays if owned is None else owned.of(arrays)
+
         pending: deque[tuple[int, Future[dict[str, NDArray[Any]]]]] = deque()
         with ThreadPoolExecutor(READERS, "persia-checkpoint-read") as pool:
-            for part in self.parts(table):
-                pending.append((part.shard, pool.submit(self.read_part, part)))
+            for part in self.parts(table, owned):
+                pending.append((part.shard, pool.submit(read, part)))
                 if len(pending) == READERS:
                     shard, arrays = pending.popleft()
                     yield shard, arrays.result()
@@ -194,11 +226,11 @@ class CheckpointReader:
                 yield shard, arrays.result()
                 del arrays
 
-    def _chained_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+    def _chained_rows(self, table: str, owned: Owned | None) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         outdated = np.empty(0, np.uint64)  # Sorted ids that newer links replace or remove.
         for link in self.links:
             changed = [outdated]
-            for shard, arrays in link._own_rows(table):
+            for shard, arrays in link._own_rows(table, owned):
                 if link is not self.links[-1]:
                     changed.append(arrays["ids"])
                 if len(outdated):
@@ -209,12 +241,11 @@ class CheckpointReader:
                 if len(arrays["ids"]):
                     yield shard, arrays
             if link is not self.links[-1]:
-                outdated = np.unique(np.concatenate([*changed, *link._removed(table)]))
+                outdated = np.unique(np.concatenate([*changed, *link._removed(table, owned)]))
 
-    def _removed(self, table: str) -> Iterator[NDArray[np.uint64]]:
-        for part in self.manifest.parts:
-            if isinstance(part, RemovedPart) and part.table == table:
-                yield self._part_reader.removed(part)
+    def _removed(self, table: str, owned: Owned | None) -> Iterator[NDArray[np.uint64]]:
+        for part in self._parts_of(RemovedPart, table, owned):
+            yield self._part_reader.removed(part)
 
     def _follow(self, base: Base | None) -> None:
         """Opens the checkpoints that this one builds on, down to a full one."""
@@ -309,17 +340,27 @@ class CheckpointReader:
         Raises:
             CheckpointError: parts are missing or damaged; the message lists all of them.
         """
-        parts = self.all_parts()
-        problems: list[str] = []
-        with ThreadPoolExecutor(READERS, "persia-checkpoint-read") as pool:
-            results = pool.map(lambda pair: pair[0]._part_reader.problem(pair[1]), parts)
-            for (_, part), problem in zip(parts, results, strict=True):
-                if problem is not None:
-                    problems.append(problem)
-                progress(part.bytes)
+        problems, total = [], 0
+        for check in self.check(self.all_parts()):
+            if check.problem:
+                problems.append(check.problem)
+            total += check.bytes
+            progress(check.bytes)
         if problems:
             raise CheckpointError("\n".join(problems), path=self.path, problems=problems)
-        return sum(part.bytes for _, part in parts)
+        return total
+
+    def check(self, parts: Sequence[tuple[CheckpointReader, Part]]) -> Iterator[PartCheck]:
+        """Reads parts, as `all_parts` returns them, and yields for each in order whether it is intact."""
+        with ThreadPoolExecutor(READERS, "persia-checkpoint-read") as pool:
+            pending: deque[tuple[Part, Future[str | None]]] = deque()
+            for link, part in parts:
+                pending.append((part, pool.submit(link._part_reader.problem, part)))
+                if len(pending) == READERS:
+                    part, problem = pending.popleft()
+                    yield PartCheck(part.bytes, problem.result() or "")
+            for part, problem in pending:
+                yield PartCheck(part.bytes, problem.result() or "")
 
     def all_parts(self) -> list[tuple[CheckpointReader, Part]]:
         """Returns the parts of this checkpoint, and the row parts of those that it builds on."""

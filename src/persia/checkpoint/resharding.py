@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from persia import batching
 from persia.checkpoint.compatibility import check_values
-from persia.checkpoint.format import RemovedPart, RowsPart, StatePart, StepChoice
+from persia.checkpoint.format import MOST_SHARDS, RemovedPart, RowsPart, StatePart, StepChoice
 from persia.checkpoint.reader import CheckpointReader
-from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, server_pieces
+from persia.checkpoint.servers import clock_gaps, server_pieces
 from persia.checkpoint.storage import ahead
 from persia.checkpoint.writer import CheckpointWriter
 from persia.errors import CheckpointError

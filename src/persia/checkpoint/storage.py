@@ -81,6 +81,11 @@ class Storage:
         self.between: Callable[[], object] = lambda: None
         fs.invalidate_cache()
 
+    @property
+    def address(self) -> str:
+        """The path or URL by which other processes open this directory, whatever their working directory."""
+        return self._root if self._local else self.url
+
     def refresh(self) -> None:
         """Drops listings that some file systems cache."""
         self._fs.invalidate_cache()
@@ -98,6 +103,19 @@ class Storage:
                 )
             except (FileNotFoundError, NotADirectoryError):
                 return []
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Returns the lengths of the files in a directory in bytes, by name; empty if it does not exist."""
+        with _guard("list", self.full(path)):
+            try:
+                infos = self._fs.ls(self.full(path), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+        return {
+            str(info["name"]).rpartition("/")[2]: int(info["size"])
+            for info in infos
+            if info["type"] == "file" and info.get("size") is not None
+        }
 
     def size(self, path: str) -> int | None:
         """Returns the length of a regular file in bytes; None if it does not exist."""
@@ -151,9 +169,15 @@ class Storage:
                 self._unsynced.append(self.full(path))
         return size, crc
 
-    def put(self, path: str, data: bytes) -> None:
-        """Writes or replaces a small file atomically: readers see the old or the new one, even after a crash."""
-        if not self._local:
+    def put(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        """Writes or replaces a small file atomically: readers see the old or the new one, even after a crash.
+
+        Args:
+            path: path of the file.
+            data: its contents.
+            durable: False for a file that is removed soon: on local disks it is neither synced nor atomic.
+        """
+        if not self._local or not durable:
             with _guard("write", self.full(path)):
                 self._make_parent(path)
                 self._fs.pipe_file(self.full(path), data)

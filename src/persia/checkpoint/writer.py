@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from types import TracebackType
@@ -24,8 +24,8 @@ from persia.checkpoint.format import (
     FORMAT,
     LATEST,
     MANIFEST,
-    MAX_PART_BYTES,
     MAX_STEP,
+    MOST_SHARDS,
     VERSION,
     Base,
     Manifest,
@@ -37,33 +37,26 @@ from persia.checkpoint.format import (
     TensorsPart,
     checksum_text,
     encode_manifest,
-    file_name,
     step_name,
 )
 from persia.checkpoint.listing import complete_steps
 from persia.checkpoint.packing import pack
 from persia.checkpoint.retention import Retention
-from persia.checkpoint.storage import Storage
-from persia.checkpoint.tensors import TensorView, Value, encode, view
+from persia.checkpoint.row_files import RowFiles, WrittenFile, base_of, check_layout, segment, write_file
+from persia.checkpoint.storage import Storage, crc32
+from persia.checkpoint.tensors import TensorView, Value, view
 from persia.errors import CheckpointError
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.telemetry.logs import get_logger
-from persia.types import BucketMap
+from persia.types import BucketMap, RowsToWrite, WrittenPart, WrittenState
 
-__all__ = ["ROW_ARRAYS", "CheckpointWriter"]
+__all__ = ["MARK_BYTES", "CheckpointWriter"]
 
 _log = get_logger("persia.checkpoint")
 _T = TypeVar("_T")
 
-ROW_ARRAYS: dict[str, tuple[str, int]] = {
-    "ids": ("uint64", 1),
-    "embeddings": ("float32", 2),
-    "state": ("float32", 2),
-    "update_count": ("uint32", 1),
-    "last_step": ("uint32", 1),
-    "stamp": ("uint32", 1),
-}
-"""Arrays of a part of rows: dtype and number of axes; the first axis is the row."""
+MARK_BYTES = 16
+"""Size of the file by which other processes know the place of a checkpoint; see `CheckpointWriter.mark`."""
 
 
 class CheckpointWriter:
@@ -103,9 +96,11 @@ class CheckpointWriter:
         self._name = step_name(step)
         self._parts: list[Part] = []
         self._tables: dict[str, tuple[int, int, str]] = {}  # dim, state_width, dtype
-        self._numbers: Counter[tuple[str, int]] = Counter()  # Number of parts by table and shard.
+        self._files = RowFiles(self._write)
+        self._adopted: dict[str, tuple[int, int]] = {}  # Size and PS of each path that another process has written.
         self._open = True
-        self._base = self._claim()
+        self._rewrite = self._claim()
+        self._base = base_of(self._rewrite)
 
     def rest(self, between: Callable[[], object]) -> None:
         """Sets the function to call after each written MiB; it may sleep to throttle the writer."""
@@ -131,21 +126,7 @@ class CheckpointWriter:
                 aborts the checkpoint.
         """
         self._check_open()
-        rows, shape = _check_rows(table, arrays)
-        known = self._tables.get(table, shape)
-        if known != shape:
-            raise CheckpointError(
-                f"Rows of table {table!r} have dim, state width and dtype {shape}, earlier parts had {known}.",
-                table=table,
-            )
-        shard = _check_shard(table, shard)
-        steps = arrays["last_step"]
-        path = f"rows/{_segment(table)}/{shard}-{self._numbers[table, shard]}.safetensors"
-        written = self._write(path, _row_views(table, arrays))
-        span = (int(steps.min()), int(steps.max())) if rows else None
-        self._parts.append(RowsPart(table=table, shard=shard, rows=rows, steps=span, **written))
-        self._tables[table] = known
-        self._numbers[table, shard] += 1
+        self._add(self._files.rows(table, shard, arrays))
 
     def add_removed(self, table: str, shard: int, ids: NDArray[np.uint64]) -> None:
         """Marks rows of the base as removed, unless `add_rows` adds them again.
@@ -159,11 +140,52 @@ class CheckpointWriter:
             CheckpointError: an argument is invalid; or the part cannot be written, which aborts the checkpoint.
         """
         self._check_open()
-        if ids.dtype != np.uint64 or ids.ndim != 1:
-            raise CheckpointError(f"ids of table {table!r} must be uint64 [n].", table=table)
-        path = f"removed/{_segment(table)}/{_check_shard(table, shard)}.safetensors"
-        written = self._write(path, {"ids": view(ids, f"{table}.ids")})
-        self._parts.append(RemovedPart(table=table, shard=int(shard), ids=len(ids), **written))
+        self._add(self._files.removed(table, shard, ids))
+
+    def order(self, server: int, share: float) -> RowsToWrite:
+        """Returns the order to a PS to write its part of this checkpoint; see `add_part` and `add_server_state`."""
+        return RowsToWrite(self._storage.address, self._step, self._rewrite, self.content[:8], server, share)
+
+    def add_part(self, part: WrittenPart) -> None:
+        """Adds a part that another process has written by an `order`, synced by now.
+
+        Raises:
+            CheckpointError: its rows do not match other parts of the table.
+        """
+        self._check_open()
+        self._add(part)
+        self._adopted[part.path] = part.bytes, part.shard // MOST_SHARDS
+
+    def add_server_state(self, server: int, state: WrittenState) -> None:
+        """Adds state that a PS has written by an `order`, synced by now.
+
+        Raises:
+            CheckpointError: the name is taken.
+        """
+        self._check_open()
+        self._check_name(state.name, StatePart)
+        self._parts.append(StatePart(**state._asdict()))
+        self._adopted[state.path] = state.bytes, server
+
+    @contextmanager
+    def mark(self) -> Iterator[tuple[str, str]]:
+        """Writes a file with random contents, by which other processes know that they see the same place.
+
+        Yields:
+            Its path relative to the directory of checkpoints, and its checksum. It is removed afterwards.
+
+        Raises:
+            CheckpointError: it cannot be written, which aborts the checkpoint.
+        """
+        self._check_open()
+        path = f"{self._name}/{self._base}mark-{secrets.token_hex(8)}"
+        contents = memoryview(secrets.token_bytes(MARK_BYTES))
+        self._abort_on_error(lambda: self._storage.put(path, bytes(contents), durable=False))
+        try:
+            yield path, checksum_text(crc32(contents))
+        finally:
+            with suppress(CheckpointError):  # The manifest does not name it, so readers ignore it.
+                self._storage.remove(path)
 
     def add_tensors(self, name: str, tensors: Mapping[str, Value]) -> None:
         """Adds named tensors (numpy, or torch of any dense dtype and device), for example a module's state dict.
@@ -178,8 +200,8 @@ class CheckpointWriter:
             if not isinstance(key, str) or key == "__metadata__":
                 raise CheckpointError(f"{name}: a tensor cannot be named {key!r}; give it another text.", name=name)
             views[key] = view(tensor, f"{name}.{key}")
-        written = self._write(f"dense/{_segment(name)}.safetensors", views)
-        self._parts.append(TensorsPart(name=name, **written))
+        written = self._write(f"dense/{segment(name)}.safetensors", views)
+        self._parts.append(TensorsPart(name=name, **written._asdict()))
 
     def add_state(self, name: str, state: Any) -> None:
         """Adds a nested value of the types listed at `packing.pack`. Reading returns an equal value.
@@ -189,8 +211,8 @@ class CheckpointWriter:
         """
         self._check_open()
         self._check_name(name, StatePart)
-        written = self._write(f"state/{_segment(name)}.safetensors", pack(state, name))
-        self._parts.append(StatePart(name=name, **written))
+        written = self._write(f"state/{segment(name)}.safetensors", pack(state, name))
+        self._parts.append(StatePart(name=name, **written._asdict()))
 
     def copy(self, part: TensorsPart | StatePart, views: Mapping[str, TensorView]) -> None:
         """Adds a part of another checkpoint, as returned by `CheckpointReader.views`.
@@ -201,8 +223,8 @@ class CheckpointWriter:
         self._check_open()
         self._check_name(part.name, type(part))
         folder = "dense" if isinstance(part, TensorsPart) else "state"
-        written = self._write(f"{folder}/{_segment(part.name)}.safetensors", views)
-        self._parts.append(type(part)(name=part.name, **written))
+        written = self._write(f"{folder}/{segment(part.name)}.safetensors", views)
+        self._parts.append(type(part)(name=part.name, **written._asdict()))
 
     def commit(
         self,
@@ -261,6 +283,7 @@ class CheckpointWriter:
         self.content = manifest.content
         data = encode_manifest(manifest)
         self._abort_on_error(self._storage.sync)
+        self._abort_on_error(self._check_adopted)
         try:
             self._storage.put(f"{self._name}/{MANIFEST}", data)
         except CheckpointError:
@@ -305,24 +328,43 @@ class CheckpointWriter:
     ) -> None:
         self.abort()
 
-    def _claim(self) -> str:
-        """Removes files of an interrupted writer of this step; returns the prefix for this writer's parts."""
+    def _claim(self) -> int:
+        """Removes files of an interrupted writer of this step; returns the number of the `rewrite-N` to write, or 0."""
         names = self._storage.names(self._name)
         if MANIFEST not in names:
             if names:
                 self._storage.remove(self._name)
-            return ""
+            return 0
         rewrites = [int(name[8:]) for name in names if name.startswith("rewrite-") and name[8:].isdecimal()]
-        return f"rewrite-{max(rewrites, default=0) + 1}/"
+        return max(rewrites, default=0) + 1
 
-    def _write(self, path: str, views: Mapping[str, TensorView]) -> dict[str, Any]:
-        buffers = encode(views)
-        size = sum(map(len, buffers))
-        if size > MAX_PART_BYTES:
-            raise CheckpointError(f"{path} would have {size} bytes, more than {MAX_PART_BYTES}; split it.", path=path)
-        path = self._base + path
-        size, crc = self._abort_on_error(lambda: self._storage.write(f"{self._name}/{path}", buffers))
-        return {"path": path, "bytes": size, "checksum": checksum_text(crc)}
+    def _add(self, part: WrittenPart) -> None:
+        file: dict[str, Any] = {"path": part.path, "bytes": part.bytes, "checksum": part.checksum}
+        if part.layout is None:
+            self._parts.append(RemovedPart(table=part.table, shard=part.shard, ids=part.entries, **file))
+            return
+        check_layout(part.table, part.layout, self._tables.setdefault(part.table, part.layout))
+        self._parts.append(RowsPart(table=part.table, shard=part.shard, rows=part.entries, steps=part.steps, **file))
+
+    def _check_adopted(self) -> None:
+        """Checks that this process sees all parts that others have written: they may have lost the place meanwhile."""
+        sizes: dict[str, dict[str, int]] = {}
+        self._storage.refresh()
+        for path, (size, server) in self._adopted.items():
+            directory, _, name = f"{self._name}/{path}".rpartition("/")
+            if directory not in sizes:
+                sizes[directory] = self._storage.sizes(directory)
+            if sizes[directory].get(name) != size:
+                raise CheckpointError(
+                    f"{self._storage.full(directory)}/{name} is missing, or has not its {size} bytes, though embedding "
+                    f"PS {server} has written it. Check that its host still has the same storage there, then save "
+                    "again.",
+                    path=f"{self._storage.full(directory)}/{name}",
+                )
+
+    def _write(self, path: str, views: Mapping[str, TensorView]) -> WrittenFile:
+        """Writes a file, given its path relative to the base of this writer."""
+        return self._abort_on_error(lambda: write_file(self._storage, self._name, self._base + path, views))
 
     def _abort_on_error(self, call: Callable[[], _T]) -> _T:
         """Aborts the checkpoint if a write fails."""
@@ -383,49 +425,6 @@ class CheckpointWriter:
             self._retention.apply(self._storage, self._step)
         except CheckpointError as error:
             _log.warning("Cannot remove older checkpoints: %s", error)
-
-
-def _check_rows(table: str, arrays: Mapping[str, NDArray[Any]]) -> tuple[int, tuple[int, int, str]]:
-    """Returns the number of rows of a part, and its dim, state width and dtype."""
-    if set(arrays) != set(ROW_ARRAYS):
-        raise CheckpointError(f"Rows of table {table!r} need exactly the arrays {', '.join(ROW_ARRAYS)}.", table=table)
-    count = len(arrays["ids"])
-    for name, (dtype, axes) in ROW_ARRAYS.items():
-        array = arrays[name]
-        half = name == "embeddings" and array.dtype in (np.float16, np.uint16)
-        if (array.dtype != np.dtype(dtype) and not half) or array.ndim != axes or len(array) != count:
-            raise CheckpointError(
-                f"{name} of table {table!r} is {array.dtype} {list(array.shape)}; "
-                f"{dtype} with {axes} axes and {count} rows is expected.",
-                table=table,
-                field=name,
-            )
-    embeddings = arrays["embeddings"]
-    dtype = "bfloat16" if embeddings.dtype == np.uint16 else embeddings.dtype.name
-    return count, (embeddings.shape[1], arrays["state"].shape[1], dtype)
-
-
-def _row_views(table: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, TensorView]:
-    views = {name: view(arrays[name], f"{table}.{name}") for name in ROW_ARRAYS}
-    if arrays["embeddings"].dtype == np.uint16:
-        views["embeddings"] = views["embeddings"]._replace(dtype="BF16")
-    return views
-
-
-def _check_shard(table: str, shard: int) -> int:
-    if int(shard) < 0:
-        raise CheckpointError(f"shard = {shard} of table {table!r} is negative.", table=table, shard=shard)
-    return int(shard)
-
-
-def _segment(name: str) -> str:
-    try:
-        valid = 0 < len(name.encode()) <= 64
-    except (AttributeError, UnicodeEncodeError):
-        valid = False
-    if not valid:
-        raise CheckpointError(f"The name {name!r} is not a text of 1 to 64 bytes.", name=name)
-    return file_name(name)
 
 
 def _builtins(value: Any, field: str) -> dict[str, Any]:

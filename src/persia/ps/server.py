@@ -26,6 +26,7 @@ from persia.ps.row_publishing import RowPublishing
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.space import SpaceWait
 from persia.ps.state_transfer import export_rows, export_state, import_state
+from persia.ps.storage_access import StorageAccess
 from persia.ps.table_configs import learning_rate
 from persia.ps.table_numbers import TableNumbers
 from persia.pushes.accumulator import GradientAccumulator, average_step
@@ -53,8 +54,10 @@ from persia.types import (
     RowsSet,
     RowStaleness,
     RowState,
+    RowsToWrite,
     StoredRows,
     UpdateCounts,
+    WrittenPart,
 )
 
 __all__ = ["EmbeddingServer"]
@@ -75,7 +78,7 @@ Statistics = dict[str, dict[str, int]]
 """Counters by table and name."""
 
 
-class EmbeddingServer(JournaledServer):
+class EmbeddingServer(JournaledServer, StorageAccess):
     """The rows of all tables in a partition. Safe to call from several threads; calls block until they are done.
 
     Args:
@@ -428,8 +431,16 @@ class EmbeddingServer(JournaledServer):
         """Yields the ids evicted before a store snapshot."""
         return self._snapshots.removed(name)
 
+    def write_snapshot(self, name: str, order: RowsToWrite) -> Iterator[WrittenPart]:
+        """Writes a store snapshot to a checkpoint; see `persia.services.EmbeddingPS`."""
+        return self._snapshots.write(name, order)
+
+    def hurry_snapshot(self, name: str) -> None:
+        """Ends the pauses of `write_snapshot`."""
+        self._snapshots.hurry(name)
+
     def end_snapshot(self, name: str) -> None:
-        """Ends a store snapshot."""
+        """Ends a store snapshot; no file of it is written after this returns."""
         self._snapshots.end(name)
 
     def publish(self, order: PublishOrder) -> PublishStatus:

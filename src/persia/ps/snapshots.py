@@ -6,11 +6,13 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from persia.errors import StoreError
 from persia.ps.row_chunks import row_chunk
 from persia.services import RowChunk, SnapshotInfo
 from persia.store import EmbeddingStore, Spill
+from persia.types import RowsToWrite, WrittenPart
 
 __all__ = ["StoreSnapshots"]
 
@@ -36,6 +38,8 @@ class StoreSnapshots:
         self._store = store
         self._tables = tables
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._hurry = threading.Event()  # Of the current snapshot.
         self._name: str | None = None
         self._info = SnapshotInfo({}, True)
 
@@ -55,7 +59,7 @@ class StoreSnapshots:
             except StoreError:
                 self._end()
                 raise
-            self._name, self._info = name, SnapshotInfo(numbers, whole)
+            self._name, self._info, self._hurry = name, SnapshotInfo(numbers, whole), threading.Event()
             return self._info
 
     def rows(self, name: str) -> Iterator[RowChunk]:
@@ -84,11 +88,34 @@ class StoreSnapshots:
                 if len(ids):
                     yield RowChunk(table, shard, {"ids": ids})
 
+    def write(self, name: str, order: RowsToWrite) -> Iterator[WrittenPart]:
+        """Writes the rows of the snapshot to a checkpoint; see `persia.services.EmbeddingPS.write_snapshot`."""
+        from persia.checkpoint.row_writing import SnapshotSource, write_snapshot  # A PS restarts faster without.
+
+        @contextmanager
+        def writing() -> Iterator[None]:
+            with self._writing:
+                self._checked(name)
+                yield
+
+        self._checked(name)
+        return write_snapshot(
+            order, SnapshotSource(lambda: self.rows(name), lambda: self.removed(name), self._hurry, writing)
+        )
+
+    def hurry(self, name: str) -> None:
+        """Ends the pauses of `write` of the snapshot of this name, if it is the current one."""
+        with self._lock:
+            if self._name == name:
+                self._hurry.set()
+
     def end(self, name: str) -> None:
-        """Ends the snapshot of this name, if it is the current one."""
+        """Ends the snapshot of this name, if it is the current one. Waits for the file that is being written."""
         with self._lock:
             if self._name == name:
                 self._end()
+        with self._writing:
+            pass
 
     def _checked(self, name: str) -> SnapshotInfo:
         with self._lock:
@@ -100,6 +127,7 @@ class StoreSnapshots:
 
     def _end(self) -> None:
         self._name = None
+        self._hurry.set()
         for index in self._tables.values():
             self._store.end_snapshot(index)
 

@@ -20,15 +20,22 @@ from persia.types import (
     Moment,
     Packed,
     PackedGradients,
+    PartCheck,
+    PlaceCheck,
     PublishOrder,
     PublishStatus,
     PushHeader,
     RowsAhead,
+    RowsRead,
     RowsSet,
     RowStaleness,
     RowState,
+    RowsToRead,
+    RowsToWrite,
     StoredRows,
     UpdateCounts,
+    WrittenPart,
+    WrittenState,
 )
 
 __all__ = ["EmbeddingPS", "EmbeddingWorker", "RowChunk", "SnapshotInfo", "StatePiece"]
@@ -184,7 +191,75 @@ class EmbeddingPS(Protocol):
         """Yields ids evicted between `since` and the snapshot, as chunks with only `ids`; none if it is whole."""
 
     def end_snapshot(self, name: str) -> None:
-        """Ends a snapshot. No-op if it is unknown."""
+        """Ends a snapshot. `write_snapshot` of it writes nothing after this returns. No-op if it is unknown."""
+
+    def check_place(self, url: str, path: str, checksum: str) -> PlaceCheck:
+        """Checks whether this PS sees a file in a directory of checkpoints, and can write there.
+
+        Args:
+            url: the directory: an absolute path, or any URL that fsspec supports.
+            path: path of the file, relative to the directory.
+            checksum: checksum of the file.
+        """
+
+    def write_snapshot(self, name: str, order: RowsToWrite) -> Iterator[WrittenPart]:
+        """Writes the rows of a snapshot, and the ids of removed rows, straight to a checkpoint. Call it once.
+
+        It writes only while the next item is asked for, so a caller that gives up, or dies, ends it. All files are
+        synced when it ends.
+
+        Yields:
+            Each file, once it is written.
+
+        Raises:
+            StoreError: as `snapshot_rows`.
+            CheckpointError: a file cannot be written.
+        """
+
+    def write_state(self, order: RowsToWrite) -> Iterator[WrittenState]:
+        """Writes what `export_state` yields straight to a checkpoint, like `write_snapshot`, while nothing trains.
+
+        Yields:
+            Each file, once it is written.
+
+        Raises:
+            CheckpointError: a file cannot be written.
+        """
+
+    def hurry_snapshot(self, name: str) -> None:
+        """Lets `write_snapshot` use the processors without limit from now on. No-op if the snapshot is unknown."""
+
+    def check_row_parts(
+        self, url: str, step: int | None, checksum: str, share: int, shares: int
+    ) -> Iterator[PartCheck]:
+        """Reads and checks every n-th part of the rows of a checkpoint, those that it builds on included.
+
+        Args:
+            url: directory of checkpoints, or of one step.
+            step: the step; None if `url` is its directory.
+            checksum: checksum of its manifest.
+            share: number of the first part to check.
+            shares: number of parts from one to the next.
+
+        Yields:
+            One result without bytes if this PS sees the checkpoint; then one for each part.
+
+        Raises:
+            CheckpointError: this PS does not see the checkpoint.
+            MissingExtraError: a package for the URL's file system is not installed.
+        """
+
+    def read_own_rows(self, order: RowsToRead) -> Iterator[RowsRead]:
+        """Imports the rows of a checkpoint that this PS owns, straight from the storage; see `import_rows`.
+
+        Yields:
+            The number of rows of each part, once they are imported.
+
+        Raises:
+            StaleMapError: this PS has another bucket map.
+            CheckpointError: a part is missing or damaged; some rows have been imported.
+            StoreError: as `import_rows`.
+        """
 
     def publish(self, order: PublishOrder) -> PublishStatus:
         """Starts to publish the rows in the background, from a snapshot on. A repeated call has no effect.

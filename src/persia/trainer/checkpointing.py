@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter, Score
-from persia.checkpoint.storage import ahead
+from persia.checkpoint import Base, CheckpointWriter, Score
+from persia.checkpoint.row_writing import write_rows, write_states
+from persia.checkpoint.throttle import Throttle
 from persia.config import dump
-from persia.errors import CheckpointError, PeerRestartedError, PersiaError, StoreError, WireError
+from persia.errors import CheckpointError, DeadlineError, PeerRestartedError, PersiaError, StoreError, WireError
 from persia.modes import Sync
 from persia.nn.dense_step import DenseStep
 from persia.nn.models.registry import description_of
 from persia.retry import Backoff, Deadline, retry
+from persia.rpc.fan_out import try_all
 from persia.services import EmbeddingPS, SnapshotInfo
 from persia.telemetry.logs import get_logger
 from persia.trainer.finite_state import FiniteState
@@ -30,7 +33,7 @@ from persia.trainer.loading import resolved
 from persia.trainer.options import Declared
 from persia.trainer.state import TrainingState
 
-__all__ = ["CheckpointState", "Checkpointing", "write_rows"]
+__all__ = ["CheckpointState", "Checkpointing"]
 
 LOG = get_logger("persia.checkpoint")
 
@@ -40,10 +43,10 @@ LAST_SECONDS = 60.0
 RETRY_SECONDS = 1.0
 
 HELD_BYTES = 64 << 20
-"""Maximum memory for the PSs' state besides rows while a checkpoint is written; the rest is written immediately."""
+"""Maximum memory for the PSs' state besides rows while a checkpoint is written; more is written immediately."""
 
 PS_RESTARTED = (StoreError, WireError, PeerRestartedError)
-"""Errors of a PS that was restarted while a checkpoint was read from it."""
+"""Errors of a PS that was restarted while it wrote its part of a checkpoint."""
 
 
 class CheckpointState(NamedTuple):
@@ -82,27 +85,6 @@ class _Written(NamedTuple):
     at: float
     step: int
     seconds: float
-
-
-class Throttle:
-    """Limits the processor time of the thread that makes it to a share of all processors, until `hurry` is set.
-
-    Waiting for a disk or a network does not count, as it takes nothing from training.
-
-    Args:
-        share: of all processors; a thread that may use a whole one never pauses.
-        hurry: once set, there are no more pauses.
-    """
-
-    def __init__(self, share: float, hurry: threading.Event) -> None:
-        self._factor = max(0.0, 1 / (share * len(os.sched_getaffinity(0))) - 1)
-        self._hurry = hurry
-        self._begin = time.thread_time()
-
-    def __call__(self) -> None:
-        """Pauses in proportion to the work since the last pause."""
-        self._hurry.wait((time.thread_time() - self._begin) * self._factor)
-        self._begin = time.thread_time()
 
 
 class Checkpointing:
@@ -145,6 +127,7 @@ class Checkpointing:
         self.on_written: Callable[[str], object] = lambda _: None
         """Receives the path of each complete checkpoint, on NN worker 0, in whichever thread has written it."""
         self._hurry = threading.Event()  # Set while the training thread waits for what is being written.
+        self._snapshot = ""  # Name of the snapshot of the PSs that is being written.
 
     @property
     def busy(self) -> bool:
@@ -165,6 +148,8 @@ class Checkpointing:
         """Blocks until nothing is being written. Raises, once, the error of the last checkpoint."""
         if self._thread is not None:
             self._hurry.set()
+            if self.busy:
+                try_all([functools.partial(ps.hurry_snapshot, self._snapshot) for ps in self._servers], PersiaError)
             self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
@@ -261,7 +246,7 @@ class Checkpointing:
         """Writes a checkpoint of the captured state while nothing trains. Returns its path."""
         self.wait()
         # Nothing trains, so no row changes before it is read.
-        return self._prepare(directory, captured, live=True)(None)
+        return self._prepare(directory, captured, live=True)(1.0)
 
     def begin(self, directory: str, captured: CheckpointState) -> bool:
         """Begins to write a checkpoint of the captured state in the background; see `begin_periodic`."""
@@ -281,7 +266,7 @@ class Checkpointing:
 
         def run() -> None:
             try:
-                write(Throttle(self._options.checkpoint_share, self._hurry))
+                write(self._options.checkpoint_share)
             except BaseException as error:
                 self._failure = error
 
@@ -317,7 +302,7 @@ class Checkpointing:
         self._failing = True
         LOG.warning("A checkpoint has failed; training continues: %s", error)
 
-    def _prepare(self, directory: str, captured: CheckpointState, *, live: bool) -> Callable[[Throttle | None], str]:
+    def _prepare(self, directory: str, captured: CheckpointState, *, live: bool) -> Callable[[float], str]:
         """Copies the network and the captured state, and begins snapshots of all PSs, before training continues.
 
         Args:
@@ -326,7 +311,7 @@ class Checkpointing:
             live: write rows as they are when they are read; PSs then keep none aside.
 
         Returns:
-            A function that writes the checkpoint, with pauses if it gets a throttle, and returns its path.
+            A function that writes the checkpoint with a share of the processors of each host, and returns its path.
         """
         began = time.monotonic()
         options, servers, state = self._options, self._servers, self._state
@@ -338,12 +323,15 @@ class Checkpointing:
         try:
             with _as_checkpoint_error(step):
                 # The state of PSs besides rows changes with every batch: read it before training continues.
-                states = _states(writer, servers)
+                if (states := _held_states(servers)) is None:
+                    states = []
+                    write_states(writer, servers)
                 model = _copied(dict(self._network.model.state_dict()))
                 training = _copied(captured.training)
                 schema, buckets = resolved(self._declared.schema, servers), servers[0].buckets()
                 since = chain.snapshots if chain else None
                 name, infos = _begin_snapshots(servers, since, directory, live=live)
+                self._snapshot = name
         except BaseException:
             writer.abort()
             raise
@@ -360,13 +348,15 @@ class Checkpointing:
         if description is not None:
             config["model"] = dump(description)
 
-        def write(throttle: Throttle | None) -> str:
+        def write(share: float) -> str:
             try:
                 with _as_checkpoint_error(step), writer:
-                    if throttle is not None:
-                        writer.rest(throttle)
-                    for number, server in enumerate(servers):
-                        write_rows(writer, number, server, name, read_ahead=throttle is None)
+                    try:
+                        write_rows(writer, servers, name, share=share, hurry=self._hurry)
+                    finally:  # Before the files of a failed checkpoint are removed: PSs then write no more.
+                        _end_snapshots(servers, name)
+                    if share < 1:
+                        writer.rest(Throttle(share, self._hurry))
                     for part, pieces in states:
                         writer.add_state(part, pieces)
                     writer.add_tensors("model", model)
@@ -388,8 +378,6 @@ class Checkpointing:
             except BaseException:
                 self._failures += 1
                 raise
-            finally:
-                _end_snapshots(servers, name)
             if stream is not None:  # Only now: nobody goes back to before these offsets.
                 stream.commit(training["offsets"])
                 state.covered("checkpoint", training["position"])
@@ -410,17 +398,17 @@ class Checkpointing:
 
 @contextmanager
 def _as_checkpoint_error(step: int) -> Iterator[None]:
-    """Raises CheckpointError in place of the error of a restarted PS: its snapshot is gone, training continues."""
+    """Raises CheckpointError in place of the error of a PS that is late, or was restarted: its snapshot is gone."""
     try:
         yield
-    except PS_RESTARTED as error:
+    except (*PS_RESTARTED, DeadlineError) as error:
         raise CheckpointError(
             f"The checkpoint of step {step} is lost, training is unharmed: {error.message} Save again.", step=step
         ) from error
 
 
 def _begin_snapshots(
-    servers: Iterable[EmbeddingPS], since: list[dict[str, int]] | None, directory: str, *, live: bool
+    servers: Sequence[EmbeddingPS], since: list[dict[str, int]] | None, directory: str, *, live: bool
 ) -> tuple[str, list[SnapshotInfo]]:
     """Begins a snapshot on all PSs: of changed rows if all of them know which, else of all rows."""
     place = "" if "://" in directory else os.path.abspath(directory)
@@ -437,37 +425,22 @@ def _begin_snapshots(
     return _begin_snapshots(servers, None, directory, live=live)
 
 
-def _end_snapshots(servers: Iterable[EmbeddingPS], name: str) -> None:
-    for server in servers:
-        with suppress(PersiaError):  # A PS that is gone has no snapshot either.
-            server.end_snapshot(name)
+def _end_snapshots(servers: Sequence[EmbeddingPS], name: str) -> None:
+    # A PS that is gone has no snapshot either.
+    try_all([functools.partial(server.end_snapshot, name) for server in servers], PersiaError)
 
 
-def _states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Returns parts of the PSs' state, to be written later; parts that need too much memory are written immediately."""
+def _held_states(servers: Iterable[EmbeddingPS]) -> list[tuple[str, list[dict[str, Any]]]] | None:
+    """Returns parts of the PSs' state, to be written later; None if that needs too much memory."""
     held: list[tuple[str, list[dict[str, Any]]]] = []
     nbytes = 0
     for number, server in enumerate(servers):
         for part, pieces in enumerate(server.export_state()):
-            name, content = f"server-{number}.{part}", [piece._asdict() for piece in pieces]
             nbytes += sum(piece.values.nbytes for piece in pieces)
-            if nbytes <= HELD_BYTES:
-                held.append((name, content))
-            else:
-                writer.add_state(name, content)
+            if nbytes > HELD_BYTES:
+                return None
+            held.append((f"server-{number}.{part}", [piece._asdict() for piece in pieces]))
     return held
-
-
-def write_rows(
-    writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str, *, read_ahead: bool = True
-) -> None:
-    """Writes the rows of a store snapshot of PS `number`; `read_ahead` reads the next chunk while one is written."""
-    rows = server.snapshot_rows(name)
-    with closing(ahead(rows)) if read_ahead else nullcontext(rows) as chunks:
-        for chunk in chunks:
-            writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
-    for chunk in server.snapshot_removed(name):
-        writer.add_removed(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays["ids"])
 
 
 def _copied(value: Any) -> Any:

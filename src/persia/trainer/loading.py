@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import torch
 
-from persia import batching
 from persia.checkpoint import (
     AdmissionSketches,
     CheckpointReader,
@@ -21,19 +20,21 @@ from persia.checkpoint import (
     server_pieces,
 )
 from persia.checkpoint.compatibility import id_difference
+from persia.checkpoint.row_reading import ServerReading
 from persia.config import convert, dump
 from persia.errors import CheckpointError, PersiaError
 from persia.modes import ModeSetting
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
+from persia.rpc.fan_out import call_all
 from persia.schema import SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad, Schema, Table
 from persia.schema.optimizers import INITIAL_ACCUMULATOR
-from persia.services import EmbeddingPS, RowChunk, StatePiece
+from persia.services import EmbeddingPS, StatePiece
 from persia.telemetry.logs import get_logger
 from persia.trainer.hyperparameters import adopt_hyperparameters, changes, check_optimizer
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.state import TrainingState
-from persia.types import BucketMap
+from persia.types import TableToRead
 from persia.types.half_floats import LARGEST
 
 __all__ = [
@@ -120,7 +121,9 @@ def load(
     reader = CheckpointReader(directory, options.step)
     schema = resolved(declared.schema, connection.servers)
     reader.check_schema(schema, new_optimizer=options.new_optimizer, refit=options.refit)
-    reader.verify()
+    reading = ServerReading(reader, connection.servers, range(len(connection.servers)))
+    if first:
+        reading.verify()
     training = reader.state("training")
     tensors = reader.tensors("model")
     _check_model(network.model, tensors, directory)
@@ -131,7 +134,7 @@ def load(
     _check_seed(declared.options.seed, training["seed"], directory)
     changed = [*adopt_hyperparameters(network, training), *_declared_changes(reader, declared)]
     if first:
-        _import_rows(connection.servers, reader, _same(connection.servers[0].tables()), state=True)
+        _import_rows(connection.servers, reader, reading, _same(connection.servers[0].tables()), state=True)
     network.model.load_state_dict(tensors)
     state.load_state_dict(training, trains_in_other_processes=options.trains_in_other_processes)
     state.loaded = True
@@ -205,8 +208,9 @@ def load_rows(
             )
         if problem := id_difference(reader.schema, schema, name, source):
             raise CheckpointError(f"{reader.path}: {problem}", path=reader.path, table=name)
-    reader.verify()
-    return _import_rows(servers, reader, sources, state=state, shards=False)
+    reading = ServerReading(reader, servers, range(len(servers)))
+    reading.verify()
+    return _import_rows(servers, reader, reading, sources, state=state, shards=False)
 
 
 def resolved(schema: Schema, servers: Sequence[EmbeddingPS]) -> Schema:
@@ -230,8 +234,9 @@ def load_partitions(
     """
     reader = CheckpointReader(directory, step)
     reader.check_schema(resolved(schema, servers))
-    reader.verify()
-    _import_rows(servers, reader, _same(reader.manifest.tables), state=True, ranks=ranks)
+    reading = ServerReading(reader, servers, ranks)
+    reading.verify()
+    _import_rows(servers, reader, reading, _same(reader.manifest.tables), state=True, ranks=ranks)
     return reader.path
 
 
@@ -243,6 +248,7 @@ def _same(tables: Iterable[str]) -> dict[str, str]:
 def _import_rows(
     servers: Sequence[EmbeddingPS],
     reader: CheckpointReader,
+    reading: ServerReading,
     tables: Mapping[str, str],
     *,
     state: bool,
@@ -254,6 +260,7 @@ def _import_rows(
     Args:
         servers: all PSs.
         reader: of the checkpoint.
+        reading: of the same, into these PSs.
         tables: names in the checkpoint by name.
         state: also take the optimizer's state, where the table has the same optimizer in the checkpoint.
         shards: also import the PSs' state besides rows, if they have the shape of those that wrote it.
@@ -266,36 +273,32 @@ def _import_rows(
         ranks = range(len(servers))
     _check_dtypes(reader, [(table, tables[name]) for name, table in servers[0].tables().items() if name in tables])
     changed = [servers[rank] for rank in ranks]
-    buckets = servers[0].buckets()
     shapes = _shapes(_exported(servers)) if shards else {}
     written_by = reader.manifest.buckets
-    same_owners = written_by is not None and written_by.same_owners(buckets)
+    same_owners = written_by is not None and written_by.same_owners(servers[0].buckets())
     same = shards and same_owners and _shapes(server_pieces(reader)) == shapes
     # Stamps of rows, by which the oldest are evicted, count the clock of their shard. Rows that change shards need a
     # common clock.
     gaps = {} if same else clock_gaps(reader)
+    own_tables = {name: table for name, table in servers[0].tables().items() if name in tables}
+    to_read = [
+        _to_read(reader, declared, tables[name], gaps.get(tables[name], {}), state=state)
+        for name, declared in own_tables.items()
+    ]
+    before = {name: (_count(changed, name, "rows"), _count(changed, name, "evicted")) for name in own_tables}
+    read = reading.read(to_read)
     loaded: dict[str, LoadedTable] = {}
     other_accumulators: dict[float, list[str]] = {}
-    for name, declared in servers[0].tables().items():
-        if name not in tables:
-            continue
-        record = reader.manifest.tables[source := tables[name]]
-        with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, source)
-        gap_of_shard = gaps.get(source, {})
-        rows, had_rows, evicted = 0, _count(changed, name, "rows") > 0, _count(changed, name, "evicted")
-        for shard, arrays in reader.rows(source):
-            if not with_state:
-                arrays.pop("state")
-            if gap_of_shard:
-                arrays["stamp"] = arrays["stamp"] + np.uint32(gap_of_shard.get(shard, 0))
-            rows += len(arrays["ids"])
-            _distribute(servers, buckets, RowChunk(name, shard, arrays), ranks)
+    for table, declared in zip(to_read, own_tables.values(), strict=True):
+        name, with_state, rows = table.name, table.state, read[table.name]
         loaded[name] = LoadedTable(rows, with_state)
+        had_rows, evicted = before[name]
         if more := _count(changed, name, "evicted") - evicted:
             _warn_of_capacity(reader, declared, more, None if had_rows else rows, len(servers))
-        if state and rows and not with_state and declared.trainable and record.optimizer is not None:
+        recorded = reader.manifest.tables[table.source].optimizer
+        if state and rows and not with_state and declared.trainable and recorded is not None:
             LOG.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
-        initial = _other_accumulator(declared.optimizer, record.optimizer)
+        initial = _other_accumulator(declared.optimizer, recorded)
         if rows and with_state and initial is not None:
             other_accumulators.setdefault(initial, []).append(name)
     for initial, names in other_accumulators.items():
@@ -306,14 +309,26 @@ def _import_rows(
             reader.path, initial, ", ".join(names), INITIAL_ACCUMULATOR, initial,
         )  # fmt: skip
     if same:
-        for number, pieces in server_pieces(reader):
-            if number in ranks:
-                servers[number].import_state([StatePiece(**piece) for piece in pieces])
+        reading.read([], state=True)  # After evictions have been counted, as the state has counters.
     else:
         _merge_counts(servers, reader, {key: length for key, length in shapes.items() if key[0] in ranks})
-    for server in changed:
-        server.end_import()
+    call_all([server.end_import for server in changed])
     return loaded
+
+
+def _to_read(
+    reader: CheckpointReader, declared: Table, source: str, gaps: Mapping[int, int], *, state: bool
+) -> TableToRead:
+    """Returns how a PS reads a table, from `source`; its state if that is asked for and is of the same optimizer."""
+    same_optimizer = same_rule(declared.optimizer, reader.manifest.tables[source].optimizer)
+    raised = sorted(gaps.items())
+    return TableToRead(
+        declared.name,
+        source,
+        state and same_optimizer and _has_state(reader, source),
+        np.array([shard for shard, _ in raised], np.uint64),
+        np.array([gap for _, gap in raised], np.uint32),
+    )
 
 
 def _merge_counts(
@@ -397,18 +412,6 @@ def _exported(servers: Sequence[EmbeddingPS]) -> Iterator[tuple[int, list[dict[s
     for number, server in enumerate(servers):
         for pieces in server.export_state():
             yield number, [piece._asdict() for piece in pieces]
-
-
-def _distribute(servers: Sequence[EmbeddingPS], buckets: BucketMap, chunk: RowChunk, ranks: Collection[int]) -> None:
-    if len(servers) == 1:
-        servers[0].import_rows(chunk, buckets.version)
-        return
-    owners = batching.owners(chunk.table, chunk.arrays["ids"], buckets)
-    for owner in (int(number) for number in np.unique(owners)):
-        if owner not in ranks:
-            continue
-        part = {name: array[owners == owner] for name, array in chunk.arrays.items()}
-        servers[owner].import_rows(RowChunk(chunk.table, chunk.shard, part), buckets.version)
 
 
 def _shapes(states: Iterable[tuple[int, list[dict[str, Any]]]]) -> dict[tuple[int, str, int, str], int]:

@@ -26,6 +26,16 @@ from persia.types.batches import (
     sum_counts,
 )
 from persia.types.bucket_map import BUCKETS, BucketMap
+from persia.types.checkpoint_parts import (
+    PartCheck,
+    PlaceCheck,
+    RowsRead,
+    RowsToRead,
+    RowsToWrite,
+    TableToRead,
+    WrittenPart,
+    WrittenState,
+)
 from persia.types.dense import DenseState, Pulled, PushedDense, TensorSpec
 from persia.types.membership import TITLES, Member, Membership
 from persia.types.packed import Gradients, Packed, PackedGradients
@@ -87,9 +97,11 @@ __all__ = [
     "Offsets",
     "Packed",
     "PackedGradients",
+    "PartCheck",
     "Partition",
     "PartitionBounds",
     "PhaseRecord",
+    "PlaceCheck",
     "PublishDtype",
     "PublishOptions",
     "PublishOrder",
@@ -105,12 +117,16 @@ __all__ = [
     "RowStaleness",
     "RowState",
     "RowsAhead",
+    "RowsRead",
     "RowsSet",
+    "RowsToRead",
+    "RowsToWrite",
     "SourceFingerprint",
     "SourcePart",
     "StepTiming",
     "StoredRows",
     "StreamStart",
+    "TableToRead",
     "TensorSpec",
     "Ticket",
     "Token",
@@ -118,6 +134,8 @@ __all__ = [
     "UpdateCounts",
     "WireRows",
     "WorkerReport",
+    "WrittenPart",
+    "WrittenState",
     "changed_options",
     "distinct_parts",
     "loader_of",

@@ -9,11 +9,11 @@ from typing import Any
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from persia.checkpoint import CheckpointReader, CheckpointWriter
+from persia.checkpoint.row_writing import write_rows, write_states
 from persia.config import dump
 from persia.errors import CheckpointError
 from persia.nn import EmbeddingCollection
 from persia.telemetry.logs import get_logger
-from persia.trainer.checkpointing import write_rows
 from persia.trainer.loading import load_partitions, resolved
 
 __all__ = ["KEY", "RowsCheckpointIO", "load_tables", "rows_directory", "save_tables"]
@@ -47,12 +47,10 @@ def save_tables(embeddings: EmbeddingCollection, directory: str) -> int:
     place = "" if "://" in directory else os.path.abspath(directory)
     with CheckpointWriter(directory, step, keep_last=2) as writer:
         try:
-            for number, server in enumerate(servers):
-                for part, pieces in enumerate(server.export_state()):
-                    writer.add_state(f"server-{number}.{part}", [piece._asdict() for piece in pieces])
+            write_states(writer, servers)
+            for server in servers:
                 server.begin_snapshot(name, {}, place)
-            for number, server in enumerate(servers):
-                write_rows(writer, number, server, name)
+            write_rows(writer, servers, name)
         finally:
             for server in servers:
                 server.end_snapshot(name)
