@@ -42,6 +42,9 @@ LAST_SECONDS = 60.0
 
 RETRY_SECONDS = 1.0
 
+MOST_TIME = 0.1
+"""Maximum share of the time in which checkpoints are written, if nothing says how often."""
+
 HELD_BYTES = 64 << 20
 """Maximum memory for the PSs' state besides rows while a checkpoint is written; more is written immediately."""
 
@@ -186,6 +189,8 @@ class Checkpointing:
     def begin_periodic(self) -> bool:
         """Begins a checkpoint that is written while training continues, unless one is still being written.
 
+        Without an interval in the options, it is also left out if the last one took too long; see `MOST_TIME`.
+
         Returns:
             Whether it was begun.
 
@@ -193,7 +198,7 @@ class Checkpointing:
             CheckpointError: two in a row have failed. A single one is logged as a warning, as the next replaces it.
         """
         replicas = self._network.replicas
-        if replicas.run_on_rank0(self._still_writing, bool):
+        if replicas.run_on_rank0(lambda: self._too_soon() or self._still_writing(), bool):
             return False
         captured = self.capture()
         return replicas.run_on_rank0(lambda: self.begin(self._directory, captured), bool)
@@ -274,6 +279,15 @@ class Checkpointing:
         self._warned_of_skips = False
         self._thread.start()
         return True
+
+    def _too_soon(self) -> bool:
+        """Whether a checkpoint that nobody asked for would take too much of the time."""
+        if not self._options.checkpoints_by_default:
+            return False
+        last = self._last
+        if self.busy or last is None:
+            return self.busy
+        return last.seconds > MOST_TIME * (last.seconds + time.monotonic() - last.at)
 
     def _still_writing(self) -> bool:
         if not self.busy:

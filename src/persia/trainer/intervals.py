@@ -94,7 +94,7 @@ class Bounds:
         network: its replicas agree.
         options: has the intervals of checkpoints, recovery points and evaluations.
         max_steps: most global steps of this call; None for no bound.
-        recovery: whether recovery points are kept.
+        recovery: whether recovery points are kept, as on clusters of processes.
         should_stop: whether this NN worker was asked to stop.
     """
 
@@ -117,9 +117,8 @@ class Bounds:
         def step() -> int:
             return state.global_step
 
-        self.checkpoints = Interval(
-            step, self._replicas, options.checkpoint_every_steps, options.checkpoint_every_seconds
-        )
+        every_seconds = options.checkpoint_seconds(in_processes=recovery)
+        self.checkpoints = Interval(step, self._replicas, options.checkpoint_every_steps, every_seconds)
         seconds = options.recovery_point_every_seconds if recovery else None
         self.recovery_points = Interval(step, self._replicas, None, seconds)
         self.evaluations = Interval(step, self._replicas, options.eval_every_steps, None, aligned=True)

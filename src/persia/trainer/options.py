@@ -35,6 +35,10 @@ from persia.types import PublishOptions
 __all__ = ["Declared", "TrainerOptions"]
 
 
+DEFAULT_SECONDS = 600.0
+"""Seconds between two checkpoints of a cluster of processes that nothing else says how often to write."""
+
+
 class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a training run that have defaults.
 
@@ -52,7 +56,9 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         checkpoint_dir: where checkpoints go; None for none.
         checkpoint_every_steps: global steps between two checkpoints during `fit`; None for one at its end. They are
             written in the background; one that is due while another is being written is left out.
-        checkpoint_every_seconds: seconds between two checkpoints.
+        checkpoint_every_seconds: seconds between two checkpoints; None for no such interval. "auto": on a cluster of
+            processes, unless `checkpoint_every_steps` is set, 600, and more where it takes more than a minute to write
+            one, so that at most a tenth of the time is spent on it; elsewhere as None.
         checkpoint_consistent: whether all rows of such a checkpoint are of one step. Otherwise a row is as it was when
             it was written, and PSs keep no old rows aside. `Sync` is always consistent.
         checkpoint_share: maximum share of this machine's processors that a checkpoint takes while it is written in the
@@ -99,7 +105,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedule: Schedule | None = None
     checkpoint_dir: str | None = None
     checkpoint_every_steps: int | None = None
-    checkpoint_every_seconds: float | None = None
+    checkpoint_every_seconds: float | Literal["auto"] | None = "auto"
     checkpoint_consistent: bool = True
     checkpoint_share: float = 0.1
     checkpoint_increments: int = 0
@@ -146,7 +152,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_integer("seed", self.seed, 0, MAX_SEED)
         if self.checkpoint_every_steps is not None:
             check_integer("checkpoint_every_steps", self.checkpoint_every_steps, 1, MAX_STEPS)
-        if self.checkpoint_every_seconds is not None:
+        if self.checkpoint_every_seconds not in (None, "auto"):
             check_seconds("checkpoint_every_seconds", self.checkpoint_every_seconds)
         check_seconds("timeout", self.timeout)
         check_seconds("recovery_point_every_seconds", self.recovery_point_every_seconds)
@@ -189,6 +195,21 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 "patience counts evaluations: set eval_every_steps or eval_every_epochs too.", field="patience"
             )
+
+    @property
+    def checkpoints_by_default(self) -> bool:
+        """Whether nothing says how often checkpoints are written, so that a cluster of processes decides it."""
+        return self.checkpoint_every_steps is None and self.checkpoint_every_seconds == "auto"
+
+    def checkpoint_seconds(self, *, in_processes: bool) -> float | None:
+        """Returns the seconds between two checkpoints; None if they are not written by time.
+
+        Args:
+            in_processes: whether this is a cluster of processes.
+        """
+        if self.checkpoint_every_seconds == "auto":
+            return DEFAULT_SECONDS if in_processes and self.checkpoints_by_default and self.checkpoint_dir else None
+        return self.checkpoint_every_seconds
 
     @property
     def evaluates(self) -> bool:

@@ -109,8 +109,9 @@ class Steering:
         return by_steps or (every is not None and between and progress.number > 0 and progress.number % every == 0)
 
     def before_checkpoint(self) -> None:
-        """Evaluates for a checkpoint that is due, if nothing else says when."""
-        if self._options.keep_best is not None and not self._options.evaluates:
+        """Evaluates for a checkpoint that is due, if nothing else says when; not for those that nobody asked for."""
+        options = self._options
+        if options.keep_best is not None and not options.evaluates and not options.checkpoints_by_default:
             self.evaluate()
 
     def evaluate(self, *, counts: bool = False) -> MetricsResult | None:

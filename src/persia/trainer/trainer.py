@@ -96,7 +96,7 @@ class Trainer(Scoring):
         self.options = options = options or TrainerOptions()
         self.declared = Declared(schema, embedding_optimizer, mode or Hybrid(), options)
         for name in ("checkpoint_every_steps", "checkpoint_every_seconds"):
-            if getattr(options, name) is not None and options.checkpoint_dir is None:
+            if getattr(options, name) not in (None, "auto") and options.checkpoint_dir is None:
                 raise ConfigError(f"{name} needs checkpoint_dir.", field="checkpoint_dir")
         if options.keeps_best or options.evaluates:
             watched_metric(schema, options.keep_best)  # Before anything is started.

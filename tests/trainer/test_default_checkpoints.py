@@ -1,0 +1,99 @@
+"""Checkpoints that nobody asked for: a cluster of processes with a `checkpoint_dir` writes them now and then."""
+
+import time
+
+import pytest
+from test_resume import adam, model, reader
+
+import persia
+from persia.checkpoint import list_checkpoints
+from persia.errors import ConfigError
+from persia.modes import Sync
+from persia.optim import Adagrad
+from persia.trainer import checkpointing as saving
+from persia.trainer import options as declared
+from persia.trainer.evaluation import Evaluator
+
+
+class InProcesses:
+    """As a cluster of processes connects an NN worker, which then keeps recovery points."""
+
+    def connect(self, *arguments):
+        return persia.cluster.Embedded().connect(*arguments)._replace(save_recovery_point=lambda _: None)
+
+
+def trainer(cluster, **options):
+    schema = reader().schema
+    return persia.Trainer(
+        model(schema),
+        schema,
+        optimizer=adam,
+        embedding_optimizer=Adagrad(lr=0.1),
+        mode=Sync(),
+        cluster=cluster,
+        options=persia.TrainerOptions(progress=False, keep_last=99, **options),
+    )
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """As if ten minutes had passed after each few steps, in which nothing was written."""
+    monkeypatch.setattr(declared, "DEFAULT_SECONDS", 1e-3)
+    monkeypatch.setattr(saving, "MOST_TIME", 1.0)
+    monkeypatch.setattr(saving.Checkpointing, "busy", False)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "some"),
+    [
+        (InProcesses, {}, True),
+        (persia.cluster.Embedded, {}, False),
+        (InProcesses, {"checkpoint_every_seconds": None}, False),
+        (InProcesses, {"checkpoint_every_steps": 1000}, False),
+    ],
+)
+def test_who_writes_them(tmp_path, often, cluster, options, some):
+    trainer(cluster(), checkpoint_dir=str(tmp_path), **options).fit(reader())
+    steps = [entry.step for entry in list_checkpoints(tmp_path)]
+    assert steps[-1] == 20
+    assert (len(steps) > 1) == some
+
+
+def test_without_a_directory_there_are_none(often):
+    t = trainer(InProcesses())
+    assert t.options.checkpoint_seconds(in_processes=True) is None
+    t.fit(reader(), max_steps=2)
+    with pytest.raises(ConfigError, match="checkpoint_every_seconds needs checkpoint_dir"):
+        trainer(InProcesses(), checkpoint_every_seconds=600.0)
+
+
+def test_every_ten_minutes():
+    assert persia.TrainerOptions(checkpoint_dir="runs").checkpoint_seconds(in_processes=True) == 600.0
+    own = persia.TrainerOptions(checkpoint_dir="runs", checkpoint_every_seconds=30.0)
+    assert own.checkpoint_seconds(in_processes=True) == own.checkpoint_seconds(in_processes=False) == 30.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ago", "due"), [(61.0, 539.0, False), (59.0, 541.0, True), (0.1, 600.0, True), (7000.0, 600.0, False)]
+)
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_they_take_at_most_a_tenth_of_the_time(tmp_path, seconds, ago, due, asked_for):
+    options = {"checkpoint_every_seconds": 600.0} if asked_for else {}
+    t = trainer(InProcesses(), checkpoint_dir=str(tmp_path), **options)
+    t.fit(reader(), max_steps=1)
+    t.checkpointing._last = saving._Written(time.monotonic() - ago, 1, seconds)
+    assert t.checkpointing.begin_periodic() == (due or asked_for)
+    t.checkpointing.wait()
+
+
+def test_they_are_not_evaluated(tmp_path, often, monkeypatch):
+    """For `keep_best`: an evaluation may take long, and was not asked for."""
+    evaluated = []
+    evaluate = Evaluator.evaluate
+    monkeypatch.setattr(
+        Evaluator, "evaluate", lambda *args, **named: evaluated.append(None) or evaluate(*args, **named)
+    )
+    t = trainer(InProcesses(), checkpoint_dir=str(tmp_path), keep_best="auc")
+    t.fit(reader(), reader())
+    assert len(list_checkpoints(tmp_path)) > 1
+    assert len(evaluated) == 1  # At the end.
