@@ -110,6 +110,14 @@ def test_processes_and_hosts_for_a_rate():
     assert hosts["rest"].number == pytest.approx(30e6 * 156 / 0.9e9, abs=1)
     assert roles["embedding_ps"].processes == hosts["rest"].number
     assert roles["nn_worker"].cores == pytest.approx(20, rel=0.01)
+    # The hosts of the PSs write and read at the same time.
+    assert plan.checkpoint_seconds == pytest.approx(30_000_000 * 148 / (hosts["rest"].number * 1e8))
+    assert plan.restore_seconds == pytest.approx(30_000_000 * 148 / (hosts["rest"].number * 2e8))
+
+
+def test_checkpoints_are_written_at_most_at_the_rate_of_the_network():
+    plan = plan_deployment(request(hosts=[HostKind("host", 8, 10**10, network=5e7)]))
+    assert plan.checkpoint_seconds == plan.restore_seconds == pytest.approx(1_000_000 * 148 / 5e7)
 
 
 def test_a_lack_of_hosts_is_refused():

@@ -11,7 +11,7 @@ from persia.plan.distinct_ids import missing_share
 from persia.plan.host_kinds import ROLES, HostKind, host_of
 from persia.plan.load import RoleLoad, Topology, role_loads
 from persia.plan.placed_tables import PlacedTables, hosts_for, place_tables, whole_bytes
-from persia.plan.rates import DiskRate, Rates, WorkloadRate
+from persia.plan.rates import CheckpointRate, DiskRate, Rates, WorkloadRate
 from persia.plan.table_bytes import LIVE_SHARE, PlannedTable, TableBytes, disk_row_bytes
 from persia.units import format_bytes
 
@@ -120,8 +120,10 @@ class DeploymentPlan(NamedTuple):
         hosts: hosts by kind.
         limits: limits by resource, the bottleneck first.
         samples_per_second: rate that the bottleneck permits.
-        checkpoint_seconds: seconds to write a whole checkpoint, without throttling; one process writes it.
-        restore_seconds: seconds to load it.
+        checkpoint_seconds: seconds to write a whole checkpoint, without throttling. The hosts of the PSs write at the
+            same time, each as fast as one PS, and at most at the rate of its network; what bounds the storage itself is
+            unknown.
+        restore_seconds: seconds to load it, likewise.
         restart_seconds: seconds until a restarted PS answers, if its host still has its rows.
         added: tables that need `spill`, which their configuration lacks, with their capacity.
     """
@@ -184,9 +186,17 @@ def plan_deployment(request: PlanRequest) -> DeploymentPlan:
     restart = (
         speed.restart + speed.attach * sum(table.rows for table in placed.tables) / topology.counts["embedding_ps"]
     )
+    write, read = _storage_rates(hosts, speed)
     return DeploymentPlan(
-        placed.tables, roles, hosts, limits, rate, size / speed.write, size / speed.read, restart, placed.added
+        placed.tables, roles, hosts, limits, rate, size / write, size / read, restart, placed.added
     )  # fmt: skip
+
+
+def _storage_rates(hosts: Sequence[HostPlan], speed: CheckpointRate) -> tuple[float, float]:
+    """Returns the bytes/s that all PSs together write to a checkpoint, and read; those of a host share its disk."""
+    (host,) = (host for host in hosts if "embedding_ps" in host.roles)
+    writing, most = min(host.number, host.roles["embedding_ps"]), host.kind.network or math.inf
+    return writing * min(speed.write, most), writing * min(speed.read, most)
 
 
 def _loads(request: PlanRequest, topology: Topology, tables: Sequence[TableBytes]) -> dict[str, RoleLoad]:
