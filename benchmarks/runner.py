@@ -38,8 +38,8 @@ __all__ = [
 
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
-    "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "features", "checkpoint", "rpc", "step",
-    "sync", "gpu", "reuse",
+    "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "features", "checkpoint", "checkpoint_parallel",
+    "rpc", "step", "sync", "gpu", "reuse",
     "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "fresh", "fresh_rows",
     "paper_arrival", "paper_gba",
     "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "buckets", "several_hosts", "roles", "cluster",
